@@ -1,0 +1,33 @@
+# make train   trains LeNet by hand on two devices; ARGS="--flag=value …" is passed on
+# make test    runs the tests
+# make lint    checks style and format
+# make setup   makes .venv with everything that the program needs
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup train test lint clean
+
+train: $(BIN)/.installed
+	$(BIN)/python main.py $(ARGS)
+
+test: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(BIN)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup: $(BIN)/.installed
+
+$(BIN)/.installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python %d.%d — 3.11 or newer is required; use make PYTHON=python3.11" % sys.version_info[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(BIN)/.installed-dev: $(BIN)/.installed requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,97 @@
+"""`compare`: several strategies from the same weights and data, set side by side."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+
+from app import console
+from app.commands.train import default_out
+from app.config import COMMANDS, Config
+from app.proof.comparison import HEADER, compare_weights, table_rows
+from app.records.files import write_json
+from app.records.history import load_summary
+from app.records.run_directory import LOG_FILE, open_run_directory
+
+
+def run(config: Config) -> int:
+    """Trains with each strategy in a process of its own, then prints table and verdict.
+
+    Returns 0, or the exit code of a training that failed.
+    """
+    path = pathlib.Path(config.out or default_out(config))
+    fields = {**config.result_fields(), "strategy": ",".join(config.strategies)}
+    with open_run_directory(path, fields, overwrite=config.overwrite) as out_dir:
+        console.open_log(out_dir / LOG_FILE)
+        run_dirs = [out_dir / strategy for strategy in config.strategies]
+        for strategy, run_dir in zip(config.strategies, run_dirs, strict=True):
+            console.say(f"\n{strategy}")
+            exit_code = _train_in_own_process(config, strategy, run_dir)
+            if exit_code:
+                return exit_code
+        _report(out_dir, run_dirs)
+    return 0
+
+
+def _train_in_own_process(config: Config, strategy: str, run_dir: pathlib.Path) -> int:
+    """Runs `train` as a child and returns its exit code.
+
+    Two MirroredStrategies of different size in one process break every later collective
+    (FACTS 15), and each should find the machine as a user's own run would.
+    """
+    main = pathlib.Path(__file__).parents[2] / "main.py"
+    child = subprocess.Popen(
+        [sys.executable, str(main), "train", *_flags_for(config, strategy), f"--out={run_dir}"]
+    )
+    try:
+        exit_code = child.wait()
+    finally:
+        child.terminate()  # An interrupted comparison leaves no training behind.
+        child.wait()
+    return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+def _flags_for(config: Config, strategy: str) -> list[str]:
+    """Returns the flags of the training of one strategy: those of the comparison that it knows."""
+    left_out = {"out", "strategy"}
+    if strategy == "single":  # One device, and nothing to reduce.
+        left_out |= {"num_devices", "num_gpus", "all_reduce"}
+    flags = [f"--strategy={strategy}"]
+    for field in dataclasses.fields(Config):
+        value = getattr(config, field.name)
+        if field.name in COMMANDS["train"] - left_out and value != field.default:
+            flags.append(f"--{field.name}={value}")
+    return flags
+
+
+def _report(out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> None:
+    """Prints the table and what became of the weights; saves both, and one figure with all."""
+    from app.records.plots import plot_accuracy
+
+    summaries = [load_summary(path) for path in run_dirs]
+    verdicts = compare_weights(run_dirs)
+    first = summaries[0]
+    console.say()
+    console.print_table(
+        f"{first.model} on {first.dataset}, recipe {first.recipe}, batch"
+        f" {first.global_batch_size}, {console.count(first.epochs, 'epoch')}",
+        HEADER,
+        table_rows(summaries),
+    )
+    if any(summary.simulated_devices for summary in summaries):
+        console.say(
+            "simulated devices: they share one processor, so the speed-up is not that of"
+            " real devices"
+        )
+    console.say("times are medians over epochs of one run each, made one after another")
+    for verdict in verdicts:
+        console.say(str(verdict))
+    plot_accuracy(run_dirs, out_dir)
+    write_json(
+        out_dir / "compare.json",
+        {
+            "runs": [dataclasses.asdict(summary) for summary in summaries],
+            "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
+        },
+    )
+    console.say_last(f"saved in {out_dir}: accuracy.png, accuracy.svg, compare.json")

@@ -1,0 +1,21 @@
+"""`evaluate`: test accuracy of a run, on any strategy and number of devices."""
+
+from app import console
+from app.config import Config
+from app.run_reader import SavedRun
+
+
+def run(config: Config) -> int:
+    """Prints loss and accuracy over the whole test set; returns 0."""
+    saved = SavedRun.open(config)
+    dataset = saved.load_dataset()
+    strategy = saved.rebuild()
+    from app.training import evaluate
+
+    totals = evaluate(strategy, dataset)
+    console.say(
+        f"{saved.config.model} of {config.run}, step {saved.checkpoint.step}, on {dataset.name}:"
+        f" {totals.correct:,} of {totals.examples:,} right, test loss {totals.loss:.4f}"
+    )
+    console.say_last(f"test acc: {totals.accuracy:.4f} with {strategy.name} on {strategy.devices}")
+    return 0

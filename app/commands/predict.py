@@ -1,0 +1,42 @@
+"""`predict`: class and probability of images, the batch split over the replicas."""
+
+import numpy as np
+
+from app import console
+from app.config import Config
+from app.data.dataset import CLASS_NAMES
+from app.data.image_files import load_image_files
+from app.run_reader import SavedRun
+
+_NUM_TEST_IMAGES = 10
+
+
+def run(config: Config) -> int:
+    """Prints a table with a row for each image, in the order given; returns 0."""
+    saved = SavedRun.open(config)
+    if config.images:
+        names, images = load_image_files(config.images)
+        header = ["image", "class", "probability"]
+        truths = []
+    else:
+        dataset = saved.load_dataset()
+        images, labels = dataset.test_images[:_NUM_TEST_IMAGES], dataset.test_labels
+        names = [f"{dataset.name} test image {i}" for i in range(len(images))]
+        header = ["image", "class", "probability", "truth"]
+        truths = [CLASS_NAMES[label] for label in labels[: len(images)]]
+    strategy = saved.rebuild()
+    probabilities = _softmax(strategy.predict(images))
+    rows = [
+        [name, CLASS_NAMES[np.argmax(p)], f"{np.max(p):.4f}"]
+        for name, p in zip(names, probabilities, strict=True)
+    ]
+    if truths:
+        rows = [[*row, truth] for row, truth in zip(rows, truths, strict=True)]
+    title = f"{saved.config.model} of {config.run}, {strategy.name} on {strategy.devices}"
+    console.print_table(title, header, rows)
+    return 0
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)

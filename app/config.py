@@ -1,0 +1,228 @@
+"""What a command was asked to do: one frozen object, checked before anything is loaded."""
+
+import dataclasses
+import math
+
+from app.errors import ConfigError
+
+# The dicts that define these names import TensorFlow, which a flag error must not wait for.
+# A test holds both equal.
+MODEL_NAMES = ("lenet", "resnet18")
+RECIPE_NAMES = ("d2l", "fast")
+STRATEGY_NAMES = ("single", "manual", "mirrored")
+ALL_REDUCE_NAMES = ("auto", "sum_on_one")
+
+NUM_TRAIN_EXAMPLES = 60_000
+MAX_LOGICAL_DEVICES = 64
+
+_DEVICE_OPTIONS = {"num_gpus", "device", "num_devices"}
+_DATA_OPTIONS = {"data_dir", "allow_unverified_data"}
+_TRAINING_OPTIONS = {
+    *("model", "dataset", "num_train_examples", "recipe", "all_reduce", "batch_norm"),
+    *("last_batch", "global_batch_size", "learning_rate", "epochs", "seed", "deterministic"),
+    *("out", "overwrite", "verbosity"),
+    *_DEVICE_OPTIONS,
+    *_DATA_OPTIONS,
+}
+_READING_OPTIONS = {"run", "strategy", "verbosity", *_DEVICE_OPTIONS, *_DATA_OPTIONS}
+
+# Every command, with the options that mean something to it: any other is refused, not ignored.
+COMMANDS = {
+    "train": {"strategy", *_TRAINING_OPTIONS},
+    "evaluate": _READING_OPTIONS,
+    "predict": {"images", *_READING_OPTIONS},
+    "compare": {"strategies", *_TRAINING_OPTIONS},
+}
+
+# What a run's result depends on. Another value of one of these makes it another run.
+RESULT_FIELDS = (
+    *("model", "dataset", "num_train_examples", "recipe", "strategy", "all_reduce", "batch_norm"),
+    *("last_batch", "global_batch_size", "learning_rate", "epochs", "seed", "deterministic"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A command with its options; the defaults of the flags are the defaults here.
+
+    Raises:
+        ConfigError: a value that cannot be meant, or two that contradict each other.
+    """
+
+    command: str = "train"
+
+    model: str = "lenet"
+    dataset: str = "auto"
+    data_dir: str | None = None
+    allow_unverified_data: bool = False
+    num_train_examples: int | None = None
+    recipe: str = "d2l"
+
+    strategy: str = "manual"
+    num_gpus: int | None = None
+    device: str = "auto"
+    num_devices: int | None = None
+    all_reduce: str = "auto"
+    batch_norm: str = "average"
+    last_batch: str = "keep"
+
+    global_batch_size: int = 256
+    learning_rate: float | None = None
+    epochs: int = 10
+    seed: int = 0
+
+    deterministic: bool = False
+
+    out: str | None = None
+    overwrite: bool = False
+    verbosity: int = -1
+
+    strategies: tuple[str, ...] = STRATEGY_NAMES
+    run: str | None = None
+    images: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        self._check_names()
+        self._check_numbers()
+        self._check_devices()
+        self._check_command()
+        if self.num_replicas_asked and self.command in ("train", "compare"):
+            num_train_examples = self.num_train_examples or NUM_TRAIN_EXAMPLES
+            check_shards(self, self.num_replicas_asked, num_train_examples)
+
+    @property
+    def num_replicas_asked(self) -> int | None:
+        """How many replicas the flags ask for, None where the machine decides."""
+        if self.strategy == "single" and self.command != "compare":
+            return 1
+        return self.num_devices or self.num_gpus
+
+    def result_fields(self) -> dict:
+        """Returns what the result of a training depends on, without paths and display."""
+        return {name: getattr(self, name) for name in RESULT_FIELDS}
+
+    def _check_names(self):
+        check_choice("COMMAND", self.command, COMMANDS)
+        check_choice("--model", self.model, MODEL_NAMES)
+        check_choice("--dataset", self.dataset, ("auto", "fashion_mnist", "synthetic"))
+        check_choice("--recipe", self.recipe, RECIPE_NAMES)
+        check_choice("--strategy", self.strategy, STRATEGY_NAMES)
+        check_choice("--device", self.device, ("auto", "gpu", "cpu"))
+        check_choice("--all_reduce", self.all_reduce, ALL_REDUCE_NAMES)
+        check_choice("--batch_norm", self.batch_norm, ("average", "sync"))
+        check_choice("--last_batch", self.last_batch, ("keep", "drop"))
+        for strategy in self.strategies:
+            check_choice("--strategies", strategy, STRATEGY_NAMES)
+
+    def _check_numbers(self):
+        _check_range("--num_devices", self.num_devices, 1, None)
+        _check_range("--num_gpus", self.num_gpus, 1, None)
+        _check_range("--global_batch_size", self.global_batch_size, 1, NUM_TRAIN_EXAMPLES)
+        _check_range("--epochs", self.epochs, 1, 100_000)
+        _check_range("--seed", self.seed, 0, 2**32 - 1)
+        _check_range("--num_train_examples", self.num_train_examples, 1, NUM_TRAIN_EXAMPLES)
+        if self.learning_rate is not None and not (
+            math.isfinite(self.learning_rate) and self.learning_rate > 0
+        ):
+            raise ConfigError(
+                f"--learning_rate={self.learning_rate} — a finite number above 0 is required;"
+                " leave it out for the recipe's own"
+            )
+
+    def _check_devices(self):
+        if self.num_gpus and self.device == "cpu":
+            raise ConfigError(
+                f"--num_gpus={self.num_gpus} with --device=cpu — one or the other is required;"
+                f" use --device=cpu --num_devices={self.num_gpus} for logical CPU devices"
+            )
+        if self.num_gpus and self.num_devices not in (None, self.num_gpus):
+            raise ConfigError(
+                f"--num_gpus={self.num_gpus} with --num_devices={self.num_devices}"
+                " — both count the replicas; give one of them"
+            )
+        num_devices = self.num_devices or self.num_gpus or 1
+        if num_devices > MAX_LOGICAL_DEVICES:
+            raise ConfigError(
+                f"{num_devices} devices asked for — at most {MAX_LOGICAL_DEVICES} on one machine;"
+                " use fewer"
+            )
+        if self.command != "compare" and self.strategy == "single" and num_devices > 1:
+            raise ConfigError(
+                f"--strategy=single with {num_devices} devices — single runs on one device;"
+                " use --strategy=manual or --strategy=mirrored"
+            )
+        if self.strategy == "single" and self.all_reduce != "auto":
+            raise ConfigError(
+                f"--all_reduce={self.all_reduce} with --strategy=single — one device has nothing"
+                " to reduce; leave the flag out"
+            )
+
+    def _check_command(self):
+        if self.batch_norm == "sync":
+            raise ConfigError(
+                "--batch_norm=sync — statistics of the global batch are not available yet;"
+                " use --batch_norm=average"
+            )
+        if self.dataset == "synthetic" and self.data_dir:
+            raise ConfigError(
+                f"--data_dir={self.data_dir} with --dataset=synthetic — generated data is read"
+                " from nowhere; leave one of them out"
+            )
+        if self.command in ("evaluate", "predict") and not self.run:
+            raise ConfigError(
+                f"{self.command} without --run — the directory of a training is required;"
+                " for example --run=runs/NAME"
+            )
+        if self.command == "compare" and len(set(self.strategies)) != len(self.strategies):
+            raise ConfigError(
+                f"--strategies={','.join(self.strategies)} — different names are required;"
+                " name each strategy once"
+            )
+        if self.command == "compare" and len(self.strategies) < 2:
+            raise ConfigError(
+                f"--strategies={','.join(self.strategies)} — at least two strategies are required;"
+                f" choose from {', '.join(STRATEGY_NAMES)}"
+            )
+
+
+def check_shards(config: Config, num_replicas: int, num_train_examples: int) -> None:
+    """Checks that every replica gets an example of every batch, the last one included.
+
+    A replica without examples has no BatchNorm statistics: its weights become NaN with no error
+    (FACTS 12). So it is refused by arithmetic, before the first step.
+
+    Raises:
+        ConfigError: some replica would get nothing, or an epoch would have no step.
+    """
+    size = config.global_batch_size
+    if size < num_replicas:
+        raise ConfigError(
+            f"--global_batch_size={size} is smaller than the number of replicas, {num_replicas}"
+            f" — each needs at least one example; use {num_replicas} or more"
+        )
+    rest = num_train_examples % size
+    if config.last_batch == "drop" and num_train_examples < size:
+        raise ConfigError(
+            f"--last_batch=drop with {num_train_examples} training examples and"
+            f" --global_batch_size={size} — an epoch would have no step; use a smaller batch"
+        )
+    if config.last_batch == "keep" and 0 < rest < num_replicas:
+        raise ConfigError(
+            f"--global_batch_size={size} leaves {rest} of {num_train_examples} training examples"
+            f" for the last batch — each of {num_replicas} replicas needs at least one;"
+            " use --last_batch=drop or another batch size"
+        )
+
+
+def check_choice(flag: str, value: str, choices) -> None:
+    """Raises `ConfigError`, listing the choices, unless `value` is one of them."""
+    if value not in choices:
+        shown = f"{value!r}" if flag == "COMMAND" else f"{flag}={value}"
+        raise ConfigError(f"{shown} — one of {', '.join(choices)} is required; see --help")
+
+
+def _check_range(flag: str, value: int | None, low: int, high: int | None) -> None:
+    if value is None or low <= value <= (value if high is None else high):
+        return
+    bounds = f"{low} or more" if high is None else f"{low} to {high}"
+    raise ConfigError(f"{flag}={value} — {bounds} is required; choose another number")

@@ -1,0 +1,180 @@
+"""What a person sees: lines, warnings, the live bar and the last line; all but the bar in log.txt.
+
+Results go to standard output, warnings and errors to standard error.
+"""
+
+import logging
+import os
+import sys
+import traceback
+
+_log = logging.getLogger("lockstep")
+_log.propagate = False
+_log.addHandler(logging.NullHandler())
+_log.setLevel(logging.INFO)
+_remembered_warnings: list[str] = []
+
+
+def open_log(path: str) -> None:
+    """Writes everything that is said from now on to `path` as well, with the time of day."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _log.addHandler(handler)
+
+
+def say(text: str = "") -> None:
+    """Prints a line on standard output."""
+    _log.info(text)
+    _write(sys.stdout, text)
+
+
+def warn(text: str, *, again_at_end: bool = False) -> None:
+    """Prints a warning that cannot be missed; `again_at_end` repeats it before the last line."""
+    if again_at_end and text not in _remembered_warnings:
+        _remembered_warnings.append(text)
+    _log.warning(text)
+    bold, plain = ("\033[1;33m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    _write(sys.stderr, f"{bold}WARNING: {text}{plain}")
+
+
+def say_last(text: str) -> None:
+    """Repeats the warnings that matter for the result, then prints the last line."""
+    for warning in _remembered_warnings:
+        warn(warning)
+    _remembered_warnings.clear()
+    say(text)
+
+
+def count(number: int, noun: str) -> str:
+    """Returns "1 step", "2 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def report_error(error) -> int:
+    """Prints the one line that ends a command and returns its exit code."""
+    _log.error("%s", error)
+    _write(sys.stderr, f"error: {error}")
+    return error.exit_code
+
+
+def report_interruption(what: str, exit_code: int) -> int:
+    """Says that the same command goes on from the last finished epoch; returns the exit code."""
+    _log.error("%s", what)
+    _write(
+        sys.stderr,
+        f"{what} — what the last finished epoch saved is kept;"
+        " the same command with the same --out goes on from there",
+    )
+    return exit_code
+
+
+def report_bug(error: Exception) -> int:
+    """Puts the traceback into the log, or on standard error where there is none; returns 1."""
+    text = "".join(traceback.format_exception(error))
+    logs = [h.baseFilename for h in _log.handlers if isinstance(h, logging.FileHandler)]
+    if logs:
+        _log.error("%s", text)
+    else:
+        _write(sys.stderr, text.rstrip())
+    first_line = (str(error).splitlines() or [""])[0]
+    where = f"the traceback is in {logs[-1]}" if logs else "the traceback is above"
+    _write(sys.stderr, f"error: a bug ({type(error).__name__}: {first_line}) — {where}")
+    return 1
+
+
+def _write(stream, text: str) -> None:
+    """Prints and flushes; a reader that went away (`| head -1`) must not stop a training."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Progress:
+    """Shows how far a training is: a live bar on a terminal, nothing between epochs elsewhere.
+
+    Args:
+        epochs: how many epochs the run has.
+        steps_per_epoch: how many steps each has.
+        first_step: steps done before, by the run that this one resumes.
+    """
+
+    def __init__(self, epochs: int, steps_per_epoch: int, first_step: int = 0):
+        self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
+        self._bar = _create_bar() if sys.stdout.isatty() else None
+        if self._bar:
+            self._task = self._bar.add_task(
+                "", total=epochs * steps_per_epoch, completed=first_step, status="compiling"
+            )
+
+    def __enter__(self):
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception):
+        if self._bar:
+            self._bar.stop()
+
+    def step(self, step: int, totals, images_per_sec: float) -> None:
+        """Moves the bar to `step`; `totals` are those of the epoch so far."""
+        if self._bar:
+            epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
+            status = (
+                f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}"
+                f"  accuracy {totals.accuracy:.3f}  {images_per_sec:,.0f} images/s"
+            )
+            self._bar.update(self._task, completed=step, status=status)
+
+    def evaluating(self) -> None:
+        """Says that the test set is being classified."""
+        if self._bar:
+            self._bar.update(self._task, status="evaluating")
+
+    def epoch(self, record) -> None:
+        """Prints the line of a finished epoch; the bar stays below it."""
+        line = (
+            f"epoch {record.epoch:>{len(str(self._epochs))}}/{self._epochs}"
+            f"  loss {record.train_loss:.4f}  train acc {record.train_accuracy:.4f}"
+            f"  test acc {record.test_accuracy:.4f}  {record.epoch_sec:.2f} s"
+            f"  {record.images_per_sec:,.0f} images/s"
+        )
+        if self._bar:
+            _log.info(line)
+            self._bar.console.print(line, highlight=False, soft_wrap=True)
+        else:
+            say(line)
+
+
+def _create_bar():
+    from rich import progress  # Costs 0.1 s, which a flag error should not pay.
+
+    return progress.Progress(
+        progress.TextColumn("{task.fields[status]}"),
+        progress.BarColumn(bar_width=None),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(compact=True),
+        transient=True,
+        expand=True,
+    )
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Prints a table, first column to the left and numbers to the right."""
+    import rich.box
+    import rich.console
+    import rich.table
+
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    for position, name in enumerate(header):
+        table.add_column(name, justify="left" if position == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    # A pipe has no width of its own: wide enough that no table is folded.
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 120, color_system=None)
+    say(title)
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().rstrip("\n").split("\n"):
+        if line.strip():
+            say(line.rstrip())

@@ -1,0 +1,1 @@
+"""Where images come from; nothing here knows of devices or strategies."""

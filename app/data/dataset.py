@@ -1,0 +1,58 @@
+"""The images that a run works on: which set it is, and what exactly is in it."""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+CLASS_NAMES = (
+    "t-shirt", "trouser", "pullover", "dress", "coat",
+    "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
+IMAGE_SHAPE = (28, 28, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageDataset:
+    """Training and test images of ten classes.
+
+    Attributes:
+        name: "fashion_mnist" or "synthetic", as it stands in plots and files.
+        train_images: uint8 `(N, 28, 28, 1)`.
+        train_labels: uint8 `(N,)`, in 0 to 9.
+        test_images: uint8 `(M, 28, 28, 1)`.
+        test_labels: uint8 `(M,)`, in 0 to 9.
+    """
+
+    name: str
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+    def sha256(self) -> str:
+        """Returns a hash of all images and labels: what was trained on, to the bit and in order."""
+        digest = hashlib.sha256()
+        for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
+            digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()
+
+    def with_train_subset(self, num_examples: int, seed: int) -> "ImageDataset":
+        """Returns the set with a training part of `num_examples`, as many of each class.
+
+        Where they do not divide evenly, the first classes have one more; the order of the whole
+        set is kept. The choice is a pure function of (seed, labels).
+        """
+        generator = np.random.default_rng(seed)
+        order = generator.permutation(len(self.train_labels))
+        shuffled = self.train_labels[order]
+        # Deal the examples out in rounds, one of each class a round.
+        rounds = np.empty(len(order), np.int64)
+        for label in range(len(CLASS_NAMES)):
+            members = shuffled == label
+            rounds[members] = np.arange(members.sum())
+        dealt = order[np.lexsort((shuffled, rounds))]
+        chosen = np.sort(dealt[:num_examples])
+        return dataclasses.replace(
+            self, train_images=self.train_images[chosen], train_labels=self.train_labels[chosen]
+        )

@@ -1,0 +1,68 @@
+"""Images that a user hands in: PNG files and NumPy arrays."""
+
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.data.dataset import IMAGE_SHAPE
+from app.errors import DataError
+
+# Luminance of linear RGB; reference: ITU-R BT.601.
+_LUMINANCE = np.array([0.299, 0.587, 0.114])
+
+
+def load_image_files(paths: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """Loads images as the networks take them.
+
+    Args:
+        paths: `.png` files of 28 × 28 pixels, grey or colour; `.npy` files with uint8 arrays
+            `(28, 28)`, `(N, 28, 28)` or either with a last axis of 1.
+
+    Returns:
+        A name for each image, and uint8 `(N, 28, 28, 1)`, in the order of the files.
+
+    Raises:
+        DataError: a file is missing, unreadable or of another size.
+    """
+    names, images = [], []
+    for path in map(pathlib.Path, paths):
+        if path.suffix.lower() not in (".png", ".npy"):
+            raise DataError(f"{path} — a .png or .npy file is required; convert it")
+        try:
+            pixels = _load_npy(path) if path.suffix.lower() == ".npy" else _load_png(path)
+        except (OSError, ValueError, SyntaxError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise DataError(
+                f"{path}: {reason} — a readable {path.suffix} image file is required;"
+                " check the path and the file"
+            ) from error
+        if pixels.dtype != np.uint8 or pixels.size == 0 or not _is_image_shape(pixels.shape):
+            raise DataError(
+                f"{path}: {pixels.dtype} {' x '.join(map(str, pixels.shape))} — uint8 images of"
+                " 28 x 28 are required, light garments on black; resize or convert it"
+            )
+        pixels = pixels.reshape(-1, *IMAGE_SHAPE)
+        images.append(pixels)
+        names += [str(path)] if len(pixels) == 1 else [f"{path}[{i}]" for i in range(len(pixels))]
+    return names, np.concatenate(images)
+
+
+def _is_image_shape(shape: tuple[int, ...]) -> bool:
+    if len(shape) > 2 and shape[-1] == 1:
+        shape = shape[:-1]
+    return len(shape) in (2, 3) and shape[-2:] == IMAGE_SHAPE[:2]
+
+
+def _load_npy(path: pathlib.Path) -> np.ndarray:
+    # Mapped, not read: a header that promises a huge array must not be believed.
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def _load_png(path: pathlib.Path) -> np.ndarray:
+    from matplotlib import image
+
+    pixels = image.imread(path, format="png")  # Floats in [0, 1], (h, w) or (h, w, 3 or 4).
+    if pixels.ndim == 3:
+        pixels = pixels[..., :3] @ _LUMINANCE
+    return np.round(pixels * 255).astype(np.uint8)

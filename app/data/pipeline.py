@@ -1,0 +1,75 @@
+"""The order of examples, as a `tf.data` set that can start at any step.
+
+Batches of *indices* are drawn first and rows are gathered for them: the order is then a pure
+function of (seed, epoch), whatever the strategy, the number of replicas or the step one starts at.
+"""
+
+import numpy as np
+import tensorflow as tf
+
+
+def num_steps_per_epoch(num_examples: int, global_batch_size: int, last_batch: str) -> int:
+    """Returns the steps of an epoch; a short last batch counts unless `last_batch` is "drop"."""
+    full, rest = divmod(num_examples, global_batch_size)
+    return full + (1 if rest and last_batch == "keep" else 0)
+
+
+def train_dataset(
+    images: np.ndarray,
+    labels: np.ndarray,
+    *,
+    seed: int,
+    global_batch_size: int,
+    last_batch: str = "keep",
+    start_step: int = 0,
+) -> tf.data.Dataset:
+    """Returns the endless training set from `start_step` on, shuffled anew in every epoch.
+
+    Args:
+        images: uint8 `(N, 28, 28, 1)`; kept once, in memory.
+        labels: integers `(N,)`.
+        seed: with the epoch, all that the order depends on.
+        global_batch_size: examples of a step over all replicas.
+        last_batch: "keep" the short last batch of an epoch, or "drop" it.
+        start_step: 0 for the start; step s is batch `s % steps` of epoch `s // steps`.
+
+    Returns:
+        A set of `(images, labels)`: uint8 `(n, 28, 28, 1)`, int32 `(n,)`.
+    """
+    num_examples = len(images)
+    steps_per_epoch = num_steps_per_epoch(num_examples, global_batch_size, last_batch)
+    start_epoch, start_batch = divmod(start_step, steps_per_epoch)
+
+    def index_batches(epoch):
+        order = tf.random.experimental.stateless_shuffle(
+            tf.range(num_examples), seed=tf.stack([tf.cast(seed, tf.int64), epoch])
+        )
+        first = tf.where(epoch == start_epoch, tf.cast(start_batch, tf.int64), 0)
+        batches = tf.data.Dataset.range(first, steps_per_epoch)
+        return batches.map(lambda b: order[b * global_batch_size : (b + 1) * global_batch_size])
+
+    # Permuting once an epoch and gathering for each batch takes a third of the time of
+    # permuting in each step, and a fifth of `shuffle` (FACTS 1).
+    epochs = tf.data.Dataset.range(start_epoch, np.iinfo(np.int64).max)
+    return _gather(epochs.flat_map(index_batches), images, labels)
+
+
+def eval_dataset(
+    images: np.ndarray, labels: np.ndarray, *, global_batch_size: int
+) -> tf.data.Dataset:
+    """Returns every example once, in order, as batches like those of `train_dataset`."""
+    indices = tf.data.Dataset.range(len(images)).batch(global_batch_size)
+    return _gather(indices, images, labels)
+
+
+def _gather(indices: tf.data.Dataset, images: np.ndarray, labels: np.ndarray) -> tf.data.Dataset:
+    """Turns a set of index batches into a set of batches of images and labels."""
+    with tf.device("/device:CPU:0"):
+        images, labels = tf.constant(images), tf.constant(labels, tf.int32)
+    batches = indices.map(lambda i: (tf.gather(images, i), tf.gather(labels, i)))
+    options = tf.data.Options()
+    # Automatic tuning may stall for seconds when an iterator is destroyed (FACTS 1).
+    options.autotune.enabled = False
+    options.threading.private_threadpool_size = 1
+    options.deterministic = True
+    return batches.prefetch(2).with_options(options)

@@ -1,0 +1,60 @@
+"""The exceptions that end a command, each with its exit code.
+
+Every message has three parts: the name with the value received — what is required — what to do.
+"""
+
+
+class LockstepError(Exception):
+    """A failure that is told in one line; any other exception is a bug (exit code 1)."""
+
+    exit_code = 1
+
+
+class ConfigError(LockstepError):
+    """A flag, or a combination of flags, that cannot be meant."""
+
+    exit_code = 2
+
+
+class DataError(LockstepError):
+    """The data set is missing, damaged or not what it should be."""
+
+    exit_code = 3
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint is unusable or belongs to another configuration."""
+
+    exit_code = 4
+
+
+class OutputError(LockstepError):
+    """The output directory cannot be used."""
+
+    exit_code = 5
+
+
+class DeviceError(LockstepError):
+    """The devices asked for are not there."""
+
+    exit_code = 6
+
+
+class DivergedError(LockstepError):
+    """The loss is not finite any more."""
+
+    exit_code = 7
+
+
+class DiskFullError(LockstepError):
+    """The disk is full while a record is written."""
+
+    exit_code = 8
+
+
+class Terminated(BaseException):
+    """SIGTERM came in. Not an `Exception`, as `KeyboardInterrupt` is none: nobody handles it."""
+
+
+INTERRUPTED_EXIT_CODE = 130
+TERMINATED_EXIT_CODE = 143

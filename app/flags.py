@@ -1,0 +1,176 @@
+"""Every flag of the program; the only place that reads them. Nothing here imports TensorFlow."""
+
+import dataclasses
+import difflib
+import sys
+
+from absl import flags
+
+from app.config import COMMANDS, Config
+from app.errors import ConfigError
+
+FLAGS = flags.FLAGS
+
+# Group → flag → (how absl parses it, how a value is written, what it does). Defaults are those of
+# `Config`. `--verbosity` is absl's own.
+_ENUM, _INT, _FLOAT, _TEXT, _BOOL, _LIST = "enum", "int", "float", "text", "bool", "list"
+GROUPS = {
+    "What to train": {
+        "model": (_TEXT, "lenet|resnet18", "The network."),
+        "dataset": (
+            _TEXT,
+            "auto|fashion_mnist|synthetic",
+            "auto takes real Fashion-MNIST where it can be had, else a generated set.",
+        ),
+        "data_dir": (
+            _TEXT,
+            "DIR",
+            "Folder with the four Fashion-MNIST files, or a TFDS data directory. Without it:"
+            " $FASHION_MNIST_DIR, then TFDS.",
+        ),
+        "allow_unverified_data": (
+            _BOOL,
+            "",
+            "Accept files in the right format whose hash differs.",
+        ),
+        "num_train_examples": (_INT, "N", "Train on a seeded, class-balanced subset of N."),
+        "recipe": (_TEXT, "d2l|fast", "d2l is the book's training, fast a modern one."),
+    },
+    "How to split": {
+        "strategy": (_TEXT, "single|manual|mirrored", "Who keeps the replicas in step."),
+        "num_gpus": (
+            _INT,
+            "N",
+            "N replicas on GPUs; on a machine without any, N logical CPU devices.",
+        ),
+        "device": (_TEXT, "auto|gpu|cpu", "gpu insists, cpu chooses logical CPU devices."),
+        "num_devices": (_INT, "N", "N replicas; without it every GPU, else 2 logical CPUs."),
+        "all_reduce": (_TEXT, "auto|sum_on_one", "How gradients are added over the replicas."),
+        "batch_norm": (_TEXT, "average", "Statistics of each replica's shard, then averaged."),
+        "last_batch": (_TEXT, "keep|drop", "The short batch at the end of an epoch."),
+    },
+    "Hyperparameters": {
+        "global_batch_size": (_INT, "N", "Examples of a step over all replicas (--batch_size)."),
+        "learning_rate": (_FLOAT, "X", "Peak learning rate (--lr). Without it the recipe's."),
+        "epochs": (_INT, "N", "Passes over the training set."),
+        "seed": (_INT, "N", "Weights and order of examples follow from it."),
+    },
+    "Speed": {
+        "deterministic": (_BOOL, "", "Only kernels that give the same bits in every run."),
+    },
+    "Output": {
+        "out": (_TEXT, "DIR", "Where the run goes; default runs/<time>-<strategy>-<model>."),
+        "overwrite": (_BOOL, "", "Start anew in a directory that holds another run."),
+    },
+    "Proof": {
+        "strategies": (_LIST, "A,B,…", "What compare sets side by side."),
+    },
+    "Finished runs": {
+        "run": (_TEXT, "DIR", "The run that evaluate and predict read."),
+        "images": (_LIST, "A.png,B.npy", "What predict classifies; else ten test images."),
+    },
+}
+
+COMMAND_HELP = {
+    "train": "train, and leave history, plots, checkpoint and summary in one directory",
+    "evaluate": "test accuracy of a run, on any strategy and number of devices",
+    "predict": "class and probability of images, the batch split over the replicas",
+    "compare": "train with several strategies from the same weights and set them side by side",
+}
+
+
+def define_flags() -> None:
+    """Defines every flag once; absl has no defaults here, `Config` has."""
+    for group in GROUPS.values():
+        for name, (kind, _, help_text) in group.items():
+            if kind == _BOOL:
+                flags.DEFINE_bool(name, None, help_text)
+            elif kind == _INT:
+                flags.DEFINE_integer(name, None, help_text)
+            elif kind == _FLOAT:
+                flags.DEFINE_float(name, None, help_text)
+            elif kind == _LIST:
+                flags.DEFINE_list(name, None, help_text)
+            else:
+                flags.DEFINE_string(name, None, help_text)
+    flags.DEFINE_alias("batch_size", "global_batch_size")
+    flags.DEFINE_alias("lr", "learning_rate")
+
+
+def parse_config(argv: list[str]) -> Config:
+    """Turns the command line into a `Config`, or prints the help and exits.
+
+    Args:
+        argv: the program's arguments, its own name first.
+
+    Raises:
+        ConfigError: an unknown flag or command, a stray word or a value that cannot be meant.
+    """
+    if any(word in ("--help", "-help", "-h", "--helpfull", "help") for word in argv[1:]):
+        print(help_text())
+        sys.exit(0)
+    try:
+        words = FLAGS(argv)[1:]
+    except flags.Error as error:
+        raise ConfigError(f"{error} — a flag of this program is required; see --help") from error
+    command = words[0] if words else "train"
+    if command not in COMMANDS:
+        raise ConfigError(
+            f"{command!r} is not a command — one of {', '.join(COMMANDS)} is required"
+            + _proposal(command)
+        )
+    if len(words) > 1:
+        raise ConfigError(
+            f"{' '.join(words[1:])!r} after {command} — one command and flags are required;"
+            " write options as --name=value"
+        )
+    return Config(command=command, **_given_options(command))
+
+
+def _given_options(command: str) -> dict:
+    """Returns the options on the command line, each of which must mean something to `command`."""
+    options = {field.name for field in dataclasses.fields(Config)} - {"command"}
+    given = {name: FLAGS[name].value for name in options if FLAGS[name].present}
+    for name in given:
+        if name not in COMMANDS[command]:
+            owners = [owner for owner, names in COMMANDS.items() if name in names]
+            raise ConfigError(
+                f"--{name} with {command} — it is an option of {', '.join(owners)}; leave it out"
+            )
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+
+
+def _proposal(word: str) -> str:
+    nearest = difflib.get_close_matches(word, COMMANDS, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else "; see --help"
+
+
+def help_text() -> str:
+    """Returns what `--help` prints: the commands, then the flags in groups with their defaults."""
+    lines = ["usage: python main.py [COMMAND] [--flag=value …]", "", "Commands (default: train)"]
+    lines += [f"  {command:<12}{text}" for command, text in COMMAND_HELP.items()]
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    for group, members in GROUPS.items():
+        lines += ["", group]
+        for name, (_, values, text) in members.items():
+            flag = f"--{name}={values}" if values else f"--{name}"
+            default = defaults[name]
+            if default not in (None, False, ()):
+                shown = ",".join(default) if isinstance(default, tuple) else default
+                text += f" [{shown}]"
+            lines += [f"  {flag}", f"      {text}"]
+    lines += [
+        "",
+        "  --verbosity=-1|0|1",
+        "      0 shows TensorFlow's own messages, 1 all of them. [-1]",
+        "",
+        "Examples",
+        "  python main.py --strategy=manual --device=cpu --num_devices=2 --epochs=3",
+        "  python main.py compare --recipe=fast --epochs=1",
+        "  python main.py evaluate --run=runs/NAME --strategy=mirrored --num_devices=4",
+        "",
+        f"Batches are global: {Config.global_batch_size} examples over all replicas.",
+    ]
+    return "\n".join(lines)

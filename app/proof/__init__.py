@@ -1,0 +1,1 @@
+"""Whether two trainings are the same."""

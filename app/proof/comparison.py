@@ -1,0 +1,92 @@
+"""What finished runs say side by side, from their records on disk alone."""
+
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Sequence
+
+from app import console
+from app.proof.difference import WeightDifference
+from app.records.checkpoint import load_newest_checkpoint
+from app.records.history import Summary, load_summary
+
+HEADER = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PairVerdict:
+    """What became of the weights of two runs that started from the same.
+
+    Attributes:
+        strategies: names of the two.
+        num_steps: optimizer steps that both made.
+        difference: between their final weights.
+        explanation: what sets the two trainings apart by design, "" where nothing does.
+    """
+
+    strategies: tuple[str, str]
+    num_steps: int
+    difference: WeightDifference
+    explanation: str
+
+    def __str__(self):
+        first, second = self.strategies
+        after = f"after {console.count(self.num_steps, 'step')}"
+        if self.difference.identical:
+            return f"{first} and {second}: bit-identical weights {after}"
+        return (
+            f"{first} and {second}: weights {after} differ by at most"
+            f" {self.difference.absolute:.2g} ({self.difference.relative:.2g} of the largest, in"
+            f" {self.difference.tensor}). {self.explanation}"
+        )
+
+
+def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
+    """Compares the final weights of each pair of runs."""
+    runs = [(load_summary(path), load_newest_checkpoint(path)) for path in run_dirs]
+    return [
+        PairVerdict(
+            strategies=(first.strategy, second.strategy),
+            num_steps=first.steps,
+            difference=WeightDifference.between(first_saved.state, second_saved.state),
+            explanation=_explain(first, second, has_batch_norm=_has_batch_norm(first_saved.state)),
+        )
+        for (first, first_saved), (second, second_saved) in itertools.combinations(runs, 2)
+    ]
+
+
+def _has_batch_norm(state) -> bool:
+    return any(name.endswith("/moving_mean") for name in state)
+
+
+def _explain(first: Summary, second: Summary, *, has_batch_norm: bool) -> str:
+    """Says what two trainings do differently by design; it does not measure that this is all."""
+    if first.num_replicas == second.num_replicas:
+        return "Expected: none, both should add in the same order. This wants an explanation."
+    if has_batch_norm:
+        return (
+            "Expected: each replica normalises with the statistics of its own shard"
+            " (--batch_norm=average), so another number of replicas is another training."
+        )
+    return (
+        "Expected: sums over the batch are made in another order, and rounding grows with"
+        " every step."
+    )
+
+
+def table_rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    """Returns a row of `HEADER` for each run; the speed-up is over `single` where it is there."""
+    single = next((s for s in summaries if s.strategy == "single"), None)
+    return [
+        [
+            summary.strategy,
+            f"{summary.num_replicas} simulated"
+            if summary.simulated_devices
+            else str(summary.num_replicas),
+            f"{summary.test_accuracy:.4f}",
+            f"{summary.epoch_sec:.2f}",
+            f"{summary.images_per_sec:,.0f}",
+            f"{single.epoch_sec / summary.epoch_sec:.2f}x" if single else "–",
+        ]
+        for summary in summaries
+    ]

@@ -1,0 +1,98 @@
+"""How a model is trained, under a name: initialisation, input scaling, optimizer, schedule."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import keras
+
+REFERENCE_BATCH_SIZE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a training consists of besides the architecture.
+
+    Attributes:
+        kernel_initializer: name or configuration of a Keras initializer; biases start at 0.
+        pixel_mean: subtracted from pixels of 0 to 255.
+        pixel_deviation: what they are divided by then.
+        learning_rates: peak learning rate at a global batch of 256, for each model; "other" for
+            models that are not named.
+        momentum: of stochastic gradient descent; Nesterov's, where it is not 0.
+        weight_decay: fraction of a weight, times the learning rate, taken off in each step.
+        warmup: fraction of all steps in which the rate rises to its peak, before it falls along a
+            cosine to 0; None for a constant rate.
+    """
+
+    kernel_initializer: str | Mapping
+    pixel_mean: float
+    pixel_deviation: float
+    learning_rates: Mapping[str, float]
+    momentum: float = 0.0
+    weight_decay: float | None = None
+    warmup: float | None = None
+
+    def learning_rate(self, model: str, global_batch_size: int) -> float:
+        """Returns the peak learning rate, in proportion to the global batch.
+
+        Reference: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017: the linear scaling rule.
+        """
+        rate = self.learning_rates.get(model, self.learning_rates["other"])
+        return rate * global_batch_size / REFERENCE_BATCH_SIZE
+
+    def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
+        """Creates the optimizer of a training of `num_steps` steps in all."""
+        schedule = learning_rate
+        if self.warmup is not None:
+            warmup_steps = round(self.warmup * num_steps)
+            schedule = keras.optimizers.schedules.CosineDecay(
+                0.0,
+                max(1, num_steps - warmup_steps),
+                warmup_target=learning_rate,
+                warmup_steps=warmup_steps,
+            )
+        return keras.optimizers.SGD(
+            schedule,
+            momentum=self.momentum,
+            nesterov=self.momentum > 0,
+            weight_decay=self.weight_decay,
+        )
+
+    def build_model(self, build_network, seed: int) -> keras.Model:
+        """Builds a network that takes uint8 images; its weights follow from `seed` alone.
+
+        Every layer makes an initializer of its own from `kernel_initializer`, and takes its seed
+        from the stream that `set_random_seed` starts: two layers of one shape get other numbers,
+        and two replicas the same.
+
+        Args:
+            build_network: one of `models.MODELS`.
+            seed: 0 to 2³² − 1.
+        """
+        keras.utils.set_random_seed(seed)
+        network = build_network(kernel_initializer=self.kernel_initializer)
+        images = keras.Input((28, 28, 1), dtype="uint8")
+        scaled = keras.layers.Rescaling(
+            1 / self.pixel_deviation, -self.pixel_mean / self.pixel_deviation
+        )(images)
+        return keras.Model(images, network(scaled), name=network.name)
+
+
+RECIPES = {
+    # The book's chapters on several GPUs.
+    "d2l": Recipe(
+        kernel_initializer={"class_name": "RandomNormal", "config": {"stddev": 0.01}},
+        pixel_mean=0.0,
+        pixel_deviation=255.0,
+        learning_rates={"lenet": 0.2, "resnet18": 0.1, "other": 0.1},
+    ),
+    "fast": Recipe(
+        kernel_initializer="he_normal",
+        pixel_mean=72.94,
+        pixel_deviation=90.02,
+        learning_rates={"lenet": 0.2, "resnet18": 0.1, "other": 0.1},
+        momentum=0.9,
+        weight_decay=5e-4,
+        warmup=0.2,
+    ),
+}

@@ -1,0 +1,127 @@
+"""What a run reports: one `EpochRecord` for each epoch and a `Summary` at its end."""
+
+import dataclasses
+import json
+import pathlib
+
+from app.errors import OutputError
+from app.records.files import write_atomically, write_json
+
+HISTORY_FILE, SUMMARY_FILE = "history.jsonl", "summary.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochRecord:
+    """One finished epoch.
+
+    Attributes:
+        epoch: from 1.
+        step: optimizer steps since the start of the run.
+        train_loss: mean over the examples of the epoch, each as the weights were at its step.
+        train_accuracy: likewise, a fraction.
+        test_loss: mean over the whole test set after the epoch.
+        test_accuracy: likewise, a fraction.
+        epoch_sec: training alone; tracing and evaluation are left out.
+        images_per_sec: training images over `epoch_sec`.
+    """
+
+    epoch: int
+    step: int
+    train_loss: float
+    train_accuracy: float
+    test_loss: float
+    test_accuracy: float
+    epoch_sec: float
+    images_per_sec: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a run is and what came of it so far; written anew after every epoch.
+
+    `status` is "running" until the last epoch is done, then "finished". `epoch_sec` and
+    `images_per_sec` are medians over the epochs. `weights_sha256` hashes the weights in model
+    order: two runs are the same training exactly if it is the same.
+    """
+
+    status: str
+    command: str
+    strategy: str
+    num_replicas: int
+    devices: list[str]
+    simulated_devices: bool
+    model: str
+    num_parameters: int
+    dataset: str
+    dataset_sha256: str
+    recipe: str
+    global_batch_size: int
+    learning_rate: float
+    precision: str
+    jit_compile: bool
+    seed: int
+    epochs: int
+    steps: int
+    num_train_examples: int
+    num_test_examples: int
+    train_loss: float
+    test_loss: float
+    test_accuracy: float
+    best_test_accuracy: float
+    epoch_sec: float
+    images_per_sec: float
+    compile_sec: float
+    total_sec: float
+    weights_sha256: str
+    versions: dict[str, str]
+
+    def last_line(self) -> str:
+        """Returns the book's last line of a training."""
+        return (
+            f"test acc: {self.test_accuracy:.2f}, {self.epoch_sec:.1f} sec/epoch on {self.devices}"
+        )
+
+
+def write_history(run_dir: pathlib.Path, history: list[EpochRecord]) -> None:
+    """Writes all epochs so far, a line each; the file is replaced as a whole."""
+    text = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in history)
+    write_atomically(
+        run_dir / HISTORY_FILE, lambda temporary: temporary.write_text(text, encoding="utf-8")
+    )
+
+
+def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
+    """Reads the epochs of a run; none where it has not finished its first.
+
+    Raises:
+        OutputError: the file is there but is not a history.
+    """
+    path = run_dir / HISTORY_FILE
+    if not path.exists():
+        return []
+    return _load(path, lambda text: [EpochRecord(**json.loads(line)) for line in text.splitlines()])
+
+
+def write_summary(run_dir: pathlib.Path, summary: Summary) -> None:
+    """Writes `summary.json`."""
+    write_json(run_dir / SUMMARY_FILE, dataclasses.asdict(summary))
+
+
+def load_summary(run_dir: pathlib.Path) -> Summary | None:
+    """Reads the summary of a run, None where it has not finished its first epoch.
+
+    Raises:
+        OutputError: the file is there but is not a summary.
+    """
+    path = run_dir / SUMMARY_FILE
+    return _load(path, lambda text: Summary(**json.loads(text))) if path.exists() else None
+
+
+def _load(path: pathlib.Path, parse):
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError) as error:
+        raise OutputError(
+            f"{path}: not readable as {path.name} ({error}) — a file that a run wrote is"
+            " required; use --overwrite to start anew"
+        ) from error

@@ -1,0 +1,133 @@
+"""Figures, drawn from the records on disk alone.
+
+Colours are those of Okabe and Ito, which the colour-blind can tell apart; every curve has a line
+style and a marker of its own as well, so that it can be told in grey and where curves coincide.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from app.records.files import write_atomically
+from app.records.history import EpochRecord, Summary, load_history, load_summary
+
+_DATASET_TITLES = {"fashion_mnist": "Fashion-MNIST", "synthetic": "GENERATED garments"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    colour: str
+    line: str
+    marker: str
+    width: float
+
+
+# From wide and below to narrow and above: of curves that coincide all remain visible.
+_LOOKS = (
+    _Look("#0072B2", "-", "o", 4.5),
+    _Look("#E69F00", "-", "s", 2.2),
+    _Look("#000000", ":", "^", 1.4),
+    _Look("#CC79A7", "--", "D", 1.2),
+)
+
+
+def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> None:
+    """Draws accuracy over epochs into `accuracy.png` and `accuracy.svg`, each whole or not there.
+
+    One run: its test and train accuracy in one panel. Several: test and train side by side, a
+    curve for each run.
+
+    Args:
+        run_dirs: directories of runs with at least one finished epoch each.
+        out_dir: where the two files go.
+    """
+    runs = [(load_summary(path), load_history(path)) for path in run_dirs]
+    figure = _draw_one(*runs[0]) if len(runs) == 1 else _draw_several(runs)
+    for suffix in ("png", "svg"):
+        write_atomically(
+            out_dir / f"accuracy.{suffix}",
+            lambda path, suffix=suffix: figure.savefig(path, format=suffix, dpi=150),
+        )
+
+
+def _draw_one(summary: Summary, history: Sequence[EpochRecord]) -> Figure:
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    axes = figure.subplots()
+    test = _Look("#0072B2", "-", "o", 2.0)
+    train = _Look("#D55E00", "--", "s", 1.5)
+    _draw_curve(axes, history, "train_accuracy", train, "train")
+    _draw_curve(axes, history, "test_accuracy", test, "test")
+    _finish(axes, summary.epochs, "accuracy")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="lower right")
+    figure.suptitle(
+        f"{_what(summary)}\n{_where(summary)}", fontsize=11, ha="left", x=0.02, linespacing=1.4
+    )
+    return figure
+
+
+def _draw_several(runs: Sequence[tuple[Summary, Sequence[EpochRecord]]]) -> Figure:
+    figure = Figure(figsize=(10, 4.8), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, field, name in zip(
+        panels,
+        ("test_accuracy", "train_accuracy"),
+        ("test accuracy", "train accuracy"),
+        strict=True,
+    ):
+        for look, (summary, history) in zip(_LOOKS, runs, strict=False):
+            _draw_curve(axes, history, field, look, summary.strategy)
+        _finish(axes, runs[0][0].epochs, name)
+    panels[0].legend(loc="lower right")
+    lines = dict.fromkeys(_where(summary) for summary, _ in runs)
+    figure.suptitle(
+        "\n".join([_what(runs[0][0]), *lines]), fontsize=11, ha="left", x=0.02, linespacing=1.4
+    )
+    return figure
+
+
+def _draw_curve(axes, history, field: str, look: _Look, name: str) -> None:
+    """Draws one curve, its last value in the legend."""
+    values = [getattr(record, field) for record in history]
+    axes.plot(
+        [record.epoch for record in history],
+        values,
+        look.line,
+        color=look.colour,
+        linewidth=look.width,
+        marker=look.marker,
+        markersize=3 + look.width,
+        markerfacecolor="white" if look.line != "-" else look.colour,
+        label=f"{name}: {values[-1]:.1%}",
+    )
+
+
+def _finish(axes, epochs: int, name: str) -> None:
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(name)
+    axes.set_xlim(1 - 0.03 * epochs, epochs + 0.03 * epochs)
+    axes.margins(y=0.08)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.grid(True, color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _what(summary: Summary) -> str:
+    dataset = _DATASET_TITLES.get(summary.dataset, summary.dataset)
+    return (
+        f"{summary.model} on {dataset} ({summary.num_train_examples:,} images), recipe"
+        f" {summary.recipe}, batch {summary.global_batch_size}, lr {summary.learning_rate:g}"
+    )
+
+
+def _where(summary: Summary) -> str:
+    kind = "GPU" if "GPU" in summary.devices[0] else "CPU"
+    if summary.simulated_devices:
+        where = f"{summary.num_replicas} simulated devices: timing is not scaling"
+    else:
+        where = f"{summary.num_replicas} {kind}" + ("s" if summary.num_replicas > 1 else "")
+    return f"{summary.strategy} on {where}"

@@ -1,0 +1,70 @@
+"""A run on disk, brought back on any strategy and any devices."""
+
+import dataclasses
+import pathlib
+
+from app import console, devices
+from app.config import Config
+from app.data.dataset import ImageDataset
+from app.data.source import load_dataset
+from app.errors import CheckpointError
+from app.records.checkpoint import Checkpoint, load_newest_checkpoint
+from app.records.run_directory import load_run_config
+
+# What the saved state stands for; everything else (strategy, devices) is free to be another.
+_KEPT = ("model", "recipe", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint with the configuration that it can be rebuilt with.
+
+    Attributes:
+        config: the command's own, with the model and recipe of the run.
+        checkpoint: the newest of the run.
+    """
+
+    config: Config
+    checkpoint: Checkpoint
+
+    @classmethod
+    def open(cls, config: Config) -> "SavedRun":
+        """Reads the run that `config.run` names.
+
+        Raises:
+            OutputError: there is no run.
+            CheckpointError: it has no usable checkpoint.
+        """
+        run_dir = pathlib.Path(config.run)
+        run_config = load_run_config(run_dir)
+        checkpoint = load_newest_checkpoint(run_dir)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{run_dir}: no checkpoint — a run that has finished an epoch is required;"
+                " finish it with the command that started it"
+            )
+        kept = {name: run_config[name] for name in _KEPT if name in run_config}
+        return cls(dataclasses.replace(config, **kept), checkpoint)
+
+    def load_dataset(self) -> ImageDataset:
+        """Loads the images that the run was tested on.
+
+        Raises:
+            DataError: missing or damaged.
+        """
+        return load_dataset(
+            self.checkpoint.origin["dataset"],
+            data_dir=self.config.data_dir,
+            allow_unverified=self.config.allow_unverified_data,
+            warn=console.warn,
+        )
+
+    def rebuild(self):
+        """Builds the strategy on its devices and gives every replica the saved state."""
+        prepared = devices.set_up(self.config)
+        from app.training import build_strategy, restore
+
+        # No step is made, so rate and number of steps do not matter.
+        strategy = build_strategy(self.config, prepared, learning_rate=1.0, num_steps=1)
+        restore(strategy, self.checkpoint)
+        return strategy

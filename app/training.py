@@ -1,0 +1,275 @@
+"""The outer loop: epochs, evaluation, timing, records. Of a strategy it sees but the contract."""
+
+import math
+import pathlib
+import platform
+import statistics
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from app import console
+from app.config import Config, check_shards
+from app.data.dataset import ImageDataset
+from app.data.pipeline import eval_dataset, num_steps_per_epoch, train_dataset
+from app.devices import Devices
+from app.errors import CheckpointError, DivergedError
+from app.recipes import RECIPES
+from app.records import checkpoint as checkpoints
+from app.records import history as histories
+from app.records import plots
+from app.records.history import EpochRecord, Summary
+from models import MODELS
+from strategies import STRATEGIES
+from strategies.base import StepTotals, Strategy
+
+EVAL_BATCH_SIZE = 1000
+# Steps go into one compiled call until it takes this long: the bar moves, the host hardly works.
+_CALL_SEC = 0.5
+
+
+def build_strategy(
+    config: Config, devices: Devices, *, learning_rate: float, num_steps: int
+) -> Strategy:
+    """Builds the strategy of `config` with its model and optimizer on every device."""
+    recipe = RECIPES[config.recipe]
+    strategy = STRATEGIES[config.strategy](devices.names, all_reduce=config.all_reduce)
+    strategy.build(
+        lambda: recipe.build_model(MODELS[config.model], config.seed),
+        lambda: recipe.create_optimizer(learning_rate, num_steps),
+    )
+    return strategy
+
+
+def restore(strategy: Strategy, checkpoint: checkpoints.Checkpoint) -> None:
+    """Gives every replica the state of a checkpoint.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    try:
+        strategy.load_state(checkpoint.state)
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint of step {checkpoint.step}: {error} — one of the same model is required;"
+            " choose another run"
+        ) from error
+
+
+class Training:
+    """One training, from its first step or from the checkpoint that `run_dir` holds.
+
+    Args:
+        config: what to train and how.
+        devices: where.
+        dataset: on what.
+        run_dir: the directory of the run, locked.
+
+    Raises:
+        ConfigError: a replica would be left without examples.
+        CheckpointError: the checkpoint in `run_dir` is unusable or of another training.
+    """
+
+    def __init__(
+        self, config: Config, devices: Devices, dataset: ImageDataset, run_dir: pathlib.Path
+    ):
+        check_shards(config, len(devices.names), len(dataset.train_images))
+        self._config, self._devices, self._dataset = config, devices, dataset
+        self._run_dir = run_dir
+        self.steps_per_epoch = num_steps_per_epoch(
+            len(dataset.train_images), config.global_batch_size, config.last_batch
+        )
+        self.learning_rate = config.learning_rate or RECIPES[config.recipe].learning_rate(
+            config.model, config.global_batch_size
+        )
+        self._origin = {
+            **{name: getattr(config, name) for name in ("model", "recipe", "seed")},
+            "dataset": dataset.name,
+            "dataset_sha256": dataset.sha256(),
+        }
+        self.strategy = build_strategy(
+            config,
+            devices,
+            learning_rate=self.learning_rate,
+            num_steps=config.epochs * self.steps_per_epoch,
+        )
+        self._step, self._history, self._earlier_sec = 0, [], 0.0
+        self._start = time.monotonic()
+        self._resume()
+
+    def _resume(self) -> None:
+        """Goes back to the newest checkpoint, if there is one, and to its history."""
+        checkpoint = checkpoints.load_newest_checkpoint(self._run_dir)
+        if checkpoint is None:
+            return
+        if checkpoint.origin != self._origin:
+            changes = [
+                f"{name} {checkpoint.origin.get(name)} → {value}"
+                for name, value in self._origin.items()
+                if checkpoint.origin.get(name) != value
+            ]
+            raise CheckpointError(
+                f"{self._run_dir}: its checkpoint is of another training ({'; '.join(changes)})"
+                " — the same is required to go on; restore the data, or use --overwrite"
+            )
+        restore(self.strategy, checkpoint)
+        self._step = checkpoint.step
+        history = histories.load_history(self._run_dir)
+        self._history = [record for record in history if record.step <= self._step]
+        summary = histories.load_summary(self._run_dir)
+        self._earlier_sec = summary.total_sec if summary else 0.0
+        console.say(f"resuming after epoch {len(self._history)}, step {self._step}")
+
+    def run(self) -> Summary:
+        """Trains the epochs that are left; returns the summary, which is on disk by then.
+
+        Raises:
+            DivergedError: the loss is not finite any more.
+        """
+        dataset, config = self._dataset, self._config
+        iterator = self.strategy.distribute(
+            train_dataset(
+                dataset.train_images,
+                dataset.train_labels,
+                seed=config.seed,
+                global_batch_size=config.global_batch_size,
+                last_batch=config.last_batch,
+                start_step=self._step,
+            )
+        )
+        summary = None
+        with console.Progress(config.epochs, self.steps_per_epoch, self._step) as progress:
+            compile_sec = _time(lambda: self.strategy.train_steps(iterator, 0))
+            while len(self._history) < config.epochs:
+                train_totals, epoch_sec = self._train_epoch(iterator, progress)
+                progress.evaluating()
+                test_totals = evaluate(self.strategy, dataset)
+                self._check_finite(test_totals, "test loss")
+                self._history.append(self._record(train_totals, test_totals, epoch_sec))
+                summary = self._save(compile_sec)
+                progress.epoch(self._history[-1])
+        return summary
+
+    def _train_epoch(self, iterator, progress) -> tuple[StepTotals, float]:
+        """Makes the steps of one epoch; returns their totals and the seconds they took."""
+        totals, epoch_sec, step_sec = StepTotals(0.0, 0, 0), 0.0, math.inf
+        epoch_end = self._step + self.steps_per_epoch
+        while self._step < epoch_end:
+            num_steps = min(max(1, int(_CALL_SEC / step_sec)), epoch_end - self._step)
+            start = time.monotonic()
+            call_totals = self.strategy.train_steps(iterator, num_steps)
+            call_sec = time.monotonic() - start
+            self._step += num_steps
+            self._check_finite(call_totals, "training loss")
+            totals, epoch_sec, step_sec = (
+                totals.plus(call_totals),
+                epoch_sec + call_sec,
+                call_sec / num_steps,
+            )
+            progress.step(self._step, totals, call_totals.examples / call_sec)
+        return totals, epoch_sec
+
+    def _check_finite(self, totals: StepTotals, what: str) -> None:
+        if not math.isfinite(totals.loss_sum):
+            raise DivergedError(
+                f"{what} {totals.loss} at step {self._step} with learning rate"
+                f" {self.learning_rate:g} — a finite loss is required; use a smaller"
+                " --learning_rate"
+            )
+
+    def _record(self, train: StepTotals, test: StepTotals, epoch_sec: float) -> EpochRecord:
+        return EpochRecord(
+            epoch=len(self._history) + 1,
+            step=self._step,
+            train_loss=train.loss,
+            train_accuracy=train.accuracy,
+            test_loss=test.loss,
+            test_accuracy=test.accuracy,
+            epoch_sec=epoch_sec,
+            images_per_sec=train.examples / epoch_sec,
+        )
+
+    def _save(self, compile_sec: float) -> Summary:
+        """Writes what the epoch left. The checkpoint comes last: what it stands for is there."""
+        state = self.strategy.state()
+        summary = self._summarise(compile_sec, checkpoints.weights_sha256(state))
+        histories.write_history(self._run_dir, self._history)
+        if summary.status == "running":
+            histories.write_summary(self._run_dir, summary)
+        checkpoints.save_checkpoint(
+            self._run_dir, checkpoints.Checkpoint(self._step, state, self._origin)
+        )
+        histories.write_summary(self._run_dir, summary)
+        plots.plot_accuracy([self._run_dir], self._run_dir)
+        return summary
+
+    def _summarise(self, compile_sec: float, weights_sha256: str) -> Summary:
+        config, last = self._config, self._history[-1]
+        finished = len(self._history) == config.epochs
+        return Summary(
+            status="finished" if finished else "running",
+            command=config.command,
+            strategy=self.strategy.name,
+            num_replicas=self.strategy.num_replicas,
+            devices=self.strategy.devices,
+            simulated_devices=self._devices.simulated,
+            model=config.model,
+            num_parameters=self.strategy.model.count_params(),
+            dataset=self._dataset.name,
+            dataset_sha256=self._origin["dataset_sha256"],
+            recipe=config.recipe,
+            global_batch_size=config.global_batch_size,
+            learning_rate=self.learning_rate,
+            precision="float32",
+            jit_compile=False,
+            seed=config.seed,
+            epochs=config.epochs,
+            steps=self._step,
+            num_train_examples=len(self._dataset.train_images),
+            num_test_examples=len(self._dataset.test_images),
+            train_loss=last.train_loss,
+            test_loss=last.test_loss,
+            test_accuracy=last.test_accuracy,
+            best_test_accuracy=max(record.test_accuracy for record in self._history),
+            epoch_sec=statistics.median(record.epoch_sec for record in self._history),
+            images_per_sec=statistics.median(record.images_per_sec for record in self._history),
+            compile_sec=compile_sec,
+            total_sec=self._earlier_sec + time.monotonic() - self._start,
+            weights_sha256=weights_sha256,
+            versions=versions(),
+        )
+
+
+def evaluate(strategy: Strategy, dataset: ImageDataset) -> StepTotals:
+    """Returns the totals over the whole test set, each image seen once.
+
+    Raises:
+        RuntimeError: the strategy saw another number of images.
+    """
+    test_set = eval_dataset(
+        dataset.test_images, dataset.test_labels, global_batch_size=EVAL_BATCH_SIZE
+    )
+    totals = strategy.evaluate(test_set)
+    if totals.examples != len(dataset.test_images):
+        raise RuntimeError(
+            f"evaluated {totals.examples} images instead of {len(dataset.test_images)}"
+        )
+    return totals
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of everything that numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def _time(call) -> float:
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start

@@ -1,0 +1,46 @@
+"""Lockstep: trains on several devices in two ways and shows that both are the same training.
+
+python main.py [COMMAND] [--flags]        python main.py --help
+"""
+
+import importlib
+import signal
+import sys
+
+from absl import app as absl_app  # `from absl import app` would hide our own package.
+
+from app import console, errors, flags
+from app.config import Config
+
+
+def parse(argv: list[str]) -> Config:
+    """Reads the command line; what is wrong with it ends the program before anything is loaded."""
+    try:
+        return flags.parse_config(argv)
+    except errors.LockstepError as error:
+        sys.exit(console.report_error(error))
+
+
+def main(config: Config) -> int:
+    """Runs the command and turns its outcome into an exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        command = importlib.import_module(f"app.commands.{config.command}")
+        return command.run(config)
+    except errors.LockstepError as error:
+        return console.report_error(error)
+    except KeyboardInterrupt:
+        return console.report_interruption("interrupted", errors.INTERRUPTED_EXIT_CODE)
+    except errors.Terminated:
+        return console.report_interruption("terminated", errors.TERMINATED_EXIT_CODE)
+    except Exception as error:  # A bug: the traceback goes into the log.
+        return console.report_bug(error)
+
+
+def _terminate(signal_number, frame):
+    raise errors.Terminated
+
+
+if __name__ == "__main__":
+    flags.define_flags()
+    absl_app.run(main, flags_parser=parse)

@@ -1,0 +1,79 @@
+"""Residual networks for small images."""
+
+from collections.abc import Sequence
+
+import keras
+from keras import layers
+
+
+def build_resnet18(*, kernel_initializer="glorot_uniform") -> keras.Model:
+    """Builds the book's ResNet-18: 11,175,818 trainable parameters. See `build_resnet`."""
+    return build_resnet(
+        name="resnet18",
+        stage_widths=(64, 128, 256, 512),
+        blocks_per_stage=2,
+        kernel_initializer=kernel_initializer,
+    )
+
+
+def build_resnet(
+    *,
+    name: str,
+    stage_widths: Sequence[int],
+    blocks_per_stage: int,
+    kernel_initializer="glorot_uniform",
+) -> keras.Model:
+    """Builds a residual network: float images `(n, 28, 28, 1)` to logits `(n, 10)`.
+
+    The stem is a 3 × 3 convolution with stride 1 and no pooling, as fits small images; each stage
+    but the first halves height and width. Convolutions have biases.
+
+    Args:
+        name: the model's name.
+        stage_widths: channels of each stage, the stem having those of the first.
+        blocks_per_stage: residual blocks in a stage.
+        kernel_initializer: name or configuration of a Keras initializer.
+
+    Reference: K. He et al., "Deep Residual Learning for Image Recognition", 2015, in the variant
+        of "Dive into Deep Learning", section "Concise Implementation for Multiple GPUs".
+    """
+    images = keras.Input((28, 28, 1))
+    x = _conv(stage_widths[0], 3, 1, kernel_initializer, "stem_conv")(images)
+    x = _batch_norm("stem_norm")(x)
+    x = layers.ReLU()(x)
+    for stage, width in enumerate(stage_widths):
+        for block in range(blocks_per_stage):
+            halve = stage > 0 and block == 0
+            x = _residual_block(x, width, halve, kernel_initializer, f"stage{stage}_block{block}")
+    x = layers.GlobalAveragePooling2D()(x)
+    logits = layers.Dense(10, kernel_initializer=kernel_initializer, name="logits")(x)
+    return keras.Model(images, logits, name=name)
+
+
+def _residual_block(x, width, halve, kernel_initializer, name):
+    """Adds two 3 × 3 convolutions to a shortcut, a 1 × 1 convolution where the shape changes."""
+    strides = 2 if halve else 1
+    y = _conv(width, 3, strides, kernel_initializer, f"{name}_conv1")(x)
+    y = _batch_norm(f"{name}_norm1")(y)
+    y = layers.ReLU()(y)
+    y = _conv(width, 3, 1, kernel_initializer, f"{name}_conv2")(y)
+    y = _batch_norm(f"{name}_norm2")(y)
+    if halve:
+        x = _conv(width, 1, strides, kernel_initializer, f"{name}_shortcut")(x)
+    return layers.ReLU()(layers.Add()([y, x]))
+
+
+def _conv(width, size, strides, kernel_initializer, name):
+    return layers.Conv2D(
+        width,
+        size,
+        strides=strides,
+        padding="same",
+        kernel_initializer=kernel_initializer,
+        name=name,
+    )
+
+
+def _batch_norm(name):
+    # The paper's averages: Keras' 0.99 needs thousands of steps before evaluation makes sense.
+    return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)

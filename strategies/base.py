@@ -1,0 +1,222 @@
+"""The contract between the training loop and a strategy.
+
+The loop in `app/training.py` sees nothing but this. Whatever differs between two ways of training
+stands in a subclass; the compiled loops, and the reading and writing of state, are the same code
+for all of them and stand here, so that a difference in results can only come from a subclass.
+"""
+
+import abc
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+State = dict[str, np.ndarray]
+
+
+class StepTotals(NamedTuple):
+    """Sums over examples, never means: sums of shards, batches and calls simply add up.
+
+    Each field is a scalar, a tensor inside a compiled step and a Python number outside. The loss
+    is a float64: float32 losses of a few thousand batches add up in it without rounding, so that
+    the total does not depend on how many steps were put into one call.
+    """
+
+    loss_sum: tf.Tensor | float
+    correct: tf.Tensor | int
+    examples: tf.Tensor | int
+
+    @classmethod
+    def zeros(cls) -> "StepTotals":
+        """Returns totals over no examples, as tensors."""
+        return cls(tf.zeros([], tf.float64), tf.zeros([], tf.int64), tf.zeros([], tf.int64))
+
+    def plus(self, other: "StepTotals") -> "StepTotals":
+        """Returns the totals over the examples of both."""
+        return StepTotals(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of an example."""
+        return self.loss_sum / self.examples
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of the examples that were classified correctly, in [0, 1]."""
+        return self.correct / self.examples
+
+
+class Strategy(abc.ABC):
+    """One way to train a model on a list of devices.
+
+    Data sets are `tf.data` sets of global batches `(images, labels)`: uint8 `(n, 28, 28, 1)` and
+    int32 `(n,)`, where n may differ from batch to batch.
+
+    Args:
+        devices: names of the devices, one replica on each, for example `["/device:CPU:0"]`.
+        all_reduce: name of the algorithm that adds the gradients over the replicas.
+
+    Raises:
+        ValueError: this strategy cannot run on these devices or has no such algorithm.
+    """
+
+    name: str
+    model: keras.Model  # Replica 0's, once built.
+    optimizer: keras.optimizers.Optimizer  # Replica 0's, once built.
+
+    def __init__(self, devices: Sequence[str], *, all_reduce: str = "auto"):
+        self.devices = list(devices)
+        self.all_reduce = all_reduce
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of the model are trained, one on each device."""
+        return len(self.devices)
+
+    @abc.abstractmethod
+    def build(
+        self,
+        model_fn: Callable[[], keras.Model],
+        optimizer_fn: Callable[[], keras.optimizers.Optimizer],
+    ) -> None:
+        """Makes one replica of model and optimizer on each device, all with the same weights."""
+
+    @abc.abstractmethod
+    def distribute(self, dataset: tf.data.Dataset):
+        """Returns an iterator over `dataset`, a set without end, for the compiled steps."""
+
+    @abc.abstractmethod
+    def train_step(self, iterator) -> StepTotals:
+        """Takes one global batch and makes one optimizer step on every replica (in a graph)."""
+
+    @abc.abstractmethod
+    def forward(self, iterator) -> list[tuple[tf.Tensor, StepTotals]]:
+        """Takes one global batch and classifies it, training nothing (in a graph).
+
+        Returns, for each replica in order, the logits `(n_r, 10)` and the totals of its shard.
+        """
+
+    @abc.abstractmethod
+    def replica_variables(self) -> list[list[tf.Variable]]:
+        """Returns R lists: what each replica holds, in the order of `variable_names`."""
+
+    def train_steps(self, iterator, num_steps: int) -> StepTotals:
+        """Makes `num_steps` optimizer steps in one compiled call and returns their totals.
+
+        The first call compiles the loop. `num_steps=0` compiles it and trains nothing.
+        """
+        return _to_host(self._train_loop(iterator, tf.constant(num_steps)))
+
+    def evaluate(self, dataset: tf.data.Dataset) -> StepTotals:
+        """Returns the totals over every example of `dataset`, each one seen once."""
+        self.average_moving_statistics()
+        num_batches = dataset.cardinality()
+        iterator = self.distribute(dataset.repeat())
+        return _to_host(self._evaluate_loop(iterator, num_batches))
+
+    def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:
+        """Returns the logits `(N, 10)` of uint8 images `(N, 28, 28, 1)`, in input order."""
+        self.average_moving_statistics()
+        labels = np.zeros(len(images), np.int32)
+        dataset = tf.data.Dataset.from_tensor_slices((images, labels)).batch(global_batch_size)
+        iterator = self.distribute(dataset.repeat())
+        num_batches = int(dataset.cardinality())
+        return np.concatenate([self._predict_batch(iterator).numpy() for _ in range(num_batches)])
+
+    @property
+    def variable_names(self) -> list[str]:
+        """Names of everything that a replica holds: the model's variables, then the optimizer's."""
+        names = [f"model/{variable.path}" for variable in self.model.variables]
+        return names + [f"optimizer/{variable.path}" for variable in self.optimizer.variables]
+
+    def replica_states(self) -> list[State]:
+        """Returns what each replica holds, R copies of the whole state, read from its device."""
+        return [
+            {name: v.numpy() for name, v in zip(self.variable_names, variables, strict=True)}
+            for variables in self.replica_variables()
+        ]
+
+    def state(self) -> State:
+        """Returns the one copy that can be saved and that any other strategy can load.
+
+        Replicas agree on all of it once their moving statistics are averaged, so it is replica 0's.
+        """
+        self.average_moving_statistics()
+        variables = self.replica_variables()[0]
+        return {name: v.numpy() for name, v in zip(self.variable_names, variables, strict=True)}
+
+    def load_state(self, state: State) -> None:
+        """Gives every replica the values of `state`, by position: layer names play no part.
+
+        Raises:
+            ValueError: `state` has other shapes, or another number of arrays, than this model.
+        """
+        arrays = list(state.values())
+        for variables in self.replica_variables():
+            self._check_fits(variables, arrays)
+            for variable, array in zip(variables, arrays, strict=True):
+                variable.assign(array)
+
+    def _check_fits(self, variables, arrays) -> None:
+        """Raises `ValueError` with the first three arrays of another type or shape."""
+
+        def describe(value):
+            return f"{value.dtype.name}{list(value.shape)}"
+
+        found = [describe(array) for array in arrays]
+        required = [describe(variable) for variable in variables]
+        differing = [
+            f"{name}: {f} for {r}"
+            for name, f, r in itertools.zip_longest(
+                self.variable_names, found, required, fillvalue="nothing"
+            )
+            if f != r
+        ]
+        if differing:
+            raise ValueError(f"{len(differing)} arrays do not fit: {'; '.join(differing[:3])}")
+
+    def average_moving_statistics(self) -> None:
+        """Gives every replica the mean over the replicas of each BatchNorm moving statistic.
+
+        In training each replica normalises with the statistics of its own shard and moves its own
+        averages: they drift apart, and Keras would save replica 0's alone (FACTS 9). The update of
+        a moving average is linear, so averaging now or later ends, but for rounding, in the same.
+        """
+        if self.num_replicas == 1:
+            return
+        positions = [
+            i for i, v in enumerate(self.model.variables)
+            if not v.trainable and np.issubdtype(np.dtype(v.dtype), np.floating)
+        ]  # fmt: skip
+        replicas = self.replica_variables()
+        for i in positions:
+            mean = np.mean([variables[i].numpy() for variables in replicas], axis=0)
+            for variables in replicas:
+                variables[i].assign(mean)
+
+    @tf.function
+    def _train_loop(self, iterator, num_steps):
+        totals = StepTotals.zeros()
+        for _ in tf.range(num_steps):
+            totals = totals.plus(self.train_step(iterator))
+        return totals
+
+    @tf.function
+    def _evaluate_loop(self, iterator, num_batches):
+        totals = StepTotals.zeros()
+        for _ in tf.range(num_batches):
+            for _, shard_totals in self.forward(iterator):
+                totals = totals.plus(shard_totals)
+        return totals
+
+    @tf.function
+    def _predict_batch(self, iterator):
+        return tf.concat([logits for logits, _ in self.forward(iterator)], axis=0)
+
+
+def _to_host(totals: StepTotals) -> StepTotals:
+    """Reads totals from the device: the one point where the host waits for a compiled call."""
+    return StepTotals(*(value.numpy().item() for value in totals))

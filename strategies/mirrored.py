@@ -1,0 +1,104 @@
+"""The same training with `tf.distribute.MirroredStrategy`: TensorFlow keeps the replicas."""
+
+import tensorflow as tf
+
+from strategies.base import Strategy
+from strategies.collectives import shard_bounds
+from strategies.loss import shard_loss
+
+
+class MirroredStrategy(Strategy):
+    """Our own loop around `strategy.run`; Keras' `fit` is never used.
+
+    Who does what: we cut each global batch into shards and scale the loss; the *optimizer* adds
+    the gradients over the replicas, because Keras optimizers do so on their own in a replica
+    context. Nothing else may reduce them, or they would be counted twice.
+    """
+
+    name = "mirrored"
+
+    def __init__(self, devices, *, all_reduce="auto"):
+        super().__init__(devices, all_reduce=all_reduce)
+        self._tf_strategy = tf.distribute.MirroredStrategy(
+            self.devices, cross_device_ops=_cross_device_ops(self.devices, all_reduce)
+        )
+        if self._tf_strategy.num_replicas_in_sync != self.num_replicas:
+            raise ValueError(
+                f"MirroredStrategy made {self._tf_strategy.num_replicas_in_sync} replicas"
+                f" of {self.num_replicas} on {self.devices}"
+            )
+
+    def build(self, model_fn, optimizer_fn):
+        with self._tf_strategy.scope():
+            self.model, self.optimizer = model_fn(), optimizer_fn()
+            self.optimizer.build(self.model.trainable_variables)
+
+    def distribute(self, dataset):
+        """Deals the shards of each global batch to the replicas in turn.
+
+        `experimental_distribute_dataset` would cut the batches by rounding up, so that a replica
+        can be left with nothing (FACTS 12). So the shards are elements of their own here, in
+        replica order, each with the size of its global batch.
+        """
+
+        def to_shards(images, labels):
+            num_examples = tf.shape(labels)[0]
+
+            def to_shard(replica_id):
+                start, end = shard_bounds(num_examples, self.num_replicas, replica_id)
+                return images[start:end], labels[start:end], num_examples
+
+            return tf.data.Dataset.range(self.num_replicas, output_type=tf.int32).map(to_shard)
+
+        shards = dataset.flat_map(to_shards)
+        # Known to be endless, the set needs no check for its end in each step.
+        endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+        return iter(
+            self._tf_strategy.distribute_datasets_from_function(lambda _: shards.apply(endless))
+        )
+
+    def train_step(self, iterator):
+        def replica_step(images, labels, num_global_examples):
+            with tf.GradientTape() as tape:
+                logits = self.model(images, training=True)
+                loss, totals = shard_loss(logits, labels, num_global_examples)
+            gradients = tape.gradient(loss, self.model.trainable_variables)
+            self.optimizer.apply(gradients, self.model.trainable_variables)
+            return totals
+
+        per_replica_totals = self._tf_strategy.run(replica_step, args=next(iterator))
+        return self._tf_strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_totals, axis=None)
+
+    def forward(self, iterator):
+        def replica_forward(images, labels, num_global_examples):
+            logits = self.model(images, training=False)
+            _, totals = shard_loss(logits, labels, num_global_examples)
+            return logits, totals
+
+        return self._per_replica(self._tf_strategy.run(replica_forward, args=next(iterator)))
+
+    def replica_variables(self):
+        variables = [v.value for v in self.model.variables + self.optimizer.variables]
+        per_variable_copies = [self._tf_strategy.experimental_local_results(v) for v in variables]
+        return [list(copies) for copies in zip(*per_variable_copies, strict=True)]
+
+    def _per_replica(self, distributed):
+        """Turns a structure of per-replica values into a list with a structure for each replica."""
+        leaves = [
+            self._tf_strategy.experimental_local_results(v) for v in tf.nest.flatten(distributed)
+        ]
+        return [
+            tf.nest.pack_sequence_as(distributed, replica_leaves)
+            for replica_leaves in zip(*leaves, strict=True)
+        ]
+
+
+def _cross_device_ops(devices, all_reduce):
+    """Returns TensorFlow's all-reduce of this name; None leaves the choice to TensorFlow.
+
+    On GPUs `auto` is TensorFlow's choice (NCCL); on CPUs it is the order of summation of
+    `collectives.sum_on_one`, so that `manual` and `mirrored` agree bit for bit.
+    """
+    if all_reduce == "auto" and "GPU" in devices[0]:
+        return None
+    return tf.distribute.ReductionToOneDevice()

@@ -1,0 +1,48 @@
+"""Training on one device: the reference that every other strategy is held against."""
+
+import tensorflow as tf
+
+from strategies.base import Strategy
+from strategies.loss import shard_loss
+
+
+class SingleStrategy(Strategy):
+    """One model on one device; the global batch is its only shard."""
+
+    name = "single"
+
+    def __init__(self, devices, *, all_reduce="auto"):
+        if len(devices) != 1 or all_reduce != "auto":
+            raise ValueError(
+                f"strategy single on {len(devices)} devices with all_reduce={all_reduce!r}"
+                " — one device and no all-reduce is required; use manual or mirrored"
+            )
+        super().__init__(devices, all_reduce=all_reduce)
+
+    def build(self, model_fn, optimizer_fn):
+        with tf.device(self.devices[0]):
+            self.model, self.optimizer = model_fn(), optimizer_fn()
+            self.optimizer.build(self.model.trainable_variables)
+
+    def train_step(self, iterator):
+        images, labels = next(iterator)
+        with tf.device(self.devices[0]):
+            with tf.GradientTape() as tape:
+                logits = self.model(images, training=True)
+                loss, totals = shard_loss(logits, labels, tf.size(labels))
+            gradients = tape.gradient(loss, self.model.trainable_variables)
+            self.optimizer.apply(gradients, self.model.trainable_variables)
+        return totals
+
+    def forward(self, iterator):
+        images, labels = next(iterator)
+        with tf.device(self.devices[0]):
+            logits = self.model(images, training=False)
+            _, totals = shard_loss(logits, labels, tf.size(labels))
+        return [(logits, totals)]
+
+    def distribute(self, dataset):
+        return iter(dataset)
+
+    def replica_variables(self):
+        return [[v.value for v in self.model.variables + self.optimizer.variables]]
