@@ -86,9 +86,9 @@ class Config:
         self._check_numbers()
         self._check_devices()
         self._check_command()
-        if self.num_replicas_asked and self.command in ("train", "compare"):
+        if self.command in ("train", "compare"):
             num_train_examples = self.num_train_examples or NUM_TRAIN_EXAMPLES
-            check_shards(self, self.num_replicas_asked, num_train_examples)
+            check_shards(self, self.num_replicas_asked or 1, num_train_examples)
 
     @property
     def num_replicas_asked(self) -> int | None:

@@ -3,10 +3,11 @@
 import dataclasses
 import pathlib
 
-from app import console, devices
+from app import console
 from app.config import Config
 from app.data.dataset import ImageDataset
 from app.data.source import load_dataset
+from app.devices import Devices
 from app.errors import CheckpointError
 from app.records.checkpoint import Checkpoint, load_newest_checkpoint
 from app.records.run_directory import load_run_config
@@ -59,12 +60,11 @@ class SavedRun:
             warn=console.warn,
         )
 
-    def rebuild(self):
-        """Builds the strategy on its devices and gives every replica the saved state."""
-        prepared = devices.set_up(self.config)
+    def rebuild(self, devices: Devices):
+        """Builds the strategy on `devices` and gives every replica the saved state."""
         from app.training import build_strategy, restore
 
         # No step is made, so rate and number of steps do not matter.
-        strategy = build_strategy(self.config, prepared, learning_rate=1.0, num_steps=1)
+        strategy = build_strategy(self.config, devices, learning_rate=1.0, num_steps=1)
         restore(strategy, self.checkpoint)
         return strategy

@@ -128,9 +128,13 @@ class Strategy(abc.ABC):
 
     @property
     def variable_names(self) -> list[str]:
-        """Names of everything that a replica holds: the model's variables, then the optimizer's."""
+        """Names of everything that a replica holds: the model's variables, then the optimizer's.
+
+        The optimizer's own name is left out: Keras numbers it anew for each one made.
+        """
         names = [f"model/{variable.path}" for variable in self.model.variables]
-        return names + [f"optimizer/{variable.path}" for variable in self.optimizer.variables]
+        paths = [variable.path.partition("/")[2] for variable in self.optimizer.variables]
+        return names + [f"optimizer/{path}" for path in paths]
 
     def replica_states(self) -> list[State]:
         """Returns what each replica holds, R copies of the whole state, read from its device."""

@@ -4,6 +4,7 @@ Everything here works on lists with one entry for each replica, inside a compile
 of it, and places each result on the device of the replica that it is for.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -59,6 +60,14 @@ def broadcast(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> PerReplic
     return per_replica_copies
 
 
+def add_in_order(copies: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Adds tensors of one shape from the first to the last: ((a + b) + c) + d.
+
+    Not `tf.add_n`, whose order depends on which of its inputs it may overwrite.
+    """
+    return functools.reduce(tf.add, copies)
+
+
 def sum_on_one(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
     """Adds on the first device, in replica order, and copies the totals back to all.
 
@@ -68,7 +77,7 @@ def sum_on_one(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -
     Reference: the plan of `tf.distribute.ReductionToOneDevice`.
     """
     with tf.device(devices[0]):
-        totals = [tf.add_n(list(copies)) for copies in zip(*per_replica_tensors, strict=True)]
+        totals = [add_in_order(copies) for copies in zip(*per_replica_tensors, strict=True)]
     return broadcast(totals, devices)
 
 
@@ -94,8 +103,8 @@ def all_reduce(
         bit for bit.
 
     Raises:
-        ValueError: replicas and devices differ in number, replicas disagree on V, or there is no
-            such algorithm.
+        ValueError: replicas and devices differ in number, replicas disagree on V or on a shape,
+            or there is no such algorithm.
     """
     if not per_replica_tensors or len(per_replica_tensors) != len(devices):
         raise ValueError(
@@ -104,6 +113,10 @@ def all_reduce(
         )
     if algorithm not in ALL_REDUCE_ALGORITHMS:
         raise ValueError(f"all_reduce={algorithm!r} — one of {', '.join(ALL_REDUCE_ALGORITHMS)}")
+    for copies in zip(*per_replica_tensors, strict=True):
+        shapes = {str(copy.shape) for copy in copies}
+        if len(shapes) > 1:
+            raise ValueError(f"replicas disagree on a shape: {' and '.join(sorted(shapes))}")
     if len(devices) == 1:
         return [list(per_replica_tensors[0])]
     return ALL_REDUCE_ALGORITHMS[algorithm](per_replica_tensors, devices)

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from strategies.base import Strategy
-from strategies.collectives import shard_bounds
+from strategies.collectives import add_in_order, shard_bounds
 from strategies.loss import shard_loss
 
 
@@ -101,4 +101,4 @@ def _cross_device_ops(devices, all_reduce):
     """
     if all_reduce == "auto" and "GPU" in devices[0]:
         return None
-    return tf.distribute.ReductionToOneDevice()
+    return tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order)

@@ -1,6 +1,6 @@
 """`evaluate`: test accuracy of a run, on any strategy and number of devices."""
 
-from app import console
+from app import console, devices
 from app.config import Config
 from app.run_reader import SavedRun
 
@@ -8,8 +8,9 @@ from app.run_reader import SavedRun
 def run(config: Config) -> int:
     """Prints loss and accuracy over the whole test set; returns 0."""
     saved = SavedRun.open(config)
+    prepared = devices.set_up(config)
     dataset = saved.load_dataset()
-    strategy = saved.rebuild()
+    strategy = saved.rebuild(prepared)
     from app.training import evaluate
 
     totals = evaluate(strategy, dataset)

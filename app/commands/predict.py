@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from app import console
+from app import console, devices
 from app.config import Config
 from app.data.dataset import CLASS_NAMES
 from app.data.image_files import load_image_files
@@ -14,6 +14,7 @@ _NUM_TEST_IMAGES = 10
 def run(config: Config) -> int:
     """Prints a table with a row for each image, in the order given; returns 0."""
     saved = SavedRun.open(config)
+    prepared = devices.set_up(config)
     if config.images:
         names, images = load_image_files(config.images)
         header = ["image", "class", "probability"]
@@ -24,7 +25,7 @@ def run(config: Config) -> int:
         names = [f"{dataset.name} test image {i}" for i in range(len(images))]
         header = ["image", "class", "probability", "truth"]
         truths = [CLASS_NAMES[label] for label in labels[: len(images)]]
-    strategy = saved.rebuild()
+    strategy = saved.rebuild(prepared)
     probabilities = _softmax(strategy.predict(images))
     rows = [
         [name, CLASS_NAMES[np.argmax(p)], f"{np.max(p):.4f}"]

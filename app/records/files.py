@@ -1,5 +1,6 @@
 """Writing files so that nothing partial is ever seen under a final name."""
 
+import contextlib
 import errno
 import json
 import os
@@ -66,4 +67,5 @@ def _remove(path: pathlib.Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # What could not be made is not there.
+            path.unlink()

@@ -1,0 +1,78 @@
+"""Four logical CPU devices for every test, made before TensorFlow starts, and small helpers."""
+
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from app.data.fashion_mnist import SHA256
+from app.data.synthetic import generate_synthetic
+from app.devices import keep_order_of_summation
+
+ROOT = pathlib.Path(__file__).parents[1]
+NUM_LOGICAL_CPUS = 4
+CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
+)
+keep_order_of_summation()
+tf.config.threading.set_intra_op_parallelism_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeds():
+    keras.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def images():
+    """40 random images with labels of all ten classes."""
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (40, 28, 28, 1), dtype=np.uint8)
+    return pixels, (np.arange(40) % 10).astype(np.uint8)
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory):
+    """A folder with generated images in the four files of Fashion-MNIST: 1,000 and 200."""
+    folder = tmp_path_factory.mktemp("small data")
+    dataset = generate_synthetic(num_train=1000, num_test=200)
+    arrays = dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels
+    for name, array in zip(SHA256, arrays, strict=True):
+        (folder / name).write_bytes(idx_bytes(array[..., 0] if array.ndim == 4 else array))
+    return folder
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    """Returns `array` as an IDX file: uint8 of any number of axes."""
+    return struct.pack(f">I{array.ndim}I", 0x800 | array.ndim, *array.shape) + array.tobytes()
+
+
+def run_main(*arguments, env=None, timeout=240, cwd=ROOT) -> subprocess.CompletedProcess:
+    """Runs the program as a user does, output captured; asserts nothing."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "main.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(env or {})},
+        check=False,
+    )
+
+
+def run_ok(*arguments, **options) -> subprocess.CompletedProcess:
+    """Runs the program and asserts that it ends with 0."""
+    result = run_main(*arguments, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result

@@ -1,0 +1,125 @@
+"""Collectives are exact: whole numbers, equality, any number of replicas."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from conftest import CPUS
+from strategies.collectives import (
+    ALL_REDUCE_ALGORITHMS,
+    all_reduce,
+    broadcast,
+    shard_bounds,
+    split_batch,
+)
+
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4)]
+
+
+def on_devices(per_replica_arrays, devices):
+    """Puts item [r][v] on device r."""
+    per_replica_tensors = []
+    for arrays, device in zip(per_replica_arrays, devices, strict=True):
+        with tf.device(device):
+            per_replica_tensors.append([tf.constant(array) for array in arrays])
+    return per_replica_tensors
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS)
+def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas, dtype, compiled):
+    devices = CPUS[:num_replicas]
+    generator = np.random.default_rng(num_replicas)
+    arrays = [
+        [generator.integers(-1000, 1000, shape).astype(dtype) for shape in SHAPES] for _ in devices
+    ]
+    per_replica_tensors = on_devices(arrays, devices)
+
+    def reduce():
+        return all_reduce(per_replica_tensors, devices, algorithm=algorithm)
+
+    results = tf.function(reduce)() if compiled else reduce()
+
+    assert len(results) == num_replicas
+    for replica_id, result in enumerate(results):
+        for position, total in enumerate(result):
+            expected = sum(replica[position] for replica in arrays)
+            np.testing.assert_array_equal(total.numpy(), expected, strict=True)
+            if not compiled:
+                assert total.device.endswith(devices[replica_id].removeprefix("/"))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 4])
+def test_every_replica_is_counted_once(num_replicas):
+    """Replica i sends 2^i: the digits of the sum say who is missing or counted twice."""
+    devices = CPUS[:num_replicas]
+    per_replica_tensors = on_devices([[np.float32(2**i)] for i in range(num_replicas)], devices)
+    for result in all_reduce(per_replica_tensors, devices):
+        assert result[0].numpy() == 2**num_replicas - 1
+
+
+def test_the_book_s_example():
+    per_replica_tensors = on_devices(
+        [[np.float32([[1, 1]])], [np.float32([[2, 2]])]], devices=CPUS[:2]
+    )
+    for (total,) in all_reduce(per_replica_tensors, CPUS[:2]):
+        np.testing.assert_array_equal(total.numpy(), [[3, 3]])
+
+
+def test_all_reduce_leaves_its_input_alone():
+    per_replica_tensors = on_devices([[np.float32(1)], [np.float32(2)]], CPUS[:2])
+    all_reduce(per_replica_tensors, CPUS[:2])
+    assert [tensors[0].numpy() for tensors in per_replica_tensors] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("per_replica_tensors", "options", "match"),
+    [
+        ([], {}, "0 lists of tensors for 2 devices"),
+        ([[tf.constant(1.0)]], {}, "1 lists"),
+        ([[tf.constant(1.0)], []], {}, "shorter"),
+        ([[tf.constant(1.0)], [tf.constant([1.0, 2.0])]], {}, "shape"),
+        ([[tf.constant(1.0)]] * 2, {"algorithm": "magic"}, "sum_on_one"),
+    ],
+)
+def test_all_reduce_refuses(per_replica_tensors, options, match):
+    with pytest.raises(ValueError, match=match):
+        all_reduce(per_replica_tensors, CPUS[:2], **options)
+
+
+@pytest.mark.parametrize("num_replicas", range(1, 9))
+@pytest.mark.parametrize("num_examples", [0, 1, 4, 7, 100, 256])
+def test_shards_are_disjoint_complete_and_even(num_replicas, num_examples):
+    bounds = [shard_bounds(num_examples, num_replicas, r) for r in range(num_replicas)]
+    starts, ends = zip(*bounds, strict=True)
+    assert starts == (0, *ends[:-1]) and ends[-1] == num_examples
+    sizes = [end - start for start, end in bounds]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    tensor_bounds = [
+        shard_bounds(tf.constant(num_examples), num_replicas, r) for r in range(num_replicas)
+    ]
+    assert [(int(start), int(end)) for start, end in tensor_bounds] == bounds
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+def test_split_batch_keeps_order_and_places_shards(num_replicas):
+    devices = CPUS[:num_replicas]
+    batch = (tf.range(10), tf.reshape(tf.range(20), (10, 2)))
+    shards = split_batch(batch, devices)
+    assert len(shards) == num_replicas
+    for position, whole in enumerate(batch):
+        joined = np.concatenate([shard[position].numpy() for shard in shards])
+        np.testing.assert_array_equal(joined, whole.numpy())
+    for (numbers, _), device in zip(shards, devices, strict=True):
+        assert numbers.device.endswith(device.removeprefix("/"))
+
+
+def test_broadcast_copies_to_each_device():
+    copies = broadcast([tf.constant([1.0, 2.0]), tf.constant(3)], CPUS)
+    assert len(copies) == len(CPUS)
+    for (vector, scalar), device in zip(copies, CPUS, strict=True):
+        np.testing.assert_array_equal(vector.numpy(), [1, 2])
+        assert scalar.numpy() == 3 and vector.device.endswith(device.removeprefix("/"))

@@ -1,0 +1,255 @@
+"""The program as a user runs it: every command, end to end, in processes of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from app.records.checkpoint import load_newest_checkpoint
+from app.records.history import load_history, load_summary
+from conftest import ROOT, run_main, run_ok
+from strategies import STRATEGIES
+
+SMALL = ["--num_train_examples=500", "--recipe=fast", "--epochs=1", "--allow_unverified_data"]
+ON_CPUS = ["--device=cpu", "--num_devices=2"]
+
+
+@pytest.fixture(autouse=True)
+def _small_data(small_data, monkeypatch):
+    monkeypatch.setenv("FASHION_MNIST_DIR", str(small_data))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, small_data):
+    """One small run for each strategy, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    printed = {}
+    for strategy in STRATEGIES:
+        devices = ["--device=cpu"] if strategy == "single" else ON_CPUS
+        printed[strategy] = run_ok(
+            f"--strategy={strategy}",
+            *devices,
+            *SMALL,
+            f"--out={folder}/{strategy}",
+            env={"FASHION_MNIST_DIR": str(small_data)},
+        )
+    return folder, printed
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_train(runs, strategy):
+    folder, printed = runs
+    output = printed[strategy]
+    summary = load_summary(folder / strategy)
+    assert summary.status == "finished" and summary.strategy == strategy
+    assert summary.num_replicas == (1 if strategy == "single" else 2)
+    assert output.stdout.splitlines()[-1] == summary.last_line()
+    assert output.stderr == ""
+    assert "\r" not in output.stdout and "\x1b" not in output.stdout  # Plain lines on a pipe.
+    names = {path.name for path in (folder / strategy).iterdir()}
+    assert names == {
+        ".lock", "log.txt", "config.json", "history.jsonl", "summary.json", "checkpoints",
+        "accuracy.png", "accuracy.svg",
+    }  # fmt: skip
+    assert summary.last_line() in (folder / strategy / "log.txt").read_text()
+
+
+def test_manual_and_mirrored_are_the_same_training(runs):
+    folder, _ = runs
+    summaries = [load_summary(folder / strategy) for strategy in ("manual", "mirrored")]
+    assert summaries[0].weights_sha256 == summaries[1].weights_sha256
+
+
+def test_a_finished_run_prints_its_result_again(runs):
+    folder, printed = runs
+    before = (folder / "manual" / "summary.json").stat().st_mtime_ns
+    again = run_ok(*ON_CPUS, *SMALL, f"--out={folder}/manual")
+    assert again.stdout.splitlines()[-1] == printed["manual"].stdout.splitlines()[-1]
+    assert "already finished" in again.stdout
+    assert (folder / "manual" / "summary.json").stat().st_mtime_ns == before
+
+
+def test_another_configuration_in_the_same_directory_is_refused(runs):
+    folder, _ = runs
+    result = run_main(*ON_CPUS, *SMALL, "--seed=3", f"--out={folder}/manual")
+    assert result.returncode == 4
+    assert "seed 0 → 3" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_evaluate_on_any_strategy(runs, strategy):
+    folder, _ = runs
+    devices = ["--device=cpu"] + (["--num_devices=3"] if strategy != "single" else [])
+    result = run_ok(
+        "evaluate",
+        f"--run={folder}/manual",
+        f"--strategy={strategy}",
+        *devices,
+        "--allow_unverified_data",
+    )
+    accuracy = load_summary(folder / "manual").test_accuracy
+    assert f"test acc: {accuracy:.4f}" in result.stdout.splitlines()[-1]
+    assert "of 200 right" in result.stdout
+
+
+def test_predict_test_images_and_files(runs, tmp_path):
+    folder, _ = runs
+    by_default = run_ok(
+        "predict",
+        f"--run={folder}/manual",
+        "--device=cpu",
+        "--num_devices=3",
+        "--allow_unverified_data",
+    )
+    rows = [line for line in by_default.stdout.splitlines() if "test image" in line]
+    assert len(rows) == 10 and "truth" in by_default.stdout
+    np.save(tmp_path / "two.npy", np.zeros((2, 28, 28), np.uint8))
+    from_file = run_ok(
+        "predict", f"--run={folder}/manual", f"--images={tmp_path}/two.npy", "--strategy=mirrored"
+    )
+    assert "two.npy[0]" in from_file.stdout and "two.npy[1]" in from_file.stdout
+
+
+def test_compare(tmp_path):
+    command = ["compare", *ON_CPUS, *SMALL, f"--out={tmp_path}/c"]
+    result = run_ok(*command)
+    assert "manual and mirrored: bit-identical weights after 2 steps" in result.stdout
+    assert "simulated devices" in result.stdout
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("x")] == list(STRATEGIES)
+    saved = json.loads((tmp_path / "c" / "compare.json").read_text())
+    assert [run["strategy"] for run in saved["runs"]] == list(STRATEGIES)
+    assert saved["runs"][0]["num_replicas"] == 1 and saved["runs"][1]["num_replicas"] == 2
+    assert len(saved["verdicts"]) == 3
+    for name in ("accuracy.png", "accuracy.svg"):
+        assert (tmp_path / "c" / name).stat().st_size > 10_000
+    again = run_ok(*command)
+    assert again.stdout.count("already finished") == len(STRATEGIES)
+
+
+def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):
+    result = run_main(
+        "compare", "--strategies=manual,mirrored", *SMALL, "--lr=1e30", f"--out={tmp_path}/c"
+    )
+    assert result.returncode == 7
+    assert "learning rate 1e+30" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "c" / "mirrored").exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
+def test_reading_what_is_no_run(command, tmp_path):
+    result = run_main(command, f"--run={tmp_path}")
+    assert result.returncode == 5 and "not the directory of a run" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_run_without_a_checkpoint(tmp_path, runs):
+    folder, _ = runs
+    (tmp_path / "config.json").write_text((folder / "manual" / "config.json").read_text())
+    result = run_main("evaluate", f"--run={tmp_path}")
+    assert result.returncode == 4 and "no checkpoint" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--device=gpu", "--num_devices=2"], 6, "TensorFlow sees no GPU"),
+        (["--out=/dev/null/x"], 5, "--out=/dev/null/x"),
+    ],
+)
+def test_refusals_after_the_flags(arguments, code, told, tmp_path):
+    out = [] if arguments[0].startswith("--out") else [f"--out={tmp_path}/run"]
+    result = run_main(*arguments, *out, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == code
+    assert told in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_num_gpus_on_a_machine_without_one_says_so_where_one_looks(tmp_path):
+    result = run_ok(
+        "--num_gpus=2", *SMALL, f"--out={tmp_path}/run", env={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert load_summary(tmp_path / "run").num_replicas == 2
+    assert result.stderr.count("WARNING: --num_gpus=2") == 2  # At the start and before the end.
+
+
+def test_generated_images_in_place_of_real_ones_say_so(tmp_path):
+    result = run_ok(
+        *SMALL, f"--out={tmp_path}/run",
+        env={"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none"},
+    )  # fmt: skip
+    assert result.stderr.count("WARNING: GENERATED") == 2
+    assert load_summary(tmp_path / "run").dataset == "synthetic"
+
+
+def wait_for_first_epoch(process, run_dir):
+    for _ in range(600):
+        if load_newest_checkpoint(run_dir):
+            return
+        assert process.poll() is None
+        time.sleep(0.1)
+    raise AssertionError("no epoch in a minute")
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_run_that_was_cut_off_is_resumed_by_the_same_command(tmp_path, signal_number, code):
+    command = [
+        "--strategy=manual", *ON_CPUS, "--allow_unverified_data", "--global_batch_size=20",
+        "--recipe=d2l", "--epochs=4", f"--out={tmp_path}/run",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "main.py"), *command],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )  # fmt: skip
+    wait_for_first_epoch(process, tmp_path / "run")
+    process.send_signal(signal_number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "Traceback" not in errors
+    resumed = run_ok(*command)
+    assert "resuming after epoch" in resumed.stdout
+    history = load_history(tmp_path / "run")
+    assert [record.epoch for record in history] == [1, 2, 3, 4]
+    # The same weights as a run that nobody cut off: SIGINT's stands for all three.
+    if signal_number == signal.SIGINT:
+        run_ok(*command[:-1], f"--out={tmp_path}/whole")
+        whole, cut = (load_summary(tmp_path / name) for name in ("whole", "run"))
+        assert whole.weights_sha256 == cut.weights_sha256
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_training(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "main.py"), *ON_CPUS, *SMALL, f"--out={tmp_path}/run"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(timeout=120) == 0
+    assert errors == ""
+    assert load_summary(tmp_path / "run").status == "finished"
+
+
+def test_a_bug_leaves_its_traceback_in_the_log(tmp_path):
+    """A training that divides by zero stands for any bug."""
+    script = (
+        "import sys; sys.argv = ['main.py', *sys.argv[1:]]\n"
+        "import main\nfrom app.commands import train\n"
+        "def fail(*_): raise ZeroDivisionError('oops')\n"
+        "train._train = fail\n"
+        "main.flags.define_flags()\n"
+        "sys.exit(main.main(main.parse(sys.argv)))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, f"--out={tmp_path}/run"],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1 and "ZeroDivisionError: oops" in result.stderr
+    assert "Traceback" in (tmp_path / "run" / "log.txt").read_text()

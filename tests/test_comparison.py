@@ -1,0 +1,89 @@
+"""What `compare` says of two runs."""
+
+import numpy as np
+import pytest
+
+from app.proof.comparison import HEADER, compare_weights, table_rows
+from app.proof.difference import WeightDifference
+from app.records.checkpoint import Checkpoint, save_checkpoint
+from app.records.history import write_summary
+from test_records import STATE, make_summary
+
+
+def changed(name, index, value):
+    array = STATE[name].copy()
+    array.flat[index] = value
+    return {**STATE, name: array}
+
+
+def test_the_same_bits_are_identical_and_slots_do_not_count():
+    other = {**STATE, "optimizer/iteration": np.array(8)}
+    assert WeightDifference.between(STATE, other).identical
+
+
+def test_the_largest_difference_is_named():
+    first = changed("model/conv/kernel", 5, 5.5)
+    difference = WeightDifference.between(STATE, {**first, "model/conv/bias": np.zeros(3)})
+    assert not difference.identical
+    assert difference.tensor in ("conv/kernel", "conv/bias")
+    assert difference.absolute == 0.5
+    difference = WeightDifference.between(STATE, first)
+    assert (difference.tensor, difference.absolute) == ("conv/kernel", 0.5)
+    assert difference.relative == pytest.approx(0.5 / 5.5)
+
+
+def test_signed_zeros_and_nan_are_differences():
+    zero = {**STATE, "model/conv/bias": np.zeros(3, np.float32)}
+    minus = {**STATE, "model/conv/bias": -np.zeros(3, np.float32)}
+    assert not WeightDifference.between(zero, minus).identical
+    difference = WeightDifference.between(STATE, changed("model/conv/kernel", 0, np.nan))
+    assert difference.tensor == "conv/kernel" and np.isnan(difference.absolute)
+
+
+def test_other_models_cannot_be_compared():
+    with pytest.raises(ValueError, match="different models"):
+        WeightDifference.between(STATE, {"model/other": np.zeros(1)})
+
+
+def make_run(path, state, **changes):
+    path.mkdir()
+    write_summary(path, make_summary(steps=10, **changes))
+    save_checkpoint(path, Checkpoint(10, state, {}))
+    return path
+
+
+def test_verdicts(tmp_path):
+    other = changed("model/conv/kernel", 5, 5.5)
+    norm = {**other, "model/norm/moving_mean": np.zeros(1)}
+    runs = [
+        make_run(tmp_path / "single", other, strategy="single", num_replicas=1),
+        make_run(tmp_path / "manual", STATE),
+        make_run(tmp_path / "mirrored", STATE, strategy="mirrored"),
+    ]
+    apart, also_apart, same = map(str, compare_weights(runs))
+    assert same == "manual and mirrored: bit-identical weights after 10 steps"
+    assert apart.startswith("single and manual: weights after 10 steps differ by at most 0.5")
+    assert "another order" in apart and "single and mirrored" in also_apart
+    (unexpected,) = compare_weights([runs[1], make_run(tmp_path / "bad", other)])
+    assert "wants an explanation" in str(unexpected)
+    normalised = {**STATE, "model/norm/moving_mean": np.zeros(1)}
+    (expected,) = compare_weights(
+        [
+            make_run(tmp_path / "one", norm, strategy="single", num_replicas=1),
+            make_run(tmp_path / "two", normalised),
+        ]
+    )
+    assert "its own shard" in str(expected)
+
+
+def test_the_table_shows_speed_up_over_single_where_it_is_there():
+    single = make_summary(
+        strategy="single", epoch_sec=10.0, simulated_devices=False, num_replicas=1,
+        images_per_sec=6000.0,
+    )  # fmt: skip
+    manual = make_summary(epoch_sec=8.0, images_per_sec=7500.0)
+    rows = table_rows([single, manual])
+    assert all(len(row) == len(HEADER) for row in rows)
+    assert rows[0] == ["single", "1", "0.8449", "10.00", "6,000", "1.00x"]
+    assert rows[1] == ["manual", "2 simulated", "0.8449", "8.00", "7,500", "1.25x"]
+    assert table_rows([manual])[0][-1] == "–"

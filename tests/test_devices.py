@@ -1,0 +1,98 @@
+"""Choosing devices: what the machine has is pretended, in processes without TensorFlow's set-up."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+# Runs `set_up` with a pretended number of GPUs and prints what became of it.
+SCRIPT = """
+import json, sys
+num_gpus, options = int(sys.argv[1]), json.loads(sys.argv[2])
+from app import devices
+from app.config import Config
+from app.errors import DeviceError
+tf = devices.import_tensorflow(-1)
+done = {"growth": 0}
+gpus = [f"gpu{i}" for i in range(num_gpus)]
+real_list = tf.config.list_physical_devices
+real_visible = tf.config.set_visible_devices
+tf.config.list_physical_devices = lambda kind: gpus if kind == "GPU" else real_list(kind)
+tf.config.set_visible_devices = lambda chosen, kind: done.update(visible=list(chosen))
+def grow(gpu, on):
+    assert on
+    done["growth"] += 1
+tf.config.experimental.set_memory_growth = grow
+try:
+    made = devices.set_up(Config(**options))
+    done.update(names=made.names, simulated=made.simulated)
+    if made.names[0].startswith("/device:CPU"):
+        done["logical"] = len(tf.config.list_logical_devices("CPU"))
+        done["intra"] = tf.config.threading.get_intra_op_parallelism_threads()
+except DeviceError as error:
+    done.update(error=str(error), code=error.exit_code)
+print(json.dumps(done))
+"""
+
+
+def set_up(gpus_there, **options):
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(gpus_there), json.dumps(options)],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    return json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+def test_without_a_gpu_two_logical_cpus():
+    done, errors = set_up(0)
+    assert done["names"] == ["/device:CPU:0", "/device:CPU:1"]
+    assert done["simulated"] and done["logical"] == 2 and done["intra"] >= 1
+    assert errors == ""  # TensorFlow's own messages are held back.
+
+
+def test_num_gpus_without_a_gpu_falls_back_and_says_so():
+    done, errors = set_up(0, num_gpus=3)
+    assert len(done["names"]) == done["logical"] == 3
+    assert "WARNING: --num_gpus=3" in errors and "3 replicas on logical CPU devices" in errors
+
+
+def test_single_takes_one_device():
+    done, _ = set_up(0, strategy="single")
+    assert done["names"] == ["/device:CPU:0"] and not done["simulated"]
+
+
+def test_gpus_are_all_taken_with_memory_growth():
+    done, _ = set_up(2)
+    assert done["names"] == ["/device:GPU:0", "/device:GPU:1"]
+    assert done["growth"] == 2 and done["visible"] == ["gpu0", "gpu1"] and not done["simulated"]
+
+
+def test_fewer_gpus_can_be_asked_for():
+    done, _ = set_up(4, num_gpus=2)
+    assert done["names"] == ["/device:GPU:0", "/device:GPU:1"]
+    assert done["visible"] == ["gpu0", "gpu1"]
+
+
+def test_device_cpu_leaves_gpus_alone():
+    done, _ = set_up(2, device="cpu", num_devices=4)
+    assert len(done["names"]) == done["logical"] == 4
+    assert done["visible"] == [] and done["growth"] == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus_there", "options", "told"),
+    [
+        (0, {"device": "gpu", "num_devices": 2}, "use --device=cpu --num_devices=2"),
+        (0, {"device": "gpu"}, "use --device=cpu --num_devices=2"),
+        (1, {"num_gpus": 2}, "TensorFlow sees 1 GPU"),
+        (1, {"num_devices": 3}, "--device=cpu --num_devices=3"),
+    ],
+)
+def test_what_gpus_cannot_give_is_refused(gpus_there, options, told):
+    done, _ = set_up(gpus_there, **options)
+    assert done["code"] == 6 and told in done["error"]
+    if gpus_there == 0:
+        assert "TensorFlow sees no GPU" in done["error"]

@@ -1,0 +1,209 @@
+"""Finding and verifying the real data; each way in which files can be wrong (FAULTS 12 to 15)."""
+
+import gzip
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+from app.data import fashion_mnist
+from app.data.fashion_mnist import SHA256, DataMissingError, load_fashion_mnist
+from app.errors import DataError
+from conftest import idx_bytes, run_main
+
+TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = SHA256
+REAL = os.environ.get("FASHION_MNIST_DIR")
+needs_real = pytest.mark.skipif(not REAL, reason="FASHION_MNIST_DIR is not set")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Four files in the right format, with other content than Fashion-MNIST."""
+    generator = np.random.default_rng(0)
+    for name, count in ((TRAIN_IMAGES, 30), (TEST_IMAGES, 10)):
+        images = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        write(tmp_path, name, idx_bytes(images))
+    for name, count in ((TRAIN_LABELS, 30), (TEST_LABELS, 10)):
+        write(tmp_path, name, idx_bytes((np.arange(count) % 10).astype(np.uint8)))
+    return tmp_path
+
+
+def write(folder, name, content):
+    (folder / f"{name}.gz").write_bytes(gzip.compress(content, 1))
+
+
+def load(folder, **options):
+    return load_fashion_mnist(str(folder), allow_unverified=True, **options)
+
+
+def test_loads_compressed_and_unpacked_files(folder):
+    packed = load(folder)
+    for name in SHA256:
+        content = gzip.decompress((folder / f"{name}.gz").read_bytes())
+        (folder / name).write_bytes(content)
+        (folder / f"{name}.gz").unlink()
+    assert load(folder).sha256() == packed.sha256()
+    assert packed.train_images.shape == (30, 28, 28, 1) and packed.test_labels.shape == (10,)
+
+
+def truncate(content):
+    return content[: len(content) // 2]
+
+
+def flip_crc(content):
+    return content[:-8] + bytes([content[-8] ^ 1]) + content[-7:]
+
+
+def damage_middle(content):
+    return content[:40] + b"\x00" * 40 + content[80:]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (truncate, "cut short or damaged"),
+        (flip_crc, "CRC"),
+        (damage_middle, "damaged"),
+        (lambda content: b"<!DOCTYPE html><html>not found</html>", "a web page"),
+        (lambda content: b"", "nothing"),
+        (lambda content: gzip.compress(b""), "nothing"),
+        (lambda content: gzip.compress(b"\x00\x00\x08"), "000008"),
+        (lambda content: gzip.compress(b"\x00\x00\x0d\x03" + bytes(40)), "00000d03"),
+    ],
+)
+def test_damaged_files_are_refused(folder, change, found):
+    path = folder / f"{TRAIN_IMAGES}.gz"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError) as refusal:
+        load(folder)
+    message = str(refusal.value)
+    assert found in message and str(path) in message and " — " in message
+    assert not isinstance(refusal.value, DataMissingError)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        (TRAIN_LABELS, idx_bytes(np.zeros((30, 28, 28), np.uint8)), "which marks images"),
+        (TRAIN_IMAGES, idx_bytes(np.zeros(30, np.uint8)) + bytes(8), "which marks labels"),
+        (TRAIN_LABELS, idx_bytes(np.zeros(29, np.uint8)), "30 images, but"),
+        (TRAIN_IMAGES, idx_bytes(np.zeros((30, 28, 28), np.uint8)) + b"x", "23521 bytes after"),
+        (TRAIN_IMAGES, idx_bytes(np.zeros((30, 28, 28), np.uint8))[:-1], "23519 bytes after"),
+        (TRAIN_IMAGES, idx_bytes(np.zeros((30, 32, 32), np.uint8)), "30 x 32 x 32"),
+        (TRAIN_IMAGES, idx_bytes(np.zeros((0, 28, 28), np.uint8)), "0 x 28 x 28"),
+        (TEST_LABELS, idx_bytes(np.uint8([0] * 7 + [10, 0, 0])), "label 10 at index 7"),
+    ],
+)
+def test_wrong_content_is_refused(folder, name, content, found):
+    write(folder, name, content)
+    with pytest.raises(DataError, match=found):
+        load(folder)
+
+
+def test_a_header_that_promises_too_much_is_not_believed(folder):
+    huge = b"\x00\x00\x08\x03" + (2**31 - 1).to_bytes(4, "big") + b"\x00\x00\x00\x1c" * 2
+    write(folder, TRAIN_IMAGES, huge)
+    with pytest.raises(DataError, match="2147483647 x 28 x 28"):
+        load(folder)
+
+
+def test_a_file_that_unpacks_without_end_is_cut_off(folder, monkeypatch):
+    monkeypatch.setattr(fashion_mnist, "_MAX_FILE_BYTES", 100_000)
+    write(folder, TRAIN_IMAGES, idx_bytes(np.zeros((30, 28, 28), np.uint8)) + bytes(10**6))
+    with pytest.raises(DataError, match="bytes after the header"):
+        load(folder)
+
+
+def test_right_format_with_another_hash_needs_a_flag(folder):
+    with pytest.raises(DataError, match=r"SHA-256.*--allow_unverified_data"):
+        load_fashion_mnist(str(folder))
+    assert load(folder).name == "fashion_mnist"
+
+
+def test_missing_files_are_named(folder):
+    (folder / f"{TEST_LABELS}.gz").unlink()
+    with pytest.raises(DataMissingError, match=rf"{TEST_LABELS} missing there"):
+        load(folder)
+    with pytest.raises(DataMissingError, match="no such folder"):
+        load(folder / "nowhere")
+
+
+def test_the_environment_is_looked_at_when_no_folder_is_named(folder):
+    environ = {"FASHION_MNIST_DIR": str(folder)}
+    dataset = load_fashion_mnist(None, allow_unverified=True, environ=environ)
+    assert len(dataset.train_images) == 30
+
+
+def test_a_download_that_cannot_start_says_where_it_looked(tmp_path, monkeypatch):
+    def refuse(url):
+        raise OSError("no network")
+
+    monkeypatch.setattr(fashion_mnist, "_check_connection", refuse)
+    environ = {"TFDS_DATA_DIR": str(tmp_path), "FASHION_MNIST_DIR": str(tmp_path / "gone")}
+    with pytest.raises(DataMissingError) as refusal:
+        load_fashion_mnist(None, environ=environ)
+    message = str(refusal.value)
+    for part in ("no network", str(tmp_path / "gone"), f"{tmp_path}/fashion_mnist", "--data_dir"):
+        assert part in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_connection_is_given_up(monkeypatch):
+    """A server that takes the connection and never answers."""
+    import socket
+
+    monkeypatch.setattr(fashion_mnist, "_CONNECT_TIMEOUT_SEC", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        with pytest.raises(OSError):
+            fashion_mnist._check_connection(url)
+    with pytest.raises(OSError):
+        fashion_mnist._check_connection(url)  # Nobody listens any more.
+
+
+def test_a_damaged_prepared_directory_is_refused(tmp_path):
+    prepared = tmp_path / "fashion_mnist" / "3.0.1"
+    prepared.mkdir(parents=True)
+    (prepared / "dataset_info.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read") as refusal:
+        load_fashion_mnist(str(tmp_path))
+    assert not isinstance(refusal.value, DataMissingError)
+
+
+@needs_real
+def test_real_data_is_accepted():
+    dataset = load_fashion_mnist(REAL)
+    assert dataset.train_images.shape == (60_000, 28, 28, 1)
+    assert np.bincount(dataset.test_labels).tolist() == [1000] * 10
+
+
+@needs_real
+def test_one_altered_pixel_is_found(tmp_path):
+    for path in pathlib.Path(REAL).glob("*.gz"):
+        shutil.copy(path, tmp_path)
+    content = bytearray(gzip.decompress((tmp_path / f"{TEST_IMAGES}.gz").read_bytes()))
+    content[-1] ^= 1
+    write(tmp_path, TEST_IMAGES, bytes(content))
+    with pytest.raises(DataError, match=rf"{TEST_IMAGES}.*SHA-256"):
+        load_fashion_mnist(str(tmp_path))
+
+
+@needs_real
+def test_tfds_prepares_and_gives_the_same_arrays_in_the_same_order(tmp_path):
+    """The whole path but the network: files in TFDS' manual folder, prepared, read, put back."""
+    manual = tmp_path / "downloads" / "manual"
+    manual.mkdir(parents=True)
+    for path in pathlib.Path(REAL).glob("*.gz"):
+        shutil.copy(path, manual)
+    prepared = load_fashion_mnist(None, environ={"TFDS_DATA_DIR": str(tmp_path)})
+    original = load_fashion_mnist(REAL)
+    assert prepared.sha256() == original.sha256()
+    assert load_fashion_mnist(str(tmp_path)).sha256() == original.sha256()
+
+
+def test_the_program_ends_with_code_3(tmp_path):
+    result = run_main("--data_dir=/nonexistent", f"--out={tmp_path}/run", "--dataset=fashion_mnist")
+    assert result.returncode == 3
+    assert result.stderr.splitlines()[-1].startswith("error: --data_dir=/nonexistent: no such")

@@ -1,0 +1,62 @@
+"""The command line: help, choices and refusals, all before TensorFlow is imported."""
+
+import sys
+
+import pytest
+
+from conftest import run_main
+
+
+def refuse(*arguments):
+    """Runs the program, asserts exit code 2 and returns the one line of the refusal."""
+    result = run_main(*arguments)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--num_devices=0"], "--num_devices=0 — 1 or more"),
+        (["--global_batch_size=1", "--num_devices=2"], "use 2 or more"),
+        (["--model=resnet19"], "lenet, resnet18"),
+        (["--epochs=many"], "many"),
+        (["--modle=lenet"], "model"),
+        (["trian"], "did you mean train?"),
+        (["train", "twice"], "'twice'"),
+        (["evaluate", "--run=x", "--epochs=3"], "option of train, compare"),
+        (["compare", "--strategy=manual"], "--strategy with compare"),
+        (["--lr=nan"], "--learning_rate=nan"),
+    ],
+)
+def test_one_line_and_code_2(arguments, told):
+    assert told in refuse(*arguments)
+
+
+def test_help_shows_commands_first_and_every_default():
+    result = run_main("--help")
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.index("compare") < result.stdout.index("--model=")
+    assert "[256]" in result.stdout and "[d2l]" in result.stdout
+
+
+def test_refusals_do_not_wait_for_tensorflow():
+    script = (
+        "import sys; sys.argv = ['main.py', '--num_devices=0']; sys.path.insert(0, '.')\n"
+        "import main\n"
+        "main.flags.define_flags()\n"
+        "try:\n    main.parse(sys.argv)\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 2\n"
+        "    assert 'tensorflow' not in sys.modules and 'numpy' not in sys.modules\n"
+        "    sys.exit(77)\n"
+    )
+    import subprocess
+
+    from conftest import ROOT
+
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
+    assert result.returncode == 77

@@ -1,0 +1,77 @@
+"""Images that a user hands in."""
+
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from app.data.image_files import load_image_files
+from app.errors import DataError
+
+
+@pytest.fixture
+def pixels():
+    return np.random.default_rng(0).integers(0, 256, (28, 28), dtype=np.uint8)
+
+
+def save_png(path, pixels):
+    Image.fromarray(pixels).save(path)
+    return str(path)
+
+
+def test_png_and_npy_come_in_order_with_names(tmp_path, pixels):
+    png = save_png(tmp_path / "a b.PNG", pixels)
+    np.save(tmp_path / "one.npy", pixels)
+    np.save(tmp_path / "two.npy", np.stack([pixels, 255 - pixels])[..., None])
+    names, images = load_image_files([png, f"{tmp_path}/one.npy", f"{tmp_path}/two.npy"])
+    assert names == [png, f"{tmp_path}/one.npy", f"{tmp_path}/two.npy[0]", f"{tmp_path}/two.npy[1]"]
+    assert images.shape == (4, 28, 28, 1) and images.dtype == np.uint8
+    for loaded, expected in zip(images, [pixels, pixels, pixels, 255 - pixels], strict=True):
+        np.testing.assert_array_equal(loaded[..., 0], expected)
+
+
+@pytest.mark.parametrize("shape", [(28, 28, 1), (1, 28, 28), (3, 28, 28, 1)])
+def test_accepted_shapes(tmp_path, shape):
+    np.save(tmp_path / "x.npy", np.zeros(shape, np.uint8))
+    assert load_image_files([f"{tmp_path}/x.npy"])[1].shape[1:] == (28, 28, 1)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((28, 28), np.float32),
+        np.zeros((28, 29), np.uint8),
+        np.zeros((0, 28, 28), np.uint8),
+        np.zeros((2, 28, 28, 3), np.uint8),
+        np.zeros((2, 2, 28, 28), np.uint8),
+        np.zeros(784, np.uint8),
+    ],
+)
+def test_other_arrays_are_refused_with_type_and_shape(tmp_path, array):
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(DataError, match=f"{array.dtype} {' x '.join(map(str, array.shape))}"):
+        load_image_files([f"{tmp_path}/x.npy"])
+
+
+def test_unreadable_files_are_refused(tmp_path, pixels):
+    (tmp_path / "text.png").write_text("not a picture")
+    (tmp_path / "empty.npy").write_bytes(b"")
+    (tmp_path / "pickled.npy").write_bytes(pickle.dumps(pixels))
+    np.save(tmp_path / "object.npy", np.array([{}]), allow_pickle=True)
+    save_png(tmp_path / "large.png", np.zeros((30, 30), np.uint8))
+    (tmp_path / "photo.jpg").write_bytes(b"")
+    for name in ("text.png", "empty.npy", "pickled.npy", "object.npy", "large.png", "photo.jpg"):
+        with pytest.raises(DataError, match=name):
+            load_image_files([str(tmp_path / name)])
+    with pytest.raises(DataError, match="No such file"):
+        load_image_files([str(tmp_path / "missing.png")])
+
+
+def test_a_header_that_promises_too_much_is_not_believed(tmp_path):
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 28, 28), }"
+    header = header.ljust(117) + b"\n"
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    (tmp_path / "huge.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"huge\.npy"):
+        load_image_files([f"{tmp_path}/huge.npy"])

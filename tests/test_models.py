@@ -1,0 +1,63 @@
+"""Architectures: shapes and exact parameter counts."""
+
+import keras
+import numpy as np
+import pytest
+
+from app.recipes import RECIPES
+from models import MODELS
+from models.resnet import build_resnet
+
+TRAINABLE = {"lenet": 129_068, "resnet18": 11_175_818}
+
+
+def count(variables):
+    return sum(int(np.prod(variable.shape)) for variable in variables)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_and_parameters(name):
+    model = MODELS[name]()
+    assert model.input_shape == (None, 28, 28, 1)
+    assert model.output_shape == (None, 10)
+    assert count(model.trainable_variables) == TRAINABLE[name]
+    assert not model.compiled
+
+
+def test_resnet18_keeps_the_image_size_in_the_stem_and_halves_it_thrice():
+    model = MODELS["resnet18"]()
+    assert model.get_layer("stem_conv").output.shape == (None, 28, 28, 64)
+    assert model.get_layer("stage3_block1_conv2").output.shape == (None, 4, 4, 512)
+    assert not any(isinstance(layer, keras.layers.MaxPooling2D) for layer in model.layers)
+    assert all(layer.use_bias for layer in model.layers if isinstance(layer, keras.layers.Conv2D))
+
+
+def test_small_resnets_come_from_the_same_function():
+    model = build_resnet(name="tiny", stage_widths=(2, 4), blocks_per_stage=1)
+    # Stem 20 + 4; two blocks of two 3 × 3 convolutions with norms; a shortcut; the last layer.
+    blocks = 2 * (38 + 4), (76 + 8) + (148 + 8) + 12
+    assert count(model.trainable_variables) == 24 + sum(blocks) + 50
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_weights_follow_from_the_seed(name, recipe):
+    first, again, other = (RECIPES[recipe].build_model(MODELS[name], seed) for seed in (5, 5, 6))
+    pairs = list(zip(first.variables, again.variables, other.variables, strict=True))
+    assert all(np.array_equal(a, b) for a, b, _ in pairs)
+    kernels = [(a, c) for a, _, c in pairs if a.path.endswith("kernel")]
+    assert all(not np.array_equal(a, c) for a, c in kernels)
+    assert all(np.all(a == 0) for a, _, _ in pairs if a.path.endswith("bias"))
+
+
+def test_layers_of_one_shape_start_from_different_numbers():
+    model = RECIPES["d2l"].build_model(MODELS["resnet18"], 0)
+    kernels = [v.numpy() for v in model.trainable_variables if v.shape == (3, 3, 64, 64)]
+    assert len(kernels) == 4
+    assert len({kernel.tobytes() for kernel in kernels}) == 4
+
+
+def test_d2l_starts_as_the_book_does():
+    model = RECIPES["d2l"].build_model(MODELS["lenet"], 0)
+    kernel = next(v for v in model.variables if v.path.endswith("hidden/kernel")).numpy()
+    assert abs(kernel.mean()) < 1e-4 and abs(kernel.std() - 0.01) < 1e-4

@@ -1,0 +1,46 @@
+"""Recipes: learning rates, schedules, input scaling."""
+
+import keras
+import numpy as np
+import pytest
+
+from app.recipes import RECIPES
+from models import MODELS
+
+
+def test_d2l_is_plain_sgd_with_the_book_s_rates():
+    recipe = RECIPES["d2l"]
+    assert recipe.learning_rate("lenet", 256) == 0.2
+    assert recipe.learning_rate("resnet18", 256) == 0.1
+    assert recipe.learning_rate("resnet18", 512) == 0.2
+    optimizer = recipe.create_optimizer(0.2, 100)
+    assert isinstance(optimizer, keras.optimizers.SGD)
+    assert (optimizer.momentum, optimizer.nesterov, optimizer.weight_decay) == (0, False, None)
+    assert float(optimizer.learning_rate) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 10, 2350])
+def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps):
+    schedule = RECIPES["fast"].create_optimizer(0.3, num_steps)._learning_rate
+    rates = [float(schedule(step)) for step in range(num_steps + 1)]
+    peak = int(np.argmax(rates))
+    assert peak == round(0.2 * num_steps)
+    assert rates[peak] == pytest.approx(0.3)
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] == pytest.approx(0, abs=1e-7)
+
+
+def test_an_unnamed_model_has_a_rate():
+    for recipe in RECIPES.values():
+        assert recipe.learning_rate("a_new_model", 256) > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "black", "white"), [("d2l", 0, 1), ("fast", -72.94 / 90.02, 182.06 / 90.02)]
+)
+def test_models_take_bytes_and_scale_them(recipe, black, white):
+    model = RECIPES[recipe].build_model(MODELS["lenet"], 0)
+    assert model.inputs[0].dtype == "uint8"
+    scale = next(layer for layer in model.layers if isinstance(layer, keras.layers.Rescaling))
+    np.testing.assert_allclose(scale(np.uint8([0, 255])), [black, white], rtol=1e-5)

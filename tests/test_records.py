@@ -1,0 +1,286 @@
+"""History, checkpoints, run directories, figures: whole or not there, and read back as written."""
+
+import dataclasses
+import errno
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from app.errors import CheckpointError, DiskFullError, OutputError
+from app.records import checkpoint as checkpoints
+from app.records import history as histories
+from app.records.checkpoint import Checkpoint
+from app.records.files import write_atomically, write_json
+from app.records.history import EpochRecord, Summary
+from app.records.plots import plot_accuracy
+from app.records.run_directory import load_run_config, open_run_directory
+from conftest import ROOT
+
+STATE = {
+    "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "model/conv/bias": np.float32(0.5) * np.ones(3, np.float32),
+    "optimizer/iteration": np.array(7),
+}
+
+
+def make_summary(**changes):
+    values = {field.name: "x" for field in dataclasses.fields(Summary)}
+    values |= {
+        "status": "running", "strategy": "manual", "num_replicas": 2, "simulated_devices": True,
+        "devices": ["/device:CPU:0", "/device:CPU:1"], "model": "lenet", "dataset": "synthetic",
+        "num_train_examples": 1000, "global_batch_size": 256, "learning_rate": 0.2, "epochs": 4,
+        "test_accuracy": 0.8449, "epoch_sec": 2.54, "recipe": "d2l",
+    }  # fmt: skip
+    return Summary(**{**values, **changes})
+
+
+def make_history(num_epochs):
+    return [
+        EpochRecord(i, 10 * i, 1 / i, 1 - 0.9 / i, 1.1 / i, 1 - 1 / i, 2.5, 400.0)
+        for i in range(1, num_epochs + 1)
+    ]
+
+
+class TestFiles:
+    def test_a_failed_write_leaves_the_old_file_and_nothing_else(self, tmp_path):
+        path = tmp_path / "file.json"
+        write_json(path, {"a": 1})
+
+        def fail(temporary):
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            write_atomically(path, fail)
+        assert json.loads(path.read_text()) == {"a": 1}
+        assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+    def test_a_full_disk_is_named_and_cleaned_up(self, tmp_path):
+        def fill(temporary):
+            temporary.write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with pytest.raises(DiskFullError, match=r"file\.json: No space left.* bytes free"):
+            write_atomically(tmp_path / "file.json", fill)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_place_that_cannot_be_written_to(self):
+        with pytest.raises(OutputError, match="/dev/null/file"):
+            write_json(ROOT.__class__("/dev/null/file"), {})
+
+
+class TestHistory:
+    def test_round_trip(self, tmp_path):
+        assert histories.load_history(tmp_path) == []
+        assert histories.load_summary(tmp_path) is None
+        histories.write_history(tmp_path, make_history(3))
+        histories.write_summary(tmp_path, make_summary())
+        assert histories.load_history(tmp_path) == make_history(3)
+        assert histories.load_summary(tmp_path) == make_summary()
+        lines = (tmp_path / "history.jsonl").read_text().splitlines()
+        assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3]
+
+    @pytest.mark.parametrize("content", ["", "[]", "{", '{"epoch": 1}\n', "\x00"])
+    def test_other_content_is_refused(self, tmp_path, content):
+        (tmp_path / "summary.json").write_text(content)
+        (tmp_path / "history.jsonl").write_text(content or "{")
+        with pytest.raises(OutputError, match=r"summary\.json"):
+            histories.load_summary(tmp_path)
+        with pytest.raises(OutputError, match=r"history\.jsonl"):
+            histories.load_history(tmp_path)
+
+    def test_the_last_line_is_the_book_s(self):
+        assert make_summary().last_line() == (
+            "test acc: 0.84, 2.5 sec/epoch on ['/device:CPU:0', '/device:CPU:1']"
+        )
+
+
+class TestCheckpoint:
+    def save(self, run_dir, step=7):
+        checkpoints.save_checkpoint(run_dir, Checkpoint(step, STATE, {"model": "lenet"}))
+        return run_dir / "checkpoints" / f"step-{step:08d}"
+
+    def test_round_trip(self, tmp_path):
+        assert checkpoints.load_newest_checkpoint(tmp_path) is None
+        self.save(tmp_path)
+        loaded = checkpoints.load_newest_checkpoint(tmp_path)
+        assert loaded.step == 7 and loaded.origin == {"model": "lenet"}
+        assert list(loaded.state) == list(STATE)
+        for name, array in STATE.items():
+            np.testing.assert_array_equal(loaded.state[name], array, strict=True)
+
+    def test_the_newest_stays_alone_and_can_be_saved_again(self, tmp_path):
+        for step in (5, 70, 700, 700):
+            self.save(tmp_path, step)
+        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000700"]
+        assert checkpoints.load_newest_checkpoint(tmp_path).step == 700
+
+    def test_a_temporary_one_is_not_seen(self, tmp_path):
+        path = self.save(tmp_path)
+        path.rename(path.with_name(f".{path.name}.99.tmp"))
+        assert checkpoints.load_newest_checkpoint(tmp_path) is None
+
+    @pytest.mark.parametrize("file", ["state.npz", "MANIFEST.json"])
+    @pytest.mark.parametrize("damage", ["remove", "truncate", "alter", "empty"])
+    def test_damage_is_found(self, tmp_path, file, damage):
+        path = self.save(tmp_path) / file
+        content = path.read_bytes()
+        if damage == "remove":
+            path.unlink()
+        else:
+            middle = len(content) // 2
+            path.write_bytes(
+                {
+                    "truncate": content[:middle],
+                    "alter": content[:middle] + b"\xff" + content[middle + 1 :],
+                    "empty": b"",
+                }[damage]
+            )
+        with pytest.raises(CheckpointError, match="step-00000007"):
+            checkpoints.load_newest_checkpoint(tmp_path)
+
+    def test_pickled_objects_are_never_loaded(self, tmp_path):
+        path = self.save(tmp_path)
+        np.savez(path / "state.npz", **{"00000": np.array([print], dtype=object)})
+        manifest = json.loads((path / "MANIFEST.json").read_text())
+        manifest["sha256"] = checkpoints._file_sha256(path / "state.npz")
+        (path / "MANIFEST.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="allow_pickle"):
+            checkpoints.load_newest_checkpoint(tmp_path)
+
+    def test_the_hash_is_of_the_model_in_order(self):
+        whole = checkpoints.weights_sha256(STATE)
+        assert whole == checkpoints.weights_sha256({**STATE, "optimizer/iteration": np.array(8)})
+        changed = STATE["model/conv/bias"].copy()
+        changed[2] = np.nextafter(changed[2], np.float32(1))
+        assert whole != checkpoints.weights_sha256({**STATE, "model/conv/bias": changed})
+
+
+def hold(path, ready, release):
+    with open_run_directory(path, {"a": 1}):
+        ready.set()
+        release.wait(30)
+
+
+class TestRunDirectory:
+    def test_it_is_made_and_found_again(self, tmp_path):
+        path = tmp_path / "new folder" / "ü"
+        for _ in range(2):
+            with open_run_directory(path, {"model": "lenet", "names": (1, 2)}) as run_dir:
+                assert run_dir == path
+        assert load_run_config(path)["model"] == "lenet"
+
+    def test_another_configuration_is_refused_with_the_changes(self, tmp_path):
+        with open_run_directory(tmp_path / "run", {"seed": 0, "epochs": 2}):
+            pass
+        with (
+            pytest.raises(CheckpointError, match="epochs 2 → 3") as refusal,
+            open_run_directory(tmp_path / "run", {"seed": 0, "epochs": 3}),
+        ):
+            pass
+        assert "seed" not in str(refusal.value)
+
+    def test_overwrite_removes_the_records_and_nothing_else(self, tmp_path):
+        path = tmp_path / "run"
+        with open_run_directory(path, {"seed": 0}):
+            (path / "checkpoints" / "step-00000001").mkdir(parents=True)
+            (path / "summary.json").write_text("{}")
+            (path / "my notes.txt").write_text("keep")
+        with open_run_directory(path, {"seed": 1}, overwrite=True):
+            names = {p.name for p in path.iterdir()}
+        assert names == {".lock", "config.json", "my notes.txt"}
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    @pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
+    def test_the_directory_of_something_else_is_left_alone(self, tmp_path, name, overwrite):
+        (tmp_path / name).write_text('{"important": true}')
+        with (
+            pytest.raises(OutputError, match="no run of this program"),
+            open_run_directory(tmp_path, {}, overwrite=overwrite),
+        ):
+            pass
+        assert [p.name for p in tmp_path.iterdir()] == [name]
+
+    @pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x", "file"])
+    def test_places_that_cannot_be_directories(self, tmp_path, place):
+        (tmp_path / "file").write_text("")
+        path = tmp_path / place
+        with pytest.raises(OutputError, match=str(path)), open_run_directory(path, {}):
+            pass
+
+    def test_a_directory_in_use_names_the_process(self, tmp_path):
+        context = multiprocessing.get_context("spawn")
+        ready, release = context.Event(), context.Event()
+        holder = context.Process(target=hold, args=(tmp_path / "run", ready, release))
+        holder.start()
+        try:
+            assert ready.wait(60)
+            with (
+                pytest.raises(OutputError, match=f"in use by process {holder.pid}"),
+                open_run_directory(tmp_path / "run", {"a": 1}),
+            ):
+                pass
+        finally:
+            release.set()
+            holder.join(60)
+        with open_run_directory(tmp_path / "run", {"a": 1}):
+            assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
+
+
+class TestPlots:
+    def make_run(self, path, num_epochs=3, **changes):
+        path.mkdir()
+        histories.write_history(path, make_history(num_epochs))
+        histories.write_summary(path, make_summary(**changes))
+        return path
+
+    @pytest.mark.parametrize("num_epochs", [1, 4])
+    def test_one_run(self, tmp_path, num_epochs):
+        run_dir = self.make_run(tmp_path / "run", num_epochs)
+        plot_accuracy([run_dir], run_dir)
+        picture = matplotlib.image.imread(run_dir / "accuracy.png")
+        assert picture.shape[0] > 500 and picture.shape[1] > 800
+        assert picture.std() > 0.05  # Not an empty sheet.
+        svg = (run_dir / "accuracy.svg").read_text()
+        assert svg.rstrip().endswith("</svg>")
+
+    def test_title_and_legend_say_what_and_where(self, tmp_path, monkeypatch):
+        import matplotlib
+
+        monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+        run_dir = self.make_run(tmp_path / "run")
+        plot_accuracy([run_dir], run_dir)
+        svg = (run_dir / "accuracy.svg").read_text()
+        for part in ("GENERATED", "manual on 2 simulated devices: timing is not scaling", "lenet"):
+            assert part in svg
+        assert "test: 66.7%" in svg and "train: 70.0%" in svg
+
+    def test_several_runs_all_have_a_curve(self, tmp_path, monkeypatch):
+        import matplotlib
+
+        monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+        runs = [
+            self.make_run(tmp_path / name, strategy=name, dataset="fashion_mnist")
+            for name in ("single", "manual", "mirrored")
+        ]
+        plot_accuracy(runs, tmp_path)
+        svg = (tmp_path / "accuracy.svg").read_text()
+        for name in ("single", "manual", "mirrored"):
+            assert f"{name}: 66.7%" in svg
+        assert "Fashion-MNIST" in svg and "GENERATED" not in svg
+
+    def test_drawing_needs_no_tensorflow(self, tmp_path):
+        run_dir = self.make_run(tmp_path / "run")
+        script = (
+            "import sys, pathlib; from app.records.plots import plot_accuracy\n"
+            "path = pathlib.Path(sys.argv[1]); plot_accuracy([path], path)\n"
+            "assert 'tensorflow' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", script, str(run_dir)], cwd=ROOT, check=True)
+        assert (run_dir / "accuracy.png").exists()

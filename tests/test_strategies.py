@@ -1,0 +1,279 @@
+"""Parity, the central test: all strategies are the same training, step by step.
+
+`mirrored` must hold the same *bits* as `manual`; both stay within rounding of `single`, whose sums
+run over the whole batch at once. Each comparison is over every weight after every step.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from app.data.pipeline import eval_dataset, train_dataset
+from conftest import CPUS
+from models import MODELS
+from models.resnet import build_resnet
+from strategies import STRATEGIES
+
+# Float32 sums of a few dozen terms in another order differ in the last bits; a few steps with
+# learning rate 0.1 do not carry that further than this.
+ROUNDING = 2e-6
+NUM_STEPS = 4
+PARALLEL = [name for name in STRATEGIES if name != "single"]
+
+
+def small_network():
+    """A convolution and a dense layer: both kinds of gradient, in milliseconds."""
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1), dtype="uint8"),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.Conv2D(3, 5, strides=4, activation="relu", name="conv"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10, name="logits"),
+        ],
+        name="small",
+    )
+
+
+def small_resnet():
+    """One residual block: what BatchNorm does, without 18 layers of it."""
+    network = build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1)
+    images = keras.Input((28, 28, 1), dtype="uint8")
+    return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
+
+
+def seeded(build):
+    def model_fn():
+        keras.utils.set_random_seed(7)
+        return build()
+
+    return model_fn
+
+
+def create(name, num_replicas, build=small_network, optimizer_fn=None):
+    strategy = STRATEGIES[name](CPUS[:num_replicas])
+    assert strategy.num_replicas == num_replicas
+    strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
+    return strategy
+
+
+def walk(strategy, images, *, global_batch_size, num_steps=NUM_STEPS):
+    """Trains step by step; returns the loss and the state after each step."""
+    pixels, labels = images
+    iterator = strategy.distribute(
+        train_dataset(pixels, labels, seed=3, global_batch_size=global_batch_size)
+    )
+    losses, states = [], []
+    for _ in range(num_steps):
+        losses.append(strategy.train_steps(iterator, 1).loss)
+        states.append(strategy.state())
+    return losses, states
+
+
+def assert_same_bits(first, second):
+    assert list(first) == list(second)
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name, strict=True)
+
+
+def assert_close(first, second, tolerance=ROUNDING):
+    for name in first:
+        np.testing.assert_allclose(
+            first[name], second[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+# 40 examples: 20 divides for 1, 2 and 4 replicas, 13 leaves uneven shards and a last batch of 1.
+@pytest.mark.parametrize("global_batch_size", [20, 15, 17])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+def test_parity_step_by_step(images, num_replicas, global_batch_size):
+    single_losses, single_states = walk(
+        create("single", 1), images, global_batch_size=global_batch_size
+    )
+    walks = {
+        name: walk(create(name, num_replicas), images, global_batch_size=global_batch_size)
+        for name in PARALLEL
+    }
+    manual_losses, manual_states = walks["manual"]
+    for losses, states in walks.values():
+        np.testing.assert_allclose(losses, single_losses, rtol=ROUNDING)
+        for step in range(NUM_STEPS):
+            assert_close(states[step], single_states[step])
+            assert_same_bits(states[step], manual_states[step])
+        assert losses == pytest.approx(manual_losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_batch_norm_parity(images, num_replicas):
+    """Statistics are each replica's own, so `manual` and `mirrored` agree, and one is `single`."""
+    walks = {
+        name: walk(create(name, num_replicas, small_resnet), images, global_batch_size=15)
+        for name in PARALLEL
+    }
+    for step in range(NUM_STEPS):
+        assert_same_bits(walks["manual"][1][step], walks["mirrored"][1][step])
+    _, single_states = walk(create("single", 1, small_resnet), images, global_batch_size=15)
+    if num_replicas == 1:
+        assert_same_bits(walks["manual"][1][-1], single_states[-1])
+    else:
+        kernel = "model/stem_conv/kernel"
+        assert not np.array_equal(walks["manual"][1][-1][kernel], single_states[-1][kernel])
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_momentum_schedule_and_decay_are_the_same_training(images, name):
+    def optimizer_fn():
+        schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+        return keras.optimizers.SGD(schedule, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+    _, single_states = walk(
+        create("single", 1, optimizer_fn=optimizer_fn), images, global_batch_size=15
+    )
+    _, states = walk(create(name, 2, optimizer_fn=optimizer_fn), images, global_batch_size=15)
+    assert_close(states[-1], single_states[-1], tolerance=1e-5)
+    assert states[-1]["optimizer/iteration"] == NUM_STEPS
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradient_against_a_hand_computed_case(name):
+    """One feature x, two weights, two classes; worked out on paper.
+
+    x = (1, 2, 4), y = (0, 1, 1), w = (0, 0): every probability is 1/2, so the gradient of the mean
+    loss by w0 is sum(x (1/2 − [y = 0])) / 3 = (−1/2 + 1 + 2) / 3 = 5/6, by w1 −5/6. Shards of the
+    three examples are uneven on two devices: a mean of means would give 9/8.
+    """
+
+    def build():
+        features = keras.Input((1, 1, 1), dtype="uint8")
+        cast = keras.layers.Rescaling(1.0)(features)
+        logits = keras.layers.Dense(2, use_bias=False, kernel_initializer="zeros")(
+            keras.layers.Flatten()(cast)
+        )
+        return keras.Model(features, logits)
+
+    strategy = STRATEGIES[name](CPUS[: 1 if name == "single" else 2])
+    strategy.build(build, lambda: keras.optimizers.SGD(1.0))
+    features = np.array([1, 2, 4], np.uint8).reshape(3, 1, 1, 1)
+    dataset = eval_dataset(features, np.array([0, 1, 1]), global_batch_size=3)
+    totals = strategy.train_steps(strategy.distribute(dataset.repeat()), 1)
+    weights = strategy.model.trainable_variables[0].numpy()
+    np.testing.assert_allclose(weights, [[-5 / 6, 5 / 6]], rtol=1e-6)
+    np.testing.assert_allclose(totals.loss, np.log(2), rtol=1e-6)
+    assert totals.examples == 3
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_steps_in_one_call_are_the_same_steps(images, name):
+    num_replicas = 1 if name == "single" else 2
+    results = []
+    for calls in ([4], [1, 3], [0, 2, 0, 2]):
+        strategy = create(name, num_replicas)
+        iterator = strategy.distribute(train_dataset(*images, seed=3, global_batch_size=15))
+        totals = [strategy.train_steps(iterator, num_steps) for num_steps in calls]
+        results.append((sum(t.loss_sum for t in totals), strategy.state()))
+    for loss_sum, state in results[1:]:
+        assert loss_sum == results[0][0]
+        assert_same_bits(state, results[0][1])
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_replicas_hold_the_same_bits(images, name, num_replicas):
+    strategy = create(name, num_replicas, small_resnet)
+    iterator = strategy.distribute(train_dataset(*images, seed=3, global_batch_size=15))
+    strategy.train_steps(iterator, 3)
+    before = strategy.replica_states()
+    assert len(before) == num_replicas
+    trainable = {f"model/{variable.path}" for variable in strategy.model.trainable_variables}
+    moving = [key for key in before[0] if key.endswith(("moving_mean", "moving_variance"))]
+    for state in before[1:]:
+        assert_same_bits({k: state[k] for k in trainable}, {k: before[0][k] for k in trainable})
+        # Each replica has moved its own statistics.
+        assert any(not np.array_equal(state[key], before[0][key]) for key in moving)
+    saved = strategy.state()
+    for key in moving:
+        np.testing.assert_allclose(
+            saved[key], np.mean([state[key] for state in before], axis=0), rtol=1e-6
+        )
+    for state in strategy.replica_states():
+        assert_same_bits(state, saved)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_evaluation_sees_every_example_once(images, name, num_replicas):
+    if name == "single" and num_replicas > 1:
+        pytest.skip("single has one replica")
+    strategy = create(name, num_replicas)
+    logits = strategy.predict(images[0])
+    # 40 in batches of 13: the last has one example, so that some replicas get none.
+    dataset = eval_dataset(*images, global_batch_size=13)
+    totals = strategy.evaluate(dataset)
+    assert totals.examples == 40
+    assert totals.correct == np.sum(np.argmax(logits, -1) == images[1])
+    log_sums = np.log(np.sum(np.exp(logits), axis=-1))
+    expected = np.sum(log_sums - logits[np.arange(40), images[1]])
+    assert totals.loss_sum == pytest.approx(expected, rel=1e-5)
+    assert strategy.evaluate(dataset) == totals
+
+
+@pytest.mark.parametrize("num_images", [1, 3, 40])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_prediction_keeps_the_order(images, name, num_images):
+    pixels = images[0][:num_images]
+    expected = create("single", 1).predict(pixels)
+    predicted = create(name, 4).predict(pixels, global_batch_size=16)
+    assert predicted.shape == (num_images, 10)
+    np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("writer", STRATEGIES)
+@pytest.mark.parametrize("reader", STRATEGIES)
+def test_any_strategy_goes_on_from_the_state_of_any_other(images, writer, reader):
+    first = create(writer, 1 if writer == "single" else 2)
+    _, states = walk(first, images, global_batch_size=20)
+    second = create(reader, 1 if reader == "single" else 3)
+    second.load_state(states[1])
+    assert_same_bits(second.state(), states[1])
+    dataset = train_dataset(*images, seed=3, global_batch_size=20, start_step=2)
+    second.train_steps(second.distribute(dataset), 2)
+    assert_close(second.state(), states[-1])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_state_of_another_model_is_refused_by_name(name):
+    strategy = create(name, 1)
+    before = strategy.state()
+    other = {**before, "model/small/conv/kernel": np.zeros((2, 2, 1, 3), np.float32)}
+    with pytest.raises(ValueError, match=r"conv/kernel: float32\[2, 2, 1, 3\] for float32\[5"):
+        strategy.load_state(other)
+    with pytest.raises(ValueError, match="nothing"):
+        strategy.load_state(dict(list(before.items())[:-1]))
+    assert_same_bits(strategy.state(), before)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_builds_every_model(name, model):
+    def build():
+        images = keras.Input((28, 28, 1), dtype="uint8")
+        return keras.Model(images, MODELS[model]()(keras.layers.Rescaling(1 / 255)(images)))
+
+    num_replicas = 1 if name == "single" else 2
+    strategy = create(name, num_replicas, build)
+    copies = strategy.replica_variables()
+    assert len(copies) == num_replicas
+    for variables, device in zip(copies, strategy.devices, strict=True):
+        assert len(variables) == len(strategy.variable_names)
+        assert {v.device for v in variables if v.dtype == tf.float32} == {
+            tf.DeviceSpec.from_string("/job:localhost/replica:0/task:0" + device).to_string()
+        }
+    first, last = copies[0], copies[-1]
+    for a, b in zip(first, last, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_single_refuses_more_than_one_device():
+    with pytest.raises(ValueError, match="one device"):
+        STRATEGIES["single"](CPUS[:2])
