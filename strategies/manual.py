@@ -12,11 +12,22 @@ for bit, without ever exchanging a weight. The loops over the replicas below run
 *traced*; what they leave behind is one graph, in which all devices work at the same time.
 """
 
+from typing import NamedTuple
+
+import keras
 import tensorflow as tf
 
 from strategies.base import StepTotals, Strategy
 from strategies.collectives import all_reduce, broadcast, split_batch
 from strategies.loss import shard_loss
+
+
+class Replica(NamedTuple):
+    """One full copy of the training, all of it on one device."""
+
+    device: str
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
 
 
 class ManualStrategy(Strategy):
@@ -28,47 +39,49 @@ class ManualStrategy(Strategy):
         super().__init__(devices, all_reduce="sum_on_one" if all_reduce == "auto" else all_reduce)
 
     def build(self, model_fn, optimizer_fn):
-        self.models, self.optimizers = [], []
+        self.replicas = []
         for device in self.devices:
             with tf.device(device):
-                model, optimizer = model_fn(), optimizer_fn()
-                optimizer.build(model.trainable_variables)
-            self.models.append(model)
-            self.optimizers.append(optimizer)
-        self.model, self.optimizer = self.models[0], self.optimizers[0]
-        self._replicate_weights()
+                replica = Replica(device, model_fn(), optimizer_fn())
+                replica.optimizer.build(replica.model.trainable_variables)
+            self.replicas.append(replica)
+        _, self.model, self.optimizer = self.replicas[0]
 
-    def _replicate_weights(self):
-        """Copies the weights of replica 0 to all others: training starts from one point."""
-        per_replica_weights = broadcast(self.models[0].variables, self.devices)
-        for model, weights in zip(self.models, per_replica_weights, strict=True):
-            for variable, weight in zip(model.variables, weights, strict=True):
+        # Training starts from one point: the weights of replica 0, on every device.
+        per_replica_weights = broadcast(self.model.variables, self.devices)
+        for replica, weights in zip(self.replicas, per_replica_weights, strict=True):
+            for variable, weight in zip(replica.model.variables, weights, strict=True):
                 variable.assign(weight)
 
+    def distribute(self, dataset):
+        return iter(dataset)  # Whole global batches: cutting them is part of the step.
+
     def train_step(self, iterator):
+        # 1. A shard of the global batch for each replica.
         images, labels = next(iterator)
         num_global_examples = tf.size(labels)
         shards = split_batch((images, labels), self.devices)
 
+        # 2. On each device, the gradient of its shard's part in the loss of the global batch.
         per_replica_gradients, totals = [], StepTotals.zeros()
-        for device, model, (images, labels) in zip(self.devices, self.models, shards, strict=True):
-            with tf.device(device):
+        for replica, (images, labels) in zip(self.replicas, shards, strict=True):
+            with tf.device(replica.device):
                 with tf.GradientTape() as tape:
-                    logits = model(images, training=True)
+                    logits = replica.model(images, training=True)
                     loss, shard_totals = shard_loss(logits, labels, num_global_examples)
-                gradients = tape.gradient(loss, model.trainable_variables)
+                gradients = tape.gradient(loss, replica.model.trainable_variables)
             per_replica_gradients.append(gradients)
             totals = totals.plus(shard_totals)
 
+        # 3. Every device gets the sum of all the gradients.
         per_replica_gradients = all_reduce(
             per_replica_gradients, self.devices, algorithm=self.all_reduce
         )
 
-        for replica_id, device in enumerate(self.devices):
-            with tf.device(device):
-                self.optimizers[replica_id].apply(
-                    per_replica_gradients[replica_id], self.models[replica_id].trainable_variables
-                )
+        # 4. The same update everywhere.
+        for replica, gradients in zip(self.replicas, per_replica_gradients, strict=True):
+            with tf.device(replica.device):
+                replica.optimizer.apply(gradients, replica.model.trainable_variables)
         return totals
 
     def forward(self, iterator):
@@ -76,18 +89,15 @@ class ManualStrategy(Strategy):
         num_global_examples = tf.size(labels)
         per_replica_results = []
         shards = split_batch((images, labels), self.devices)
-        for device, model, (images, labels) in zip(self.devices, self.models, shards, strict=True):
-            with tf.device(device):
-                logits = model(images, training=False)
+        for replica, (images, labels) in zip(self.replicas, shards, strict=True):
+            with tf.device(replica.device):
+                logits = replica.model(images, training=False)
                 _, totals = shard_loss(logits, labels, num_global_examples)
             per_replica_results.append((logits, totals))
         return per_replica_results
 
-    def distribute(self, dataset):
-        return iter(dataset)
-
     def replica_variables(self):
         return [
             [variable.value for variable in model.variables + optimizer.variables]
-            for model, optimizer in zip(self.models, self.optimizers, strict=True)
+            for _, model, optimizer in self.replicas
         ]

@@ -38,11 +38,13 @@ def _train(config: Config, run_dir: pathlib.Path):
 
     training = Training(config, prepared, dataset, run_dir)
     console.say(
-        f"{config.strategy}: {config.model} on {dataset.name} ({len(dataset.train_images):,}"
-        f" training images), recipe {config.recipe}, batch {config.global_batch_size},"
-        f" learning rate {training.learning_rate:g},"
-        f" {console.count(config.epochs, 'epoch')} of"
-        f" {console.count(training.steps_per_epoch, 'step')}"
+        f"{config.strategy}: {config.model} on {dataset.name},"
+        f" {len(dataset.train_images):,} training images"
+    )
+    console.say(
+        f"{console.count(config.epochs, 'epoch')} of"
+        f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.recipe}, batch"
+        f" {config.global_batch_size}, learning rate {training.learning_rate:g}"
     )
     note = " (simulated devices: timing is not scaling)" if prepared.simulated else ""
     console.say(f"replicas on {', '.join(prepared.names)}{note}")
