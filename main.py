@@ -7,6 +7,11 @@ import importlib
 import signal
 import sys
 
+if sys.version_info < (3, 11):  # Before anything is imported that an old Python cannot read.
+    version = sys.version.split()[0]
+    sys.stderr.write("error: Python %s — 3.11 or newer is required; use another\n" % version)
+    sys.exit(2)
+
 from absl import app as absl_app  # `from absl import app` would hide our own package.
 
 from app import console, errors, flags

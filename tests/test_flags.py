@@ -1,10 +1,11 @@
 """The command line: help, choices and refusals, all before TensorFlow is imported."""
 
+import subprocess
 import sys
 
 import pytest
 
-from conftest import run_main
+from conftest import ROOT, run_main
 
 
 def refuse(*arguments):
@@ -43,6 +44,20 @@ def test_help_shows_commands_first_and_every_default():
     assert "[256]" in result.stdout and "[d2l]" in result.stdout
 
 
+def test_an_old_python_is_refused_in_one_line():
+    """Pretended: the version is lowered before the program is read."""
+    script = (
+        "import runpy, sys\n"
+        "sys.version_info = (3, 10, 13, 'final', 0)\n"
+        "runpy.run_path('main.py', run_name='__main__')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: Python ") and result.stderr.count("\n") == 1
+
+
 def test_refusals_do_not_wait_for_tensorflow():
     script = (
         "import sys; sys.argv = ['main.py', '--num_devices=0']; sys.path.insert(0, '.')\n"
@@ -54,9 +69,5 @@ def test_refusals_do_not_wait_for_tensorflow():
         "    assert 'tensorflow' not in sys.modules and 'numpy' not in sys.modules\n"
         "    sys.exit(77)\n"
     )
-    import subprocess
-
-    from conftest import ROOT
-
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
     assert result.returncode == 77
