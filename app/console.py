@@ -12,7 +12,6 @@ _log = logging.getLogger("lockstep")
 _log.propagate = False
 _log.addHandler(logging.NullHandler())
 _log.setLevel(logging.INFO)
-_remembered_warnings: list[str] = []
 
 
 def open_log(path: str) -> None:
@@ -28,21 +27,11 @@ def say(text: str = "") -> None:
     _write(sys.stdout, text)
 
 
-def warn(text: str, *, again_at_end: bool = False) -> None:
-    """Prints a warning that cannot be missed; `again_at_end` repeats it before the last line."""
-    if again_at_end and text not in _remembered_warnings:
-        _remembered_warnings.append(text)
+def warn(text: str) -> None:
+    """Prints a warning that cannot be missed."""
     _log.warning(text)
     bold, plain = ("\033[1;33m", "\033[0m") if sys.stderr.isatty() else ("", "")
     _write(sys.stderr, f"{bold}WARNING: {text}{plain}")
-
-
-def say_last(text: str) -> None:
-    """Repeats the warnings that matter for the result, then prints the last line."""
-    for warning in _remembered_warnings:
-        warn(warning)
-    _remembered_warnings.clear()
-    say(text)
 
 
 def count(number: int, noun: str) -> str:
@@ -58,28 +47,36 @@ def report_error(error) -> int:
 
 
 def report_interruption(what: str, exit_code: int) -> int:
-    """Says that the same command goes on from the last finished epoch; returns the exit code."""
+    """Says how to go on from the last finished epoch; returns the exit code."""
     _log.error("%s", what)
-    _write(
-        sys.stderr,
-        f"{what} — what the last finished epoch saved is kept;"
-        " the same command with the same --out goes on from there",
-    )
+    log_file = _log_file()
+    if log_file:
+        what += (
+            " — finished epochs are saved; go on with the same command and"
+            f" --out={os.path.dirname(log_file)}"
+        )
+    _write(sys.stderr, what)
     return exit_code
 
 
 def report_bug(error: Exception) -> int:
     """Puts the traceback into the log, or on standard error where there is none; returns 1."""
     text = "".join(traceback.format_exception(error))
-    logs = [h.baseFilename for h in _log.handlers if isinstance(h, logging.FileHandler)]
-    if logs:
+    log_file = _log_file()
+    if log_file:
         _log.error("%s", text)
     else:
         _write(sys.stderr, text.rstrip())
     first_line = (str(error).splitlines() or [""])[0]
-    where = f"the traceback is in {logs[-1]}" if logs else "the traceback is above"
+    where = f"the traceback is in {log_file}" if log_file else "the traceback is above"
     _write(sys.stderr, f"error: a bug ({type(error).__name__}: {first_line}) — {where}")
     return 1
+
+
+def _log_file() -> str | None:
+    """Returns the path of the log, None where no run has opened one."""
+    files = [h.baseFilename for h in _log.handlers if isinstance(h, logging.FileHandler)]
+    return files[-1] if files else None
 
 
 def _write(stream, text: str) -> None:

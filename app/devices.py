@@ -45,8 +45,7 @@ def set_up(config: Config) -> Devices:
         if config.num_gpus:
             console.warn(
                 f"--num_gpus={config.num_gpus}, but this machine has no GPU that TensorFlow can"
-                f" use: {console.count(wanted, 'replica')} on logical CPU devices instead",
-                again_at_end=True,
+                f" use: {console.count(wanted, 'replica')} on logical CPU devices instead"
             )
         devices = _set_up_logical_cpus(wanted or DEFAULT_LOGICAL_CPUS)
     keep_order_of_summation()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from app import console
+from app.caveats import caveats
 from app.commands.train import default_out
 from app.config import COMMANDS, Config
 from app.proof.comparison import HEADER, compare_weights, table_rows
@@ -29,7 +30,7 @@ def run(config: Config) -> int:
             exit_code = _train_in_own_process(config, strategy, run_dir)
             if exit_code:
                 return exit_code
-        _report(out_dir, run_dirs)
+        _report(config, out_dir, run_dirs)
     return 0
 
 
@@ -64,7 +65,7 @@ def _flags_for(config: Config, strategy: str) -> list[str]:
     return flags
 
 
-def _report(out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> None:
+def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> None:
     """Prints the table and what became of the weights; saves both, and one figure with all."""
     from app.records.plots import plot_accuracy
 
@@ -94,4 +95,6 @@ def _report(out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> None:
             "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
         },
     )
-    console.say_last(f"saved in {out_dir}: accuracy.png, accuracy.svg, compare.json")
+    for caveat in caveats(config, summaries[-1]):
+        console.warn(caveat)
+    console.say(f"saved in {out_dir}: accuracy.png, accuracy.svg, compare.json")

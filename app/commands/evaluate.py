@@ -18,5 +18,5 @@ def run(config: Config) -> int:
         f"{saved.config.model} of {config.run}, step {saved.checkpoint.step}, on {dataset.name}:"
         f" {totals.correct:,} of {totals.examples:,} right, test loss {totals.loss:.4f}"
     )
-    console.say_last(f"test acc: {totals.accuracy:.4f} with {strategy.name} on {strategy.devices}")
+    console.say(f"test acc: {totals.accuracy:.4f} with {strategy.name} on {strategy.devices}")
     return 0

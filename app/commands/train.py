@@ -4,6 +4,7 @@ import pathlib
 import time
 
 from app import console, devices
+from app.caveats import caveats
 from app.config import Config
 from app.data.source import load_dataset, with_train_subset
 from app.records.history import load_summary
@@ -21,7 +22,9 @@ def run(config: Config) -> int:
         else:
             summary = _train(config, run_dir)
             console.say(f"saved in {run_dir}")
-        console.say_last(summary.last_line())
+        for caveat in caveats(config, summary):
+            console.warn(caveat)
+        console.say(summary.last_line())
     return 0
 
 
@@ -31,7 +34,7 @@ def _train(config: Config, run_dir: pathlib.Path):
         config.dataset,
         data_dir=config.data_dir,
         allow_unverified=config.allow_unverified_data,
-        warn=lambda text: console.warn(text, again_at_end=True),
+        warn=console.warn,
     )
     dataset = with_train_subset(dataset, config.num_train_examples, config.seed)
     from app.training import Training

@@ -69,8 +69,8 @@ def _explain(first: Summary, second: Summary, *, has_batch_norm: bool) -> str:
             " (--batch_norm=average), so another number of replicas is another training."
         )
     return (
-        "Expected: sums over the batch are made in another order, and rounding grows with"
-        " every step."
+        "Expected: they add over the batch in another order, and training enlarges what rounding"
+        " leaves; accuracies should agree, weights need not."
     )
 
 
