@@ -30,4 +30,4 @@ $(BIN)/.installed-dev: $(BIN)/.installed requirements-dev.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .pytest_cache .ruff_cache

@@ -47,5 +47,7 @@ def _terminate(signal_number, frame):
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # A terminal without "—" must not end the program.
     flags.define_flags()
     absl_app.run(main, flags_parser=parse)

@@ -9,6 +9,8 @@ def caveats(config: Config, summary: Summary) -> list[str]:
     lines = []
     if config.dataset == "auto" and summary.dataset == "synthetic":
         lines.append("GENERATED images in place of Fashion-MNIST: accuracies are not comparable")
+    if summary.dataset == "unverified":
+        lines.append("UNVERIFIED images: these are not the accuracies of Fashion-MNIST")
     if config.num_gpus and "CPU" in summary.devices[0]:
         lines.append(
             f"--num_gpus={config.num_gpus}, but no GPU: these are logical CPU devices, and their"

@@ -14,6 +14,7 @@ ALL_REDUCE_NAMES = ("auto", "sum_on_one")
 
 NUM_TRAIN_EXAMPLES = 60_000
 MAX_LOGICAL_DEVICES = 64
+DEFAULT_LOGICAL_CPUS = 2
 
 _DEVICE_OPTIONS = {"num_gpus", "device", "num_devices"}
 _DATA_OPTIONS = {"data_dir", "allow_unverified_data"}
@@ -95,7 +96,8 @@ class Config:
         """How many replicas the flags ask for, None where the machine decides."""
         if self.strategy == "single" and self.command != "compare":
             return 1
-        return self.num_devices or self.num_gpus
+        default = DEFAULT_LOGICAL_CPUS if self.device == "cpu" else None
+        return self.num_devices or self.num_gpus or default
 
     def result_fields(self) -> dict:
         """Returns what the result of a training depends on, without paths and display."""
@@ -120,6 +122,7 @@ class Config:
         _check_range("--global_batch_size", self.global_batch_size, 1, NUM_TRAIN_EXAMPLES)
         _check_range("--epochs", self.epochs, 1, 100_000)
         _check_range("--seed", self.seed, 0, 2**32 - 1)
+        _check_range("--verbosity", self.verbosity, -1, 1)
         _check_range("--num_train_examples", self.num_train_examples, 1, NUM_TRAIN_EXAMPLES)
         if self.learning_rate is not None and not (
             math.isfinite(self.learning_rate) and self.learning_rate > 0
@@ -163,10 +166,13 @@ class Config:
                 "--batch_norm=sync — statistics of the global batch are not available yet;"
                 " use --batch_norm=average"
             )
-        if self.dataset == "synthetic" and self.data_dir:
+        reads_no_data = (self.dataset == "synthetic" and "--dataset=synthetic") or (
+            self.images and "--images"
+        )
+        if reads_no_data and (self.data_dir or self.allow_unverified_data):
+            flag = "--data_dir" if self.data_dir else "--allow_unverified_data"
             raise ConfigError(
-                f"--data_dir={self.data_dir} with --dataset=synthetic — generated data is read"
-                " from nowhere; leave one of them out"
+                f"{flag} with {reads_no_data} — no data set is read then; leave one of them out"
             )
         if self.command in ("evaluate", "predict") and not self.run:
             raise ConfigError(
@@ -188,8 +194,8 @@ class Config:
 def check_shards(config: Config, num_replicas: int, num_train_examples: int) -> None:
     """Checks that every replica gets an example of every batch, the last one included.
 
-    A replica without examples has no BatchNorm statistics: its weights become NaN with no error
-    (FACTS 12). So it is refused by arithmetic, before the first step.
+    A replica without examples has no BatchNorm statistics: its weights become NaN, and no error
+    tells of it. So it is refused by arithmetic, before the first step.
 
     Raises:
         ConfigError: some replica would get nothing, or an epoch would have no step.

@@ -5,7 +5,9 @@ Results go to standard output, warnings and errors to standard error.
 
 import logging
 import os
+import shlex
 import sys
+import time
 import traceback
 
 _log = logging.getLogger("lockstep")
@@ -16,6 +18,7 @@ _log.setLevel(logging.INFO)
 
 def open_log(path: str) -> None:
     """Writes everything that is said from now on to `path` as well, with the time of day."""
+    logging.raiseExceptions = False  # A disk too full for a log line is told by what needs it.
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(handler)
@@ -52,8 +55,8 @@ def report_interruption(what: str, exit_code: int) -> int:
     log_file = _log_file()
     if log_file:
         what += (
-            " — finished epochs are saved; go on with the same command and"
-            f" --out={os.path.dirname(log_file)}"
+            " — finished epochs are saved; go on with the same command,"
+            f" --out={shlex.quote(os.path.dirname(log_file))} and no --overwrite"
         )
     _write(sys.stderr, what)
     return exit_code
@@ -87,8 +90,11 @@ def _write(stream, text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+_SEC_BETWEEN_LINES = 15
+
+
 class Progress:
-    """Shows how far a training is: a live bar on a terminal, nothing between epochs elsewhere.
+    """Shows how far a training is: a live bar on a terminal, now and then a line elsewhere.
 
     Args:
         epochs: how many epochs the run has.
@@ -99,6 +105,7 @@ class Progress:
     def __init__(self, epochs: int, steps_per_epoch: int, first_step: int = 0):
         self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
         self._bar = _create_bar() if sys.stdout.isatty() else None
+        self._last_line = time.monotonic()
         if self._bar:
             self._task = self._bar.add_task(
                 "", total=epochs * steps_per_epoch, completed=first_step, status="compiling"
@@ -114,14 +121,17 @@ class Progress:
             self._bar.stop()
 
     def step(self, step: int, totals, images_per_sec: float) -> None:
-        """Moves the bar to `step`; `totals` are those of the epoch so far."""
+        """Shows `step`; `totals` are those of the epoch so far."""
+        epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
+        status = (
+            f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}"
+            f"  accuracy {totals.accuracy:.3f}  {images_per_sec:,.0f} images/s"
+        )
         if self._bar:
-            epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
-            status = (
-                f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}"
-                f"  accuracy {totals.accuracy:.3f}  {images_per_sec:,.0f} images/s"
-            )
             self._bar.update(self._task, completed=step, status=status)
+        elif time.monotonic() > self._last_line + _SEC_BETWEEN_LINES:
+            say(f"{status}  step {step}/{self._epochs * self._steps_per_epoch}")
+            self._last_line = time.monotonic()
 
     def evaluating(self) -> None:
         """Says that the test set is being classified."""
@@ -141,6 +151,7 @@ class Progress:
             self._bar.console.print(line, highlight=False, soft_wrap=True)
         else:
             say(line)
+            self._last_line = time.monotonic()
 
 
 def _create_bar():

@@ -52,6 +52,17 @@ class DiskFullError(LockstepError):
     exit_code = 8
 
 
+class TrainingFailedError(LockstepError):
+    """A training in a process of its own did not finish; its exit code is passed on."""
+
+    def __init__(self, strategy: str, exit_code: int):
+        super().__init__(
+            f"the training with {strategy} ended with exit code {exit_code} — every training has"
+            " to finish; mend what it said above and run the same command again"
+        )
+        self.exit_code = exit_code
+
+
 class Terminated(BaseException):
     """SIGTERM came in. Not an `Exception`, as `KeyboardInterrupt` is none: nobody handles it."""
 

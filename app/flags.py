@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import sys
 
 from absl import flags
@@ -71,6 +72,7 @@ GROUPS = {
     },
 }
 
+_HELP = {"h", "help", "helpshort", "helpfull", "helpxml"}
 COMMAND_HELP = {
     "train": "train, and leave history, plots, checkpoint and summary in one directory",
     "evaluate": "test accuracy of a run, on any strategy and number of devices",
@@ -106,11 +108,17 @@ def parse_config(argv: list[str]) -> Config:
     Raises:
         ConfigError: an unknown flag or command, a stray word or a value that cannot be meant.
     """
-    if any(word in ("--help", "-help", "-h", "--helpfull", "help") for word in argv[1:]):
+    if any(word == "help" or word.lstrip("-") in _HELP for word in argv[1:]):
         print(help_text())
         sys.exit(0)
     try:
         words = FLAGS(argv)[1:]
+    except flags.IllegalFlagValueError as error:
+        shown = re.match(r"flag (--\S+?):", str(error))
+        raise ConfigError(
+            f"{shown[1] if shown else error} — a value of the kind that --help shows is required;"
+            " write --name=value"
+        ) from error
     except flags.Error as error:
         raise ConfigError(f"{error} — a flag of this program is required; see --help") from error
     command = words[0] if words else "train"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import keras
 
-REFERENCE_BATCH_SIZE = 256
+REFERENCE_GLOBAL_BATCH_SIZE = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Recipe:
         Reference: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017: the linear scaling rule.
         """
         rate = self.learning_rates.get(model, self.learning_rates["other"])
-        return rate * global_batch_size / REFERENCE_BATCH_SIZE
+        return rate * global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
 
     def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
         """Creates the optimizer of a training of `num_steps` steps in all."""

@@ -8,7 +8,7 @@ from app.config import Config
 from app.data.dataset import ImageDataset
 from app.data.source import load_dataset
 from app.devices import Devices
-from app.errors import CheckpointError
+from app.errors import CheckpointError, ConfigError, DataError
 from app.records.checkpoint import Checkpoint, load_newest_checkpoint
 from app.records.run_directory import load_run_config
 
@@ -51,18 +51,33 @@ class SavedRun:
         """Loads the images that the run was tested on.
 
         Raises:
-            DataError: missing or damaged.
+            ConfigError: they are generated, but real ones were named.
+            DataError: missing, damaged, or others than the run's.
         """
-        return load_dataset(
-            self.checkpoint.origin["dataset"],
+        name, test_part_sha256 = (
+            self.checkpoint.origin[key] for key in ("dataset", "test_part_sha256")
+        )
+        if name == "synthetic" and self.config.data_dir:
+            raise ConfigError(
+                f"--data_dir={self.config.data_dir} with a run on generated images — no data is"
+                " read for it; leave the flag out"
+            )
+        dataset = load_dataset(
+            name,
             data_dir=self.config.data_dir,
             allow_unverified=self.config.allow_unverified_data,
             warn=console.warn,
         )
+        if dataset.sha256_of_test_part() != test_part_sha256:
+            raise DataError(
+                f"the test images found are not those of {self.config.run} (its data set:"
+                f" {name}) — the same images are required; name their folder with --data_dir"
+            )
+        return dataset
 
     def rebuild(self, devices: Devices):
         """Builds the strategy on `devices` and gives every replica the saved state."""
-        from app.training import build_strategy, restore
+        from app.build import build_strategy, restore
 
         # No step is made, so rate and number of steps do not matter.
         strategy = build_strategy(self.config, devices, learning_rate=1.0, num_steps=1)

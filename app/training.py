@@ -1,5 +1,6 @@
 """The outer loop: epochs, evaluation, timing, records. Of a strategy it sees but the contract."""
 
+import dataclasses
 import math
 import pathlib
 import platform
@@ -11,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from app import console
-from app.config import Config, check_shards
+from app.build import build_strategy, restore
+from app.config import Config
 from app.data.dataset import ImageDataset
 from app.data.pipeline import eval_dataset, num_steps_per_epoch, train_dataset
 from app.devices import Devices
@@ -21,41 +23,11 @@ from app.records import checkpoint as checkpoints
 from app.records import history as histories
 from app.records import plots
 from app.records.history import EpochRecord, Summary
-from models import MODELS
-from strategies import STRATEGIES
 from strategies.base import StepTotals, Strategy
 
-EVAL_BATCH_SIZE = 1000
+EVAL_GLOBAL_BATCH_SIZE = 1000
 # Steps go into one compiled call until it takes this long: the bar moves, the host hardly works.
 _CALL_SEC = 0.5
-
-
-def build_strategy(
-    config: Config, devices: Devices, *, learning_rate: float, num_steps: int
-) -> Strategy:
-    """Builds the strategy of `config` with its model and optimizer on every device."""
-    recipe = RECIPES[config.recipe]
-    strategy = STRATEGIES[config.strategy](devices.names, all_reduce=config.all_reduce)
-    strategy.build(
-        lambda: recipe.build_model(MODELS[config.model], config.seed),
-        lambda: recipe.create_optimizer(learning_rate, num_steps),
-    )
-    return strategy
-
-
-def restore(strategy: Strategy, checkpoint: checkpoints.Checkpoint) -> None:
-    """Gives every replica the state of a checkpoint.
-
-    Raises:
-        CheckpointError: it is of another model.
-    """
-    try:
-        strategy.load_state(checkpoint.state)
-    except ValueError as error:
-        raise CheckpointError(
-            f"checkpoint of step {checkpoint.step}: {error} — one of the same model is required;"
-            " choose another run"
-        ) from error
 
 
 class Training:
@@ -68,14 +40,12 @@ class Training:
         run_dir: the directory of the run, locked.
 
     Raises:
-        ConfigError: a replica would be left without examples.
         CheckpointError: the checkpoint in `run_dir` is unusable or of another training.
     """
 
     def __init__(
         self, config: Config, devices: Devices, dataset: ImageDataset, run_dir: pathlib.Path
     ):
-        check_shards(config, len(devices.names), len(dataset.train_images))
         self._config, self._devices, self._dataset = config, devices, dataset
         self._run_dir = run_dir
         self.steps_per_epoch = num_steps_per_epoch(
@@ -88,6 +58,7 @@ class Training:
             **{name: getattr(config, name) for name in ("model", "recipe", "seed")},
             "dataset": dataset.name,
             "dataset_sha256": dataset.sha256(),
+            "test_part_sha256": dataset.sha256_of_test_part(),
         }
         self.strategy = build_strategy(
             config,
@@ -104,12 +75,12 @@ class Training:
         checkpoint = checkpoints.load_newest_checkpoint(self._run_dir)
         if checkpoint is None:
             return
-        if checkpoint.origin != self._origin:
-            changes = [
-                f"{name} {checkpoint.origin.get(name)} → {value}"
-                for name, value in self._origin.items()
-                if checkpoint.origin.get(name) != value
-            ]
+        changes = [
+            f"{name} {checkpoint.origin.get(name)} → {value}"
+            for name, value in self._origin.items()
+            if checkpoint.origin.get(name) != value
+        ]
+        if changes:
             raise CheckpointError(
                 f"{self._run_dir}: its checkpoint is of another training ({'; '.join(changes)})"
                 " — the same is required to go on; restore the data, or use --overwrite"
@@ -121,6 +92,12 @@ class Training:
         summary = histories.load_summary(self._run_dir)
         self._earlier_sec = summary.total_sec if summary else 0.0
         console.say(f"resuming after epoch {len(self._history)}, step {self._step}")
+        if summary and summary.num_replicas != self.strategy.num_replicas:
+            console.say(
+                f"{console.count(summary.num_replicas, 'replica')} before,"
+                f" {self.strategy.num_replicas} now: global batch and learning rate stay, so it is"
+                " the same training but for rounding and BatchNorm's shards"
+            )
 
     def run(self) -> Summary:
         """Trains the epochs that are left; returns the summary, which is on disk by then.
@@ -139,7 +116,6 @@ class Training:
                 start_step=self._step,
             )
         )
-        summary = None
         with console.Progress(config.epochs, self.steps_per_epoch, self._step) as progress:
             compile_sec = _time(lambda: self.strategy.train_steps(iterator, 0))
             while len(self._history) < config.epochs:
@@ -148,9 +124,9 @@ class Training:
                 test_totals = evaluate(self.strategy, dataset)
                 self._check_finite(test_totals, "test loss")
                 self._history.append(self._record(train_totals, test_totals, epoch_sec))
-                summary = self._save(compile_sec)
+                self._save(compile_sec)
                 progress.epoch(self._history[-1])
-        return summary
+        return self._finish()
 
     def _train_epoch(self, iterator, progress) -> tuple[StepTotals, float]:
         """Makes the steps of one epoch; returns their totals and the seconds they took."""
@@ -191,30 +167,36 @@ class Training:
             images_per_sec=train.examples / epoch_sec,
         )
 
-    def _save(self, compile_sec: float) -> Summary:
-        """Writes what the epoch left. The checkpoint comes last: what it stands for is there."""
+    def _save(self, compile_sec: float) -> None:
+        """Writes what the epoch left; the checkpoint when all that it stands for is there."""
         state = self.strategy.state()
         summary = self._summarise(compile_sec, checkpoints.weights_sha256(state))
         histories.write_history(self._run_dir, self._history)
-        if summary.status == "running":
-            histories.write_summary(self._run_dir, summary)
+        histories.write_summary(self._run_dir, summary)
         checkpoints.save_checkpoint(
             self._run_dir, checkpoints.Checkpoint(self._step, state, self._origin)
         )
-        histories.write_summary(self._run_dir, summary)
         plots.plot_accuracy([self._run_dir], self._run_dir)
+
+    def _finish(self) -> Summary:
+        """Marks the run as finished, last of all: whatever was cut off before is made good."""
+        summary = histories.load_summary(self._run_dir)
+        summary = dataclasses.replace(summary, status="finished")
+        plots.plot_accuracy([self._run_dir], self._run_dir)
+        histories.write_summary(self._run_dir, summary)
         return summary
 
     def _summarise(self, compile_sec: float, weights_sha256: str) -> Summary:
         config, last = self._config, self._history[-1]
-        finished = len(self._history) == config.epochs
         return Summary(
-            status="finished" if finished else "running",
+            status="running",
             command=config.command,
             strategy=self.strategy.name,
             num_replicas=self.strategy.num_replicas,
             devices=self.strategy.devices,
             simulated_devices=self._devices.simulated,
+            intra_op_threads=self._devices.intra_op_threads,
+            all_reduce=self.strategy.all_reduce,
             model=config.model,
             num_parameters=self.strategy.model.count_params(),
             dataset=self._dataset.name,
@@ -249,7 +231,7 @@ def evaluate(strategy: Strategy, dataset: ImageDataset) -> StepTotals:
         RuntimeError: the strategy saw another number of images.
     """
     test_set = eval_dataset(
-        dataset.test_images, dataset.test_labels, global_batch_size=EVAL_BATCH_SIZE
+        dataset.test_images, dataset.test_labels, global_batch_size=EVAL_GLOBAL_BATCH_SIZE
     )
     totals = strategy.evaluate(test_set)
     if totals.examples != len(dataset.test_images):

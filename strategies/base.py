@@ -6,8 +6,9 @@ for all of them and stand here, so that a difference in results can only come fr
 """
 
 import abc
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import keras
@@ -38,6 +39,11 @@ class StepTotals(NamedTuple):
         """Returns the totals over the examples of both."""
         return StepTotals(*(a + b for a, b in zip(self, other, strict=True)))
 
+    @classmethod
+    def sum(cls, many: "Sequence[StepTotals]") -> "StepTotals":
+        """Returns the totals over the examples of all, added from the first to the last."""
+        return functools.reduce(cls.plus, many)
+
     @property
     def loss(self) -> float:
         """Mean loss of an example."""
@@ -57,19 +63,29 @@ class Strategy(abc.ABC):
 
     Args:
         devices: names of the devices, one replica on each, for example `["/device:CPU:0"]`.
-        all_reduce: name of the algorithm that adds the gradients over the replicas.
+        all_reduce: name of the algorithm that adds the gradients over the replicas, or "auto".
 
     Raises:
         ValueError: this strategy cannot run on these devices or has no such algorithm.
     """
 
     name: str
+    all_reduce_algorithms: Collection[str]
     model: keras.Model  # Replica 0's, once built.
     optimizer: keras.optimizers.Optimizer  # Replica 0's, once built.
 
     def __init__(self, devices: Sequence[str], *, all_reduce: str = "auto"):
         self.devices = list(devices)
-        self.all_reduce = all_reduce
+        self.all_reduce = self.default_all_reduce() if all_reduce == "auto" else all_reduce
+        if self.all_reduce not in self.all_reduce_algorithms:
+            raise ValueError(
+                f"all_reduce={all_reduce} with strategy {self.name} — one of"
+                f" {', '.join(self.all_reduce_algorithms)} is required"
+            )
+
+    def default_all_reduce(self) -> str:
+        """Returns what "auto" stands for on these devices."""
+        return "sum_on_one"
 
     @property
     def num_replicas(self) -> int:
@@ -186,7 +202,7 @@ class Strategy(abc.ABC):
         """Gives every replica the mean over the replicas of each BatchNorm moving statistic.
 
         In training each replica normalises with the statistics of its own shard and moves its own
-        averages: they drift apart, and Keras would save replica 0's alone (FACTS 9). The update of
+        averages: they drift apart, and Keras would save replica 0's alone. The update of
         a moving average is linear, so averaging now or later ends, but for rounding, in the same.
         """
         if self.num_replicas == 1:
@@ -212,8 +228,7 @@ class Strategy(abc.ABC):
     def _evaluate_loop(self, iterator, num_batches):
         totals = StepTotals.zeros()
         for _ in tf.range(num_batches):
-            for _, shard_totals in self.forward(iterator):
-                totals = totals.plus(shard_totals)
+            totals = StepTotals.sum([totals, *(shard for _, shard in self.forward(iterator))])
         return totals
 
     @tf.function

@@ -17,7 +17,7 @@ def shard_bounds(num_examples, num_replicas: int, replica_id: int):
 
     Shards differ by at most one example, the first ones being the larger: 100 over 3 is 34, 33, 33
     and 4 over 3 is 2, 1, 1. (Rounding up instead, as `experimental_distribute_dataset` does, makes
-    2, 2, 0 of the latter: FACTS 12.)
+    2, 2, 0 of the latter.)
 
     Args:
         num_examples: int or int scalar tensor.

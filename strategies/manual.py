@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from strategies.base import StepTotals, Strategy
-from strategies.collectives import all_reduce, broadcast, split_batch
+from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce, broadcast, split_batch
 from strategies.loss import shard_loss
 
 
@@ -34,9 +34,7 @@ class ManualStrategy(Strategy):
     """Replicas, gradient tapes and an all-reduce that one can read."""
 
     name = "manual"
-
-    def __init__(self, devices, *, all_reduce="auto"):
-        super().__init__(devices, all_reduce="sum_on_one" if all_reduce == "auto" else all_reduce)
+    all_reduce_algorithms = tuple(ALL_REDUCE_ALGORITHMS)
 
     def build(self, model_fn, optimizer_fn):
         self.replicas = []
@@ -45,7 +43,7 @@ class ManualStrategy(Strategy):
                 replica = Replica(device, model_fn(), optimizer_fn())
                 replica.optimizer.build(replica.model.trainable_variables)
             self.replicas.append(replica)
-        _, self.model, self.optimizer = self.replicas[0]
+        self.model, self.optimizer = self.replicas[0].model, self.replicas[0].optimizer
 
         # Training starts from one point: the weights of replica 0, on every device.
         per_replica_weights = broadcast(self.model.variables, self.devices)
@@ -58,41 +56,39 @@ class ManualStrategy(Strategy):
 
     def train_step(self, iterator):
         # 1. A shard of the global batch for each replica.
-        images, labels = next(iterator)
-        num_global_examples = tf.size(labels)
-        shards = split_batch((images, labels), self.devices)
+        global_images, global_labels = next(iterator)
+        shards = split_batch((global_images, global_labels), self.devices)
 
         # 2. On each device, the gradient of its shard's part in the loss of the global batch.
-        per_replica_gradients, totals = [], StepTotals.zeros()
+        per_replica_gradients, per_replica_totals = [], []
         for replica, (images, labels) in zip(self.replicas, shards, strict=True):
             with tf.device(replica.device):
                 with tf.GradientTape() as tape:
                     logits = replica.model(images, training=True)
-                    loss, shard_totals = shard_loss(logits, labels, num_global_examples)
+                    loss, totals = shard_loss(logits, labels, tf.size(global_labels))
                 gradients = tape.gradient(loss, replica.model.trainable_variables)
             per_replica_gradients.append(gradients)
-            totals = totals.plus(shard_totals)
+            per_replica_totals.append(totals)
 
         # 3. Every device gets the sum of all the gradients.
-        per_replica_gradients = all_reduce(
+        per_replica_sums = all_reduce(
             per_replica_gradients, self.devices, algorithm=self.all_reduce
         )
 
         # 4. The same update everywhere.
-        for replica, gradients in zip(self.replicas, per_replica_gradients, strict=True):
+        for replica, sums in zip(self.replicas, per_replica_sums, strict=True):
             with tf.device(replica.device):
-                replica.optimizer.apply(gradients, replica.model.trainable_variables)
-        return totals
+                replica.optimizer.apply(sums, replica.model.trainable_variables)
+        return StepTotals.sum(per_replica_totals)
 
     def forward(self, iterator):
-        images, labels = next(iterator)
-        num_global_examples = tf.size(labels)
+        global_images, global_labels = next(iterator)
+        shards = split_batch((global_images, global_labels), self.devices)
         per_replica_results = []
-        shards = split_batch((images, labels), self.devices)
         for replica, (images, labels) in zip(self.replicas, shards, strict=True):
             with tf.device(replica.device):
                 logits = replica.model(images, training=False)
-                _, totals = shard_loss(logits, labels, num_global_examples)
+                _, totals = shard_loss(logits, labels, tf.size(global_labels))
             per_replica_results.append((logits, totals))
         return per_replica_results
 

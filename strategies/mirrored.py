@@ -6,6 +6,13 @@ from strategies.base import Strategy
 from strategies.collectives import add_in_order, shard_bounds
 from strategies.loss import shard_loss
 
+# TensorFlow's all-reduce of each name. `sum_on_one` adds in the order of our own, so that `manual`
+# and `mirrored` agree bit for bit.
+CROSS_DEVICE_OPS = {
+    "sum_on_one": lambda: tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order),
+    "nccl": tf.distribute.NcclAllReduce,
+}
+
 
 class MirroredStrategy(Strategy):
     """Our own loop around `strategy.run`; Keras' `fit` is never used.
@@ -16,17 +23,21 @@ class MirroredStrategy(Strategy):
     """
 
     name = "mirrored"
+    all_reduce_algorithms = tuple(CROSS_DEVICE_OPS)
 
     def __init__(self, devices, *, all_reduce="auto"):
         super().__init__(devices, all_reduce=all_reduce)
         self._tf_strategy = tf.distribute.MirroredStrategy(
-            self.devices, cross_device_ops=_cross_device_ops(self.devices, all_reduce)
+            self.devices, cross_device_ops=CROSS_DEVICE_OPS[self.all_reduce]()
         )
         if self._tf_strategy.num_replicas_in_sync != self.num_replicas:
             raise ValueError(
                 f"MirroredStrategy made {self._tf_strategy.num_replicas_in_sync} replicas"
                 f" of {self.num_replicas} on {self.devices}"
             )
+
+    def default_all_reduce(self):
+        return "nccl" if "GPU" in self.devices[0] else "sum_on_one"
 
     def build(self, model_fn, optimizer_fn):
         with self._tf_strategy.scope():
@@ -36,9 +47,9 @@ class MirroredStrategy(Strategy):
     def distribute(self, dataset):
         """Deals the shards of each global batch to the replicas in turn.
 
-        `experimental_distribute_dataset` would cut the batches by rounding up, so that a replica
-        can be left with nothing (FACTS 12). So the shards are elements of their own here, in
-        replica order, each with the size of its global batch.
+        `experimental_distribute_dataset` would cut the batches by rounding up, 4 over 3 as 2, 2, 0,
+        so that a replica can be left with nothing. So the shards are elements of their own here,
+        in replica order, each with the size of its global batch.
         """
 
         def to_shards(images, labels):
@@ -91,14 +102,3 @@ class MirroredStrategy(Strategy):
             tf.nest.pack_sequence_as(distributed, replica_leaves)
             for replica_leaves in zip(*leaves, strict=True)
         ]
-
-
-def _cross_device_ops(devices, all_reduce):
-    """Returns TensorFlow's all-reduce of this name; None leaves the choice to TensorFlow.
-
-    On GPUs `auto` is TensorFlow's choice (NCCL); on CPUs it is the order of summation of
-    `collectives.sum_on_one`, so that `manual` and `mirrored` agree bit for bit.
-    """
-    if all_reduce == "auto" and "GPU" in devices[0]:
-        return None
-    return tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order)

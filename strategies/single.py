@@ -10,14 +10,15 @@ class SingleStrategy(Strategy):
     """One model on one device; the global batch is its only shard."""
 
     name = "single"
+    all_reduce_algorithms = ("none",)
 
     def __init__(self, devices, *, all_reduce="auto"):
-        if len(devices) != 1 or all_reduce != "auto":
-            raise ValueError(
-                f"strategy single on {len(devices)} devices with all_reduce={all_reduce!r}"
-                " — one device and no all-reduce is required; use manual or mirrored"
-            )
         super().__init__(devices, all_reduce=all_reduce)
+        if len(devices) != 1:
+            raise ValueError(f"strategy single on {len(devices)} devices — one device is required")
+
+    def default_all_reduce(self):
+        return "none"
 
     def build(self, model_fn, optimizer_fn):
         with tf.device(self.devices[0]):

@@ -58,6 +58,12 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return struct.pack(f">I{array.ndim}I", 0x800 | array.ndim, *array.shape) + array.tobytes()
 
 
+def program_environment(**changes) -> dict[str, str]:
+    """Returns a user's environment: what silences TensorFlow here is not in it."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    return {**inherited, **changes}
+
+
 def run_main(*arguments, env=None, timeout=240, cwd=ROOT) -> subprocess.CompletedProcess:
     """Runs the program as a user does, output captured; asserts nothing."""
     return subprocess.run(
@@ -66,7 +72,7 @@ def run_main(*arguments, env=None, timeout=240, cwd=ROOT) -> subprocess.Complete
         text=True,
         timeout=timeout,
         cwd=cwd,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(env or {})},
+        env=program_environment(**(env or {})),
         check=False,
     )
 

@@ -1,5 +1,6 @@
 """The program as a user runs it: every command, end to end, in processes of its own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 
 from app.records.checkpoint import load_newest_checkpoint
 from app.records.history import load_history, load_summary
-from conftest import ROOT, run_main, run_ok
+from conftest import ROOT, program_environment, run_main, run_ok
 from strategies import STRATEGIES
 
 SMALL = ["--num_train_examples=500", "--recipe=fast", "--epochs=1", "--allow_unverified_data"]
@@ -49,7 +50,8 @@ def test_train(runs, strategy):
     assert summary.status == "finished" and summary.strategy == strategy
     assert summary.num_replicas == (1 if strategy == "single" else 2)
     assert output.stdout.splitlines()[-1] == summary.last_line()
-    assert output.stderr == ""
+    # TensorFlow's own messages are held back; what is not Fashion-MNIST is told, twice.
+    assert [line[:19] for line in output.stderr.splitlines()] == ["WARNING: UNVERIFIED"] * 2
     assert "\r" not in output.stdout and "\x1b" not in output.stdout  # Plain lines on a pipe.
     names = {path.name for path in (folder / strategy).iterdir()}
     assert names == {
@@ -72,6 +74,59 @@ def test_a_finished_run_prints_its_result_again(runs):
     assert again.stdout.splitlines()[-1] == printed["manual"].stdout.splitlines()[-1]
     assert "already finished" in again.stdout
     assert (folder / "manual" / "summary.json").stat().st_mtime_ns == before
+
+
+def test_the_result_of_other_replicas_is_not_passed_off(runs):
+    folder, _ = runs
+    result = run_main("--device=cpu", "--num_devices=3", *SMALL, f"--out={folder}/manual")
+    assert result.returncode == 4 and "on 2 replicas, not 3" in result.stderr
+
+
+def test_overwrite_loses_nothing_when_the_new_run_is_refused(runs):
+    folder, _ = runs
+    result = run_main(*ON_CPUS, "--data_dir=/nonexistent", "--overwrite", f"--out={folder}/manual")
+    assert result.returncode == 3
+    assert load_summary(folder / "manual").status == "finished"
+    assert load_newest_checkpoint(folder / "manual")
+
+
+def test_evaluate_refuses_other_images_than_the_run_s(runs, small_data, tmp_path):
+    folder, _ = runs
+    for path in small_data.iterdir():
+        content = path.read_bytes()
+        (tmp_path / path.name).write_bytes(
+            content[:-1] + bytes([content[-1] ^ 1]) if "t10k-images" in path.name else content
+        )
+    result = run_main(
+        "evaluate", f"--run={folder}/manual", f"--data_dir={tmp_path}", "--allow_unverified_data"
+    )
+    assert result.returncode == 3 and "not those of" in result.stderr
+
+
+def test_deterministic_runs_are_the_same_training(tmp_path):
+    command = ["compare", "--strategies=manual,mirrored", "--deterministic", *ON_CPUS, *SMALL]
+    result = run_ok(*command, f"--out={tmp_path}/c")
+    assert "manual and mirrored: bit-identical" in result.stdout
+    assert json.loads((tmp_path / "c" / "manual" / "config.json").read_text())["deterministic"]
+
+
+def test_a_terminal_gets_a_live_bar(tmp_path):
+    import pty
+
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "main.py"), *ON_CPUS, *SMALL, f"--out={tmp_path}/run"],
+        stdout=follower, stderr=follower, env=program_environment(TERM="xterm", COLUMNS="100"),
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # The end of a terminal is an error to its reader.
+        while chunk := os.read(leader, 4096):
+            shown += chunk
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "images/s" in text and "\x1b[" in text and "/2" in text
+    assert text.rstrip().endswith("['/device:CPU:0', '/device:CPU:1']")
 
 
 def test_another_configuration_in_the_same_directory_is_refused(runs):
@@ -137,7 +192,9 @@ def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):
         "compare", "--strategies=manual,mirrored", *SMALL, "--lr=1e30", f"--out={tmp_path}/c"
     )
     assert result.returncode == 7
-    assert "learning rate 1e+30" in result.stderr.splitlines()[-1]
+    told, last = result.stderr.splitlines()[-2:]
+    assert "learning rate 1e+30" in told
+    assert last.startswith("error: the training with manual ended with exit code 7")
     assert not (tmp_path / "c" / "mirrored").exists()
 
 
@@ -206,7 +263,7 @@ def test_a_run_that_was_cut_off_is_resumed_by_the_same_command(tmp_path, signal_
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "main.py"), *command],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env=program_environment(),
     )  # fmt: skip
     wait_for_first_epoch(process, tmp_path / "run")
     process.send_signal(signal_number)
@@ -232,7 +289,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_training(tmp_path):
     process.stdout.close()
     errors = process.stderr.read()
     assert process.wait(timeout=120) == 0
-    assert errors == ""
+    assert "Traceback" not in errors and "BrokenPipe" not in errors
     assert load_summary(tmp_path / "run").status == "finished"
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from app.errors import DataError
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.proof.difference import WeightDifference
 from app.records.checkpoint import Checkpoint, save_checkpoint
@@ -87,3 +88,18 @@ def test_the_table_shows_speed_up_over_single_where_it_is_there():
     assert rows[0] == ["single", "1", "0.8449", "10.00", "6,000", "1.00x"]
     assert rows[1] == ["manual", "2 simulated", "0.8449", "8.00", "7,500", "1.25x"]
     assert table_rows([manual])[0][-1] == "–"
+
+
+def test_runs_on_different_images_are_not_compared(tmp_path):
+    runs = [
+        make_run(tmp_path / "a", STATE, dataset_sha256="1"),
+        make_run(tmp_path / "b", STATE, dataset_sha256="2", dataset="fashion_mnist"),
+    ]
+    with pytest.raises(DataError, match="manual on synthetic, manual on fashion_mnist"):
+        compare_weights(runs)
+
+
+def test_another_all_reduce_may_add_in_another_order(tmp_path):
+    other = changed("model/conv/kernel", 5, 5.5)
+    runs = [make_run(tmp_path / "a", STATE), make_run(tmp_path / "b", other, all_reduce="nccl")]
+    assert "another order" in str(compare_weights(runs)[0])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, program_environment
 
 # Runs `set_up` with a pretended number of GPUs and prints what became of it.
 SCRIPT = """
@@ -41,7 +41,7 @@ print(json.dumps(done))
 def set_up(gpus_there, **options):
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(gpus_there), json.dumps(options)],
-        capture_output=True, text=True, cwd=ROOT, check=True,
+        capture_output=True, text=True, cwd=ROOT, check=True, env=program_environment(),
     )  # fmt: skip
     return json.loads(result.stdout.splitlines()[-1]), result.stderr
 
@@ -96,3 +96,20 @@ def test_what_gpus_cannot_give_is_refused(gpus_there, options, told):
     assert done["code"] == 6 and told in done["error"]
     if gpus_there == 0:
         assert "TensorFlow sees no GPU" in done["error"]
+
+
+def test_a_user_s_keras_settings_do_not_leak_in(tmp_path):
+    (tmp_path / "keras.json").write_text(
+        '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
+    )
+    script = (
+        "from app import devices; from app.config import Config\n"
+        "devices.set_up(Config()); import keras\n"
+        "print(keras.backend.backend(), keras.config.floatx(), keras.config.image_data_format())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+        env=program_environment(KERAS_HOME=str(tmp_path), KERAS_BACKEND="torch"),
+    )  # fmt: skip
+    assert result.stdout.split() == ["tensorflow", "float32", "channels_last"]

@@ -1,4 +1,4 @@
-"""Finding and verifying the real data; each way in which files can be wrong (FAULTS 12 to 15)."""
+"""Finding and verifying the real data; each way in which files can be wrong."""
 
 import gzip
 import os
@@ -119,7 +119,7 @@ def test_a_file_that_unpacks_without_end_is_cut_off(folder, monkeypatch):
 def test_right_format_with_another_hash_needs_a_flag(folder):
     with pytest.raises(DataError, match=r"SHA-256.*--allow_unverified_data"):
         load_fashion_mnist(str(folder))
-    assert load(folder).name == "fashion_mnist"
+    assert load(folder).name == "unverified"
 
 
 def test_missing_files_are_named(folder):
@@ -150,6 +150,14 @@ def test_a_download_that_cannot_start_says_where_it_looked(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_damaged_files_for_tfds_are_no_reason_to_go_without(folder, tmp_path_factory):
+    tfds_dir = tmp_path_factory.mktemp("tfds")
+    shutil.copytree(folder, tfds_dir / "downloads" / "manual")
+    with pytest.raises(DataError, match="cannot be prepared from") as refusal:
+        load_fashion_mnist(None, environ={"TFDS_DATA_DIR": str(tfds_dir)})
+    assert not isinstance(refusal.value, DataMissingError)
+
+
 def test_the_connection_is_given_up(monkeypatch):
     """A server that takes the connection and never answers."""
     import socket
@@ -175,6 +183,7 @@ def test_a_damaged_prepared_directory_is_refused(tmp_path):
 @needs_real
 def test_real_data_is_accepted():
     dataset = load_fashion_mnist(REAL)
+    assert dataset.name == "fashion_mnist"
     assert dataset.train_images.shape == (60_000, 28, 28, 1)
     assert np.bincount(dataset.test_labels).tolist() == [1000] * 10
 

@@ -24,7 +24,7 @@ def refuse(*arguments):
         (["--num_devices=0"], "--num_devices=0 — 1 or more"),
         (["--global_batch_size=1", "--num_devices=2"], "use 2 or more"),
         (["--model=resnet19"], "lenet, resnet18"),
-        (["--epochs=many"], "many"),
+        (["--epochs=many"], "--epochs=many — a value of the kind"),
         (["--modle=lenet"], "model"),
         (["trian"], "did you mean train?"),
         (["train", "twice"], "'twice'"),
@@ -37,11 +37,17 @@ def test_one_line_and_code_2(arguments, told):
     assert told in refuse(*arguments)
 
 
-def test_help_shows_commands_first_and_every_default():
-    result = run_main("--help")
+@pytest.mark.parametrize("word", ["--help", "-h", "help", "--helpshort"])
+def test_help_shows_commands_first_and_every_default(word):
+    result = run_main(word)
     assert result.returncode == 0 and result.stderr == ""
     assert result.stdout.index("compare") < result.stdout.index("--model=")
     assert "[256]" in result.stdout and "[d2l]" in result.stdout
+
+
+def test_a_terminal_without_unicode_gets_help_all_the_same():
+    assert run_main("--help", env={"PYTHONIOENCODING": "ascii"}).returncode == 0
+    assert "Traceback" not in run_main("--epochs=0", env={"PYTHONIOENCODING": "ascii"}).stderr
 
 
 def test_an_old_python_is_refused_in_one_line():

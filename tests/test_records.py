@@ -115,11 +115,23 @@ class TestCheckpoint:
         for name, array in STATE.items():
             np.testing.assert_array_equal(loaded.state[name], array, strict=True)
 
-    def test_the_newest_stays_alone_and_can_be_saved_again(self, tmp_path):
-        for step in (5, 70, 700, 700):
+    def test_the_newest_stays_alone(self, tmp_path):
+        for step in (5, 70, 700):
             self.save(tmp_path, step)
         assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000700"]
         assert checkpoints.load_newest_checkpoint(tmp_path).step == 700
+
+    def test_one_that_is_replaced_while_it_is_read_is_no_damage(self, tmp_path, monkeypatch):
+        old = self.save(tmp_path, 5)
+        load = checkpoints._load
+
+        def replaced(path):
+            if path == old:
+                self.save(tmp_path, 6)
+            return load(path)
+
+        monkeypatch.setattr(checkpoints, "_load", replaced)
+        assert checkpoints.load_newest_checkpoint(tmp_path).step == 6
 
     def test_a_temporary_one_is_not_seen(self, tmp_path):
         path = self.save(tmp_path)
@@ -168,51 +180,61 @@ def hold(path, ready, release):
         release.wait(30)
 
 
+def start(path, config, *, overwrite=False):
+    """Opens, checks and starts a run as `train` does; returns whether it was there before."""
+    with open_run_directory(path, config) as run_directory:
+        held = not overwrite and run_directory.holds_this_run()
+        run_directory.start(overwrite=overwrite)
+        return held
+
+
 class TestRunDirectory:
     def test_it_is_made_and_found_again(self, tmp_path):
         path = tmp_path / "new folder" / "ü"
-        for _ in range(2):
-            with open_run_directory(path, {"model": "lenet", "names": (1, 2)}) as run_dir:
-                assert run_dir == path
+        config = {"model": "lenet", "names": (1, 2)}
+        assert [start(path, config), start(path, config)] == [False, True]
         assert load_run_config(path)["model"] == "lenet"
 
     def test_another_configuration_is_refused_with_the_changes(self, tmp_path):
-        with open_run_directory(tmp_path / "run", {"seed": 0, "epochs": 2}):
-            pass
-        with (
-            pytest.raises(CheckpointError, match="epochs 2 → 3") as refusal,
-            open_run_directory(tmp_path / "run", {"seed": 0, "epochs": 3}),
-        ):
-            pass
+        start(tmp_path, {"seed": 0, "epochs": 2})
+        with pytest.raises(CheckpointError, match="epochs 2 → 3") as refusal:
+            start(tmp_path, {"seed": 0, "epochs": 3})
         assert "seed" not in str(refusal.value)
 
     def test_overwrite_removes_the_records_and_nothing_else(self, tmp_path):
-        path = tmp_path / "run"
-        with open_run_directory(path, {"seed": 0}):
-            (path / "checkpoints" / "step-00000001").mkdir(parents=True)
-            (path / "summary.json").write_text("{}")
-            (path / "my notes.txt").write_text("keep")
-        with open_run_directory(path, {"seed": 1}, overwrite=True):
-            names = {p.name for p in path.iterdir()}
-        assert names == {".lock", "config.json", "my notes.txt"}
+        start(tmp_path, {"seed": 0})
+        (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+        (tmp_path / "summary.json").write_text("{}")
+        (tmp_path / "my notes.txt").write_text("keep")
+        assert not start(tmp_path, {"seed": 1}, overwrite=True)
+        assert {p.name for p in tmp_path.iterdir()} == {".lock", "config.json", "my notes.txt"}
+        assert load_run_config(tmp_path)["seed"] == 1
 
-    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_nothing_is_lost_before_the_new_run_starts(self, tmp_path):
+        start(tmp_path, {"seed": 0})
+        with open_run_directory(tmp_path, {"seed": 1}):
+            pass  # Something is refused here: no data, no such device.
+        assert load_run_config(tmp_path)["seed"] == 0
+
+    @pytest.mark.parametrize("leftover", [".config.json.99.tmp", "log.txt"])
+    def test_what_a_killed_run_left_is_ours(self, tmp_path, leftover):
+        (tmp_path / leftover).write_text("half")
+        start(tmp_path, {})
+        assert not (tmp_path / ".config.json.99.tmp").exists()
+
     @pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
-    def test_the_directory_of_something_else_is_left_alone(self, tmp_path, name, overwrite):
+    def test_the_directory_of_something_else_is_left_alone(self, tmp_path, name):
         (tmp_path / name).write_text('{"important": true}')
-        with (
-            pytest.raises(OutputError, match="no run of this program"),
-            open_run_directory(tmp_path, {}, overwrite=overwrite),
-        ):
-            pass
+        with pytest.raises(OutputError, match="no run of this program"):
+            start(tmp_path, {}, overwrite=True)
         assert [p.name for p in tmp_path.iterdir()] == [name]
 
     @pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x", "file"])
     def test_places_that_cannot_be_directories(self, tmp_path, place):
         (tmp_path / "file").write_text("")
         path = tmp_path / place
-        with pytest.raises(OutputError, match=str(path)), open_run_directory(path, {}):
-            pass
+        with pytest.raises(OutputError, match=str(path)):
+            start(path, {})
 
     def test_a_directory_in_use_names_the_process(self, tmp_path):
         context = multiprocessing.get_context("spawn")
@@ -221,16 +243,13 @@ class TestRunDirectory:
         holder.start()
         try:
             assert ready.wait(60)
-            with (
-                pytest.raises(OutputError, match=f"in use by process {holder.pid}"),
-                open_run_directory(tmp_path / "run", {"a": 1}),
-            ):
-                pass
+            with pytest.raises(OutputError, match=f"in use by process {holder.pid}"):
+                start(tmp_path / "run", {})
         finally:
             release.set()
             holder.join(60)
-        with open_run_directory(tmp_path / "run", {"a": 1}):
-            assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
+        start(tmp_path / "run", {})
+        assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
 
 class TestPlots:

@@ -9,7 +9,7 @@ import pytest
 from app.config import Config
 from app.data.synthetic import generate_synthetic
 from app.devices import Devices
-from app.errors import CheckpointError, ConfigError, DivergedError
+from app.errors import CheckpointError, DivergedError
 from app.records.checkpoint import load_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.training import Training, evaluate
@@ -109,9 +109,48 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(dataset
     assert load_history(tmp_path) == []
 
 
-def test_a_replica_without_examples_is_refused_before_the_first_step(dataset, tmp_path):
-    with pytest.raises(ConfigError, match="leaves 1 of 300"):
-        make(dataset, tmp_path, global_batch_size=23)
+@pytest.mark.parametrize(
+    "place", ["histories.write_summary", "checkpoints.save_checkpoint", "plots.plot_accuracy"]
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_run_cut_off_while_it_saves_can_be_finished(
+    dataset, tmp_path, monkeypatch, place, when, call
+):
+    """Each point of the save of each epoch, the end of the run included."""
+    from app import training
+
+    module, name = place.split(".")
+    function = getattr(getattr(training, module), name)
+    calls = []
+
+    def cut(*arguments):
+        calls.append(name)
+        if len(calls) == call and when == "before":
+            raise Cut
+        function(*arguments)
+        if len(calls) == call:
+            raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(training, module), name, cut)
+        if place == "checkpoints.save_checkpoint" and call == 3:
+            make(dataset, tmp_path, epochs=2).run()  # It is called twice only: nothing is cut.
+        else:
+            with pytest.raises(Cut):
+                make(dataset, tmp_path, epochs=2).run()
+    resumed = make(dataset, tmp_path, epochs=2).run()
+    assert resumed.status == "finished"
+    assert load_summary(tmp_path) == resumed
+    assert [record.epoch for record in load_history(tmp_path)] == [1, 2]
+    assert (tmp_path / "accuracy.png").exists()
+
+
+def test_going_on_with_other_replicas_says_so(dataset, tmp_path, capsys):
+    make(dataset, tmp_path, strategy="single").run()
+    manual = make(dataset, tmp_path)
+    assert "1 replica before, 2 now" in capsys.readouterr().out
+    assert manual.run().status == "finished"
 
 
 @pytest.mark.parametrize("change", ["data", "seed"])

@@ -9,6 +9,7 @@ from app import console
 from app.caveats import caveats
 from app.commands.train import default_out
 from app.config import COMMANDS, Config
+from app.errors import TrainingFailedError
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.records.files import write_json
 from app.records.history import load_summary
@@ -18,27 +19,35 @@ from app.records.run_directory import LOG_FILE, open_run_directory
 def run(config: Config) -> int:
     """Trains with each strategy in a process of its own, then prints table and verdict.
 
-    Returns 0, or the exit code of a training that failed.
+    Raises:
+        TrainingFailedError: one of them did not finish; its exit code becomes ours.
     """
     path = pathlib.Path(config.out or default_out(config))
-    fields = {**config.result_fields(), "strategy": ",".join(config.strategies)}
-    with open_run_directory(path, fields, overwrite=config.overwrite) as out_dir:
-        console.open_log(out_dir / LOG_FILE)
-        run_dirs = [out_dir / strategy for strategy in config.strategies]
-        for strategy, run_dir in zip(config.strategies, run_dirs, strict=True):
+    fields = {
+        **config.result_fields(),
+        "strategy": ",".join(config.strategies),
+        "num_replicas": config.num_replicas_asked,
+    }
+    with open_run_directory(path, fields) as run_directory:
+        console.open_log(path / LOG_FILE)
+        if not config.overwrite:
+            run_directory.holds_this_run()
+        run_directory.start(overwrite=config.overwrite)
+        # `single` last: what the number of replicas makes impossible shows at once.
+        for strategy in sorted(config.strategies, key=lambda name: name == "single"):
             console.say(f"\n{strategy}")
-            exit_code = _train_in_own_process(config, strategy, run_dir)
+            exit_code = _train_in_own_process(config, strategy, path / strategy)
             if exit_code:
-                return exit_code
-        _report(config, out_dir, run_dirs)
+                raise TrainingFailedError(strategy, exit_code)
+        _report(config, path, [path / strategy for strategy in config.strategies])
     return 0
 
 
 def _train_in_own_process(config: Config, strategy: str, run_dir: pathlib.Path) -> int:
     """Runs `train` as a child and returns its exit code.
 
-    Two MirroredStrategies of different size in one process break every later collective
-    (FACTS 15), and each should find the machine as a user's own run would.
+    Two MirroredStrategies of different size in one process break every later collective, and each
+    training should find the machine as a user's own run would.
     """
     main = pathlib.Path(__file__).parents[2] / "main.py"
     child = subprocess.Popen(

@@ -5,30 +5,43 @@ import time
 
 from app import console, devices
 from app.caveats import caveats
-from app.config import Config
+from app.config import Config, check_shards
 from app.data.source import load_dataset, with_train_subset
-from app.records.history import load_summary
-from app.records.run_directory import LOG_FILE, open_run_directory
+from app.errors import CheckpointError
+from app.records.history import Summary, load_summary
+from app.records.run_directory import LOG_FILE, RunDirectory, open_run_directory
 
 
 def run(config: Config) -> int:
     """Trains, or goes on with a training, or prints the result of a finished one; returns 0."""
     path = pathlib.Path(config.out or default_out(config))
-    with open_run_directory(path, config.result_fields(), overwrite=config.overwrite) as run_dir:
-        console.open_log(run_dir / LOG_FILE)
-        summary = load_summary(run_dir)
+    with open_run_directory(path, config.result_fields()) as run_directory:
+        console.open_log(path / LOG_FILE)
+        started = not config.overwrite and run_directory.holds_this_run()
+        summary = load_summary(path) if started else None
         if summary and summary.status == "finished":
-            console.say(f"{run_dir} is already finished; this is its result")
+            _check_replicas(config, summary)
+            console.say(f"{path} is already finished; this is its result")
         else:
-            summary = _train(config, run_dir)
-            console.say(f"saved in {run_dir}")
+            summary = _train(config, run_directory)
+            console.say(f"saved in {path}")
         for caveat in caveats(config, summary):
             console.warn(caveat)
         console.say(summary.last_line())
     return 0
 
 
-def _train(config: Config, run_dir: pathlib.Path):
+def _check_replicas(config: Config, summary: Summary) -> None:
+    """Refuses to pass the result of other replicas off as the one asked for."""
+    if config.num_replicas_asked not in (None, summary.num_replicas):
+        raise CheckpointError(
+            f"--out={config.out} holds a finished run on"
+            f" {console.count(summary.num_replicas, 'replica')}, not {config.num_replicas_asked}"
+            " — the same number is required; choose another directory, or --overwrite"
+        )
+
+
+def _train(config: Config, run_directory: RunDirectory) -> Summary:
     prepared = devices.set_up(config)
     dataset = load_dataset(
         config.dataset,
@@ -37,9 +50,11 @@ def _train(config: Config, run_dir: pathlib.Path):
         warn=console.warn,
     )
     dataset = with_train_subset(dataset, config.num_train_examples, config.seed)
+    check_shards(config, len(prepared.names), len(dataset.train_images))
     from app.training import Training
 
-    training = Training(config, prepared, dataset, run_dir)
+    run_directory.start(overwrite=config.overwrite)
+    training = Training(config, prepared, dataset, run_directory.path)
     console.say(
         f"{config.strategy}: {config.model} on {dataset.name},"
         f" {len(dataset.train_images):,} training images"

@@ -17,7 +17,8 @@ class ImageDataset:
     """Training and test images of ten classes.
 
     Attributes:
-        name: "fashion_mnist" or "synthetic", as it stands in plots and files.
+        name: "fashion_mnist", "synthetic", or "unverified" for files of Fashion-MNIST's format
+            with other content; as it stands in plots and files.
         train_images: uint8 `(N, 28, 28, 1)`.
         train_labels: uint8 `(N,)`, in 0 to 9.
         test_images: uint8 `(M, 28, 28, 1)`.
@@ -32,10 +33,11 @@ class ImageDataset:
 
     def sha256(self) -> str:
         """Returns a hash of all images and labels: what was trained on, to the bit and in order."""
-        digest = hashlib.sha256()
-        for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
-            digest.update(np.ascontiguousarray(array))
-        return digest.hexdigest()
+        return _sha256(self.train_images, self.train_labels, self.test_images, self.test_labels)
+
+    def sha256_of_test_part(self) -> str:
+        """Returns a hash of the test images and labels, whatever the training part."""
+        return _sha256(self.test_images, self.test_labels)
 
     def with_train_subset(self, num_examples: int, seed: int) -> "ImageDataset":
         """Returns the set with a training part of `num_examples`, as many of each class.
@@ -56,3 +58,10 @@ class ImageDataset:
         return dataclasses.replace(
             self, train_images=self.train_images[chosen], train_labels=self.train_labels[chosen]
         )
+
+
+def _sha256(*arrays: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()

@@ -68,7 +68,7 @@ def load_fashion_mnist(
             return _load_from(folder, "FASHION_MNIST_DIR", allow_unverified)
         except DataMissingError:
             looked.append(f"FASHION_MNIST_DIR={folder}")
-    tfds_dir = pathlib.Path(environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()
+    tfds_dir = pathlib.Path(environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
     if not _is_prepared(tfds_dir):
         _download(tfds_dir, looked)
     return _load_prepared(tfds_dir, allow_unverified)
@@ -98,12 +98,12 @@ def _find_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
 
 def _load_idx(paths: Mapping[str, pathlib.Path], allow_unverified: bool) -> ImageDataset:
     """Loads the four original files, each checked for itself and images against labels."""
-    arrays = {}
+    arrays, verified = {}, []
     for name, path in paths.items():
         content = _read(path)
         arrays[name] = _parse_idx(content, path, is_images="images" in name)
-        _check_hash(name, content, path, allow_unverified)
-    return _assemble(arrays, paths)
+        verified.append(_has_right_hash(name, content, path, allow_unverified))
+    return _assemble(arrays, paths, all(verified))
 
 
 def _read(path: pathlib.Path) -> bytes:
@@ -171,16 +171,20 @@ def _parse_idx(content: bytes, path: pathlib.Path, *, is_images: bool) -> np.nda
     return array
 
 
-def _check_hash(name: str, content: bytes, path, allow_unverified: bool) -> None:
+def _has_right_hash(name: str, content: bytes, path, allow_unverified: bool) -> bool:
+    """Compares with the original's SHA-256; another one is refused unless it is allowed."""
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256[name] and not allow_unverified:
         raise DataError(
             f"{path}: its content has SHA-256 {found[:12]}… — Fashion-MNIST has"
             f" {SHA256[name][:12]}…; get it again, or accept it with --allow_unverified_data"
         )
+    return found == SHA256[name]
 
 
-def _assemble(arrays: Mapping[str, np.ndarray], sources: Mapping[str, object]) -> ImageDataset:
+def _assemble(
+    arrays: Mapping[str, np.ndarray], sources: Mapping[str, object], verified: bool
+) -> ImageDataset:
     """Puts four arrays together, as many labels as images."""
     names = list(SHA256)
     for images, labels in (names[:2], names[2:]):
@@ -190,7 +194,8 @@ def _assemble(arrays: Mapping[str, np.ndarray], sources: Mapping[str, object]) -
                 f" {len(arrays[labels])} labels — one label for each image is required;"
                 " get both again"
             )
-    return ImageDataset("fashion_mnist", *(arrays[name] for name in names))
+    name = "fashion_mnist" if verified else "unverified"
+    return ImageDataset(name, *(arrays[name] for name in names))
 
 
 def _is_prepared(tfds_dir: pathlib.Path) -> bool:
@@ -208,7 +213,7 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.hashing import Hasher
 
-    arrays = {}
+    arrays, verified = {}, []
     for split, prefix in (("train", "train"), ("test", "t10k")):
         try:
             builder = tfds.builder("fashion_mnist", data_dir=tfds_dir)
@@ -230,33 +235,41 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
         ):
             shape = array.shape[:3]
             content = struct.pack(f">I{len(shape)}I", magic, *shape) + array.tobytes()
-            _check_hash(f"{prefix}-{kind}", content, tfds_dir, allow_unverified)
-            arrays[f"{prefix}-{kind}"] = array
-    return _assemble(arrays, dict.fromkeys(arrays, tfds_dir))
+            name = f"{prefix}-{kind}"
+            verified.append(_has_right_hash(name, content, tfds_dir, allow_unverified))
+            arrays[name] = array
+    return _assemble(arrays, dict.fromkeys(arrays, tfds_dir), all(verified))
 
 
 def _download(tfds_dir: pathlib.Path, looked: list[str]) -> None:
     """Lets TFDS download and prepare the set in `tfds_dir`.
 
     Files that lie in `downloads/manual` below it are taken from there, checksums verified, without
-    any network (FACTS 19).
+    any network.
     """
     manual_dir = tfds_dir / "downloads" / "manual"
     has_files = all((manual_dir / f"{name}.gz").is_file() for name in SHA256)
     looked = [*looked, f"{tfds_dir}/fashion_mnist", str(manual_dir)]
     import tensorflow_datasets as tfds
 
-    try:
-        builder = tfds.builder("fashion_mnist", data_dir=tfds_dir)
-        if not has_files:
+    builder = tfds.builder("fashion_mnist", data_dir=tfds_dir)
+    if not has_files:
+        try:
             _check_connection(builder.URL)
+        except OSError as error:
+            raise DataMissingError(
+                f"Fashion-MNIST is in none of {', '.join(looked)} and cannot be downloaded"
+                f" ({_first_line(error)}) — the data is required; {HOW_TO_GET}"
+            ) from error
+    try:
         builder.download_and_prepare(
             download_config=tfds.download.DownloadConfig(manual_dir=manual_dir)
         )
-    except Exception as error:  # Network, disk, checksum: TFDS raises many kinds.
-        raise DataMissingError(
-            f"Fashion-MNIST is in none of {', '.join(looked)} and cannot be downloaded"
-            f" ({_first_line(error)}) — the data is required; {HOW_TO_GET}"
+    except Exception as error:  # A checksum, the disk, a connection that broke: many kinds.
+        source = manual_dir if has_files else builder.URL
+        raise DataError(
+            f"{tfds_dir}: cannot be prepared from {source} ({_first_line(error)}) — the original"
+            f" files and a disk with room are required; mend that, or {HOW_TO_GET}"
         ) from error
 
 

@@ -49,7 +49,7 @@ def train_dataset(
         return batches.map(lambda b: order[b * global_batch_size : (b + 1) * global_batch_size])
 
     # Permuting once an epoch and gathering for each batch takes a third of the time of
-    # permuting in each step, and a fifth of `shuffle` (FACTS 1).
+    # permuting in each step, and a fifth of `shuffle`: 0.17, 0.52 and 0.86 ms a batch of 256.
     epochs = tf.data.Dataset.range(start_epoch, np.iinfo(np.int64).max)
     return _gather(epochs.flat_map(index_batches), images, labels)
 
@@ -68,7 +68,8 @@ def _gather(indices: tf.data.Dataset, images: np.ndarray, labels: np.ndarray) ->
         images, labels = tf.constant(images), tf.constant(labels, tf.int32)
     batches = indices.map(lambda i: (tf.gather(images, i), tf.gather(labels, i)))
     options = tf.data.Options()
-    # Automatic tuning may stall for seconds when an iterator is destroyed (FACTS 1).
+    # With automatic tuning the end of an iterator can wait for the tuning thread, whose pauses
+    # double: an epoch of 7.6 s of work was seen to take 10.2 s, or 20.5 s.
     options.autotune.enabled = False
     options.threading.private_threadpool_size = 1
     options.deterministic = True

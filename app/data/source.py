@@ -22,7 +22,7 @@ def load_dataset(
             was named, and data that is damaged, are never replaced by generated images.
         data_dir: where to look, and then nowhere else.
         allow_unverified: accept real data whose hash differs.
-        warn: told when generated images take the place of real ones.
+        warn: told when generated images take the place of real ones, or others are accepted.
 
     Raises:
         DataError: missing or damaged.
@@ -30,7 +30,10 @@ def load_dataset(
     if name == "synthetic":
         return generate_synthetic()
     try:
-        return load_fashion_mnist(data_dir, allow_unverified=allow_unverified)
+        dataset = load_fashion_mnist(data_dir, allow_unverified=allow_unverified)
+        if dataset.name == "unverified":
+            warn("UNVERIFIED images, not those of Fashion-MNIST: as --allow_unverified_data allows")
+        return dataset
     except DataMissingError as error:
         if name == "fashion_mnist" or data_dir:
             raise

@@ -5,7 +5,7 @@ import itertools
 import pathlib
 from collections.abc import Sequence
 
-from app import console
+from app.errors import DataError
 from app.proof.difference import WeightDifference
 from app.records.checkpoint import load_newest_checkpoint
 from app.records.history import Summary, load_summary
@@ -31,7 +31,7 @@ class PairVerdict:
 
     def __str__(self):
         first, second = self.strategies
-        after = f"after {console.count(self.num_steps, 'step')}"
+        after = f"after {self.num_steps} step" + ("s" if self.num_steps > 1 else "")
         if self.difference.identical:
             return f"{first} and {second}: bit-identical weights {after}"
         return (
@@ -42,8 +42,22 @@ class PairVerdict:
 
 
 def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
-    """Compares the final weights of each pair of runs."""
-    runs = [(load_summary(path), load_newest_checkpoint(path)) for path in run_dirs]
+    """Compares the final weights of each pair of runs.
+
+    Raises:
+        DataError: they were not trained on the same images.
+    """
+    summaries = [load_summary(path) for path in run_dirs]
+    if len({summary.dataset_sha256 for summary in summaries}) > 1:
+        found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
+        raise DataError(
+            f"trained on different images: {found} — the same are required; name the data set"
+            " with --dataset and use --overwrite"
+        )
+    runs = [
+        (summary, load_newest_checkpoint(path))
+        for summary, path in zip(summaries, run_dirs, strict=True)
+    ]
     return [
         PairVerdict(
             strategies=(first.strategy, second.strategy),
@@ -61,9 +75,9 @@ def _has_batch_norm(state) -> bool:
 
 def _explain(first: Summary, second: Summary, *, has_batch_norm: bool) -> str:
     """Says what two trainings do differently by design; it does not measure that this is all."""
-    if first.num_replicas == second.num_replicas:
-        return "Expected: none, both should add in the same order. This wants an explanation."
-    if has_batch_norm:
+    if (first.num_replicas, first.all_reduce) == (second.num_replicas, second.all_reduce):
+        return "Not expected: both should add in the same order. This wants an explanation."
+    if has_batch_norm and first.num_replicas != second.num_replicas:
         return (
             "Expected: each replica normalises with the statistics of its own shard"
             " (--batch_norm=average), so another number of replicas is another training."

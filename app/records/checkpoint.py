@@ -51,11 +51,9 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
     parent.mkdir(exist_ok=True)
     path = parent / f"step-{checkpoint.step:08d}"
     older = [other for other in _checkpoints(run_dir) if other != path]
-    if path.exists():  # A run that was cut off after it had saved makes the same step again.
-        shutil.rmtree(path)
     write_atomically(path, lambda temporary: _write(temporary, checkpoint))
-    for other in older:
-        shutil.rmtree(other)
+    for other in older:  # Renamed first: nothing half-deleted is seen under a final name.
+        shutil.rmtree(other.rename(other.with_name(f".{other.name}.tmp")))
 
 
 def _write(directory: pathlib.Path, checkpoint: Checkpoint) -> None:
@@ -85,7 +83,14 @@ def load_newest_checkpoint(run_dir: pathlib.Path) -> Checkpoint | None:
         CheckpointError: it is damaged.
     """
     paths = _checkpoints(run_dir)
-    return _load(paths[-1]) if paths else None
+    if not paths:
+        return None
+    try:
+        return _load(paths[-1])
+    except CheckpointError:
+        if paths[-1].exists():
+            raise
+        return load_newest_checkpoint(run_dir)  # The run has just replaced it by a newer one.
 
 
 def _checkpoints(run_dir: pathlib.Path) -> list[pathlib.Path]:
@@ -110,7 +115,7 @@ def _load(path: pathlib.Path) -> Checkpoint:
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{path}: unusable checkpoint ({error}) — one that verifies is required;"
-            " train again with --overwrite"
+            " train again into another directory"
         ) from error
 
 

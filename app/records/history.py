@@ -41,7 +41,9 @@ class Summary:
 
     `status` is "running" until the last epoch is done, then "finished". `epoch_sec` and
     `images_per_sec` are medians over the epochs. `weights_sha256` hashes the weights in model
-    order: two runs are the same training exactly if it is the same.
+    order: two runs are the same training exactly if it is the same. Sums are cut up by the
+    threads of an operation, so another `intra_op_threads` gives other last bits; 0 is TensorFlow's
+    own choice.
     """
 
     status: str
@@ -50,6 +52,8 @@ class Summary:
     num_replicas: int
     devices: list[str]
     simulated_devices: bool
+    intra_op_threads: int
+    all_reduce: str
     model: str
     num_parameters: int
     dataset: str

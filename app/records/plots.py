@@ -14,7 +14,11 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from app.records.files import write_atomically
 from app.records.history import EpochRecord, Summary, load_history, load_summary
 
-_DATASET_TITLES = {"fashion_mnist": "Fashion-MNIST", "synthetic": "GENERATED garments"}
+_DATASET_TITLES = {
+    "fashion_mnist": "Fashion-MNIST",
+    "synthetic": "GENERATED garments",
+    "unverified": "UNVERIFIED images",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,11 @@ def _draw_one(summary: Summary, history: Sequence[EpochRecord]) -> Figure:
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="lower right")
     figure.suptitle(
-        f"{_what(summary)}\n{_where(summary)}", fontsize=11, ha="left", x=0.02, linespacing=1.4
+        f"{_what(summary)}\n{summary.strategy} on {_where(summary)}",
+        fontsize=11,
+        ha="left",
+        x=0.02,
+        linespacing=1.4,
     )
     return figure
 
@@ -82,7 +90,10 @@ def _draw_several(runs: Sequence[tuple[Summary, Sequence[EpochRecord]]]) -> Figu
             _draw_curve(axes, history, field, look, summary.strategy)
         _finish(axes, runs[0][0].epochs, name)
     panels[0].legend(loc="lower right")
-    lines = dict.fromkeys(_where(summary) for summary, _ in runs)
+    places: dict[str, list[str]] = {}
+    for summary, _ in runs:
+        places.setdefault(_where(summary), []).append(summary.strategy)
+    lines = [f"{', '.join(strategies)} on {place}" for place, strategies in places.items()]
     figure.suptitle(
         "\n".join([_what(runs[0][0]), *lines]), fontsize=11, ha="left", x=0.02, linespacing=1.4
     )
@@ -125,9 +136,7 @@ def _what(summary: Summary) -> str:
 
 
 def _where(summary: Summary) -> str:
-    kind = "GPU" if "GPU" in summary.devices[0] else "CPU"
     if summary.simulated_devices:
-        where = f"{summary.num_replicas} simulated devices: timing is not scaling"
-    else:
-        where = f"{summary.num_replicas} {kind}" + ("s" if summary.num_replicas > 1 else "")
-    return f"{summary.strategy} on {where}"
+        return f"{summary.num_replicas} simulated devices: timing is not scaling"
+    kind = "GPU" if "GPU" in summary.devices[0] else "CPU"
+    return f"{summary.num_replicas} {kind}" + ("s" if summary.num_replicas > 1 else "")

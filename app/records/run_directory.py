@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import json
 import os
 import pathlib
@@ -13,40 +14,74 @@ from app.errors import CheckpointError, OutputError
 from app.records.files import write_json
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
-# All that a command writes beside its configuration, and so all that --overwrite throws away.
+# All that a command writes beside its log, and so all that --overwrite throws away.
 _RECORDS = (
     *("history.jsonl", "summary.json", "accuracy.png", "accuracy.svg", "compare.json"),
-    *("checkpoints", LOG_FILE, CONFIG_FILE),
+    *("checkpoints", CONFIG_FILE),
 )
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 
+class RunDirectory:
+    """A directory that this process holds for one run.
+
+    Args:
+        path: where it is.
+        config: what the result depends on, as it stands in `config.json`.
+    """
+
+    def __init__(self, path: pathlib.Path, config: dict):
+        self.path = path
+        self._config = {**_WRITTEN_BY, **json.loads(json.dumps(config))}
+
+    def holds_this_run(self) -> bool:
+        """Tells whether a run of this configuration was started here.
+
+        Raises:
+            CheckpointError: it is a run of another configuration.
+        """
+        if not (self.path / CONFIG_FILE).exists():
+            return False
+        old, new = load_run_config(self.path), self._config
+        changes = [
+            f"{name} {old.get(name)} → {new.get(name)}"
+            for name in {**old, **new}
+            if old.get(name) != new.get(name)
+        ]
+        if changes:
+            raise CheckpointError(
+                f"--out={self.path} holds a run of another configuration ({'; '.join(changes)})"
+                " — the same one is required to go on with it; choose another directory,"
+                " or --overwrite to start anew"
+            )
+        return True
+
+    def start(self, *, overwrite: bool) -> None:
+        """Begins the run, or goes on with it, once all that can be refused has been checked.
+
+        Args:
+            overwrite: throw away what another run has written here, and nothing else.
+        """
+        for leftover in [*self.path.glob(".*.tmp"), *self.path.glob("checkpoints/.*.tmp")]:
+            _remove(leftover)
+        if overwrite:
+            for name in _RECORDS:  # The configuration goes last: until then it is a run of ours.
+                _remove(self.path / name)
+        if not (self.path / CONFIG_FILE).exists():
+            write_json(self.path / CONFIG_FILE, self._config)
+
+
 @contextlib.contextmanager
-def open_run_directory(
-    path: pathlib.Path, config: dict, *, overwrite: bool = False
-) -> Iterator[pathlib.Path]:
-    """Makes `path` the directory of a run of `config`, or finds it to be one, and holds its lock.
+def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirectory]:
+    """Makes `path` with its parents, or finds it to be ours, and holds its lock.
 
     The lock is the kernel's: it ends with the process, however that ends.
 
-    Args:
-        path: made with its parents where it does not exist.
-        config: what the result depends on, as it stands in `config.json`.
-        overwrite: throw another run away instead of refusing.
-
     Raises:
         OutputError: it cannot be made or written, holds something else, or is in use.
-        CheckpointError: it holds a run of another configuration.
     """
     with _locked(path):
-        if overwrite:
-            _clear(path)
-        config = {**_WRITTEN_BY, **json.loads(json.dumps(config))}
-        if (path / CONFIG_FILE).exists():
-            _check_same(path, load_run_config(path), config)
-        else:
-            write_json(path / CONFIG_FILE, config)
-        yield path
+        yield RunDirectory(path, config)
 
 
 def load_run_config(path: pathlib.Path) -> dict:
@@ -102,7 +137,8 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 
 def _is_foreign(path: pathlib.Path) -> bool:
     """Tells whether `path` holds anything, but not the configuration of a run of ours."""
-    if {entry.name for entry in path.iterdir()} <= {LOCK_FILE, LOG_FILE}:
+    names = {entry.name for entry in path.iterdir() if not fnmatch.fnmatch(entry.name, ".*.tmp")}
+    if names <= {LOCK_FILE, LOG_FILE}:
         return False
     try:
         load_run_config(path)
@@ -111,28 +147,11 @@ def _is_foreign(path: pathlib.Path) -> bool:
     return False
 
 
-def _clear(path: pathlib.Path) -> None:
-    """Removes what a run wrote and nothing else; the configuration goes last."""
-    for name in _RECORDS:
-        entry = path / name
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
-
-
-def _check_same(path: pathlib.Path, old: dict, new: dict) -> None:
-    changes = [
-        f"{name} {old.get(name)} → {new.get(name)}"
-        for name in {**old, **new}
-        if old.get(name) != new.get(name)
-    ]
-    if changes:
-        raise CheckpointError(
-            f"--out={path} holds a run of another configuration ({'; '.join(changes)})"
-            " — the same one is required to go on with it; choose another directory,"
-            " or --overwrite to start anew"
-        )
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,51 @@
+"""Puts recipe, model and strategy together: replicas on devices, new or from a checkpoint."""
+
+from app.config import Config
+from app.devices import Devices
+from app.errors import CheckpointError, ConfigError
+from app.recipes import RECIPES
+from app.records.checkpoint import Checkpoint
+from models import MODELS
+from strategies import STRATEGIES
+from strategies.base import Strategy
+
+
+def build_strategy(
+    config: Config, devices: Devices, *, learning_rate: float, num_steps: int
+) -> Strategy:
+    """Builds the strategy of `config` with its model and optimizer on every device.
+
+    Args:
+        config: names the strategy, the model and the recipe.
+        devices: where the replicas go.
+        learning_rate: the peak.
+        num_steps: of the whole training, for schedules.
+
+    Raises:
+        ConfigError: the strategy has no such all-reduce on these devices.
+    """
+    recipe = RECIPES[config.recipe]
+    try:
+        strategy = STRATEGIES[config.strategy](devices.names, all_reduce=config.all_reduce)
+    except ValueError as error:
+        raise ConfigError(f"{error}; choose other devices or --all_reduce=auto") from error
+    strategy.build(
+        lambda: recipe.build_model(MODELS[config.model], config.seed),
+        lambda: recipe.create_optimizer(learning_rate, num_steps),
+    )
+    return strategy
+
+
+def restore(strategy: Strategy, checkpoint: Checkpoint) -> None:
+    """Gives every replica the state of a checkpoint.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    try:
+        strategy.load_state(checkpoint.state)
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint of step {checkpoint.step}: {error} — one of the same model is required;"
+            " choose another run"
+        ) from error
