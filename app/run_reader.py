@@ -54,9 +54,8 @@ class SavedRun:
             ConfigError: they are generated, but real ones were named.
             DataError: missing, damaged, or others than the run's.
         """
-        name, test_part_sha256 = (
-            self.checkpoint.origin[key] for key in ("dataset", "test_part_sha256")
-        )
+        origin = self.checkpoint.origin
+        name = origin["dataset"]
         if name == "synthetic" and self.config.data_dir:
             raise ConfigError(
                 f"--data_dir={self.config.data_dir} with a run on generated images — no data is"
@@ -68,7 +67,7 @@ class SavedRun:
             allow_unverified=self.config.allow_unverified_data,
             warn=console.warn,
         )
-        if dataset.sha256_of_test_part() != test_part_sha256:
+        if dataset.sha256_of_test_part() != origin["test_part_sha256"]:
             raise DataError(
                 f"the test images found are not those of {self.config.run} (its data set:"
                 f" {name}) — the same images are required; name their folder with --data_dir"
