@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import re
 import sys
+import textwrap
 
 from absl import flags
 
@@ -165,10 +166,10 @@ def help_text() -> str:
         for name, (_, values, text) in members.items():
             flag = f"--{name}={values}" if values else f"--{name}"
             default = defaults[name]
-            if default not in (None, False, ()):
+            if default is not None and default is not False and default != ():
                 shown = ",".join(default) if isinstance(default, tuple) else default
                 text += f" [{shown}]"
-            lines += [f"  {flag}", f"      {text}"]
+            lines += [f"  {flag}", textwrap.indent(textwrap.fill(text, 72), "      ")]
     lines += [
         "",
         "  --verbosity=-1|0|1",

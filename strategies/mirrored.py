@@ -37,7 +37,7 @@ class MirroredStrategy(Strategy):
             )
 
     def default_all_reduce(self):
-        return "nccl" if "GPU" in self.devices[0] else "sum_on_one"
+        return "nccl" if "GPU" in self.devices[0] and self.num_replicas > 1 else "sum_on_one"
 
     def build(self, model_fn, optimizer_fn):
         with self._tf_strategy.scope():

@@ -43,6 +43,8 @@ def test_help_shows_commands_first_and_every_default(word):
     assert result.returncode == 0 and result.stderr == ""
     assert result.stdout.index("compare") < result.stdout.index("--model=")
     assert "[256]" in result.stdout and "[d2l]" in result.stdout
+    assert "follow from it. [0]" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_a_terminal_without_unicode_gets_help_all_the_same():
