@@ -75,10 +75,10 @@ GROUPS = {
 
 _HELP = {"h", "help", "helpshort", "helpfull", "helpxml"}
 COMMAND_HELP = {
-    "train": "train, and leave history, plots, checkpoint and summary in one directory",
+    "train": "one training, with history, plots and checkpoint in one directory",
     "evaluate": "test accuracy of a run, on any strategy and number of devices",
     "predict": "class and probability of images, the batch split over the replicas",
-    "compare": "train with several strategies from the same weights and set them side by side",
+    "compare": "several strategies from the same weights and data, side by side",
 }
 
 
