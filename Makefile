@@ -22,6 +22,7 @@ setup: $(BIN)/.installed
 $(BIN)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python %d.%d — 3.11 or newer is required; use make PYTHON=python3.11" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing TensorFlow and what else is needed into .venv: once, a minute or two"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 

@@ -3,17 +3,28 @@
 from app.config import Config
 from app.records.history import Summary
 
+DATASET_CAVEATS = {
+    "synthetic": "GENERATED images in place of Fashion-MNIST: accuracies are not comparable",
+    "unverified": "UNVERIFIED images: these are not the accuracies of Fashion-MNIST",
+}
+_CHANCE = 0.15  # Ten classes: guessing is right once in ten times.
+
 
 def caveats(config: Config, summary: Summary) -> list[str]:
     """Returns a line for each way in which a run is not what its command asked for first."""
     lines = []
     if config.dataset == "auto" and summary.dataset == "synthetic":
-        lines.append("GENERATED images in place of Fashion-MNIST: accuracies are not comparable")
+        lines.append(DATASET_CAVEATS["synthetic"])
     if summary.dataset == "unverified":
-        lines.append("UNVERIFIED images: these are not the accuracies of Fashion-MNIST")
+        lines.append(DATASET_CAVEATS["unverified"])
     if config.num_gpus and "CPU" in summary.devices[0]:
         lines.append(
             f"--num_gpus={config.num_gpus}, but no GPU: these are logical CPU devices, and their"
             " times say nothing of GPUs"
+        )
+    if summary.test_accuracy < _CHANCE:
+        lines.append(
+            f"test accuracy {summary.test_accuracy:.4f} is hardly better than guessing: nothing has"
+            " been learned yet; use more --epochs, or another --learning_rate or --recipe"
         )
     return lines

@@ -5,6 +5,7 @@ Results go to standard output, warnings and errors to standard error.
 
 import logging
 import os
+import pathlib
 import shlex
 import sys
 import time
@@ -50,15 +51,21 @@ def report_error(error) -> int:
 
 
 def report_interruption(what: str, exit_code: int) -> int:
-    """Says how to go on from the last finished epoch; returns the exit code."""
+    """Says how to go on, where an epoch was finished; returns the exit code."""
     _log.error("%s", what)
     log_file = _log_file()
-    if log_file:
-        what += (
-            " — finished epochs are saved; go on with the same command,"
-            f" --out={shlex.quote(os.path.dirname(log_file))} and no --overwrite"
+    run_dir = pathlib.Path(os.path.relpath(os.path.dirname(log_file))) if log_file else None
+    if run_dir and (run_dir.parent / "config.json").exists():
+        _write(sys.stderr, f"{what}: {run_dir.name}")  # Part of a comparison, which says more.
+    elif run_dir and any(run_dir.glob("**/checkpoints/step-*")):
+        out = shlex.quote(str(run_dir))
+        _write(
+            sys.stderr,
+            f"{what} — finished epochs are saved; go on with the same command and --out={out}"
+            " (without --overwrite)",
         )
-    _write(sys.stderr, what)
+    else:
+        _write(sys.stderr, f"{what} — no epoch was finished, nothing is saved")
     return exit_code
 
 
@@ -142,8 +149,8 @@ class Progress:
         """Prints the line of a finished epoch; the bar stays below it."""
         line = (
             f"epoch {record.epoch:>{len(str(self._epochs))}}/{self._epochs}"
-            f"  loss {record.train_loss:.4f}  train acc {record.train_accuracy:.4f}"
-            f"  test acc {record.test_accuracy:.4f}  {record.epoch_sec:.2f} s"
+            f"  loss {record.train_loss:.4f}  train {record.train_accuracy:.4f}"
+            f"  test {record.test_accuracy:.4f}  {record.epoch_sec:.2f} s"
             f"  {record.images_per_sec:,.0f} images/s"
         )
         if self._bar:

@@ -8,6 +8,7 @@ import textwrap
 
 from absl import flags
 
+from app import console
 from app.config import COMMANDS, Config
 from app.errors import ConfigError
 
@@ -110,7 +111,7 @@ def parse_config(argv: list[str]) -> Config:
         ConfigError: an unknown flag or command, a stray word or a value that cannot be meant.
     """
     if any(word == "help" or word.lstrip("-") in _HELP for word in argv[1:]):
-        print(help_text())
+        console.say(help_text())
         sys.exit(0)
     try:
         words = FLAGS(argv)[1:]

@@ -8,7 +8,7 @@ from app.config import Config
 from app.data.dataset import ImageDataset
 from app.data.source import load_dataset
 from app.devices import Devices
-from app.errors import CheckpointError, ConfigError, DataError
+from app.errors import CheckpointError, ConfigError, DataError, OutputError
 from app.records.checkpoint import Checkpoint, load_newest_checkpoint
 from app.records.run_directory import load_run_config
 
@@ -38,6 +38,12 @@ class SavedRun:
         """
         run_dir = pathlib.Path(config.run)
         run_config = load_run_config(run_dir)
+        if "," in str(run_config.get("strategy")):
+            first = str(run_config["strategy"]).split(",")[0]
+            raise OutputError(
+                f"--run={run_dir} is a comparison — one of its runs is required;"
+                f" for example --run={run_dir / first}"
+            )
         checkpoint = load_newest_checkpoint(run_dir)
         if checkpoint is None:
             raise CheckpointError(

@@ -7,9 +7,15 @@ Every device holds a full copy of the model, a *replica*. One step of training i
 3. an all-reduce: every device gets the sum of all the gradients;
 4. on each device, the same update with the same gradient.
 
-Because all replicas start from the same weights and all make the same update, they stay equal, bit
-for bit, without ever exchanging a weight. The loops over the replicas below run while the step is
-*traced*; what they leave behind is one graph, in which all devices work at the same time.
+Because all replicas start from the same weights and all make the same update, their weights stay
+equal, bit for bit, without ever being exchanged. (What BatchNorm averages over time is no weight:
+it follows each replica's own shards, and `base.py` averages it when it is needed.)
+
+`base.py` compiles the step with `tf.function`. So the loops over the replicas below run once, while
+the step is *traced*; what they leave behind is one graph, in which all devices work side by side.
+
+In "Dive into Deep Learning", section "Training on Multiple GPUs", the same parts are called
+`get_params` (here `build`), `split_batch`, `allreduce` and `train_batch` (here `train_step`).
 """
 
 from typing import NamedTuple
@@ -17,7 +23,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from strategies.base import StepTotals, Strategy
+from strategies.base import StepTotals, Strategy, classify
 from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce, broadcast, split_batch
 from strategies.loss import shard_loss
 
@@ -45,7 +51,8 @@ class ManualStrategy(Strategy):
             self.replicas.append(replica)
         self.model, self.optimizer = self.replicas[0].model, self.replicas[0].optimizer
 
-        # Training starts from one point: the weights of replica 0, on every device.
+        # Training starts from one point: the weights of replica 0, on every device. Optimizers
+        # hold nothing but zeros yet, so theirs are the same already.
         per_replica_weights = broadcast(self.model.variables, self.devices)
         for replica, weights in zip(self.replicas, per_replica_weights, strict=True):
             for variable, weight in zip(replica.model.variables, weights, strict=True):
@@ -59,7 +66,9 @@ class ManualStrategy(Strategy):
         global_images, global_labels = next(iterator)
         shards = split_batch((global_images, global_labels), self.devices)
 
-        # 2. On each device, the gradient of its shard's part in the loss of the global batch.
+        # 2. On each device, the gradient of its shard's part in the loss of the global batch: the
+        #    shard's losses, summed, over the number of *all* examples. So the sum of step 3 is the
+        #    gradient of the mean over the global batch, whatever the sizes of the shards.
         per_replica_gradients, per_replica_totals = [], []
         for replica, (images, labels) in zip(self.replicas, shards, strict=True):
             with tf.device(replica.device):
@@ -87,7 +96,7 @@ class ManualStrategy(Strategy):
         per_replica_results = []
         for replica, (images, labels) in zip(self.replicas, shards, strict=True):
             with tf.device(replica.device):
-                logits = replica.model(images, training=False)
+                logits = classify(replica.model, images)
                 _, totals = shard_loss(logits, labels, tf.size(global_labels))
             per_replica_results.append((logits, totals))
         return per_replica_results

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from strategies.base import Strategy
+from strategies.base import Strategy, classify
 from strategies.collectives import add_in_order, shard_bounds
 from strategies.loss import shard_loss
 
@@ -82,7 +82,7 @@ class MirroredStrategy(Strategy):
 
     def forward(self, iterator):
         def replica_forward(images, labels, num_global_examples):
-            logits = self.model(images, training=False)
+            logits = classify(self.model, images)
             _, totals = shard_loss(logits, labels, num_global_examples)
             return logits, totals
 

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from strategies.base import Strategy
+from strategies.base import Strategy, classify
 from strategies.loss import shard_loss
 
 
@@ -38,7 +38,7 @@ class SingleStrategy(Strategy):
     def forward(self, iterator):
         images, labels = next(iterator)
         with tf.device(self.devices[0]):
-            logits = self.model(images, training=False)
+            logits = classify(self.model, images)
             _, totals = shard_loss(logits, labels, tf.size(labels))
         return [(logits, totals)]
 

@@ -20,7 +20,7 @@ ALLOWED = {
     "app/errors.py": set(),
     "app/recipes.py": set(),
     "app/config.py": {"app.errors"},
-    "app/flags.py": {"app.config", "app.errors"},
+    "app/flags.py": {"app.config", "app.errors", "app.console"},
     "app/devices.py": {"app.config", "app.errors", "app.console"},
     "app/console.py": set(),
     "app/caveats.py": {"app.config", "app.records"},

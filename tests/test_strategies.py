@@ -232,6 +232,24 @@ def test_prediction_keeps_the_order(images, name, num_images):
     np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", PARALLEL)
+def test_fewer_images_than_replicas(images, name, model):
+    """Empty shards, with the fused kernels of the real models."""
+
+    def build():
+        inputs = keras.Input((28, 28, 1), dtype="uint8")
+        return keras.Model(inputs, MODELS[model]()(keras.layers.Rescaling(1 / 255)(inputs)))
+
+    strategy = create(name, 3, build)
+    logits = strategy.predict(images[0][:4], global_batch_size=3)  # 1, 1, 1 and then 1, 0, 0.
+    alone = strategy.predict(images[0][3:4])
+    assert logits.shape == (4, 10) and np.all(np.isfinite(logits))
+    np.testing.assert_allclose(alone[0], logits[3], rtol=1e-4, atol=1e-5)
+    dataset = eval_dataset(images[0][:4], images[1][:4], global_batch_size=3)
+    assert strategy.evaluate(dataset).examples == 4
+
+
 @pytest.mark.parametrize("writer", STRATEGIES)
 @pytest.mark.parametrize("reader", STRATEGIES)
 def test_any_strategy_goes_on_from_the_state_of_any_other(images, writer, reader):

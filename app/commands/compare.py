@@ -34,7 +34,9 @@ def run(config: Config) -> int:
             run_directory.holds_this_run()
         run_directory.start(overwrite=config.overwrite)
         # `single` last: what the number of replicas makes impossible shows at once.
-        for strategy in sorted(config.strategies, key=lambda name: name == "single"):
+        order = sorted(config.strategies, key=lambda name: name == "single")
+        console.say(f"training with {', '.join(order)}, one after another")
+        for strategy in order:
             console.say(f"\n{strategy}")
             exit_code = _train_in_own_process(config, strategy, path / strategy)
             if exit_code:

@@ -1,6 +1,7 @@
 """`evaluate`: test accuracy of a run, on any strategy and number of devices."""
 
 from app import console, devices
+from app.caveats import DATASET_CAVEATS
 from app.config import Config
 from app.run_reader import SavedRun
 
@@ -18,5 +19,7 @@ def run(config: Config) -> int:
         f"{saved.config.model} of {config.run}, step {saved.checkpoint.step}, on {dataset.name}:"
         f" {totals.correct:,} of {totals.examples:,} right, test loss {totals.loss:.4f}"
     )
+    if dataset.name in DATASET_CAVEATS:
+        console.warn(DATASET_CAVEATS[dataset.name])
     console.say(f"test acc: {totals.accuracy:.4f} with {strategy.name} on {strategy.devices}")
     return 0

@@ -3,6 +3,7 @@
 import numpy as np
 
 from app import console, devices
+from app.caveats import DATASET_CAVEATS
 from app.config import Config
 from app.data.dataset import CLASS_NAMES
 from app.data.image_files import load_image_files
@@ -25,6 +26,8 @@ def run(config: Config) -> int:
         names = [f"{dataset.name} test image {i}" for i in range(len(images))]
         header = ["image", "class", "probability", "truth"]
         truths = [CLASS_NAMES[label] for label in labels[: len(images)]]
+        if dataset.name in DATASET_CAVEATS:
+            console.warn(DATASET_CAVEATS[dataset.name])
     strategy = saved.rebuild(prepared)
     probabilities = _softmax(strategy.predict(images))
     rows = [

@@ -24,7 +24,7 @@ def run(config: Config) -> int:
             console.say(f"{path} is already finished; this is its result")
         else:
             summary = _train(config, run_directory)
-            console.say(f"saved in {path}")
+            console.say(f"saved in {path}: accuracy.png, history.jsonl, summary.json")
         for caveat in caveats(config, summary):
             console.warn(caveat)
         console.say(summary.last_line())
@@ -64,8 +64,9 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.recipe}, batch"
         f" {config.global_batch_size}, learning rate {training.learning_rate:g}"
     )
-    note = " (simulated devices: timing is not scaling)" if prepared.simulated else ""
-    console.say(f"replicas on {', '.join(prepared.names)}{note}")
+    console.say(f"replicas on {', '.join(prepared.names)}")
+    if prepared.simulated:
+        console.say("simulated devices: they share one processor, timing is not scaling")
     return training.run()
 
 

@@ -76,16 +76,15 @@ def _has_batch_norm(state) -> bool:
 def _explain(first: Summary, second: Summary, *, has_batch_norm: bool) -> str:
     """Says what two trainings do differently by design; it does not measure that this is all."""
     if (first.num_replicas, first.all_reduce) == (second.num_replicas, second.all_reduce):
-        return "Not expected: both should add in the same order. This wants an explanation."
+        return "Both should add in the same order: this wants an explanation."
     if has_batch_norm and first.num_replicas != second.num_replicas:
-        return (
-            "Expected: each replica normalises with the statistics of its own shard"
-            " (--batch_norm=average), so another number of replicas is another training."
+        why = (
+            "each replica normalises with the statistics of its own shard (--batch_norm=average),"
+            " so another number of replicas is another training"
         )
-    return (
-        "Expected: they add over the batch in another order, and training enlarges what rounding"
-        " leaves; accuracies should agree, weights need not."
-    )
+    else:
+        why = "they add over the batch in another order, and training enlarges what rounding leaves"
+    return f"Some difference has to be: {why}. Whether this is all of it is not measured here."
 
 
 def table_rows(summaries: Sequence[Summary]) -> list[list[str]]:

@@ -119,10 +119,12 @@ def _draw_curve(axes, history, field: str, look: _Look, name: str) -> None:
 def _finish(axes, epochs: int, name: str) -> None:
     axes.set_xlabel("epoch")
     axes.set_ylabel(name)
-    axes.set_xlim(1 - 0.03 * epochs, epochs + 0.03 * epochs)
-    axes.margins(y=0.08)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.set_xlim(1 - max(0.5, 0.03 * epochs), epochs + max(0.5, 0.03 * epochs))
+    low, high = axes.get_ylim()
+    room = max(0.01, (0.2 - (high - low)) / 2)  # Less than 20 points would make noise look large.
+    axes.set_ylim(max(0.0, low - room), min(1.0, high + room))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(True, color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -10,7 +10,7 @@ import pathlib
 import shutil
 from collections.abc import Iterator
 
-from app.errors import CheckpointError, OutputError
+from app.errors import CheckpointError, LockstepError, OutputError
 from app.records.files import write_json
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
@@ -81,7 +81,20 @@ def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirector
         OutputError: it cannot be made or written, holds something else, or is in use.
     """
     with _locked(path):
-        yield RunDirectory(path, config)
+        try:
+            yield RunDirectory(path, config)
+        except (LockstepError, KeyboardInterrupt):
+            _remove_unless_started(path)
+            raise
+
+
+def _remove_unless_started(path: pathlib.Path) -> None:
+    """Leaves no directory behind in which nothing but a lock and a log ever was."""
+    if not (path / CONFIG_FILE).exists():
+        (path / LOCK_FILE).unlink(missing_ok=True)
+        (path / LOG_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # Something else is in it.
+            path.rmdir()
 
 
 def load_run_config(path: pathlib.Path) -> dict:
