@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import keras
 
 REFERENCE_GLOBAL_BATCH_SIZE = 256
+MIN_WARMUP_STEPS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Recipe:
         momentum: of stochastic gradient descent; Nesterov's, where it is not 0.
         weight_decay: fraction of a weight, times the learning rate, taken off in each step.
         warmup: fraction of all steps in which the rate rises to its peak, before it falls along a
-            cosine to 0; None for a constant rate.
+            cosine to 0; None for a constant rate. It rises in 100 steps at least, or in half of
+            all steps where there are fewer than 200.
     """
 
     kernel_initializer: str | Mapping
@@ -32,19 +34,26 @@ class Recipe:
     weight_decay: float | None = None
     warmup: float | None = None
 
-    def learning_rate(self, model: str, global_batch_size: int) -> float:
+    def learning_rate(self, model: str, *, global_batch_size: int, num_steps: int) -> float:
         """Returns the peak learning rate, in proportion to the global batch.
+
+        With a warm-up, a run of fewer than 200 steps has no time to rise to the full peak: its peak
+        is lower in the same proportion. (LeNet, rate 0.2: 79 steps end at 0.48 instead of 0.79, and
+        40 at 0.12 instead of 0.70 without this.)
 
         Reference: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017: the linear scaling rule.
         """
         rate = self.learning_rates.get(model, self.learning_rates["other"])
-        return rate * global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
+        rate *= global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
+        return rate if self.warmup is None else rate * min(1.0, num_steps / (2 * MIN_WARMUP_STEPS))
 
     def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
         """Creates the optimizer of a training of `num_steps` steps in all."""
         schedule = learning_rate
         if self.warmup is not None:
-            warmup_steps = round(self.warmup * num_steps)
+            warmup_steps = max(
+                round(self.warmup * num_steps), min(MIN_WARMUP_STEPS, num_steps // 2)
+            )
             schedule = keras.optimizers.schedules.CosineDecay(
                 0.0,
                 max(1, num_steps - warmup_steps),

@@ -51,8 +51,9 @@ class Training:
         self.steps_per_epoch = num_steps_per_epoch(
             len(dataset.train_images), config.global_batch_size, config.last_batch
         )
+        num_steps = config.epochs * self.steps_per_epoch
         self.learning_rate = config.learning_rate or RECIPES[config.recipe].learning_rate(
-            config.model, config.global_batch_size
+            config.model, global_batch_size=config.global_batch_size, num_steps=num_steps
         )
         self._origin = {
             **{name: getattr(config, name) for name in ("model", "recipe", "seed")},
@@ -61,10 +62,7 @@ class Training:
             "test_part_sha256": dataset.sha256_of_test_part(),
         }
         self.strategy = build_strategy(
-            config,
-            devices,
-            learning_rate=self.learning_rate,
-            num_steps=config.epochs * self.steps_per_epoch,
+            config, devices, learning_rate=self.learning_rate, num_steps=num_steps
         )
         self._step, self._history, self._earlier_sec = 0, [], 0.0
         self._start = time.monotonic()

@@ -10,21 +10,22 @@ from models import MODELS
 
 def test_d2l_is_plain_sgd_with_the_book_s_rates():
     recipe = RECIPES["d2l"]
-    assert recipe.learning_rate("lenet", 256) == 0.2
-    assert recipe.learning_rate("resnet18", 256) == 0.1
-    assert recipe.learning_rate("resnet18", 512) == 0.2
+    for model, size, rate in [("lenet", 256, 0.2), ("resnet18", 256, 0.1), ("resnet18", 512, 0.2)]:
+        assert recipe.learning_rate(model, global_batch_size=size, num_steps=1) == rate
     optimizer = recipe.create_optimizer(0.2, 100)
     assert isinstance(optimizer, keras.optimizers.SGD)
     assert (optimizer.momentum, optimizer.nesterov, optimizer.weight_decay) == (0, False, None)
     assert float(optimizer.learning_rate) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 10, 2350])
-def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps):
+@pytest.mark.parametrize(
+    ("num_steps", "warmup_steps"), [(1, 0), (2, 1), (10, 5), (235, 100), (2350, 470)]
+)
+def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
     schedule = RECIPES["fast"].create_optimizer(0.3, num_steps)._learning_rate
     rates = [float(schedule(step)) for step in range(num_steps + 1)]
     peak = int(np.argmax(rates))
-    assert peak == round(0.2 * num_steps)
+    assert peak == warmup_steps
     assert rates[peak] == pytest.approx(0.3)
     assert rates[:peak] == sorted(rates[:peak])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
@@ -33,7 +34,7 @@ def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps):
 
 def test_an_unnamed_model_has_a_rate():
     for recipe in RECIPES.values():
-        assert recipe.learning_rate("a_new_model", 256) > 0
+        assert recipe.learning_rate("a_new_model", global_batch_size=256, num_steps=10) > 0
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,11 @@ def test_models_take_bytes_and_scale_them(recipe, black, white):
     assert model.inputs[0].dtype == "uint8"
     scale = next(layer for layer in model.layers if isinstance(layer, keras.layers.Rescaling))
     np.testing.assert_allclose(scale(np.uint8([0, 255])), [black, white], rtol=1e-5)
+
+
+def test_a_short_run_of_fast_rises_less_high():
+    def rate(num_steps):
+        return RECIPES["fast"].learning_rate("lenet", global_batch_size=256, num_steps=num_steps)
+
+    assert rate(2350) == rate(200) == 0.2
+    assert rate(40) == pytest.approx(0.04)
