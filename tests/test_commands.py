@@ -193,8 +193,9 @@ def test_compare(tmp_path):
 
 def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):
     result = run_main(
-        "compare", "--strategies=manual,mirrored", *SMALL, "--lr=1e30", f"--out={tmp_path}/c"
-    )
+        "compare", "--strategies=manual,mirrored", *SMALL, "--recipe=d2l", "--lr=1e30",
+        f"--out={tmp_path}/c",
+    )  # fmt: skip
     assert result.returncode == 7
     told, last = result.stderr.splitlines()[-2:]
     assert "learning rate 1e+30" in told
@@ -280,8 +281,8 @@ def test_a_run_that_was_cut_off_is_resumed_by_the_same_command(tmp_path, signal_
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     if signal_number != signal.SIGKILL:
-        assert f"--out={os.path.relpath(tmp_path / 'run')}" in errors
-        assert errors.count("\n") == 1
+        last = errors.splitlines()[-1]
+        assert f"--out={os.path.relpath(tmp_path / 'run')}" in last
     resumed = run_ok(*command)
     assert "resuming after epoch" in resumed.stdout
     history = load_history(tmp_path / "run")
