@@ -4,6 +4,8 @@ python main.py [COMMAND] [--flags]        python main.py --help
 """
 
 import importlib
+import os
+import pathlib
 import signal
 import sys
 
@@ -47,6 +49,8 @@ def _terminate(signal_number, frame):
 
 
 if __name__ == "__main__":
+    nowhere = pathlib.Path(os.devnull)  # For streams that the caller has closed.
+    sys.stdout, sys.stderr = sys.stdout or nowhere.open("w"), sys.stderr or nowhere.open("w")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # A terminal without "—" must not end the program.
     flags.define_flags()

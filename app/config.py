@@ -1,7 +1,6 @@
 """What a command was asked to do: one frozen object, checked before anything is loaded."""
 
 import dataclasses
-import math
 
 from app.errors import ConfigError
 
@@ -14,6 +13,7 @@ ALL_REDUCE_NAMES = ("auto", "sum_on_one")
 
 NUM_TRAIN_EXAMPLES = 60_000
 MAX_LOGICAL_DEVICES = 64
+_LARGEST_FLOAT32 = 3.4e38
 DEFAULT_LOGICAL_CPUS = 2
 
 _DEVICE_OPTIONS = {"num_gpus", "device", "num_devices"}
@@ -124,9 +124,7 @@ class Config:
         _check_range("--seed", self.seed, 0, 2**32 - 1)
         _check_range("--verbosity", self.verbosity, -1, 1)
         _check_range("--num_train_examples", self.num_train_examples, 1, NUM_TRAIN_EXAMPLES)
-        if self.learning_rate is not None and not (
-            math.isfinite(self.learning_rate) and self.learning_rate > 0
-        ):
+        if self.learning_rate is not None and not (0 < self.learning_rate <= _LARGEST_FLOAT32):
             raise ConfigError(
                 f"--learning_rate={self.learning_rate} — a finite number above 0 is required;"
                 " leave it out for the recipe's own"

@@ -46,7 +46,10 @@ def count(number: int, noun: str) -> str:
 def report_error(error) -> int:
     """Prints the one line that ends a command and returns its exit code."""
     _log.error("%s", error)
-    _write(sys.stderr, f"error: {error}")
+    # One line, whatever characters a value had.
+    _write(
+        sys.stderr, "error: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
+    )
     return error.exit_code
 
 
@@ -93,7 +96,7 @@ def _write(stream, text: str) -> None:
     """Prints and flushes; a reader that went away (`| head -1`) must not stop a training."""
     try:
         print(text, file=stream, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -35,6 +35,8 @@ def set_up(config: Config) -> Devices:
     Raises:
         DeviceError: GPUs are required and there are too few.
     """
+    if os.environ.pop("TF_CONFIG", None):
+        console.warn("TF_CONFIG is set, but no strategy here spans several machines: not used")
     tf = import_tensorflow(config.verbosity)
     _settle_keras()
     gpus = tf.config.list_physical_devices("GPU") if config.device != "cpu" else []

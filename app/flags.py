@@ -110,7 +110,9 @@ def parse_config(argv: list[str]) -> Config:
     Raises:
         ConfigError: an unknown flag or command, a stray word or a value that cannot be meant.
     """
-    if any(word == "help" or word.lstrip("-") in _HELP for word in argv[1:]):
+    if argv[1:2] == ["help"] or any(
+        word.startswith("-") and word.lstrip("-") in _HELP for word in argv[1:]
+    ):
         console.say(help_text())
         sys.exit(0)
     try:
@@ -121,7 +123,7 @@ def parse_config(argv: list[str]) -> Config:
             f"{shown[1] if shown else error} — a value of the kind that --help shows is required;"
             " write --name=value"
         ) from error
-    except flags.Error as error:
+    except (flags.Error, ValueError, KeyError) as error:
         raise ConfigError(f"{error} — a flag of this program is required; see --help") from error
     command = words[0] if words else "train"
     if command not in COMMANDS:
@@ -142,6 +144,8 @@ def _given_options(command: str) -> dict:
     options = {field.name for field in dataclasses.fields(Config)} - {"command"}
     given = {name: FLAGS[name].value for name in options if FLAGS[name].present}
     for name in given:
+        if given[name] in ("", []):
+            raise ConfigError(f"--{name}= is empty — a value is required; leave the flag out")
         if name not in COMMANDS[command]:
             owners = [owner for owner, names in COMMANDS.items() if name in names]
             raise ConfigError(

@@ -36,7 +36,7 @@ class SavedRun:
             OutputError: there is no run.
             CheckpointError: it has no usable checkpoint.
         """
-        run_dir = pathlib.Path(config.run)
+        run_dir = pathlib.Path(config.run).expanduser()
         run_config = load_run_config(run_dir)
         if "," in str(run_config.get("strategy")):
             first = str(run_config["strategy"]).split(",")[0]

@@ -87,6 +87,12 @@ class Training:
         self._step = checkpoint.step
         history = histories.load_history(self._run_dir)
         self._history = [record for record in history if record.step <= self._step]
+        if self._step != len(self._history) * self.steps_per_epoch:
+            raise CheckpointError(
+                f"{self._run_dir}: checkpoint of step {self._step}, but a history of"
+                f" {len(self._history)} epochs of {self.steps_per_epoch} steps — both have to be of"
+                " one run; restore the missing file, or use --overwrite"
+            )
         summary = histories.load_summary(self._run_dir)
         self._earlier_sec = summary.total_sec if summary else 0.0
         console.say(f"resuming after epoch {len(self._history)}, step {self._step}")
@@ -168,6 +174,13 @@ class Training:
     def _save(self, compile_sec: float) -> None:
         """Writes what the epoch left; the checkpoint when all that it stands for is there."""
         state = self.strategy.state()
+        for name, array in state.items():
+            if not np.all(np.isfinite(array)):
+                raise DivergedError(
+                    f"{name} is not finite at step {self._step} with learning rate"
+                    f" {self.learning_rate:g} — finite weights are required; use a smaller"
+                    " --learning_rate"
+                )
         summary = self._summarise(compile_sec, checkpoints.weights_sha256(state))
         histories.write_history(self._run_dir, self._history)
         histories.write_summary(self._run_dir, summary)

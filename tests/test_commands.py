@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -193,7 +194,7 @@ def test_compare(tmp_path):
 
 def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):
     result = run_main(
-        "compare", "--strategies=manual,mirrored", *SMALL, "--recipe=d2l", "--lr=1e30",
+        "compare", "--strategies=manual,mirrored", *SMALL, "--global_batch_size=50", "--lr=1e30",
         f"--out={tmp_path}/c",
     )  # fmt: skip
     assert result.returncode == 7
@@ -207,6 +208,18 @@ def test_a_start_that_is_refused_leaves_no_directory(tmp_path):
     result = run_main("--data_dir=/nonexistent", f"--out={tmp_path}/run")
     assert result.returncode == 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_closed_streams_do_not_stop_the_training(tmp_path):
+    command = shlex.join([sys.executable, str(ROOT / "main.py"), *ON_CPUS, *SMALL])
+    for redirection in (">&-", ">/dev/full", "2>&-"):
+        out = tmp_path / redirection.replace("/", "_")
+        result = subprocess.run(
+            f"{command} {shlex.quote(f'--out={out}')} {redirection}",
+            shell=True, capture_output=True, env=program_environment(), check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert load_summary(out).status == "finished"
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])

@@ -30,6 +30,9 @@ def refuse(*arguments):
         (["train", "twice"], "'twice'"),
         (["evaluate", "--run=x", "--epochs=3"], "option of train, compare"),
         (["compare", "--strategy=manual"], "--strategy with compare"),
+        (["--out="], "--out= is empty"),
+        (["--model=a\nb"], r"--model=a\nb"),
+        (["--lr=1e39"], "--learning_rate=1e+39"),
         (["--lr=nan"], "--learning_rate=nan"),
     ],
 )

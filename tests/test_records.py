@@ -30,7 +30,11 @@ STATE = {
 
 
 def make_summary(**changes):
-    values = {field.name: "x" for field in dataclasses.fields(Summary)}
+    examples = {"str": "x", "int": 1, "float": 0.5, "bool": False}
+    values = {
+        field.name: examples.get(getattr(field.type, "__name__", ""), {})
+        for field in dataclasses.fields(Summary)
+    }
     values |= {
         "status": "running", "strategy": "manual", "num_replicas": 2, "simulated_devices": True,
         "devices": ["/device:CPU:0", "/device:CPU:1"], "model": "lenet", "dataset": "synthetic",
@@ -94,6 +98,11 @@ class TestHistory:
             histories.load_summary(tmp_path)
         with pytest.raises(OutputError, match=r"history\.jsonl"):
             histories.load_history(tmp_path)
+
+    def test_values_of_another_type_are_refused(self, tmp_path):
+        histories.write_summary(tmp_path, make_summary(test_accuracy="high"))
+        with pytest.raises(OutputError, match="test_accuracy is 'high'"):
+            histories.load_summary(tmp_path)
 
     def test_the_last_line_is_the_book_s(self):
         assert make_summary().last_line() == (
@@ -215,6 +224,20 @@ class TestRunDirectory:
         with open_run_directory(tmp_path, {"seed": 1}):
             pass  # Something is refused here: no data, no such device.
         assert load_run_config(tmp_path)["seed"] == 0
+
+    def test_temporary_files_of_others_are_left_alone(self, tmp_path):
+        start(tmp_path, {})
+        (tmp_path / ".precious.tmp").mkdir()
+        start(tmp_path, {})
+        assert (tmp_path / ".precious.tmp").exists()
+
+    def test_a_lock_that_leads_elsewhere_is_not_followed(self, tmp_path):
+        (tmp_path / "victim").write_text("keep")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / ".lock").symlink_to("../victim")
+        with pytest.raises(OutputError, match="symbolic link"):
+            start(tmp_path / "run", {})
+        assert (tmp_path / "victim").read_text() == "keep"
 
     @pytest.mark.parametrize("leftover", [".config.json.99.tmp", "log.txt"])
     def test_what_a_killed_run_left_is_ours(self, tmp_path, leftover):

@@ -146,6 +146,13 @@ def test_a_run_cut_off_while_it_saves_can_be_finished(
     assert (tmp_path / "accuracy.png").exists()
 
 
+def test_a_checkpoint_without_its_history_is_refused(dataset, tmp_path):
+    make(dataset, tmp_path, epochs=2).run()
+    (tmp_path / "history.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="checkpoint of step 10, but a history of 0 epochs"):
+        make(dataset, tmp_path, epochs=2)
+
+
 def test_going_on_with_other_replicas_says_so(dataset, tmp_path, capsys):
     make(dataset, tmp_path, strategy="single").run()
     manual = make(dataset, tmp_path)

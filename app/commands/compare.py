@@ -7,13 +7,13 @@ import sys
 
 from app import console
 from app.caveats import caveats
-from app.commands.train import default_out
+from app.commands.train import default_out, open_log
 from app.config import COMMANDS, Config
 from app.errors import TrainingFailedError
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.records.files import write_json
 from app.records.history import load_summary
-from app.records.run_directory import LOG_FILE, open_run_directory
+from app.records.run_directory import CONFIG_FILE, open_run_directory
 
 
 def run(config: Config) -> int:
@@ -22,14 +22,14 @@ def run(config: Config) -> int:
     Raises:
         TrainingFailedError: one of them did not finish; its exit code becomes ours.
     """
-    path = pathlib.Path(config.out or default_out(config))
+    path = pathlib.Path(config.out or default_out(config)).expanduser()
     fields = {
         **config.result_fields(),
         "strategy": ",".join(config.strategies),
         "num_replicas": config.num_replicas_asked,
     }
     with open_run_directory(path, fields) as run_directory:
-        console.open_log(path / LOG_FILE)
+        open_log(path)
         if not config.overwrite:
             run_directory.holds_this_run()
         run_directory.start(overwrite=config.overwrite)
@@ -40,6 +40,8 @@ def run(config: Config) -> int:
             console.say(f"\n{strategy}")
             exit_code = _train_in_own_process(config, strategy, path / strategy)
             if exit_code:
+                if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: it is free again.
+                    (path / CONFIG_FILE).unlink()
                 raise TrainingFailedError(strategy, exit_code)
         _report(config, path, [path / strategy for strategy in config.strategies])
     return 0

@@ -7,16 +7,16 @@ from app import console, devices
 from app.caveats import caveats
 from app.config import Config, check_shards
 from app.data.source import load_dataset, with_train_subset
-from app.errors import CheckpointError
+from app.errors import CheckpointError, OutputError
 from app.records.history import Summary, load_summary
 from app.records.run_directory import LOG_FILE, RunDirectory, open_run_directory
 
 
 def run(config: Config) -> int:
     """Trains, or goes on with a training, or prints the result of a finished one; returns 0."""
-    path = pathlib.Path(config.out or default_out(config))
+    path = pathlib.Path(config.out or default_out(config)).expanduser()
     with open_run_directory(path, config.result_fields()) as run_directory:
-        console.open_log(path / LOG_FILE)
+        open_log(path)
         started = not config.overwrite and run_directory.holds_this_run()
         summary = load_summary(path) if started else None
         if summary and summary.status == "finished":
@@ -68,6 +68,21 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
     if prepared.simulated:
         console.say("simulated devices: they share one processor, timing is not scaling")
     return training.run()
+
+
+def open_log(path: pathlib.Path) -> None:
+    """Opens the log of a run.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        console.open_log(path / LOG_FILE)
+    except OSError as error:
+        raise OutputError(
+            f"{path / LOG_FILE}: {error.strerror} — a log that can be written is required;"
+            " choose another --out"
+        ) from error
 
 
 def default_out(config: Config) -> str:

@@ -60,15 +60,15 @@ def load_fashion_mnist(
         DataError: what was found is damaged, or is not Fashion-MNIST.
     """
     if data_dir:
-        return _load_from(pathlib.Path(data_dir).expanduser(), "--data_dir", allow_unverified)
+        return _load_from(_folder(data_dir), "--data_dir", allow_unverified)
     looked = []
     if environ.get("FASHION_MNIST_DIR"):
-        folder = pathlib.Path(environ["FASHION_MNIST_DIR"]).expanduser()
+        folder = _folder(environ["FASHION_MNIST_DIR"])
         try:
             return _load_from(folder, "FASHION_MNIST_DIR", allow_unverified)
         except DataMissingError:
             looked.append(f"FASHION_MNIST_DIR={folder}")
-    tfds_dir = pathlib.Path(environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    tfds_dir = _folder(environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     if not _is_prepared(tfds_dir):
         _download(tfds_dir, looked)
     return _load_prepared(tfds_dir, allow_unverified)
@@ -87,6 +87,17 @@ def _load_from(folder: pathlib.Path, named_by: str, allow_unverified: bool) -> I
         f"{named_by}={folder}: {what} — the four Fashion-MNIST files (.gz or unpacked)"
         f" are required; {HOW_TO_GET}"
     )
+
+
+def _folder(name: str) -> pathlib.Path:
+    try:
+        folder = pathlib.Path(name).expanduser()
+        folder.is_dir()
+        return folder
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataMissingError(
+            f"{name}: not a folder ({error}) — a folder with the data is required; {HOW_TO_GET}"
+        ) from error
 
 
 def _find_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:

@@ -30,9 +30,11 @@ def load_image_files(paths: Sequence[str]) -> tuple[list[str], np.ndarray]:
         if path.suffix.lower() not in (".png", ".npy"):
             raise DataError(f"{path} — a .png or .npy file is required; convert it")
         try:
+            if path.exists() and not path.is_file():
+                raise ValueError("not a file")
             pixels = _load_npy(path) if path.suffix.lower() == ".npy" else _load_png(path)
-        except (OSError, ValueError, SyntaxError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        except Exception as error:  # A damaged file may raise anything.
+            reason = getattr(error, "strerror", None) or (str(error).splitlines() or ["damaged"])[0]
             raise DataError(
                 f"{path}: {reason} — a readable {path.suffix} image file is required;"
                 " check the path and the file"
@@ -56,7 +58,10 @@ def _is_image_shape(shape: tuple[int, ...]) -> bool:
 
 def _load_npy(path: pathlib.Path) -> np.ndarray:
     # Mapped, not read: a header that promises a huge array must not be believed.
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise ValueError("not a single array")
+    return array
 
 
 def _load_png(path: pathlib.Path) -> np.ndarray:

@@ -5,7 +5,7 @@ import itertools
 import pathlib
 from collections.abc import Sequence
 
-from app.errors import DataError
+from app.errors import CheckpointError, DataError
 from app.proof.difference import WeightDifference
 from app.records.checkpoint import load_newest_checkpoint
 from app.records.history import Summary, load_summary
@@ -54,6 +54,11 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
             f"trained on different images: {found} — the same are required; name the data set"
             " with --dataset and use --overwrite"
         )
+    for path in run_dirs:
+        if load_newest_checkpoint(path) is None:
+            raise CheckpointError(
+                f"{path}: no checkpoint — the weights of every run are required; use --overwrite"
+            )
     runs = [
         (summary, load_newest_checkpoint(path))
         for summary, path in zip(summaries, run_dirs, strict=True)

@@ -103,7 +103,9 @@ def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
     path = run_dir / HISTORY_FILE
     if not path.exists():
         return []
-    return _load(path, lambda text: [EpochRecord(**json.loads(line)) for line in text.splitlines()])
+    return _load(
+        path, lambda text: [_checked(EpochRecord, json.loads(line)) for line in text.splitlines()]
+    )
 
 
 def write_summary(run_dir: pathlib.Path, summary: Summary) -> None:
@@ -118,13 +120,34 @@ def load_summary(run_dir: pathlib.Path) -> Summary | None:
         OutputError: the file is there but is not a summary.
     """
     path = run_dir / SUMMARY_FILE
-    return _load(path, lambda text: Summary(**json.loads(text))) if path.exists() else None
+    return _load(path, lambda text: _checked(Summary, json.loads(text))) if path.exists() else None
+
+
+_JSON_TYPES = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "list[str]": list,
+    "dict[str, str]": dict,
+}
+
+
+def _checked(record_class, values: dict):
+    """Makes a record of values that have the types of its fields."""
+    record = record_class(**values)
+    for field in dataclasses.fields(record):
+        name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+        kind = _JSON_TYPES.get(str(field.type), _JSON_TYPES.get(name))
+        if not isinstance(getattr(record, field.name), kind):
+            raise TypeError(f"{field.name} is {getattr(record, field.name)!r}")
+    return record
 
 
 def _load(path: pathlib.Path, parse):
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise OutputError(
             f"{path}: not readable as {path.name} ({error}) — a file that a run wrote is"
             " required; use --overwrite to start anew"

@@ -5,8 +5,11 @@ style and a marker of its own as well, so that it can be told in grey and where 
 """
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Sequence
+
+os.environ["MPLBACKEND"] = "agg"  # Figures go into files, whatever the user's own setting.
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter

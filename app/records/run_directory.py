@@ -3,10 +3,10 @@
 import contextlib
 import errno
 import fcntl
-import fnmatch
 import json
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator
 
@@ -16,9 +16,11 @@ from app.records.files import write_json
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 # All that a command writes beside its log, and so all that --overwrite throws away.
 _RECORDS = (
-    *("history.jsonl", "summary.json", "accuracy.png", "accuracy.svg", "compare.json"),
-    *("checkpoints", CONFIG_FILE),
+    *("checkpoints", "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg"),
+    *("compare.json", CONFIG_FILE),
 )
+# What a write that was cut off leaves.
+_LEFTOVER = re.compile(r"\.(config|summary|compare|history|accuracy)\.(jsonl?|png|svg)\.\d+\.tmp")
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 
@@ -62,8 +64,9 @@ class RunDirectory:
         Args:
             overwrite: throw away what another run has written here, and nothing else.
         """
-        for leftover in [*self.path.glob(".*.tmp"), *self.path.glob("checkpoints/.*.tmp")]:
-            _remove(leftover)
+        for leftover in [*self.path.iterdir(), *self.path.glob("checkpoints/.step-*.tmp")]:
+            if leftover.parent != self.path or _LEFTOVER.fullmatch(leftover.name):
+                _remove(leftover)
         if overwrite:
             for name in _RECORDS:  # The configuration goes last: until then it is a run of ours.
                 _remove(self.path / name)
@@ -125,13 +128,13 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
                 f"--out={path} holds files that no run of this program made — a new directory,"
                 " or that of a run, is required; choose another name"
             )
-        lock = (path / LOCK_FILE).open("a+", encoding="utf-8")
+        descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise OutputError(
             f"--out={path}: {_reason(error)} — a directory that can be made and written to is"
             " required; choose another place"
         ) from error
-    with lock:
+    with open(descriptor, "r+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -142,15 +145,15 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
                 f"--out={path} is in use by process {lock.read().strip() or 'unknown'}"
                 " — a directory of its own is required for each run; wait, or choose another"
             ) from error
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with contextlib.suppress(OSError):  # A full disk: the lock holds all the same.
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
 
 
 def _is_foreign(path: pathlib.Path) -> bool:
     """Tells whether `path` holds anything, but not the configuration of a run of ours."""
-    names = {entry.name for entry in path.iterdir() if not fnmatch.fnmatch(entry.name, ".*.tmp")}
+    names = {entry.name for entry in path.iterdir() if not _LEFTOVER.fullmatch(entry.name)}
     if names <= {LOCK_FILE, LOG_FILE}:
         return False
     try:
