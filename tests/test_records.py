@@ -292,6 +292,19 @@ class TestPlots:
         svg = (run_dir / "accuracy.svg").read_text()
         assert svg.rstrip().endswith("</svg>")
 
+    def test_percents_on_the_axis_are_whole(self, tmp_path):
+        from app.records import plots
+
+        run_dir = self.make_run(tmp_path / "run", 1)
+        figure = plots._draw_one(histories.load_summary(run_dir), histories.load_history(run_dir))
+        (axes,) = figure.axes
+        figure.canvas.draw()
+        percents = 100 * axes.get_yticks()
+        np.testing.assert_allclose(percents, np.round(percents), atol=1e-9)
+        low, high = axes.get_ylim()
+        assert high - low >= 0.1
+        assert [tick for tick in axes.get_xticks() if 0.5 <= tick <= 1.5] == [1]
+
     def test_title_and_legend_say_what_and_where(self, tmp_path, monkeypatch):
         import matplotlib
 

@@ -127,6 +127,7 @@ def _finish(axes, epochs: int, name: str) -> None:
     room = max(0.01, (0.2 - (high - low)) / 2)  # Less than 20 points would make noise look large.
     axes.set_ylim(max(0.0, low - room), min(1.0, high + room))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))  # Whole percents.
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(True, color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
