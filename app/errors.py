@@ -41,7 +41,7 @@ class DeviceError(LockstepError):
 
 
 class DivergedError(LockstepError):
-    """The loss is not finite any more."""
+    """The loss or a weight is not finite any more."""
 
     exit_code = 7
 

@@ -225,6 +225,19 @@ class TestRunDirectory:
             pass  # Something is refused here: no data, no such device.
         assert load_run_config(tmp_path)["seed"] == 0
 
+    @pytest.mark.parametrize("there", [[], ["log.txt"]])
+    def test_a_refused_start_leaves_what_was_there(self, tmp_path, there):
+        path = tmp_path / "run"
+        if there:
+            path.mkdir()
+        for name in there:
+            (path / name).write_text("keep")
+        with pytest.raises(OutputError, match="refused"), open_run_directory(path, {}):
+            (path / "log.txt").open("a").close()
+            raise OutputError("refused")
+        assert path.exists() == bool(there)
+        assert all((path / name).read_text() == "keep" for name in there)
+
     def test_temporary_files_of_others_are_left_alone(self, tmp_path):
         start(tmp_path, {})
         (tmp_path / ".precious.tmp").mkdir()

@@ -46,6 +46,7 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
 
     Raises:
         DataError: they were not trained on the same images.
+        CheckpointError: a run has no weights, or unusable ones.
     """
     summaries = [load_summary(path) for path in run_dirs]
     if len({summary.dataset_sha256 for summary in summaries}) > 1:
@@ -54,24 +55,27 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
             f"trained on different images: {found} — the same are required; name the data set"
             " with --dataset and use --overwrite"
         )
-    for path in run_dirs:
-        if load_newest_checkpoint(path) is None:
-            raise CheckpointError(
-                f"{path}: no checkpoint — the weights of every run are required; use --overwrite"
-            )
     runs = [
-        (summary, load_newest_checkpoint(path))
-        for summary, path in zip(summaries, run_dirs, strict=True)
+        (summary, _load_weights(path)) for summary, path in zip(summaries, run_dirs, strict=True)
     ]
     return [
         PairVerdict(
             strategies=(first.strategy, second.strategy),
             num_steps=first.steps,
-            difference=WeightDifference.between(first_saved.state, second_saved.state),
-            explanation=_explain(first, second, has_batch_norm=_has_batch_norm(first_saved.state)),
+            difference=WeightDifference.between(first_state, second_state),
+            explanation=_explain(first, second, has_batch_norm=_has_batch_norm(first_state)),
         )
-        for (first, first_saved), (second, second_saved) in itertools.combinations(runs, 2)
+        for (first, first_state), (second, second_state) in itertools.combinations(runs, 2)
     ]
+
+
+def _load_weights(run_dir: pathlib.Path) -> dict:
+    checkpoint = load_newest_checkpoint(run_dir)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{run_dir}: no checkpoint — the weights of every run are required; use --overwrite"
+        )
+    return checkpoint.state
 
 
 def _has_batch_norm(state) -> bool:

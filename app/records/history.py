@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import typing
 
 from app.errors import OutputError
 from app.records.files import write_atomically, write_json
@@ -123,24 +124,14 @@ def load_summary(run_dir: pathlib.Path) -> Summary | None:
     return _load(path, lambda text: _checked(Summary, json.loads(text))) if path.exists() else None
 
 
-_JSON_TYPES = {
-    "str": str,
-    "int": int,
-    "float": (int, float),
-    "bool": bool,
-    "list[str]": list,
-    "dict[str, str]": dict,
-}
-
-
 def _checked(record_class, values: dict):
     """Makes a record of values that have the types of its fields."""
     record = record_class(**values)
     for field in dataclasses.fields(record):
-        name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
-        kind = _JSON_TYPES.get(str(field.type), _JSON_TYPES.get(name))
-        if not isinstance(getattr(record, field.name), kind):
-            raise TypeError(f"{field.name} is {getattr(record, field.name)!r}")
+        value = getattr(record, field.name)
+        kind = typing.get_origin(field.type) or field.type
+        if not isinstance(value, (int, float) if kind is float else kind):
+            raise TypeError(f"{field.name} is {value!r}")
     return record
 
 

@@ -83,11 +83,13 @@ def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirector
     Raises:
         OutputError: it cannot be made or written, holds something else, or is in use.
     """
+    was_empty = not path.is_dir() or not any(path.iterdir())
     with _locked(path):
         try:
             yield RunDirectory(path, config)
         except (LockstepError, KeyboardInterrupt):
-            _remove_unless_started(path)
+            if was_empty:
+                _remove_unless_started(path)
             raise
 
 
