@@ -3,13 +3,14 @@
 import dataclasses
 
 from app.errors import ConfigError
+from app.fault import Fault
 
 # The dicts that define these names import TensorFlow, which a flag error must not wait for.
 # A test holds both equal.
 MODEL_NAMES = ("lenet", "resnet18")
 RECIPE_NAMES = ("d2l", "fast")
 STRATEGY_NAMES = ("single", "manual", "mirrored")
-ALL_REDUCE_NAMES = ("auto", "sum_on_one")
+ALL_REDUCE_NAMES = ("auto", "sum_on_one", "hierarchical")
 
 NUM_TRAIN_EXAMPLES = 60_000
 MAX_LOGICAL_DEVICES = 64
@@ -29,16 +30,21 @@ _READING_OPTIONS = {"run", "strategy", "verbosity", *_DEVICE_OPTIONS, *_DATA_OPT
 
 # Every command, with the options that mean something to it: any other is refused, not ignored.
 COMMANDS = {
-    "train": {"strategy", *_TRAINING_OPTIONS},
+    "train": {"strategy", "inject", *_TRAINING_OPTIONS},
     "evaluate": _READING_OPTIONS,
     "predict": {"images", *_READING_OPTIONS},
     "compare": {"strategies", *_TRAINING_OPTIONS},
+    "verify": {"strategies", "steps", "inject", "keep_traces", *_TRAINING_OPTIONS},
 }
+
+# Commands that take several strategies instead of one.
+_ON_SEVERAL = ("compare", "verify")
 
 # What a run's result depends on. Another value of one of these makes it another run.
 RESULT_FIELDS = (
     *("model", "dataset", "num_train_examples", "recipe", "strategy", "all_reduce", "batch_norm"),
     *("last_batch", "global_batch_size", "learning_rate", "epochs", "seed", "deterministic"),
+    "inject",
 )
 
 
@@ -79,6 +85,9 @@ class Config:
     verbosity: int = -1
 
     strategies: tuple[str, ...] = STRATEGY_NAMES
+    steps: int = 20
+    inject: str | None = None
+    keep_traces: bool = False
     run: str | None = None
     images: tuple[str, ...] = ()
 
@@ -87,17 +96,23 @@ class Config:
         self._check_numbers()
         self._check_devices()
         self._check_command()
-        if self.command in ("train", "compare"):
+        self._check_proof()
+        if self.command in ("train", "compare", "verify"):
             num_train_examples = self.num_train_examples or NUM_TRAIN_EXAMPLES
             check_shards(self, self.num_replicas_asked or 1, num_train_examples)
 
     @property
     def num_replicas_asked(self) -> int | None:
         """How many replicas the flags ask for, None where the machine decides."""
-        if self.strategy == "single" and self.command != "compare":
+        if self.strategy == "single" and self.command not in _ON_SEVERAL:
             return 1
         default = DEFAULT_LOGICAL_CPUS if self.device == "cpu" else None
         return self.num_devices or self.num_gpus or default
+
+    @property
+    def fault(self) -> Fault | None:
+        """What `--inject` names."""
+        return Fault.parse(self.inject) if self.inject else None
 
     def result_fields(self) -> dict:
         """Returns what the result of a training depends on, without paths and display."""
@@ -147,16 +162,49 @@ class Config:
                 f"{num_devices} devices asked for — at most {MAX_LOGICAL_DEVICES} on one machine;"
                 " use fewer"
             )
-        if self.command != "compare" and self.strategy == "single" and num_devices > 1:
+        if self.command not in _ON_SEVERAL and self.strategy == "single" and num_devices > 1:
             raise ConfigError(
                 f"--strategy=single with {num_devices} devices — single runs on one device;"
                 " use --strategy=manual or --strategy=mirrored"
             )
+        if self.all_reduce == "hierarchical":
+            self._check_mirrored_alone()
         if self.strategy == "single" and self.all_reduce != "auto":
             raise ConfigError(
                 f"--all_reduce={self.all_reduce} with --strategy=single — one device has nothing"
                 " to reduce; leave the flag out"
             )
+
+    def _check_mirrored_alone(self):
+        """Refuses an all-reduce of TensorFlow's own for strategies that have none of them."""
+        several = self.command in _ON_SEVERAL
+        free = {"mirrored", "single"} if several else {"mirrored"}
+        others = [n for n in (self.strategies if several else [self.strategy]) if n not in free]
+        if others:
+            flag = "--strategies=single,mirrored" if several else "--strategy=mirrored"
+            raise ConfigError(
+                f"--all_reduce={self.all_reduce} with {', '.join(others)} — it is TensorFlow's own,"
+                f" which mirrored alone has; use {flag}"
+            )
+
+    def _check_proof(self):
+        _check_range("--steps", self.steps, 1, 100_000)
+        fault = self.fault
+        if fault is None:
+            return
+        trained = self.strategies if self.command == "verify" else (self.strategy,)
+        if fault.strategy not in (None, *trained):
+            raise ConfigError(
+                f"--inject={self.inject} spoils {fault.strategy}, which is not trained — one of"
+                f" {', '.join(trained)} is required; name it or leave strategy= out"
+            )
+        if fault.parameters.get("step", 0) > self.steps and self.command == "verify":
+            raise ConfigError(
+                f"--inject={self.inject} with --steps={self.steps} — a step that is made is"
+                f" required; use --steps={fault.parameters['step']} or more"
+            )
+        if self.num_replicas_asked:
+            fault.check_replicas(self.num_replicas_asked)
 
     def _check_command(self):
         if self.batch_norm == "sync":
@@ -177,7 +225,7 @@ class Config:
                 f"{self.command} without --run — the directory of a training is required;"
                 " for example --run=runs/NAME"
             )
-        if self.command == "compare" and len(set(self.strategies)) != len(self.strategies):
+        if self.command in _ON_SEVERAL and len(set(self.strategies)) != len(self.strategies):
             raise ConfigError(
                 f"--strategies={','.join(self.strategies)} — different names are required;"
                 " name each strategy once"

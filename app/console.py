@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 _log = logging.getLogger("lockstep")
 _log.propagate = False
@@ -31,8 +32,20 @@ def say(text: str = "") -> None:
     _write(sys.stdout, text)
 
 
+_forward_warning: Callable[[str], None] | None = None
+
+
+def forward_warnings(forward: Callable[[str], None]) -> None:
+    """Hands warnings on, for another process to print them."""
+    global _forward_warning
+    _forward_warning = forward
+
+
 def warn(text: str) -> None:
     """Prints a warning that cannot be missed."""
+    if _forward_warning:
+        _forward_warning(text)
+        return
     _log.warning(text)
     bold, plain = ("\033[1;33m", "\033[0m") if sys.stderr.isatty() else ("", "")
     _write(sys.stderr, f"{bold}WARNING: {text}{plain}")
@@ -162,6 +175,46 @@ class Progress:
         else:
             say(line)
             self._last_line = time.monotonic()
+
+
+class StepProgress:
+    """Shows what another process does: a live bar on a terminal, a line for each task elsewhere.
+
+    Args:
+        num_steps: of a task, where it has no number of its own.
+    """
+
+    def __init__(self, num_steps: int):
+        self._num_steps = num_steps
+        self._bar = _create_bar() if sys.stdout.isatty() else None
+        self._warned = set()
+
+    def __enter__(self):
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._num_steps, status="")
+        return self
+
+    def __exit__(self, *exception):
+        if self._bar:
+            self._bar.stop()
+
+    def start(self, what: str, num_steps: int | None = None) -> None:
+        """Shows a new task."""
+        if self._bar:
+            self._bar.reset(self._task, total=num_steps or self._num_steps, status=what)
+            _log.info(what)
+        else:
+            say(what)
+
+    def message(self, message: tuple) -> None:
+        """Takes `("step", n)`, or `("warning", text)`, which is shown once."""
+        kind, value = message
+        if kind == "step" and self._bar:
+            self._bar.update(self._task, completed=value)
+        elif kind == "warning" and value not in self._warned:
+            self._warned.add(value)
+            warn(value)
 
 
 def _create_bar():

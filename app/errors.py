@@ -52,6 +52,12 @@ class DiskFullError(LockstepError):
     exit_code = 8
 
 
+class DifferentError(LockstepError):
+    """`verify` has found a training that is not what it should be."""
+
+    exit_code = 9
+
+
 class TrainingFailedError(LockstepError):
     """A training in a process of its own did not finish; its exit code is passed on."""
 

@@ -11,6 +11,7 @@ from absl import flags
 from app import console
 from app.config import COMMANDS, Config
 from app.errors import ConfigError
+from app.fault import FAULTS
 
 FLAGS = flags.FLAGS
 
@@ -48,7 +49,11 @@ GROUPS = {
         ),
         "device": (_TEXT, "auto|gpu|cpu", "gpu insists, cpu chooses logical CPU devices."),
         "num_devices": (_INT, "N", "N replicas; without it every GPU, else 2 logical CPUs."),
-        "all_reduce": (_TEXT, "auto|sum_on_one", "How gradients are added over the replicas."),
+        "all_reduce": (
+            _TEXT,
+            "auto|sum_on_one|hierarchical",
+            "How gradients are added over the replicas; hierarchical is mirrored's alone.",
+        ),
         "batch_norm": (_TEXT, "average", "Statistics of each replica's shard, then averaged."),
         "last_batch": (_TEXT, "keep|drop", "The short batch at the end of an epoch."),
     },
@@ -66,7 +71,15 @@ GROUPS = {
         "overwrite": (_BOOL, "", "Start anew in a directory that holds another run."),
     },
     "Proof": {
-        "strategies": (_LIST, "A,B,…", "What compare sets side by side."),
+        "strategies": (_LIST, "A,B,…", "What compare and verify set side by side."),
+        "steps": (_INT, "N", "Steps that verify walks through."),
+        "inject": (
+            _TEXT,
+            "FAULT",
+            f"Spoil the training, to see what finds it: {', '.join(FAULTS)}; with parameters as in"
+            " drop_gradient:replica=1.",
+        ),
+        "keep_traces": (_BOOL, "", "Keep what verify has recorded, an .npz for each strategy."),
     },
     "Finished runs": {
         "run": (_TEXT, "DIR", "The run that evaluate and predict read."),
@@ -80,6 +93,7 @@ COMMAND_HELP = {
     "evaluate": "test accuracy of a run, on any strategy and number of devices",
     "predict": "class and probability of images, the batch split over the replicas",
     "compare": "several strategies from the same weights and data, side by side",
+    "verify": "step by step: the same training, or the first false step and its cause",
 }
 
 
@@ -183,6 +197,7 @@ def help_text() -> str:
         "Examples",
         "  python main.py --strategy=manual --device=cpu --num_devices=2 --epochs=3",
         "  python main.py compare --recipe=fast --epochs=1",
+        "  python main.py verify --strategies=manual,mirrored --steps=20",
         "  python main.py evaluate --run=runs/NAME --strategy=mirrored --num_devices=4",
         "",
         f"Batches are global: {Config.global_batch_size} examples over all replicas.",

@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from app import console
-from app.build import build_strategy, restore
+from app.build import restore
 from app.config import Config
 from app.data.dataset import ImageDataset
-from app.data.pipeline import eval_dataset, num_steps_per_epoch, train_dataset
+from app.data.pipeline import eval_dataset
 from app.devices import Devices
 from app.errors import CheckpointError, DivergedError
-from app.recipes import RECIPES
+from app.job import Job
 from app.records import checkpoint as checkpoints
 from app.records import history as histories
 from app.records import plots
@@ -48,22 +48,16 @@ class Training:
     ):
         self._config, self._devices, self._dataset = config, devices, dataset
         self._run_dir = run_dir
-        self.steps_per_epoch = num_steps_per_epoch(
-            len(dataset.train_images), config.global_batch_size, config.last_batch
-        )
-        num_steps = config.epochs * self.steps_per_epoch
-        self.learning_rate = config.learning_rate or RECIPES[config.recipe].learning_rate(
-            config.model, global_batch_size=config.global_batch_size, num_steps=num_steps
-        )
+        self._job = Job(config, dataset)
+        self.steps_per_epoch = self._job.steps_per_epoch
+        self.learning_rate = self._job.learning_rate
         self._origin = {
             **{name: getattr(config, name) for name in ("model", "recipe", "seed")},
             "dataset": dataset.name,
             "dataset_sha256": dataset.sha256(),
             "test_part_sha256": dataset.sha256_of_test_part(),
         }
-        self.strategy = build_strategy(
-            config, devices, learning_rate=self.learning_rate, num_steps=num_steps
-        )
+        self.strategy = self._job.build_strategy(devices)
         self._step, self._history, self._earlier_sec = 0, [], 0.0
         self._start = time.monotonic()
         self._resume()
@@ -110,16 +104,7 @@ class Training:
             DivergedError: the loss is not finite any more.
         """
         dataset, config = self._dataset, self._config
-        iterator = self.strategy.distribute(
-            train_dataset(
-                dataset.train_images,
-                dataset.train_labels,
-                seed=config.seed,
-                global_batch_size=config.global_batch_size,
-                last_batch=config.last_batch,
-                start_step=self._step,
-            )
-        )
+        iterator = self.strategy.distribute(self._job.batches(start_step=self._step))
         with console.Progress(config.epochs, self.steps_per_epoch, self._step) as progress:
             compile_sec = _time(lambda: self.strategy.train_steps(iterator, 0))
             while len(self._history) < config.epochs:

@@ -15,6 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from strategies.witness import Witness
+
 State = dict[str, np.ndarray]
 
 
@@ -76,6 +78,7 @@ class Strategy(abc.ABC):
 
     def __init__(self, devices: Sequence[str], *, all_reduce: str = "auto"):
         self.devices = list(devices)
+        self.witness = Witness()  # To be replaced before the first step, if at all.
         self.all_reduce = self.default_all_reduce() if all_reduce == "auto" else all_reduce
         if self.all_reduce not in self.all_reduce_algorithms:
             raise ValueError(
@@ -113,6 +116,17 @@ class Strategy(abc.ABC):
         """Takes one global batch and classifies it, training nothing (in a graph).
 
         Returns, for each replica in order, the logits `(n_r, 10)` and the totals of its shard.
+        """
+
+    @abc.abstractmethod
+    def exchange(self, per_replica_tensors: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        """Adds tensors over the replicas by the very all-reduce that a training step uses.
+
+        Args:
+            per_replica_tensors: R lists of V tensors, item [r] for replica r.
+
+        Returns:
+            R lists of V totals: what each replica was told the sums are.
         """
 
     @abc.abstractmethod

@@ -26,6 +26,7 @@ import tensorflow as tf
 from strategies.base import StepTotals, Strategy, classify
 from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce, broadcast, split_batch
 from strategies.loss import shard_loss
+from strategies.witness import Shard
 
 
 class Replica(NamedTuple):
@@ -70,25 +71,32 @@ class ManualStrategy(Strategy):
         #    shard's losses, summed, over the number of *all* examples. So the sum of step 3 is the
         #    gradient of the mean over the global batch, whatever the sizes of the shards.
         per_replica_gradients, per_replica_totals = [], []
-        for replica, (images, labels) in zip(self.replicas, shards, strict=True):
+        for replica_id, (images, labels) in enumerate(shards):
+            replica = self.replicas[replica_id]
             with tf.device(replica.device):
                 with tf.GradientTape() as tape:
                     logits = replica.model(images, training=True)
                     loss, totals = shard_loss(logits, labels, tf.size(global_labels))
                 gradients = tape.gradient(loss, replica.model.trainable_variables)
+                # Somebody may look on here; an ordinary training has nobody.
+                shard = Shard(images, labels, tf.size(global_labels))
+                gradients = self.witness.before_exchange(replica_id, shard, loss, gradients)
             per_replica_gradients.append(gradients)
             per_replica_totals.append(totals)
 
         # 3. Every device gets the sum of all the gradients.
-        per_replica_sums = all_reduce(
-            per_replica_gradients, self.devices, algorithm=self.all_reduce
-        )
+        per_replica_sums = self.exchange(per_replica_gradients)
 
         # 4. The same update everywhere.
-        for replica, sums in zip(self.replicas, per_replica_sums, strict=True):
+        for replica_id, sums in enumerate(per_replica_sums):
+            replica = self.replicas[replica_id]
             with tf.device(replica.device):
+                sums = self.witness.after_exchange(replica_id, sums)
                 replica.optimizer.apply(sums, replica.model.trainable_variables)
         return StepTotals.sum(per_replica_totals)
+
+    def exchange(self, per_replica_tensors):
+        return all_reduce(per_replica_tensors, self.devices, algorithm=self.all_reduce)
 
     def forward(self, iterator):
         global_images, global_labels = next(iterator)

@@ -5,21 +5,23 @@ import tensorflow as tf
 from strategies.base import Strategy, classify
 from strategies.collectives import add_in_order, shard_bounds
 from strategies.loss import shard_loss
+from strategies.witness import Shard
 
 # TensorFlow's all-reduce of each name. `sum_on_one` adds in the order of our own, so that `manual`
 # and `mirrored` agree bit for bit.
 CROSS_DEVICE_OPS = {
     "sum_on_one": lambda: tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order),
     "nccl": tf.distribute.NcclAllReduce,
+    "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
 }
 
 
 class MirroredStrategy(Strategy):
     """Our own loop around `strategy.run`; Keras' `fit` is never used.
 
-    Who does what: we cut each global batch into shards and scale the loss; the *optimizer* adds
-    the gradients over the replicas, because Keras optimizers do so on their own in a replica
-    context. Nothing else may reduce them, or they would be counted twice.
+    Who does what: we cut each global batch into shards, scale the loss and ask `tf.distribute` to
+    add the gradients over the replicas. Keras optimizers would do so on their own in a replica
+    context, out of sight; they are told not to, or everything would be counted twice.
     """
 
     name = "mirrored"
@@ -43,6 +45,7 @@ class MirroredStrategy(Strategy):
         with self._tf_strategy.scope():
             self.model, self.optimizer = model_fn(), optimizer_fn()
             self.optimizer.build(self.model.trainable_variables)
+        self.optimizer._all_reduce_sum_gradients = list  # The pairs as they are: see above.
 
     def distribute(self, dataset):
         """Deals the shards of each global batch to the replicas in turn.
@@ -74,11 +77,25 @@ class MirroredStrategy(Strategy):
                 logits = self.model(images, training=True)
                 loss, totals = shard_loss(logits, labels, num_global_examples)
             gradients = tape.gradient(loss, self.model.trainable_variables)
-            self.optimizer.apply(gradients, self.model.trainable_variables)
+            replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
+            shard = Shard(images, labels, num_global_examples)
+            gradients = self.witness.before_exchange(replica_id, shard, loss, gradients)
+            sums = self.witness.after_exchange(replica_id, _sum_over_replicas(gradients))
+            self.optimizer.apply(sums, self.model.trainable_variables)
             return totals
 
         per_replica_totals = self._tf_strategy.run(replica_step, args=next(iterator))
         return self._tf_strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_totals, axis=None)
+
+    def exchange(self, per_replica_tensors):
+        values = [
+            self._tf_strategy.experimental_distribute_values_from_function(
+                lambda context, copies=copies: copies[context.replica_id_in_sync_group]
+            )
+            for copies in zip(*per_replica_tensors, strict=True)
+        ]
+        exchange = tf.function(lambda: self._tf_strategy.run(_sum_over_replicas, args=(values,)))
+        return self._per_replica(exchange())
 
     def forward(self, iterator):
         def replica_forward(images, labels, num_global_examples):
@@ -102,3 +119,8 @@ class MirroredStrategy(Strategy):
             tf.nest.pack_sequence_as(distributed, replica_leaves)
             for replica_leaves in zip(*leaves, strict=True)
         ]
+
+
+def _sum_over_replicas(tensors):
+    """Adds tensors over the replicas, in replica context, by the strategy's cross-device ops."""
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)

@@ -6,7 +6,6 @@ import time
 from app import console, devices
 from app.caveats import caveats
 from app.config import Config, check_shards
-from app.data.source import load_dataset, with_train_subset
 from app.errors import CheckpointError, OutputError
 from app.records.history import Summary, load_summary
 from app.records.run_directory import LOG_FILE, RunDirectory, open_run_directory
@@ -43,15 +42,11 @@ def _check_replicas(config: Config, summary: Summary) -> None:
 
 def _train(config: Config, run_directory: RunDirectory) -> Summary:
     prepared = devices.set_up(config)
-    dataset = load_dataset(
-        config.dataset,
-        data_dir=config.data_dir,
-        allow_unverified=config.allow_unverified_data,
-        warn=console.warn,
-    )
-    dataset = with_train_subset(dataset, config.num_train_examples, config.seed)
-    check_shards(config, len(prepared.names), len(dataset.train_images))
+    from app.job import load_data
     from app.training import Training
+
+    dataset = load_data(config)
+    check_shards(config, len(prepared.names), len(dataset.train_images))
 
     run_directory.start(overwrite=config.overwrite)
     training = Training(config, prepared, dataset, run_directory.path)

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from app.records.files import write_atomically
 from app.records.history import EpochRecord, Summary, load_history, load_summary
 
-_DATASET_TITLES = {
+DATASET_TITLES = {
     "fashion_mnist": "Fashion-MNIST",
     "synthetic": "GENERATED garments",
     "unverified": "UNVERIFIED images",
@@ -134,7 +134,7 @@ def _finish(axes, epochs: int, name: str) -> None:
 
 
 def _what(summary: Summary) -> str:
-    dataset = _DATASET_TITLES.get(summary.dataset, summary.dataset)
+    dataset = DATASET_TITLES.get(summary.dataset, summary.dataset)
     return (
         f"{summary.model} on {dataset} ({summary.num_train_examples:,} images), recipe"
         f" {summary.recipe}, batch {summary.global_batch_size}, lr {summary.learning_rate:g}"

@@ -17,10 +17,12 @@ CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 # All that a command writes beside its log, and so all that --overwrite throws away.
 _RECORDS = (
     *("checkpoints", "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg"),
-    *("compare.json", CONFIG_FILE),
+    *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", CONFIG_FILE),
 )
 # What a write that was cut off leaves.
-_LEFTOVER = re.compile(r"\.(config|summary|compare|history|accuracy)\.(jsonl?|png|svg)\.\d+\.tmp")
+_LEFTOVER = re.compile(
+    r"\.(config|summary|compare|verify|history|accuracy)\.(jsonl?|png|svg)\.\d+\.tmp"
+)
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 

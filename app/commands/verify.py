@@ -1,0 +1,155 @@
+"""`verify`: proves that strategies are the same training, or names the first false step and why."""
+
+import dataclasses
+import itertools
+import pathlib
+import shutil
+
+from app import console, verification
+from app.commands.train import default_out, open_log
+from app.config import Config
+from app.errors import ConfigError, DifferentError
+from app.processes import call_in_own_process
+from app.records.run_directory import RunDirectory, open_run_directory
+from app.verification import Recorded
+
+
+def run(config: Config) -> int:
+    """Records each strategy in a process of its own, checks every step, and says what it found.
+
+    Raises:
+        DifferentError: a step is false, or a replica keeps the others waiting.
+    """
+    path = pathlib.Path(config.out or default_out(config)).expanduser()
+    fields = {
+        **config.result_fields(),
+        "strategy": ",".join(config.strategies),
+        "num_replicas": config.num_replicas_asked,
+        "steps": config.steps,
+    }
+    with open_run_directory(path, fields) as run_directory:
+        open_log(path)
+        if not config.overwrite:
+            run_directory.holds_this_run()
+        traces = path / "traces"
+        try:
+            return _verify(config, run_directory, traces)
+        finally:
+            if not config.keep_traces:
+                shutil.rmtree(traces, ignore_errors=True)
+
+
+def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -> int:
+    with console.StepProgress(config.steps) as progress:
+        recorded = {}
+        for name in sorted(config.strategies, key=lambda name: name == "single"):
+            function, child = _recording(config, name, recorded)
+            if not recorded:
+                run_directory.start(overwrite=config.overwrite)
+                traces.mkdir(exist_ok=True)
+            progress.start(f"recording {name}")
+            recorded[name] = call_in_own_process(
+                function, child, traces / f"{name}.npz", on_message=progress.message
+            )
+        recorded = {name: recorded[name] for name in config.strategies}
+        progress.start("comparing")
+        differences = _compare(recorded, traces)
+        proofs = _prove(config, recorded, differences, traces, progress)
+    return _report(config, run_directory.path, recorded, proofs, differences)
+
+
+def _recording(config: Config, name: str, recorded: dict[str, Recorded]):
+    """Returns the function that records a strategy, and its configuration.
+
+    `single` comes last. With BatchNorm the number of replicas is part of the training: `single` is
+    then the one-device training whose BatchNorm works shard by shard, as that of the others does.
+    """
+    fault = config.fault
+    parallel = [other for other in config.strategies if other != "single"] or ["single"]
+    is_spoiled = fault is not None and name == (fault.strategy or parallel[0])
+    child = dataclasses.replace(
+        config, command="train", strategy=name, inject=config.inject if is_spoiled else None
+    )
+    if name != "single":
+        return verification.record, child
+    if any(other.has_batch_norm and len(other.devices) > 1 for other in recorded.values()):
+        if is_spoiled:
+            raise ConfigError(
+                f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
+                f" which nothing can spoil; use strategy={parallel[0]}"
+            )
+        return verification.record_on_one_device, dataclasses.replace(child, strategy="manual")
+    return verification.record, dataclasses.replace(child, num_gpus=None, num_devices=None)
+
+
+def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
+    """Returns pair of names → the differences of their traces."""
+    from app.proof.pairs import compare_traces
+    from app.proof.trace import Trace
+
+    differences = {}
+    for pair in itertools.combinations(recorded, 2):
+        first, second = (Trace(traces / f"{name}.npz") for name in pair)
+        with first, second:
+            differences[pair] = compare_traces(first, second)
+    return differences
+
+
+def _prove(config: Config, recorded: dict, differences: dict, traces, progress) -> dict:
+    """Returns name → proof. Of traces that hold the same bits one is checked, for all of them."""
+    from app.proof.straggler import find_straggler
+    from app.proof.verdict import Proof
+
+    stands_for = {}
+    for name in recorded:
+        same = [
+            first for first, second in differences
+            if second == name and stands_for[first] == first
+            and len(recorded[first].devices) == len(recorded[name].devices)
+            and all(difference.identical for difference in differences[first, second])
+        ]  # fmt: skip
+        stands_for[name] = same[0] if same else name
+    distinct = sorted(set(stands_for.values()))
+    progress.start("checking every step", config.steps * len(distinct))
+    parallel = [name for name in config.strategies if name != "single"]
+    checked = call_in_own_process(
+        verification.check,
+        dataclasses.replace(
+            config, command="train", strategy=(parallel or ["single"])[0], inject=None
+        ),
+        [traces / f"{name}.npz" for name in distinct],
+        on_message=progress.message,
+    )
+    results = dict(zip(distinct, checked, strict=True))
+    return {
+        name: Proof(
+            name,
+            results[stands_for[name]].measurements,
+            results[stands_for[name]].first_false,
+            results[stands_for[name]].diagnosis,
+            find_straggler(recorded[name].send_sec),
+        )
+        for name in recorded
+    }
+
+
+def _report(config: Config, path: pathlib.Path, recorded, proofs, differences) -> int:
+    from app.proof.verdict import PairVerdict
+    from app.records.verify_plot import plot_verification
+    from app.verify_report import print_report, write_record
+
+    verdicts = [
+        PairVerdict.of(proofs[first], proofs[second], found)
+        for (first, second), found in differences.items()
+    ]
+    write_record(path, config, recorded, proofs, verdicts)
+    plot_verification(path)
+    print_report(config, recorded, proofs, verdicts)
+    kept = ", traces" if config.keep_traces else ""
+    console.say(f"saved in {path}: verify.json, verify.png{kept}")
+    found = [
+        f"{proof.strategy}: {text}" for proof in proofs.values() for _, text in proof.findings()
+    ]
+    if found:
+        raise DifferentError(f"{found[0]} — the same training is required; see {path}/verify.json")
+    return 0

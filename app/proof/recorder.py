@@ -1,0 +1,128 @@
+"""Writes down what a training computes, step by step, whatever its strategy."""
+
+import pathlib
+import time
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from app.proof.trace import TraceWriter, hash_examples
+from strategies.base import State, Strategy
+from strategies.witness import Witness
+
+
+class Recorder(Witness):
+    """Looks on at a strategy and writes down each of its steps.
+
+    Args:
+        strategy: built, and no step made: its witness is replaced by this one.
+        inner: looks on too, and may interfere: what a replica computed is kept before it does,
+            what was exchanged after.
+    """
+
+    def __init__(self, strategy: Strategy, inner: Witness | None = None):
+        self._strategy, self._inner = strategy, inner or Witness()
+        self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
+        strategy.witness = self
+
+    def record(
+        self,
+        iterator,
+        *,
+        num_steps: int,
+        path: pathlib.Path,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> list[list[float]]:
+        """Trains `num_steps` steps and leaves their trace in `path`.
+
+        Moving statistics are averaged over the replicas after every step, and not just when they
+        are needed: the average moves linearly, so this is the same training but for rounding.
+
+        Args:
+            iterator: what `strategy.distribute` returned.
+            num_steps: how many.
+            path: where the trace goes.
+            on_step: called after each step.
+
+        Returns:
+            For each step and replica, the seconds from the start of the step until it sent its
+            gradients.
+        """
+        trainable = [variable.path for variable in self._strategy.model.trainable_variables]
+        times = []
+        with TraceWriter(path) as trace:
+            self._write_states(trace, 0)
+            for step in range(1, num_steps + 1):
+                start = time.time()  # The clock of `tf.timestamp`.
+                self._strategy.train_steps(iterator, 1)
+                shards = self._take("shard")
+                trace.write(
+                    step,
+                    "examples",
+                    [{"examples": hash_examples(images, labels)} for images, labels, _ in shards],
+                )
+                trace.write(step, "loss", [{"loss": loss} for *_, loss in shards])
+                for kind in ("gradients", "sums"):
+                    per_replica = self._take(kind)
+                    trace.write(
+                        step, kind, [dict(zip(trainable, a, strict=True)) for a in per_replica]
+                    )
+                self._write_states(trace, step)
+                times.append([float(sent) - start for (sent,) in self._take("times")])
+                on_step(step)
+        return times
+
+    def before_exchange(self, replica_id, shard, loss, gradients):
+        """Keeps examples, loss and gradients, and when they were sent."""
+        self._keep("shard", replica_id, [shard.images, shard.labels, loss])
+        self._keep("gradients", replica_id, gradients)
+        sent = self._inner.before_exchange(replica_id, shard, loss, gradients)
+        with tf.control_dependencies(sent):
+            self._keep("times", replica_id, [tf.timestamp()])
+        return sent
+
+    def after_exchange(self, replica_id, sums):
+        """Keeps the sums."""
+        sums = self._inner.after_exchange(replica_id, sums)
+        self._keep("sums", replica_id, sums)
+        return sums
+
+    def _keep(self, what: str, replica_id, tensors) -> None:
+        def keep(replica_id, *arrays):
+            self._kept[what, int(replica_id)] = [np.array(array) for array in arrays]
+
+        tf.numpy_function(keep, [replica_id, *tensors], [])
+
+    def _take(self, what: str) -> list[list[np.ndarray]]:
+        """Returns what was kept under this name in the last step, a list for each replica."""
+        taken = {key: self._kept.pop(key) for key in list(self._kept) if key[0] == what}
+        if set(taken) != {(what, replica_id) for replica_id in range(len(taken))} or not taken:
+            raise RuntimeError(
+                f"a training step reported the {what} of replicas"
+                f" {sorted(r for _, r in taken)}: train_step has to call"
+                " self.witness.before_exchange and after_exchange for every replica"
+            )
+        return [taken[what, replica_id] for replica_id in range(len(taken))]
+
+    def _write_states(self, trace: TraceWriter, step: int) -> None:
+        strategy = self._strategy
+        own = strategy.replica_states()
+        for kind in ("slots", "weights"):
+            trace.write(step, kind, [_part(state, kind, strategy) for state in own])
+        trace.write(step, "own statistics", [_part(state, "statistics", strategy) for state in own])
+        trace.write(step, "statistics", [_part(strategy.state(), "statistics", strategy)])
+
+
+def _part(state: State, kind: str, strategy: Strategy) -> State:
+    """Returns the arrays of one kind, without the prefix of their names."""
+    if kind == "slots":
+        names = [name for name in state if name.startswith("optimizer/")]
+    else:
+        names = [
+            f"model/{variable.path}"
+            for variable in strategy.model.variables
+            if variable.trainable == (kind == "weights")
+            and np.issubdtype(np.dtype(variable.dtype), np.floating)
+        ]
+    return {name.partition("/")[2]: state[name] for name in names}

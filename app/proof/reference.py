@@ -1,0 +1,139 @@
+"""What a training step should compute: one device, one example set, no strategy.
+
+It shares nothing with the strategies, not even how a loss is scaled: what it computes is what their
+step should have.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+Arrays = dict[str, np.ndarray]
+
+
+class ShardResult(NamedTuple):
+    """What a shard contributes to a step: tensor → array.
+
+    Attributes:
+        loss: its part in the mean loss of the global batch, a scalar.
+        gradients: of that loss.
+        statistics: BatchNorm's moving statistics after this shard.
+    """
+
+    loss: np.ndarray
+    gradients: Arrays
+    statistics: Arrays
+
+
+class Reference:
+    """Computes single steps of a training, from any state and in any order of summation.
+
+    Args:
+        model_fn: builds the model.
+        optimizer_fn: creates the optimizer.
+        dtype: "float64" or "float32", of every variable and computation.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], keras.Model],
+        optimizer_fn: Callable[[], keras.optimizers.Optimizer],
+        dtype: str,
+    ):
+        self._dtype = dtype
+        policy = keras.config.dtype_policy()
+        keras.config.set_floatx(dtype)
+        keras.config.set_dtype_policy(dtype)
+        self._model, self._optimizer = model_fn(), optimizer_fn()
+        self._optimizer.build(self._model.trainable_variables)
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy(policy)
+        floats = [v for v in self._model.variables if np.issubdtype(np.dtype(v.dtype), np.floating)]
+        self._weights = {v.path: v.value for v in floats if v.trainable}
+        self._statistics = {v.path: v.value for v in floats if not v.trainable}
+        self._slots = {v.path.partition("/")[2]: v.value for v in self._optimizer.variables}
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether a shard is normalised by itself, so that it matters which examples it holds."""
+        return bool(self._statistics)
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """Returns the tensors of each kind of state, in the order of the model."""
+        return {
+            "slots": list(self._slots),
+            "weights": list(self._weights),
+            "statistics": list(self._statistics),
+        }
+
+    def state(self) -> Arrays:
+        """Returns all that a step starts from: weights, statistics and optimizer slots."""
+        return _read({**self._weights, **self._statistics, **self._slots})
+
+    def gradients(
+        self,
+        before: Mapping[str, np.ndarray],
+        images: np.ndarray,
+        labels: np.ndarray,
+        shards: Sequence[np.ndarray],
+    ) -> list[ShardResult]:
+        """Computes what each shard contributes, one after another.
+
+        The gradient of the mean loss over the global batch is the sum of what its examples
+        contribute. What depends on the shards are BatchNorm's statistics: each shard is normalised
+        by its own, as each replica's is (`--batch_norm=average`).
+
+        Args:
+            before: the state to start from.
+            images: uint8 `(n, 28, 28, 1)`, the global batch.
+            labels: integers `(n,)`.
+            shards: for each, which rows of the global batch it holds, in order.
+        """
+        _assign(self._weights, before)
+        results = []
+        for rows in shards:
+            _assign(self._statistics, before)
+            loss, gradients = self._shard_gradients(
+                tf.constant(images[rows]),
+                tf.constant(labels[rows], tf.int32),
+                tf.constant(len(labels), self._dtype),
+            )
+            results.append(
+                ShardResult(
+                    loss.numpy(),
+                    dict(zip(self._weights, (g.numpy() for g in gradients), strict=True)),
+                    _read(self._statistics),
+                )
+            )
+        return results
+
+    def update(self, before: Mapping[str, np.ndarray], sums: Mapping[str, np.ndarray]) -> Arrays:
+        """Returns weights and slots after the optimizer's step with these summed gradients."""
+        _assign({**self._weights, **self._slots}, before)
+        self._apply([tf.cast(sums[name], self._dtype) for name in self._weights])
+        return _read({**self._weights, **self._slots})
+
+    @tf.function(reduce_retracing=True)
+    def _shard_gradients(self, images, labels, num_global_examples):
+        with tf.GradientTape() as tape:
+            logits = self._model(images, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_sum(losses) / num_global_examples
+        return loss, tape.gradient(loss, self._model.trainable_variables)
+
+    @tf.function
+    def _apply(self, gradients):
+        self._optimizer.apply(gradients, self._model.trainable_variables)
+
+
+def _read(variables: Mapping[str, tf.Variable]) -> Arrays:
+    return {name: variable.numpy() for name, variable in variables.items()}
+
+
+def _assign(variables: Mapping[str, tf.Variable], values: Mapping[str, np.ndarray]) -> None:
+    for name, variable in variables.items():
+        variable.assign(tf.cast(values[name], variable.dtype))

@@ -1,0 +1,127 @@
+"""What the checks of two traces and their comparison say together."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from app.proof.measurement import Measurement
+from app.proof.pairs import PairDifference
+from app.proof.straggler import Straggler
+
+IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong.
+
+    Attributes:
+        cause: a short name, "unexplained" where no hypothesis holds.
+        text: one sentence with the numbers.
+    """
+
+    cause: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What became of one training when it was held against the reference.
+
+    Attributes:
+        strategy: its name.
+        measurements: of every array of every step.
+        first_false: the first one out of tolerance, None where there is none.
+        diagnosis: why, None likewise.
+        straggler: a replica for which the others wait, None where there is none.
+    """
+
+    strategy: str
+    measurements: Sequence[Measurement]
+    first_false: Measurement | None
+    diagnosis: Diagnosis | None
+    straggler: Straggler | None
+
+    @property
+    def outcome(self) -> str:
+        """The verdict against the reference, in its words."""
+        if self.first_false:
+            return DIFFERENT
+        exact = all(measured.absolute32 == 0 for measured in self.measurements)
+        return IDENTICAL if exact else EQUAL
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing at all was found."""
+        return not (self.first_false or self.straggler)
+
+    def findings(self) -> list[tuple[str, str]]:
+        """Returns cause and sentence of everything that was found."""
+        found = []
+        if self.first_false:
+            found.append((self.diagnosis.cause, f"{self.where()}: {self.diagnosis.text}"))
+        if self.straggler:
+            s = self.straggler
+            found.append(
+                (
+                    "slow_replica",
+                    f"in every step replica {s.replica_id} sends its gradients"
+                    f" {1000 * s.wait_sec:.0f} ms after all others, which took"
+                    f" {1000 * s.work_sec:.0f} ms: they wait for it",
+                )
+            )
+        return found
+
+    def where(self) -> str:
+        """Says where the first false array is, and by how much it is off."""
+        first = self.first_false
+        if first.kind == "examples":
+            return (
+                f"first at step {first.step}, examples of replica {first.replica_id}:"
+                f" {first.absolute:.0f} are wrong"
+            )
+        kind, tensor = first.kind, first.tensor
+        if kind == "agreement":
+            kind, _, tensor = tensor.partition("/")
+        allowed = f"{first.tolerance:.2g} is rounding" if first.tolerance else "none is allowed"
+        return (
+            f"first at step {first.step}, {kind}"
+            + (f" of {tensor}" if tensor != kind else "")
+            + f", replica {first.replica_id}, by {first.absolute:.3g} ({allowed})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PairVerdict:
+    """Whether two trainings are the same.
+
+    They are if they start from the same weights, are given the same examples, and every step of
+    both is right but for rounding. How far rounding has carried them apart by then is another
+    matter, and shown beside it.
+
+    Attributes:
+        strategies: names of the two.
+        outcome: IDENTICAL, EQUAL or DIFFERENT.
+        differences: of all that they have in common.
+    """
+
+    strategies: tuple[str, str]
+    outcome: str
+    differences: Sequence[PairDifference]
+
+    @classmethod
+    def of(
+        cls, first: Proof, second: Proof, differences: Sequence[PairDifference]
+    ) -> "PairVerdict":
+        """Judges two trainings by their proofs and what sets them apart."""
+        if all(difference.identical for difference in differences):
+            outcome = IDENTICAL
+        else:
+            outcome = DIFFERENT if first.first_false or second.first_false else EQUAL
+        return cls((first.strategy, second.strategy), outcome, differences)
+
+    def largest(self, kind: str) -> PairDifference:
+        """Returns where arrays of a kind are farthest apart, relative to their size."""
+        return max(
+            (d for d in self.differences if d.kind == kind),
+            key=lambda d: (not d.identical, d.relative),
+        )

@@ -1,0 +1,108 @@
+"""The figure of `verify`, drawn from `verify.json` alone."""
+
+import json
+import pathlib
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from app.records.files import write_atomically
+from app.records.plots import DATASET_TITLES
+
+_PANELS = {
+    "loss": "loss of each replica",
+    "gradients": "gradients, before the all-reduce",
+    "sums": "gradients, after it",
+    "weights": "weights after the update",
+    "own statistics": "BatchNorm statistics",
+}
+_RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"
+_FLOOR = 1e-4  # Differences below this share of their tolerance are drawn on the lower edge.
+_CEILING = 1e8
+
+
+def plot_verification(path: pathlib.Path) -> None:
+    """Draws `verify.png` and `verify.svg` into the directory that holds `verify.json`."""
+    record = json.loads((path / "verify.json").read_text(encoding="utf-8"))
+    figure = _draw(record)
+    for suffix in ("png", "svg"):
+        write_atomically(
+            path / f"verify.{suffix}",
+            lambda temporary, suffix=suffix: figure.savefig(temporary, format=suffix, dpi=150),
+        )
+
+
+def _draw(record: dict) -> Figure:
+    strategies = record["strategies"]
+    kinds = [
+        kind for kind in _PANELS
+        if any(kind in run["measurements"]["kind"] for run in strategies.values())
+    ]  # fmt: skip
+    figure = Figure(
+        figsize=(2.6 * len(kinds) + 0.8, 2.3 * len(strategies) + 1.2), layout="constrained"
+    )
+    panels = figure.subplots(len(strategies), len(kinds), sharex=True, sharey=True, squeeze=False)
+    for row, (name, run) in zip(panels, strategies.items(), strict=True):
+        for axes, kind in zip(row, kinds, strict=True):
+            _draw_panel(axes, run["measurements"], kind, record["steps"])
+        row[0].set_ylabel(f"{name}\ndifference / tolerance")
+    for axes, kind in zip(panels[0], kinds, strict=True):
+        axes.set_title(_PANELS[kind], fontsize=9)
+    for axes in panels[-1]:
+        axes.set_xlabel("step")
+    figure.suptitle("\n".join(_title(record)), fontsize=10, ha="left", x=0.01, linespacing=1.4)
+    return figure
+
+
+def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
+    """Draws a line for each tensor and replica; the band is the computed tolerance."""
+    lines: dict[tuple, list[tuple[int, float]]] = {}
+    columns = ("step", "kind", "tensor", "replica_id", "absolute", "tolerance", "absolute32")
+    for step, k, tensor, replica, absolute, tolerance, absolute32 in zip(
+        *(measured[c] for c in columns), strict=True
+    ):
+        if k == kind and step > 0:
+            share = (
+                0.0
+                if absolute32 == 0 and not absolute <= tolerance
+                else (absolute / tolerance if tolerance else (0.0 if not absolute else _CEILING))
+            )
+            share = share if share == share else _CEILING  # NaN is as wrong as can be.
+            lines.setdefault((tensor, replica), []).append(
+                (step, min(max(share, _FLOOR), _CEILING))
+            )
+    axes.axhspan(_FLOOR / 10, 1, color=_BAND, alpha=0.13, linewidth=0)
+    for points in lines.values():
+        wrong = any(share > 1 for _, share in points)
+        axes.plot(
+            *zip(*points, strict=True),
+            color=_WRONG if wrong else _RIGHT,
+            alpha=0.9 if wrong else max(0.12, min(0.8, 6 / len(lines))),
+            linewidth=1.6 if wrong else 1.0,
+            marker="o" if num_steps < 8 or wrong else "",
+            markersize=3,
+        )
+    axes.axhline(1, color=_BAND, linewidth=1.2)
+    axes.set_yscale("log")
+    axes.set_ylim(_FLOOR / 2, None)
+    axes.set_xlim(0.5, num_steps + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(True, color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _title(record: dict) -> list[str]:
+    dataset = DATASET_TITLES.get(record["dataset"], record["dataset"])
+    replicas = max(len(run["devices"]) for run in record["strategies"].values())
+    lines = [
+        f"{record['model']} on {dataset}, recipe {record['recipe']}, batch"
+        f" {record['global_batch_size']}, {replicas} replicas, float32: each step against one"
+        " device in float64",
+        "; ".join(
+            f"{' and '.join(pair['strategies'])}: {pair['outcome']}" for pair in record["pairs"]
+        ),
+        "a line for each tensor; in the green band lies what other orders of summation do",
+    ]
+    if record["injected_fault"]:
+        lines.insert(0, f"INJECTED FAULT: {record['injected_fault']}")
+    return [line for line in lines if line]

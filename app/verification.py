@@ -1,0 +1,176 @@
+"""What `verify` does in processes of their own: recording trainings, and checking their traces.
+
+Each function is the whole life of a process. It is handed `send`, which takes `("step", n)` and
+`("warning", text)` to the process that waits.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+from app import console, devices
+from app.config import Config, check_shards
+from app.proof.measurement import Measurement
+from app.proof.verdict import Diagnosis
+
+Send = Callable[[tuple], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A training whose trace is on disk.
+
+    Attributes:
+        devices: one for each replica.
+        simulated_devices: logical devices that share a processor.
+        dataset: which images.
+        dataset_sha256: of all of them.
+        learning_rate: the peak.
+        num_train_examples: how many.
+        has_batch_norm: whether the model keeps moving statistics.
+        send_sec: for each step and replica, from the start of the step until it sent its gradients.
+        versions: of what numbers depend on.
+    """
+
+    devices: list[str]
+    simulated_devices: bool
+    dataset: str
+    dataset_sha256: str
+    learning_rate: float
+    num_train_examples: int
+    has_batch_norm: bool
+    send_sec: list[list[float]]
+    versions: dict[str, str]
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas it had."""
+        return len(self.devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What the check of a trace found.
+
+    Attributes:
+        measurements: of every array of every step, in the order in which they were computed.
+        first_false: the first one out of tolerance, None where there is none.
+        diagnosis: why, None likewise.
+    """
+
+    measurements: list[Measurement]
+    first_false: Measurement | None
+    diagnosis: Diagnosis | None
+
+
+def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
+    """Trains `config.steps` steps with `config.strategy` and leaves their trace in `path`."""
+    prepared, job = _set_up(send, config)
+    from app.proof.faults import inject, spoil_dataset
+    from app.proof.recorder import Recorder
+
+    strategy = job.build_strategy(prepared)
+    dataset, witness = job.batches(), None
+    if config.fault:
+        witness = inject(config.fault, strategy, job.batch_sizes())
+        dataset = spoil_dataset(
+            config.fault,
+            lambda seed: job.batches(seed=seed),
+            seed=config.seed,
+            num_replicas=strategy.num_replicas,
+        )
+    send_sec = Recorder(strategy, witness).record(
+        strategy.distribute(dataset),
+        num_steps=config.steps,
+        path=path,
+        on_step=lambda step: send(("step", step)),
+    )
+    has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
+    return _recorded(
+        job, prepared, prepared.names, has_batch_norm=has_batch_norm, send_sec=send_sec
+    )
+
+
+def record_on_one_device(send: Send, config: Config, path: pathlib.Path) -> Recorded:
+    """Records `single` with the BatchNorm of the replicas asked for, shard by shard."""
+    prepared, job = _set_up(send, config)
+    from app.proof.one_device import train_shard_by_shard
+    from app.proof.reference import Reference
+
+    train_shard_by_shard(
+        Reference(job.build_model, job.create_optimizer, "float32"),
+        job.batches().take(config.steps).as_numpy_iterator(),
+        num_shards=len(prepared.names),
+        path=path,
+        on_step=lambda step: send(("step", step)),
+    )
+    return _recorded(job, prepared, prepared.names[:1], has_batch_norm=True, send_sec=[])
+
+
+def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked]:
+    """Checks each trace against the reference, and explains the first false step of each."""
+    _, job = _set_up(send, config)
+    from app.proof.checks import TraceChecker
+    from app.proof.diagnosis import Diagnostician
+    from app.proof.measurement import first_false
+    from app.proof.reference import Reference
+    from app.proof.trace import Trace, hash_examples
+
+    def batch(step):
+        return next(job.batches(start_step=step - 1).as_numpy_iterator())
+
+    def training_hashes():
+        return hash_examples(job.dataset.train_images, job.dataset.train_labels)
+
+    reference64, reference32 = (
+        Reference(job.build_model, job.create_optimizer, dtype) for dtype in ("float64", "float32")
+    )
+    checker = TraceChecker(reference64, reference32)
+    results = []
+    for number, path in enumerate(paths):
+        with Trace(path) as trace:
+            measurements = checker.check(
+                trace,
+                job.batches().as_numpy_iterator(),
+                on_step=lambda step, done=number * config.steps: send(("step", done + step)),
+            )
+            false = first_false(measurements)
+            diagnosis = false and Diagnostician(
+                trace,
+                measurements,
+                batch=batch,
+                training_hashes=training_hashes,
+                reference64=reference64,
+            ).explain(false)
+            results.append(Checked(measurements, false, diagnosis))
+    return results
+
+
+def _set_up(send: Send, config: Config):
+    """Returns devices and job, TensorFlow being ready; warnings go to the process that waits."""
+    console.forward_warnings(lambda text: send(("warning", text)))
+    prepared = devices.set_up(config)
+    import tensorflow as tf
+
+    from app.job import Job, load_data
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    dataset = load_data(config)
+    check_shards(config, len(prepared.names), len(dataset.train_images))
+    return prepared, Job(config, dataset)
+
+
+def _recorded(job, prepared, names, *, has_batch_norm, send_sec) -> Recorded:
+    from app.training import versions
+
+    return Recorded(
+        devices=names,
+        simulated_devices=prepared.simulated and len(names) > 1,
+        dataset=job.dataset.name,
+        dataset_sha256=job.dataset.sha256(),
+        learning_rate=job.learning_rate,
+        num_train_examples=len(job.dataset.train_images),
+        has_batch_norm=has_batch_norm,
+        send_sec=send_sec,
+        versions=versions(),
+    )

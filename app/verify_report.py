@@ -1,0 +1,166 @@
+"""What `verify` found, for a person and for a program."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from app import console
+from app.caveats import DATASET_CAVEATS
+from app.config import Config
+from app.proof.measurement import Measurement
+from app.proof.trace import KINDS
+from app.proof.verdict import IDENTICAL, PairVerdict, Proof
+from app.records.files import write_json
+from app.verification import Recorded
+
+VERIFY_FILE = "verify.json"
+
+
+def write_record(
+    path: pathlib.Path,
+    config: Config,
+    recorded: Mapping[str, Recorded],
+    proofs: Mapping[str, Proof],
+    verdicts: Sequence[PairVerdict],
+) -> None:
+    """Writes `verify.json`: everything that was measured."""
+    first = next(iter(recorded.values()))
+    write_json(
+        path / VERIFY_FILE,
+        {
+            "command": "verify",
+            "injected_fault": config.inject,
+            "model": config.model,
+            "recipe": config.recipe,
+            "global_batch_size": config.global_batch_size,
+            "learning_rate": first.learning_rate,
+            "seed": config.seed,
+            "steps": config.steps,
+            "batch_norm": config.batch_norm,
+            "dataset": first.dataset,
+            "dataset_sha256": first.dataset_sha256,
+            "num_train_examples": first.num_train_examples,
+            "precision": "float32",
+            "tf32": False,
+            "versions": first.versions,
+            "kinds": KINDS,
+            "strategies": {
+                name: {
+                    "devices": run.devices,
+                    "simulated_devices": run.simulated_devices,
+                    "outcome": proofs[name].outcome,
+                    "findings": [
+                        {"cause": cause, "text": text} for cause, text in proofs[name].findings()
+                    ],
+                    "first_false": proofs[name].first_false
+                    and dataclasses.asdict(proofs[name].first_false),
+                    "send_sec": run.send_sec,
+                    "measurements": _as_table(proofs[name].measurements),
+                }
+                for name, run in recorded.items()
+            },
+            "pairs": [
+                {
+                    "strategies": verdict.strategies,
+                    "outcome": verdict.outcome,
+                    "differences": _as_table(verdict.differences),
+                }
+                for verdict in verdicts
+            ],
+        },
+    )
+
+
+def _as_table(rows: Sequence) -> dict[str, list]:
+    """Turns records into columns: a name is written once, not once for each record."""
+    if not rows:
+        return {}
+    return {
+        field.name: [getattr(row, field.name) for row in rows]
+        for field in dataclasses.fields(rows[0])
+    }
+
+
+def print_report(
+    config: Config,
+    recorded: Mapping[str, Recorded],
+    proofs: Mapping[str, Proof],
+    verdicts: Sequence[PairVerdict],
+) -> None:
+    """Prints the verdicts, what they rest on, and the cause of what is false."""
+    first = next(iter(recorded.values()))
+    num_replicas = max(len(run.devices) for run in recorded.values())
+    console.say(
+        f"{config.model} on {first.dataset}, recipe {config.recipe}, batch"
+        f" {config.global_batch_size}, learning rate {first.learning_rate:g}, seed {config.seed};"
+        f" {console.count(config.steps, 'step')} on {console.count(num_replicas, 'replica')};"
+        " float32, TF32 off"
+    )
+    if config.inject:
+        console.warn(f"injected fault: {config.fault}")
+    if first.dataset in DATASET_CAVEATS:
+        console.warn(DATASET_CAVEATS[first.dataset])
+    if "single" in recorded and first.has_batch_norm and num_replicas > 1:
+        size = config.global_batch_size // num_replicas
+        console.say(
+            f"single: one device, BatchNorm over {num_replicas} shards of about {size} one after"
+            f" another, as {num_replicas} replicas have it (--batch_norm=average)"
+        )
+    if verdicts:
+        console.say()
+        console.print_table(
+            f"Side by side: how far their weights are apart after {config.steps} steps",
+            ["pair", "verdict", "apart by", "relative", "ULPs"],
+            [_pair_row(verdict) for verdict in verdicts],
+        )
+    console.say()
+    console.print_table(
+        "Each step against one device in float64, from the same state: the largest difference",
+        ["strategy", "of", "difference", "relative", "ULPs", "tolerance", "float32"],
+        [row for proof in proofs.values() for row in _proof_rows(proof)],
+    )
+    console.say(
+        "tolerance: what other orders of summation do in float32, computed for every array;"
+        " float32: arrays that are bit-identical to one device in float32"
+    )
+    for proof in proofs.values():
+        for cause, text in proof.findings():
+            console.say(f"{proof.strategy}: {cause.replace('_', ' ')}. {text}")
+
+
+def _pair_row(verdict: PairVerdict) -> list[str]:
+    name = " – ".join(verdict.strategies)
+    if verdict.outcome == IDENTICAL:
+        return [name, verdict.outcome, "0", "0", "0"]
+    last = max(d.step for d in verdict.differences)
+    weights = [d for d in verdict.differences if d.kind == "weights" and d.step == last]
+    worst = max(weights, key=lambda d: d.absolute)
+    return [
+        name, verdict.outcome, f"{worst.absolute:.2g}", f"{worst.relative:.2g}", f"{worst.ulps:,}",
+    ]  # fmt: skip
+
+
+def _proof_rows(proof: Proof) -> list[list[str]]:
+    rows = []
+    for kind in KINDS:
+        measured = [m for m in proof.measurements if m.kind == kind]
+        if kind in ("examples", "agreement"):
+            measured = [m for m in measured if not m.holds]
+        if measured:
+            rows.append(_kind_row(proof.strategy if not rows else "", kind, measured))
+    return rows
+
+
+def _kind_row(name: str, kind: str, measured: Sequence[Measurement]) -> list[str]:
+    """Shows the array that is nearest to its tolerance, or farthest beyond it."""
+    worst = max(measured, key=lambda m: (not m.holds, m.excess))
+    exact = sum(m.absolute32 == 0 for m in measured)
+    return [
+        name,
+        kind,
+        f"{worst.absolute:.2g}",
+        f"{worst.relative:.1g}",
+        f"{worst.ulps:,}",
+        f"{worst.tolerance:.2g}",
+        "all" if exact == len(measured) else f"{exact:,}/{len(measured):,}",
+    ]
