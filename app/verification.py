@@ -28,6 +28,7 @@ class Recorded:
         learning_rate: the peak.
         num_train_examples: how many.
         has_batch_norm: whether the model keeps moving statistics.
+        is_reference: whether the reference itself was trained, which need not be checked.
         send_sec: for each step and replica, from the start of the step until it sent its gradients.
         versions: of what numbers depend on.
     """
@@ -39,6 +40,7 @@ class Recorded:
     learning_rate: float
     num_train_examples: int
     has_batch_norm: bool
+    is_reference: bool
     send_sec: list[list[float]]
     versions: dict[str, str]
 
@@ -86,9 +88,7 @@ def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
         on_step=lambda step: send(("step", step)),
     )
     has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
-    return _recorded(
-        job, prepared, prepared.names, has_batch_norm=has_batch_norm, send_sec=send_sec
-    )
+    return _recorded(job, prepared, has_batch_norm=has_batch_norm, send_sec=send_sec)
 
 
 def record_on_one_device(send: Send, config: Config, path: pathlib.Path) -> Recorded:
@@ -104,7 +104,7 @@ def record_on_one_device(send: Send, config: Config, path: pathlib.Path) -> Reco
         path=path,
         on_step=lambda step: send(("step", step)),
     )
-    return _recorded(job, prepared, prepared.names[:1], has_batch_norm=True, send_sec=[])
+    return _recorded(job, prepared, has_batch_norm=True, is_reference=True)
 
 
 def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked]:
@@ -160,8 +160,10 @@ def _set_up(send: Send, config: Config):
     return prepared, Job(config, dataset)
 
 
-def _recorded(job, prepared, names, *, has_batch_norm, send_sec) -> Recorded:
+def _recorded(job, prepared, *, has_batch_norm, is_reference=False, send_sec=()) -> Recorded:
     from app.training import versions
+
+    names = prepared.names[:1] if is_reference else prepared.names
 
     return Recorded(
         devices=names,
@@ -171,6 +173,7 @@ def _recorded(job, prepared, names, *, has_batch_norm, send_sec) -> Recorded:
         learning_rate=job.learning_rate,
         num_train_examples=len(job.dataset.train_images),
         has_batch_norm=has_batch_norm,
-        send_sec=send_sec,
+        is_reference=is_reference,
+        send_sec=list(send_sec),
         versions=versions(),
     )

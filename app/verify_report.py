@@ -48,7 +48,7 @@ def write_record(
                 name: {
                     "devices": run.devices,
                     "simulated_devices": run.simulated_devices,
-                    "outcome": proofs[name].outcome,
+                    "outcome": "is the reference" if run.is_reference else proofs[name].outcome,
                     "findings": [
                         {"cause": cause, "text": text} for cause, text in proofs[name].findings()
                     ],
@@ -101,16 +101,15 @@ def print_report(
     if first.dataset in DATASET_CAVEATS:
         console.warn(DATASET_CAVEATS[first.dataset])
     if "single" in recorded and first.has_batch_norm and num_replicas > 1:
-        size = config.global_batch_size // num_replicas
         console.say(
-            f"single: one device, BatchNorm over {num_replicas} shards of about {size} one after"
-            f" another, as {num_replicas} replicas have it (--batch_norm=average)"
+            f"single: one device, with BatchNorm over {num_replicas} shards one after another, as"
+            f" {num_replicas} replicas have it (--batch_norm=average)"
         )
     if verdicts:
         console.say()
         console.print_table(
-            f"Side by side: how far their weights are apart after {config.steps} steps",
-            ["pair", "verdict", "apart by", "relative", "ULPs"],
+            f"Side by side: how far apart after {console.count(config.steps, 'step')}",
+            ["pair", "verdict", "apart by", "relative", "ULPs", "in"],
             [_pair_row(verdict) for verdict in verdicts],
         )
     console.say()
@@ -131,13 +130,16 @@ def print_report(
 def _pair_row(verdict: PairVerdict) -> list[str]:
     name = " – ".join(verdict.strategies)
     if verdict.outcome == IDENTICAL:
-        return [name, verdict.outcome, "0", "0", "0"]
-    last = max(d.step for d in verdict.differences)
-    weights = [d for d in verdict.differences if d.kind == "weights" and d.step == last]
-    worst = max(weights, key=lambda d: d.absolute)
+        return [name, verdict.outcome, "0", "0", "0", "everything"]
+    worst = verdict.farthest_in_the_end()
     return [
-        name, verdict.outcome, f"{worst.absolute:.2g}", f"{worst.relative:.2g}", f"{worst.ulps:,}",
-    ]  # fmt: skip
+        name,
+        verdict.outcome,
+        f"{worst.absolute:.2g}",
+        f"{worst.relative:.2g}",
+        f"{worst.ulps:,}",
+        f"{worst.kind}, {worst.tensor}",
+    ]
 
 
 def _proof_rows(proof: Proof) -> list[list[str]]:

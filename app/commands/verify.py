@@ -109,7 +109,7 @@ def _prove(config: Config, recorded: dict, differences: dict, traces, progress) 
             and all(difference.identical for difference in differences[first, second])
         ]  # fmt: skip
         stands_for[name] = same[0] if same else name
-    distinct = sorted(set(stands_for.values()))
+    distinct = sorted({name for name in stands_for.values() if not recorded[name].is_reference})
     progress.start("checking every step", config.steps * len(distinct))
     parallel = [name for name in config.strategies if name != "single"]
     checked = call_in_own_process(
@@ -121,16 +121,18 @@ def _prove(config: Config, recorded: dict, differences: dict, traces, progress) 
         on_message=progress.message,
     )
     results = dict(zip(distinct, checked, strict=True))
-    return {
-        name: Proof(
+    unchecked = verification.Checked([], None, None)
+    proofs = {}
+    for name, run in recorded.items():
+        result = results.get(stands_for[name], unchecked)
+        proofs[name] = Proof(
             name,
-            results[stands_for[name]].measurements,
-            results[stands_for[name]].first_false,
-            results[stands_for[name]].diagnosis,
-            find_straggler(recorded[name].send_sec),
+            result.measurements,
+            result.first_false,
+            result.diagnosis,
+            find_straggler(run.send_sec),
         )
-        for name in recorded
-    }
+    return proofs
 
 
 def _report(config: Config, path: pathlib.Path, recorded, proofs, differences) -> int:

@@ -55,6 +55,16 @@ class Reference:
         self._weights = {v.path: v.value for v in floats if v.trainable}
         self._statistics = {v.path: v.value for v in floats if not v.trainable}
         self._slots = {v.path.partition("/")[2]: v.value for v in self._optimizer.variables}
+        # A batch of any size, as in a strategy: of a known size, other kernels might be chosen.
+        spec = tf.TensorSpec
+        self._compiled_gradients = tf.function(
+            self._shard_gradients,
+            input_signature=[
+                spec((None, *self._model.input_shape[1:]), tf.uint8),
+                spec((None,), tf.int32),
+                spec((), dtype),
+            ],
+        )
 
     @property
     def has_batch_norm(self) -> bool:
@@ -97,7 +107,7 @@ class Reference:
         results = []
         for rows in shards:
             _assign(self._statistics, before)
-            loss, gradients = self._shard_gradients(
+            loss, gradients = self._compiled_gradients(
                 tf.constant(images[rows]),
                 tf.constant(labels[rows], tf.int32),
                 tf.constant(len(labels), self._dtype),
@@ -117,7 +127,6 @@ class Reference:
         self._apply([tf.cast(sums[name], self._dtype) for name in self._weights])
         return _read({**self._weights, **self._slots})
 
-    @tf.function(reduce_retracing=True)
     def _shard_gradients(self, images, labels, num_global_examples):
         with tf.GradientTape() as tape:
             logits = self._model(images, training=True)

@@ -27,8 +27,9 @@ def with_tolerances(samples: Sequence[Sample]) -> list[Measurement]:
     """Returns the measurements with their tolerances.
 
     For one array the orders come out at distances d₁ … dₖ from the exact result. How far one order
-    can be from the others is seen in all arrays of a kind together: q is the largest ratio of any d
-    to the geometric mean of the rest. The tolerance is the geometric mean of the d's, times q².
+    can be from the others is seen in many arrays together, those of the forward pass and those of
+    the backward pass: q is the largest ratio of any d to the geometric mean of the rest. The
+    tolerance is the geometric mean of the d's, times q².
 
     Squared because the largest of N ratios is easily exceeded by one more, whereas its square is
     exceeded once in N² even where large ratios are as frequent as they are when a ReLU flips.
@@ -37,15 +38,19 @@ def with_tolerances(samples: Sequence[Sample]) -> list[Measurement]:
     margins: dict[str, float] = collections.defaultdict(float)
     for sample, values in zip(samples, logs, strict=True):
         rest = (np.sum(values) - values) / (len(values) - 1)
-        kind = sample.measurement.kind
-        margins[kind] = max(margins[kind], float(np.max(values - rest)))
+        direction = _direction(sample)
+        margins[direction] = max(margins[direction], float(np.max(values - rest)))
     return [
         dataclasses.replace(
             sample.measurement,
-            tolerance=math.exp(np.mean(values) + 2 * margins[sample.measurement.kind]),
+            tolerance=math.exp(np.mean(values) + 2 * margins[_direction(sample)]),
         )
         for sample, values in zip(samples, logs, strict=True)
     ]
+
+
+def _direction(sample: Sample) -> str:
+    return "backward" if sample.measurement.kind == "gradients" else "forward"
 
 
 def _logs(sample: Sample) -> np.ndarray:

@@ -50,6 +50,8 @@ class TraceWriter:
     def write(self, step: int, kind: str, per_replica: list[Mapping[str, np.ndarray]]) -> None:
         """Writes arrays of all replicas; a replica that holds replica 0's bits is left out.
 
+        Of "examples" none is left out: they tell how many replicas there are.
+
         Raises:
             DiskFullError: no space.
         """
@@ -57,7 +59,7 @@ class TraceWriter:
             for tensor, array in arrays.items():
                 array = np.asarray(array, order="C")
                 first = per_replica[0].get(tensor)
-                if replica_id == 0 or not _same_bits(array, first):
+                if replica_id == 0 or kind == "examples" or not _same_bits(array, first):
                     self._write_array(f"{step}/{kind}/{replica_id}/{tensor}", array)
 
     def _write_array(self, name: str, array: np.ndarray) -> None:
@@ -87,7 +89,7 @@ class Trace:
             tensors = self._index.setdefault((int(step), kind), {})
             tensors.setdefault(tensor, set()).add(int(replica_id))
         self.num_steps = max(step for step, _ in self._index)
-        self.num_replicas = 1 + max(max(r) for r in self._index[1, "loss"].values())
+        self.num_replicas = len(self._index[1, "examples"]["examples"])
 
     def __enter__(self):
         return self

@@ -1,6 +1,7 @@
 """What the checks of two traces and their comparison say together."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from app.proof.measurement import Measurement
@@ -82,11 +83,17 @@ class Proof:
         kind, tensor = first.kind, first.tensor
         if kind == "agreement":
             kind, _, tensor = tensor.partition("/")
+        # Of what replicas have in common, replica 0's stands for all that hold the same bits.
+        shared = kind in ("sums", "slots", "updates", "weights") and not any(
+            (m.order, m.tensor) == (first.order, first.tensor) and m.replica_id != first.replica_id
+            for m in self.measurements
+        )
+        who = "every replica" if shared else f"replica {first.replica_id}"
         allowed = f"{first.tolerance:.2g} is rounding" if first.tolerance else "none is allowed"
         return (
             f"first at step {first.step}, {kind}"
             + (f" of {tensor}" if tensor != kind else "")
-            + f", replica {first.replica_id}, by {first.absolute:.3g} ({allowed})"
+            + f", {who}, by {first.absolute:.3g} ({allowed})"
         )
 
 
@@ -119,9 +126,11 @@ class PairVerdict:
             outcome = DIFFERENT if first.first_false or second.first_false else EQUAL
         return cls((first.strategy, second.strategy), outcome, differences)
 
-    def largest(self, kind: str) -> PairDifference:
-        """Returns where arrays of a kind are farthest apart, relative to their size."""
+    def farthest_in_the_end(self) -> PairDifference:
+        """Returns where weights are farthest apart after the last step, or else anything is."""
+        last = max(d.step for d in self.differences)
+        apart = [d for d in self.differences if d.step == last and not d.identical]
+        weights = [d for d in apart if d.kind == "weights"]
         return max(
-            (d for d in self.differences if d.kind == kind),
-            key=lambda d: (not d.identical, d.relative),
+            weights or apart or self.differences, key=lambda d: (math.isnan(d.absolute), d.absolute)
         )

@@ -36,22 +36,35 @@ def _draw(record: dict) -> Figure:
     strategies = record["strategies"]
     kinds = [
         kind for kind in _PANELS
-        if any(kind in run["measurements"]["kind"] for run in strategies.values())
+        if any(kind in run["measurements"].get("kind", ()) for run in strategies.values())
     ]  # fmt: skip
-    figure = Figure(
-        figsize=(2.6 * len(kinds) + 0.8, 2.3 * len(strategies) + 1.2), layout="constrained"
-    )
-    panels = figure.subplots(len(strategies), len(kinds), sharex=True, sharey=True, squeeze=False)
-    for row, (name, run) in zip(panels, strategies.items(), strict=True):
+    rows = _rows(strategies)
+    size = 2.6 * len(kinds) + 0.8, 2.3 * len(rows) + 1.2
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(rows), len(kinds), sharex=True, sharey=True, squeeze=False)
+    for row, (names, measured) in zip(panels, rows, strict=True):
         for axes, kind in zip(row, kinds, strict=True):
-            _draw_panel(axes, run["measurements"], kind, record["steps"])
-        row[0].set_ylabel(f"{name}\ndifference / tolerance")
+            _draw_panel(axes, measured, kind, record["steps"])
+        row[0].set_ylabel(f"{' = '.join(names)}\ndifference / tolerance")
     for axes, kind in zip(panels[0], kinds, strict=True):
         axes.set_title(_PANELS[kind], fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("step")
     figure.suptitle("\n".join(_title(record)), fontsize=10, ha="left", x=0.01, linespacing=1.4)
     return figure
+
+
+def _rows(strategies: dict) -> list[tuple[list[str], dict]]:
+    """Returns names and measurements, once for trainings that hold the same bits."""
+    rows: list[tuple[list[str], dict]] = []
+    for name, run in strategies.items():
+        measured = run["measurements"]
+        same = next((names for names, other in rows if other == measured), None)
+        if same:
+            same.append(name)
+        elif measured:
+            rows.append(([name], measured))
+    return rows
 
 
 def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
