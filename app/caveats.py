@@ -10,9 +10,14 @@ DATASET_CAVEATS = {
 _CHANCE = 0.15  # Ten classes: guessing is right once in ten times.
 
 
+def injected_fault_caveat(fault: str) -> str:
+    """Returns what has to be said wherever a result of a spoiled training is shown."""
+    return f"injected fault: {fault}. This training was spoiled on purpose"
+
+
 def caveats(config: Config, summary: Summary) -> list[str]:
     """Returns a line for each way in which a run is not what its command asked for first."""
-    lines = []
+    lines = [injected_fault_caveat(summary.injected_fault)] if summary.injected_fault else []
     if config.dataset == "auto" and summary.dataset == "synthetic":
         lines.append(DATASET_CAVEATS["synthetic"])
     if summary.dataset == "unverified":

@@ -40,6 +40,18 @@ class DeviceError(LockstepError):
     exit_code = 6
 
 
+class ExchangeError(LockstepError):
+    """A collective loses or repeats what replicas send."""
+
+    exit_code = 6
+
+
+class DriftError(LockstepError):
+    """Replicas hold different weights."""
+
+    exit_code = 1
+
+
 class DivergedError(LockstepError):
     """The loss or a weight is not finite any more."""
 

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 
 from app import console
+from app.caveats import injected_fault_caveat
 from app.config import Config
 from app.data.dataset import ImageDataset
 from app.data.source import load_dataset
@@ -50,6 +51,8 @@ class SavedRun:
                 f"{run_dir}: no checkpoint — a run that has finished an epoch is required;"
                 " finish it with the command that started it"
             )
+        if checkpoint.origin.get("injected_fault"):
+            console.warn(injected_fault_caveat(checkpoint.origin["injected_fault"]))
         kept = {name: run_config[name] for name in _KEPT if name in run_config}
         return cls(dataclasses.replace(config, **kept), checkpoint)
 

@@ -19,6 +19,9 @@ from app.data.pipeline import eval_dataset
 from app.devices import Devices
 from app.errors import CheckpointError, DivergedError
 from app.job import Job
+from app.proof.drift import Drift, check_replicas
+from app.proof.faults import inject, spoil_dataset
+from app.proof.probe import probe_exchange
 from app.records import checkpoint as checkpoints
 from app.records import history as histories
 from app.records import plots
@@ -56,8 +59,12 @@ class Training:
             "dataset": dataset.name,
             "dataset_sha256": dataset.sha256(),
             "test_part_sha256": dataset.sha256_of_test_part(),
+            **({"injected_fault": str(config.fault)} if config.fault else {}),
         }
         self.strategy = self._job.build_strategy(devices)
+        probe_exchange(self.strategy)
+        if config.fault:
+            inject(config.fault, self.strategy, self._job.batch_sizes())
         self._step, self._history, self._earlier_sec = 0, [], 0.0
         self._start = time.monotonic()
         self._resume()
@@ -69,7 +76,7 @@ class Training:
             return
         changes = [
             f"{name} {checkpoint.origin.get(name)} → {value}"
-            for name, value in self._origin.items()
+            for name, value in {"injected_fault": None, **self._origin}.items()
             if checkpoint.origin.get(name) != value
         ]
         if changes:
@@ -104,18 +111,40 @@ class Training:
             DivergedError: the loss is not finite any more.
         """
         dataset, config = self._dataset, self._config
-        iterator = self.strategy.distribute(self._job.batches(start_step=self._step))
+        iterator = self.strategy.distribute(self._batches())
         with console.Progress(config.epochs, self.steps_per_epoch, self._step) as progress:
             compile_sec = _time(lambda: self.strategy.train_steps(iterator, 0))
             while len(self._history) < config.epochs:
                 train_totals, epoch_sec = self._train_epoch(iterator, progress)
                 progress.evaluating()
+                drift = self._check_replicas()
                 test_totals = evaluate(self.strategy, dataset)
                 self._check_finite(test_totals, "test loss")
-                self._history.append(self._record(train_totals, test_totals, epoch_sec))
+                self._history.append(self._record(train_totals, test_totals, epoch_sec, drift))
                 self._save(compile_sec)
                 progress.epoch(self._history[-1])
         return self._finish()
+
+    def _batches(self):
+        """Returns the training set from the next step on, spoiled where that was asked for."""
+
+        def batches(seed):
+            return self._job.batches(seed=seed, start_step=self._step)
+
+        seed, fault = self._config.seed, self._config.fault
+        if fault is None:
+            return batches(seed)
+        return spoil_dataset(fault, batches, seed=seed, num_replicas=self.strategy.num_replicas)
+
+    def _check_replicas(self) -> Drift:
+        """Stops a training whose replicas are not in step; says once what they keep apart."""
+        drift = check_replicas(self.strategy)
+        if drift.tensor and not self._history:
+            console.say(
+                f"replicas hold the same weights, bit for bit; their own statistics are up to"
+                f" {drift.absolute:.2g} apart ({drift.tensor}) and are averaged now"
+            )
+        return drift
 
     def _train_epoch(self, iterator, progress) -> tuple[StepTotals, float]:
         """Makes the steps of one epoch; returns their totals and the seconds they took."""
@@ -144,7 +173,9 @@ class Training:
                 " --learning_rate"
             )
 
-    def _record(self, train: StepTotals, test: StepTotals, epoch_sec: float) -> EpochRecord:
+    def _record(
+        self, train: StepTotals, test: StepTotals, epoch_sec: float, drift: Drift
+    ) -> EpochRecord:
         return EpochRecord(
             epoch=len(self._history) + 1,
             step=self._step,
@@ -154,6 +185,8 @@ class Training:
             test_accuracy=test.accuracy,
             epoch_sec=epoch_sec,
             images_per_sec=train.examples / epoch_sec,
+            statistics_apart=drift.absolute,
+            injected_fault=str(self._config.fault or ""),
         )
 
     def _save(self, compile_sec: float) -> None:
@@ -217,6 +250,7 @@ class Training:
             total_sec=self._earlier_sec + time.monotonic() - self._start,
             weights_sha256=weights_sha256,
             versions=versions(),
+            injected_fault=str(config.fault or ""),
         )
 
 

@@ -69,9 +69,11 @@ def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
     """Trains `config.steps` steps with `config.strategy` and leaves their trace in `path`."""
     prepared, job = _set_up(send, config)
     from app.proof.faults import inject, spoil_dataset
+    from app.proof.probe import probe_exchange
     from app.proof.recorder import Recorder
 
     strategy = job.build_strategy(prepared)
+    probe_exchange(strategy)
     dataset, witness = job.batches(), None
     if config.fault:
         witness = inject(config.fault, strategy, job.batch_sizes())

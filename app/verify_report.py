@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from app import console
-from app.caveats import DATASET_CAVEATS
+from app.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.config import Config
 from app.proof.measurement import Measurement
 from app.proof.trace import KINDS
@@ -29,7 +29,7 @@ def write_record(
         path / VERIFY_FILE,
         {
             "command": "verify",
-            "injected_fault": config.inject,
+            "injected_fault": str(config.fault or ""),
             "model": config.model,
             "recipe": config.recipe,
             "global_batch_size": config.global_batch_size,
@@ -96,8 +96,8 @@ def print_report(
         f" {console.count(config.steps, 'step')} on {console.count(num_replicas, 'replica')};"
         " float32, TF32 off"
     )
-    if config.inject:
-        console.warn(f"injected fault: {config.fault}")
+    if config.fault:
+        console.warn(injected_fault_caveat(str(config.fault)))
     if first.dataset in DATASET_CAVEATS:
         console.warn(DATASET_CAVEATS[first.dataset])
     if "single" in recorded and first.has_batch_norm and num_replicas > 1:

@@ -4,7 +4,7 @@ import pathlib
 import time
 
 from app import console, devices
-from app.caveats import caveats
+from app.caveats import caveats, injected_fault_caveat
 from app.config import Config, check_shards
 from app.errors import CheckpointError, OutputError
 from app.records.history import Summary, load_summary
@@ -60,6 +60,8 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         f" {config.global_batch_size}, learning rate {training.learning_rate:g}"
     )
     console.say(f"replicas on {', '.join(prepared.names)}")
+    if config.fault:
+        console.warn(injected_fault_caveat(str(config.fault)))
     if prepared.simulated:
         console.say("simulated devices: they share one processor, timing is not scaling")
     return training.run()

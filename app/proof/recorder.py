@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
+from app.errors import DivergedError
 from app.proof.trace import TraceWriter, hash_examples
 from strategies.base import State, Strategy
 from strategies.witness import Witness
@@ -48,6 +49,10 @@ class Recorder(Witness):
         Returns:
             For each step and replica, the seconds from the start of the step until it sent its
             gradients.
+
+        Raises:
+            DivergedError: the loss is not finite.
+            DiskFullError: no space for the trace.
         """
         trainable = [variable.path for variable in self._strategy.model.trainable_variables]
         times = []
@@ -57,6 +62,11 @@ class Recorder(Witness):
                 start = time.time()  # The clock of `tf.timestamp`.
                 self._strategy.train_steps(iterator, 1)
                 shards = self._take("shard")
+                if not np.isfinite([loss for *_, loss in shards]).all():
+                    raise DivergedError(
+                        f"the loss is not finite at step {step} — a finite loss is required; use a"
+                        " smaller --learning_rate, or fewer --steps"
+                    )
                 trace.write(
                     step,
                     "examples",

@@ -24,6 +24,9 @@ class EpochRecord:
         test_accuracy: likewise, a fraction.
         epoch_sec: training alone; tracing and evaluation are left out.
         images_per_sec: training images over `epoch_sec`.
+        statistics_apart: largest difference between two replicas' own BatchNorm statistics, before
+            they are averaged; what is trained was the same bits on all of them.
+        injected_fault: what was spoiled on purpose, "" in an honest run.
     """
 
     epoch: int
@@ -34,6 +37,8 @@ class EpochRecord:
     test_accuracy: float
     epoch_sec: float
     images_per_sec: float
+    statistics_apart: float = 0.0
+    injected_fault: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Summary:
     total_sec: float
     weights_sha256: str
     versions: dict[str, str]
+    injected_fault: str = ""
 
     def last_line(self) -> str:
         """Returns the book's last line of a training."""

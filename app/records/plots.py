@@ -135,7 +135,8 @@ def _finish(axes, epochs: int, name: str) -> None:
 
 def _what(summary: Summary) -> str:
     dataset = DATASET_TITLES.get(summary.dataset, summary.dataset)
-    return (
+    fault = f"INJECTED FAULT: {summary.injected_fault}\n" if summary.injected_fault else ""
+    return fault + (
         f"{summary.model} on {dataset} ({summary.num_train_examples:,} images), recipe"
         f" {summary.recipe}, batch {summary.global_batch_size}, lr {summary.learning_rate:g}"
     )
