@@ -162,10 +162,13 @@ class Config:
                 f"{num_devices} devices asked for — at most {MAX_LOGICAL_DEVICES} on one machine;"
                 " use fewer"
             )
-        if self.command not in _ON_SEVERAL and self.strategy == "single" and num_devices > 1:
+        several = self.command in _ON_SEVERAL
+        names = self.strategies if several else (self.strategy,)
+        if set(names) == {"single"} and num_devices > 1:
+            flag = "strategies" if several else "strategy"
             raise ConfigError(
-                f"--strategy=single with {num_devices} devices — single runs on one device;"
-                " use --strategy=manual or --strategy=mirrored"
+                f"--{flag}=single with {num_devices} devices — single runs on one device;"
+                f" use --{flag}=manual or --{flag}=mirrored"
             )
         if self.all_reduce == "hierarchical":
             self._check_mirrored_alone()

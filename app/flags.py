@@ -93,7 +93,7 @@ COMMAND_HELP = {
     "evaluate": "test accuracy of a run, on any strategy and number of devices",
     "predict": "class and probability of images, the batch split over the replicas",
     "compare": "several strategies from the same weights and data, side by side",
-    "verify": "step by step: the same training, or the first false step and its cause",
+    "verify": "proves them the same training, or names the first false step",
 }
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from app.data.pipeline import eval_dataset, train_dataset
 from conftest import CPUS
 from models import MODELS
-from models.resnet import build_resnet
+from small_models import create, small_resnet
 from strategies import STRATEGIES
 
 # Float32 sums of a few dozen terms in another order differ in the last bits; a few steps with
@@ -20,42 +20,6 @@ from strategies import STRATEGIES
 ROUNDING = 2e-6
 NUM_STEPS = 4
 PARALLEL = [name for name in STRATEGIES if name != "single"]
-
-
-def small_network():
-    """A convolution and a dense layer: both kinds of gradient, in milliseconds."""
-    return keras.Sequential(
-        [
-            keras.Input((28, 28, 1), dtype="uint8"),
-            keras.layers.Rescaling(1 / 255),
-            keras.layers.Conv2D(3, 5, strides=4, activation="relu", name="conv"),
-            keras.layers.Flatten(),
-            keras.layers.Dense(10, name="logits"),
-        ],
-        name="small",
-    )
-
-
-def small_resnet():
-    """One residual block: what BatchNorm does, without 18 layers of it."""
-    network = build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1)
-    images = keras.Input((28, 28, 1), dtype="uint8")
-    return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
-
-
-def seeded(build):
-    def model_fn():
-        keras.utils.set_random_seed(7)
-        return build()
-
-    return model_fn
-
-
-def create(name, num_replicas, build=small_network, optimizer_fn=None):
-    strategy = STRATEGIES[name](CPUS[:num_replicas])
-    assert strategy.num_replicas == num_replicas
-    strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
-    return strategy
 
 
 def walk(strategy, images, *, global_batch_size, num_steps=NUM_STEPS):

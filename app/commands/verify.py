@@ -67,19 +67,25 @@ def _recording(config: Config, name: str, recorded: dict[str, Recorded]):
     fault = config.fault
     parallel = [other for other in config.strategies if other != "single"] or ["single"]
     is_spoiled = fault is not None and name == (fault.strategy or parallel[0])
-    child = dataclasses.replace(
-        config, command="train", strategy=name, inject=config.inject if is_spoiled else None
-    )
-    if name != "single":
-        return verification.record, child
-    if any(other.has_batch_norm and len(other.devices) > 1 for other in recorded.values()):
+    inject = config.inject if is_spoiled else None
+    if name == "single" and any(
+        other.has_batch_norm and len(other.devices) > 1 for other in recorded.values()
+    ):
         if is_spoiled:
             raise ConfigError(
                 f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
                 f" which nothing can spoil; use strategy={parallel[0]}"
             )
-        return verification.record_on_one_device, dataclasses.replace(child, strategy="manual")
-    return verification.record, dataclasses.replace(child, num_gpus=None, num_devices=None)
+        return verification.record_on_one_device, _alone(config, parallel[0])
+    return verification.record, _alone(config, name, inject)
+
+
+def _alone(config: Config, strategy: str, inject: str | None = None) -> Config:
+    """Returns the configuration of a training with one of the strategies."""
+    options = {"command": "train", "strategy": strategy, "inject": inject}
+    if strategy == "single":  # One device, with all cores, and nothing to reduce.
+        options |= {"num_gpus": None, "num_devices": None, "all_reduce": "auto"}
+    return dataclasses.replace(config, **options)
 
 
 def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
@@ -114,9 +120,7 @@ def _prove(config: Config, recorded: dict, differences: dict, traces, progress) 
     parallel = [name for name in config.strategies if name != "single"]
     checked = call_in_own_process(
         verification.check,
-        dataclasses.replace(
-            config, command="train", strategy=(parallel or ["single"])[0], inject=None
-        ),
+        _alone(config, (parallel or ["single"])[0]),
         [traces / f"{name}.npz" for name in distinct],
         on_message=progress.message,
     )

@@ -21,10 +21,10 @@ def _to_float16(array: np.ndarray) -> np.ndarray:
         return array.astype(np.float16).astype(array.dtype)
 
 
-# Name → how a float32 array is rounded, and the relative error of one rounding.
+# Name → how a float32 array is rounded, relative error of one rounding, smallest number.
 REDUCED_PRECISIONS = {
-    "bfloat16": (_to_bfloat16, 2.0**-9),
-    "float16": (_to_float16, 2.0**-12),
+    "bfloat16": (_to_bfloat16, 2.0**-9, SMALLEST),
+    "float16": (_to_float16, 2.0**-12, 2.0**-24),
 }
 
 
@@ -56,12 +56,12 @@ def is_weighted_sum(
 
 def is_reduced(got: Arrays, parts: Sequence[Arrays], name: str) -> bool:
     """Tells whether every array is the sum of the parts, computed in a reduced precision."""
-    rounding, unit = REDUCED_PRECISIONS[name]
+    rounding, unit, smallest = REDUCED_PRECISIONS[name]
     if is_weighted_sum(got, parts, [1.0] * len(parts), rounding=rounding):
         return True
     for tensor, array in got.items():
         terms = [part[tensor].astype(np.float64) for part in parts]
-        bound = 2 * len(terms) * unit * sum(map(np.abs, terms)) + SMALLEST
+        bound = 2 * len(terms) * (unit * sum(map(np.abs, terms)) + smallest)
         if not (has_values_of(array, name) and np.all(np.abs(array - sum(terms)) <= bound)):
             return False
     return True
@@ -69,7 +69,7 @@ def is_reduced(got: Arrays, parts: Sequence[Arrays], name: str) -> bool:
 
 def has_values_of(array: np.ndarray, name: str) -> bool:
     """Tells whether a reduced precision can hold every element as it is."""
-    rounding, _ = REDUCED_PRECISIONS[name]
+    rounding = REDUCED_PRECISIONS[name][0]
     return np.array_equal(array, rounding(array))
 
 

@@ -1,0 +1,43 @@
+"""Models that are trained in milliseconds, and strategies that have built them."""
+
+import keras
+
+from conftest import CPUS
+from models.resnet import build_resnet
+from strategies import STRATEGIES
+
+
+def small_network():
+    """A convolution and a dense layer: both kinds of gradient, in milliseconds."""
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1), dtype="uint8"),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.Conv2D(3, 5, strides=4, activation="relu", name="conv"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10, name="logits"),
+        ],
+        name="small",
+    )
+
+
+def small_resnet():
+    """One residual block: what BatchNorm does, without 18 layers of it."""
+    network = build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1)
+    images = keras.Input((28, 28, 1), dtype="uint8")
+    return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
+
+
+def seeded(build):
+    def model_fn():
+        keras.utils.set_random_seed(7)
+        return build()
+
+    return model_fn
+
+
+def create(name, num_replicas, build=small_network, optimizer_fn=None):
+    strategy = STRATEGIES[name](CPUS[:num_replicas])
+    assert strategy.num_replicas == num_replicas
+    strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
+    return strategy

@@ -1,0 +1,365 @@
+"""The proof itself: clean trainings hold, and every false one is caught and its cause named.
+
+In one process and on tiny models, so that all strategies, replica counts and faults fit in seconds.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from app.data.pipeline import train_dataset
+from app.fault import FAULTS, Fault
+from app.proof.checks import TraceChecker
+from app.proof.diagnosis import Diagnostician
+from app.proof.faults import inject, spoil_dataset
+from app.proof.measurement import first_false
+from app.proof.one_device import train_shard_by_shard
+from app.proof.pairs import compare_traces
+from app.proof.recorder import Recorder
+from app.proof.reference import Reference
+from app.proof.straggler import find_straggler
+from app.proof.trace import Trace, hash_examples
+from app.proof.verdict import DIFFERENT, EQUAL, IDENTICAL, PairVerdict, Proof
+from conftest import CPUS
+from small_models import seeded, small_network, small_resnet
+from strategies import STRATEGIES
+from strategies.manual import ManualStrategy
+from strategies.witness import Witness
+
+NUM_STEPS = 3
+GLOBAL_BATCH_SIZE = 15  # Uneven shards for 2 and 4 replicas; 40 examples leave 10 in step 3.
+PARALLEL = [name for name in STRATEGIES if name != "single"]
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+class Case:
+    """A training of one small model, and all that its proof needs."""
+
+    def __init__(self, images, build=small_network, optimizer_fn=sgd):
+        self.images, self.functions = images, (seeded(build), optimizer_fn)
+
+    def batches(self, seed=3, start_step=0):
+        return train_dataset(
+            *self.images, seed=seed, global_batch_size=GLOBAL_BATCH_SIZE, start_step=start_step
+        )
+
+    def batch(self, step):
+        return next(self.batches(start_step=step - 1).as_numpy_iterator())
+
+    def record(self, strategy, path, *, fault=None, functions=None):
+        """Trains and returns the trace, and when replicas sent their gradients."""
+        strategy.build(*(functions or self.functions))
+        dataset, witness = self.batches(), None
+        if fault:
+            witness = inject(fault, strategy, {GLOBAL_BATCH_SIZE, 10})
+            dataset = spoil_dataset(fault, self.batches, seed=3, num_replicas=strategy.num_replicas)
+        recorder = Recorder(strategy, witness)
+        send_sec = recorder.record(strategy.distribute(dataset), num_steps=NUM_STEPS, path=path)
+        return Trace(path), send_sec
+
+    def prove(self, trace, name="manual", send_sec=()):
+        reference64, reference32 = (Reference(*self.functions, d) for d in ("float64", "float32"))
+        checker = TraceChecker(reference64, reference32)
+        measurements = checker.check(trace, self.batches().as_numpy_iterator())
+        false = first_false(measurements)
+        diagnosis = false and Diagnostician(
+            trace,
+            measurements,
+            batch=self.batch,
+            training_hashes=lambda: hash_examples(*self.images),
+            reference64=reference64,
+        ).explain(false)
+        return Proof(name, measurements, false, diagnosis, find_straggler(send_sec))
+
+
+@pytest.fixture
+def case(images):
+    return Case(images)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "build"),
+    [*((n, small_network) for n in (1, 2, 3, 4)), *((n, small_resnet) for n in (1, 3))],
+)
+def test_clean_trainings_hold(images, tmp_path, num_replicas, build):
+    case, proofs, traces = Case(images, build), {}, {}
+    for name in STRATEGIES:
+        if name == "single" and build is small_resnet and num_replicas > 1:
+            continue  # Another training: BatchNorm over the whole batch.
+        strategy = STRATEGIES[name](CPUS[: 1 if name == "single" else num_replicas])
+        traces[name], _ = case.record(strategy, tmp_path / f"{name}.npz")
+        proofs[name] = case.prove(traces[name], name)
+        assert proofs[name].first_false is None
+        assert traces[name].num_replicas == len(strategy.devices)
+    pair = compare_traces(traces["manual"], traces["mirrored"])
+    assert PairVerdict.of(proofs["manual"], proofs["mirrored"], pair).outcome == IDENTICAL
+    if "single" in traces:
+        pair = compare_traces(traces["single"], traces["manual"])
+        outcome = PairVerdict.of(proofs["single"], proofs["manual"], pair).outcome
+        assert outcome == (IDENTICAL if num_replicas == 1 else EQUAL)
+
+
+def test_every_kind_is_measured(images, tmp_path):
+    """What is not measured cannot be false: each stage has its tolerance, and is within it."""
+    case = Case(images, small_resnet)
+    trace, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "manual.npz")
+    measured = case.prove(trace).measurements
+    kinds = {"examples", "loss", "gradients", "sums", "slots", "updates", "weights"}
+    assert {m.kind for m in measured} == kinds | {"own statistics", "statistics"}
+    for m in measured:
+        if m.kind in kinds - {"examples"} and m.step > 0 and m.tensor != "iteration":
+            assert 0 < m.tolerance < 1e-2, m
+    assert {m.step for m in measured} == {0, 1, 2, 3}
+    assert {m.replica_id for m in measured if m.kind == "gradients"} == {0, 1}
+
+
+CAUSES = {
+    "drop_gradient": "lost_gradient",
+    "scale_gradient": "scaled_gradient",
+    "mean_of_means": "mean_of_means",
+    "same_shard": "repeated_shard",
+    "shuffle_order": "other_order",
+    "perturb_weight": "changed_by_itself",
+    "local_batch_norm": "local_batch_norm",
+    "bf16_exchange": "reduced_precision",
+}
+
+
+def test_every_fault_is_in_these_tests():
+    assert set(FAULTS) == {*CAUSES, "slow_replica"}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("fault", CAUSES)
+def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_replicas):
+    if fault == "mean_of_means" and num_replicas == 3:
+        num_replicas = 4  # 15 divides by 3.
+    case = Case(images, small_resnet if fault == "local_batch_norm" else small_network)
+    trace, _ = case.record(
+        STRATEGIES[strategy](CPUS[:num_replicas]), tmp_path / "t.npz", fault=Fault.parse(fault)
+    )
+    proof = case.prove(trace)
+    assert proof.diagnosis.cause == CAUSES[fault]
+    assert proof.first_false.step == (3 if fault == "perturb_weight" else 1)
+    if "replica" in Fault.parse(fault).parameters:
+        assert "replica 1" in proof.findings()[0][1]
+    assert proof.outcome == DIFFERENT
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_a_slow_replica_is_caught_and_named(case, tmp_path, strategy):
+    fault = Fault.parse("slow_replica:replica=1,ms=400")
+    trace, send_sec = case.record(STRATEGIES[strategy](CPUS[:2]), tmp_path / "t.npz", fault=fault)
+    proof = case.prove(trace, send_sec=send_sec)
+    assert proof.first_false is None and not proof.holds
+    ((cause, text),) = proof.findings()
+    assert cause == "slow_replica" and "replica 1" in text
+
+
+def test_factors_are_named(case, tmp_path):
+    trace, _ = case.record(
+        ManualStrategy(CPUS[:3]), tmp_path / "t.npz", fault=Fault.parse("scale_gradient:factor=3")
+    )
+    assert "3 is the number of replicas" in case.prove(trace).diagnosis.text
+    trace, _ = case.record(
+        ManualStrategy(CPUS[:3]), tmp_path / "t.npz", fault=Fault.parse("scale_gradient:factor=1.7")
+    )
+    assert "1.7 times" in case.prove(trace).diagnosis.text
+
+
+# --- Faults of strategies that somebody else might write -----------------------------------------
+
+
+class NoExchange(ManualStrategy):
+    """Every replica goes its own way."""
+
+    def exchange(self, per_replica_tensors):
+        return per_replica_tensors
+
+
+class CountsTwice(ManualStrategy):
+    """Replica 1 is in the sum twice."""
+
+    def exchange(self, per_replica_tensors):
+        return super().exchange(
+            [*per_replica_tensors[:-1], [2 * g for g in per_replica_tensors[-1]]]
+        )
+
+
+class TakesMeans(ManualStrategy):
+    """The mean over the replicas where the loss is divided by all examples already."""
+
+    def exchange(self, per_replica_tensors):
+        totals = super().exchange(per_replica_tensors)
+        return [[t / self.num_replicas for t in tensors] for tensors in totals]
+
+
+class Half(ManualStrategy):
+    """Adds up in float16."""
+
+    def exchange(self, per_replica_tensors):
+        halves = [[tf.cast(t, tf.float16) for t in tensors] for tensors in per_replica_tensors]
+        totals = super().exchange(halves)
+        return [[tf.cast(t, tf.float32) for t in tensors] for tensors in totals]
+
+
+class Clips(ManualStrategy):
+    """Clips what it has summed: no sum of the gradients at all."""
+
+    def exchange(self, per_replica_tensors):
+        totals = super().exchange(per_replica_tensors)
+        return [[tf.clip_by_value(t, -1e-3, 1e-3) for t in tensors] for tensors in totals]
+
+
+class AppliesTwice(ManualStrategy):
+    """Makes each update twice."""
+
+    def build(self, model_fn, optimizer_fn):
+        super().build(model_fn, optimizer_fn)
+        for replica in self.replicas:
+            replica.optimizer.apply = twice(replica.optimizer.apply)
+
+
+def twice(apply):
+    def apply_twice(gradients, variables):
+        apply(gradients, variables)
+        apply(gradients, variables)
+
+    return apply_twice
+
+
+class Misreports(Witness):
+    """Changes what a replica computes before anybody sees it."""
+
+    def __init__(self, inner, change):
+        self._inner, self._change = inner, change
+
+    def before_exchange(self, replica_id, shard, loss, gradients):
+        gradients = self._change(shard, gradients)
+        return self._inner.before_exchange(replica_id, shard, loss, gradients)
+
+    def after_exchange(self, replica_id, sums):
+        return self._inner.after_exchange(replica_id, sums)
+
+
+def plain_sgd():
+    return keras.optimizers.SGD(0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cause"),
+    [
+        (NoExchange, "lost_gradient"),
+        (CountsTwice, "repeated_gradient"),
+        (TakesMeans, "scaled_gradient"),
+        (Half, "reduced_precision"),
+        (Clips, "unexplained"),
+        (AppliesTwice, "scaled_update"),
+    ],
+)
+def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
+    case = Case(images, optimizer_fn=plain_sgd)
+    trace, _ = case.record(strategy(CPUS[:2]), tmp_path / "t.npz")
+    assert case.prove(trace).diagnosis.cause == cause
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "said"),
+    [
+        (
+            lambda shard, gradients: [
+                g * tf.cast(shard.num_global_examples / tf.size(shard.labels), g.dtype)
+                for g in gradients
+            ],
+            "scaled_gradient",
+            "divided by its shard's",
+        ),
+        (lambda shard, gradients: [g * 15.0 for g in gradients], "scaled_gradient", "not divided"),
+        (lambda shard, gradients: [g * 1.3 for g in gradients], "scaled_gradient", "1.3 times"),
+        (
+            lambda shard, gradients: [tf.cast(tf.cast(g, tf.bfloat16), g.dtype) for g in gradients],
+            "reduced_precision",
+            "bfloat16",
+        ),
+        (
+            lambda shard, gradients: [tf.square(g) for g in gradients],
+            "unexplained",
+            "none of these",
+        ),
+    ],
+)
+def test_wrong_gradients_are_diagnosed(case, tmp_path, change, cause, said):
+    strategy = ManualStrategy(CPUS[:2])
+    strategy.build(*case.functions)
+    recorder = Recorder(strategy)
+    strategy.witness = Misreports(recorder, change)
+    recorder.record(
+        strategy.distribute(case.batches()), num_steps=NUM_STEPS, path=tmp_path / "t.npz"
+    )
+    proof = case.prove(Trace(tmp_path / "t.npz"))
+    assert proof.first_false.kind == "gradients"
+    assert proof.diagnosis.cause == cause
+    assert said in proof.diagnosis.text
+
+
+def test_other_initial_weights_are_named(case, tmp_path):
+    keras.utils.set_random_seed(8)
+    trace, _ = case.record(
+        ManualStrategy(CPUS[:2]), tmp_path / "t.npz", functions=(small_network, sgd)
+    )
+    proof = case.prove(trace)
+    assert proof.first_false.step == 0
+    assert proof.diagnosis.cause == "initial_weights"
+    assert "the training starts" in proof.diagnosis.text
+
+
+def test_one_replica_that_starts_elsewhere_is_named(case, tmp_path):
+    trace, _ = case.record(
+        ManualStrategy(CPUS[:3]), tmp_path / "t.npz",
+        fault=Fault.parse("perturb_weight:replica=2,step=0"),
+    )  # fmt: skip
+    proof = case.prove(trace)
+    assert proof.diagnosis.cause == "initial_weights"
+    assert proof.diagnosis.text.startswith("replica 2 starts")
+
+
+def test_batch_norm_over_the_whole_batch_is_named(images, tmp_path):
+    """`single` against what two replicas do: the question that verify is asked most often."""
+    case = Case(images, small_resnet)
+    trace, _ = case.record(STRATEGIES["single"](CPUS[:1]), tmp_path / "t.npz")
+    reference = Reference(*case.functions, "float32")
+    train_shard_by_shard(
+        reference,
+        case.batches().take(NUM_STEPS).as_numpy_iterator(),
+        num_shards=2,
+        path=tmp_path / "one.npz",
+    )
+    assert case.prove(Trace(tmp_path / "one.npz"), "single").first_false is None
+    sums = [
+        Trace(tmp_path / f"{n}.npz").read(1, "sums", 0, "stem_conv/kernel") for n in ("t", "one")
+    ]
+    assert np.max(np.abs(sums[0] - sums[1])) > 1e-4  # Another training, and no rounding.
+    assert case.prove(trace).first_false is None  # It does what one device should, though.
+
+
+def test_recording_changes_nothing(case, tmp_path):
+    watched, alone = (ManualStrategy(CPUS[:2]) for _ in range(2))
+    case.record(watched, tmp_path / "t.npz")
+    alone.build(*case.functions)
+    alone.train_steps(alone.distribute(case.batches()), NUM_STEPS)
+    for name, array in alone.state().items():
+        np.testing.assert_array_equal(watched.state()[name], array, err_msg=name)
+
+
+def test_a_strategy_that_keeps_its_steps_to_itself_is_told(case, tmp_path):
+    strategy = ManualStrategy(CPUS[:2])
+    strategy.build(*case.functions)
+    recorder = Recorder(strategy)
+    strategy.witness = Witness()
+    with pytest.raises(RuntimeError, match=r"self\.witness\.before_exchange"):
+        recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")

@@ -1,0 +1,70 @@
+"""What `--inject` may say, and what is refused before anything is loaded."""
+
+import pytest
+
+from app.config import Config
+from app.errors import ConfigError
+from app.fault import FAULTS, Fault
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_has_defaults_and_can_be_read_back(name):
+    fault = Fault.parse(name)
+    assert fault.parameters == FAULTS[name][1]
+    assert Fault.parse(str(fault)) == fault
+
+
+def test_parameters():
+    fault = Fault.parse("perturb_weight:replica=2,step=7,strategy=mirrored")
+    assert fault.parameters == {"replica": 2, "step": 7}
+    assert fault.strategy == "mirrored"
+    assert Fault.parse("scale_gradient:factor=0.5").parameters == {"factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("drop", "drop_gradient"),
+        ("drop_gradient:replicas=1", "replica"),
+        ("drop_gradient:replica", "replica"),
+        ("drop_gradient:replica=x", "whole number"),
+        ("drop_gradient:replica=-1", "from 0"),
+        ("scale_gradient:factor=nan", "above 0"),
+        ("scale_gradient:factor=0", "above 0"),
+        ("slow_replica:ms=0.5", "whole number"),
+        ("mean_of_means:replica=1", "strategy"),
+        ("drop_gradient:strategy=", "strategy"),
+    ],
+)
+def test_refusals_name_what_is_required(text, named):
+    with pytest.raises(ConfigError, match=named) as caught:
+        Fault.parse(text)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inject": "drop_gradient", "num_devices": 1},
+        {"inject": "drop_gradient:replica=2", "num_devices": 2},
+        {"inject": "drop_gradient", "strategy": "single"},
+        {"inject": "drop_gradient:strategy=mirrored", "strategy": "manual"},
+        {"inject": "perturb_weight:step=9", "command": "verify", "steps": 8},
+        {"inject": "drop_gradient:strategy=single", "command": "verify", "strategies": ("manual",)},
+        {"command": "verify", "steps": 0},
+        {"command": "verify", "strategies": ("single",), "num_devices": 2},
+        {"command": "verify", "strategies": ("manual", "manual")},
+        {"all_reduce": "hierarchical", "strategy": "manual"},
+        {"all_reduce": "hierarchical", "command": "verify"},
+    ],
+)
+def test_what_cannot_happen_is_refused(options):
+    with pytest.raises(ConfigError, match=" — "):
+        Config(**options)
+
+
+def test_what_can_happen_is_not():
+    Config(inject="scale_gradient", strategy="single")
+    Config(inject="drop_gradient", num_devices=2)
+    Config(command="verify", all_reduce="hierarchical", strategies=("single", "mirrored"))
+    Config(command="verify", strategies=("mirrored",), num_devices=3)

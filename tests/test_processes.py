@@ -1,0 +1,25 @@
+"""Functions in processes of their own: results, messages, and every way in which they end."""
+
+import pytest
+
+import process_functions
+from app.errors import DeviceError, DiskFullError
+from app.processes import call_in_own_process
+
+
+def test_result_and_messages_arrive():
+    messages = []
+    result = call_in_own_process(process_functions.add, 2, 3, on_message=messages.append)
+    assert (result, messages) == (5, [("step", 1), ("step", 2)])
+
+
+def test_errors_are_those_of_the_function():
+    with pytest.raises(DiskFullError, match="make room"):
+        call_in_own_process(process_functions.refuse)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: oops"):
+        call_in_own_process(process_functions.fail)
+
+
+def test_a_process_that_was_killed_is_told_apart():
+    with pytest.raises(DeviceError, match="exit code 137"):
+        call_in_own_process(process_functions.vanish)

@@ -1,0 +1,114 @@
+"""The probe of the all-reduce, and the watch over replicas while they train."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from app.errors import DriftError, ExchangeError
+from app.proof.drift import check_replicas
+from app.proof.probe import explain, probe_exchange
+from conftest import CPUS
+from small_models import create, seeded, small_network, small_resnet
+from strategies import STRATEGIES
+from strategies.manual import ManualStrategy
+from strategies.mirrored import MirroredStrategy
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_right_all_reduce_passes(name, num_replicas):
+    if name == "single" and num_replicas > 1:
+        pytest.skip("single has one replica")
+    probe_exchange(create(name, num_replicas))
+
+
+def test_hierarchical_on_three_replicas_loses_the_last():
+    """TensorFlow's own, FACT of this version: wrong for odd counts, and alike on every replica."""
+    strategy = MirroredStrategy(CPUS[:3], all_reduce="hierarchical")
+    strategy.build(seeded(small_network), sgd)
+    with pytest.raises(ExchangeError, match="got 3 instead of 7: replica 2 was lost") as caught:
+        probe_exchange(strategy)
+    assert caught.value.exit_code == 6
+    even = MirroredStrategy(CPUS[:4], all_reduce="hierarchical")
+    even.build(seeded(small_network), sgd)
+    probe_exchange(even)
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1)
+
+
+class Spoiled(ManualStrategy):
+    """Adds each replica as often as `counts` says, on the replica `where`."""
+
+    counts, where = (), 0
+
+    def exchange(self, per_replica_tensors):
+        totals = [
+            sum(count * tensor for count, tensor in zip(self.counts, copies, strict=True))
+            for copies in zip(*per_replica_tensors, strict=True)
+        ]
+        right = super().exchange(per_replica_tensors)
+        return [totals if r == self.where else right[r] for r in range(self.num_replicas)]
+
+
+@pytest.mark.parametrize("counts", itertools.product((0, 1, 2), repeat=3))
+def test_the_probe_tells_every_case_apart(counts):
+    strategy = Spoiled(CPUS[:3])
+    strategy.counts, strategy.where = counts, 1
+    strategy.build(seeded(small_network), sgd)
+    if counts == (1, 1, 1):
+        probe_exchange(strategy)
+        return
+    with pytest.raises(ExchangeError) as caught:
+        probe_exchange(strategy)
+    text = str(caught.value)
+    assert "replica 1 got" in text
+    for what, number in (("lost", 0), ("counted more than once", 2)):
+        replicas = ", ".join(str(r) for r, count in enumerate(counts) if count == number)
+        assert (f"replica {replicas} was {what}" in text) == bool(replicas)
+
+
+def test_many_replicas_are_counted_in_groups_of_eight():
+    """Beyond 2⁸ a sum would not be exact in bfloat16."""
+    got = np.concatenate([np.ones(10), [255, 1]])
+    got[9] = 0
+    text = explain(got, 0, 10)
+    assert "got 255 1 instead of 255 3" in text
+    assert "replica 9 was lost" in text
+
+
+def change(strategy, replica_id, name, amount=0.5):
+    (position,) = (i for i, n in enumerate(strategy.variable_names) if n.endswith(name))
+    variable = strategy.replica_variables()[replica_id][position]
+    variable.assign(variable + tf.cast(amount, variable.dtype))
+
+
+@pytest.mark.parametrize("name", ["manual", "mirrored"])
+def test_replicas_in_step_pass(name):
+    strategy = create(name, 3, small_resnet)
+    assert check_replicas(strategy).tensor == ""
+    change(strategy, 1, "stem_norm/moving_mean")
+    drift = check_replicas(strategy)
+    assert (drift.tensor, drift.absolute) == ("stem_norm/moving_mean", 0.5)
+
+
+@pytest.mark.parametrize("name", ["manual", "mirrored"])
+def test_a_weight_that_differs_is_named_with_its_replicas(name):
+    strategy = create(name, 3)
+    change(strategy, 2, "logits/kernel", 0.25)
+    with pytest.raises(DriftError) as caught:
+        check_replicas(strategy)
+    text = str(caught.value)
+    assert "logits/kernel on replica 2 is not what replica 0, 1 hold, by 0.25" in text
+    assert caught.value.exit_code == 1
+
+
+def test_what_the_optimizer_keeps_counts_too():
+    strategy = create("manual", 2)
+    change(strategy, 1, "optimizer/iteration", 1)
+    with pytest.raises(DriftError, match="iteration on replica 1"):
+        check_replicas(strategy)

@@ -1,0 +1,87 @@
+"""Traces on disk: what is written can be read, by us and by NumPy alone."""
+
+import numpy as np
+import pytest
+
+from app.proof.pairs import compare_traces
+from app.proof.trace import Trace, TraceWriter, hash_examples
+
+
+def write_step(trace, step, *, scale=1.0, num_replicas=2):
+    """Writes one step of a model with one weight tensor."""
+    replicas = range(num_replicas)
+    hashes = [{"examples": np.array([step, 10 + r], np.int64)} for r in replicas]
+    trace.write(step, "examples", hashes)
+    trace.write(step, "loss", [{"loss": np.float32(r + step)} for r in replicas])
+    trace.write(step, "gradients", [{"a/kernel": np.full(3, r, np.float32)} for r in replicas])
+    trace.write(step, "sums", [{"a/kernel": np.full(3, scale, np.float32)}] * num_replicas)
+    write_weights(trace, step, scale=scale, num_replicas=num_replicas)
+
+
+def write_weights(trace, step, *, scale=1.0, num_replicas=2):
+    weights = {"a/kernel": np.full(3, scale * step, np.float32)}
+    trace.write(step, "weights", [weights] * num_replicas)
+
+
+def write_trace(path, **options):
+    with TraceWriter(path) as trace:
+        write_weights(trace, 0, **options)
+        write_step(trace, 1, **options)
+        write_step(trace, 2, **options)
+    return Trace(path)
+
+
+def test_what_was_written_is_read(tmp_path):
+    with write_trace(tmp_path / "a.npz") as trace:
+        assert (trace.num_steps, trace.num_replicas) == (2, 2)
+        assert trace.tensors(1, "sums") == ["a/kernel"]
+        np.testing.assert_array_equal(trace.read(1, "gradients", 1, "a/kernel"), np.ones(3))
+        loss = trace.read(2, "loss", 1, "loss")
+        assert loss == 3 and loss.shape == ()
+        np.testing.assert_array_equal(trace.read(2, "updates", 1, "a/kernel"), np.ones(3))
+        with pytest.raises(KeyError):
+            trace.read(1, "sums", 0, "b/kernel")
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as file:
+        np.testing.assert_array_equal(file["2/weights/0/a/kernel"], np.full(3, 2))
+
+
+def test_replicas_that_hold_the_same_bits_are_stored_once(tmp_path):
+    with write_trace(tmp_path / "a.npz") as trace:
+        assert trace.replicas(1, "sums", "a/kernel") == [0]
+        assert trace.replicas(1, "gradients", "a/kernel") == [0, 1]
+        np.testing.assert_array_equal(trace.read(1, "sums", 1, "a/kernel"), np.ones(3))
+
+
+def test_the_number_of_replicas_is_known_even_if_all_hold_the_same(tmp_path):
+    with TraceWriter(tmp_path / "a.npz") as trace:
+        trace.write(1, "examples", [{"examples": np.zeros(2, np.int64)}] * 3)
+        trace.write(1, "loss", [{"loss": np.float32(1)}] * 3)
+    assert Trace(tmp_path / "a.npz").num_replicas == 3
+
+
+def test_examples_are_told_by_image_and_label():
+    images = np.arange(2 * 4, dtype=np.uint8).reshape(2, 2, 2, 1)
+    first = hash_examples(images, np.array([3, 4]))
+    assert len(set(first)) == 2
+    assert first[0] == hash_examples(images[:1], np.array([3], np.int32))[0]
+    assert first[0] != hash_examples(images[:1], np.array([4]))[0]
+
+
+def test_pairs_find_every_difference(tmp_path):
+    first, second = write_trace(tmp_path / "a.npz"), write_trace(tmp_path / "b.npz")
+    assert all(d.identical for d in compare_traces(first, second))
+    with write_trace(tmp_path / "c.npz", scale=1.5) as third:
+        apart = [d for d in compare_traces(first, third) if not d.identical]
+    assert {(d.step, d.kind) for d in apart} == {
+        (1, "sums"), (1, "weights"), (1, "updates"), (2, "sums"), (2, "weights"), (2, "updates"),
+    }  # fmt: skip
+    assert max(d.absolute for d in apart if d.kind == "weights") == 1.0
+
+
+def test_other_numbers_of_replicas_are_compared_by_what_they_share(tmp_path):
+    first = write_trace(tmp_path / "a.npz")
+    second = write_trace(tmp_path / "b.npz", num_replicas=1)
+    kinds = {d.kind: d for d in compare_traces(first, second) if d.step == 1}
+    assert set(kinds) == {"loss", "sums", "weights", "updates"}
+    assert kinds["loss"].absolute == 2  # 1 + 2 against 1.
+    assert kinds["sums"].identical
