@@ -29,6 +29,8 @@ class Recorded:
         num_train_examples: how many.
         has_batch_norm: whether the model keeps moving statistics.
         is_reference: whether the reference itself was trained, which need not be checked.
+        effect_of_shards: how far the first gradient is from that of BatchNorm over the whole batch,
+            relative; None where nobody asked.
         send_sec: for each step and replica, from the start of the step until it sent its gradients.
         versions: of what numbers depend on.
     """
@@ -41,6 +43,7 @@ class Recorded:
     num_train_examples: int
     has_batch_norm: bool
     is_reference: bool
+    effect_of_shards: float | None
     send_sec: list[list[float]]
     versions: dict[str, str]
 
@@ -96,17 +99,21 @@ def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
 def record_on_one_device(send: Send, config: Config, path: pathlib.Path) -> Recorded:
     """Records `single` with the BatchNorm of the replicas asked for, shard by shard."""
     prepared, job = _set_up(send, config)
-    from app.proof.one_device import train_shard_by_shard
+    from app.proof.one_device import effect_of_shards, train_shard_by_shard
     from app.proof.reference import Reference
 
+    reference = Reference(job.build_model, job.create_optimizer, "float32")
+    num_shards = len(prepared.names)
+    first_batch = next(job.batches().as_numpy_iterator())
+    effect = effect_of_shards(reference, *first_batch, num_shards=num_shards)
     train_shard_by_shard(
-        Reference(job.build_model, job.create_optimizer, "float32"),
+        reference,
         job.batches().take(config.steps).as_numpy_iterator(),
-        num_shards=len(prepared.names),
+        num_shards=num_shards,
         path=path,
         on_step=lambda step: send(("step", step)),
     )
-    return _recorded(job, prepared, has_batch_norm=True, is_reference=True)
+    return _recorded(job, prepared, has_batch_norm=True, effect_of_shards=effect)
 
 
 def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked]:
@@ -162,9 +169,10 @@ def _set_up(send: Send, config: Config):
     return prepared, Job(config, dataset)
 
 
-def _recorded(job, prepared, *, has_batch_norm, is_reference=False, send_sec=()) -> Recorded:
+def _recorded(job, prepared, *, has_batch_norm, effect_of_shards=None, send_sec=()) -> Recorded:
     from app.training import versions
 
+    is_reference = effect_of_shards is not None
     names = prepared.names[:1] if is_reference else prepared.names
 
     return Recorded(
@@ -176,6 +184,7 @@ def _recorded(job, prepared, *, has_batch_norm, is_reference=False, send_sec=())
         num_train_examples=len(job.dataset.train_images),
         has_batch_norm=has_batch_norm,
         is_reference=is_reference,
+        effect_of_shards=effect_of_shards,
         send_sec=list(send_sec),
         versions=versions(),
     )

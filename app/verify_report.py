@@ -54,6 +54,7 @@ def write_record(
                     ],
                     "first_false": proofs[name].first_false
                     and dataclasses.asdict(proofs[name].first_false),
+                    "effect_of_shards": run.effect_of_shards,
                     "send_sec": run.send_sec,
                     "measurements": _as_table(proofs[name].measurements),
                 }
@@ -100,10 +101,13 @@ def print_report(
         console.warn(injected_fault_caveat(str(config.fault)))
     if first.dataset in DATASET_CAVEATS:
         console.warn(DATASET_CAVEATS[first.dataset])
-    if "single" in recorded and first.has_batch_norm and num_replicas > 1:
+    single = recorded.get("single")
+    if single and single.is_reference:
         console.say(
             f"single: one device, with BatchNorm over {num_replicas} shards one after another, as"
-            f" {num_replicas} replicas have it (--batch_norm=average)"
+            f" {num_replicas} replicas have it (--batch_norm=average). Over the whole batch, as in"
+            f" `train --strategy=single`, the first gradient is {single.effect_of_shards:.1%} apart:"
+            " another training by design, not a fault"
         )
     if verdicts:
         console.say()

@@ -14,7 +14,7 @@ from app.proof.checks import TraceChecker
 from app.proof.diagnosis import Diagnostician
 from app.proof.faults import inject, spoil_dataset
 from app.proof.measurement import first_false
-from app.proof.one_device import train_shard_by_shard
+from app.proof.one_device import effect_of_shards, train_shard_by_shard
 from app.proof.pairs import compare_traces
 from app.proof.recorder import Recorder
 from app.proof.reference import Reference
@@ -328,23 +328,49 @@ def test_one_replica_that_starts_elsewhere_is_named(case, tmp_path):
     assert proof.diagnosis.text.startswith("replica 2 starts")
 
 
-def test_batch_norm_over_the_whole_batch_is_named(images, tmp_path):
-    """`single` against what two replicas do: the question that verify is asked most often."""
+def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
+    """Why a two-GPU run with BatchNorm does not match the one-GPU run, and what does match it."""
     case = Case(images, small_resnet)
-    trace, _ = case.record(STRATEGIES["single"](CPUS[:1]), tmp_path / "t.npz")
     reference = Reference(*case.functions, "float32")
-    train_shard_by_shard(
-        reference,
-        case.batches().take(NUM_STEPS).as_numpy_iterator(),
-        num_shards=2,
-        path=tmp_path / "one.npz",
-    )
-    assert case.prove(Trace(tmp_path / "one.npz"), "single").first_false is None
-    sums = [
-        Trace(tmp_path / f"{n}.npz").read(1, "sums", 0, "stem_conv/kernel") for n in ("t", "one")
-    ]
-    assert np.max(np.abs(sums[0] - sums[1])) > 1e-4  # Another training, and no rounding.
-    assert case.prove(trace).first_false is None  # It does what one device should, though.
+    batches = list(case.batches().take(NUM_STEPS).as_numpy_iterator())
+    assert effect_of_shards(reference, *batches[0], num_shards=1) == 0
+    assert effect_of_shards(reference, *batches[0], num_shards=2) > 0.01
+    train_shard_by_shard(reference, batches, num_shards=2, path=tmp_path / "one.npz")
+    one = Trace(tmp_path / "one.npz")
+    two, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "two.npz")
+    proofs = case.prove(one, "single"), case.prove(two, "manual")
+    assert [proof.first_false for proof in proofs] == [None, None]
+    assert PairVerdict.of(*proofs, compare_traces(one, two)).outcome in (IDENTICAL, EQUAL)
+    whole, _ = case.record(STRATEGIES["single"](CPUS[:1]), tmp_path / "whole.npz")
+    apart = [d.relative for d in compare_traces(whole, two) if (d.step, d.kind) == (1, "sums")]
+    assert max(apart) > 0.01
+
+
+class SynchronisedStatistics(Witness):
+    """Passes off a share of the whole batch's gradient as each replica's own."""
+
+    def __init__(self, inner, whole):
+        self._inner, self._whole = inner, whole
+
+    def before_exchange(self, replica_id, shard, loss, gradients):
+        gradients = [tf.constant(g / 2) for g in self._whole.values()]
+        return self._inner.before_exchange(replica_id, shard, loss, gradients)
+
+    def after_exchange(self, replica_id, sums):
+        return self._inner.after_exchange(replica_id, sums)
+
+
+def test_batch_norm_over_the_whole_batch_is_named(images, tmp_path):
+    case = Case(images, small_resnet)
+    reference = Reference(*case.functions, "float32")
+    rows, batch = np.arange(GLOBAL_BATCH_SIZE), case.batch(1)
+    (whole,) = reference.gradients(reference.state(), *batch, [rows])
+    strategy = ManualStrategy(CPUS[:2])
+    strategy.build(*case.functions)
+    recorder = Recorder(strategy)
+    strategy.witness = SynchronisedStatistics(recorder, whole.gradients)
+    recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
+    assert case.prove(Trace(tmp_path / "t.npz")).diagnosis.cause == "whole_batch_norm"
 
 
 def test_recording_changes_nothing(case, tmp_path):

@@ -50,6 +50,32 @@ def train_shard_by_shard(
             on_step(step)
 
 
+def effect_of_shards(
+    reference: Reference, images: np.ndarray, labels: np.ndarray, *, num_shards: int
+) -> float:
+    """Returns how far BatchNorm over shards carries the first gradient from that of the whole.
+
+    Args:
+        reference: as it was built.
+        images: uint8 `(n, 28, 28, 1)`, the first global batch.
+        labels: integers `(n,)`.
+        num_shards: R.
+
+    Returns:
+        ‖by shards − whole batch‖ / ‖whole batch‖ over all tensors.
+    """
+    rows = np.arange(len(labels))
+    state = reference.state()
+    (whole,) = reference.gradients(state, images, labels, [rows])
+    by_shards = reference.gradients(state, images, labels, np.array_split(rows, num_shards))
+    squares = [
+        (np.sum((sum(s.gradients[t] for s in by_shards) - g) ** 2), np.sum(g**2))
+        for t, g in whole.gradients.items()
+    ]
+    apart, size = np.sum(squares, axis=0, dtype=np.float64)
+    return float(np.sqrt(apart / size))
+
+
 def _write_state(trace, step, reference, state, own_statistics) -> None:
     for kind, names in reference.names.items():
         if kind == "statistics":

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import textwrap
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -46,6 +47,8 @@ def _draw(record: dict) -> Figure:
         for axes, kind in zip(row, kinds, strict=True):
             _draw_panel(axes, measured, kind, record["steps"])
         row[0].set_ylabel(f"{' = '.join(names)}\ndifference / tolerance")
+    drawn = [share for axes in panels.flat for line in axes.lines for share in line.get_ydata()]
+    panels[0, 0].set_ylim(_FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share it.
     for axes, kind in zip(panels[0], kinds, strict=True):
         axes.set_title(_PANELS[kind], fontsize=9)
     for axes in panels[-1]:
@@ -97,7 +100,6 @@ def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
         )
     axes.axhline(1, color=_BAND, linewidth=1.2)
     axes.set_yscale("log")
-    axes.set_ylim(_FLOOR / 2, None)
     axes.set_xlim(0.5, num_steps + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(True, color="0.9", linewidth=0.6)
@@ -116,6 +118,9 @@ def _title(record: dict) -> list[str]:
         ),
         "a line for each tensor; in the green band lies what other orders of summation do",
     ]
+    for name, run in record["strategies"].items():
+        for finding in run["findings"]:
+            lines += textwrap.wrap(f"{name}: {finding['text']}", 120)
     if record["injected_fault"]:
         lines.insert(0, f"INJECTED FAULT: {record['injected_fault']}")
     return [line for line in lines if line]

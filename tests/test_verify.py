@@ -1,0 +1,190 @@
+"""`verify` and `--inject` as a user runs them: verdicts, exit codes, files and figures."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from app import verification
+from app.commands import verify
+from app.config import Config
+from app.errors import ConfigError
+from app.records.checkpoint import load_newest_checkpoint
+from app.records.history import load_history, load_summary
+from app.records.verify_plot import plot_verification
+from app.verification import Recorded
+from conftest import run_main, run_ok
+
+SMALL = [
+    "--allow_unverified_data", "--device=cpu", "--num_devices=2", "--global_batch_size=15",
+    "--num_train_examples=100", "--recipe=fast",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_data(small_data, monkeypatch):
+    monkeypatch.setenv("FASHION_MNIST_DIR", str(small_data))
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, small_data):
+    """All strategies over eight steps, the last batch of an epoch among them."""
+    out = tmp_path_factory.mktemp("verify") / "run"
+    env = {"FASHION_MNIST_DIR": str(small_data)}
+    return out, run_ok("verify", *SMALL, "--steps=8", "--keep_traces", f"--out={out}", env=env)
+
+
+def load(out):
+    return json.loads((out / "verify.json").read_text(encoding="utf-8"))
+
+
+BLUE, RED = (0, 114, 178), (213, 94, 0)
+
+
+def count_pixels(path, colour):
+    """Returns how many pixels of a figure have about this colour."""
+    image = np.asarray(Image.open(path).convert("RGB"), np.int64)
+    assert image.shape[0] > 600 and image.shape[1] > 1000
+    return int(np.all(np.abs(image - colour) < 40, axis=-1).sum())
+
+
+def test_verdicts(clean):
+    out, result = clean
+    assert re.search(r"manual – mirrored +bit-identical +0 ", result.stdout)
+    assert re.search(r"single – manual +equal within rounding ", result.stdout)
+    assert "float32, TF32 off" in result.stdout
+    told = result.stderr.splitlines()
+    assert sum("UNVERIFIED" in line for line in told) == len(told) <= 2  # Not once for each child.
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        ".lock", "config.json", "log.txt", "traces", "verify.json", "verify.png", "verify.svg",
+    }  # fmt: skip
+    assert {p.name for p in (out / "traces").iterdir()} == {
+        "single.npz", "manual.npz", "mirrored.npz",
+    }  # fmt: skip
+
+
+def test_the_record_holds_every_number(clean):
+    out, _ = clean
+    record = load(out)
+    assert record["steps"] == 8 and record["tf32"] is False and record["injected_fault"] == ""
+    outcomes = {tuple(pair["strategies"]): pair["outcome"] for pair in record["pairs"]}
+    assert outcomes == {
+        ("single", "manual"): "equal within rounding",
+        ("single", "mirrored"): "equal within rounding",
+        ("manual", "mirrored"): "bit-identical",
+    }
+    measured = record["strategies"]["manual"]["measurements"]
+    assert len({len(column) for column in measured.values()}) == 1
+    assert set(measured["step"]) == set(range(9))
+    assert {"loss", "gradients", "sums", "slots", "updates", "weights"} <= set(measured["kind"])
+    holds = zip(measured["absolute"], measured["tolerance"], measured["absolute32"], strict=True)
+    assert all(absolute <= tolerance or exact == 0 for absolute, tolerance, exact in holds)
+    with np.load(out / "traces" / "manual.npz", allow_pickle=False) as trace:
+        assert trace["8/weights/0/conv1/kernel"].shape == (3, 3, 1, 20)
+
+
+def test_the_figure_is_one(clean):
+    out, _ = clean
+    assert count_pixels(out / "verify.png", BLUE) > 500
+    assert count_pixels(out / "verify.png", RED) == 0
+    assert "INJECTED" not in (out / "verify.svg").read_text()
+
+
+def test_a_fault_is_caught_named_and_marked(tmp_path):
+    out = tmp_path / "run"
+    result = run_main(
+        "verify", *SMALL, "--steps=2", "--strategies=manual,mirrored",
+        "--inject=drop_gradient:replica=1,strategy=mirrored", f"--out={out}",
+    )  # fmt: skip
+    assert result.returncode == 9
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: mirrored: first at step 1, sums of ")
+    assert "the sum is without replica 1" in last and "Traceback" not in result.stderr
+    assert re.search(r"manual – mirrored +different ", result.stdout)
+    assert "injected fault: drop_gradient:replica=1" in result.stderr
+    record = load(out)
+    assert record["injected_fault"] == "drop_gradient:replica=1"
+    assert record["strategies"]["manual"]["findings"] == []
+    (finding,) = record["strategies"]["mirrored"]["findings"]
+    assert finding["cause"] == "lost_gradient"
+    for name in ("config.json", "log.txt"):
+        assert "drop_gradient" in (out / name).read_text()
+    assert not (out / "traces").exists()
+    assert count_pixels(out / "verify.png", RED) > 100
+
+
+def test_batch_norm_makes_single_work_shard_by_shard():
+    """Of a model with BatchNorm and two replicas, `single` is what one device makes of both."""
+
+    def recorded(**changes):
+        values = dict.fromkeys(field.name for field in dataclasses.fields(Recorded))
+        return Recorded(**(values | {"devices": ["a", "b"]} | changes))
+
+    config = Config(command="verify", num_devices=2, strategies=("single", "mirrored"))
+    plain, child = verify._recording(config, "single", {"mirrored": recorded()})
+    assert plain is verification.record
+    assert (child.strategy, child.num_devices) == ("single", None)
+    others = {"mirrored": recorded(has_batch_norm=True)}
+    by_shards, child = verify._recording(config, "single", others)
+    assert by_shards is verification.record_on_one_device
+    assert (child.strategy, child.num_devices) == ("mirrored", 2)
+    spoiled = dataclasses.replace(config, inject="scale_gradient:strategy=single")
+    with pytest.raises(ConfigError, match="nothing can spoil"):
+        verify._recording(spoiled, "single", others)
+
+
+def test_a_training_that_is_not_finite_is_no_proof(tmp_path):
+    result = run_main(
+        "verify", *SMALL, "--steps=4", "--learning_rate=1e30", "--strategies=manual",
+        f"--out={tmp_path}/run",
+    )  # fmt: skip
+    assert result.returncode == 7 and "not finite at step" in result.stderr.splitlines()[-1]
+
+
+def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp_path):
+    out = tmp_path / "run"
+    result = run_main(
+        "--strategy=mirrored", "--all_reduce=hierarchical", "--device=cpu", "--num_devices=3",
+        "--allow_unverified_data", f"--out={out}",
+    )  # fmt: skip
+    assert result.returncode == 6
+    assert "replica 2 was lost" in result.stderr.splitlines()[-1]
+
+
+def test_every_file_of_a_spoiled_training_says_so(tmp_path):
+    out = tmp_path / "run"
+    command = [*SMALL, "--epochs=1", "--inject=scale_gradient:factor=0.5", f"--out={out}"]
+    result = run_ok(*command)
+    fault = "scale_gradient:factor=0.5"
+    assert result.stderr.count(f"injected fault: {fault}") >= 2
+    assert load_summary(out).injected_fault == fault
+    assert [record.injected_fault for record in load_history(out)] == [fault]
+    assert load_newest_checkpoint(out).origin["injected_fault"] == fault
+    for name in ("config.json", "log.txt"):
+        assert fault in (out / name).read_text()
+    assert fault in run_ok("evaluate", f"--run={out}", "--allow_unverified_data").stderr
+    honest = run_main(*command[:-2], f"--out={out}")
+    assert honest.returncode == 4 and "inject" in honest.stderr
+
+
+def test_a_replica_that_is_out_of_step_stops_the_training(tmp_path):
+    result = run_main(
+        *SMALL, "--epochs=1", "--inject=perturb_weight:replica=1,step=3", f"--out={tmp_path}/run"
+    )
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert "conv1/kernel on replica 1 is not what replica 0 holds, by 0.001" in last
+
+
+def test_figures_of_spoiled_trainings_say_so(clean, tmp_path):
+    out, _ = clean
+    record = load(out) | {"injected_fault": "same_shard"}
+    measured = record["strategies"]["manual"]["measurements"]
+    measured["absolute"][-1], measured["absolute32"][-1] = float("nan"), 1.0
+    (tmp_path / "verify.json").write_text(json.dumps(record))
+    plot_verification(tmp_path)
+    assert (tmp_path / "verify.svg").stat().st_size > 10_000
