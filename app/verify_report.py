@@ -105,9 +105,9 @@ def print_report(
     if single and single.is_reference:
         console.say(
             f"single: one device, with BatchNorm over {num_replicas} shards one after another, as"
-            f" {num_replicas} replicas have it (--batch_norm=average). Over the whole batch, as in"
-            f" `train --strategy=single`, the first gradient is {single.effect_of_shards:.1%} apart:"
-            " another training by design, not a fault"
+            f" {num_replicas} replicas have it (--batch_norm=average). Over the whole batch, as"
+            f" `train --strategy=single` has it, the first gradient is"
+            f" {single.effect_of_shards:.1%} apart: another training by design, not a fault"
         )
     if verdicts:
         console.say()

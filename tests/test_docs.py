@@ -1,0 +1,84 @@
+"""What docs/verify.md tells a reader to do, done in a copy of the program."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT, program_environment
+
+TEXT = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"```sh\npython main\.py (.*?)\n```", TEXT)
+BLOCKS = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", TEXT, re.DOTALL))
+ODD_ONE = " + ([partial[-1]] if len(partial) % 2 else [])"
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The program with the reader's own model and all-reduce in it."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copy(ROOT / "main.py", folder)
+    for name in ("app", "models", "strategies"):
+        shutil.copytree(ROOT / name, folder / name)
+    (folder / "models" / "mlp.py").write_text(BLOCKS["models/mlp.py"])
+    edit(
+        folder / "models" / "__init__.py",
+        (
+            'MODELS = {"lenet"',
+            'from models.mlp import build_mlp\n\nMODELS = {"mlp": build_mlp, "lenet"',
+        ),
+    )
+    edit(
+        folder / "app" / "config.py",
+        ('MODEL_NAMES = ("lenet"', 'MODEL_NAMES = ("mlp", "lenet"'),
+        ('ALL_REDUCE_NAMES = ("auto"', 'ALL_REDUCE_NAMES = ("pairwise", "auto"'),
+    )
+    edit(
+        folder / "strategies" / "collectives.py",
+        (
+            "\n\ndef all_reduce(",
+            "\n\n" + BLOCKS["strategies/collectives.py"] + "\n\ndef all_reduce(",
+        ),
+    )
+    return folder
+
+
+def edit(path, *changes):
+    text = path.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, (path, old)
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def run(copy, arguments, small_data):
+    return subprocess.run(
+        [sys.executable, "main.py", *shlex.split(arguments), "--allow_unverified_data"],
+        capture_output=True, text=True, cwd=copy, timeout=300, check=False,
+        env=program_environment(FASHION_MNIST_DIR=str(small_data)),
+    )  # fmt: skip
+
+
+def test_one_s_own_model_is_verified(copy, small_data):
+    (command,) = (c for c in COMMANDS if "--model=mlp" in c)
+    result = run(copy, command, small_data)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"manual – mirrored +bit-identical", result.stdout)
+
+
+def test_one_s_own_all_reduce_is_verified_and_its_fault_found(copy, small_data):
+    (command,) = (c for c in COMMANDS if "--all_reduce=pairwise" in c)
+    result = run(copy, command, small_data)
+    assert result.returncode == 0, result.stdout + result.stderr
+    edit(copy / "strategies" / "collectives.py", (ODD_ONE, ""))
+    result = run(copy, command, small_data)
+    assert result.returncode == 6
+    assert "replica 2 was lost" in result.stderr.splitlines()[-1]
+
+
+def test_its_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (ROOT / "docs" / target).exists(), target
