@@ -10,6 +10,7 @@ from app.commands.train import default_out, open_log
 from app.config import Config
 from app.errors import ConfigError, DifferentError
 from app.processes import call_in_own_process
+from app.records.files import temporary_path
 from app.records.run_directory import RunDirectory, open_run_directory
 from app.verification import Recorded
 
@@ -31,12 +32,13 @@ def run(config: Config) -> int:
         open_log(path)
         if not config.overwrite:
             run_directory.holds_this_run()
-        traces = path / "traces"
+        # What lies in the directory is left as it is until there is something to put in its place.
+        traces = temporary_path(path / "traces")
         try:
+            traces.mkdir()
             return _verify(config, run_directory, traces)
         finally:
-            if not config.keep_traces:
-                shutil.rmtree(traces, ignore_errors=True)
+            shutil.rmtree(traces, ignore_errors=True)
 
 
 def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -> int:
@@ -44,9 +46,6 @@ def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -
         recorded = {}
         for name in sorted(config.strategies, key=lambda name: name == "single"):
             function, child = _recording(config, name, recorded)
-            if not recorded:
-                run_directory.start(overwrite=config.overwrite)
-                traces.mkdir(exist_ok=True)
             progress.start(f"recording {name}")
             recorded[name] = call_in_own_process(
                 function, child, traces / f"{name}.npz", on_message=progress.message
@@ -55,6 +54,9 @@ def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -
         progress.start("comparing")
         differences = _compare(recorded, traces)
         proofs = _prove(config, recorded, differences, traces, progress)
+    run_directory.start(overwrite=config.overwrite)
+    if config.keep_traces:
+        run_directory.replace("traces", traces)
     return _report(config, run_directory.path, recorded, proofs, differences)
 
 

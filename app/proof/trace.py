@@ -5,14 +5,15 @@ that neither writing nor comparing traces needs more memory than a few arrays. A
 `STEP/KIND/REPLICA/TENSOR`, for example `3/gradients/1/conv1/kernel`. Step 0 is before the first.
 """
 
+import contextlib
 import hashlib
 import pathlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from app.errors import DiskFullError
+from app.records.files import write_error
 
 # Everything that a step computes, in the order in which it does: what is false first explains what
 # is false after it. "updates" are not stored but taken from the weights.
@@ -35,25 +36,35 @@ class TraceWriter:
 
     Args:
         path: the file; replaced if it is there.
+
+    Raises:
+        DiskFullError: no space, at any point until it is closed.
+        OutputError: any other reason why it cannot be written.
     """
 
     def __init__(self, path: pathlib.Path):
-        self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True)
         self._path = path
+        with self._told():
+            self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        self._zip.close()
+        with self._told():
+            self._zip.close()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise write_error(self._path, error) from error
 
     def write(self, step: int, kind: str, per_replica: list[Mapping[str, np.ndarray]]) -> None:
         """Writes arrays of all replicas; a replica that holds replica 0's bits is left out.
 
         Of "examples" none is left out: they tell how many replicas there are.
-
-        Raises:
-            DiskFullError: no space.
         """
         for replica_id, arrays in enumerate(per_replica):
             for tensor, array in arrays.items():
@@ -63,14 +74,8 @@ class TraceWriter:
                     self._write_array(f"{step}/{kind}/{replica_id}/{tensor}", array)
 
     def _write_array(self, name: str, array: np.ndarray) -> None:
-        try:
-            with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
-        except OSError as error:
-            raise DiskFullError(
-                f"{self._path}: {error.strerror} — space for {array.nbytes:,} bytes more, at least,"
-                " is required; make room, or use fewer --steps"
-            ) from error
+        with self._told(), self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
+            np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 class Trace:

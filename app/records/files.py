@@ -8,7 +8,7 @@ import pathlib
 import shutil
 from collections.abc import Callable
 
-from app.errors import DiskFullError, OutputError
+from app.errors import DiskFullError, LockstepError, OutputError
 
 
 def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
@@ -25,7 +25,7 @@ def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) 
         DiskFullError: no space; the temporary one is removed.
         OutputError: any other reason why it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     try:
         write(temporary)
         for written in [temporary, *sorted(temporary.rglob("*"))]:
@@ -34,19 +34,29 @@ def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) 
         _fsync(path.parent)
     except OSError as error:
         _remove(temporary)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(path.parent).free
-            raise DiskFullError(
-                f"{path}: {error.strerror}, {free:,} bytes free — space for the file is required;"
-                " make room, then run the same command again"
-            ) from error
-        raise OutputError(
-            f"{path}: {error.strerror} — a place that can be written to is required;"
-            " give another one with --out"
-        ) from error
+        raise write_error(path, error) from error
     except BaseException:
         _remove(temporary)
         raise
+
+
+def write_error(path: pathlib.Path, error: OSError) -> LockstepError:
+    """Returns what to raise when writing `path` has failed: `DiskFullError` or `OutputError`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(path.parent).free
+        return DiskFullError(
+            f"{path}: {error.strerror}, {free:,} bytes free — space for the file is required;"
+            " make room, then run the same command again"
+        )
+    return OutputError(
+        f"{path}: {error.strerror} — a place that can be written to is required; give another one"
+        " with --out"
+    )
+
+
+def temporary_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns the neighbour of `path` in which this process prepares what is to be there."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def write_json(path: pathlib.Path, value) -> None:

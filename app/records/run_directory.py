@@ -21,7 +21,8 @@ _RECORDS = (
 )
 # What a write that was cut off leaves.
 _LEFTOVER = re.compile(
-    r"\.(config|summary|compare|verify|history|accuracy)\.(jsonl?|png|svg)\.\d+\.tmp"
+    r"\.(?:(?:config|summary|compare|verify|history|accuracy)\.(?:jsonl?|png|svg)|traces)"
+    r"\.(\d+)\.tmp"
 )
 _WRITTEN_BY = {"written_by": "lockstep"}
 
@@ -67,13 +68,19 @@ class RunDirectory:
             overwrite: throw away what another run has written here, and nothing else.
         """
         for leftover in [*self.path.iterdir(), *self.path.glob("checkpoints/.step-*.tmp")]:
-            if leftover.parent != self.path or _LEFTOVER.fullmatch(leftover.name):
+            match = _LEFTOVER.fullmatch(leftover.name)
+            if leftover.parent != self.path or (match and int(match[1]) != os.getpid()):
                 _remove(leftover)
         if overwrite:
             for name in _RECORDS:  # The configuration goes last: until then it is a run of ours.
                 _remove(self.path / name)
         if not (self.path / CONFIG_FILE).exists():
             write_json(self.path / CONFIG_FILE, self._config)
+
+    def replace(self, name: str, path: pathlib.Path) -> None:
+        """Puts the directory `path` in the place of the record `name`."""
+        _remove(self.path / name)
+        path.rename(self.path / name)
 
 
 @contextlib.contextmanager
