@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from app import console
 from app.caveats import DATASET_CAVEATS, injected_fault_caveat
@@ -116,16 +116,15 @@ def print_report(
             ["pair", "verdict", "apart by", "relative", "ULPs", "in"],
             [_pair_row(verdict) for verdict in verdicts],
         )
+        console.say("apart: what rounding has grown to; the verdict rests on the single steps")
     console.say()
     console.print_table(
         "Each step against one device in float64, from the same state: the largest difference",
-        ["strategy", "of", "difference", "relative", "ULPs", "tolerance", "float32"],
-        [row for proof in proofs.values() for row in _proof_rows(proof)],
+        ["strategy", "of", "difference", "relative", "ULPs", "tolerance", "from float32"],
+        [row for group in _groups(proofs.values()) for row in _proof_rows(group)],
     )
-    console.say(
-        "tolerance: what other orders of summation do in float32, computed for every array;"
-        " float32: arrays that are bit-identical to one device in float32"
-    )
+    console.say("tolerance: how far rounding can carry it, computed for every array")
+    console.say("from float32: the same against one device in float32; 0 is bit-identical")
     for proof in proofs.values():
         for cause, text in proof.findings():
             console.say(f"{proof.strategy}: {cause.replace('_', ' ')}. {text}")
@@ -146,21 +145,33 @@ def _pair_row(verdict: PairVerdict) -> list[str]:
     ]
 
 
-def _proof_rows(proof: Proof) -> list[list[str]]:
-    rows = []
+def _groups(proofs: Iterable[Proof]) -> list[list[Proof]]:
+    """Puts trainings together that hold the same bits: they share their measurements."""
+    groups: list[list[Proof]] = []
+    for proof in proofs:
+        same = (group for group in groups if group[0].measurements is proof.measurements)
+        group = next(same, None)
+        if group:
+            group.append(proof)
+        else:
+            groups.append([proof])
+    return groups
+
+
+def _proof_rows(group: Sequence[Proof]) -> list[list[str]]:
+    proof, name, rows = group[0], " = ".join(proof.strategy for proof in group), []
     for kind in KINDS:
         measured = [m for m in proof.measurements if m.kind == kind]
         if kind in ("examples", "agreement"):
             measured = [m for m in measured if not m.holds]
         if measured:
-            rows.append(_kind_row(proof.strategy if not rows else "", kind, measured))
+            rows.append(_kind_row(name if not rows else "", kind, measured))
     return rows
 
 
 def _kind_row(name: str, kind: str, measured: Sequence[Measurement]) -> list[str]:
     """Shows the array that is nearest to its tolerance, or farthest beyond it."""
     worst = max(measured, key=lambda m: (not m.holds, m.excess))
-    exact = sum(m.absolute32 == 0 for m in measured)
     return [
         name,
         kind,
@@ -168,5 +179,5 @@ def _kind_row(name: str, kind: str, measured: Sequence[Measurement]) -> list[str
         f"{worst.relative:.1g}",
         f"{worst.ulps:,}",
         f"{worst.tolerance:.2g}",
-        "all" if exact == len(measured) else f"{exact:,}/{len(measured):,}",
+        f"{max(m.absolute32 for m in measured):.2g}",
     ]
