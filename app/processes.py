@@ -22,7 +22,7 @@ def call_in_own_process(
     Raises:
         LockstepError: the function raised it.
         DeviceError: the process was killed, as the kernel does when memory runs out.
-        RuntimeError: the function raised anything else; the text is its traceback.
+        RuntimeError: the function raised anything else; the text ends in its traceback.
     """
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_call, args=(sender, function, arguments), daemon=True)
@@ -58,7 +58,8 @@ def _call(sender, function, arguments) -> None:
         sender.send(("error", error))
     except (KeyboardInterrupt, Terminated, BrokenPipeError):
         pass  # The caller has ended, or is about to, and says so.
-    except Exception:
+    except Exception as error:
         import traceback
 
-        sender.send(("error", RuntimeError(traceback.format_exc())))
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        sender.send(("error", RuntimeError(text)))

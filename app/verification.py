@@ -31,7 +31,8 @@ class Recorded:
         is_reference: whether the reference itself was trained, which need not be checked.
         effect_of_shards: how far the first gradient is from that of BatchNorm over the whole batch,
             relative; None where nobody asked.
-        send_sec: for each step and replica, from the start of the step until it sent its gradients.
+        send_sec: for each step and replica, from the start of the step until it sent its gradients:
+            seconds, and seconds of processor time.
         versions: of what numbers depend on.
     """
 
@@ -44,7 +45,7 @@ class Recorded:
     has_batch_norm: bool
     is_reference: bool
     effect_of_shards: float | None
-    send_sec: list[list[float]]
+    send_sec: list[list[tuple[float, float]]]
     versions: dict[str, str]
 
     @property

@@ -1,4 +1,4 @@
-"""Training on one device: the reference that every other strategy is held against."""
+"""Training on one device: what every other strategy is compared with."""
 
 import tensorflow as tf
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from app.data.pipeline import train_dataset
+from app.errors import ConfigError
 from app.fault import FAULTS, Fault
 from app.proof.checks import TraceChecker
 from app.proof.diagnosis import Diagnostician
@@ -387,5 +388,19 @@ def test_a_strategy_that_keeps_its_steps_to_itself_is_told(case, tmp_path):
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
     strategy.witness = Witness()
-    with pytest.raises(RuntimeError, match=r"self\.witness\.before_exchange"):
+    with pytest.raises(ConfigError, match=r"self\.witness\.before_exchange"):
         recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
+
+
+def test_a_model_that_draws_random_numbers_is_refused(images, tmp_path):
+    """Its steps are no function of weights and examples, and each device draws other numbers."""
+
+    def build():
+        network = small_network()
+        return keras.Sequential(
+            [*network.layers[:-1], keras.layers.Dropout(0.5), network.layers[-1]]
+        )
+
+    case = Case(images, build)
+    with pytest.raises(ConfigError, match="draws random numbers"):
+        case.record(ManualStrategy(CPUS[:2]), tmp_path / "t.npz")

@@ -41,21 +41,34 @@ def test_nothing_differs_by_nothing():
     assert Difference.between(np.ones(3), np.ones(3)) == Difference(0.0, 0.0, 0)
 
 
-COMPILING = [9.0, 1.0]
+def step(*sends):
+    """Seconds and processor seconds at which replicas sent, both in milliseconds."""
+    return [(sec / 1000, busy / 1000) for sec, busy in sends]
+
+
+COMPILING = step((9000, 9000), (1000, 1000))
 
 
 def test_a_straggler_is_late_in_every_step():
-    steps = [COMPILING, [0.030, 0.081], [0.028, 0.079], [0.033, 0.090]]
-    found = find_straggler(steps)
+    late = [step((30, 60), (81, 160)), step((28, 56), (79, 150)), step((33, 66), (90, 180))]
+    found = find_straggler([COMPILING, *late])
     assert found.replica_id == 1
     assert found.wait_sec == pytest.approx(0.051)
     assert found.work_sec == pytest.approx(0.030)
-    assert find_straggler([*steps, [0.030, 0.031]]) is None
-    assert find_straggler([*steps, [0.030, 0.060]]) is None  # No longer than the others' work.
+    assert find_straggler([COMPILING, *late, step((30, 60), (31, 62))]) is None
+    # No longer than the others' work, and the cores are busy meanwhile.
+    assert find_straggler([COMPILING, *late, step((30, 60), (60, 90))]) is None
+
+
+def test_a_straggler_that_the_processor_has_nothing_to_do_for_is_told_sooner():
+    idle = [step((60, 110), (110, 112))] * 4
+    assert find_straggler([COMPILING, *idle]).replica_id == 1
+    assert find_straggler([COMPILING, *idle, step((60, 110), (70, 110))]) is None
 
 
 def test_replicas_that_share_cores_are_no_stragglers():
     """Three replicas on two cores: the third comes after the others have finished."""
-    assert find_straggler([[1, 1, 1]] + [[0.030, 0.031, 0.061]] * 9) is None
-    assert find_straggler([[0.1]] * 5) is None
+    shared = step((30, 30), (31, 61), (61, 91))
+    assert find_straggler([shared] * 9) is None
+    assert find_straggler([step((100, 100))] * 5) is None
     assert find_straggler([]) is None

@@ -67,9 +67,16 @@ def test_the_probe_tells_every_case_apart(counts):
         probe_exchange(strategy)
     text = str(caught.value)
     assert "replica 1 got" in text
+    if counts == (2, 2, 2):
+        assert "each replica counts 2 times" in text
+        return
     for what, number in (("lost", 0), ("counted more than once", 2)):
         replicas = ", ".join(str(r) for r, count in enumerate(counts) if count == number)
         assert (f"replica {replicas} was {what}" in text) == bool(replicas)
+
+
+def test_a_mean_is_told_from_a_sum():
+    assert "a mean in place of the sum" in explain(np.array([0.5, 0.5, 1.5]), 0, 2)
 
 
 def test_many_replicas_are_counted_in_groups_of_eight():

@@ -36,10 +36,12 @@ def probe_exchange(strategy: Strategy) -> None:
         for replica_id, (total,) in enumerate(strategy.exchange(tensors)):
             got = tf.cast(total, tf.float64).numpy()
             if not np.array_equal(got, expected):
+                chosen = strategy.all_reduce != strategy.default_all_reduce()
                 raise ExchangeError(
                     f"all-reduce {strategy.all_reduce} of {strategy.name} on {num_replicas}"
                     f" replicas ({dtype}): {explain(got, replica_id, num_replicas)} — every"
-                    " gradient has to be in the sum once; use --all_reduce=auto"
+                    " gradient has to be in the sum once;"
+                    f" {'use --all_reduce=auto' if chosen else 'mend its exchange'}"
                 )
 
 
@@ -58,6 +60,9 @@ def explain(got: Sequence[float], replica_id: int, num_replicas: int) -> str:
     text = f"replica i sent 2^i, and replica {replica_id} got {shown} instead of {wanted}"
     lost = [r for r, count in enumerate(counts) if count == 0]
     repeated = [r for r, count in enumerate(counts) if count > 1]
+    if counts[0] not in (0, 1) and all(count == counts[0] for count in counts):
+        mean = " (a mean in place of the sum)" if counts[0] == 1 / num_replicas else ""
+        return f"{text}: each replica counts {counts[0]:g} times{mean}"
     for replicas, what in ((lost, "lost"), (repeated, "counted more than once")):
         if replicas:
             names = ", ".join(map(str, replicas))

@@ -4,10 +4,12 @@ import pathlib
 import time
 from collections.abc import Callable
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from app.errors import DivergedError
+from app.errors import ConfigError, DivergedError
+from app.proof.straggler import SendTime
 from app.proof.trace import TraceWriter, hash_examples
 from strategies.base import State, Strategy
 from strategies.witness import Witness
@@ -34,7 +36,7 @@ class Recorder(Witness):
         num_steps: int,
         path: pathlib.Path,
         on_step: Callable[[int], None] = lambda step: None,
-    ) -> list[list[float]]:
+    ) -> list[list[SendTime]]:
         """Trains `num_steps` steps and leaves their trace in `path`.
 
         Moving statistics are averaged over the replicas after every step, and not just when they
@@ -47,19 +49,20 @@ class Recorder(Witness):
             on_step: called after each step.
 
         Returns:
-            For each step and replica, the seconds from the start of the step until it sent its
-            gradients.
+            For each step and replica, when it sent its gradients.
 
         Raises:
+            ConfigError: steps of this strategy, or of this model, cannot be checked.
             DivergedError: the loss is not finite.
             DiskFullError: no space for the trace.
         """
+        check_repeatable(self._strategy.model)
         trainable = [variable.path for variable in self._strategy.model.trainable_variables]
         times = []
         with TraceWriter(path) as trace:
             self._write_states(trace, 0)
             for step in range(1, num_steps + 1):
-                start = time.time()  # The clock of `tf.timestamp`.
+                start, busy = time.monotonic(), time.process_time()
                 self._strategy.train_steps(iterator, 1)
                 shards = self._take("shard")
                 if not np.isfinite([loss for *_, loss in shards]).all():
@@ -79,7 +82,7 @@ class Recorder(Witness):
                         step, kind, [dict(zip(trainable, a, strict=True)) for a in per_replica]
                     )
                 self._write_states(trace, step)
-                times.append([float(sent) - start for (sent,) in self._take("times")])
+                times.append([(sent - start, cpu - busy) for sent, cpu in self._take("times")])
                 on_step(step)
         return times
 
@@ -89,7 +92,7 @@ class Recorder(Witness):
         self._keep("gradients", replica_id, gradients)
         sent = self._inner.before_exchange(replica_id, shard, loss, gradients)
         with tf.control_dependencies(sent):
-            self._keep("times", replica_id, [tf.timestamp()])
+            tf.numpy_function(self._keep_time, [replica_id], [])
         return sent
 
     def after_exchange(self, replica_id, sums):
@@ -104,14 +107,18 @@ class Recorder(Witness):
 
         tf.numpy_function(keep, [replica_id, *tensors], [])
 
+    def _keep_time(self, replica_id) -> None:
+        self._kept["times", int(replica_id)] = [time.monotonic(), time.process_time()]
+
     def _take(self, what: str) -> list[list[np.ndarray]]:
         """Returns what was kept under this name in the last step, a list for each replica."""
         taken = {key: self._kept.pop(key) for key in list(self._kept) if key[0] == what}
         if set(taken) != {(what, replica_id) for replica_id in range(len(taken))} or not taken:
-            raise RuntimeError(
-                f"a training step reported the {what} of replicas"
-                f" {sorted(r for _, r in taken)}: train_step has to call"
-                " self.witness.before_exchange and after_exchange for every replica"
+            found = ", ".join(str(r) for _, r in sorted(taken)) or "none"
+            raise ConfigError(
+                f"strategy {self._strategy.name} reported the {what} of these replicas: {found} —"
+                " its train_step has to call self.witness.before_exchange and after_exchange for"
+                " each; see docs/verify.md"
             )
         return [taken[what, replica_id] for replica_id in range(len(taken))]
 
@@ -122,6 +129,20 @@ class Recorder(Witness):
             trace.write(step, kind, [_part(state, kind, strategy) for state in own])
         trace.write(step, "own statistics", [_part(state, "statistics", strategy) for state in own])
         trace.write(step, "statistics", [_part(strategy.state(), "statistics", strategy)])
+
+
+def check_repeatable(model: keras.Model) -> None:
+    """Checks that a step is a function of weights and examples alone.
+
+    Raises:
+        ConfigError: a layer draws random numbers in training.
+    """
+    seeds = [v.path for v in model.variables if not np.issubdtype(np.dtype(v.dtype), np.floating)]
+    if seeds:
+        raise ConfigError(
+            f"model {model.name} draws random numbers in training ({seeds[0]}) — a step that only"
+            " depends on weights and examples is required; leave layers such as Dropout out"
+        )
 
 
 def _part(state: State, kind: str, strategy: Strategy) -> State:

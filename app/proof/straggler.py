@@ -4,7 +4,14 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-_MARGIN = 1.25
+# Seconds, and seconds of processor time, from the start of a step until a replica sent its
+# gradients.
+SendTime = tuple[float, float]
+
+# The others wait longer than they worked; or a good part of that, while the processor has nothing
+# to do. Logical devices share their cores: with one more replica than there are cores, the last is
+# late by as much as the work of one, but then the cores are busy.
+_LONG_WAIT, _IDLE_WAIT, _IDLE = 1.25, 0.25, 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,22 +29,25 @@ class Straggler:
     work_sec: float
 
 
-def find_straggler(times: Sequence[Sequence[float]]) -> Straggler | None:
-    """Finds a replica for which the others waited, in every step, longer than they had worked.
-
-    The margin is wide because logical devices share their cores: with one more replica than there
-    are cores, the last is late by as much as the work of one.
+def find_straggler(times: Sequence[Sequence[SendTime]]) -> Straggler | None:
+    """Finds a replica for which the others had to wait in every step, by a wide margin.
 
     Args:
-        times: for each step and replica, seconds from the start of the step until it sent its
-            gradients. The first step is left out: it compiles.
+        times: for each step and replica. The first step is left out: it compiles.
     """
     steps = times[1:]
     if not steps or len(steps[0]) < 2:
         return None
     for replica_id in range(len(steps[0])):
-        works = [max(t for r, t in enumerate(step) if r != replica_id) for step in steps]
-        waits = [step[replica_id] - work for step, work in zip(steps, works, strict=True)]
-        if all(wait > _MARGIN * work for wait, work in zip(waits, works, strict=True)):
+        last_of_others = [max(t for r, t in enumerate(s) if r != replica_id) for s in steps]
+        if all(map(_is_waited_for, (step[replica_id] for step in steps), last_of_others)):
+            waits = [s[replica_id][0] - o[0] for s, o in zip(steps, last_of_others, strict=True)]
+            works = [sec for sec, _ in last_of_others]
             return Straggler(replica_id, statistics.median(waits), statistics.median(works))
     return None
+
+
+def _is_waited_for(sent: SendTime, last_of_others: SendTime) -> bool:
+    wait, work = sent[0] - last_of_others[0], last_of_others[0]
+    busy = sent[1] - last_of_others[1]
+    return wait > _LONG_WAIT * work or (wait > _IDLE_WAIT * work and busy < _IDLE * wait)
