@@ -227,7 +227,10 @@ class Strategy(abc.ABC):
         ]  # fmt: skip
         replicas = self.replica_variables()
         for i in positions:
-            mean = np.mean([variables[i].numpy() for variables in replicas], axis=0)
+            copies = [variables[i].numpy() for variables in replicas]
+            if all(np.array_equal(copies[0], copy) for copy in copies):
+                continue  # A frozen weight, say: the mean of equal numbers could round.
+            mean = np.mean(copies, axis=0)
             for variables in replicas:
                 variables[i].assign(mean)
 

@@ -39,7 +39,7 @@ ALLOWED = {
     "app/records": {"app.records", "app.errors"},
     "app/proof": {
         *("app.proof", "app.records", "app.errors", "app.fault"),
-        *("strategies.base", "strategies.witness"),
+        *("strategies.base", "strategies.collectives", "strategies.witness"),
     },
     "app/commands": {"app", "models", "strategies"},
 }

@@ -83,18 +83,24 @@ def fit(got: Arrays, parts: Sequence[Arrays]) -> np.ndarray:
     return np.linalg.lstsq(gram, projections, rcond=None)[0]
 
 
-def telling_factors(
-    num_replicas: int, shard_size: int, num_examples: int
-) -> Iterator[tuple[float, str]]:
-    """Yields the factors by which scaling goes wrong, and what each of them says."""
-    if num_replicas > 1:
-        many = f"{num_replicas} is the number of replicas"
-        yield num_replicas, f"{many}, scaled once too often or not at all"
-        yield 1 / num_replicas, f"{many}, divided by once too often"
-    if shard_size not in (num_examples, num_examples / max(1, num_replicas)):
+def telling_factors(sizes: Sequence[int]) -> Iterator[tuple[list[float], str]]:
+    """Yields by what each replica's gradient is too large where scaling goes wrong, and how.
+
+    Args:
+        sizes: examples of each replica's shard.
+    """
+    replicas, examples = len(sizes), sum(sizes)
+    if replicas > 1:
+        many = f"{replicas} is the number of replicas"
+        yield [replicas] * replicas, f"{many}, scaled once too often or not at all"
+        yield [1 / replicas] * replicas, f"{many}, divided by once too often"
+        shown = " and ".join(map(str, sorted(set(sizes), reverse=True)))
         yield (
-            num_examples / shard_size,
-            f"divided by its shard's {shard_size} examples, not by the batch's {num_examples}",
+            [examples / size for size in sizes],
+            f"divided by the {shown} examples of a shard, not by the {examples} of the batch",
         )
-    yield num_examples, f"not divided by the {num_examples} examples of the batch"
-    yield 1 / num_examples, f"divided twice by the {num_examples} examples of the batch"
+    yield [examples] * replicas, f"not divided by the {examples} examples of the batch"
+    yield (
+        [1 / examples] * replicas,
+        f"divided twice by the {examples} examples of the batch",
+    )

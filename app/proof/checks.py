@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from app.proof.difference import Difference
-from app.proof.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement
+from app.proof.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement, relative_error
 from app.proof.reference import Arrays, Reference, ShardResult
-from app.proof.tolerance import Sample, with_tolerances
+from app.proof.tolerance import Sample, with_limits
 from app.proof.trace import Trace, hash_examples
 
 # Orders of summation of the float32 reference: into how many parts each shard is cut, besides
@@ -33,7 +32,6 @@ class TraceChecker:
 
     def __init__(self, reference64: Reference, reference32: Reference):
         self.reference64, self.reference32 = reference64, reference32
-        self._initial_state = reference32.state()
 
     def check(
         self,
@@ -64,15 +62,16 @@ class TraceChecker:
             measurements += _agreed(trace, step)
             measurements += _averaged(trace, step)
             on_step(step)
-        return sorted([*measurements, *with_tolerances(samples)], key=lambda m: m.order)
+        return sorted([*measurements, *with_limits(samples)], key=lambda m: m.order)
 
     def _initial(self, trace: Trace) -> Iterator[Measurement]:
-        """Step 0: the weights that recipe and seed define, on every replica."""
-        for tensor in trace.tensors(0, "weights"):
-            for replica_id in trace.replicas(0, "weights", tensor):
-                held = trace.read(0, "weights", replica_id, tensor)
-                expected = self._initial_state[tensor]
-                yield Measurement.of((0, "weights", tensor, replica_id), held, expected)
+        """Step 0: what model, recipe and seed define, on every replica."""
+        for kind in ("slots", "weights", "own statistics"):
+            for tensor in trace.tensors(0, kind):
+                for replica_id in trace.replicas(0, kind, tensor):
+                    held = trace.read(0, kind, replica_id, tensor)
+                    expected = self.reference32.initial_state[tensor]
+                    yield Measurement.of((0, kind, tensor, replica_id), held, expected)
 
     def _computed(self, trace, step, before, images, labels, shards) -> Iterator[Sample]:
         """Loss, gradients and own statistics, each replica's from the shard that it was given."""
@@ -84,8 +83,8 @@ class TraceChecker:
         spreads = collections.defaultdict(list)
         for results in orders:
             for array in _arrays(trace, step):
-                distance = Difference.between(_pick(results, array), _pick(exact, array))
-                spreads[array].append(distance.absolute)
+                error = relative_error(_pick(results, array), _pick(exact, array))
+                spreads[array].append(error)
         for array in _arrays(trace, step):
             true, float32 = _pick(exact, array), _pick(in_order, array)
             where = (step, *array)
@@ -106,8 +105,8 @@ class TraceChecker:
         """The sums that each replica got, against the gradients that were sent.
 
         Adding R numbers in any order rounds R − 1 times: the error of an element is at most
-        (R − 1) · u times the sum of the magnitudes (Higham, "Accuracy and Stability of Numerical
-        Algorithms", section 4.2).
+        (R − 1) · u / (1 − (R − 1) · u) times the sum of the magnitudes (Higham, "Accuracy and
+        Stability of Numerical Algorithms", section 4.2).
         """
         for tensor in trace.tensors(step, "sums"):
             sent = [
@@ -116,7 +115,8 @@ class TraceChecker:
             ]
             total = np.sum([g.astype(np.float64) for g in sent], axis=0)
             magnitude = np.sum([np.abs(g.astype(np.float64)) for g in sent], axis=0)
-            bound = len(sent) * UNIT_ROUNDOFF * magnitude + SMALLEST
+            roundings = (len(sent) - 1) * UNIT_ROUNDOFF
+            bound = roundings / (1 - roundings) * magnitude + SMALLEST
             for replica_id in trace.replicas(step, "sums", tensor):
                 held = trace.read(step, "sums", replica_id, tensor)
                 where = (step, "sums", tensor, replica_id)

@@ -1,7 +1,7 @@
 """Why a step is false: hypotheses that are tested by computation, and the first that holds.
 
-Each says what the false array would be if it were true, and explains the numbers if the array is
-that, within rounding, in every element of every tensor.
+Most say what all false arrays would be if they were true, and explain the numbers if the arrays are
+that, within rounding, in every tensor; others count what was given, or what was changed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from app.proof.arithmetic import (
     telling_factors,
 )
 from app.proof.checks import find_shards, state_before
-from app.proof.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement
+from app.proof.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement, relative_error
 from app.proof.reference import Arrays, Reference
 from app.proof.trace import Trace, hash_examples
 from app.proof.verdict import Diagnosis
@@ -25,7 +25,7 @@ from app.proof.verdict import Diagnosis
 UNEXPLAINED = Diagnosis(
     "unexplained",
     "none of these explains it: scaling, a mean of means, a lost or repeated gradient or shard,"
-    " another order of examples, BatchNorm's statistics, reduced precision",
+    " another order of examples, BatchNorm's statistics, reduced precision, a scaled update",
 )
 
 
@@ -57,13 +57,13 @@ class Diagnostician:
         """Returns the first hypothesis that explains why `false`, the first one, is false."""
         tests = {
             "examples": self._examples,
-            "loss": self._gradients,
+            "loss": self._loss,
             "gradients": self._gradients,
             "sums": self._sums,
             "own statistics": self._own_statistics,
             "statistics": self._statistics,
         }
-        test = tests.get(false.kind, self._update if false.step else self._initial_weights)
+        test = tests.get(false.kind, self._update) if false.step else self._initial_state
         return next(test(false), UNEXPLAINED)
 
     # What a replica was given.
@@ -71,22 +71,33 @@ class Diagnostician:
     def _examples(self, false: Measurement) -> Iterator[Diagnosis]:
         images, labels = self._batch(false.step)
         batch = hash_examples(images, labels)
-        held = self._read(false, "examples", false.replica_id, "examples")
+        replicas = range(self._trace.num_replicas)
+        per_replica = [self._read(false, "examples", r, "examples") for r in replicas]
+        held = per_replica[false.replica_id]
         replica = f"replica {false.replica_id}"
-        if len(held) == len(batch) and np.isin(batch, held).all():
+        if len(per_replica) > 1 and len(held) == len(batch) and np.isin(batch, held).all():
             yield Diagnosis("whole_batch", f"{replica} was given the whole global batch")
-        for other, shard in enumerate(np.array_split(batch, self._trace.num_replicas)):
-            if other != false.replica_id and np.isin(held, shard).all():
+        for other in replicas:
+            if other != false.replica_id and np.isin(held, per_replica[other]).all():
                 yield Diagnosis(
                     "repeated_shard",
-                    f"{replica} was given the shard of replica {other} again: all {len(held)} of"
-                    " its examples",
+                    f"{replica} and replica {other} were given the same shard: all {len(held)}"
+                    f" examples of {replica} went to both",
                 )
+        everything = np.concatenate(per_replica)
+        left_out = np.count_nonzero(~np.isin(batch, everything))
+        if left_out and np.isin(everything, batch).all() and len(everything) < len(batch):
+            yield Diagnosis(
+                "left_out",
+                f"{left_out} of the batch's {len(batch)} examples were given to no replica, all"
+                " others once",
+            )
         if np.isin(held, self._training_hashes()).all():
             yield Diagnosis(
                 "other_order",
                 f"{replica} draws in another order: of its {len(held)} examples,"
-                f" {int(false.absolute)} belong to other places in the epoch's order",
+                f" {np.count_nonzero(~np.isin(held, batch))} belong to other batches of the"
+                " training set",
             )
         yield Diagnosis(
             "other_examples",
@@ -96,55 +107,83 @@ class Diagnostician:
 
     # What it computed from that.
 
+    def _loss(self, false: Measurement) -> Iterator[Diagnosis]:
+        """A false loss with right gradients is merely reported falsely."""
+        gradients = [m for m in self._measurements if m.step == false.step]
+        if any(m.kind == "gradients" and not m.holds for m in gradients):
+            yield from self._gradients(false)
+            return
+        before, images, labels, shards = self._start(false)
+        results = self._reference64.gradients(before, images, labels, shards)
+        factor = (
+            self._read(false, "loss", false.replica_id, "loss") / results[false.replica_id].loss
+        )
+        yield Diagnosis(
+            "false_loss",
+            f"replica {false.replica_id} reports {factor:.6g} times its part of the loss; its"
+            " gradients are right",
+        )
+
     def _gradients(self, false: Measurement) -> Iterator[Diagnosis]:
         before, images, labels, shards = self._start(false)
         results = self._reference64.gradients(before, images, labels, shards)
         right = [result.gradients for result in results]
-        replica = false.replica_id
-        held = self._arrays(false, "gradients", replica)
-        tolerances = {
-            m.tensor: m.tolerance for m in self._measurements
-            if (m.step, m.kind, m.replica_id) == (false.step, "gradients", replica)
+        limits = {
+            (m.tensor, m.replica_id): m.limit for m in self._measurements
+            if (m.step, m.kind) == (false.step, "gradients")
         }  # fmt: skip
+        wrong = sorted({
+            m.replica_id for m in self._measurements
+            if (m.step, m.kind) == (false.step, "gradients") and not m.holds
+        })  # fmt: skip
+        who = _name_replicas(wrong, len(shards))
+        held = {r: self._arrays(false, "gradients", r) for r in wrong}
+        fitted = {r: float(fit(held[r], [right[r]])[0]) for r in wrong}
 
-        def is_scaled(expected: Arrays, factor: float) -> bool:
+        def is_scaled(replica: int, expected: Arrays, factor: float) -> bool:
             return all(
-                np.max(np.abs(array - factor * expected[t])) <= (1 + abs(factor)) * tolerances[t]
-                for t, array in held.items()
+                relative_error(array, factor * expected[t]) <= limits[t, replica]
+                for t, array in held[replica].items()
+                if limits[t, replica] < 1  # Of what is nothing but rounding nothing can be told.
             )
 
-        scaled = f"replica {replica} computes {{:.6g}} times its part of the gradient"
-        for factor, why in telling_factors(len(shards), len(shards[replica]), len(labels)):
-            if is_scaled(right[replica], factor):
-                yield Diagnosis("scaled_gradient", f"{scaled.format(factor)}: {why}")
+        if all(is_scaled(r, right[r], fitted[r]) for r in wrong):
+            uncertainty = min(limit for limit in limits.values())
+            sizes = [len(shard) for shard in shards]
+            readings = [
+                why for factors, why in telling_factors(sizes)
+                if all(abs(fitted[r] / factors[r] - 1) <= uncertainty for r in wrong)
+            ]  # fmt: skip
+            shown = " and ".join(f"{factor:.6g}" for factor in sorted({*fitted.values()}))
+            yield Diagnosis(
+                "scaled_gradient",
+                f"{who} computes {shown} times its part of the gradient"
+                + (f": {'; or '.join(readings)}" if readings else ""),
+            )
+        replica = false.replica_id if false.replica_id in wrong else wrong[0]
         for other in range(len(shards)):
-            if other != replica and is_scaled(right[other], 1.0):
+            if other != replica and is_scaled(replica, right[other], 1.0):
                 yield Diagnosis(
                     "repeated_shard", f"replica {replica} computes the gradient of replica {other}"
                 )
-        (factor,) = fit(held, [right[replica]])
-        if is_scaled(right[replica], factor):
-            yield Diagnosis("scaled_gradient", scaled.format(factor))
-        if self._reference64.has_batch_norm and self._is_gradient_of_whole_batch(false):
+        if self._reference64.has_batch_norm and self._is_gradient_of_whole_batch(false, limits):
             yield _WHOLE_BATCH_NORM
         for name in REDUCED_PRECISIONS:
-            if all(has_values_of(array, name) for array in held.values()):
+            if all(has_values_of(array, name) for array in held[replica].values()):
                 yield Diagnosis(
-                    "reduced_precision", f"replica {replica} computes its gradient in {name}"
+                    "reduced_precision",
+                    f"{who} computes its gradient in {name}: it holds no other numbers",
                 )
 
-    def _is_gradient_of_whole_batch(self, false: Measurement) -> bool:
+    def _is_gradient_of_whole_batch(self, false: Measurement, limits: dict) -> bool:
         """Whether the sum over the replicas is the gradient with the whole batch's statistics."""
         before, images, labels, shards = self._start(false)
         (whole,) = self._reference64.gradients(before, images, labels, [np.arange(len(labels))])
-        held = [self._arrays(false, "gradients", replica_id) for replica_id in range(len(shards))]
-        tolerances = dict.fromkeys(whole.gradients, 0.0)
-        for m in self._measurements:
-            if (m.step, m.kind) == (false.step, "gradients"):
-                tolerances[m.tensor] += 2 * m.tolerance
+        replicas = range(len(shards))
+        held = [self._arrays(false, "gradients", replica_id) for replica_id in replicas]
         return all(
-            np.max(np.abs(np.sum([arrays[t] for arrays in held], axis=0) - gradient))
-            <= tolerances[t]
+            relative_error(np.sum([arrays[t] for arrays in held], axis=0), gradient)
+            <= 2 * max(limits[t, r] for r in replicas)
             for t, gradient in whole.gradients.items()
         )
 
@@ -155,17 +194,19 @@ class Diagnostician:
         sizes = [len(self._read(false, "examples", r, "examples")) for r in replicas]
         sent = [self._arrays(false, "gradients", replica_id) for replica_id in replicas]
         got = self._arrays(false, "sums", false.replica_id)
-        for lost in replicas:
-            if is_weighted_sum(got, sent, [float(r != lost) for r in replicas]):
-                yield Diagnosis(
-                    "lost_gradient",
-                    f"the sum is without replica {lost}: its gradient never got into it",
-                )
-        for repeated in replicas:
-            if is_weighted_sum(got, sent, [1.0 + (r == repeated) for r in replicas]):
-                yield Diagnosis(
-                    "repeated_gradient", f"the sum holds the gradient of replica {repeated} twice"
-                )
+        if len(sent) > 1:
+            for lost in replicas:
+                if is_weighted_sum(got, sent, [float(r != lost) for r in replicas]):
+                    yield Diagnosis(
+                        "lost_gradient",
+                        f"the sum is without replica {lost}: its gradient never got into it",
+                    )
+            for repeated in replicas:
+                if is_weighted_sum(got, sent, [1.0 + (r == repeated) for r in replicas]):
+                    yield Diagnosis(
+                        "repeated_gradient",
+                        f"the sum holds the gradient of replica {repeated} twice",
+                    )
         means = [sum(sizes) / (len(sizes) * size) for size in sizes]
         if len(set(sizes)) > 1 and is_weighted_sum(got, sent, means):
             shown = " and ".join(map(str, sorted(set(sizes), reverse=True)))
@@ -174,15 +215,17 @@ class Diagnostician:
                 "the mean of the replicas' means, not the mean of the batch: shards of"
                 f" {shown} examples weigh the same",
             )
-        for factor, why in telling_factors(len(sizes), sum(sizes), sum(sizes)):
-            if is_weighted_sum(got, sent, [factor] * len(sent)):
-                yield Diagnosis(
-                    "scaled_gradient", f"the sum is {factor:.6g} times what it should be: {why}"
-                )
         weights = fit(got, sent)
-        if is_weighted_sum(got, sent, [np.mean(weights)] * len(sent)):
+        factor = float(np.mean(weights))
+        if is_weighted_sum(got, sent, [factor] * len(sent)):
+            readings = [
+                why for factors, why in telling_factors(sizes)
+                if all(abs(factor / f - 1) < 1e-6 for f in factors)
+            ]  # fmt: skip
             yield Diagnosis(
-                "scaled_gradient", f"the sum is {np.mean(weights):.6g} times what it should be"
+                "scaled_gradient",
+                f"the sum is {factor:.6g} times what it should be"
+                + (f": {'; or '.join(readings)}" if readings else ""),
             )
         for name in REDUCED_PRECISIONS:
             if is_reduced(got, sent, name):
@@ -199,10 +242,22 @@ class Diagnostician:
         kind, tensor = "slots" if false.kind == "slots" else "weights", false.tensor
         if false.kind == "agreement":
             kind, _, tensor = tensor.partition("/")
+        if kind == "sums":
+            yield Diagnosis(
+                "unequal_sums",
+                "replicas got sums that rounding sets apart: they add in different orders, and"
+                " their weights part",
+            )
         wrong = self._wrong_replicas(false, kind, tensor)
         if len(wrong) < self._trace.num_replicas:
             yield self._changed_by_itself(false, kind, tensor, wrong)
         before = state_before(self._trace, false.step)
+        if "iteration" in self._trace.tensors(false.step, "slots"):
+            made = self._read(false, "slots", 0, "iteration") - before["iteration"]
+            if made != 1:
+                yield Diagnosis(
+                    "scaled_update", f"the optimizer was applied {made} times in one step"
+                )
         sums = self._arrays(false, "sums", 0)
         exact = self._reference64.update(before, sums)
         expected = {t: exact[t] - before[t] for t in sums}
@@ -236,15 +291,13 @@ class Diagnostician:
             f" {at} by {held[at] - expected[at]:.6g}; the sum that it got was right",
         )
 
-    def _initial_weights(self, false: Measurement) -> Iterator[Diagnosis]:
-        wrong = self._wrong_replicas(false, "weights", false.tensor)
-        who = "replica " + ", ".join(map(str, wrong))
-        if len(wrong) == self._trace.num_replicas:
-            who = "the training"
+    def _initial_state(self, false: Measurement) -> Iterator[Diagnosis]:
+        wrong = self._wrong_replicas(false, false.kind, false.tensor)
+        what = {"weights": "weights", "slots": "optimizer variables"}.get(false.kind, false.kind)
         yield Diagnosis(
-            "initial_weights",
-            f"{who} starts from other weights than model, recipe and seed give: {false.tensor}"
-            f" by up to {false.absolute:.3g}",
+            "initial_weights" if false.kind == "weights" else "initial_state",
+            f"{_name_replicas(wrong, self._trace.num_replicas)} starts from other {what} than"
+            f" model, recipe and flags give: {false.tensor}, by up to {false.absolute:.3g}",
         )
 
     # What BatchNorm keeps.
@@ -259,7 +312,7 @@ class Diagnostician:
                 " evaluation",
             )
         (whole,) = self._reference64.gradients(before, images, labels, [np.arange(len(labels))])
-        if np.max(np.abs(held - whole.statistics[false.tensor])) <= 2 * false.tolerance:
+        if relative_error(held, whole.statistics[false.tensor]) <= false.limit:
             yield _WHOLE_BATCH_NORM
 
     def _statistics(self, false: Measurement) -> Iterator[Diagnosis]:
@@ -295,6 +348,12 @@ class Diagnostician:
 
     def _read(self, false: Measurement, kind: str, replica_id: int, tensor: str) -> np.ndarray:
         return self._trace.read(false.step, kind, replica_id, tensor)
+
+
+def _name_replicas(replicas: Sequence[int], num_replicas: int) -> str:
+    if len(replicas) == num_replicas:
+        return "every replica" if num_replicas > 1 else "the one replica"
+    return "replica " + ", ".join(map(str, replicas))
 
 
 _WHOLE_BATCH_NORM = Diagnosis(

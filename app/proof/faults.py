@@ -12,6 +12,7 @@ import tensorflow as tf
 from app.errors import ConfigError
 from app.fault import Fault
 from strategies.base import StepTotals, Strategy
+from strategies.collectives import shard_bounds
 from strategies.witness import Witness
 
 _PERTURBATION = 1e-3
@@ -110,21 +111,16 @@ def spoil_dataset(
     if fault.name == "same_shard":
 
         def repeat_first_shard(images, labels):
-            num_examples = tf.size(labels)
-            size, larger = num_examples // num_replicas, num_examples % num_replicas
-            sizes = [size + tf.cast(r < larger, tf.int32) for r in range(num_replicas)]
-            rows = tf.concat([tf.range(size) for size in sizes], axis=0)
+            bounds = [shard_bounds(tf.size(labels), num_replicas, r) for r in range(num_replicas)]
+            rows = tf.concat([tf.range(end - start) for start, end in bounds], axis=0)
             return tf.gather(images, rows), tf.gather(labels, rows)
 
         return dataset.map(repeat_first_shard)
     if fault.name == "shuffle_order":
 
         def take_one_shard_from(right, wrong):
-            num_examples = tf.size(right[1])
-            size, larger = num_examples // num_replicas, num_examples % num_replicas
             replica = fault.parameters["replica"]
-            start = replica * size + tf.minimum(replica, larger)
-            end = start + size + tf.cast(replica < larger, tf.int32)
+            start, end = shard_bounds(tf.size(right[1]), num_replicas, replica)
             return tuple(
                 tf.concat([a[:start], b[start:end], a[end:]], axis=0)
                 for a, b in zip(right, wrong, strict=True)

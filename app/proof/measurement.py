@@ -18,7 +18,7 @@ class Measurement:
     """How far one array of one step is from what it should be.
 
     Attributes:
-        step: from 1; 0 for the initial weights.
+        step: from 1; 0 for what a training starts from.
         kind: a key of `trace.KINDS`.
         tensor: its name.
         replica_id: whose.
@@ -26,8 +26,9 @@ class Measurement:
         relative: the same, over the largest magnitude in the array.
         ulps: the same, in float32 steps.
         absolute32: largest difference from the float32 reference; 0 if bit-identical to it.
-        tolerance: what rounding may make of `absolute`. Where each element has a bound of its own,
-            the largest difference that would be in bounds if all were scaled alike.
+        error: what is judged. Of what a replica computes, the relative error in the Euclidean norm;
+            where each element has a bound of its own, the largest share of it that is used.
+        limit: how large `error` may be.
     """
 
     step: int
@@ -38,12 +39,13 @@ class Measurement:
     relative: float
     ulps: int
     absolute32: float
-    tolerance: float
+    error: float
+    limit: float
 
     @property
     def holds(self) -> bool:
         """Whether the array is right: the very bits of the reference, or within rounding."""
-        return self.absolute32 == 0 or self.absolute <= self.tolerance
+        return self.absolute32 == 0 or self.error <= self.limit
 
     @property
     def order(self) -> tuple[int, int]:
@@ -52,16 +54,21 @@ class Measurement:
 
     @property
     def excess(self) -> float:
-        """By how much the tolerance is exceeded: a ratio, infinite for what may not differ."""
-        if math.isnan(self.absolute):
+        """The error over what it may be, infinite for what may not differ at all."""
+        if math.isnan(self.error):
             return math.inf
-        if self.tolerance:
-            return self.absolute / self.tolerance
-        return math.inf if self.absolute else 0.0
+        if self.limit:
+            return self.error / self.limit
+        return math.inf if self.error else 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """What `absolute` could be at most, were all differences scaled alike."""
+        return self.absolute / self.excess if self.excess else math.nan
 
     @classmethod
     def of(cls, where: tuple, held, true, float32=None) -> "Measurement":
-        """Measures an array that has to be right to the bit, or whose tolerance is yet to come.
+        """Measures an array that has to be right to the bit, or whose limit is yet to come.
 
         Args:
             where: step, kind, tensor and replica.
@@ -73,7 +80,13 @@ class Measurement:
         absolute32 = (
             difference.absolute if float32 is None else Difference.between(held, float32).absolute
         )
-        return cls(*where, **dataclasses.asdict(difference), absolute32=absolute32, tolerance=0.0)
+        return cls(
+            *where,
+            **dataclasses.asdict(difference),
+            absolute32=absolute32,
+            error=relative_error(held, true),
+            limit=0.0,
+        )
 
     @classmethod
     def bounded(cls, where: tuple, held, true, float32, bound) -> "Measurement":
@@ -86,15 +99,20 @@ class Measurement:
             float32: the float32 reference.
             bound: of the error of each element, above 0.
         """
-        measured = cls.of(where, held, true, float32)
         share = float(np.max(np.abs(np.asarray(held, np.float64) - true) / bound))
-        tolerance = measured.absolute / share if share else float(np.max(bound))
-        return dataclasses.replace(measured, tolerance=tolerance)
+        return dataclasses.replace(cls.of(where, held, true, float32), error=share, limit=1.0)
 
     @classmethod
     def counted(cls, where: tuple, count: int) -> "Measurement":
         """Returns a number of things that are wrong, none of which may be."""
-        return cls(*where, float(count), 0.0, 0, float(count), 0.0)
+        return cls(*where, float(count), 0.0, 0, float(count), error=float(count), limit=0.0)
+
+
+def relative_error(held: np.ndarray, true: np.ndarray) -> float:
+    """Returns ‖held − true‖ / ‖true‖; over the smallest number where `true` is 0."""
+    true = np.asarray(true, np.float64).ravel()
+    apart = np.linalg.norm(np.asarray(held, np.float64).ravel() - true)
+    return float(apart / max(np.linalg.norm(true), SMALLEST))
 
 
 def first_false(measurements: Sequence[Measurement]) -> Measurement | None:

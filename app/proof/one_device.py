@@ -23,13 +23,13 @@ def train_shard_by_shard(
     of its own shard (`--batch_norm=average`). This does the same with the shards one after another.
 
     Args:
-        reference: in float32, as it was built.
+        reference: in float32.
         batches: images and labels of each step.
         num_shards: R.
         path: where the trace goes.
         on_step: called after each step.
     """
-    state = reference.state()
+    state = reference.initial_state
     with TraceWriter(path) as trace:
         _write_state(trace, 0, reference, state, [state])
         for step, (images, labels) in enumerate(batches, start=1):
@@ -56,7 +56,7 @@ def effect_of_shards(
     """Returns how far BatchNorm over shards carries the first gradient from that of the whole.
 
     Args:
-        reference: as it was built.
+        reference: in float32.
         images: uint8 `(n, 28, 28, 1)`, the first global batch.
         labels: integers `(n,)`.
         num_shards: R.
@@ -65,7 +65,7 @@ def effect_of_shards(
         ‖by shards − whole batch‖ / ‖whole batch‖ over all tensors.
     """
     rows = np.arange(len(labels))
-    state = reference.state()
+    state = reference.initial_state
     (whole,) = reference.gradients(state, images, labels, [rows])
     by_shards = reference.gradients(state, images, labels, np.array_split(rows, num_shards))
     squares = [

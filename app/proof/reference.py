@@ -35,6 +35,9 @@ class Reference:
         model_fn: builds the model.
         optimizer_fn: creates the optimizer.
         dtype: "float64" or "float32", of every variable and computation.
+
+    Attributes:
+        initial_state: what a training starts from: weights, statistics and optimizer slots.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Reference:
         self._weights = {v.path: v.value for v in floats if v.trainable}
         self._statistics = {v.path: v.value for v in floats if not v.trainable}
         self._slots = {v.path.partition("/")[2]: v.value for v in self._optimizer.variables}
+        self.initial_state = _read({**self._weights, **self._statistics, **self._slots})
         # A batch of any size, as in a strategy: of a known size, other kernels might be chosen.
         spec = tf.TensorSpec
         self._compiled_gradients = tf.function(
@@ -79,10 +83,6 @@ class Reference:
             "weights": list(self._weights),
             "statistics": list(self._statistics),
         }
-
-    def state(self) -> Arrays:
-        """Returns all that a step starts from: weights, statistics and optimizer slots."""
-        return _read({**self._weights, **self._statistics, **self._slots})
 
     def gradients(
         self,

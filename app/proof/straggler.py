@@ -12,6 +12,8 @@ SendTime = tuple[float, float]
 # to do. Logical devices share their cores: with one more replica than there are cores, the last is
 # late by as much as the work of one, but then the cores are busy.
 _LONG_WAIT, _IDLE_WAIT, _IDLE = 1.25, 0.25, 0.25
+_SHORTEST_WAIT_SEC = 0.01
+MIN_STEPS = 5  # Fewer could all have been disturbed by chance.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ def find_straggler(times: Sequence[Sequence[SendTime]]) -> Straggler | None:
         times: for each step and replica. The first step is left out: it compiles.
     """
     steps = times[1:]
-    if not steps or len(steps[0]) < 2:
+    if len(times) < MIN_STEPS or len(steps[0]) < 2:
         return None
     for replica_id in range(len(steps[0])):
         last_of_others = [max(t for r, t in enumerate(s) if r != replica_id) for s in steps]
@@ -50,4 +52,6 @@ def find_straggler(times: Sequence[Sequence[SendTime]]) -> Straggler | None:
 def _is_waited_for(sent: SendTime, last_of_others: SendTime) -> bool:
     wait, work = sent[0] - last_of_others[0], last_of_others[0]
     busy = sent[1] - last_of_others[1]
+    if wait < _SHORTEST_WAIT_SEC:
+        return False
     return wait > _LONG_WAIT * work or (wait > _IDLE_WAIT * work and busy < _IDLE * wait)

@@ -84,7 +84,7 @@ class Proof:
         if kind == "agreement":
             kind, _, tensor = tensor.partition("/")
         # Of what replicas have in common, replica 0's stands for all that hold the same bits.
-        shared = kind in ("sums", "slots", "updates", "weights") and not any(
+        shared = first.kind in ("sums", "slots", "updates", "weights") and not any(
             (m.order, m.tensor) == (first.order, first.tensor) and m.replica_id != first.replica_id
             for m in self.measurements
         )
