@@ -3,7 +3,7 @@
 import dataclasses
 
 from app.errors import ConfigError
-from app.fault import Fault
+from app.fault import MIN_STEPS, Fault
 
 # The dicts that define these names import TensorFlow, which a flag error must not wait for.
 # A test holds both equal.
@@ -116,7 +116,8 @@ class Config:
 
     def result_fields(self) -> dict:
         """Returns what the result of a training depends on, without paths and display."""
-        return {name: getattr(self, name) for name in RESULT_FIELDS}
+        fields = {name: getattr(self, name) for name in RESULT_FIELDS}
+        return fields | {"inject": self.fault.spec if self.fault else None}
 
     def _check_names(self):
         check_choice("COMMAND", self.command, COMMANDS)
@@ -129,7 +130,11 @@ class Config:
         check_choice("--batch_norm", self.batch_norm, ("average", "sync"))
         check_choice("--last_batch", self.last_batch, ("keep", "drop"))
         for strategy in self.strategies:
-            check_choice("--strategies", strategy, STRATEGY_NAMES)
+            if strategy not in STRATEGY_NAMES:
+                raise ConfigError(
+                    f"--strategies={','.join(self.strategies)}: {strategy!r} — one of"
+                    f" {', '.join(STRATEGY_NAMES)} is required; see --help"
+                )
 
     def _check_numbers(self):
         _check_range("--num_devices", self.num_devices, 1, None)
@@ -183,11 +188,11 @@ class Config:
         several = self.command in _ON_SEVERAL
         free = {"mirrored", "single"} if several else {"mirrored"}
         others = [n for n in (self.strategies if several else [self.strategy]) if n not in free]
-        if others:
+        if others or (several and "mirrored" not in self.strategies):
             flag = "--strategies=single,mirrored" if several else "--strategy=mirrored"
             raise ConfigError(
-                f"--all_reduce={self.all_reduce} with {', '.join(others)} — it is TensorFlow's own,"
-                f" which mirrored alone has; use {flag}"
+                f"--all_reduce={self.all_reduce} with {', '.join(others or ['single'])} — it is"
+                f" TensorFlow's own, which mirrored alone has; use {flag}"
             )
 
     def _check_proof(self):
@@ -206,7 +211,14 @@ class Config:
                 f"--inject={self.inject} with --steps={self.steps} — a step that is made is"
                 f" required; use --steps={fault.parameters['step']} or more"
             )
-        if self.num_replicas_asked:
+        if self.command == "verify" and fault.name == "slow_replica" and self.steps < MIN_STEPS:
+            raise ConfigError(
+                f"--inject={self.inject} with --steps={self.steps} — {MIN_STEPS} steps are required"
+                f" to tell a slow replica from chance; use --steps={MIN_STEPS} or more"
+            )
+        if fault.strategy == "single" or set(trained) == {"single"}:
+            fault.check_replicas(1)
+        elif self.num_replicas_asked:
             fault.check_replicas(self.num_replicas_asked)
 
     def _check_command(self):

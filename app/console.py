@@ -81,7 +81,7 @@ def report_interruption(what: str, exit_code: int) -> int:
             " (without --overwrite)",
         )
     else:
-        _write(sys.stderr, f"{what} — no epoch was finished, nothing is saved")
+        _write(sys.stderr, f"{what} — nothing is saved yet; run the same command again")
     return exit_code
 
 

@@ -18,6 +18,8 @@ FAULTS: dict[str, tuple[str, dict[str, int | float]]] = {
 }
 _NEEDS_NO_SECOND_REPLICA = {"scale_gradient"}
 
+MIN_STEPS = 5  # To tell a slow replica: fewer could all have been disturbed by chance.
+
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
@@ -62,7 +64,21 @@ class Fault:
                     f"--inject={text}: {item!r} — parameters of {name} are {known};"
                     f" write --inject={cls(name, parameters)}"
                 )
+        if name == "scale_gradient" and parameters["factor"] == 1:
+            raise ConfigError(
+                f"--inject={text} changes nothing — a factor other than 1 is required;"
+                " choose another one"
+            )
         return cls(name, parameters, strategy)
+
+    @property
+    def spec(self) -> str:
+        """All of it, as `parse` reads it."""
+        return (
+            str(self)
+            if self.strategy is None
+            else (f"{self}{',' if self.parameters else ':'}strategy={self.strategy}")
+        )
 
     def check_replicas(self, num_replicas: int) -> None:
         """Checks that there are replicas for it to go wrong on.
@@ -73,8 +89,9 @@ class Fault:
         needed = max(2, self.parameters.get("replica", 0) + 1)
         if self.name not in _NEEDS_NO_SECOND_REPLICA and num_replicas < needed:
             raise ConfigError(
-                f"--inject={self} with {num_replicas} replica{'s' * (num_replicas > 1)} — at least"
-                f" {needed} are required; use --num_devices={needed} or more"
+                f"--inject={self.spec} with {num_replicas} replica{'s' * (num_replicas > 1)} — at"
+                f" least {needed} are required; use a strategy with replicas, and"
+                f" --num_devices={needed} or more"
             )
 
 

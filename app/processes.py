@@ -1,10 +1,13 @@
 """Calls a function in a process of its own, which TensorFlow finds as a user's own run would."""
 
 import multiprocessing
+import signal
+import sys
 from collections.abc import Callable
 
-from app.errors import DeviceError, LockstepError, Terminated
+from app.errors import DeviceError, LockstepError
 
+_GRACE_SEC = 5
 _CONTEXT = multiprocessing.get_context("spawn")  # A fork would share TensorFlow's threads.
 
 
@@ -38,28 +41,56 @@ def call_in_own_process(
             on_message(value)
     except EOFError:
         process.join()
-        raise DeviceError(
-            f"a process of its own ended with exit code {process.exitcode} before it was done"
-            " — memory for the model and its copies is required; use a smaller"
-            " --global_batch_size or fewer devices"
-        ) from None
+        raise _death(process.exitcode) from None
     finally:
-        process.terminate()
-        process.join()
+        receiver.close()
+        process.join(_GRACE_SEC if sys.exc_info()[0] is None else 0)  # It may tidy up.
+        for stop in (process.terminate, process.kill):
+            if process.is_alive():
+                stop()
+                process.join(_GRACE_SEC)
+
+
+def _out_of_memory(error: Exception) -> DeviceError:
+    first_line = (str(error).splitlines() or ["no memory left"])[0]
+    return DeviceError(
+        f"{first_line} — memory for the model and its copies is required; use a smaller"
+        " --global_batch_size or fewer devices"
+    )
+
+
+def _death(exit_code: int) -> DeviceError:
+    if exit_code == -signal.SIGKILL:
+        return DeviceError(
+            "a process of its own was killed, as happens when memory runs out — memory for the"
+            " model and its copies is required; use a smaller --global_batch_size or fewer devices"
+        )
+    return DeviceError(
+        f"a process of its own ended with exit code {exit_code} before it was done — nobody else"
+        " may end it; run the same command again"
+    )
 
 
 def _call(sender, function, arguments) -> None:
     """Runs in the new process: sends messages, then the result or the error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller gets it too, and ends us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         sender.send(
             ("result", function(lambda message: sender.send(("message", message)), *arguments))
         )
     except LockstepError as error:
         sender.send(("error", error))
-    except (KeyboardInterrupt, Terminated, BrokenPipeError):
-        pass  # The caller has ended, or is about to, and says so.
+    except BrokenPipeError:
+        pass  # The caller has ended.
+    except MemoryError as error:
+        sender.send(("error", _out_of_memory(error)))
     except Exception as error:
         import traceback
+
+        if type(error).__name__ == "ResourceExhaustedError":  # TensorFlow's.
+            sender.send(("error", _out_of_memory(error)))
+            return
 
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         sender.send(("error", RuntimeError(text)))

@@ -39,6 +39,11 @@ class SavedRun:
         """
         run_dir = pathlib.Path(config.run).expanduser()
         run_config = load_run_config(run_dir)
+        if run_config.get("command") == "verify":
+            raise OutputError(
+                f"--run={run_dir} is a verification, which keeps no weights — a training is"
+                " required; name a run of train"
+            )
         if "," in str(run_config.get("strategy")):
             first = str(run_config["strategy"]).split(",")[0]
             raise OutputError(

@@ -34,7 +34,7 @@ _CALL_SEC = 0.5
 
 
 class Training:
-    """One training, from its first step or from the checkpoint that `run_dir` holds.
+    """One training: built and tried out; nothing is read from `run_dir` or written there yet.
 
     Args:
         config: what to train and how.
@@ -43,7 +43,8 @@ class Training:
         run_dir: the directory of the run, locked.
 
     Raises:
-        CheckpointError: the checkpoint in `run_dir` is unusable or of another training.
+        ConfigError: the strategy cannot run like this, or the fault not happen.
+        ExchangeError: the all-reduce loses or repeats what replicas send.
     """
 
     def __init__(
@@ -64,13 +65,21 @@ class Training:
         self.strategy = self._job.build_strategy(devices)
         probe_exchange(self.strategy)
         if config.fault:
-            inject(config.fault, self.strategy, self._job.batch_sizes())
+            inject(
+                config.fault,
+                self.strategy,
+                batch_sizes=self._job.batch_sizes(),
+                num_steps=self._job.num_steps,
+            )
         self._step, self._history, self._earlier_sec = 0, [], 0.0
         self._start = time.monotonic()
-        self._resume()
 
-    def _resume(self) -> None:
-        """Goes back to the newest checkpoint, if there is one, and to its history."""
+    def resume(self) -> None:
+        """Goes back to the newest checkpoint, if there is one, and to its history.
+
+        Raises:
+            CheckpointError: it is unusable or of another training.
+        """
         checkpoint = checkpoints.load_newest_checkpoint(self._run_dir)
         if checkpoint is None:
             return

@@ -80,7 +80,9 @@ def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
     probe_exchange(strategy)
     dataset, witness = job.batches(), None
     if config.fault:
-        witness = inject(config.fault, strategy, job.batch_sizes())
+        witness = inject(
+            config.fault, strategy, batch_sizes=job.batch_sizes(), num_steps=config.steps
+        )
         dataset = spoil_dataset(
             config.fault,
             lambda seed: job.batches(seed=seed),

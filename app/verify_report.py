@@ -50,7 +50,7 @@ def write_record(
                     "simulated_devices": run.simulated_devices,
                     "outcome": "is the reference" if run.is_reference else proofs[name].outcome,
                     "findings": [
-                        {"cause": cause, "text": text} for cause, text in proofs[name].findings()
+                        dataclasses.asdict(finding) for finding in proofs[name].findings()
                     ],
                     "first_false": proofs[name].first_false
                     and dataclasses.asdict(proofs[name].first_false),
@@ -120,14 +120,37 @@ def print_report(
     console.say()
     console.print_table(
         "Each step against one device in float64, from the same state: the largest difference",
-        ["strategy", "of", "difference", "relative", "ULPs", "tolerance", "from float32"],
+        ["strategy", "what", "difference", "relative", "ULPs", "allowed", "from float32"],
         [row for group in _groups(proofs.values()) for row in _proof_rows(group)],
     )
-    console.say("tolerance: how far rounding can carry it, computed for every array")
-    console.say("from float32: the same against one device in float32; 0 is bit-identical")
+    console.say("allowed: how far rounding can carry it, computed for every array")
+    console.say("from float32: the largest difference from one device in float32; 0: the same bits")
     for proof in proofs.values():
-        for cause, text in proof.findings():
-            console.say(f"{proof.strategy}: {cause.replace('_', ' ')}. {text}")
+        for finding in proof.findings():
+            what = "DIFFERENT" if proof.first_false else "HELD UP"
+            console.say()
+            console.say(f"{proof.strategy} is {what}: {finding.cause.replace('_', ' ')}")
+            console.say(f"  where  {finding.where}")
+            console.say(f"  why    {finding.text}")
+
+
+def conclusions(
+    config: Config, proofs: Mapping[str, Proof], verdicts: Sequence[PairVerdict]
+) -> list[str]:
+    """Returns the verdict in a few words, and what a fault lab has to admit."""
+    lines = [f"{' and '.join(v.strategies)}: {v.outcome}" for v in verdicts]
+    if not verdicts:
+        steps = console.count(config.steps, "step")
+        lines = [
+            f"{name}: {steps}, {proof.outcome} against one device"
+            + (" in float32" if proof.outcome == IDENTICAL else "")
+            for name, proof in proofs.items()
+        ]
+    if config.fault and all(proof.holds for proof in proofs.values()):
+        lines.append(
+            f"the injected fault was not found: {config.fault} makes too little difference here"
+        )
+    return lines
 
 
 def _pair_row(verdict: PairVerdict) -> list[str]:
@@ -140,8 +163,8 @@ def _pair_row(verdict: PairVerdict) -> list[str]:
         verdict.outcome,
         f"{worst.absolute:.2g}",
         f"{worst.relative:.2g}",
-        f"{worst.ulps:,}",
-        f"{worst.kind}, {worst.tensor}",
+        _ulps(worst.ulps),
+        worst.kind if worst.kind == worst.tensor else f"{worst.kind}, {worst.tensor}",
     ]
 
 
@@ -170,14 +193,20 @@ def _proof_rows(group: Sequence[Proof]) -> list[list[str]]:
 
 
 def _kind_row(name: str, kind: str, measured: Sequence[Measurement]) -> list[str]:
-    """Shows the array that is nearest to its tolerance, or farthest beyond it."""
+    """Shows the array that is nearest to what is allowed, or farthest beyond it."""
     worst = max(measured, key=lambda m: (not m.holds, m.excess))
+    if kind == "examples":
+        return [name, f"✗ {kind}", f"{worst.absolute:.0f} wrong", "", "", "none", ""]
     return [
         name,
-        kind,
+        kind if worst.holds else f"✗ {kind}",
         f"{worst.absolute:.2g}",
         f"{worst.relative:.1g}",
-        f"{worst.ulps:,}",
-        f"{worst.tolerance:.2g}",
+        _ulps(worst.ulps),
+        f"{worst.tolerance:.2g}" if worst.limit and worst.excess else "–",
         f"{max(m.absolute32 for m in measured):.2g}",
     ]
+
+
+def _ulps(ulps: int) -> str:
+    return f"{ulps:,}" if ulps < 1_000_000 else "> 1e6"

@@ -58,7 +58,9 @@ class Case:
         strategy.build(*(functions or self.functions))
         dataset, witness = self.batches(), None
         if fault:
-            witness = inject(fault, strategy, {GLOBAL_BATCH_SIZE, 10})
+            witness = inject(
+                fault, strategy, batch_sizes={GLOBAL_BATCH_SIZE, 10}, num_steps=num_steps
+            )
             dataset = spoil_dataset(fault, self.batches, seed=3, num_replicas=strategy.num_replicas)
         recorder = Recorder(strategy, witness)
         send_sec = recorder.record(strategy.distribute(dataset), num_steps=num_steps, path=path)

@@ -48,8 +48,9 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
     dataset = load_data(config)
     check_shards(config, len(prepared.names), len(dataset.train_images))
 
-    run_directory.start(overwrite=config.overwrite)
     training = Training(config, prepared, dataset, run_directory.path)
+    run_directory.start(overwrite=config.overwrite)  # From here on nothing is refused.
+    training.resume()
     console.say(
         f"{config.strategy}: {config.model} on {dataset.name},"
         f" {len(dataset.train_images):,} training images"

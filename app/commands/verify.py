@@ -23,6 +23,7 @@ def run(config: Config) -> int:
     """
     path = pathlib.Path(config.out or default_out(config)).expanduser()
     fields = {
+        "command": "verify",
         **config.result_fields(),
         "strategy": ",".join(config.strategies),
         "num_replicas": config.num_replicas_asked,
@@ -55,8 +56,9 @@ def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -
         differences = _compare(recorded, traces)
         proofs = _prove(config, recorded, differences, traces, progress)
     run_directory.start(overwrite=config.overwrite)
+    run_directory.remove("traces")
     if config.keep_traces:
-        run_directory.replace("traces", traces)
+        traces.rename(run_directory.path / "traces")
     return _report(config, run_directory.path, recorded, proofs, differences)
 
 
@@ -144,7 +146,7 @@ def _prove(config: Config, recorded: dict, differences: dict, traces, progress) 
 def _report(config: Config, path: pathlib.Path, recorded, proofs, differences) -> int:
     from app.proof.verdict import PairVerdict
     from app.records.verify_plot import plot_verification
-    from app.verify_report import print_report, write_record
+    from app.verify_report import conclusions, print_report, write_record
 
     verdicts = [
         PairVerdict.of(proofs[first], proofs[second], found)
@@ -154,10 +156,14 @@ def _report(config: Config, path: pathlib.Path, recorded, proofs, differences) -
     plot_verification(path)
     print_report(config, recorded, proofs, verdicts)
     kept = ", traces" if config.keep_traces else ""
-    console.say(f"saved in {path}: verify.json, verify.png{kept}")
-    found = [
-        f"{proof.strategy}: {text}" for proof in proofs.values() for _, text in proof.findings()
-    ]
-    if found:
-        raise DifferentError(f"{found[0]} — the same training is required; see {path}/verify.json")
+    console.say(f"saved in {path}: verify.json, verify.png, verify.svg{kept}")
+    for line in conclusions(config, proofs, verdicts):
+        console.say(line)
+    for proof in proofs.values():
+        for finding in proof.findings():
+            what = "different" if proof.first_false else "held up"
+            raise DifferentError(
+                f"{proof.strategy} is {what}: {finding} — every replica has to do the right thing"
+                f" in time; see {path}/verify.json"
+            )
     return 0

@@ -57,13 +57,16 @@ class FaultyWitness(Witness):
             return [tf.identity(g) for g in gradients]
 
 
-def inject(fault: Fault, strategy: Strategy, batch_sizes: Collection[int]) -> Witness:
+def inject(
+    fault: Fault, strategy: Strategy, *, batch_sizes: Collection[int], num_steps: int
+) -> Witness:
     """Spoils a strategy that is built and has made no step.
 
     Args:
         fault: what to do; what concerns the data is `spoil_dataset`'s.
         strategy: to be spoiled.
         batch_sizes: all sizes that a global batch will have.
+        num_steps: how many steps will be made.
 
     Returns:
         What looks on at its steps; it is in place already.
@@ -77,7 +80,12 @@ def inject(fault: Fault, strategy: Strategy, batch_sizes: Collection[int]) -> Wi
         raise ConfigError(
             f"--inject={fault} with batches of {sizes} on {strategy.num_replicas} replicas — shards"
             " of different sizes are required, or the mean of means is the mean; use"
-            f" --global_batch_size={max(batch_sizes) - 1}"
+            f" --global_batch_size={max(batch_sizes) + 1}"
+        )
+    if fault.parameters.get("step", 0) > num_steps:
+        raise ConfigError(
+            f"--inject={fault} in a training of {num_steps} steps — a step that is made is"
+            f" required; use step={num_steps} or less"
         )
     if fault.name == "perturb_weight":
         _perturb_weight(strategy, **fault.parameters)

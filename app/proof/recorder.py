@@ -53,7 +53,7 @@ class Recorder(Witness):
 
         Raises:
             ConfigError: steps of this strategy, or of this model, cannot be checked.
-            DivergedError: the loss is not finite.
+            DivergedError: something that was computed is not finite.
             DiskFullError: no space for the trace.
         """
         check_repeatable(self._strategy.model)
@@ -65,11 +65,7 @@ class Recorder(Witness):
                 start, busy = time.monotonic(), time.process_time()
                 self._strategy.train_steps(iterator, 1)
                 shards = self._take("shard")
-                if not np.isfinite([loss for *_, loss in shards]).all():
-                    raise DivergedError(
-                        f"the loss is not finite at step {step} — a finite loss is required; use a"
-                        " smaller --learning_rate, or fewer --steps"
-                    )
+                _check_finite(step, "loss", [{"loss": loss} for *_, loss in shards])
                 trace.write(
                     step,
                     "examples",
@@ -77,10 +73,11 @@ class Recorder(Witness):
                 )
                 trace.write(step, "loss", [{"loss": loss} for *_, loss in shards])
                 for kind in ("gradients", "sums"):
-                    per_replica = self._take(kind)
-                    trace.write(
-                        step, kind, [dict(zip(trainable, a, strict=True)) for a in per_replica]
-                    )
+                    per_replica = [
+                        dict(zip(trainable, arrays, strict=True)) for arrays in self._take(kind)
+                    ]
+                    _check_finite(step, kind, per_replica)
+                    trace.write(step, kind, per_replica)
                 self._write_states(trace, step)
                 times.append([(sent - start, cpu - busy) for sent, cpu in self._take("times")])
                 on_step(step)
@@ -125,10 +122,21 @@ class Recorder(Witness):
     def _write_states(self, trace: TraceWriter, step: int) -> None:
         strategy = self._strategy
         own = strategy.replica_states()
+        _check_finite(step, "state", own)
         for kind in ("slots", "weights"):
             trace.write(step, kind, [_part(state, kind, strategy) for state in own])
         trace.write(step, "own statistics", [_part(state, "statistics", strategy) for state in own])
         trace.write(step, "statistics", [_part(strategy.state(), "statistics", strategy)])
+
+
+def _check_finite(step: int, kind: str, per_replica: list[dict[str, np.ndarray]]) -> None:
+    for replica_id, arrays in enumerate(per_replica):
+        for tensor, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise DivergedError(
+                    f"{kind} of {tensor} on replica {replica_id} is not finite at step {step} —"
+                    " finite numbers are required; use a smaller --learning_rate, or fewer --steps"
+                )
 
 
 def check_repeatable(model: keras.Model) -> None:

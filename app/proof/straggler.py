@@ -4,6 +4,8 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
+from app.fault import MIN_STEPS
+
 # Seconds, and seconds of processor time, from the start of a step until a replica sent its
 # gradients.
 SendTime = tuple[float, float]
@@ -13,7 +15,6 @@ SendTime = tuple[float, float]
 # late by as much as the work of one, but then the cores are busy.
 _LONG_WAIT, _IDLE_WAIT, _IDLE = 1.25, 0.25, 0.25
 _SHORTEST_WAIT_SEC = 0.01
-MIN_STEPS = 5  # Fewer could all have been disturbed by chance.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,24 @@ class Diagnosis:
 
 
 @dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be.
+
+    Attributes:
+        cause: a short name.
+        where: the first step, kind, tensor and replica, and by how much.
+        text: one sentence that explains it.
+    """
+
+    cause: str
+    where: str
+    text: str
+
+    def __str__(self):
+        return f"{self.cause.replace('_', ' ')}, {self.where}: {self.text}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Proof:
     """What became of one training when it was held against the reference.
 
@@ -55,24 +73,24 @@ class Proof:
         """Whether nothing at all was found."""
         return not (self.first_false or self.straggler)
 
-    def findings(self) -> list[tuple[str, str]]:
-        """Returns cause and sentence of everything that was found."""
+    def findings(self) -> list[Finding]:
+        """Returns everything that was found."""
         found = []
         if self.first_false:
-            found.append((self.diagnosis.cause, f"{self.where()}: {self.diagnosis.text}"))
+            found.append(Finding(self.diagnosis.cause, self._where(), self.diagnosis.text))
         if self.straggler:
-            s = self.straggler
+            late = self.straggler
             found.append(
-                (
+                Finding(
                     "slow_replica",
-                    f"in every step replica {s.replica_id} sends its gradients"
-                    f" {1000 * s.wait_sec:.0f} ms after all others, which took"
-                    f" {1000 * s.work_sec:.0f} ms: they wait for it",
+                    f"in every step, gradients of replica {late.replica_id}",
+                    f"it sends them {1000 * late.wait_sec:.0f} ms after all others, which took"
+                    f" {1000 * late.work_sec:.0f} ms, and they wait for it; the numbers are right",
                 )
             )
         return found
 
-    def where(self) -> str:
+    def _where(self) -> str:
         """Says where the first false array is, and by how much it is off."""
         first = self.first_false
         if first.kind == "examples":
@@ -89,12 +107,9 @@ class Proof:
             for m in self.measurements
         )
         who = "every replica" if shared else f"replica {first.replica_id}"
-        allowed = f"{first.tolerance:.2g} is rounding" if first.tolerance else "none is allowed"
-        return (
-            f"first at step {first.step}, {kind}"
-            + (f" of {tensor}" if tensor != kind else "")
-            + f", {who}, by {first.absolute:.3g} ({allowed})"
-        )
+        allowed = f"rounding allows {first.tolerance:.2g}" if first.limit else "none is allowed"
+        what = kind if tensor == kind else f"{kind} of {tensor}"
+        return f"first at step {first.step}, {what}, {who}, by {first.absolute:.3g} ({allowed})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from app.errors import CheckpointError, LockstepError, OutputError
+from app.errors import CheckpointError, LockstepError, OutputError, Terminated
 from app.records.files import write_json
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
@@ -67,20 +67,15 @@ class RunDirectory:
         Args:
             overwrite: throw away what another run has written here, and nothing else.
         """
-        for leftover in [*self.path.iterdir(), *self.path.glob("checkpoints/.step-*.tmp")]:
-            match = _LEFTOVER.fullmatch(leftover.name)
-            if leftover.parent != self.path or (match and int(match[1]) != os.getpid()):
-                _remove(leftover)
         if overwrite:
             for name in _RECORDS:  # The configuration goes last: until then it is a run of ours.
                 _remove(self.path / name)
         if not (self.path / CONFIG_FILE).exists():
             write_json(self.path / CONFIG_FILE, self._config)
 
-    def replace(self, name: str, path: pathlib.Path) -> None:
-        """Puts the directory `path` in the place of the record `name`."""
+    def remove(self, name: str) -> None:
+        """Removes a record of an earlier run, if it is there."""
         _remove(self.path / name)
-        path.rename(self.path / name)
 
 
 @contextlib.contextmanager
@@ -94,9 +89,12 @@ def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirector
     """
     was_empty = not path.is_dir() or not any(path.iterdir())
     with _locked(path):
+        for leftover in [*path.iterdir(), *path.glob("checkpoints/.step-*.tmp")]:
+            if leftover.parent != path or _LEFTOVER.fullmatch(leftover.name):
+                _remove(leftover)  # Of a process that is no more: the lock was free.
         try:
             yield RunDirectory(path, config)
-        except (LockstepError, KeyboardInterrupt):
+        except (LockstepError, KeyboardInterrupt, Terminated):
             if was_empty:
                 _remove_unless_started(path)
             raise

@@ -1,6 +1,7 @@
 """The figure of `verify`, drawn from `verify.json` alone."""
 
 import json
+import math
 import pathlib
 import textwrap
 
@@ -12,10 +13,17 @@ from app.records.plots import DATASET_TITLES
 
 _PANELS = {
     "loss": "loss of each replica",
-    "gradients": "gradients, before the all-reduce",
-    "sums": "gradients, after it",
-    "weights": "weights after the update",
+    "gradients": "gradients before the all-reduce",
+    "sums": "gradients after the all-reduce",
+    "weights": "weights, given these sums",
     "own statistics": "BatchNorm statistics",
+}
+# What is drawn as well where it is false.
+_IF_FALSE = {
+    "examples": "examples",
+    "slots": "optimizer variables",
+    "agreement": "replicas against replica 0",
+    "statistics": "BatchNorm statistics, averaged",
 }
 _RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"
 _FLOOR = 1e-4  # Differences below this share of their tolerance are drawn on the lower edge.
@@ -35,9 +43,11 @@ def plot_verification(path: pathlib.Path) -> None:
 
 def _draw(record: dict) -> Figure:
     strategies = record["strategies"]
-    kinds = [
-        kind for kind in _PANELS
-        if any(kind in run["measurements"].get("kind", ()) for run in strategies.values())
+    lines = [_lines(run["measurements"]) for run in strategies.values()]
+    kinds = [kind for kind in _PANELS if any(k == kind for each in lines for k, *_ in each)]
+    kinds += [
+        kind for kind in _IF_FALSE
+        if any(key[0] == kind and _is_false(each[key]) for each in lines for key in each)
     ]  # fmt: skip
     rows = _rows(strategies)
     size = 2.6 * len(kinds) + 0.8, 2.3 * len(rows) + 1.2
@@ -46,14 +56,14 @@ def _draw(record: dict) -> Figure:
     for row, (names, measured) in zip(panels, rows, strict=True):
         for axes, kind in zip(row, kinds, strict=True):
             _draw_panel(axes, measured, kind, record["steps"])
-        row[0].set_ylabel(f"{' = '.join(names)}\ndifference / tolerance")
+        row[0].set_ylabel(f"{' = '.join(names)}\nerror / what is allowed")
     drawn = [share for axes in panels.flat for line in axes.lines for share in line.get_ydata()]
     panels[0, 0].set_ylim(_FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share it.
     for axes, kind in zip(panels[0], kinds, strict=True):
-        axes.set_title(_PANELS[kind], fontsize=9)
+        axes.set_title({**_PANELS, **_IF_FALSE}[kind], fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("step")
-    figure.suptitle("\n".join(_title(record)), fontsize=10, ha="left", x=0.01, linespacing=1.4)
+    figure.suptitle("\n".join(_title(record)), fontsize=9, ha="left", x=0.01, linespacing=1.4)
     return figure
 
 
@@ -70,26 +80,36 @@ def _rows(strategies: dict) -> list[tuple[list[str], dict]]:
     return rows
 
 
+def _lines(measured: dict) -> dict[tuple, list[tuple[int, float]]]:
+    """Returns kind, tensor and replica → step and error over what it may be, within what is drawn.
+
+    What is bit-identical to the float32 reference is right, however far that is from float64.
+    """
+    lines: dict[tuple, list[tuple[int, float]]] = {}
+    columns = ("step", "kind", "tensor", "replica_id", "error", "limit", "absolute32")
+    for step, kind, tensor, replica, error, limit, absolute32 in zip(
+        *(measured.get(column, ()) for column in columns), strict=True
+    ):
+        share = error / limit if limit else (math.inf if error else 0.0)
+        share = share if math.isfinite(share) else _CEILING
+        if absolute32 == 0:
+            share = min(share, 1.0)
+        if step or share > 1:
+            point = (step, min(max(share, _FLOOR), _CEILING))
+            lines.setdefault((kind, tensor, replica), []).append(point)
+    return lines
+
+
+def _is_false(points: list[tuple[int, float]]) -> bool:
+    return any(share > 1 for _, share in points)
+
+
 def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
     """Draws a line for each tensor and replica; the band is the computed tolerance."""
-    lines: dict[tuple, list[tuple[int, float]]] = {}
-    columns = ("step", "kind", "tensor", "replica_id", "absolute", "tolerance", "absolute32")
-    for step, k, tensor, replica, absolute, tolerance, absolute32 in zip(
-        *(measured[c] for c in columns), strict=True
-    ):
-        if k == kind and step > 0:
-            share = (
-                0.0
-                if absolute32 == 0 and not absolute <= tolerance
-                else (absolute / tolerance if tolerance else (0.0 if not absolute else _CEILING))
-            )
-            share = share if share == share else _CEILING  # NaN is as wrong as can be.
-            lines.setdefault((tensor, replica), []).append(
-                (step, min(max(share, _FLOOR), _CEILING))
-            )
+    lines = [points for (k, *_), points in _lines(measured).items() if k == kind]
     axes.axhspan(_FLOOR / 10, 1, color=_BAND, alpha=0.13, linewidth=0)
-    for points in lines.values():
-        wrong = any(share > 1 for _, share in points)
+    for points in lines:
+        wrong = _is_false(points)
         axes.plot(
             *zip(*points, strict=True),
             color=_WRONG if wrong else _RIGHT,
@@ -100,7 +120,8 @@ def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
         )
     axes.axhline(1, color=_BAND, linewidth=1.2)
     axes.set_yscale("log")
-    axes.set_xlim(0.5, num_steps + 0.5)
+    first = 0 if any(step == 0 for points in lines for step, _ in points) else 1
+    axes.set_xlim(first - 0.5, num_steps + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(True, color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -109,18 +130,17 @@ def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
 def _title(record: dict) -> list[str]:
     dataset = DATASET_TITLES.get(record["dataset"], record["dataset"])
     replicas = max(len(run["devices"]) for run in record["strategies"].values())
-    lines = [
-        f"{record['model']} on {dataset}, recipe {record['recipe']}, batch"
-        f" {record['global_batch_size']}, {replicas} replicas, float32: each step against one"
-        " device in float64",
-        "; ".join(
-            f"{' and '.join(pair['strategies'])}: {pair['outcome']}" for pair in record["pairs"]
-        ),
-        "a line for each tensor; in the green band lies what other orders of summation do",
-    ]
+    lines = [f"INJECTED FAULT: {record['injected_fault']}"] if record["injected_fault"] else []
+    lines += [f"{' and '.join(pair['strategies'])}: {pair['outcome']}" for pair in record["pairs"]]
     for name, run in record["strategies"].items():
         for finding in run["findings"]:
-            lines += textwrap.wrap(f"{name}: {finding['text']}", 120)
-    if record["injected_fault"]:
-        lines.insert(0, f"INJECTED FAULT: {record['injected_fault']}")
-    return [line for line in lines if line]
+            cause = finding["cause"].replace("_", " ")
+            text = f"{name}: {cause}, {finding['where']}: {finding['text']}"
+            lines += textwrap.wrap(text, 120)
+    return [
+        *lines,
+        f"{record['model']} on {dataset}, recipe {record['recipe']}, batch"
+        f" {record['global_batch_size']}, {replicas} replica{'s' * (replicas > 1)}, float32",
+        "each step against one device in float64, a line for each tensor and replica; the green"
+        " band is what rounding can do; below 1e-4 all is drawn on the lower edge",
+    ]
