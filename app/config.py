@@ -132,7 +132,7 @@ class Config:
         for strategy in self.strategies:
             if strategy not in STRATEGY_NAMES:
                 raise ConfigError(
-                    f"--strategies={','.join(self.strategies)}: {strategy!r} — one of"
+                    f"--strategies={strategy} in {','.join(self.strategies)!r} — one of"
                     f" {', '.join(STRATEGY_NAMES)} is required; see --help"
                 )
 

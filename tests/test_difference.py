@@ -50,7 +50,7 @@ COMPILING = step((9000, 9000), (1000, 1000))
 
 
 def test_a_straggler_is_late_in_every_step():
-    late = [step((30, 60), (81, 160)), step((28, 56), (79, 150)), step((33, 66), (90, 180))]
+    late = [step((30, 60), (81, 160)), step((28, 56), (79, 150)), step((33, 66), (90, 180))] * 2
     found = find_straggler([COMPILING, *late])
     assert found.replica_id == 1
     assert found.wait_sec == pytest.approx(0.051)
@@ -58,6 +58,9 @@ def test_a_straggler_is_late_in_every_step():
     assert find_straggler([COMPILING, *late, step((30, 60), (31, 62))]) is None
     # No longer than the others' work, and the cores are busy meanwhile.
     assert find_straggler([COMPILING, *late, step((30, 60), (60, 90))]) is None
+    # Nor is it told from a few steps, or from milliseconds.
+    assert find_straggler([COMPILING, *late[:3]]) is None
+    assert find_straggler([COMPILING, *[step((3, 6), (11, 22))] * 5]) is None
 
 
 def test_a_straggler_that_the_processor_has_nothing_to_do_for_is_told_sooner():

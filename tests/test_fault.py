@@ -31,6 +31,7 @@ def test_parameters():
         ("drop_gradient:replica=-1", "from 0"),
         ("scale_gradient:factor=nan", "above 0"),
         ("scale_gradient:factor=0", "above 0"),
+        ("scale_gradient:factor=1", "changes nothing"),
         ("slow_replica:ms=0.5", "whole number"),
         ("mean_of_means:replica=1", "strategy"),
         ("drop_gradient:strategy=", "strategy"),
@@ -51,6 +52,8 @@ def test_refusals_name_what_is_required(text, named):
         {"inject": "drop_gradient:strategy=mirrored", "strategy": "manual"},
         {"inject": "perturb_weight:step=9", "command": "verify", "steps": 8},
         {"inject": "drop_gradient:strategy=single", "command": "verify", "strategies": ("manual",)},
+        {"inject": "drop_gradient:strategy=single", "command": "verify"},
+        {"inject": "slow_replica", "command": "verify", "steps": 4},
         {"command": "verify", "steps": 0},
         {"command": "verify", "strategies": ("single",), "num_devices": 2},
         {"command": "verify", "strategies": ("manual", "manual")},
@@ -68,3 +71,10 @@ def test_what_can_happen_is_not():
     Config(inject="drop_gradient", num_devices=2)
     Config(command="verify", all_reduce="hierarchical", strategies=("single", "mirrored"))
     Config(command="verify", strategies=("mirrored",), num_devices=3)
+
+
+def test_one_fault_has_one_spelling_in_the_records():
+    spelled = [Config(inject=text) for text in ("drop_gradient", "drop_gradient:replica=1")]
+    assert spelled[0].result_fields() == spelled[1].result_fields()
+    spec = Fault.parse("mean_of_means:strategy=manual").spec
+    assert Fault.parse(spec) == Fault.parse("mean_of_means:strategy=manual")

@@ -81,8 +81,8 @@ def test_the_record_holds_every_number(clean):
     assert len({len(column) for column in measured.values()}) == 1
     assert set(measured["step"]) == set(range(9))
     assert {"loss", "gradients", "sums", "slots", "updates", "weights"} <= set(measured["kind"])
-    holds = zip(measured["absolute"], measured["tolerance"], measured["absolute32"], strict=True)
-    assert all(absolute <= tolerance or exact == 0 for absolute, tolerance, exact in holds)
+    holds = zip(measured["error"], measured["limit"], measured["absolute32"], strict=True)
+    assert all(error <= limit or exact == 0 for error, limit, exact in holds)
     with np.load(out / "traces" / "manual.npz", allow_pickle=False) as trace:
         assert trace["8/weights/0/conv1/kernel"].shape == (3, 3, 1, 20)
 
@@ -102,7 +102,7 @@ def test_a_fault_is_caught_named_and_marked(tmp_path):
     )  # fmt: skip
     assert result.returncode == 9
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("error: mirrored: first at step 1, sums of ")
+    assert last.startswith("error: mirrored is different: lost gradient, first at step 1, sums of ")
     assert "the sum is without replica 1" in last and "Traceback" not in result.stderr
     assert re.search(r"manual – mirrored +different ", result.stdout)
     assert "injected fault: drop_gradient:replica=1" in result.stderr
@@ -180,11 +180,36 @@ def test_a_replica_that_is_out_of_step_stops_the_training(tmp_path):
     assert "conv1/kernel on replica 1 is not what replica 0 holds, by 0.001" in last
 
 
+def test_a_verification_is_no_run_to_evaluate(clean):
+    out, _ = clean
+    result = run_main("evaluate", f"--run={out}")
+    assert result.returncode == 5 and "keeps no weights" in result.stderr
+
+
+def test_a_refused_verify_leaves_what_is_there(clean):
+    """Not even --overwrite deletes anything before there is something to put in its place."""
+    out, _ = clean
+    before = sorted(path.name for path in out.rglob("*"))
+    for flags in (["--data_dir=/nonexistent"], ["--inject=local_batch_norm"]):
+        result = run_main("verify", *SMALL, "--steps=3", *flags, "--overwrite", f"--out={out}")
+        assert result.returncode in (2, 3)
+        assert sorted(path.name for path in out.rglob("*")) == before
+
+
+def test_a_refused_fault_leaves_the_training_that_is_there(tmp_path):
+    run_ok(*SMALL, "--epochs=1", f"--out={tmp_path}/run")
+    result = run_main(
+        *SMALL, "--epochs=1", "--inject=local_batch_norm", "--overwrite", f"--out={tmp_path}/run"
+    )
+    assert result.returncode == 2 and "without BatchNorm" in result.stderr
+    assert load_summary(tmp_path / "run").status == "finished"
+
+
 def test_figures_of_spoiled_trainings_say_so(clean, tmp_path):
     out, _ = clean
     record = load(out) | {"injected_fault": "same_shard"}
     measured = record["strategies"]["manual"]["measurements"]
-    measured["absolute"][-1], measured["absolute32"][-1] = float("nan"), 1.0
+    measured["error"][-1], measured["absolute32"][-1] = 7.0, 1.0
     (tmp_path / "verify.json").write_text(json.dumps(record))
     plot_verification(tmp_path)
     assert (tmp_path / "verify.svg").stat().st_size > 10_000
