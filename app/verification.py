@@ -6,10 +6,12 @@ Each function is the whole life of a process. It is handed `send`, which takes `
 
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Callable
 
 from app import console, devices
 from app.config import Config, check_shards
+from app.errors import DiskFullError
 from app.proof.measurement import Measurement
 from app.proof.verdict import Diagnosis
 
@@ -89,6 +91,7 @@ def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
             seed=config.seed,
             num_replicas=strategy.num_replicas,
         )
+    _check_space(strategy, config.steps, path)
     send_sec = Recorder(strategy, witness).record(
         strategy.distribute(dataset),
         num_steps=config.steps,
@@ -123,7 +126,8 @@ def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked
     """Checks each trace against the reference, and explains the first false step of each."""
     _, job = _set_up(send, config)
     from app.proof.checks import TraceChecker
-    from app.proof.diagnosis import Diagnostician
+    from app.proof.diagnosis import explain
+    from app.proof.evidence import Evidence
     from app.proof.measurement import first_false
     from app.proof.reference import Reference
     from app.proof.trace import Trace, hash_examples
@@ -147,15 +151,25 @@ def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked
                 on_step=lambda step, done=number * config.steps: send(("step", done + step)),
             )
             false = first_false(measurements)
-            diagnosis = false and Diagnostician(
-                trace,
-                measurements,
-                batch=batch,
-                training_hashes=training_hashes,
-                reference64=reference64,
-            ).explain(false)
+            evidence = Evidence(trace, measurements, batch, training_hashes, reference64)
+            diagnosis = false and explain(evidence, false)
             results.append(Checked(measurements, false, diagnosis))
     return results
+
+
+def _check_space(strategy, num_steps: int, path: pathlib.Path) -> None:
+    """Refuses a trace that the disk has no room for, before a step is made."""
+    held = sum(v.shape.num_elements() * v.dtype.size for v in strategy.replica_variables()[0])
+    weights = sum(v.value.shape.num_elements() * 4 for v in strategy.model.trainable_variables)
+    # Gradients of each replica, their sum, and the state.
+    needed = num_steps * ((strategy.num_replicas + 1) * weights + held)
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise DiskFullError(
+            f"--steps={num_steps}: a trace of {needed:,} bytes in {path.parent}, {free:,} are free"
+            " — room for the trace of each strategy is required; use fewer --steps or another"
+            " --out"
+        )
 
 
 def _set_up(send: Send, config: Config):

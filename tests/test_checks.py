@@ -17,7 +17,8 @@ from app.data.pipeline import train_dataset
 from app.errors import ConfigError
 from app.fault import FAULTS, Fault
 from app.proof.checks import TraceChecker
-from app.proof.diagnosis import Diagnostician
+from app.proof.diagnosis import explain
+from app.proof.evidence import Evidence
 from app.proof.faults import inject, spoil_dataset
 from app.proof.measurement import first_false
 from app.proof.one_device import effect_of_shards, train_shard_by_shard
@@ -74,13 +75,10 @@ class Case:
         checker = TraceChecker(reference64, reference32)
         measurements = checker.check(trace, self.batches().as_numpy_iterator())
         false = first_false(measurements)
-        diagnosis = false and Diagnostician(
-            trace,
-            measurements,
-            batch=self.batch,
-            training_hashes=lambda: hash_examples(*self.images),
-            reference64=reference64,
-        ).explain(false)
+        evidence = Evidence(
+            trace, measurements, self.batch, lambda: hash_examples(*self.images), reference64
+        )
+        diagnosis = false and explain(evidence, false)
         return Proof(name, measurements, false, diagnosis, find_straggler(send_sec))
 
 

@@ -31,8 +31,15 @@ def copy(tmp_path_factory):
             'from models.mlp import build_mlp\n\nMODELS = {"mlp": build_mlp, "lenet"',
         ),
     )
+    (folder / "strategies" / "averaging.py").write_text(BLOCKS["strategies/averaging.py"])
+    edit(
+        folder / "strategies" / "__init__.py",
+        ("\n\nSTRATEGIES", "\nfrom strategies.averaging import AveragingStrategy\n\nSTRATEGIES"),
+        ("for strategy in (", "for strategy in (AveragingStrategy, "),
+    )
     edit(
         folder / "app" / "config.py",
+        ('STRATEGY_NAMES = ("single"', 'STRATEGY_NAMES = ("averaging", "single"'),
         ('MODEL_NAMES = ("lenet"', 'MODEL_NAMES = ("mlp", "lenet"'),
         ('ALL_REDUCE_NAMES = ("auto"', 'ALL_REDUCE_NAMES = ("pairwise", "auto"'),
     )
@@ -77,6 +84,13 @@ def test_one_s_own_all_reduce_is_verified_and_its_fault_found(copy, small_data):
     result = run(copy, command, small_data)
     assert result.returncode == 6
     assert "replica 2 was lost" in result.stderr.splitlines()[-1]
+
+
+def test_one_s_own_strategy_is_refused_if_it_averages(copy, small_data):
+    result = run(copy, "verify --strategies=averaging --num_devices=2 --steps=1", small_data)
+    assert result.returncode == 6
+    assert "each replica counts 0.5 times (a mean in place of the sum)" in result.stderr
+    assert "each replica counts 0.5 times (a mean in place of the sum)" in TEXT
 
 
 def test_its_links_lead_somewhere():
