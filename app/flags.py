@@ -11,7 +11,7 @@ from absl import flags
 from app import console
 from app.config import COMMANDS, Config
 from app.errors import ConfigError
-from app.fault import FAULTS
+from app.fault import FAULTS, Fault
 
 FLAGS = flags.FLAGS
 
@@ -76,8 +76,8 @@ GROUPS = {
         "inject": (
             _TEXT,
             "FAULT",
-            f"Spoil the training, to see what finds it: {', '.join(FAULTS)}; with parameters as in"
-            " drop_gradient:replica=1.",
+            "Spoil the training, to see what finds it; in verify the first strategy with replicas,"
+            f" or the one of strategy=NAME. {' '.join(str(Fault.parse(name)) for name in FAULTS)}",
         ),
         "keep_traces": (_BOOL, "", "Keep what verify has recorded, an .npz for each strategy."),
     },
