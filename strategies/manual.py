@@ -32,6 +32,7 @@ from strategies.witness import Shard
 class Replica(NamedTuple):
     """One full copy of the training, all of it on one device."""
 
+    replica_id: int
     device: str
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
@@ -45,9 +46,9 @@ class ManualStrategy(Strategy):
 
     def build(self, model_fn, optimizer_fn):
         self.replicas = []
-        for device in self.devices:
+        for replica_id, device in enumerate(self.devices):
             with tf.device(device):
-                replica = Replica(device, model_fn(), optimizer_fn())
+                replica = Replica(replica_id, device, model_fn(), optimizer_fn())
                 replica.optimizer.build(replica.model.trainable_variables)
             self.replicas.append(replica)
         self.model, self.optimizer = self.replicas[0].model, self.replicas[0].optimizer
@@ -71,16 +72,15 @@ class ManualStrategy(Strategy):
         #    shard's losses, summed, over the number of *all* examples. So the sum of step 3 is the
         #    gradient of the mean over the global batch, whatever the sizes of the shards.
         per_replica_gradients, per_replica_totals = [], []
-        for replica_id, (images, labels) in enumerate(shards):
-            replica = self.replicas[replica_id]
+        for replica, (images, labels) in zip(self.replicas, shards, strict=True):
             with tf.device(replica.device):
                 with tf.GradientTape() as tape:
                     logits = replica.model(images, training=True)
                     loss, totals = shard_loss(logits, labels, tf.size(global_labels))
                 gradients = tape.gradient(loss, replica.model.trainable_variables)
-                # Somebody may look on here; an ordinary training has nobody.
+                # Here somebody may look on; in an ordinary training nobody does.
                 shard = Shard(images, labels, tf.size(global_labels))
-                gradients = self.witness.before_exchange(replica_id, shard, loss, gradients)
+                gradients = self.witness.before_exchange(replica.replica_id, shard, loss, gradients)
             per_replica_gradients.append(gradients)
             per_replica_totals.append(totals)
 
@@ -88,10 +88,9 @@ class ManualStrategy(Strategy):
         per_replica_sums = self.exchange(per_replica_gradients)
 
         # 4. The same update everywhere.
-        for replica_id, sums in enumerate(per_replica_sums):
-            replica = self.replicas[replica_id]
+        for replica, sums in zip(self.replicas, per_replica_sums, strict=True):
             with tf.device(replica.device):
-                sums = self.witness.after_exchange(replica_id, sums)
+                sums = self.witness.after_exchange(replica.replica_id, sums)
                 replica.optimizer.apply(sums, replica.model.trainable_variables)
         return StepTotals.sum(per_replica_totals)
 
@@ -111,6 +110,6 @@ class ManualStrategy(Strategy):
 
     def replica_variables(self):
         return [
-            [variable.value for variable in model.variables + optimizer.variables]
-            for _, model, optimizer in self.replicas
+            [v.value for v in replica.model.variables + replica.optimizer.variables]
+            for replica in self.replicas
         ]

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import struct
 import subprocess
 import sys
@@ -56,6 +57,13 @@ def small_data(tmp_path_factory):
 def idx_bytes(array: np.ndarray) -> bytes:
     """Returns `array` as an IDX file: uint8 of any number of axes."""
     return struct.pack(f">I{array.ndim}I", 0x800 | array.ndim, *array.shape) + array.tobytes()
+
+
+def copy_program(folder: pathlib.Path) -> None:
+    """Copies the program as it is cloned, so that it can be changed, and its runs/ are not ours."""
+    shutil.copy(ROOT / "main.py", folder)
+    for name in ("app", "models", "strategies"):
+        shutil.copytree(ROOT / name, folder / name)
 
 
 def program_environment(**changes) -> dict[str, str]:

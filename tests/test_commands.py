@@ -288,6 +288,8 @@ def test_a_run_that_was_cut_off_is_resumed_by_the_same_command(tmp_path, signal_
         [sys.executable, str(ROOT / "main.py"), *command],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env=program_environment(),
+        # A shell that runs the tests in the background has let them inherit that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     wait_for_first_epoch(process, tmp_path / "run")
     process.send_signal(signal_number)

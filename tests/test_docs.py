@@ -2,13 +2,12 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from conftest import ROOT, program_environment
+from conftest import ROOT, copy_program, program_environment
 
 TEXT = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"```sh\npython main\.py (.*?)\n```", TEXT)
@@ -20,9 +19,7 @@ ODD_ONE = " + ([partial[-1]] if len(partial) % 2 else [])"
 def copy(tmp_path_factory):
     """The program with the reader's own model and all-reduce in it."""
     folder = tmp_path_factory.mktemp("copy")
-    shutil.copy(ROOT / "main.py", folder)
-    for name in ("app", "models", "strategies"):
-        shutil.copytree(ROOT / name, folder / name)
+    copy_program(folder)
     (folder / "models" / "mlp.py").write_text(BLOCKS["models/mlp.py"])
     edit(
         folder / "models" / "__init__.py",

@@ -66,11 +66,18 @@ def test_what_cannot_happen_is_refused(options):
         Config(**options)
 
 
-def test_what_can_happen_is_not():
-    Config(inject="scale_gradient", strategy="single")
-    Config(inject="drop_gradient", num_devices=2)
-    Config(command="verify", all_reduce="hierarchical", strategies=("single", "mirrored"))
-    Config(command="verify", strategies=("mirrored",), num_devices=3)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inject": "scale_gradient", "strategy": "single"},
+        {"inject": "drop_gradient", "num_devices": 2},
+        {"command": "verify", "all_reduce": "hierarchical", "strategies": ("single", "mirrored")},
+        {"command": "verify", "strategies": ("mirrored",), "num_devices": 3},
+    ],
+)
+def test_what_can_happen_is_not(options):
+    config = Config(**options)
+    assert (config.fault is not None) == ("inject" in options)
 
 
 def test_one_fault_has_one_spelling_in_the_records():

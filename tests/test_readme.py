@@ -2,13 +2,12 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, copy_program
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -19,11 +18,9 @@ PROGRAM = [line for line in COMMANDS if line.startswith(".venv/bin/python main.p
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The program as it is cloned, so that its runs/ are not ours."""
+    """The program as it is cloned."""
     folder = tmp_path_factory.mktemp("clone")
-    shutil.copy(ROOT / "main.py", folder)
-    for name in ("app", "models", "strategies"):
-        shutil.copytree(ROOT / name, folder / name)
+    copy_program(folder)
     return folder
 
 

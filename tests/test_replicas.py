@@ -22,11 +22,11 @@ from strategies.mirrored import MirroredStrategy
 def test_a_right_all_reduce_passes(name, num_replicas):
     if name == "single" and num_replicas > 1:
         pytest.skip("single has one replica")
-    probe_exchange(create(name, num_replicas))
+    assert probe_exchange(create(name, num_replicas)) is None  # It raises what it finds.
 
 
 def test_hierarchical_on_three_replicas_loses_the_last():
-    """TensorFlow's own, FACT of this version: wrong for odd counts, and alike on every replica."""
+    """TensorFlow's own, in this version: wrong for odd counts, and alike on every replica."""
     strategy = MirroredStrategy(CPUS[:3], all_reduce="hierarchical")
     strategy.build(seeded(small_network), sgd)
     with pytest.raises(ExchangeError, match="got 3 instead of 7: replica 2 was lost") as caught:
