@@ -1,8 +1,10 @@
 """Calls a function in a process of its own, which TensorFlow finds as a user's own run would."""
 
+import contextlib
 import multiprocessing
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 
 from app.errors import DeviceError, LockstepError
@@ -75,22 +77,22 @@ def _call(sender, function, arguments) -> None:
     """Runs in the new process: sends messages, then the result or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller gets it too, and ends us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    try:
-        sender.send(
-            ("result", function(lambda message: sender.send(("message", message)), *arguments))
-        )
-    except LockstepError as error:
-        sender.send(("error", error))
-    except BrokenPipeError:
-        pass  # The caller has ended.
-    except MemoryError as error:
-        sender.send(("error", _out_of_memory(error)))
-    except Exception as error:
-        import traceback
+    with contextlib.suppress(BrokenPipeError):  # The caller has ended.
+        try:
+            result = function(lambda message: sender.send(("message", message)), *arguments)
+            sender.send(("result", result))
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            sender.send(("error", _to_send(error)))
 
-        if type(error).__name__ == "ResourceExhaustedError":  # TensorFlow's.
-            sender.send(("error", _out_of_memory(error)))
-            return
 
-        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        sender.send(("error", RuntimeError(text)))
+def _to_send(error: Exception) -> Exception:
+    """Returns what the caller is to raise; of a bug, with the traceback, which does not travel."""
+    if isinstance(error, LockstepError):
+        return error
+    # By its name: TensorFlow's own error is not imported for this.
+    if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
+        return _out_of_memory(error)
+    traced = "".join(traceback.format_exception(error))
+    return RuntimeError(f"{type(error).__name__}: {error}\n{traced}")

@@ -22,7 +22,7 @@ _RECORDS = (
 # What a write that was cut off leaves.
 _LEFTOVER = re.compile(
     r"\.(?:(?:config|summary|compare|verify|history|accuracy)\.(?:jsonl?|png|svg)|traces)"
-    r"\.(\d+)\.tmp"
+    r"\.\d+\.tmp"
 )
 _WRITTEN_BY = {"written_by": "lockstep"}
 
