@@ -1,5 +1,7 @@
 """Puts recipe, model and strategy together: replicas on devices, new or from a checkpoint."""
 
+import keras
+
 from app.config import Config
 from app.devices import Devices
 from app.errors import CheckpointError, ConfigError
@@ -8,6 +10,9 @@ from app.records.checkpoint import Checkpoint
 from models import MODELS
 from strategies import STRATEGIES
 from strategies.base import Strategy
+
+# Gradients of a mean loss above 64 would overflow; they are far below in any training that works.
+FLOAT16_LOSS_SCALE = 1024.0
 
 
 def build_strategy(
@@ -26,9 +31,18 @@ def build_strategy(
     """
     recipe = RECIPES[config.recipe]
     try:
-        strategy = STRATEGIES[config.strategy](devices.names, all_reduce=config.all_reduce)
+        strategy = STRATEGIES[config.strategy](
+            devices.names,
+            all_reduce=config.all_reduce,
+            bucket_mb=config.bucket_mb,
+            exchange_dtype=None if config.exchange_dtype == "float32" else config.exchange_dtype,
+            jit_compile=config.jit_compile,
+            label_smoothing=recipe.label_smoothing_for(config.model),
+            loss_scale=FLOAT16_LOSS_SCALE if config.precision == "mixed_float16" else 1.0,
+        )
     except ValueError as error:
         raise ConfigError(f"{error}; choose other devices or --all_reduce=auto") from error
+    keras.config.set_dtype_policy(config.precision)
     strategy.build(
         lambda: recipe.build_model(MODELS[config.model], config.seed),
         lambda: recipe.create_optimizer(learning_rate, num_steps),

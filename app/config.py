@@ -5,16 +5,22 @@ import dataclasses
 from app.errors import ConfigError
 from app.fault import MIN_STEPS, Fault
 
-# The dicts that define these names import TensorFlow, which a flag error must not wait for.
+# What defines these names imports TensorFlow, which a flag error must not wait for.
 # A test holds both equal.
 MODEL_NAMES = ("lenet", "resnet18")
 RECIPE_NAMES = ("d2l", "fast")
 STRATEGY_NAMES = ("single", "manual", "mirrored")
-ALL_REDUCE_NAMES = ("auto", "sum_on_one", "hierarchical")
+ALL_REDUCE_NAMES = {
+    "single": (),
+    "manual": ("sum_on_one", "ring", "tree", "all_to_all"),
+    "mirrored": ("sum_on_one", "nccl", "hierarchical", "ring"),
+}
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 
 NUM_TRAIN_EXAMPLES = 60_000
 MAX_LOGICAL_DEVICES = 64
 _LARGEST_FLOAT32 = 3.4e38
+_LARGEST_BUCKET_MB = 4096
 DEFAULT_LOGICAL_CPUS = 2
 
 _DEVICE_OPTIONS = {"num_gpus", "device", "num_devices"}
@@ -22,6 +28,7 @@ _DATA_OPTIONS = {"data_dir", "allow_unverified_data"}
 _TRAINING_OPTIONS = {
     *("model", "dataset", "num_train_examples", "recipe", "all_reduce", "batch_norm"),
     *("last_batch", "global_batch_size", "learning_rate", "epochs", "seed", "deterministic"),
+    *("bucket_mb", "exchange_dtype", "precision", "jit_compile"),
     *("out", "overwrite", "verbosity"),
     *_DEVICE_OPTIONS,
     *_DATA_OPTIONS,
@@ -30,10 +37,10 @@ _READING_OPTIONS = {"run", "strategy", "verbosity", *_DEVICE_OPTIONS, *_DATA_OPT
 
 # Every command, with the options that mean something to it: any other is refused, not ignored.
 COMMANDS = {
-    "train": {"strategy", "inject", *_TRAINING_OPTIONS},
+    "train": {"strategy", "inject", "steps_per_call", *_TRAINING_OPTIONS},
     "evaluate": _READING_OPTIONS,
     "predict": {"images", *_READING_OPTIONS},
-    "compare": {"strategies", *_TRAINING_OPTIONS},
+    "compare": {"strategies", "steps_per_call", *_TRAINING_OPTIONS},
     "verify": {"strategies", "steps", "inject", "keep_traces", *_TRAINING_OPTIONS},
 }
 
@@ -44,7 +51,7 @@ _ON_SEVERAL = ("compare", "verify")
 RESULT_FIELDS = (
     *("model", "dataset", "num_train_examples", "recipe", "strategy", "all_reduce", "batch_norm"),
     *("last_batch", "global_batch_size", "learning_rate", "epochs", "seed", "deterministic"),
-    "inject",
+    *("bucket_mb", "exchange_dtype", "precision", "jit_compile", "inject"),
 )
 
 
@@ -70,6 +77,8 @@ class Config:
     device: str = "auto"
     num_devices: int | None = None
     all_reduce: str = "auto"
+    bucket_mb: float = 0.0
+    exchange_dtype: str = "float32"
     batch_norm: str = "average"
     last_batch: str = "keep"
 
@@ -78,6 +87,9 @@ class Config:
     epochs: int = 10
     seed: int = 0
 
+    precision: str = "float32"
+    jit_compile: bool = False
+    steps_per_call: int | None = None
     deterministic: bool = False
 
     out: str | None = None
@@ -126,7 +138,10 @@ class Config:
         check_choice("--recipe", self.recipe, RECIPE_NAMES)
         check_choice("--strategy", self.strategy, STRATEGY_NAMES)
         check_choice("--device", self.device, ("auto", "gpu", "cpu"))
-        check_choice("--all_reduce", self.all_reduce, ALL_REDUCE_NAMES)
+        known = dict.fromkeys(name for names in ALL_REDUCE_NAMES.values() for name in names)
+        check_choice("--all_reduce", self.all_reduce, ("auto", *known))
+        check_choice("--exchange_dtype", self.exchange_dtype, ("float32", "bfloat16"))
+        check_choice("--precision", self.precision, PRECISIONS)
         check_choice("--batch_norm", self.batch_norm, ("average", "sync"))
         check_choice("--last_batch", self.last_batch, ("keep", "drop"))
         for strategy in self.strategies:
@@ -144,6 +159,12 @@ class Config:
         _check_range("--seed", self.seed, 0, 2**32 - 1)
         _check_range("--verbosity", self.verbosity, -1, 1)
         _check_range("--num_train_examples", self.num_train_examples, 1, NUM_TRAIN_EXAMPLES)
+        _check_range("--steps_per_call", self.steps_per_call, 1, 1_000_000)
+        if not 0 <= self.bucket_mb <= _LARGEST_BUCKET_MB:
+            raise ConfigError(
+                f"--bucket_mb={self.bucket_mb} — 0 to {_LARGEST_BUCKET_MB} is required; 0 exchanges"
+                " each gradient by itself"
+            )
         if self.learning_rate is not None and not (0 < self.learning_rate <= _LARGEST_FLOAT32):
             raise ConfigError(
                 f"--learning_rate={self.learning_rate} — a finite number above 0 is required;"
@@ -175,24 +196,31 @@ class Config:
                 f"--{flag}=single with {num_devices} devices — single runs on one device;"
                 f" use --{flag}=manual or --{flag}=mirrored"
             )
-        if self.all_reduce == "hierarchical":
-            self._check_mirrored_alone()
-        if self.strategy == "single" and self.all_reduce != "auto":
-            raise ConfigError(
-                f"--all_reduce={self.all_reduce} with --strategy=single — one device has nothing"
-                " to reduce; leave the flag out"
-            )
+        self._check_exchange(names)
 
-    def _check_mirrored_alone(self):
-        """Refuses an all-reduce of TensorFlow's own for strategies that have none of them."""
-        several = self.command in _ON_SEVERAL
-        free = {"mirrored", "single"} if several else {"mirrored"}
-        others = [n for n in (self.strategies if several else [self.strategy]) if n not in free]
-        if others or (several and "mirrored" not in self.strategies):
-            flag = "--strategies=single,mirrored" if several else "--strategy=mirrored"
+    def _check_exchange(self, strategies):
+        """Refuses an exchange that a strategy does not have, or that these devices cannot do."""
+        parallel = [name for name in strategies if name != "single"]
+        for flag in ("all_reduce", "bucket_mb", "exchange_dtype"):
+            value = getattr(self, flag)
+            if value == getattr(Config, flag):
+                continue
+            if not parallel:
+                raise ConfigError(
+                    f"--{flag}={value} with single — one device has nothing to exchange; leave the"
+                    " flag out"
+                )
+            without = [n for n in parallel if value not in ALL_REDUCE_NAMES.get(n, (value,))]
+            if flag == "all_reduce" and without:
+                owners = [name for name, names in ALL_REDUCE_NAMES.items() if value in names]
+                raise ConfigError(
+                    f"--all_reduce={value} with {', '.join(without)} — one of"
+                    f" {', '.join(ALL_REDUCE_NAMES[without[0]])} is required there;"
+                    f" {' and '.join(owners)} alone has {value}"
+                )
+        if self.all_reduce == "nccl" and self.device == "cpu":
             raise ConfigError(
-                f"--all_reduce={self.all_reduce} with {', '.join(others or ['single'])} — it is"
-                f" TensorFlow's own, which mirrored alone has; use {flag}"
+                "--all_reduce=nccl with --device=cpu — NCCL connects GPUs; use --all_reduce=auto"
             )
 
     def _check_proof(self):

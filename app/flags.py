@@ -51,9 +51,16 @@ GROUPS = {
         "num_devices": (_INT, "N", "N replicas; without it every GPU, else 2 logical CPUs."),
         "all_reduce": (
             _TEXT,
-            "auto|sum_on_one|hierarchical",
-            "How gradients are added over the replicas; hierarchical is mirrored's alone.",
+            "auto|sum_on_one|ring|tree|all_to_all|nccl|hierarchical",
+            "How gradients are added over the replicas. manual has sum_on_one, ring, tree and"
+            " all_to_all; mirrored sum_on_one, ring (on CPUs), nccl (on GPUs) and hierarchical.",
         ),
+        "bucket_mb": (
+            _FLOAT,
+            "X",
+            "Exchange gradients in buckets of X · 2²⁰ bytes; 0 exchanges each by itself.",
+        ),
+        "exchange_dtype": (_TEXT, "float32|bfloat16", "In which gradients are exchanged."),
         "batch_norm": (_TEXT, "average", "Statistics of each replica's shard, then averaged."),
         "last_batch": (_TEXT, "keep|drop", "The short batch at the end of an epoch."),
     },
@@ -64,6 +71,13 @@ GROUPS = {
         "seed": (_INT, "N", "Weights and order of examples follow from it."),
     },
     "Speed": {
+        "precision": (
+            _TEXT,
+            "float32|mixed_bfloat16|mixed_float16",
+            "What layers compute in; weights, their updates and the loss are float32.",
+        ),
+        "jit_compile": (_BOOL, "", "Let XLA compile what each replica computes by itself."),
+        "steps_per_call": (_INT, "N", "Steps in a compiled call; without it, half a second's."),
         "deterministic": (_BOOL, "", "Only kernels that give the same bits in every run."),
     },
     "Output": {

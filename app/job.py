@@ -57,6 +57,16 @@ class Job:
             self.config, devices, learning_rate=self.learning_rate, num_steps=self.num_steps
         )
 
+    @property
+    def label_smoothing(self) -> float:
+        """What part of the target is spread evenly over all classes."""
+        return self._recipe.label_smoothing_for(self.config.model)
+
+    @property
+    def flips(self) -> bool:
+        """Whether training images are mirrored now and then."""
+        return self.config.model in self._recipe.flip
+
     def build_model(self):
         """Builds the model with its initial weights."""
         return self._recipe.build_model(MODELS[self.config.model], self.config.seed)
@@ -74,6 +84,7 @@ class Job:
             global_batch_size=self.config.global_batch_size,
             last_batch=self.config.last_batch,
             start_step=start_step,
+            flip=self.flips,
         )
 
     def batch_sizes(self) -> set[int]:

@@ -19,6 +19,10 @@ class Recipe:
         pixel_deviation: what they are divided by then.
         learning_rates: peak learning rate at a global batch of 256, for each model; "other" for
             models that are not named.
+        label_smoothing: what part of the target is spread evenly over all classes, for each model;
+            0 for models that are not named.
+        flip: models whose training images are mirrored left to right, each image in about every
+            other epoch.
         momentum: of stochastic gradient descent; Nesterov's, where it is not 0.
         weight_decay: fraction of a weight, times the learning rate, taken off in each step.
         warmup: fraction of all steps in which the rate rises to its peak, before it falls along a
@@ -30,6 +34,8 @@ class Recipe:
     pixel_mean: float
     pixel_deviation: float
     learning_rates: Mapping[str, float]
+    label_smoothing: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    flip: frozenset[str] = frozenset()
     momentum: float = 0.0
     weight_decay: float | None = None
     warmup: float | None = None
@@ -46,6 +52,10 @@ class Recipe:
         rate = self.learning_rates.get(model, self.learning_rates["other"])
         rate *= global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
         return rate if self.warmup is None else rate * min(1.0, num_steps / (2 * MIN_WARMUP_STEPS))
+
+    def label_smoothing_for(self, model: str) -> float:
+        """Returns the label smoothing of a model's training."""
+        return self.label_smoothing.get(model, 0.0)
 
     def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
         """Creates the optimizer of a training of `num_steps` steps in all."""
@@ -82,7 +92,9 @@ class Recipe:
         network = build_network(kernel_initializer=self.kernel_initializer)
         images = keras.Input((28, 28, 1), dtype="uint8")
         scaled = keras.layers.Rescaling(
-            1 / self.pixel_deviation, -self.pixel_mean / self.pixel_deviation
+            1 / self.pixel_deviation,
+            -self.pixel_mean / self.pixel_deviation,
+            dtype=keras.config.floatx(),
         )(images)
         return keras.Model(images, network(scaled), name=network.name)
 
@@ -100,6 +112,8 @@ RECIPES = {
         pixel_mean=72.94,
         pixel_deviation=90.02,
         learning_rates={"lenet": 0.2, "resnet18": 0.1, "other": 0.1},
+        label_smoothing={"resnet18": 0.1},
+        flip=frozenset({"resnet18"}),
         momentum=0.9,
         weight_decay=5e-4,
         warmup=0.2,

@@ -14,7 +14,7 @@ from app.records.checkpoint import Checkpoint, load_newest_checkpoint
 from app.records.run_directory import load_run_config
 
 # What the saved state stands for; everything else (strategy, devices) is free to be another.
-_KEPT = ("model", "recipe", "seed")
+_KEPT = ("model", "recipe", "seed", "precision")
 
 
 @dataclasses.dataclass(frozen=True)

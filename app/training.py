@@ -160,7 +160,8 @@ class Training:
         totals, epoch_sec, step_sec = StepTotals(0.0, 0, 0), 0.0, math.inf
         epoch_end = self._step + self.steps_per_epoch
         while self._step < epoch_end:
-            num_steps = min(max(1, int(_CALL_SEC / step_sec)), epoch_end - self._step)
+            num_steps = self._config.steps_per_call or max(1, int(_CALL_SEC / step_sec))
+            num_steps = min(num_steps, epoch_end - self._step)
             start = time.monotonic()
             call_totals = self.strategy.train_steps(iterator, num_steps)
             call_sec = time.monotonic() - start
@@ -242,8 +243,8 @@ class Training:
             recipe=config.recipe,
             global_batch_size=config.global_batch_size,
             learning_rate=self.learning_rate,
-            precision="float32",
-            jit_compile=False,
+            precision=config.precision,
+            jit_compile=config.jit_compile,
             seed=config.seed,
             epochs=config.epochs,
             steps=self._step,

@@ -9,6 +9,8 @@ import pathlib
 import shutil
 from collections.abc import Callable
 
+import numpy as np
+
 from app import console, devices
 from app.config import Config, check_shards
 from app.errors import DiskFullError
@@ -106,9 +108,8 @@ def record_on_one_device(send: Send, config: Config, path: pathlib.Path) -> Reco
     """Records `single` with the BatchNorm of the replicas asked for, shard by shard."""
     prepared, job = _set_up(send, config)
     from app.proof.one_device import effect_of_shards, train_shard_by_shard
-    from app.proof.reference import Reference
 
-    reference = Reference(job.build_model, job.create_optimizer, "float32")
+    reference = _reference(job, "float32")
     num_shards = len(prepared.names)
     first_batch = next(job.batches().as_numpy_iterator())
     effect = effect_of_shards(reference, *first_batch, num_shards=num_shards)
@@ -129,19 +130,20 @@ def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked
     from app.proof.diagnosis import explain
     from app.proof.evidence import Evidence
     from app.proof.measurement import first_false
-    from app.proof.reference import Reference
     from app.proof.trace import Trace, hash_examples
 
     def batch(step):
         return next(job.batches(start_step=step - 1).as_numpy_iterator())
 
     def training_hashes():
-        return hash_examples(job.dataset.train_images, job.dataset.train_labels)
+        images, labels = job.dataset.train_images, job.dataset.train_labels
+        hashes = hash_examples(images, labels)
+        if not job.flips:
+            return hashes
+        return np.concatenate([hashes, hash_examples(images[:, :, ::-1], labels)])
 
-    reference64, reference32 = (
-        Reference(job.build_model, job.create_optimizer, dtype) for dtype in ("float64", "float32")
-    )
-    checker = TraceChecker(reference64, reference32)
+    reference64, reference32 = (_reference(job, dtype) for dtype in ("float64", "float32"))
+    checker = TraceChecker(reference64, reference32, exchange_dtype=config.exchange_dtype)
     results = []
     for number, path in enumerate(paths):
         with Trace(path) as trace:
@@ -155,6 +157,19 @@ def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked
             diagnosis = false and explain(evidence, false)
             results.append(Checked(measurements, false, diagnosis))
     return results
+
+
+def _reference(job, dtype: str):
+    """Returns what a step of the job should compute; float64 is exact, whatever the precision."""
+    from app.proof.reference import Reference
+
+    return Reference(
+        job.build_model,
+        job.create_optimizer,
+        dtype,
+        precision=job.config.precision if dtype == "float32" else None,
+        label_smoothing=job.label_smoothing,
+    )
 
 
 def _check_space(strategy, num_steps: int, path: pathlib.Path) -> None:

@@ -26,5 +26,11 @@ def build_lenet(*, kernel_initializer="glorot_uniform") -> keras.Model:
     x = layers.Dense(128, activation="relu", kernel_initializer=kernel_initializer, name="hidden")(
         x
     )
-    logits = layers.Dense(10, kernel_initializer=kernel_initializer, name="logits")(x)
+    # As precise as the weights, whatever the layers before: 8 bits would make many classes equal.
+    logits = layers.Dense(
+        10,
+        kernel_initializer=kernel_initializer,
+        dtype=keras.config.dtype_policy().variable_dtype,
+        name="logits",
+    )(x)
     return keras.Model(images, logits, name="lenet")

@@ -46,7 +46,13 @@ def build_resnet(
             halve = stage > 0 and block == 0
             x = _residual_block(x, width, halve, kernel_initializer, f"stage{stage}_block{block}")
     x = layers.GlobalAveragePooling2D()(x)
-    logits = layers.Dense(10, kernel_initializer=kernel_initializer, name="logits")(x)
+    # As precise as the weights, whatever the layers before: 8 bits would make many classes equal.
+    logits = layers.Dense(
+        10,
+        kernel_initializer=kernel_initializer,
+        dtype=keras.config.dtype_policy().variable_dtype,
+        name="logits",
+    )(x)
     return keras.Model(images, logits, name=name)
 
 

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from strategies.packing import Packing
 from strategies.witness import Witness
 
 State = dict[str, np.ndarray]
@@ -66,6 +67,12 @@ class Strategy(abc.ABC):
     Args:
         devices: names of the devices, one replica on each, for example `["/device:CPU:0"]`.
         all_reduce: name of the algorithm that adds the gradients over the replicas, or "auto".
+        bucket_mb: gradients are exchanged in buckets of this size, in 2²⁰ bytes; 0 for each one by
+            itself.
+        exchange_dtype: in which they are exchanged, None for their own.
+        jit_compile: let XLA compile what a replica computes by itself: loss and gradients.
+        label_smoothing: see `strategies.loss.shard_loss`.
+        loss_scale: see `strategies.loss.differentiate`.
 
     Raises:
         ValueError: this strategy cannot run on these devices or has no such algorithm.
@@ -76,8 +83,21 @@ class Strategy(abc.ABC):
     model: keras.Model  # Replica 0's, once built.
     optimizer: keras.optimizers.Optimizer  # Replica 0's, once built.
 
-    def __init__(self, devices: Sequence[str], *, all_reduce: str = "auto"):
+    def __init__(
+        self,
+        devices: Sequence[str],
+        *,
+        all_reduce: str = "auto",
+        bucket_mb: float = 0.0,
+        exchange_dtype: str | None = None,
+        jit_compile: bool = False,
+        label_smoothing: float = 0.0,
+        loss_scale: float = 1.0,
+    ):
         self.devices = list(devices)
+        self.jit_compile = jit_compile
+        self.label_smoothing, self.loss_scale = label_smoothing, loss_scale
+        self._bucket_bytes, self._exchange_dtype = round(bucket_mb * 2**20), exchange_dtype
         self.witness = Witness()  # To be replaced before the first step, if at all.
         self.all_reduce = self.default_all_reduce() if all_reduce == "auto" else all_reduce
         if self.all_reduce not in self.all_reduce_algorithms:
@@ -132,6 +152,17 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def replica_variables(self) -> list[list[tf.Variable]]:
         """Returns R lists: what each replica holds, in the order of `variable_names`."""
+
+    def packing(self, tensors: Sequence[tf.Tensor]) -> Packing:
+        """Returns how a replica's tensors are packed for the exchange."""
+        return Packing(tensors, bucket_bytes=self._bucket_bytes, dtype=self._exchange_dtype)
+
+    def compiled(self, function: Callable) -> Callable:
+        """Returns a replica's computation, which crosses to no other one, as XLA compiles it.
+
+        Without `jit_compile` that is the function itself.
+        """
+        return tf.function(function, jit_compile=True) if self.jit_compile else function
 
     def train_steps(self, iterator, num_steps: int) -> StepTotals:
         """Makes `num_steps` optimizer steps in one compiled call and returns their totals.

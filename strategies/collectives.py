@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from strategies.packing import Packing
+
 PerReplicaTensors = list[list[tf.Tensor]]
 
 
@@ -71,8 +73,8 @@ def add_in_order(copies: Sequence[tf.Tensor]) -> tf.Tensor:
 def sum_on_one(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
     """Adds on the first device, in replica order, and copies the totals back to all.
 
-    2 · (R − 1) copies of each of V tensors, all of them through one device, in two steps. Simple
-    rather than fast: the book's algorithm.
+    Two steps. Of S bytes for each replica, the first device receives (R − 1) · S and sends as many:
+    all copies go through its connection. Simple rather than fast: the book's algorithm.
 
     Reference: the plan of `tf.distribute.ReductionToOneDevice`.
     """
@@ -81,7 +83,119 @@ def sum_on_one(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -
     return broadcast(totals, devices)
 
 
-ALL_REDUCE_ALGORITHMS: dict[str, Callable[..., PerReplicaTensors]] = {"sum_on_one": sum_on_one}
+def tree(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
+    """Adds in pairs, then pairs of pairs, and copies the totals back down the same tree.
+
+    2 · ⌈log₂ R⌉ steps of whole tensors: the first device receives ⌈log₂ R⌉ · S bytes and sends as
+    many. For small tensors on many devices, where steps cost more than bytes.
+
+    Reference: the binomial trees of R. Thakur et al., "Optimization of Collective Communication
+        Operations in MPICH", 2005.
+    """
+    num_replicas = len(devices)
+    held = [list(tensors) for tensors in per_replica_tensors]
+    distances = [2**i for i in range((num_replicas - 1).bit_length())]
+    for distance in distances:
+        for r in range(0, num_replicas - distance, 2 * distance):
+            with tf.device(devices[r]):
+                held[r] = [a + b for a, b in zip(held[r], held[r + distance], strict=True)]
+    for distance in reversed(distances):
+        for r in range(0, num_replicas - distance, 2 * distance):
+            with tf.device(devices[r + distance]):
+                held[r + distance] = [tf.identity(total) for total in held[r]]
+    return held
+
+
+def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
+    """Lets chunks travel round a ring: R − 1 steps add them up, R − 1 hand the totals on.
+
+    2 · (R − 1) steps, in each of which every replica sends S / R bytes to the next one. So each
+    connection carries 2 · (R − 1) / R · S bytes, the least possible, however many replicas there
+    are. For large tensors: on many devices the steps add up.
+
+    Reference: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations", 2009.
+    """
+    num_replicas = len(devices)
+    chunks = _cut(per_replica_tensors, devices)
+    # Reduce-scatter: what replica r − 1 has added up of a chunk so far, r adds its own part to.
+    for step in range(1, num_replicas):
+        for r, device in enumerate(devices):
+            c = (r - step) % num_replicas
+            with tf.device(device):
+                chunks[r][c] = [
+                    so_far + own for so_far, own in zip(chunks[r - 1][c], chunks[r][c], strict=True)
+                ]
+    # All-gather: now r has all of chunk r + 1, and each total goes round once.
+    for step in range(1, num_replicas):
+        for r, device in enumerate(devices):
+            c = (r + 1 - step) % num_replicas
+            with tf.device(device):
+                chunks[r][c] = [tf.identity(total) for total in chunks[r - 1][c]]
+    return _join(chunks, per_replica_tensors, devices)
+
+
+def all_to_all(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
+    """Makes each replica add up one chunk for all of them, in replica order, and hand it round.
+
+    Two steps; in each of them every replica sends S / R bytes to every other one: 2 · (R − 1) / R ·
+    S bytes in all, as in a ring, but over R − 1 connections at once. For devices that are all
+    connected directly. It adds in the same order as `sum_on_one`: the same bits.
+
+    Reference: the "direct" reduce-scatter and all-gather of R. Thakur et al., as above.
+    """
+    chunks = _cut(per_replica_tensors, devices)
+    totals = []
+    for c, device in enumerate(devices):
+        with tf.device(device):
+            everyones = [replica_chunks[c] for replica_chunks in chunks]
+            totals.append([add_in_order(parts) for parts in zip(*everyones, strict=True)])
+    gathered = []
+    for device in devices:
+        with tf.device(device):
+            gathered.append([[tf.identity(total) for total in chunk] for chunk in totals])
+    return _join(gathered, per_replica_tensors, devices)
+
+
+def _cut(per_replica_tensors, devices) -> list[list[list[tf.Tensor]]]:
+    """Cuts each tensor into R flat chunks, some of which may be empty.
+
+    Returns:
+        Item [r][c][v] is chunk c of tensor v of replica r, on device r.
+    """
+    num_replicas, chunks = len(devices), []
+    for tensors, device in zip(per_replica_tensors, devices, strict=True):
+        with tf.device(device):
+            flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+            bounds = [
+                [shard_bounds(vector.shape[0], num_replicas, c) for vector in flat]
+                for c in range(num_replicas)
+            ]
+            chunks.append(
+                [
+                    [vector[start:end] for vector, (start, end) in zip(flat, b, strict=True)]
+                    for b in bounds
+                ]
+            )
+    return chunks
+
+
+def _join(chunks, per_replica_tensors, devices) -> PerReplicaTensors:
+    """Puts tensors back together from their chunks; the opposite of `_cut`."""
+    joined = []
+    for held, tensors, device in zip(chunks, per_replica_tensors, devices, strict=True):
+        with tf.device(device):
+            vectors = [tf.concat(parts, axis=0) for parts in zip(*held, strict=True)]
+            joined.append([tf.reshape(v, t.shape) for v, t in zip(vectors, tensors, strict=True)])
+    return joined
+
+
+ALL_REDUCE_ALGORITHMS: dict[str, Callable[..., PerReplicaTensors]] = {
+    "sum_on_one": sum_on_one,
+    "ring": ring,
+    "tree": tree,
+    "all_to_all": all_to_all,
+}
 
 
 def all_reduce(
@@ -89,14 +203,16 @@ def all_reduce(
     devices: Sequence[str],
     *,
     algorithm: str = "sum_on_one",
+    packing: Packing | None = None,
 ) -> PerReplicaTensors:
     """Adds each tensor over all replicas and gives every replica the total.
 
     Args:
-        per_replica_tensors: R lists of V tensors; item [r][v] sits on device r and has the same
-            shape for every r. Left unchanged.
+        per_replica_tensors: R lists of V tensors; item [r][v] sits on device r and has the same,
+            fully known shape for every r. Left unchanged.
         devices: R device names.
         algorithm: a key of `ALL_REDUCE_ALGORITHMS`.
+        packing: what to exchange in place of the tensors themselves.
 
     Returns:
         R lists of V tensors, placed like the input; item [r][v] is the same total for every r,
@@ -119,4 +235,16 @@ def all_reduce(
             raise ValueError(f"replicas disagree on a shape: {' and '.join(sorted(shapes))}")
     if len(devices) == 1:
         return [list(per_replica_tensors[0])]
-    return ALL_REDUCE_ALGORITHMS[algorithm](per_replica_tensors, devices)
+    if packing:
+        per_replica_tensors = _on_each(devices, packing.pack, per_replica_tensors)
+    per_replica_totals = ALL_REDUCE_ALGORITHMS[algorithm](per_replica_tensors, devices)
+    return _on_each(devices, packing.unpack, per_replica_totals) if packing else per_replica_totals
+
+
+def _on_each(devices, function, per_replica_tensors) -> PerReplicaTensors:
+    """Returns what `function` makes of each replica's tensors, on its own device."""
+    results = []
+    for device, tensors in zip(devices, per_replica_tensors, strict=True):
+        with tf.device(device):
+            results.append(function(tensors))
+    return results

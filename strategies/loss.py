@@ -1,4 +1,9 @@
-"""The loss of a shard: the one place where a summed loss is divided by the global example count."""
+"""The loss of a shard and its gradient: the one place where either is scaled.
+
+A summed loss is divided by the global example count, and nowhere else.
+"""
+
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -6,7 +11,11 @@ from strategies.base import StepTotals
 
 
 def shard_loss(
-    logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+    logits: tf.Tensor,
+    labels: tf.Tensor,
+    num_global_examples: tf.Tensor,
+    *,
+    label_smoothing: float = 0.0,
 ) -> tuple[tf.Tensor, StepTotals]:
     """Computes the part that one shard has in the mean loss of its global batch.
 
@@ -22,17 +31,49 @@ def shard_loss(
         logits: float `(n, 10)`, n the size of this shard, which may be 0.
         labels: int32 `(n,)`, in 0 to 9.
         num_global_examples: int scalar, examples in the global batch of this step.
+        label_smoothing: what part of the target is spread evenly over all classes.
 
     Returns:
-        The loss, a float32 scalar, and the totals of this shard.
+        The loss, a float32 scalar, and the totals of this shard, whose loss is not smoothed: it
+        can be held against the test loss.
     """
     logits = tf.cast(logits, tf.float32)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-    loss_sum = tf.reduce_sum(losses)
+    loss_sum = objective = tf.reduce_sum(losses)
+    if label_smoothing:
+        # −log p of a class, averaged over the classes: log Σ exp(logits) − mean(logits).
+        evenly = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
+        objective = (1 - label_smoothing) * loss_sum + label_smoothing * tf.reduce_sum(evenly)
     predictions = tf.argmax(logits, axis=-1, output_type=labels.dtype)
     totals = StepTotals(
         loss_sum=tf.cast(loss_sum, tf.float64),
         correct=tf.math.count_nonzero(predictions == labels),
         examples=tf.size(labels, out_type=tf.int64),
     )
-    return loss_sum / tf.cast(num_global_examples, tf.float32), totals
+    return objective / tf.cast(num_global_examples, tf.float32), totals
+
+
+def differentiate(
+    tape: tf.GradientTape,
+    loss: tf.Tensor,
+    variables: Sequence[tf.Variable],
+    *,
+    loss_scale: float = 1.0,
+) -> list[tf.Tensor]:
+    """Returns the gradients of `loss`, one for each variable, in the variables' dtype.
+
+    In float16 numbers below 6e-8 become 0, as many a gradient would. So the backward pass starts
+    from a larger number than 1, and the gradients, float32 again by then, are divided by it.
+
+    Args:
+        tape: what recorded the loss.
+        loss: scalar.
+        variables: of the model.
+        loss_scale: a power of two, so that it rounds nothing by itself; 1 for no scaling.
+
+    Reference: P. Micikevicius et al., "Mixed Precision Training", 2017, section 3.2.
+    """
+    if loss_scale == 1:
+        return tape.gradient(loss, variables)
+    gradients = tape.gradient(loss, variables, output_gradients=tf.constant(loss_scale))
+    return [gradient / loss_scale for gradient in gradients]

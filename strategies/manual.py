@@ -18,6 +18,7 @@ In "Dive into Deep Learning", section "Training on Multiple GPUs", the same part
 `get_params` (here `build`), `split_batch`, `allreduce` and `train_batch` (here `train_step`).
 """
 
+import functools
 from typing import NamedTuple
 
 import keras
@@ -25,7 +26,7 @@ import tensorflow as tf
 
 from strategies.base import StepTotals, Strategy, classify
 from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce, broadcast, split_batch
-from strategies.loss import shard_loss
+from strategies.loss import differentiate, shard_loss
 from strategies.witness import Shard
 
 
@@ -68,16 +69,12 @@ class ManualStrategy(Strategy):
         global_images, global_labels = next(iterator)
         shards = split_batch((global_images, global_labels), self.devices)
 
-        # 2. On each device, the gradient of its shard's part in the loss of the global batch: the
-        #    shard's losses, summed, over the number of *all* examples. So the sum of step 3 is the
-        #    gradient of the mean over the global batch, whatever the sizes of the shards.
+        # 2. On each device, the gradient of its own shard.
         per_replica_gradients, per_replica_totals = [], []
         for replica, (images, labels) in zip(self.replicas, shards, strict=True):
             with tf.device(replica.device):
-                with tf.GradientTape() as tape:
-                    logits = replica.model(images, training=True)
-                    loss, totals = shard_loss(logits, labels, tf.size(global_labels))
-                gradients = tape.gradient(loss, replica.model.trainable_variables)
+                gradients_of = self.compiled(functools.partial(self._gradients, replica.model))
+                loss, totals, gradients = gradients_of(images, labels, tf.size(global_labels))
                 # Here somebody may look on; in an ordinary training nobody does.
                 shard = Shard(images, labels, tf.size(global_labels))
                 gradients = self.witness.before_exchange(replica.replica_id, shard, loss, gradients)
@@ -94,8 +91,29 @@ class ManualStrategy(Strategy):
                 replica.optimizer.apply(sums, replica.model.trainable_variables)
         return StepTotals.sum(per_replica_totals)
 
+    def _gradients(self, model, images, labels, num_global_examples):
+        """Differentiates the part that one shard has in the loss of the global batch.
+
+        That is the sum of the shard's losses over the number of *all* examples. So the sum of the
+        replicas' gradients is the gradient of the mean over the global batch, whatever the sizes of
+        the shards.
+        """
+        with tf.GradientTape() as tape:
+            logits = model(images, training=True)
+            loss, totals = shard_loss(
+                logits, labels, num_global_examples, label_smoothing=self.label_smoothing
+            )
+        variables = model.trainable_variables
+        gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
+        return loss, totals, gradients
+
     def exchange(self, per_replica_tensors):
-        return all_reduce(per_replica_tensors, self.devices, algorithm=self.all_reduce)
+        return all_reduce(
+            per_replica_tensors,
+            self.devices,
+            algorithm=self.all_reduce,
+            packing=self.packing(per_replica_tensors[0]),
+        )
 
     def forward(self, iterator):
         global_images, global_labels = next(iterator)

@@ -4,16 +4,18 @@ import tensorflow as tf
 
 from strategies.base import Strategy, classify
 from strategies.collectives import add_in_order, shard_bounds
-from strategies.loss import shard_loss
+from strategies.loss import differentiate, shard_loss
 from strategies.witness import Shard
 
 # TensorFlow's all-reduce of each name. `sum_on_one` adds in the order of our own, so that `manual`
-# and `mirrored` agree bit for bit.
+# and `mirrored` agree bit for bit. `ring` is what MirroredStrategy takes by itself on CPUs.
 CROSS_DEVICE_OPS = {
     "sum_on_one": lambda: tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order),
     "nccl": tf.distribute.NcclAllReduce,
     "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
+    "ring": lambda: None,
 }
+_DEVICE_KINDS = {"nccl": "GPU", "ring": "CPU"}  # Those that work on one kind alone.
 
 
 class MirroredStrategy(Strategy):
@@ -27,8 +29,13 @@ class MirroredStrategy(Strategy):
     name = "mirrored"
     all_reduce_algorithms = tuple(CROSS_DEVICE_OPS)
 
-    def __init__(self, devices, *, all_reduce="auto"):
-        super().__init__(devices, all_reduce=all_reduce)
+    def __init__(self, devices, **options):
+        super().__init__(devices, **options)
+        kind = _DEVICE_KINDS.get(self.all_reduce)
+        if kind and not all(kind in device for device in self.devices):
+            raise ValueError(
+                f"all_reduce={self.all_reduce} of mirrored on {self.devices} — {kind}s are required"
+            )
         self._tf_strategy = tf.distribute.MirroredStrategy(
             self.devices, cross_device_ops=CROSS_DEVICE_OPS[self.all_reduce]()
         )
@@ -73,19 +80,27 @@ class MirroredStrategy(Strategy):
 
     def train_step(self, iterator):
         def replica_step(images, labels, num_global_examples):
-            with tf.GradientTape() as tape:
-                logits = self.model(images, training=True)
-                loss, totals = shard_loss(logits, labels, num_global_examples)
-            gradients = tape.gradient(loss, self.model.trainable_variables)
+            gradients_of = self.compiled(self._gradients)
+            loss, totals, gradients = gradients_of(images, labels, num_global_examples)
             replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
             shard = Shard(images, labels, num_global_examples)
             gradients = self.witness.before_exchange(replica_id, shard, loss, gradients)
-            sums = self.witness.after_exchange(replica_id, _sum_over_replicas(gradients))
+            sums = self.witness.after_exchange(replica_id, self._sum_over_replicas(gradients))
             self.optimizer.apply(sums, self.model.trainable_variables)
             return totals
 
         per_replica_totals = self._tf_strategy.run(replica_step, args=next(iterator))
         return self._tf_strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_totals, axis=None)
+
+    def _gradients(self, images, labels, num_global_examples):
+        with tf.GradientTape() as tape:
+            logits = self.model(images, training=True)
+            loss, totals = shard_loss(
+                logits, labels, num_global_examples, label_smoothing=self.label_smoothing
+            )
+        variables = self.model.trainable_variables
+        gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
+        return loss, totals, gradients
 
     def exchange(self, per_replica_tensors):
         values = [
@@ -94,8 +109,16 @@ class MirroredStrategy(Strategy):
             )
             for copies in zip(*per_replica_tensors, strict=True)
         ]
-        exchange = tf.function(lambda: self._tf_strategy.run(_sum_over_replicas, args=(values,)))
+        exchange = tf.function(
+            lambda: self._tf_strategy.run(self._sum_over_replicas, args=(values,))
+        )
         return self._per_replica(exchange())
+
+    def _sum_over_replicas(self, tensors):
+        """Adds tensors over the replicas, in replica context, by TensorFlow's cross-device ops."""
+        packing, context = self.packing(tensors), tf.distribute.get_replica_context()
+        buckets = context.all_reduce(tf.distribute.ReduceOp.SUM, packing.pack(tensors))
+        return packing.unpack(buckets)
 
     def forward(self, iterator):
         def replica_forward(images, labels, num_global_examples):
@@ -119,8 +142,3 @@ class MirroredStrategy(Strategy):
             tf.nest.pack_sequence_as(distributed, replica_leaves)
             for replica_leaves in zip(*leaves, strict=True)
         ]
-
-
-def _sum_over_replicas(tensors):
-    """Adds tensors over the replicas, in replica context, by the strategy's cross-device ops."""
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from strategies.base import Strategy, classify
-from strategies.loss import shard_loss
+from strategies.loss import differentiate, shard_loss
 from strategies.witness import Shard
 
 
@@ -13,8 +13,8 @@ class SingleStrategy(Strategy):
     name = "single"
     all_reduce_algorithms = ("none",)
 
-    def __init__(self, devices, *, all_reduce="auto"):
-        super().__init__(devices, all_reduce=all_reduce)
+    def __init__(self, devices, **options):
+        super().__init__(devices, **options)
         if len(devices) != 1:
             raise ValueError(f"strategy single on {len(devices)} devices — one device is required")
 
@@ -29,15 +29,22 @@ class SingleStrategy(Strategy):
     def train_step(self, iterator):
         images, labels = next(iterator)
         with tf.device(self.devices[0]):
-            with tf.GradientTape() as tape:
-                logits = self.model(images, training=True)
-                loss, totals = shard_loss(logits, labels, tf.size(labels))
-            gradients = tape.gradient(loss, self.model.trainable_variables)
+            loss, totals, gradients = self.compiled(self._gradients)(images, labels)
             shard = Shard(images, labels, tf.size(labels))
             gradients = self.witness.before_exchange(0, shard, loss, gradients)
             gradients = self.witness.after_exchange(0, gradients)  # Nothing to exchange it with.
             self.optimizer.apply(gradients, self.model.trainable_variables)
         return totals
+
+    def _gradients(self, images, labels):
+        with tf.GradientTape() as tape:
+            logits = self.model(images, training=True)
+            loss, totals = shard_loss(
+                logits, labels, tf.size(labels), label_smoothing=self.label_smoothing
+            )
+        variables = self.model.trainable_variables
+        gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
+        return loss, totals, gradients
 
     def exchange(self, per_replica_tensors):
         return per_replica_tensors

@@ -36,8 +36,8 @@ def seeded(build):
     return model_fn
 
 
-def create(name, num_replicas, build=small_network, optimizer_fn=None):
-    strategy = STRATEGIES[name](CPUS[:num_replicas])
+def create(name, num_replicas, build=small_network, optimizer_fn=None, **options):
+    strategy = STRATEGIES[name](CPUS[:num_replicas], **options)
     assert strategy.num_replicas == num_replicas
     strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
     return strategy

@@ -12,8 +12,10 @@ from strategies.collectives import (
     shard_bounds,
     split_batch,
 )
+from strategies.packing import Packing
 
-SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4)]
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4)]  # Nothing, one, a prime, more than replicas.
+DTYPES = [tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int64]
 
 
 def on_devices(per_replica_arrays, devices):
@@ -25,30 +27,65 @@ def on_devices(per_replica_arrays, devices):
     return per_replica_tensors
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+def several_devices(num_replicas):
+    """As many as asked for: algorithms do not mind that some are one and the same."""
+    return [CPUS[r % len(CPUS)] for r in range(num_replicas)]
+
+
+@pytest.mark.parametrize("num_replicas", range(1, 9))
 @pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS)
-def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas, dtype, compiled):
-    devices = CPUS[:num_replicas]
+def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas):
+    devices = several_devices(num_replicas)
     generator = np.random.default_rng(num_replicas)
+    for dtype in DTYPES:
+        # Sums of eight are exact in bfloat16 too: whole numbers up to 256.
+        arrays = [
+            [generator.integers(-31, 32, shape).astype(dtype.as_numpy_dtype) for shape in SHAPES]
+            for _ in devices
+        ]
+        results = all_reduce(on_devices(arrays, devices), devices, algorithm=algorithm)
+        assert len(results) == num_replicas
+        for replica_id, result in enumerate(results):
+            for position, total in enumerate(result):
+                expected = sum(replica[position].astype(np.float64) for replica in arrays)
+                np.testing.assert_array_equal(total.numpy().astype(np.float64), expected)
+                assert total.dtype == dtype and total.shape == expected.shape
+                assert total.device.endswith(devices[replica_id].removeprefix("/"))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS)
+def test_compiled_in_buckets_it_is_the_same_sum(algorithm, num_replicas):
+    devices = CPUS[:num_replicas]
+    generator = np.random.default_rng(0)
     arrays = [
-        [generator.integers(-1000, 1000, shape).astype(dtype) for shape in SHAPES] for _ in devices
+        [generator.integers(-31, 32, shape).astype(np.float32) for shape in SHAPES] for _ in devices
     ]
     per_replica_tensors = on_devices(arrays, devices)
+    packing = Packing(per_replica_tensors[0], bucket_bytes=64, dtype="bfloat16")
 
+    @tf.function
     def reduce():
-        return all_reduce(per_replica_tensors, devices, algorithm=algorithm)
+        return all_reduce(per_replica_tensors, devices, algorithm=algorithm, packing=packing)
 
-    results = tf.function(reduce)() if compiled else reduce()
-
-    assert len(results) == num_replicas
-    for replica_id, result in enumerate(results):
+    for result in reduce():
         for position, total in enumerate(result):
             expected = sum(replica[position] for replica in arrays)
             np.testing.assert_array_equal(total.numpy(), expected, strict=True)
-            if not compiled:
-                assert total.device.endswith(devices[replica_id].removeprefix("/"))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 5, 8])
+def test_all_to_all_adds_in_the_order_of_sum_on_one(num_replicas):
+    devices = several_devices(num_replicas)
+    generator = np.random.default_rng(0)
+    tensors = on_devices(
+        [[generator.normal(size=101).astype(np.float32)] for _ in devices], devices
+    )
+    first, second = (
+        all_reduce(tensors, devices, algorithm=algorithm)[0][0].numpy()
+        for algorithm in ("sum_on_one", "all_to_all")
+    )
+    np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])

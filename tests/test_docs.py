@@ -38,7 +38,7 @@ def copy(tmp_path_factory):
         folder / "app" / "config.py",
         ('STRATEGY_NAMES = ("single"', 'STRATEGY_NAMES = ("averaging", "single"'),
         ('MODEL_NAMES = ("lenet"', 'MODEL_NAMES = ("mlp", "lenet"'),
-        ('ALL_REDUCE_NAMES = ("auto"', 'ALL_REDUCE_NAMES = ("pairwise", "auto"'),
+        ('    "manual": (', '    "manual": ("pairwise", '),
     )
     edit(
         folder / "strategies" / "collectives.py",

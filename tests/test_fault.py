@@ -59,6 +59,16 @@ def test_refusals_name_what_is_required(text, named):
         {"command": "verify", "strategies": ("manual", "manual")},
         {"all_reduce": "hierarchical", "strategy": "manual"},
         {"all_reduce": "hierarchical", "command": "verify"},
+        {"all_reduce": "tree", "strategy": "mirrored"},
+        {"all_reduce": "nccl", "strategy": "mirrored", "device": "cpu"},
+        {"all_reduce": "tree", "strategy": "single"},
+        {"bucket_mb": 1.0, "strategy": "single"},
+        {"bucket_mb": -1.0},
+        {"bucket_mb": float("nan")},
+        {"exchange_dtype": "float16"},
+        {"exchange_dtype": "bfloat16", "strategy": "single"},
+        {"precision": "bfloat16"},
+        {"steps_per_call": 0},
     ],
 )
 def test_what_cannot_happen_is_refused(options):
@@ -73,6 +83,8 @@ def test_what_cannot_happen_is_refused(options):
         {"inject": "drop_gradient", "num_devices": 2},
         {"command": "verify", "all_reduce": "hierarchical", "strategies": ("single", "mirrored")},
         {"command": "verify", "strategies": ("mirrored",), "num_devices": 3},
+        {"command": "verify", "all_reduce": "ring"},
+        {"bucket_mb": 25.0, "exchange_dtype": "bfloat16", "strategy": "mirrored"},
     ],
 )
 def test_what_can_happen_is_not(options):

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from strategies.base import StepTotals
-from strategies.loss import shard_loss
+from strategies.loss import differentiate, shard_loss
 
 
 def test_uneven_shards_add_up_to_the_mean_of_the_batch():
@@ -29,6 +29,34 @@ def test_value_against_the_definition():
     np.testing.assert_allclose(loss, expected / 4, rtol=1e-6)
     np.testing.assert_allclose(totals.loss_sum, expected, rtol=1e-6)
     assert int(totals.correct) == 1
+
+
+def test_label_smoothing_against_the_definition():
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(5, 10)).astype(np.float32)
+    labels = generator.integers(0, 10, 5)
+    target = 0.9 * np.eye(10)[labels] + 0.1 / 10
+    log_probabilities = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    arguments = tf.constant(logits), tf.constant(labels, tf.int32), 5
+    loss, totals = shard_loss(*arguments, label_smoothing=0.1)
+    np.testing.assert_allclose(loss, -(target * log_probabilities).sum() / 5, rtol=1e-6)
+    plain, _ = shard_loss(*arguments)
+    np.testing.assert_allclose(totals.loss_sum, 5 * plain, rtol=1e-6)
+
+
+def test_a_scaled_backward_pass_keeps_small_gradients():
+    weight = tf.Variable(1.0)
+
+    def gradient(loss_scale):
+        with tf.GradientTape() as tape:
+            loss = tf.cast(
+                tf.cast(weight, tf.float16) * tf.cast(1e-8 * 2**10, tf.float16), "float32"
+            )
+            loss /= 2**10
+        return differentiate(tape, loss, [weight], loss_scale=loss_scale)[0].numpy()
+
+    assert gradient(1.0) != gradient(2.0**10)
+    np.testing.assert_allclose(gradient(2.0**10), 1e-8, rtol=1e-2)
 
 
 def test_an_empty_shard_adds_nothing():

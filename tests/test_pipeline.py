@@ -55,6 +55,26 @@ def test_epochs_differ_and_follow_from_the_seed():
     assert batches[:3] != batches[3:]
 
 
+def test_images_are_flipped_in_about_every_other_epoch_by_seed_and_epoch_alone():
+    images = np.zeros((200, 28, 28, 1), np.uint8)
+    images[:, :, 0] = np.arange(200, dtype=np.uint8)[:, None, None] + 1  # A line on the left.
+    labels = np.arange(200) % 10
+
+    def flipped(num_steps, **options):
+        """Returns a pair for each image of each step: which it is, and whether it is mirrored."""
+        dataset = train_dataset(images, labels, seed=3, flip=True, **options)
+        batches = [b.numpy() for b, _ in itertools.islice(dataset, num_steps)]
+        return [
+            [(int(image.max()) - 1, bool(image[0, -1, 0])) for image in batch] for batch in batches
+        ]
+
+    two_epochs = flipped(4, global_batch_size=100)
+    first, second = (dict(two_epochs[e] + two_epochs[e + 1]) for e in (0, 2))
+    assert 70 < sum(first.values()) < 130 and first != second
+    assert flipped(2, global_batch_size=100, start_step=2) == two_epochs[2:]
+    assert dict(flipped(1, global_batch_size=200)[0]) == first  # Whatever the batch.
+
+
 @pytest.mark.parametrize("start_step", [0, 1, 3, 4, 7, 12])
 def test_it_starts_at_any_step(start_step):
     def order(start):

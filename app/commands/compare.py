@@ -69,7 +69,7 @@ def _flags_for(config: Config, strategy: str) -> list[str]:
     """Returns the flags of the training of one strategy: those of the comparison that it knows."""
     left_out = {"out", "strategy"}
     if strategy == "single":  # One device, and nothing to reduce.
-        left_out |= {"num_devices", "num_gpus", "all_reduce"}
+        left_out |= {"num_devices", "num_gpus", "all_reduce", "bucket_mb", "exchange_dtype"}
     flags = [f"--strategy={strategy}"]
     for field in dataclasses.fields(Config):
         value = getattr(config, field.name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from app.proof.arithmetic import REDUCED_PRECISIONS
 from app.proof.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement, relative_error
 from app.proof.reference import Arrays, Reference, ShardResult
 from app.proof.tolerance import Sample, with_limits
@@ -28,10 +29,14 @@ class TraceChecker:
     Args:
         reference64: in float64, which stands for the exact result.
         reference32: in float32, whose orders of summation show what rounding does.
+        exchange_dtype: "float32" or "bfloat16", in which replicas were to exchange gradients.
     """
 
-    def __init__(self, reference64: Reference, reference32: Reference):
+    def __init__(
+        self, reference64: Reference, reference32: Reference, *, exchange_dtype: str = "float32"
+    ):
         self.reference64, self.reference32 = reference64, reference32
+        self._exchange_dtype = exchange_dtype
 
     def check(
         self,
@@ -106,8 +111,12 @@ class TraceChecker:
 
         Adding R numbers in any order rounds R − 1 times: the error of an element is at most
         (R − 1) · u / (1 − (R − 1) · u) times the sum of the magnitudes (Higham, "Accuracy and
-        Stability of Numerical Algorithms", section 4.2).
+        Stability of Numerical Algorithms", section 4.2). In a reduced precision each of them is
+        rounded once more before.
         """
+        unit, cast = UNIT_ROUNDOFF, 0
+        if self._exchange_dtype != "float32" and trace.num_replicas > 1:
+            unit, cast = REDUCED_PRECISIONS[self._exchange_dtype][1], 1
         for tensor in trace.tensors(step, "sums"):
             sent = [
                 trace.read(step, "gradients", replica_id, tensor)
@@ -115,7 +124,7 @@ class TraceChecker:
             ]
             total = np.sum([g.astype(np.float64) for g in sent], axis=0)
             magnitude = np.sum([np.abs(g.astype(np.float64)) for g in sent], axis=0)
-            roundings = (len(sent) - 1) * UNIT_ROUNDOFF
+            roundings = (len(sent) - 1 + cast) * unit
             bound = roundings / (1 - roundings) * magnitude + SMALLEST
             for replica_id in trace.replicas(step, "sums", tensor):
                 held = trace.read(step, "sums", replica_id, tensor)

@@ -34,7 +34,9 @@ class Reference:
     Args:
         model_fn: builds the model.
         optimizer_fn: creates the optimizer.
-        dtype: "float64" or "float32", of every variable and computation.
+        dtype: "float64" or "float32", of every variable.
+        precision: Keras' policy for what layers compute in; None for `dtype`.
+        label_smoothing: what part of the target is spread evenly over all classes.
 
     Attributes:
         initial_state: what a training starts from: weights, statistics and optimizer slots.
@@ -45,11 +47,14 @@ class Reference:
         model_fn: Callable[[], keras.Model],
         optimizer_fn: Callable[[], keras.optimizers.Optimizer],
         dtype: str,
+        *,
+        precision: str | None = None,
+        label_smoothing: float = 0.0,
     ):
-        self._dtype = dtype
+        self._dtype, self._label_smoothing = dtype, label_smoothing
         policy = keras.config.dtype_policy()
         keras.config.set_floatx(dtype)
-        keras.config.set_dtype_policy(dtype)
+        keras.config.set_dtype_policy(precision or dtype)
         self._model, self._optimizer = model_fn(), optimizer_fn()
         self._optimizer.build(self._model.trainable_variables)
         keras.config.set_floatx("float32")
@@ -131,6 +136,9 @@ class Reference:
         with tf.GradientTape() as tape:
             logits = self._model(images, training=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            if self._label_smoothing:
+                evenly = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
+                losses += self._label_smoothing * (evenly - losses)
             loss = tf.reduce_sum(losses) / num_global_examples
         return loss, tape.gradient(loss, self._model.trainable_variables)
 

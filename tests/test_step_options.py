@@ -1,0 +1,91 @@
+"""How gradients are exchanged, and what layers compute in, changes no training but by rounding."""
+
+import keras
+import numpy as np
+import pytest
+
+from app.data.pipeline import train_dataset
+from small_models import create, small_network, small_resnet
+from strategies import STRATEGIES
+from test_strategies import ROUNDING, assert_close, assert_same_bits, walk
+
+BFLOAT16, FLOAT16 = 2.0**-8, 2.0**-11
+EXCHANGES = [
+    *(("manual", name) for name in ("sum_on_one", "ring", "tree", "all_to_all")),
+    *(("mirrored", name) for name in ("sum_on_one", "ring")),
+]
+
+
+@pytest.fixture(params=["mixed_bfloat16", "mixed_float16"])
+def precision(request):
+    keras.config.set_dtype_policy(request.param)
+    yield request.param
+    keras.config.set_dtype_policy("float32")
+
+
+def last_state(images, name, num_replicas, build=small_network, **options):
+    strategy = create(name, num_replicas, build, **options)
+    state = walk(strategy, images, global_batch_size=17)[1][-1]
+    weights = [
+        [v.numpy() for v, w in zip(held, strategy.model.variables, strict=False) if w.trainable]
+        for held in strategy.replica_variables()
+    ]
+    for other in weights[1:]:  # Whatever the exchange, all replicas got the same.
+        for a, b in zip(weights[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+    return state
+
+
+@pytest.mark.parametrize("bucket_mb", [0.0, 0.001])
+@pytest.mark.parametrize(("name", "all_reduce"), EXCHANGES)
+def test_every_exchange_is_the_same_training(images, name, all_reduce, bucket_mb):
+    expected = last_state(images, "manual", 3)
+    state = last_state(images, name, 3, all_reduce=all_reduce, bucket_mb=bucket_mb)
+    if all_reduce in ("sum_on_one", "all_to_all"):  # They add in the same order.
+        assert_same_bits(state, expected)
+    else:
+        assert_close(state, expected)
+
+
+@pytest.mark.parametrize("name", ["manual", "mirrored"])
+def test_an_exchange_in_bfloat16_rounds_as_bfloat16_does(images, name):
+    exact = last_state(images, name, 3)
+    reduced = last_state(images, name, 3, exchange_dtype="bfloat16", bucket_mb=1)
+    with pytest.raises(AssertionError):
+        assert_close(reduced, exact)
+    assert_close(reduced, exact, tolerance=BFLOAT16)
+
+
+def test_reduced_precision_is_the_same_training_on_every_strategy(images, precision):
+    options = {"loss_scale": 1024.0 if precision == "mixed_float16" else 1.0}
+    keras.config.set_dtype_policy("float32")
+    exact = last_state(images, "single", 1)
+    keras.config.set_dtype_policy(precision)
+    states = {n: last_state(images, n, 1 if n == "single" else 3, **options) for n in STRATEGIES}
+    assert_same_bits(states["manual"], states["mirrored"])
+    tolerance = 8 * (BFLOAT16 if precision == "mixed_bfloat16" else FLOAT16)  # Of a few steps.
+    for state in states.values():
+        with pytest.raises(AssertionError):
+            assert_close(state, exact, tolerance=ROUNDING)
+        assert_close(state, exact, tolerance=tolerance)
+        assert {a.dtype for a in state.values()} == {np.dtype("float32"), np.dtype("int64")}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_xla_compiles_is_the_same_training(images, name):
+    num_replicas = 1 if name == "single" else 2
+    expected = last_state(images, name, num_replicas)
+    assert_close(last_state(images, name, num_replicas, jit_compile=True), expected, 2 * ROUNDING)
+
+
+def test_xla_keeps_the_statistics_of_each_replica_its_own(images):
+    own = {}
+    for name in ("manual", "mirrored"):
+        strategy = create(name, 2, small_resnet, jit_compile=True)
+        iterator = strategy.distribute(train_dataset(*images, seed=3, global_batch_size=17))
+        strategy.train_steps(iterator, 2)
+        first, second = own[name] = strategy.replica_states()
+        moving = next(key for key in first if key.endswith("moving_mean"))
+        assert not np.array_equal(first[moving], second[moving])
+    for manual, mirrored in zip(*own.values(), strict=True):
+        assert_close(manual, mirrored)
