@@ -23,6 +23,8 @@ _LARGEST_FLOAT32 = 3.4e38
 _LARGEST_BUCKET_MB = 4096
 DEFAULT_LOGICAL_CPUS = 2
 
+_DEFAULT_COUNTS = {"benchmark": (1, 2), "explain": (2, 3, 4)}
+
 _DEVICE_OPTIONS = {"num_gpus", "device", "num_devices"}
 _DATA_OPTIONS = {"data_dir", "allow_unverified_data"}
 _TRAINING_OPTIONS = {
@@ -41,11 +43,21 @@ COMMANDS = {
     "evaluate": _READING_OPTIONS,
     "predict": {"images", *_READING_OPTIONS},
     "compare": {"strategies", "steps_per_call", *_TRAINING_OPTIONS},
+    "benchmark": {
+        *("models", "device_counts", "global_batch_sizes", "precisions", "repeats"),
+        *("strategies", "dataset", "recipe", "device", "all_reduce", "bucket_mb"),
+        *("exchange_dtype", "jit_compile", "deterministic", "seed", "last_batch"),
+        *("num_train_examples", "out", "overwrite", "verbosity", *_DATA_OPTIONS),
+    },
+    "explain": {
+        *("strategy", "device_counts", "repeats"),
+        *(_TRAINING_OPTIONS - {"num_devices", "num_gpus", "epochs", "batch_norm"}),
+    },
     "verify": {"strategies", "steps", "inject", "keep_traces", *_TRAINING_OPTIONS},
 }
 
 # Commands that take several strategies instead of one.
-_ON_SEVERAL = ("compare", "verify")
+_ON_SEVERAL = ("compare", "verify", "benchmark")
 
 # What a run's result depends on. Another value of one of these makes it another run.
 RESULT_FIELDS = (
@@ -100,6 +112,11 @@ class Config:
     steps: int = 20
     inject: str | None = None
     keep_traces: bool = False
+    models: tuple[str, ...] = ("lenet",)
+    device_counts: tuple[int, ...] = ()  # What --num_devices=1,2 is to commands that take several.
+    global_batch_sizes: tuple[int, ...] = (256,)
+    precisions: tuple[str, ...] = ("float32",)
+    repeats: int = 10
     run: str | None = None
     images: tuple[str, ...] = ()
 
@@ -109,6 +126,7 @@ class Config:
         self._check_devices()
         self._check_command()
         self._check_proof()
+        self._check_lists()
         if self.command in ("train", "compare", "verify"):
             num_train_examples = self.num_train_examples or NUM_TRAIN_EXAMPLES
             check_shards(self, self.num_replicas_asked or 1, num_train_examples)
@@ -120,6 +138,11 @@ class Config:
             return 1
         default = DEFAULT_LOGICAL_CPUS if self.device == "cpu" else None
         return self.num_devices or self.num_gpus or default
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of devices that a command measures."""
+        return self.device_counts or _DEFAULT_COUNTS.get(self.command, ())
 
     @property
     def fault(self) -> Fault | None:
@@ -225,6 +248,11 @@ class Config:
 
     def _check_proof(self):
         _check_range("--steps", self.steps, 1, 100_000)
+        if self.command == "verify" and self.precision == "mixed_float16":
+            raise ConfigError(
+                "--precision=mixed_float16 with verify — a precision that needs no loss scale is"
+                " required; use --precision=mixed_bfloat16 or float32"
+            )
         fault = self.fault
         if fault is None:
             return
@@ -248,6 +276,33 @@ class Config:
             fault.check_replicas(1)
         elif self.num_replicas_asked:
             fault.check_replicas(self.num_replicas_asked)
+
+    def _check_lists(self):
+        if self.command == "explain" and (
+            self.strategy == "single" or len(self.counts) < 3 or 1 in self.counts
+        ):
+            raise ConfigError(
+                f"--strategy={self.strategy} --num_devices={','.join(map(str, self.counts))}"
+                " with explain — a strategy with replicas, and three numbers of devices above 1,"
+                " are required: the first is explained, the last predicted and held against what"
+                " is measured; for example --strategy=manual --num_devices=2,3,4"
+            )
+        """Checks what a benchmark combines; each combination is checked once more by itself."""
+        _check_range("--repeats", self.repeats, 2, 10_000)
+        choices = {"models": MODEL_NAMES, "precisions": PRECISIONS}
+        for name in ("models", "precisions", "device_counts", "global_batch_sizes"):
+            flag, values = "--" + name.replace("device_counts", "num_devices"), getattr(self, name)
+            for value in values:
+                if name in choices:
+                    check_choice(flag, value, choices[name])
+                else:
+                    most = MAX_LOGICAL_DEVICES if flag == "--num_devices" else NUM_TRAIN_EXAMPLES
+                    _check_range(flag, value, 1, most)
+            if len(set(values)) != len(values):
+                raise ConfigError(
+                    f"{flag}={','.join(map(str, values))} — different values are required; give"
+                    " each one once"
+                )
 
     def _check_command(self):
         if self.batch_norm == "sync":

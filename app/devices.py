@@ -57,6 +57,13 @@ def set_up(config: Config) -> Devices:
     return devices
 
 
+def num_cores() -> int:
+    """Returns how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def import_tensorflow(verbosity: int):
     """Imports TensorFlow and returns it, its own messages held back unless `verbosity` >= 0.
 
@@ -161,7 +168,7 @@ def _set_up_logical_cpus(num_devices: int) -> Devices:
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(num_devices)]
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = num_cores()
     intra_op_threads = max(1, cores // num_devices)
     tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
     tf.config.threading.set_inter_op_parallelism_threads(max(2, cores))

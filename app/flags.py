@@ -17,7 +17,8 @@ FLAGS = flags.FLAGS
 
 # Group → flag → (how absl parses it, how a value is written, what it does). Defaults are those of
 # `Config`. `--verbosity` is absl's own.
-_ENUM, _INT, _FLOAT, _TEXT, _BOOL, _LIST = "enum", "int", "float", "text", "bool", "list"
+_INT, _FLOAT, _TEXT, _BOOL = "int", "float", "text", "bool"
+_LIST, _INTS = "list", "whole numbers"
 GROUPS = {
     "What to train": {
         "model": (_TEXT, "lenet|resnet18", "The network."),
@@ -48,7 +49,12 @@ GROUPS = {
             "N replicas on GPUs; on a machine without any, N logical CPU devices.",
         ),
         "device": (_TEXT, "auto|gpu|cpu", "gpu insists, cpu chooses logical CPU devices."),
-        "num_devices": (_INT, "N", "N replicas; without it every GPU, else 2 logical CPUs."),
+        "num_devices": (
+            _INTS,
+            "N",
+            "N replicas; without it every GPU, else 2 logical CPUs. benchmark takes 1,2,4, explain"
+            " 2,3,4: the first is explained, the last predicted.",
+        ),
         "all_reduce": (
             _TEXT,
             "auto|sum_on_one|ring|tree|all_to_all|nccl|hierarchical",
@@ -84,8 +90,14 @@ GROUPS = {
         "out": (_TEXT, "DIR", "Where the run goes; default runs/<time>-<strategy>-<model>."),
         "overwrite": (_BOOL, "", "Start anew in a directory that holds another run."),
     },
+    "Several at once": {
+        "strategies": (_LIST, "A,B,…", "What compare, verify and benchmark set side by side."),
+        "models": (_LIST, "A,B,…", "The networks of a benchmark."),
+        "global_batch_sizes": (_INTS, "N,M,…", "The batches of a benchmark."),
+        "precisions": (_LIST, "A,B,…", "The precisions of a benchmark."),
+        "repeats": (_INT, "N", "Rounds in which a benchmark times each point once."),
+    },
     "Proof": {
-        "strategies": (_LIST, "A,B,…", "What compare and verify set side by side."),
         "steps": (_INT, "N", "Steps that verify walks through."),
         "inject": (
             _TEXT,
@@ -107,6 +119,8 @@ COMMAND_HELP = {
     "evaluate": "test accuracy of a run, on any strategy and number of devices",
     "predict": "class and probability of images, the batch split over the replicas",
     "compare": "several strategies from the same weights and data, side by side",
+    "explain": "one step told with its numbers, and where its time goes",
+    "benchmark": "throughput of strategies, device counts, batches and precisions",
     "verify": "proves them the same training, or names the first false step",
 }
 
@@ -121,7 +135,7 @@ def define_flags() -> None:
                 flags.DEFINE_integer(name, None, help_text)
             elif kind == _FLOAT:
                 flags.DEFINE_float(name, None, help_text)
-            elif kind == _LIST:
+            elif kind in (_LIST, _INTS):
                 flags.DEFINE_list(name, None, help_text)
             else:
                 flags.DEFINE_string(name, None, help_text)
@@ -169,19 +183,49 @@ def parse_config(argv: list[str]) -> Config:
 
 def _given_options(command: str) -> dict:
     """Returns the options on the command line, each of which must mean something to `command`."""
-    options = {field.name for field in dataclasses.fields(Config)} - {"command"}
+    options = {field.name for field in dataclasses.fields(Config)} - {"command", "device_counts"}
     given = {name: FLAGS[name].value for name in options if FLAGS[name].present}
     for name in given:
         if given[name] in ("", []):
             raise ConfigError(f"--{name}= is empty — a value is required; leave the flag out")
-        if name not in COMMANDS[command]:
+        known = {"num_devices" if n == "device_counts" else n for n in COMMANDS[command]}
+        if name not in known:
             owners = [owner for owner, names in COMMANDS.items() if name in names]
             raise ConfigError(
                 f"--{name} with {command} — it is an option of {', '.join(owners)}; leave it out"
             )
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-    }
+    kinds = {name: kind for group in GROUPS.values() for name, (kind, *_) in group.items()}
+    for name, value in given.items():
+        if kinds.get(name) == _INTS:
+            given[name] = _whole_numbers(name, value)
+        elif isinstance(value, list):
+            given[name] = tuple(value)
+    return _with_device_counts(command, given)
+
+
+def _whole_numbers(name: str, words: list[str]) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in words)
+    except ValueError as error:
+        raise ConfigError(
+            f"--{name}={','.join(words)} — whole numbers are required, with commas between them;"
+            " write --name=value"
+        ) from error
+
+
+def _with_device_counts(command: str, given: dict) -> dict:
+    """Turns `--num_devices` into what the command calls it: several counts, or the one."""
+    if "num_devices" not in given:
+        return given
+    counts = given.pop("num_devices")
+    if "device_counts" in COMMANDS[command]:
+        return {**given, "device_counts": counts}
+    if len(counts) > 1:
+        raise ConfigError(
+            f"--num_devices={','.join(map(str, counts))} with {command} — one number is required;"
+            " benchmark takes several"
+        )
+    return {**given, "num_devices": counts[0]}
 
 
 def _proposal(word: str) -> str:
@@ -200,7 +244,7 @@ def help_text() -> str:
             flag = f"--{name}={values}" if values else f"--{name}"
             default = defaults[name]
             if default is not None and default is not False and default != ():
-                shown = ",".join(default) if isinstance(default, tuple) else default
+                shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
                 text += f" [{shown}]"
             lines += [f"  {flag}", textwrap.indent(textwrap.fill(text, 72), "      ")]
     lines += [

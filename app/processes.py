@@ -6,11 +6,81 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
 from app.errors import DeviceError, LockstepError
 
 _GRACE_SEC = 5
 _CONTEXT = multiprocessing.get_context("spawn")  # A fork would share TensorFlow's threads.
+
+
+class Channel(NamedTuple):
+    """What a function in a process of its own has of the one that started it."""
+
+    send: Callable
+    receive: Callable
+
+
+class OwnProcess:
+    """A function that runs in a new process and can be talked to; a context manager.
+
+    Leaving the context ends the process, whatever it does.
+
+    Args:
+        function: of a module, with arguments and a result that can be pickled; its first argument
+            is a `Channel`.
+        *arguments: the others.
+    """
+
+    def __init__(self, function: Callable, *arguments):
+        self._arguments = function, arguments
+
+    def __enter__(self):
+        self._has_result = False
+        self._connection, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_call, args=(theirs, *self._arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(self, *exception):
+        self._connection.close()
+        if self._has_result:
+            self._process.kill()  # It has nothing left to do but to take things apart.
+        for stop in (self._process.terminate, self._process.kill):
+            if self._process.is_alive():
+                stop()
+            self._process.join(_GRACE_SEC)
+
+    def send(self, message) -> None:
+        """Hands the function a message, for its `receive`.
+
+        Raises:
+            What `receive` raises, if the process has ended.
+        """
+        try:
+            self._connection.send(message)
+        except OSError:
+            self.receive()
+            raise
+
+    def receive(self) -> tuple:
+        """Waits for `("message", what the function sent)` or `("result", what it returned)`.
+
+        Raises:
+            LockstepError: the function raised it.
+            DeviceError: the process was killed, as the kernel does when memory runs out.
+            RuntimeError: the function raised anything else; the text ends in its traceback.
+        """
+        try:
+            kind, value = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            raise _death(self._process.exitcode) from None
+        self._has_result = kind != "message"
+        if kind == "error":
+            raise value
+        return kind, value
 
 
 def call_in_own_process(
@@ -25,32 +95,18 @@ def call_in_own_process(
         on_message: called with each message, in order.
 
     Raises:
-        LockstepError: the function raised it.
-        DeviceError: the process was killed, as the kernel does when memory runs out.
-        RuntimeError: the function raised anything else; the text ends in its traceback.
+        What `OwnProcess.receive` raises.
     """
-    receiver, sender = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_call, args=(sender, function, arguments), daemon=True)
-    process.start()
-    sender.close()
-    try:
+    with OwnProcess(_send_only, function, *arguments) as process:
         while True:
-            kind, value = receiver.recv()
+            kind, value = process.receive()
             if kind == "result":
                 return value
-            if kind == "error":
-                raise value
             on_message(value)
-    except EOFError:
-        process.join()
-        raise _death(process.exitcode) from None
-    finally:
-        receiver.close()
-        process.join(_GRACE_SEC if sys.exc_info()[0] is None else 0)  # It may tidy up.
-        for stop in (process.terminate, process.kill):
-            if process.is_alive():
-                stop()
-                process.join(_GRACE_SEC)
+
+
+def _send_only(channel: Channel, function: Callable, *arguments):
+    return function(channel.send, *arguments)
 
 
 def _out_of_memory(error: Exception) -> DeviceError:
@@ -73,18 +129,19 @@ def _death(exit_code: int) -> DeviceError:
     )
 
 
-def _call(sender, function, arguments) -> None:
+def _call(connection, function, arguments) -> None:
     """Runs in the new process: sends messages, then the result or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller gets it too, and ends us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    with contextlib.suppress(BrokenPipeError):  # The caller has ended.
+    channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
+    with contextlib.suppress(BrokenPipeError, EOFError):  # The caller has ended.
         try:
-            result = function(lambda message: sender.send(("message", message)), *arguments)
-            sender.send(("result", result))
-        except BrokenPipeError:
+            result = function(channel, *arguments)
+            connection.send(("result", result))
+        except (BrokenPipeError, EOFError):
             raise
         except Exception as error:
-            sender.send(("error", _to_send(error)))
+            connection.send(("error", _to_send(error)))
 
 
 def _to_send(error: Exception) -> Exception:

@@ -40,7 +40,7 @@ def write_record(
             "dataset": first.dataset,
             "dataset_sha256": first.dataset_sha256,
             "num_train_examples": first.num_train_examples,
-            "precision": "float32",
+            "precision": config.precision,
             "tf32": False,
             "versions": first.versions,
             "kinds": KINDS,
@@ -95,7 +95,7 @@ def print_report(
         f"{config.model} on {first.dataset}, recipe {config.recipe}, batch"
         f" {config.global_batch_size}, learning rate {first.learning_rate:g}, seed {config.seed};"
         f" {console.count(config.steps, 'step')} on {console.count(num_replicas, 'replica')};"
-        " float32, TF32 off"
+        f" {config.precision}, TF32 off"
     )
     if config.fault:
         console.warn(injected_fault_caveat(str(config.fault)))

@@ -99,6 +99,9 @@ class Strategy(abc.ABC):
         self.label_smoothing, self.loss_scale = label_smoothing, loss_scale
         self._bucket_bytes, self._exchange_dtype = round(bucket_mb * 2**20), exchange_dtype
         self.witness = Witness()  # To be replaced before the first step, if at all.
+        # To be set to False before the first step, to measure what the exchange costs: each replica
+        # then goes on with its own gradient.
+        self.exchanges = True
         self.all_reduce = self.default_all_reduce() if all_reduce == "auto" else all_reduce
         if self.all_reduce not in self.all_reduce_algorithms:
             raise ValueError(
@@ -150,6 +153,19 @@ class Strategy(abc.ABC):
         """
 
     @abc.abstractmethod
+    def repeat_exchange(
+        self, per_replica_tensors: list[list[tf.Tensor]], num_times: int
+    ) -> list[list[tf.Tensor]]:
+        """Makes `num_times` exchanges in one compiled call, each of what the last one returned.
+
+        Nothing else happens in it, so its time is that of the exchange. The first call for some
+        shapes compiles it.
+
+        Returns:
+            What the last one returned, for a caller to wait for.
+        """
+
+    @abc.abstractmethod
     def replica_variables(self) -> list[list[tf.Variable]]:
         """Returns R lists: what each replica holds, in the order of `variable_names`."""
 
@@ -163,6 +179,11 @@ class Strategy(abc.ABC):
         Without `jit_compile` that is the function itself.
         """
         return tf.function(function, jit_compile=True) if self.jit_compile else function
+
+    @property
+    def num_tracings(self) -> int:
+        """How often the training loop has been traced: more than once means new shapes or types."""
+        return self._train_loop.experimental_get_tracing_count()
 
     def train_steps(self, iterator, num_steps: int) -> StepTotals:
         """Makes `num_steps` optimizer steps in one compiled call and returns their totals.

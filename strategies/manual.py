@@ -108,12 +108,23 @@ class ManualStrategy(Strategy):
         return loss, totals, gradients
 
     def exchange(self, per_replica_tensors):
+        if not self.exchanges:
+            return per_replica_tensors
         return all_reduce(
             per_replica_tensors,
             self.devices,
             algorithm=self.all_reduce,
             packing=self.packing(per_replica_tensors[0]),
         )
+
+    def repeat_exchange(self, per_replica_tensors, num_times):
+        return self._exchange_loop(per_replica_tensors, tf.constant(num_times))
+
+    @tf.function
+    def _exchange_loop(self, per_replica_tensors, num_times):
+        for _ in tf.range(num_times):
+            per_replica_tensors = self.exchange(per_replica_tensors)
+        return per_replica_tensors
 
     def forward(self, iterator):
         global_images, global_labels = next(iterator)

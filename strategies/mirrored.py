@@ -103,19 +103,27 @@ class MirroredStrategy(Strategy):
         return loss, totals, gradients
 
     def exchange(self, per_replica_tensors):
+        return self.repeat_exchange(per_replica_tensors, 1)
+
+    def repeat_exchange(self, per_replica_tensors, num_times):
         values = [
             self._tf_strategy.experimental_distribute_values_from_function(
                 lambda context, copies=copies: copies[context.replica_id_in_sync_group]
             )
             for copies in zip(*per_replica_tensors, strict=True)
         ]
-        exchange = tf.function(
-            lambda: self._tf_strategy.run(self._sum_over_replicas, args=(values,))
-        )
-        return self._per_replica(exchange())
+        return self._per_replica(self._exchange_loop(values, tf.constant(num_times)))
+
+    @tf.function
+    def _exchange_loop(self, values, num_times):
+        for _ in tf.range(num_times):
+            values = self._tf_strategy.run(self._sum_over_replicas, args=(values,))
+        return values
 
     def _sum_over_replicas(self, tensors):
         """Adds tensors over the replicas, in replica context, by TensorFlow's cross-device ops."""
+        if not self.exchanges:
+            return tensors
         packing, context = self.packing(tensors), tf.distribute.get_replica_context()
         buckets = context.all_reduce(tf.distribute.ReduceOp.SUM, packing.pack(tensors))
         return packing.unpack(buckets)

@@ -49,6 +49,9 @@ class SingleStrategy(Strategy):
     def exchange(self, per_replica_tensors):
         return per_replica_tensors
 
+    def repeat_exchange(self, per_replica_tensors, num_times):
+        return per_replica_tensors
+
     def forward(self, iterator):
         images, labels = next(iterator)
         with tf.device(self.devices[0]):

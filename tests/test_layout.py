@@ -42,6 +42,7 @@ ALLOWED = {
         *("app.proof", "app.records", "app.errors", "app.fault"),
         *("strategies.base", "strategies.collectives", "strategies.witness"),
     },
+    "app/speed": {"app"},
     "app/commands": {"app", "models", "strategies"},
 }
 OWN = ("app", "models", "strategies")

@@ -53,9 +53,14 @@ def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> No
     """
     runs = [(load_summary(path), load_history(path)) for path in run_dirs]
     figure = _draw_one(*runs[0]) if len(runs) == 1 else _draw_several(runs)
+    save_figure(figure, out_dir, "accuracy")
+
+
+def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
+    """Saves a figure as PNG and SVG, each whole or not there."""
     for suffix in ("png", "svg"):
         write_atomically(
-            out_dir / f"accuracy.{suffix}",
+            out_dir / f"{name}.{suffix}",
             lambda path, suffix=suffix: figure.savefig(path, format=suffix, dpi=150),
         )
 

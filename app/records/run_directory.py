@@ -17,11 +17,14 @@ CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 # All that a command writes beside its log, and so all that --overwrite throws away.
 _RECORDS = (
     *("checkpoints", "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg"),
-    *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", CONFIG_FILE),
+    *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
+    *("throughput.png", "throughput.svg", "speedup.png", "speedup.svg", "explain.json"),
+    CONFIG_FILE,
 )
 # What a write that was cut off leaves.
 _LEFTOVER = re.compile(
-    r"\.(?:(?:config|summary|compare|verify|history|accuracy)\.(?:jsonl?|png|svg)|traces)"
+    r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy|throughput|speedup)"
+    r"\.(?:jsonl?|png|svg)|traces)"
     r"\.\d+\.tmp"
 )
 _WRITTEN_BY = {"written_by": "lockstep"}

@@ -8,8 +8,7 @@ import textwrap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from app.records.files import write_atomically
-from app.records.plots import DATASET_TITLES
+from app.records.plots import DATASET_TITLES, save_figure
 
 _PANELS = {
     "loss": "loss of each replica",
@@ -34,11 +33,7 @@ def plot_verification(path: pathlib.Path) -> None:
     """Draws `verify.png` and `verify.svg` into the directory that holds `verify.json`."""
     record = json.loads((path / "verify.json").read_text(encoding="utf-8"))
     figure = _draw(record)
-    for suffix in ("png", "svg"):
-        write_atomically(
-            path / f"verify.{suffix}",
-            lambda temporary, suffix=suffix: figure.savefig(temporary, format=suffix, dpi=150),
-        )
+    save_figure(figure, path, "verify")
 
 
 def _draw(record: dict) -> Figure:
@@ -140,7 +135,8 @@ def _title(record: dict) -> list[str]:
     return [
         *lines,
         f"{record['model']} on {dataset}, recipe {record['recipe']}, batch"
-        f" {record['global_batch_size']}, {replicas} replica{'s' * (replicas > 1)}, float32",
+        f" {record['global_batch_size']}, {replicas} replica{'s' * (replicas > 1)},"
+        f" {record['precision']}",
         "each step against one device in float64, a line for each tensor and replica; the green"
         " band is what rounding can do; below 1e-4 all is drawn on the lower edge",
     ]

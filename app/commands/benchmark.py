@@ -1,0 +1,58 @@
+"""`benchmark`: strategies, device counts, batches and precisions, timed in turn."""
+
+import dataclasses
+import pathlib
+
+from app import console
+from app.commands.train import default_out, open_log
+from app.config import Config
+from app.records.run_directory import RunDirectory, open_run_directory
+from app.speed.benchmark import (
+    BENCHMARK_FILE,
+    create_points,
+    print_benchmark,
+    write_benchmark,
+)
+from app.speed.comparison import all_comparisons
+from app.speed.rounds import measure
+
+
+def run(config: Config) -> int:
+    """Measures every point, prints tables and remarks, and saves them with two figures."""
+    points = create_points(config)
+    path = pathlib.Path(config.out or default_out(config)).expanduser()
+    with open_run_directory(path, {"command": "benchmark", **_fields(config)}) as run_directory:
+        open_log(path)
+        if not config.overwrite:
+            run_directory.holds_this_run()
+        return _benchmark(config, points, run_directory)
+
+
+def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> int:
+    console.say(
+        f"{console.count(len(points), 'point')} in {console.count(config.repeats, 'round')}, each"
+        " point in a process of its own"
+    )
+    peaks = [
+        dataclasses.replace(points[0].config, strategy="single", num_devices=None, precision=p)
+        for p in config.precisions
+        if p != "mixed_float16"
+    ]
+    with console.StepProgress(1) as progress:
+        measured = measure(points, repeats=config.repeats, progress=progress, peaks=peaks)
+    sampled, limits = measured.sampled, measured.peaks
+    comparisons = all_comparisons(sampled)
+    run_directory.start(overwrite=config.overwrite)
+    out_dir = run_directory.path
+    write_benchmark(out_dir, sampled, comparisons, limits)
+    print_benchmark(sampled, comparisons, limits)
+    from app.records.benchmark_plot import plot_benchmark
+
+    files = [BENCHMARK_FILE, *plot_benchmark(out_dir / BENCHMARK_FILE, out_dir)]
+    console.say(f"saved in {out_dir}: {', '.join(files)}")
+    return 0
+
+
+def _fields(config: Config) -> dict:
+    names = ("models", "strategies", "counts", "global_batch_sizes", "precisions")
+    return {name: getattr(config, name) for name in (*names, "repeats", "seed")}

@@ -1,0 +1,47 @@
+"""`explain`: a step told with its numbers, where its time goes, what more devices would do."""
+
+import dataclasses
+import pathlib
+
+from app import console
+from app.commands.train import default_out, open_log
+from app.config import Config
+from app.records.run_directory import RunDirectory, open_run_directory
+from app.speed.anatomy import Design, dissect
+from app.speed.explain import EXPLAIN_FILE, print_explanation, write_explanation
+from app.speed.rounds import measure
+from app.speed.story import print_story, tell_step
+
+
+def run(config: Config) -> int:
+    """Tells a step, measures it with one part left out at a time, and prints what follows."""
+    path = pathlib.Path(config.out or default_out(config)).expanduser()
+    fields = {"device_counts": config.counts, "repeats": config.repeats}
+    fields |= {"command": "explain", **config.result_fields()}
+    with open_run_directory(path, fields) as run_directory:
+        open_log(path)
+        if not config.overwrite:
+            run_directory.holds_this_run()
+        return _explain(config, run_directory)
+
+
+def _explain(config: Config, run_directory: RunDirectory) -> int:
+    first = dataclasses.replace(config, command="train", num_devices=config.counts[0], steps=1)
+    with console.StepProgress(1) as progress:
+        progress.start("making one step")
+        story, simulated = tell_step(first, progress.message)
+        design = Design.of(config, simulated=simulated)
+        measured = measure(
+            design.points,
+            repeats=config.repeats,
+            progress=progress,
+            exchanges_of=list(design.full.values()),
+        )
+    anatomy = dissect(design, measured)
+    run_directory.start(overwrite=config.overwrite)
+    out_dir = run_directory.path
+    write_explanation(out_dir, config, story, anatomy, measured.sampled)
+    print_story(config, story)
+    print_explanation(config, anatomy, measured.sampled)
+    console.say(f"saved in {out_dir}: {EXPLAIN_FILE}")
+    return 0

@@ -1,0 +1,1 @@
+"""What a step costs: measured in turn, with intervals, and taken apart."""

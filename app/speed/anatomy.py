@@ -1,0 +1,230 @@
+"""Where a step's time goes, by leaving one part out at a time; what more devices would do."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from app.config import Config
+from app.speed import interval
+from app.speed.exchange_model import ExchangeModel, ExchangeTime, LinearCost
+from app.speed.interval import Interval
+from app.speed.point import Point, Sampled
+from app.speed.rounds import Measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Design:
+    """What has to be measured to take a step apart.
+
+    Attributes:
+        full: number of devices → the whole step; the first one is what is explained, the last one
+            is held out.
+        without_exchange: the step that is explained, each replica going on with its own gradient.
+        without_input: the same, on one batch again and again.
+        alone: number of devices → one replica by itself, with the shard that it has then.
+    """
+
+    full: Mapping[int, Point]
+    without_exchange: Point
+    without_input: Point
+    alone: Mapping[int, Point]
+
+    @property
+    def points(self) -> list[Point]:
+        """Returns all of them, in the order in which they are prepared."""
+        return [
+            *self.full.values(),
+            self.without_exchange,
+            self.without_input,
+            *self.alone.values(),
+        ]
+
+    @classmethod
+    def of(cls, config: Config, *, simulated: bool) -> "Design":
+        """Plans the measurements of one strategy.
+
+        Args:
+            config: of `explain`.
+            simulated: whether devices share a processor. A replica by itself is then given one
+                core, so that what the others leave it can be told from what it needs.
+        """
+        counts = config.counts
+        train = dataclasses.replace(config, command="train")
+        full = {n: Point(dataclasses.replace(train, num_devices=n)) for n in counts}
+        explained = full[counts[0]]
+        alone = dataclasses.replace(
+            train,
+            **{"strategy": "single", "num_devices": None, "all_reduce": "auto"},
+            **{"bucket_mb": 0.0, "exchange_dtype": "float32"},
+        )
+        return cls(
+            full=full,
+            without_exchange=dataclasses.replace(explained, exchanges=False),
+            without_input=dataclasses.replace(explained, reads_input=False),
+            alone={
+                n: Point(
+                    dataclasses.replace(alone, global_batch_size=-(-config.global_batch_size // n)),
+                    cores=1 if simulated else None,
+                )
+                for n in (1, *counts[:-1])
+            },
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of a step's time.
+
+    Attributes:
+        name: what it is.
+        sec: how long.
+        share: of the whole step.
+    """
+
+    name: str
+    sec: Interval
+    share: Interval
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a number of devices takes, measured or not.
+
+    Attributes:
+        num_replicas: how many.
+        predicted_sec: of a step.
+        measured_sec: of a step, None where it was not measured.
+        held_out: whether nothing of it went into the prediction, though it was measured.
+    """
+
+    num_replicas: int
+    predicted_sec: float
+    measured_sec: float | None
+    held_out: bool
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction."""
+        return self.measured_sec and self.predicted_sec / self.measured_sec - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Anatomy:
+    """A step taken apart.
+
+    Attributes:
+        parts: of the step that is explained; they add up to it.
+        step_sec: the whole of it.
+        exchange_times: of the all-reduce alone, of several sizes and numbers of replicas.
+        gradient_exchange: number of replicas → the all-reduce of this model's gradients.
+        exchange: what was fitted to those but for the largest number of replicas.
+        compute: what was fitted to one replica by itself.
+        overhead: what a step takes over its parts, relative; the mean over those in the fit.
+        predictions: for each number of devices that was measured, and for some more.
+        break_even_batch: the global batch from which two devices are faster than one, None where
+            no batch is.
+        speed_up: of the devices explained against one, the same global batch; for simulated
+            devices one is one core.
+    """
+
+    parts: list[Part]
+    step_sec: Interval
+    exchange_times: list[ExchangeTime]
+    gradient_exchange: dict[int, ExchangeTime]
+    exchange: ExchangeModel
+    compute: LinearCost
+    overhead: float
+    predictions: list[Prediction]
+    break_even_batch: float | None
+    speed_up: Interval
+
+
+def dissect(design: Design, measured: Measured) -> Anatomy:
+    """Takes a step apart.
+
+    Args:
+        design: what was measured.
+        measured: its points, in their order, with times of the all-reduces of all numbers of
+            replicas; the last one of each number is of the model's own gradients.
+    """
+    sampled = iter(measured.sampled)
+    full = {n: next(sampled) for n in design.full}
+    without_exchange, without_input = next(sampled), next(sampled)
+    alone = {n: next(sampled) for n in design.alone}
+    exchange_times = measured.exchange_times
+    explained, *_, held_out = full
+    whole = full[explained]
+    waits = _share_of_cores(whole)
+    compute_secs = [sec * waits for sec in alone[explained].step_secs]
+    secs = {
+        "compute": (lambda full, no_sum, no_input, alone: alone),
+        "all-reduce": (lambda full, no_sum, no_input, alone: full - no_sum),
+        "input": (lambda full, no_sum, no_input, alone: full - no_input),
+        "everything else": (lambda full, no_sum, no_input, alone: no_sum + no_input - full - alone),
+    }
+    samples = whole.step_secs, without_exchange.step_secs, without_input.step_secs, compute_secs
+    parts = [
+        Part(
+            name,
+            interval.combine(sec, *samples),
+            interval.combine(lambda full, *rest, sec=sec: sec(full, *rest) / full, *samples),
+        )
+        for name, sec in secs.items()
+    ]
+    batch = whole.facts.global_batch_size
+    compute = LinearCost.fit(
+        [s.facts.global_batch_size for s in alone.values()],
+        [float(np.median(s.step_secs)) for s in alone.values()],
+    )
+    in_fit = [n for n in full if n != held_out]
+    model = ExchangeModel.fit(
+        whole.facts.all_reduce, [t for t in exchange_times if t.num_replicas in in_fit]
+    )
+    size = whole.facts.gradient_bytes
+
+    def parts_sec(n: int) -> float:
+        return compute.sec(batch / n) * _share_of_cores(whole, n) + model.sec(n, size)
+
+    measured = {n: float(np.median(s.step_secs)) for n, s in full.items()}
+    overhead = float(np.mean([measured[n] / parts_sec(n) - 1 for n in in_fit]))
+    further = [n for n in (2 * held_out, 4 * held_out) if n <= batch]
+    return Anatomy(
+        parts=parts,
+        step_sec=interval.median(whole.step_secs),
+        exchange_times=list(exchange_times),
+        gradient_exchange={t.num_replicas: t for t in exchange_times},
+        exchange=model,
+        compute=compute,
+        overhead=overhead,
+        predictions=[
+            Prediction(n, (1 + overhead) * parts_sec(n), measured.get(n), n == held_out)
+            for n in (*full, *further)
+        ],
+        break_even_batch=_break_even_batch(compute, model, size),
+        speed_up=interval.ratio(alone[1].step_secs, whole.step_secs),
+    )
+
+
+def _share_of_cores(sampled: Sampled, num_replicas: int | None = None) -> float:
+    """Returns how much longer a replica takes than by itself, there being so many of them.
+
+    Real devices do not share anything. Logical ones share the cores: a replica by itself was given
+    one.
+    """
+    if not sampled.facts.simulated_devices:
+        return 1.0
+    return (num_replicas or sampled.facts.num_replicas) / sampled.facts.cores
+
+
+def _break_even_batch(
+    compute: LinearCost, exchange: ExchangeModel, size_bytes: float
+) -> float | None:
+    """Returns the global batch from which two devices, each as fast as one alone, are faster.
+
+    Half of the batch's examples have to take longer than the exchange: fixed + each · B on one
+    device, fixed + each · B / 2 + exchange on two.
+    """
+    if compute.example_sec == 0:
+        return None
+    return max(2.0, 2 * exchange.sec(2, size_bytes) / compute.example_sec)

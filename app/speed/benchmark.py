@@ -1,0 +1,186 @@
+"""The points of a benchmark, and what is reported of them."""
+
+import dataclasses
+import itertools
+import pathlib
+import platform
+import time
+from collections.abc import Mapping, Sequence
+
+from app import console
+from app.config import Config
+from app.records.files import write_json
+from app.speed import interval
+from app.speed.comparison import Comparison
+from app.speed.point import Point, Sampled, split_names
+from app.speed.validity import setup_remarks
+
+BENCHMARK_FILE = "benchmark.json"
+
+
+def create_points(config: Config) -> list[Point]:
+    """Returns a point for each combination; `single` has but one device.
+
+    Raises:
+        ConfigError: one of them cannot be trained.
+    """
+    points = []
+    for model, precision, size, strategy, count in itertools.product(
+        config.models,
+        config.precisions,
+        config.global_batch_sizes,
+        config.strategies,
+        config.counts,
+    ):
+        single = strategy == "single"
+        if single and count != config.counts[0]:
+            continue
+        defaults = {"all_reduce": "auto", "bucket_mb": 0.0, "exchange_dtype": "float32"}
+        points.append(
+            Point(
+                dataclasses.replace(
+                    config,
+                    command="train",
+                    model=model,
+                    precision=precision,
+                    global_batch_size=size,
+                    strategy=strategy,
+                    num_devices=None if single else count,
+                    **(defaults if single or count == 1 else {}),
+                )
+            )
+        )
+    return points
+
+
+def write_benchmark(
+    out_dir: pathlib.Path,
+    sampled: Sequence[Sampled],
+    comparisons: Sequence[Comparison],
+    peaks: Mapping[str, Sequence[float]],
+) -> None:
+    """Writes `benchmark.json`: every block of every point, and what follows from them."""
+    common, short = split_names([s.point.name for s in sampled])
+    write_json(
+        out_dir / BENCHMARK_FILE,
+        {
+            "command": "benchmark",
+            "common": common,
+            "written_by": "lockstep",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": {"processor": processor_name(), "system": platform.platform()},
+            "remarks": setup_remarks(sampled),
+            "matrix_product_flops_per_sec": {p: list(rates) for p, rates in peaks.items()},
+            "points": [
+                {"short_name": short[s.point.name], **_point_record(s, peaks)} for s in sampled
+            ],
+            "comparisons": [{**dataclasses.asdict(c), "verdict": c.verdict} for c in comparisons],
+        },
+    )
+
+
+def _point_record(s: Sampled, peaks: Mapping[str, Sequence[float]]) -> dict:
+    config = s.point.config
+    share = share_of_peak(s, peaks)
+    return {
+        "name": s.point.name,
+        "strategy": config.strategy,
+        "model": config.model,
+        "precision": config.precision,
+        "num_replicas": s.facts.num_replicas,
+        **dataclasses.asdict(s.facts),
+        "images_per_sec": dataclasses.asdict(interval.median(s.rates)),
+        "step_sec": dataclasses.asdict(interval.median(s.step_secs)),
+        "share_of_matrix_product_peak": share and dataclasses.asdict(share),
+        "peak_memory_bytes": s.peak_memory_bytes,
+        "blocks": [dataclasses.asdict(block) for block in s.blocks],
+    }
+
+
+def share_of_peak(s: Sampled, peaks: Mapping[str, Sequence[float]]) -> interval.Interval | None:
+    """Returns achieved floating-point operations a second over those of a matrix product.
+
+    The limit is that of one device with all cores: where devices are real and several, each has a
+    limit of its own, and the share is one of all of them.
+    """
+    if s.point.config.precision not in peaks:
+        return None
+    num_limits = 1 if "CPU" in s.facts.devices[0] else s.facts.num_replicas
+    achieved = [rate * s.facts.flops_per_example / num_limits for rate in s.rates]
+    return interval.ratio(achieved, peaks[s.point.config.precision])
+
+
+def print_benchmark(
+    sampled: Sequence[Sampled],
+    comparisons: Sequence[Comparison],
+    peaks: Mapping[str, Sequence[float]],
+) -> None:
+    """Prints the points, then what their comparison says, then what a reader has to know."""
+    common, short = split_names([s.point.name for s in sampled])
+    console.say()
+    console.print_table(
+        f"{common} on {sampled[0].facts.dataset}: medians of"
+        f" {console.count(len(sampled[0].blocks), 'round')} with 95 % intervals, warm-up apart",
+        ["", "images/s", "interval", "ms a step", "of peak", "peak memory", "until compiled"],
+        [_row(short[s.point.name], s, peaks) for s in sampled],
+    )
+    for precision, rates in peaks.items():
+        limit = interval.median(rates)
+        console.say(f"peak: matrix products in {precision} at {limit.value / 1e9:,.0f} GFLOP/s")
+    for axis, group in itertools.groupby(comparisons, key=lambda c: c.axis):
+        console.say()
+        console.print_table(
+            AXIS_TITLES[axis],
+            ["", "against", "speed-up", "interval", "ideal", "verdict"],
+            [_comparison_row(short, c) for c in group],
+        )
+    said = dict.fromkeys(
+        f"{c.axis}{' refused' if r.refuses else ''}: {r.text}"
+        for c in comparisons
+        for r in c.remarks
+    )
+    for line in [*setup_remarks(sampled), *said]:
+        console.say(line)
+
+
+AXIS_TITLES = {
+    "strong scaling": "strong scaling: the same global batch, cut into more shards",
+    "weak scaling": "weak scaling: the same batch for each replica",
+    "strategy": "strategies: the same training on as many devices",
+    "precision": "precisions: the same training, computed in other types",
+}
+
+
+def _row(name: str, s: Sampled, peaks) -> list[str]:
+    rate, step = interval.median(s.rates), interval.median(s.step_secs)
+    share = share_of_peak(s, peaks)
+    return [
+        name,
+        f"{rate.value:,.0f}",
+        f"{rate.low:,.0f}–{rate.high:,.0f}",
+        f"{step.value * 1e3:.1f}",
+        f"{share.value:.0%}" if share else "–",
+        f"{s.peak_memory_bytes / 2**20:,.0f} MiB",
+        f"{s.facts.compile_sec:.1f} s",
+    ]
+
+
+def _comparison_row(short: Mapping[str, str], c: Comparison) -> list[str]:
+    return [
+        short[c.point],
+        short[c.base],
+        f"{c.speed_up.value:.3f}" if c.speed_up else "–",
+        f"{c.speed_up.low:.3f}–{c.speed_up.high:.3f}" if c.speed_up else "–",
+        f"{c.ideal:g}" if c.ideal else "–",
+        c.verdict,
+    ]
+
+
+def processor_name() -> str:
+    """Returns what the processor calls itself."""
+    cpu_info = pathlib.Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,63 @@
+"""Medians and ratios with intervals, by the bootstrap: no assumption about how noise is spread."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+_CONFIDENCE = 0.95
+_RESAMPLES = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """An estimate and where it lies with 95 % confidence.
+
+    Attributes:
+        value: a median, or a function of several.
+        low: lower end.
+        high: upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} ({self.low:.3g}–{self.high:.3g})"
+
+    def contains(self, value: float) -> bool:
+        """Whether `value` cannot be told from what was measured."""
+        return self.low <= value <= self.high
+
+
+def median(values: Sequence[float]) -> Interval:
+    """Returns the median of `values`, one from each round."""
+    return combine(lambda middle: middle, values)
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """Returns the ratio of two medians; see `combine`."""
+    return combine(lambda above, below: above / below, numerators, denominators)
+
+
+def combine(function: Callable, *samples: Sequence[float]) -> Interval:
+    """Returns a function of the medians of some samples.
+
+    All were measured in the same rounds, so rounds are drawn, each with what everything took in it:
+    a round in which the machine was busy with something else slows all.
+
+    Args:
+        function: takes a number for each sample, or an array of many, element by element.
+        *samples: of each, one value for every round.
+
+    Raises:
+        ValueError: different numbers of rounds.
+    """
+    rounds = len(samples[0])
+    if any(len(values) != rounds for values in samples):
+        raise ValueError(f"rounds: {[len(values) for values in samples]}")
+    drawn = np.random.default_rng(0).integers(rounds, size=(_RESAMPLES, rounds))
+    resampled = function(*(np.median(np.asarray(values)[drawn], axis=1) for values in samples))
+    low, high = np.quantile(resampled, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
+    return Interval(float(function(*map(np.median, samples))), float(low), float(high))

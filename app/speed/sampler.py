@@ -1,0 +1,160 @@
+"""The process of one point: builds a training, warms it up, and times blocks of steps on demand."""
+
+import os
+import resource
+import statistics
+import time
+
+from app import console, devices
+from app.config import check_shards
+from app.processes import Channel
+from app.speed.exchange_model import ExchangeTime
+from app.speed.point import Block, Facts, Point
+
+_WARM_UP_STEPS = 3
+_SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
+_LARGEST_EXCHANGE_BYTES = 64 << 20
+_EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.05, 7
+# Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: the process ends before.
+_KEPT = []
+_BLOCK_SEC = 1.0  # A block is long enough that a scheduler's time slices average out in it.
+
+
+def sample(channel: Channel, point: Point) -> int:
+    """Times blocks until it is told to stop.
+
+    Sends `Facts` and how many steps a block should have; then, for each number of steps that it
+    receives, a `Block`; for "exchange", a list of `ExchangeTime`; for None it ends.
+
+    Returns:
+        Peak memory in bytes.
+    """
+    start = time.monotonic()
+    if point.cores and hasattr(os, "sched_setaffinity"):  # Before TensorFlow counts them.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: point.cores])
+    console.forward_warnings(lambda text: channel.send(("warning", text)))
+    prepared = devices.set_up(point.config)
+
+    from app.job import Job, load_data
+    from app.proof.probe import probe_exchange
+
+    dataset = load_data(point.config)
+    check_shards(point.config, len(prepared.names), len(dataset.train_images))
+    job = Job(point.config, dataset)
+    strategy = job.build_strategy(prepared)
+    probe_exchange(strategy)
+    strategy.exchanges = point.exchanges
+    batches = job.batches() if point.reads_input else repeat_one_batch(job)
+    iterator = strategy.distribute(batches)
+    strategy.train_steps(iterator, 0)
+    compile_sec = time.monotonic() - start
+    channel.send(("facts", _facts(job, strategy, prepared, compile_sec)))
+
+    step_sec = _warm_up(strategy, iterator)
+    channel.send(("ready", max(1, round(_BLOCK_SEC / step_sec))))
+    while request := channel.receive():
+        if request == "exchange":
+            channel.send(("exchange", time_exchange(strategy)))
+        else:
+            channel.send(("block", _time_block(strategy, iterator, request)))
+    _KEPT.append(iterator)
+    return _peak_memory_bytes(prepared)
+
+
+def repeat_one_batch(job):
+    """Returns a set in which the first batch of a job comes again and again, at no cost."""
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    (batch,) = job.batches().take(1)
+    return tf.data.Dataset.from_tensors(batch).repeat().with_options(options)
+
+
+def _warm_up(strategy, iterator) -> float:
+    """Makes the first steps, which cost more than others; returns the seconds of a later one."""
+    strategy.train_steps(iterator, _WARM_UP_STEPS)
+    return _time_block(strategy, iterator, _WARM_UP_STEPS).step_sec
+
+
+def _time_block(strategy, iterator, num_steps: int) -> Block:
+    tracings = strategy.num_tracings
+    start = time.perf_counter()
+    strategy.train_steps(iterator, num_steps)  # Returns numbers: it waits for the last step.
+    sec = time.perf_counter() - start
+    return Block(num_steps, sec, strategy.num_tracings - tracings)
+
+
+def time_exchange(strategy) -> list[ExchangeTime]:
+    """Times all-reduces of the model's gradients alone, scaled to several sizes.
+
+    The last one has their own size. There are as many tensors in each, packed in the same way.
+    """
+    weights = [w.value for w in strategy.model.trainable_variables]
+    total_bytes = sum(w.shape.num_elements() * w.dtype.size for w in weights)
+    scales = [s for s in _SCALES if s * total_bytes <= _LARGEST_EXCHANGE_BYTES]
+    return [_time_exchange_of(strategy, weights, scale) for scale in (*scales, 1.0)]
+
+
+def _time_exchange_of(strategy, weights, scale: float) -> ExchangeTime:
+    import tensorflow as tf
+
+    tensors = []
+    for device in strategy.devices:
+        with tf.device(device):
+            shapes = [w.shape if scale == 1 else _scaled(w, scale) for w in weights]
+            tensors.append(
+                [tf.zeros(shape, w.dtype) for shape, w in zip(shapes, weights, strict=True)]
+            )
+    size_bytes = sum(t.shape.num_elements() * t.dtype.size for t in tensors[0])
+    num_times, secs = 1, []
+    strategy.repeat_exchange(tensors, num_times)
+    while len(secs) < _EXCHANGE_REPEATS:
+        start = time.perf_counter()
+        for tensor in strategy.repeat_exchange(tensors, num_times)[-1]:
+            tensor.numpy()
+        sec = time.perf_counter() - start
+        if sec < _EXCHANGE_SEC and not secs:
+            num_times *= 2
+        else:
+            secs.append(sec / num_times)
+    return ExchangeTime(strategy.num_replicas, size_bytes, statistics.median(secs))
+
+
+def _scaled(weight, scale: float) -> list[int]:
+    return [max(1, round(weight.shape.num_elements() * scale))]
+
+
+def _facts(job, strategy, prepared, compile_sec: float) -> Facts:
+    import tensorflow as tf
+
+    from app.speed.flops import product_layers, training_flops_per_example
+    from app.training import versions
+
+    weights = strategy.model.trainable_variables
+    return Facts(
+        devices=strategy.devices,
+        simulated_devices=prepared.simulated,
+        cores=devices.num_cores(),
+        intra_op_threads=prepared.intra_op_threads,
+        dataset=job.dataset.name,
+        global_batch_size=job.config.global_batch_size,
+        compute_dtype=next(product_layers(strategy.model)).compute_dtype,
+        jit_compile=strategy.jit_compile,
+        all_reduce=strategy.all_reduce,
+        tensor_float_32="GPU" in strategy.devices[0]
+        and tf.config.experimental.tensor_float_32_execution_enabled(),
+        gradient_bytes=sum(w.value.shape.num_elements() * w.value.dtype.size for w in weights),
+        flops_per_example=training_flops_per_example(strategy.model),
+        compile_sec=compile_sec,
+        versions=versions(),
+    )
+
+
+def _peak_memory_bytes(prepared) -> int:
+    import tensorflow as tf
+
+    if "GPU" in prepared.names[0]:
+        names = [name.removeprefix("/device:") for name in prepared.names]
+        return sum(tf.config.experimental.get_memory_info(name)["peak"] for name in names)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB.

@@ -1,0 +1,68 @@
+"""Lockstep itself, as a peer among the others: the same requests, answered by its own training."""
+
+import argparse
+import pathlib
+import resource
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from protocol import serve
+
+from app import devices
+from app.config import Config
+
+
+def main() -> None:
+    """Builds a training from the flags, warms it up, and serves requests."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="lenet")
+    parser.add_argument("--strategy", default="manual")
+    parser.add_argument("--global_batch_size", type=int, default=256)
+    parser.add_argument("--num_devices", type=int, default=2)
+    parser.add_argument("--precision", default="float32")
+    parser.add_argument("--recipe", default="d2l")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--data_dir", required=True)
+    options = vars(parser.parse_args())
+    if options["strategy"] == "single":
+        del options["num_devices"]
+    config = Config(dataset="fashion_mnist", device="cpu", **options)
+    prepared = devices.set_up(config)
+
+    from app.job import Job, load_data
+    from app.training import evaluate, versions
+
+    dataset = load_data(config)
+    job = Job(config, dataset)
+    strategy = job.build_strategy(prepared)
+    state = strategy.state()
+    strategy.train_steps(strategy.distribute(job.batches()), 5)
+    evaluate(strategy, dataset)
+    strategy.load_state(state)  # As if nothing had happened.
+    iterator = strategy.distribute(job.batches())
+
+    def steps(num_steps: int) -> dict:
+        start = time.perf_counter()
+        totals = strategy.train_steps(iterator, num_steps)
+        sec = time.perf_counter() - start
+        return {"sec": sec, "images": totals.examples, "loss": totals.loss}
+
+    def test() -> dict:
+        start = time.perf_counter()
+        accuracy = evaluate(strategy, dataset).accuracy
+        return {"accuracy": accuracy, "sec": time.perf_counter() - start}
+
+    def memory() -> dict:
+        held = pathlib.Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return {"resident_bytes": int(held) * resource.getpagesize()}
+
+    serve(
+        {"versions": versions(), "num_parameters": strategy.model.count_params()},
+        {"steps": steps, "evaluate": test, "memory": memory},
+    )
+
+
+if __name__ == "__main__":
+    main()

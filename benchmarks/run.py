@@ -1,0 +1,285 @@
+"""Compares Lockstep with its peers in one interleaved run, and writes down what was seen.
+
+    make bench                                        everything, about half an hour
+    .venv/bin/python benchmarks/run.py --only=lenet   one part of it
+
+A round times one block of each program, one after another, the others asleep: whatever else the
+machine does hits all of them. Ratios are of medians over the rounds, with 95 % intervals by the
+bootstrap over rounds.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import platform
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from programs import Program, Running
+
+from app.speed import interval
+from app.speed.benchmark import processor_name
+
+LENET = ("--model=lenet", "--global_batch_size=256")
+RESNET = ("--model=resnet18", "--global_batch_size=64")
+LENET_STEPS = 235  # An epoch of 60,000 in batches of 256, the last one short.
+RESNET_STEPS = 6
+TARGET_ACCURACY = 0.84
+LONG_STEPS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """A line of the table: the time of one program over that of another."""
+
+    text: str
+    program: str
+    base: str
+
+
+def lockstep(name: str, *flags: str) -> Program:
+    """Returns Lockstep with these flags."""
+    return Program(name, "lockstep.py", flags)
+
+
+def lenet_part(peers_python: str) -> tuple[list[Program], list[Ratio]]:
+    """Returns what is compared on LeNet, an epoch a block."""
+    ours = [("single", 1), ("manual", 2), ("mirrored", 2), ("manual", 4), ("mirrored", 4)]
+    programs = [
+        lockstep(f"{s} × {n}", *LENET, f"--strategy={s}", f"--num_devices={n}") for s, n in ours
+    ]
+    programs += [
+        lockstep("manual × 2, bfloat16", *LENET, "--precision=mixed_bfloat16"),
+        Program("book's eager loop × 2", "book_loop.py", (*LENET, "--num_devices=2")),
+        Program("Keras fit × 2", "keras_fit.py", (*LENET, "--num_devices=2")),
+        Program("PyTorch DDP × 2", "torch_ddp.py", (*LENET, "--num_devices=2"), peers_python),
+        Program("JAX × 2", "jax_devices.py", (*LENET, "--num_devices=2"), peers_python),
+        Program("peak, float32", "peak.py", ("--precision=float32",)),
+    ]
+    ratios = [
+        Ratio("exchange costs nothing", name, "single × 1")
+        for name in ("manual × 2", "mirrored × 2", "manual × 4", "mirrored × 4")
+    ]
+    ratios += [
+        Ratio("against the book's eager loop", "manual × 2", "book's eager loop × 2"),
+        Ratio("against Keras fit under MirroredStrategy", "manual × 2", "Keras fit × 2"),
+        Ratio("against PyTorch DDP, 2 processes", "manual × 2", "PyTorch DDP × 2"),
+        Ratio("against JAX on 2 host devices", "manual × 2", "JAX × 2"),
+        Ratio("bfloat16 against float32", "manual × 2, bfloat16", "manual × 2"),
+    ]
+    return programs, ratios
+
+
+def resnet_part(peers_python: str) -> tuple[list[Program], list[Ratio]]:
+    """Returns what is compared on ResNet-18, a few steps a block."""
+    programs = [
+        lockstep("manual × 2", *RESNET),
+        lockstep("manual × 2, bfloat16", *RESNET, "--precision=mixed_bfloat16"),
+        lockstep("mirrored × 2", *RESNET, "--strategy=mirrored"),
+        Program("PyTorch DDP × 2", "torch_ddp.py", (*RESNET, "--num_devices=2"), peers_python),
+        Program("Keras fit × 2", "keras_fit.py", (*RESNET, "--num_devices=2")),
+        Program("peak, float32", "peak.py", ("--precision=float32",)),
+        Program("peak, bfloat16", "peak.py", ("--precision=bfloat16",)),
+    ]
+    ratios = [
+        Ratio("against PyTorch DDP, 2 processes", "manual × 2", "PyTorch DDP × 2"),
+        Ratio("against Keras fit under MirroredStrategy", "manual × 2", "Keras fit × 2"),
+        Ratio("bfloat16 against float32", "manual × 2, bfloat16", "manual × 2"),
+    ]
+    return programs, ratios
+
+
+def measure(programs: list[Program], *, rounds: int, num_steps: int, data_dir: str) -> dict:
+    """Times a block of every program in each round.
+
+    Returns:
+        name → what the program said of itself, and under "secs" what each block took per image;
+        for a peak the seconds per floating-point operation.
+    """
+    with contextlib.ExitStack() as stack:
+        running = []
+        for program in programs:
+            print(f"preparing {program.name}", flush=True)
+            one = stack.enter_context(Running(program, data_dir))
+            running.append((one, one.wait_until_ready()))
+        results = {one.program.name: {**about, "secs": [], "images": []} for one, about in running}
+        for number in range(rounds):
+            for one, _ in running if number % 2 == 0 else reversed(running):
+                answer = one.ask(do="steps", num_steps=num_steps)
+                result = results[one.program.name]
+                result["secs"].append(answer["sec"] / answer["images"])
+                result["images"].append(answer["images"])
+                print(f"round {number + 1}  {one.program.name}: {answer['sec']:.2f} s", flush=True)
+    return results
+
+
+def time_to_accuracy(peers_python: str, *, rounds: int, data_dir: str) -> dict:
+    """Trains until the test accuracy is reached, testing after every epoch, in turn.
+
+    Returns:
+        name → for each round, seconds of training and testing, and epochs.
+    """
+    programs = [
+        lockstep("fast, manual × 2, bfloat16", *LENET, "--recipe=fast", "--epochs=1",
+                 "--precision=mixed_bfloat16"),
+        lockstep("fast, manual × 2", *LENET, "--recipe=fast", "--epochs=1"),
+        Program("the book's recipe in its loop × 2", "book_loop.py", (*LENET, "--num_devices=2")),
+    ]  # fmt: skip
+    results = {program.name: [] for program in programs}
+    for number in range(rounds):
+        for program in programs:
+            if number and program.file == "book_loop.py":
+                continue  # Minutes long, so once: the ratio is far from any bound.
+            with Running(program, data_dir) as one:
+                one.wait_until_ready()
+                sec, epochs, accuracy = 0.0, 0, 0.0
+                while accuracy < TARGET_ACCURACY and epochs < 30:
+                    sec += one.ask(do="steps", num_steps=LENET_STEPS)["sec"]
+                    answer = one.ask(do="evaluate")
+                    sec, accuracy, epochs = sec + answer["sec"], answer["accuracy"], epochs + 1
+                    print(
+                        f"{program.name}: epoch {epochs}, {accuracy:.4f}, {sec:.1f} s", flush=True
+                    )
+            results[program.name].append({"sec": sec, "epochs": epochs, "accuracy": accuracy})
+    return results
+
+
+def memory_growth(data_dir: str) -> dict:
+    """Makes many steps and returns resident memory before and after them, in bytes."""
+    program = lockstep("manual × 2", *LENET, "--precision=mixed_bfloat16")
+    with Running(program, data_dir) as one:
+        one.wait_until_ready()
+        one.ask(do="steps", num_steps=500)  # Buffers have reached their size.
+        before = one.ask(do="memory")["resident_bytes"]
+        for _ in range(20):
+            one.ask(do="steps", num_steps=LONG_STEPS // 20)
+        return {"before_bytes": before, "after_bytes": one.ask(do="memory")["resident_bytes"]}
+
+
+def render(results: dict) -> str:
+    """Returns the results as Markdown tables."""
+    lines = [
+        f"{results['date']}, {results['processor']}, {results['cores']} cores, no GPU;"
+        f" {results['versions']}.",
+        "",
+    ]
+    for part, title in (
+        ("lenet", f"LeNet, batch 256: blocks of an epoch ({LENET_STEPS} steps)"),
+        ("resnet18", f"ResNet-18, batch 64: blocks of {RESNET_STEPS} steps"),
+    ):
+        if part in results:
+            lines += [f"## {title}", "", *_render_part(results[part]), ""]
+    if "accuracy" in results:
+        lines += [f"## Time to a test accuracy of {TARGET_ACCURACY}, LeNet", ""]
+        lines += ["| | seconds | epochs | reached |", "| --- | --- | --- | --- |"]
+        for name, runs in results["accuracy"].items():
+            secs = ", ".join(f"{run['sec']:.1f}" for run in runs)
+            last = runs[-1]
+            lines.append(f"| {name} | {secs} | {last['epochs']} | {last['accuracy']:.4f} |")
+        lines.append("")
+    if "memory" in results:
+        grown = results["memory"]["after_bytes"] - results["memory"]["before_bytes"]
+        lines += [
+            "## Memory", "",
+            f"{LONG_STEPS:,} steps of LeNet, manual × 2: resident memory grew by"
+            f" {grown / 2**20:.1f} MiB, from {results['memory']['before_bytes'] / 2**20:,.0f} MiB.",
+            "",
+        ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _render_part(part: dict) -> list[str]:
+    lines = ["| program | images/s | 95 % interval | of the peak |", "| --- | --- | --- | --- |"]
+    programs = part["programs"]
+    for name, result in programs.items():
+        if name.startswith("peak"):
+            continue
+        rate = interval.combine(lambda sec: 1 / sec, result["secs"])
+        peak = "peak, bfloat16" if "bfloat16" in name else "peak, float32"
+        share = "–"
+        if peak in programs and "flops_per_example" in result:
+            share = interval.combine(
+                lambda ours, limit, flops=result["flops_per_example"]: flops * limit / ours,
+                result["secs"],
+                programs[peak]["secs"],
+            )
+            share = f"{share.value:.2f} ({share.low:.2f}–{share.high:.2f})"
+        lines.append(f"| {name} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} | {share} |")
+    lines += [
+        "",
+        "| time of an image | over | ratio | 95 % interval |",
+        "| --- | --- | --- | --- |",
+    ]
+    for ratio in part["ratios"]:
+        a, b = (programs[ratio[key]]["secs"] for key in ("program", "base"))
+        found = interval.ratio(a, b)
+        lines.append(
+            f"| {ratio['program']} | {ratio['base']} | {found.value:.3f} |"
+            f" {found.low:.3f}–{found.high:.3f} |"
+        )
+    for name, result in programs.items():
+        if name.startswith("peak"):
+            rate = 1 / interval.median(result["secs"]).value / 1e9
+            lines += ["", f"{name.capitalize()}: matrix products at {rate:,.0f} GFLOP/s."]
+    return lines
+
+
+def main() -> None:
+    """Runs the parts that are asked for, prints the tables and saves them with all figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=["lenet", "resnet18", "accuracy", "memory"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--data_dir", default=os.environ.get("FASHION_MNIST_DIR"))
+    parser.add_argument("--out", default="runs/bench")
+    parser.add_argument("--peers_python", default=str(ROOT / ".venv-bench/bin/python"))
+    options = parser.parse_args()
+    if not options.data_dir:
+        sys.exit(
+            "error: --data_dir is missing and $FASHION_MNIST_DIR is not set — the folder with the"
+            " four files of Fashion-MNIST is required; name it"
+        )
+    out = pathlib.Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "bench.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if options.only and path.exists() else {}
+    results["processor"], results["cores"] = processor_name(), os.cpu_count()
+    results["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    parts = {"lenet": (lenet_part, LENET_STEPS), "resnet18": (resnet_part, RESNET_STEPS)}
+    for name, (part, num_steps) in parts.items():
+        if options.only in (None, name):
+            programs, ratios = part(options.peers_python)
+            measured = measure(
+                programs, rounds=options.rounds, num_steps=num_steps, data_dir=options.data_dir
+            )
+            results[name] = {
+                "programs": measured,
+                "ratios": [dataclasses.asdict(ratio) for ratio in ratios],
+            }
+            results["versions"] = _versions(measured)
+    if options.only in (None, "accuracy"):
+        results["accuracy"] = time_to_accuracy(
+            options.peers_python, rounds=3, data_dir=options.data_dir
+        )
+    if options.only in (None, "memory"):
+        results["memory"] = memory_growth(options.data_dir)
+    path.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    table = render(results)
+    (out / "bench.md").write_text(table, encoding="utf-8")
+    print(table)
+
+
+def _versions(measured: dict) -> str:
+    versions = {"python": platform.python_version()}
+    for result in measured.values():
+        versions |= result.get("versions", {})
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+if __name__ == "__main__":
+    main()

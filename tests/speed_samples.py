@@ -1,0 +1,56 @@
+"""Measurements made up for tests: nothing here starts a process."""
+
+import dataclasses
+
+from app.config import Config
+from app.speed.point import Block, Facts, Point, Sampled
+
+FACTS = Facts(
+    devices=["/device:CPU:0"],
+    simulated_devices=False,
+    cores=2,
+    intra_op_threads=1,
+    dataset="fashion_mnist",
+    global_batch_size=256,
+    compute_dtype="float32",
+    jit_compile=False,
+    all_reduce="sum_on_one",
+    tensor_float_32=False,
+    gradient_bytes=1000,
+    flops_per_example=1e6,
+    compile_sec=1.0,
+    versions={"tensorflow": "2"},
+)
+
+
+def sampled(
+    strategy="manual",
+    num_replicas=1,
+    step_secs=(1.0, 1.0, 1.0),
+    *,
+    simulated=False,
+    tracings=0,
+    precision="float32",
+    model="lenet",
+    global_batch_size=256,
+    **facts,
+):
+    """Returns a point with these measurements; real devices unless said otherwise."""
+    config = Config(
+        strategy=strategy,
+        model=model,
+        precision=precision,
+        global_batch_size=global_batch_size,
+        num_devices=None if strategy == "single" else num_replicas,
+    )
+    kind = "CPU" if simulated else "GPU"
+    found = dataclasses.replace(
+        FACTS,
+        devices=[f"/device:{kind}:{i}" for i in range(num_replicas)],
+        simulated_devices=simulated,
+        global_batch_size=global_batch_size,
+        compute_dtype=precision.removeprefix("mixed_"),
+        **facts,
+    )
+    blocks = [Block(10, 10 * sec, tracings) for sec in step_secs]
+    return Sampled(Point(config), found, blocks, peak_memory_bytes=1 << 20)

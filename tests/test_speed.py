@@ -1,0 +1,121 @@
+"""`benchmark` and `explain` from the command line, and what they draw."""
+
+import json
+
+import pytest
+
+from app.config import Config
+from app.errors import ConfigError
+from app.records.benchmark_plot import plot_benchmark
+from app.speed.benchmark import create_points, write_benchmark
+from app.speed.comparison import all_comparisons
+from app.speed.flops import training_flops_per_example
+from app.speed.point import split_names
+from conftest import run_main, run_ok
+from models import MODELS
+from speed_samples import sampled
+
+# Of the layers' shapes: conv1 26·26·9·20, conv2 9·9·25·20·50, then 800·128 and 128·10; twice each
+# for a multiplication and an addition, three passes, and no gradient of the images.
+LENET_FLOPS = 2 * (2 * 121_680 + 3 * (2_025_000 + 102_400 + 1_280))
+
+
+def test_flops_of_lenet():
+    assert training_flops_per_example(MODELS["lenet"]()) == LENET_FLOPS
+
+
+def test_points_are_all_combinations_and_single_has_one_device():
+    config = Config(
+        command="benchmark",
+        device_counts=(1, 2),
+        global_batch_sizes=(64, 128),
+        strategies=("single", "manual"),
+        all_reduce="ring",
+    )
+    points = create_points(config)
+    assert len(points) == 6 and len({p.name for p in points}) == 6
+    assert {p.config.all_reduce for p in points if p.config.num_replicas_asked == 2} == {"ring"}
+    with pytest.raises(ConfigError, match="global_batch_size=1 is smaller"):
+        create_points(Config(command="benchmark", global_batch_sizes=(1,)))
+
+
+def test_names_keep_what_tells_points_apart():
+    common, short = split_names(["a × 1, lenet, batch 8", "a × 2, lenet, batch 8, 1 core"])
+    assert common == "lenet, batch 8"
+    assert list(short.values()) == ["a × 1", "a × 2, 1 core"]
+
+
+def test_figures_are_drawn_from_the_record_alone(tmp_path):
+    points = [
+        sampled("single", 1, (1.0, 1.1, 0.9)),
+        sampled("manual", 2, (0.6, 0.5, 0.7)),
+        sampled("mirrored", 2, (0.6, 0.5, 0.7), precision="mixed_bfloat16"),
+    ]
+    write_benchmark(tmp_path, points, all_comparisons(points), {"float32": [1e9] * 3})
+    record = json.loads((tmp_path / "benchmark.json").read_text())
+    assert record["points"][0]["share_of_matrix_product_peak"]["value"] == pytest.approx(0.256)
+    assert record["points"][2]["share_of_matrix_product_peak"] is None
+    assert record["comparisons"][0]["verdict"] == "faster"
+    files = plot_benchmark(tmp_path / "benchmark.json", tmp_path)
+    assert files == ["throughput.png", "throughput.svg", "speedup.png", "speedup.svg"]
+    text = (tmp_path / "speedup.svg").read_text()
+    assert text.rstrip().endswith("</svg>")
+
+
+def test_a_benchmark_measures_every_point_in_every_round(small_data, tmp_path):
+    out = tmp_path / "bench"
+    result = run_ok(
+        "benchmark", "--strategies=single,manual", "--num_devices=2", "--repeats=2",
+        "--global_batch_sizes=50", f"--out={out}", f"--data_dir={small_data}",
+        "--allow_unverified_data",
+    )  # fmt: skip
+    record = json.loads((out / "benchmark.json").read_text())
+    assert [p["strategy"] for p in record["points"]] == ["single", "manual"]
+    for point in record["points"]:
+        assert len(point["blocks"]) == 2
+        assert all(block["sec"] > 0 and block["tracings"] == 0 for block in point["blocks"])
+        assert 0 < point["share_of_matrix_product_peak"]["value"] < 1.5
+        assert point["peak_memory_bytes"] > 1 << 27
+    assert [c["axis"] for c in record["comparisons"]] == ["strong scaling"]
+    assert "no scaling" in result.stdout and "simulated devices" in result.stdout
+    assert {path.name for path in out.iterdir()} >= {"throughput.png", "speedup.svg", "log.txt"}
+    refused = run_main("train", f"--out={out}", "--num_devices=2")
+    assert refused.returncode == 4
+
+
+def test_explain_tells_a_step_and_predicts_what_it_did_not_use(small_data, tmp_path):
+    out = tmp_path / "explained"
+    result = run_ok(
+        "explain", "--strategy=mirrored", "--num_devices=2,3,4", "--repeats=2",
+        "--global_batch_size=50", f"--out={out}", f"--data_dir={small_data}",
+        "--allow_unverified_data",
+    )  # fmt: skip
+    record = json.loads((out / "explain.json").read_text())
+    assert record["story"]["shards"] == [25, 25]
+    assert record["story"]["gradient_bytes"] == 4 * 129_068
+    assert [p["held_out"] for p in record["predictions"]] == [False, False, True, False, False]
+    assert sum(p["share"]["value"] for p in record["parts"]) == pytest.approx(1)
+    for said in ("25 + 25", "held out", "break-even", "bus GB/s", "simulated devices"):
+        assert said in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "--num_devices=2,3"], "three numbers of devices"),
+        (["explain", "--strategy=single"], "a strategy with replicas"),
+        (["benchmark", "--num_devices=1,x"], "whole numbers are required"),
+        (["benchmark", "--num_devices=2,2"], "different values"),
+        (["benchmark", "--num_devices=0"], "1 to 64"),
+        (["benchmark", "--precisions=half"], "one of float32"),
+        (["benchmark", "--models=vgg"], "one of lenet"),
+        (["benchmark", "--repeats=1"], "2 to"),
+        (["train", "--num_devices=1,2"], "one number is required"),
+        (["train", "--repeats=3"], "option of"),
+        (["benchmark", "--epochs=3"], "option of train"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(arguments, said):
+    result = run_main(*arguments, timeout=20)
+    assert result.returncode == 2
+    assert said in result.stderr.splitlines()[-1]

@@ -1,0 +1,83 @@
+"""Unfair comparisons are refused or marked, and fair ones are not."""
+
+import pytest
+
+from app.speed.comparison import all_comparisons, compare
+from app.speed.validity import remarks, setup_remarks
+from speed_samples import sampled
+
+
+@pytest.mark.parametrize(
+    ("axis", "change", "text"),
+    [
+        ("strategy", {"jit_compile": True}, "XLA on one side only"),
+        ("strong scaling", {"global_batch_size": 512}, "another global batch: 256 and 512"),
+        ("weak scaling", {"global_batch_size": 512}, "another batch for each replica: 256 and 512"),
+        ("strategy", {"tracings": 1}, "traced 3 times while it was timed"),
+        ("strategy", {"precision": "mixed_bfloat16"}, "another precision: float32 and bfloat16"),
+        ("precision", {"tensor_float_32": True}, "TF32 on one side only"),
+        ("strategy", {"dataset": "synthetic"}, "other images"),
+        ("strategy", {"model": "resnet18"}, "another model"),
+        ("strategy", {"step_secs": (1.0, 1.0)}, "other rounds"),
+    ],
+)
+def test_unfair_comparisons_are_refused(axis, change, text):
+    first, second = sampled(), sampled("mirrored", **change)
+    comparison = compare(axis, second, first)
+    assert comparison.speed_up is None and comparison.verdict == "refused"
+    assert any(text in remark.text for remark in comparison.remarks if remark.refuses)
+
+
+def test_the_same_global_batch_is_not_asked_of_weak_scaling():
+    assert remarks(sampled(), sampled(num_replicas=2, global_batch_size=512), "weak scaling") == []
+
+
+def test_shared_processors_and_rounded_float32_are_marked_not_refused():
+    simulated = compare("strong scaling", sampled(num_replicas=2, simulated=True), sampled())
+    assert "2 share 2 cores" in simulated.remarks[0].text
+    assert simulated.speed_up is not None
+    tf32 = compare(
+        "precision",
+        sampled(precision="mixed_bfloat16", tensor_float_32=True),
+        sampled(tensor_float_32=True),
+    )
+    assert [r.refuses for r in tf32.remarks] == [False] and "TF32" in tf32.remarks[0].text
+
+
+def test_verdicts():
+    base = sampled(step_secs=(1.0, 1.1, 0.9, 1.05, 0.95))
+    same = sampled("mirrored", step_secs=(1.01, 1.0, 0.98, 1.06, 0.94))
+    faster = sampled("mirrored", step_secs=(0.5, 0.55, 0.45, 0.52, 0.48))
+    assert compare("strategy", same, base).verdict == "no difference found"
+    found = compare("strategy", faster, base)
+    assert found.verdict == "faster" and found.speed_up.value == pytest.approx(2.0)
+    assert compare("strategy", base, faster).verdict == "slower"
+
+
+def test_every_comparison_that_the_points_allow_is_made_once():
+    points = [
+        sampled("single"),
+        sampled("manual", 1),
+        sampled("manual", 2),
+        sampled("manual", 4),
+        sampled("manual", 2, global_batch_size=512),
+        sampled("mirrored", 2),
+        sampled("mirrored", 2, precision="mixed_bfloat16"),
+    ]
+    found = [(c.axis, c.point[:12], c.base[:12], c.ideal) for c in all_comparisons(points)]
+    assert found == [
+        ("strong scaling", "manual × 2, ", "single × 1, ", 2),
+        ("strong scaling", "manual × 4, ", "single × 1, ", 4),
+        ("strong scaling", "mirrored × 2", "single × 1, ", 2),
+        ("weak scaling", "manual × 2, ", "single × 1, ", 2),
+        ("strategy", "manual × 1, ", "single × 1, ", None),
+        ("strategy", "mirrored × 2", "manual × 2, ", None),
+        ("precision", "mirrored × 2", "mirrored × 2", None),
+    ]
+
+
+def test_what_concerns_everything_is_said_once():
+    lines = setup_remarks([sampled(num_replicas=2, simulated=True, dataset="synthetic")] * 2)
+    assert len(lines) == 2
+    assert "share 2 cores" in lines[0] and "generated" in lines[1]
+    assert setup_remarks([sampled()]) == []
