@@ -1,11 +1,12 @@
 # make train   trains LeNet by hand on two devices; ARGS="--flag=value …" is passed on
 # make test    runs the tests
 # make lint    checks style and format
+# make bench   compares it with PyTorch, JAX and others, which it installs apart: half an hour
 # make setup   makes .venv with everything that the program needs
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test lint bench clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -16,6 +17,9 @@ test: $(BIN)/.installed-dev
 lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+bench: $(BIN)/.installed .venv-bench/.installed
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 setup: $(BIN)/.installed
 
@@ -30,5 +34,11 @@ $(BIN)/.installed-dev: $(BIN)/.installed requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
+.venv-bench/.installed: benchmarks/requirements.txt
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	@echo "installing PyTorch and JAX into .venv-bench: once, some minutes"
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .venv-bench .pytest_cache .ruff_cache

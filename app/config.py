@@ -26,6 +26,9 @@ DEFAULT_LOGICAL_CPUS = 2
 _DEFAULT_COUNTS = {"benchmark": (1, 2), "explain": (2, 3, 4)}
 
 _DEVICE_OPTIONS = {"num_gpus", "device", "num_devices"}
+_EXCHANGE_OPTIONS = ("all_reduce", "bucket_mb", "exchange_dtype")
+# What means nothing to a training on one device.
+_OF_SEVERAL_DEVICES = ("num_devices", "num_gpus", *_EXCHANGE_OPTIONS)
 _DATA_OPTIONS = {"data_dir", "allow_unverified_data"}
 _TRAINING_OPTIONS = {
     *("model", "dataset", "num_train_examples", "recipe", "all_reduce", "batch_norm"),
@@ -149,6 +152,15 @@ class Config:
         """What `--inject` names."""
         return Fault.parse(self.inject) if self.inject else None
 
+    def for_training(self, strategy: str, **options) -> "Config":
+        """Returns the configuration of a training with one strategy, all else as it is here.
+
+        `single` has one device, with all cores, and nothing to exchange.
+        """
+        if strategy == "single":
+            options |= {name: getattr(Config, name) for name in _OF_SEVERAL_DEVICES}
+        return dataclasses.replace(self, command="train", strategy=strategy, **options)
+
     def result_fields(self) -> dict:
         """Returns what the result of a training depends on, without paths and display."""
         fields = {name: getattr(self, name) for name in RESULT_FIELDS}
@@ -224,7 +236,7 @@ class Config:
     def _check_exchange(self, strategies):
         """Refuses an exchange that a strategy does not have, or that these devices cannot do."""
         parallel = [name for name in strategies if name != "single"]
-        for flag in ("all_reduce", "bucket_mb", "exchange_dtype"):
+        for flag in _EXCHANGE_OPTIONS:
             value = getattr(self, flag)
             if value == getattr(Config, flag):
                 continue

@@ -8,10 +8,9 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from protocol import serve
-
 from app import devices
 from app.config import Config
+from protocol import serve
 
 
 def main() -> None:
@@ -32,6 +31,7 @@ def main() -> None:
     prepared = devices.set_up(config)
 
     from app.job import Job, load_data
+    from app.speed.flops import training_flops_per_example
     from app.training import evaluate, versions
 
     dataset = load_data(config)
@@ -59,7 +59,11 @@ def main() -> None:
         return {"resident_bytes": int(held) * resource.getpagesize()}
 
     serve(
-        {"versions": versions(), "num_parameters": strategy.model.count_params()},
+        {
+            "versions": versions(),
+            "num_parameters": strategy.model.count_params(),
+            "flops_per_example": training_flops_per_example(strategy.model),
+        },
         {"steps": steps, "evaluate": test, "memory": memory},
     )
 

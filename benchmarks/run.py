@@ -21,10 +21,9 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from programs import Program, Running
-
 from app.speed import interval
 from app.speed.benchmark import processor_name
+from programs import Program, Running
 
 LENET = ("--model=lenet", "--global_batch_size=256")
 RESNET = ("--model=resnet18", "--global_batch_size=64")

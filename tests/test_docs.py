@@ -90,6 +90,14 @@ def test_one_s_own_strategy_is_refused_if_it_averages(copy, small_data):
     assert "each replica counts 0.5 times (a mean in place of the sum)" in TEXT
 
 
-def test_its_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_links_lead_somewhere_and_commands_are_ones(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / "docs" / target).exists(), target
+    for command in re.findall(r"^python main\.py (.*)$", text, re.MULTILINE):
+        if "=mlp" not in command and "=pairwise" not in command:  # The reader's own, tried above.
+            parse = "import sys; from absl import logging; from app import flags as f;"
+            parse += "f.define_flags(); f.parse_config(sys.argv)"
+            arguments = [sys.executable, "-c", parse, *shlex.split(command)]
+            subprocess.run(arguments, cwd=ROOT, check=True)

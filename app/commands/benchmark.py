@@ -1,6 +1,5 @@
 """`benchmark`: strategies, device counts, batches and precisions, timed in turn."""
 
-import dataclasses
 import pathlib
 
 from app import console
@@ -34,7 +33,7 @@ def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> int
         " point in a process of its own"
     )
     peaks = [
-        dataclasses.replace(points[0].config, strategy="single", num_devices=None, precision=p)
+        points[0].config.for_training("single", precision=p)
         for p in config.precisions
         if p != "mixed_float16"
     ]

@@ -67,13 +67,10 @@ def _train_in_own_process(config: Config, strategy: str, run_dir: pathlib.Path) 
 
 def _flags_for(config: Config, strategy: str) -> list[str]:
     """Returns the flags of the training of one strategy: those of the comparison that it knows."""
-    left_out = {"out", "strategy"}
-    if strategy == "single":  # One device, and nothing to reduce.
-        left_out |= {"num_devices", "num_gpus", "all_reduce", "bucket_mb", "exchange_dtype"}
-    flags = [f"--strategy={strategy}"]
+    flags, training = [f"--strategy={strategy}"], config.for_training(strategy)
     for field in dataclasses.fields(Config):
-        value = getattr(config, field.name)
-        if field.name in COMMANDS["train"] - left_out and value != field.default:
+        value = getattr(training, field.name)
+        if field.name in COMMANDS["train"] - {"out", "strategy"} and value != field.default:
             flags.append(f"--{field.name}={value}")
     return flags
 

@@ -1,6 +1,5 @@
 """`explain`: a step told with its numbers, where its time goes, what more devices would do."""
 
-import dataclasses
 import pathlib
 
 from app import console
@@ -26,7 +25,7 @@ def run(config: Config) -> int:
 
 
 def _explain(config: Config, run_directory: RunDirectory) -> int:
-    first = dataclasses.replace(config, command="train", num_devices=config.counts[0], steps=1)
+    first = config.for_training(config.strategy, num_devices=config.counts[0], steps=1)
     with console.StepProgress(1) as progress:
         progress.start("making one step")
         story, simulated = tell_step(first, progress.message)

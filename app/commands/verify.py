@@ -1,6 +1,5 @@
 """`verify`: proves that strategies are the same training, or names the first false step and why."""
 
-import dataclasses
 import itertools
 import pathlib
 import shutil
@@ -80,16 +79,8 @@ def _recording(config: Config, name: str, recorded: dict[str, Recorded]):
                 f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
                 f" which nothing can spoil; use strategy={parallel[0]}"
             )
-        return verification.record_on_one_device, _alone(config, parallel[0])
-    return verification.record, _alone(config, name, inject)
-
-
-def _alone(config: Config, strategy: str, inject: str | None = None) -> Config:
-    """Returns the configuration of a training with one of the strategies."""
-    options = {"command": "train", "strategy": strategy, "inject": inject}
-    if strategy == "single":  # One device, with all cores, and nothing to reduce.
-        options |= {"num_gpus": None, "num_devices": None, "all_reduce": "auto"}
-    return dataclasses.replace(config, **options)
+        return verification.record_on_one_device, config.for_training(parallel[0], inject=None)
+    return verification.record, config.for_training(name, inject=inject)
 
 
 def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
@@ -124,7 +115,7 @@ def _prove(config: Config, recorded: dict, differences: dict, traces, progress) 
     parallel = [name for name in config.strategies if name != "single"]
     checked = call_in_own_process(
         verification.check,
-        _alone(config, (parallel or ["single"])[0]),
+        config.for_training((parallel or ["single"])[0], inject=None),
         [traces / f"{name}.npz" for name in distinct],
         on_message=progress.message,
     )

@@ -23,8 +23,8 @@ def _to_float16(array: np.ndarray) -> np.ndarray:
 
 # Name → how a float32 array is rounded, relative error of one rounding, smallest number.
 REDUCED_PRECISIONS = {
-    "bfloat16": (_to_bfloat16, 2.0**-9, SMALLEST),
-    "float16": (_to_float16, 2.0**-12, 2.0**-24),
+    "bfloat16": (_to_bfloat16, 2.0**-8, SMALLEST),
+    "float16": (_to_float16, 2.0**-11, 2.0**-25),
 }
 
 
@@ -61,7 +61,7 @@ def is_reduced(got: Arrays, parts: Sequence[Arrays], name: str) -> bool:
         return True
     for tensor, array in got.items():
         terms = [part[tensor].astype(np.float64) for part in parts]
-        bound = 2 * len(terms) * (unit * sum(map(np.abs, terms)) + smallest)
+        bound = len(terms) * (unit * sum(map(np.abs, terms)) + smallest)
         if not (has_values_of(array, name) and np.all(np.abs(array - sum(terms)) <= bound)):
             return False
     return True

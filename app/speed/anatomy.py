@@ -50,14 +50,9 @@ class Design:
                 core, so that what the others leave it can be told from what it needs.
         """
         counts = config.counts
-        train = dataclasses.replace(config, command="train")
-        full = {n: Point(dataclasses.replace(train, num_devices=n)) for n in counts}
+        full = {n: Point(config.for_training(config.strategy, num_devices=n)) for n in counts}
         explained = full[counts[0]]
-        alone = dataclasses.replace(
-            train,
-            **{"strategy": "single", "num_devices": None, "all_reduce": "auto"},
-            **{"bucket_mb": 0.0, "exchange_dtype": "float32"},
-        )
+        alone = config.for_training("single")
         return cls(
             full=full,
             without_exchange=dataclasses.replace(explained, exchanges=False),

@@ -35,21 +35,11 @@ def create_points(config: Config) -> list[Point]:
         single = strategy == "single"
         if single and count != config.counts[0]:
             continue
-        defaults = {"all_reduce": "auto", "bucket_mb": 0.0, "exchange_dtype": "float32"}
-        points.append(
-            Point(
-                dataclasses.replace(
-                    config,
-                    command="train",
-                    model=model,
-                    precision=precision,
-                    global_batch_size=size,
-                    strategy=strategy,
-                    num_devices=None if single else count,
-                    **(defaults if single or count == 1 else {}),
-                )
-            )
+        options = {"model": model, "precision": precision, "global_batch_size": size}
+        training = config.for_training(
+            strategy, **options, **({} if single else {"num_devices": count})
         )
+        points.append(Point(training))
     return points
 
 

@@ -132,8 +132,7 @@ def _print_scaling(config: Config, anatomy: Anatomy, facts) -> None:
     if anatomy.break_even_batch is None:
         console.say("break-even: time does not depend on the batch here; no batch pays")
     else:
-        each = ", each a core of its own" if facts.simulated_devices else ""
+        two = "two cores, a device each," if facts.simulated_devices else "two devices"
         console.say(
-            f"break-even: two devices{each}, beat one from a global batch of"
-            f" {anatomy.break_even_batch:,.0f} on"
+            f"break-even: {two} beat one from a global batch of {anatomy.break_even_batch:,.0f} on"
         )

@@ -19,9 +19,7 @@ def sample_peak(channel: Channel, config: Config) -> float:
     Returns:
         Floating-point operations of a product.
     """
-    import dataclasses
-
-    prepared = devices.set_up(dataclasses.replace(config, strategy="single", num_devices=None))
+    prepared = devices.set_up(config)
     import tensorflow as tf
 
     dtype = config.precision.removeprefix("mixed_")
