@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 import keras
 
+from app.optimizers import FusedSGD
+
 REFERENCE_GLOBAL_BATCH_SIZE = 256
 MIN_WARMUP_STEPS = 100
 
@@ -70,7 +72,7 @@ class Recipe:
                 warmup_target=learning_rate,
                 warmup_steps=warmup_steps,
             )
-        return keras.optimizers.SGD(
+        return FusedSGD(
             schedule,
             momentum=self.momentum,
             nesterov=self.momentum > 0,

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from app.data.pipeline import eval_dataset, train_dataset
+from app.optimizers import FusedSGD
 from conftest import CPUS
 from models import MODELS
 from small_models import create, small_resnet
@@ -101,6 +102,18 @@ def test_momentum_schedule_and_decay_are_the_same_training(images):
     assert_close(manual, single_states[-1], tolerance=1e-5)
     assert_same_bits(manual, mirrored)
     assert manual["optimizer/iteration"] == NUM_STEPS
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("name", "num_replicas"), [("single", 1), ("manual", 2), ("mirrored", 2)])
+def test_the_fused_momentum_step_gives_the_bits_of_keras(images, name, num_replicas, nesterov):
+    def last_state(optimizer_class):
+        options = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.01}
+        optimizer_fn = lambda: optimizer_class(0.1, **options)  # noqa: E731
+        strategy = create(name, num_replicas, optimizer_fn=optimizer_fn)
+        return walk(strategy, images, global_batch_size=15)[1][-1]
+
+    assert_same_bits(last_state(FusedSGD), last_state(keras.optimizers.SGD))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
