@@ -5,7 +5,7 @@ import keras
 from app.config import Config
 from app.devices import Devices
 from app.errors import CheckpointError, ConfigError
-from app.recipes import RECIPES
+from app.recipes import find_recipe
 from app.records.checkpoint import Checkpoint
 from models import MODELS
 from strategies import STRATEGIES
@@ -29,7 +29,7 @@ def build_strategy(
     Raises:
         ConfigError: the strategy has no such all-reduce on these devices.
     """
-    recipe = RECIPES[config.recipe]
+    recipe = find_recipe(config.recipe, config.model)
     try:
         strategy = STRATEGIES[config.strategy](
             devices.names,
@@ -37,7 +37,7 @@ def build_strategy(
             bucket_mb=config.bucket_mb,
             exchange_dtype=None if config.exchange_dtype == "float32" else config.exchange_dtype,
             jit_compile=config.jit_compile,
-            label_smoothing=recipe.label_smoothing_for(config.model),
+            label_smoothing=recipe.label_smoothing,
             loss_scale=FLOAT16_LOSS_SCALE if config.precision == "mixed_float16" else 1.0,
         )
     except ValueError as error:

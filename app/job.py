@@ -7,7 +7,7 @@ from app.data.dataset import ImageDataset
 from app.data.pipeline import num_steps_per_epoch, train_dataset
 from app.data.source import load_dataset, with_train_subset
 from app.devices import Devices
-from app.recipes import RECIPES
+from app.recipes import find_recipe
 from models import MODELS
 from strategies.base import Strategy
 
@@ -46,9 +46,9 @@ class Job:
             len(dataset.train_images), config.global_batch_size, config.last_batch
         )
         self.num_steps = config.epochs * self.steps_per_epoch
-        self._recipe = RECIPES[config.recipe]
+        self._recipe = find_recipe(config.recipe, config.model)
         self.learning_rate = config.learning_rate or self._recipe.learning_rate(
-            config.model, global_batch_size=config.global_batch_size, num_steps=self.num_steps
+            global_batch_size=config.global_batch_size, num_steps=self.num_steps
         )
 
     def build_strategy(self, devices: Devices) -> Strategy:
@@ -60,12 +60,12 @@ class Job:
     @property
     def label_smoothing(self) -> float:
         """What part of the target is spread evenly over all classes."""
-        return self._recipe.label_smoothing_for(self.config.model)
+        return self._recipe.label_smoothing
 
     @property
     def flips(self) -> bool:
         """Whether training images are mirrored now and then."""
-        return self.config.model in self._recipe.flip
+        return self._recipe.flip
 
     def build_model(self):
         """Builds the model with its initial weights."""

@@ -19,12 +19,9 @@ class Recipe:
         kernel_initializer: name or configuration of a Keras initializer; biases start at 0.
         pixel_mean: subtracted from pixels of 0 to 255.
         pixel_deviation: what they are divided by then.
-        learning_rates: peak learning rate at a global batch of 256, for each model; "other" for
-            models that are not named.
-        label_smoothing: what part of the target is spread evenly over all classes, for each model;
-            0 for models that are not named.
-        flip: models whose training images are mirrored left to right, each image in about every
-            other epoch.
+        peak_rate: peak learning rate at a global batch of 256.
+        label_smoothing: what part of the target is spread evenly over all classes.
+        flip: whether training images are mirrored left to right, each in about every other epoch.
         momentum: of stochastic gradient descent; Nesterov's, where it is not 0.
         weight_decay: fraction of a weight, times the learning rate, taken off in each step.
         warmup: fraction of all steps in which the rate rises to its peak, before it falls along a
@@ -35,14 +32,14 @@ class Recipe:
     kernel_initializer: str | Mapping
     pixel_mean: float
     pixel_deviation: float
-    learning_rates: Mapping[str, float]
-    label_smoothing: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    flip: frozenset[str] = frozenset()
+    peak_rate: float
+    label_smoothing: float = 0.0
+    flip: bool = False
     momentum: float = 0.0
     weight_decay: float | None = None
     warmup: float | None = None
 
-    def learning_rate(self, model: str, *, global_batch_size: int, num_steps: int) -> float:
+    def learning_rate(self, *, global_batch_size: int, num_steps: int) -> float:
         """Returns the peak learning rate, in proportion to the global batch.
 
         With a warm-up, a run of fewer than 200 steps has no time to rise to the full peak: its peak
@@ -51,13 +48,8 @@ class Recipe:
 
         Reference: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017: the linear scaling rule.
         """
-        rate = self.learning_rates.get(model, self.learning_rates["other"])
-        rate *= global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
+        rate = self.peak_rate * global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
         return rate if self.warmup is None else rate * min(1.0, num_steps / (2 * MIN_WARMUP_STEPS))
-
-    def label_smoothing_for(self, model: str) -> float:
-        """Returns the label smoothing of a model's training."""
-        return self.label_smoothing.get(model, 0.0)
 
     def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
         """Creates the optimizer of a training of `num_steps` steps in all."""
@@ -101,23 +93,41 @@ class Recipe:
         return keras.Model(images, network(scaled), name=network.name)
 
 
+# The book's chapters on several GPUs.
+_D2L = Recipe(
+    kernel_initializer={"class_name": "RandomNormal", "config": {"stddev": 0.01}},
+    pixel_mean=0.0,
+    pixel_deviation=255.0,
+    peak_rate=0.1,
+)
+# Chosen by measurement: docs/BENCHMARKS.md and `benchmarks/recipe_study.py`.
+_FAST = Recipe(
+    kernel_initializer="he_normal",
+    pixel_mean=72.94,
+    pixel_deviation=90.02,
+    peak_rate=0.1,
+    momentum=0.9,
+    weight_decay=5e-4,
+    warmup=0.2,
+)
+# Recipe → model → how it is trained; "other" for models that are not named.
 RECIPES = {
-    # The book's chapters on several GPUs.
-    "d2l": Recipe(
-        kernel_initializer={"class_name": "RandomNormal", "config": {"stddev": 0.01}},
-        pixel_mean=0.0,
-        pixel_deviation=255.0,
-        learning_rates={"lenet": 0.2, "resnet18": 0.1, "other": 0.1},
-    ),
-    "fast": Recipe(
-        kernel_initializer="he_normal",
-        pixel_mean=72.94,
-        pixel_deviation=90.02,
-        learning_rates={"lenet": 0.2, "resnet18": 0.1, "other": 0.1},
-        label_smoothing={"resnet18": 0.1},
-        flip=frozenset({"resnet18"}),
-        momentum=0.9,
-        weight_decay=5e-4,
-        warmup=0.2,
-    ),
+    "d2l": {"lenet": dataclasses.replace(_D2L, peak_rate=0.2), "other": _D2L},
+    "fast": {
+        "lenet": dataclasses.replace(_FAST, peak_rate=0.2),
+        "resnet18": dataclasses.replace(
+            _FAST, peak_rate=0.2, weight_decay=5e-3, label_smoothing=0.1, flip=True
+        ),
+        "other": _FAST,
+    },
 }
+
+
+def find_recipe(name: str, model: str) -> Recipe:
+    """Returns how a recipe trains a model.
+
+    Args:
+        name: a key of `RECIPES`.
+        model: of a model, which need not be named there.
+    """
+    return RECIPES[name].get(model, RECIPES[name]["other"])

@@ -26,11 +26,9 @@ def build_lenet(*, kernel_initializer="glorot_uniform") -> keras.Model:
     x = layers.Dense(128, activation="relu", kernel_initializer=kernel_initializer, name="hidden")(
         x
     )
-    # As precise as the weights, whatever the layers before: 8 bits would make many classes equal.
+    # In the weights' own precision, whatever the layers before: 8 bits make many classes equal.
+    float_type = keras.config.floatx()
     logits = layers.Dense(
-        10,
-        kernel_initializer=kernel_initializer,
-        dtype=keras.config.dtype_policy().variable_dtype,
-        name="logits",
+        10, kernel_initializer=kernel_initializer, dtype=float_type, name="logits"
     )(x)
     return keras.Model(images, logits, name="lenet")

@@ -46,12 +46,10 @@ def build_resnet(
             halve = stage > 0 and block == 0
             x = _residual_block(x, width, halve, kernel_initializer, f"stage{stage}_block{block}")
     x = layers.GlobalAveragePooling2D()(x)
-    # As precise as the weights, whatever the layers before: 8 bits would make many classes equal.
+    # In the weights' own precision, whatever the layers before: 8 bits make many classes equal.
+    float_type = keras.config.floatx()
     logits = layers.Dense(
-        10,
-        kernel_initializer=kernel_initializer,
-        dtype=keras.config.dtype_policy().variable_dtype,
-        name="logits",
+        10, kernel_initializer=kernel_initializer, dtype=float_type, name="logits"
     )(x)
     return keras.Model(images, logits, name=name)
 

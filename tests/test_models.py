@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from app.recipes import RECIPES
+from app.recipes import RECIPES, find_recipe
 from models import MODELS
 from models.resnet import build_resnet
 
@@ -42,7 +42,9 @@ def test_small_resnets_come_from_the_same_function():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_initial_weights_follow_from_the_seed(name, recipe):
-    first, again, other = (RECIPES[recipe].build_model(MODELS[name], seed) for seed in (5, 5, 6))
+    first, again, other = (
+        find_recipe(recipe, name).build_model(MODELS[name], seed) for seed in (5, 5, 6)
+    )
     pairs = list(zip(first.variables, again.variables, other.variables, strict=True))
     assert all(np.array_equal(a, b) for a, b, _ in pairs)
     kernels = [(a, c) for a, _, c in pairs if a.path.endswith("kernel")]
@@ -51,13 +53,13 @@ def test_initial_weights_follow_from_the_seed(name, recipe):
 
 
 def test_layers_of_one_shape_start_from_different_numbers():
-    model = RECIPES["d2l"].build_model(MODELS["resnet18"], 0)
+    model = find_recipe("d2l", "resnet18").build_model(MODELS["resnet18"], 0)
     kernels = [v.numpy() for v in model.trainable_variables if v.shape == (3, 3, 64, 64)]
     assert len(kernels) == 4
     assert len({kernel.tobytes() for kernel in kernels}) == 4
 
 
 def test_d2l_starts_as_the_book_does():
-    model = RECIPES["d2l"].build_model(MODELS["lenet"], 0)
+    model = find_recipe("d2l", "lenet").build_model(MODELS["lenet"], 0)
     kernel = next(v for v in model.variables if v.path.endswith("hidden/kernel")).numpy()
     assert abs(kernel.mean()) < 1e-4 and abs(kernel.std() - 0.01) < 1e-4

@@ -4,14 +4,14 @@ import keras
 import numpy as np
 import pytest
 
-from app.recipes import RECIPES
+from app.recipes import RECIPES, find_recipe
 from models import MODELS
 
 
 def test_d2l_is_plain_sgd_with_the_book_s_rates():
-    recipe = RECIPES["d2l"]
     for model, size, rate in [("lenet", 256, 0.2), ("resnet18", 256, 0.1), ("resnet18", 512, 0.2)]:
-        assert recipe.learning_rate(model, global_batch_size=size, num_steps=1) == rate
+        recipe = find_recipe("d2l", model)
+        assert recipe.learning_rate(global_batch_size=size, num_steps=1) == rate
     optimizer = recipe.create_optimizer(0.2, 100)
     assert isinstance(optimizer, keras.optimizers.SGD)
     assert (optimizer.momentum, optimizer.nesterov, optimizer.weight_decay) == (0, False, None)
@@ -22,7 +22,7 @@ def test_d2l_is_plain_sgd_with_the_book_s_rates():
     ("num_steps", "warmup_steps"), [(1, 0), (2, 1), (10, 5), (235, 100), (2350, 470)]
 )
 def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
-    schedule = RECIPES["fast"].create_optimizer(0.3, num_steps)._learning_rate
+    schedule = find_recipe("fast", "lenet").create_optimizer(0.3, num_steps)._learning_rate
     rates = [float(schedule(step)) for step in range(num_steps + 1)]
     peak = int(np.argmax(rates))
     assert peak == warmup_steps
@@ -33,15 +33,16 @@ def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
 
 
 def test_an_unnamed_model_has_a_rate():
-    for recipe in RECIPES.values():
-        assert recipe.learning_rate("a_new_model", global_batch_size=256, num_steps=10) > 0
+    for name in RECIPES:
+        recipe = find_recipe(name, "a_new_model")
+        assert recipe.learning_rate(global_batch_size=256, num_steps=10) > 0
 
 
 @pytest.mark.parametrize(
     ("recipe", "black", "white"), [("d2l", 0, 1), ("fast", -72.94 / 90.02, 182.06 / 90.02)]
 )
 def test_models_take_bytes_and_scale_them(recipe, black, white):
-    model = RECIPES[recipe].build_model(MODELS["lenet"], 0)
+    model = find_recipe(recipe, "lenet").build_model(MODELS["lenet"], 0)
     assert model.inputs[0].dtype == "uint8"
     scale = next(layer for layer in model.layers if isinstance(layer, keras.layers.Rescaling))
     np.testing.assert_allclose(scale(np.uint8([0, 255])), [black, white], rtol=1e-5)
@@ -49,7 +50,8 @@ def test_models_take_bytes_and_scale_them(recipe, black, white):
 
 def test_a_short_run_of_fast_rises_less_high():
     def rate(num_steps):
-        return RECIPES["fast"].learning_rate("lenet", global_batch_size=256, num_steps=num_steps)
+        recipe = find_recipe("fast", "lenet")
+        return recipe.learning_rate(global_batch_size=256, num_steps=num_steps)
 
     assert rate(2350) == rate(200) == 0.2
     assert rate(40) == pytest.approx(0.04)
