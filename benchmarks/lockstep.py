@@ -10,11 +10,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from app import devices
 from app.config import Config
-from protocol import serve
+from protocol import claim_stdout, serve
 
 
 def main() -> None:
     """Builds a training from the flags, warms it up, and serves requests."""
+    claim_stdout()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--strategy", default="manual")

@@ -6,7 +6,7 @@ import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from protocol import serve
+from protocol import claim_stdout, serve
 
 SIZE = 4096
 PRODUCTS = 10  # In a block.
@@ -14,6 +14,7 @@ PRODUCTS = 10  # In a block.
 
 def main() -> None:
     """Multiplies matrices on request; an "image" is one floating-point operation here."""
+    claim_stdout()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--data_dir", help="not needed")

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from app.speed import interval
 from app.speed.benchmark import processor_name
-from programs import Program, Running
+from programs import FOLDER, Program, Running
 
 LENET = ("--model=lenet", "--global_batch_size=256")
 RESNET = ("--model=resnet18", "--global_batch_size=64")
@@ -164,6 +164,7 @@ def memory_growth(data_dir: str) -> dict:
 def render(results: dict) -> str:
     """Returns the results as Markdown tables."""
     lines = [
+        (FOLDER / "preamble.md").read_text(encoding="utf-8"),
         f"{results['date']}, {results['processor']}, {results['cores']} cores, no GPU;"
         f" {results['versions']}.",
         "",

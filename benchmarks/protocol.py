@@ -1,0 +1,293 @@
+"""What the programs of the benchmark share: flags, Fashion-MNIST, and requests in, answers out.
+
+A program is started once, warms up, says so in a line of JSON, and then answers each line of JSON
+on standard input with one on standard output:
+
+    (start)                           {"ready": true, "versions": {...}, "num_parameters": 129068}
+    {"do": "steps", "num_steps": 235} {"sec": 7.4, "images": 60000, "loss": 0.61}
+    {"do": "evaluate"}                {"accuracy": 0.78, "sec": 0.6}
+
+The end of standard input ends it. Needs the standard library and NumPy only, so that each
+framework's program runs in an environment of its own.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import functools
+import gzip
+import inspect
+import json
+import os
+import pathlib
+import platform
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TextIO
+
+import numpy as np
+
+LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # The book's, constant.
+NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable ones.
+NUM_WARMUP_STEPS = 5
+_DATA_EXIT_CODE = 3
+_PREFIXES = ("train", "t10k")
+_PR_SET_PDEATHSIG = 1  # Reference: prctl(2).
+
+
+@dataclasses.dataclass(frozen=True)
+class FashionMnist:
+    """The data, as it is in the four files.
+
+    Attributes:
+        train_images: uint8 `(60000, 28, 28, 1)`, read-only as the other three.
+        train_labels: uint8 `(60000,)`, 0 to 9.
+        test_images: uint8 `(10000, 28, 28, 1)`.
+        test_labels: uint8 `(10000,)`.
+    """
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a program is to train.
+
+    Attributes:
+        model: a key of `LEARNING_RATES`.
+        global_batch_size: examples of one step on all devices together, a multiple of
+            `num_devices`.
+        num_devices: logical devices or processes.
+        data: what to train and test with.
+    """
+
+    model: str
+    global_batch_size: int
+    num_devices: int
+    data: FashionMnist
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of plain stochastic gradient descent, the same in every step."""
+        return LEARNING_RATES[self.model]
+
+    @property
+    def per_replica_batch_size(self) -> int:
+        """Examples of one step on one device."""
+        return self.global_batch_size // self.num_devices
+
+    @functools.cached_property
+    def epoch_slices(self) -> list[slice]:
+        """Where each global batch of an epoch lies in the order of that epoch.
+
+        The last one may be short. It is left out where it cannot be cut into equal shards, and so
+        is its part of `num_images`.
+        """
+        num_examples = len(self.data.train_images)
+        starts = range(0, num_examples, self.global_batch_size)
+        slices = [slice(s, min(s + self.global_batch_size, num_examples)) for s in starts]
+        last = slices[-1]
+        return slices if (last.stop - last.start) % self.num_devices == 0 else slices[:-1]
+
+    def num_images(self, num_steps: int) -> int:
+        """Counts the images of `num_steps` steps that begin with an epoch."""
+        sizes = [s.stop - s.start for s in self.epoch_slices]
+        num_epochs, rest = divmod(num_steps, len(sizes))
+        return num_epochs * sum(sizes) + sum(sizes[:rest])
+
+    def index_batches(self) -> Iterator[np.ndarray]:
+        """Yields the example numbers of each global batch, without end, shuffled in each epoch.
+
+        Every process that asks gets the same ones.
+        """
+        generator = np.random.default_rng(0)
+        while True:
+            order = generator.permutation(len(self.data.train_images))
+            for where in self.epoch_slices:
+                yield order[where]
+
+
+def open_job(models: Sequence[str]) -> Job:
+    """Takes standard output for the answers, reads the flags and loads the data.
+
+    Called before a framework is imported, which takes seconds and may print: wrong flags end the
+    program with code 2 and unusable data with code 3, each after one line on standard error.
+
+    Args:
+        models: the names that the program can train.
+    """
+    claim_stdout()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--model", choices=models, default=models[0])
+    parser.add_argument("--global_batch_size", type=int, default=256)
+    parser.add_argument("--num_devices", type=int, default=2)
+    parser.add_argument("--data_dir", type=pathlib.Path, required=True)
+    flags = parser.parse_args()
+    if flags.num_devices < 1:
+        parser.error(f"--num_devices={flags.num_devices}: at least 1 is required; use 1 or more")
+    if flags.global_batch_size < 1 or flags.global_batch_size % flags.num_devices:
+        parser.error(
+            f"--global_batch_size={flags.global_batch_size}: a multiple of"
+            f" --num_devices={flags.num_devices} is required, for equal shards; use one"
+        )
+    job = Job(
+        flags.model, flags.global_batch_size, flags.num_devices, load_fashion_mnist(flags.data_dir)
+    )
+    if not job.epoch_slices:
+        parser.error(
+            f"--global_batch_size={flags.global_batch_size}: more than the"
+            f" {len(job.data.train_images)} training images; use less"
+        )
+    return job
+
+
+def load_fashion_mnist(data_dir: pathlib.Path) -> FashionMnist:
+    """Loads the four original files, compressed or not; ends the program where that fails."""
+    try:
+        arrays = []
+        for prefix in _PREFIXES:
+            images = _read_idx(data_dir, f"{prefix}-images-idx3-ubyte", num_axes=3)
+            labels = _read_idx(data_dir, f"{prefix}-labels-idx1-ubyte", num_axes=1)
+            if not 0 < len(images) == len(labels) or images.shape[1:] != (28, 28):
+                raise ValueError(f"{prefix}: {images.shape} images with {len(labels)} labels")
+            if labels.max() > 9:
+                raise ValueError(f"{prefix}: a label of {labels.max()}")
+            arrays += [images[..., np.newaxis], labels]
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        print(
+            f"error: --data_dir={data_dir}: {error} — the four original files of Fashion-MNIST,"
+            " .gz or unpacked, are required; put them there",
+            file=sys.stderr,
+        )
+        raise SystemExit(_DATA_EXIT_CODE) from None
+    return FashionMnist(*arrays)
+
+
+def _read_idx(folder: pathlib.Path, name: str, *, num_axes: int) -> np.ndarray:
+    """Reads a file of unsigned bytes: a mark, the size of each axis, then the values."""
+    packed, plain = folder / f"{name}.gz", folder / name
+    content = gzip.decompress(packed.read_bytes()) if packed.exists() else plain.read_bytes()
+    mark, *shape = np.frombuffer(content, ">u4", 1 + num_axes).tolist()
+    if mark != 0x800 + num_axes:
+        raise ValueError(f"{name} starts with {mark:#x}, not with {0x800 + num_axes:#x}")
+    return np.frombuffer(content, np.uint8, offset=4 * (1 + num_axes)).reshape(shape)
+
+
+def num_cores() -> int:
+    """Counts the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Lets Linux end this process with the one that started it, even where that one is killed.
+
+    Elsewhere the end of standard input and broken connections do that, a little later.
+
+    Args:
+        parent_pid: of the process that started this one; it may be gone already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            sys.exit("error: the process that started this one is gone")
+
+
+def check_num_parameters(job: Job, num_parameters: int) -> None:
+    """Raises an error unless the network that was built is the one that all programs train."""
+    if num_parameters != NUM_PARAMETERS[job.model]:
+        raise AssertionError(
+            f"{job.model} with {num_parameters} trainable parameters —"
+            f" {NUM_PARAMETERS[job.model]} are required"
+        )
+
+
+def describe(job: Job, **versions: str) -> dict:
+    """Returns what a program says of itself when it is ready.
+
+    Args:
+        job: what it trains.
+        **versions: of what it is made with, besides Python and NumPy.
+    """
+    return {
+        "versions": {"python": platform.python_version(), "numpy": np.__version__, **versions},
+        "num_parameters": NUM_PARAMETERS[job.model],
+        "steps_per_epoch": len(job.epoch_slices),
+    }
+
+
+def training_handlers(
+    train_steps: Callable[[int], tuple[int, float]], evaluate: Callable[[], float]
+) -> dict[str, Callable[..., dict]]:
+    """Returns handlers that do what is asked and take the time of it.
+
+    Args:
+        train_steps: makes so many optimizer steps and waits for the last; returns the images that
+            it trained with and the mean of their losses.
+        evaluate: returns the part of the test images that is classified rightly.
+    """
+
+    def steps(num_steps: int) -> dict:
+        if num_steps < 1:
+            raise ValueError(f"num_steps={num_steps}: at least 1 is required")
+        start = time.perf_counter()
+        images, loss = train_steps(num_steps)
+        return {"sec": time.perf_counter() - start, "images": images, "loss": loss}
+
+    def test() -> dict:
+        start = time.perf_counter()
+        accuracy = evaluate()
+        return {"accuracy": accuracy, "sec": time.perf_counter() - start}
+
+    return {"steps": steps, "evaluate": test}
+
+
+@functools.cache
+def claim_stdout() -> TextIO:
+    """Keeps standard output for the answers; whatever else is printed goes to standard error.
+
+    Returns:
+        The stream for the answers, the same one each time.
+    """
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def serve(
+    about: Mapping,
+    handlers: Mapping[str, Callable[..., dict]],
+    *,
+    requests: Iterable[str] = sys.stdin,
+) -> None:
+    """Says that the program is ready, then does what it is asked until the requests end.
+
+    Args:
+        about: what the first line tells besides `"ready": true`.
+        handlers: name of a request → what makes its answer, from the other entries of the request.
+        requests: a line of JSON for each. One that is no request is answered with
+            `{"error": ...}`.
+    """
+    answers = claim_stdout()
+    print(json.dumps({"ready": True, **about}), file=answers, flush=True)
+    for line in requests:
+        if line.strip():
+            print(json.dumps(_answer(line, handlers)), file=answers, flush=True)
+
+
+def _answer(line: str, handlers: Mapping[str, Callable[..., dict]]) -> dict:
+    try:
+        request = json.loads(line)
+        handler = handlers[request.pop("do")]
+        inspect.signature(handler).bind(**request)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return {"error": f'{line.strip()} — {{"do": one of {", ".join(handlers)}}} is required'}
+    return handler(**request)
