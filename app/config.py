@@ -49,12 +49,12 @@ COMMANDS = {
     "benchmark": {
         *("models", "device_counts", "global_batch_sizes", "precisions", "repeats"),
         *("strategies", "dataset", "recipe", "device", "all_reduce", "bucket_mb"),
-        *("exchange_dtype", "jit_compile", "deterministic", "seed", "last_batch"),
+        *("exchange_dtype", "jit_compile", "deterministic", "seed"),
         *("num_train_examples", "out", "overwrite", "verbosity", *_DATA_OPTIONS),
     },
     "explain": {
         *("strategy", "device_counts", "repeats"),
-        *(_TRAINING_OPTIONS - {"num_devices", "num_gpus", "epochs", "batch_norm"}),
+        *(_TRAINING_OPTIONS - {"num_devices", "num_gpus", "epochs", "batch_norm", "last_batch"}),
     },
     "verify": {"strategies", "steps", "inject", "keep_traces", *_TRAINING_OPTIONS},
 }
@@ -130,6 +130,8 @@ class Config:
         self._check_command()
         self._check_proof()
         self._check_lists()
+        if self.command == "explain":
+            self._check_explain()
         if self.command in ("train", "compare", "verify"):
             num_train_examples = self.num_train_examples or NUM_TRAIN_EXAMPLES
             check_shards(self, self.num_replicas_asked or 1, num_train_examples)
@@ -289,18 +291,34 @@ class Config:
         elif self.num_replicas_asked:
             fault.check_replicas(self.num_replicas_asked)
 
-    def _check_lists(self):
-        if self.command == "explain" and (
-            self.strategy == "single" or len(self.counts) < 3 or 1 in self.counts
-        ):
+    def _check_explain(self):
+        """Checks what `explain` measures: rising numbers of devices, each with full shards."""
+        shown = ",".join(map(str, self.counts))
+        if self.strategy == "single" or list(self.counts) != sorted({*self.counts} - {1}):
             raise ConfigError(
-                f"--strategy={self.strategy} --num_devices={','.join(map(str, self.counts))}"
-                " with explain — a strategy with replicas, and three numbers of devices above 1,"
-                " are required: the first is explained, the last predicted and held against what"
-                " is measured; for example --strategy=manual --num_devices=2,3,4"
+                f"--strategy={self.strategy} --num_devices={shown} with explain — a strategy with"
+                " replicas and rising numbers of devices above 1 are required: the first is"
+                " explained, the last of three or more predicted; for example"
+                " --strategy=manual --num_devices=2,3,4"
             )
+        if self.all_reduce == "hierarchical":
+            raise ConfigError(
+                "--all_reduce=hierarchical with explain — an all-reduce whose cost is known is"
+                " required; use --all_reduce=auto"
+            )
+        for num_replicas in self.counts:
+            check_shards(self, num_replicas, self.num_train_examples or NUM_TRAIN_EXAMPLES)
+
+    def _check_lists(self):
         """Checks what a benchmark combines; each combination is checked once more by itself."""
         _check_range("--repeats", self.repeats, 2, 10_000)
+        if self.command == "benchmark" and set(self.strategies) == {"single"}:
+            for count in self.device_counts:
+                if count > 1:
+                    raise ConfigError(
+                        f"--num_devices={count} with --strategies=single — single runs on one"
+                        " device; name a strategy with replicas, too"
+                    )
         choices = {"models": MODEL_NAMES, "precisions": PRECISIONS}
         for name in ("models", "precisions", "device_counts", "global_batch_sizes"):
             flag, values = "--" + name.replace("device_counts", "num_devices"), getattr(self, name)

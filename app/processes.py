@@ -52,6 +52,11 @@ class OwnProcess:
                 stop()
             self._process.join(_GRACE_SEC)
 
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
     def send(self, message) -> None:
         """Hands the function a message, for its `receive`.
 

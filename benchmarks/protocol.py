@@ -224,7 +224,10 @@ def describe(job: Job, **versions: str) -> dict:
 
 
 def training_handlers(
-    train_steps: Callable[[int], tuple[int, float]], evaluate: Callable[[], float]
+    train_steps: Callable[[int], tuple[int, float]],
+    evaluate: Callable[[], float],
+    *,
+    prepare: Callable[[int], None] | None = None,
 ) -> dict[str, Callable[..., dict]]:
     """Returns handlers that do what is asked and take the time of it.
 
@@ -232,11 +235,14 @@ def training_handlers(
         train_steps: makes so many optimizer steps and waits for the last; returns the images that
             it trained with and the mean of their losses.
         evaluate: returns the part of the test images that is classified rightly.
+        prepare: does what has to be done once before so many steps can be made; not timed.
     """
 
     def steps(num_steps: int) -> dict:
         if num_steps < 1:
             raise ValueError(f"num_steps={num_steps}: at least 1 is required")
+        if prepare:
+            prepare(num_steps)
         start = time.perf_counter()
         images, loss = train_steps(num_steps)
         return {"sec": time.perf_counter() - start, "images": images, "loss": loss}

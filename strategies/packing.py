@@ -11,7 +11,8 @@ class Packing:
     Each collective costs a latency, whatever its size: many small tensors are better sent together.
     Buckets are filled from the last tensor to the first, the order in which a backward pass makes
     gradients, and hold tensors of one dtype each. In a compiled step a bucket is on its way as soon
-    as the last of its own gradients is there, while earlier layers are still being differentiated.
+    as the last of its own gradients is there, while earlier layers are still being differentiated
+    (but where XLA compiles the gradients: it hands over all of them at once).
 
     Args:
         tensors: of one replica, or variables of the same shapes.
@@ -29,6 +30,14 @@ class Packing:
         ]
         self._packed = bucket_bytes > 0
         self.buckets = self._fill(bucket_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """What a replica sends, in the dtypes of the exchange."""
+        return sum(
+            shape.num_elements() * dtype.size
+            for (shape, _), dtype in zip(self._likes, self._dtypes, strict=True)
+        )
 
     def _fill(self, bucket_bytes: int) -> list[list[int]]:
         """Returns the positions of the tensors in each bucket."""

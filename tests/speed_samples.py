@@ -26,7 +26,7 @@ FACTS = Facts(
 def sampled(
     strategy="manual",
     num_replicas=1,
-    step_secs=(1.0, 1.0, 1.0),
+    step_secs=(1.0,) * 5,
     *,
     simulated=False,
     tracings=0,
@@ -52,5 +52,5 @@ def sampled(
         compute_dtype=precision.removeprefix("mixed_"),
         **facts,
     )
-    blocks = [Block(10, 10 * sec, tracings) for sec in step_secs]
+    blocks = [Block(10, 10 * global_batch_size, 10 * sec, tracings) for sec in step_secs]
     return Sampled(Point(config), found, blocks, peak_memory_bytes=1 << 20)

@@ -75,7 +75,7 @@ def test_the_largest_count_is_held_out_and_its_error_told(anatomy):
 def test_the_break_even_batch_is_where_half_of_it_takes_as_long_as_the_exchange(anatomy):
     batch = anatomy.break_even_batch
     one, two = FIXED + EACH * batch, FIXED + EACH * batch / 2 + exchange_sec(2, SIZE)
-    assert one == pytest.approx(two)
+    assert one == pytest.approx((1 + anatomy.overhead) * two)
 
 
 def test_bus_bandwidth_is_that_of_nccl_s_tests():
@@ -93,14 +93,33 @@ def test_no_fitted_cost_is_negative(algorithm):
 
 def test_a_ring_beats_one_device_where_there_are_many_and_the_tree_where_tensors_are_small():
     cost = {
-        name: ExchangeModel(name, LATENCY, PER_BYTE)
+        name: ExchangeModel(name, False, LATENCY, PER_BYTE)
         for name in ("sum_on_one", "ring", "tree", "all_to_all")
     }
     assert cost["ring"].sec(16, 1e9) < cost["tree"].sec(16, 1e9) < cost["sum_on_one"].sec(16, 1e9)
     assert cost["tree"].sec(16, 10) < cost["ring"].sec(16, 10)
 
 
-def test_on_simulated_devices_a_replica_by_itself_gets_one_core():
+def test_where_all_share_one_memory_a_ring_moves_no_fewer_bytes():
+    ring, one = (ExchangeModel(name, True, 0.0, PER_BYTE) for name in ("ring", "sum_on_one"))
+    assert ring.sec(8, SIZE) == one.sec(8, SIZE)
+
+
+def test_a_replica_by_itself_has_its_own_cores_and_no_input(monkeypatch):
+    monkeypatch.setattr("app.speed.anatomy.num_cores", lambda: 8)
     config = Config(command="explain")
-    assert {p.cores for p in Design.of(config, simulated=True).alone.values()} == {1}
-    assert {p.cores for p in Design.of(config, simulated=False).alone.values()} == {None}
+    for simulated, cores in ((True, 4), (False, None)):
+        alone = Design.of(config, simulated=simulated).alone
+        assert list(alone) == [1, 2, 3]
+        assert {(p.cores, p.reads_input) for p in alone.values()} == {(cores, False)}
+
+
+@pytest.mark.parametrize("counts", [(2,), (2, 3)])
+def test_with_fewer_than_three_numbers_of_devices_nothing_is_held_out(counts):
+    config = Config(command="explain", device_counts=counts, global_batch_size=BATCH)
+    design = Design.of(config, simulated=False)
+    points = [sampled(p.config.strategy, p.config.num_devices or 1) for p in design.points]
+    times = [ExchangeTime(2, size, exchange_sec(2, size)) for size in (SIZE // 64, SIZE)]
+    anatomy = dissect(design, Measured(points, {}, times))
+    assert not any(p.held_out for p in anatomy.predictions)
+    assert [p.num_replicas for p in anatomy.predictions][: len(counts)] == list(counts)

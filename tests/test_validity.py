@@ -13,7 +13,7 @@ from speed_samples import sampled
         ("strategy", {"jit_compile": True}, "XLA on one side only"),
         ("strong scaling", {"global_batch_size": 512}, "another global batch: 256 and 512"),
         ("weak scaling", {"global_batch_size": 512}, "another batch for each replica: 256 and 512"),
-        ("strategy", {"tracings": 1}, "traced 3 times while it was timed"),
+        ("strategy", {"tracings": 1}, "traced 5 times while it was timed"),
         ("strategy", {"precision": "mixed_bfloat16"}, "another precision: float32 and bfloat16"),
         ("precision", {"tensor_float_32": True}, "TF32 on one side only"),
         ("strategy", {"dataset": "synthetic"}, "other images"),
@@ -42,6 +42,21 @@ def test_shared_processors_and_rounded_float32_are_marked_not_refused():
         sampled(tensor_float_32=True),
     )
     assert [r.refuses for r in tf32.remarks] == [False] and "TF32" in tf32.remarks[0].text
+
+
+def test_from_few_rounds_there_is_no_verdict():
+    few = sampled(step_secs=(1.0, 1.0)), sampled("mirrored", step_secs=(2.0, 2.0))
+    comparison = compare("strategy", *few)
+    assert comparison.verdict == "refused" and "fewer than 5 rounds" in comparison.remarks[0].text
+    assert "fewer than 5 rounds" in setup_remarks(few)[0]
+
+
+def test_another_all_reduce_is_marked_but_one_device_has_none():
+    nccl, own = sampled("mirrored", 2, all_reduce="nccl"), sampled("manual", 2)
+    assert [r.text for r in remarks(own, nccl, "strategy")] == [
+        "another all-reduce: sum_on_one and nccl"
+    ]
+    assert remarks(sampled("single", all_reduce="none"), sampled("manual"), "strategy") == []
 
 
 def test_verdicts():

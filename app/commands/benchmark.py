@@ -20,7 +20,7 @@ def run(config: Config) -> int:
     """Measures every point, prints tables and remarks, and saves them with two figures."""
     points = create_points(config)
     path = pathlib.Path(config.out or default_out(config)).expanduser()
-    with open_run_directory(path, {"command": "benchmark", **_fields(config)}) as run_directory:
+    with open_run_directory(path, {**_fields(config), "command": "benchmark"}) as run_directory:
         open_log(path)
         if not config.overwrite:
             run_directory.holds_this_run()
@@ -43,7 +43,7 @@ def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> int
     comparisons = all_comparisons(sampled)
     run_directory.start(overwrite=config.overwrite)
     out_dir = run_directory.path
-    write_benchmark(out_dir, sampled, comparisons, limits)
+    write_benchmark(out_dir, config, sampled, comparisons, limits)
     print_benchmark(sampled, comparisons, limits)
     from app.records.benchmark_plot import plot_benchmark
 
@@ -53,5 +53,5 @@ def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> int
 
 
 def _fields(config: Config) -> dict:
-    names = ("models", "strategies", "counts", "global_batch_sizes", "precisions")
-    return {name: getattr(config, name) for name in (*names, "repeats", "seed")}
+    names = ("models", "strategies", "counts", "global_batch_sizes", "precisions", "repeats")
+    return {**config.result_fields(), **{name: getattr(config, name) for name in names}}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from app.config import Config
+from app.devices import num_cores
 from app.speed import interval
 from app.speed.exchange_model import ExchangeModel, ExchangeTime, LinearCost
 from app.speed.interval import Interval
@@ -18,8 +19,8 @@ class Design:
     """What has to be measured to take a step apart.
 
     Attributes:
-        full: number of devices → the whole step; the first one is what is explained, the last one
-            is held out.
+        full: number of devices, rising → the whole step; the first one is what is explained, the
+            last of three or more is held out.
         without_exchange: the step that is explained, each replica going on with its own gradient.
         without_input: the same, on one batch again and again.
         alone: number of devices → one replica by itself, with the shard that it has then.
@@ -46,13 +47,17 @@ class Design:
 
         Args:
             config: of `explain`.
-            simulated: whether devices share a processor. A replica by itself is then given one
-                core, so that what the others leave it can be told from what it needs.
+            simulated: whether devices share a processor. A replica by itself is then given the
+                cores that it has in the explained step: what it needs can so be told from what the
+                others leave it.
         """
         counts = config.counts
-        full = {n: Point(config.for_training(config.strategy, num_devices=n)) for n in counts}
+        full = {
+            n: Point(config.for_training(config.strategy, num_devices=n, last_batch="drop"))
+            for n in counts
+        }
         explained = full[counts[0]]
-        alone = config.for_training("single")
+        alone = config.for_training("single", last_batch="drop")
         return cls(
             full=full,
             without_exchange=dataclasses.replace(explained, exchanges=False),
@@ -60,9 +65,10 @@ class Design:
             alone={
                 n: Point(
                     dataclasses.replace(alone, global_batch_size=-(-config.global_batch_size // n)),
-                    cores=1 if simulated else None,
+                    reads_input=False,
+                    cores=max(1, num_cores() // counts[0]) if simulated else None,
                 )
-                for n in (1, *counts[:-1])
+                for n in (1, *(counts[:-1] if len(counts) > 2 else counts))
             },
         )
 
@@ -119,8 +125,7 @@ class Anatomy:
         predictions: for each number of devices that was measured, and for some more.
         break_even_batch: the global batch from which two devices are faster than one, None where
             no batch is.
-        speed_up: of the devices explained against one, the same global batch; for simulated
-            devices one is one core.
+        speed_up: of the devices explained against one of them by itself, the same global batch.
     """
 
     parts: list[Part]
@@ -148,9 +153,11 @@ def dissect(design: Design, measured: Measured) -> Anatomy:
     without_exchange, without_input = next(sampled), next(sampled)
     alone = {n: next(sampled) for n in design.alone}
     exchange_times = measured.exchange_times
-    explained, *_, held_out = full
+    explained, *others = full
+    held_out = others[-1] if len(others) > 1 else None
     whole = full[explained]
-    waits = _share_of_cores(whole)
+    cores = alone[explained].point.cores
+    waits = _share_of_cores(whole, explained, cores)
     compute_secs = [sec * waits for sec in alone[explained].step_secs]
     secs = {
         "compute": (lambda full, no_sum, no_input, alone: alone),
@@ -174,16 +181,19 @@ def dissect(design: Design, measured: Measured) -> Anatomy:
     )
     in_fit = [n for n in full if n != held_out]
     model = ExchangeModel.fit(
-        whole.facts.all_reduce, [t for t in exchange_times if t.num_replicas in in_fit]
+        whole.facts.all_reduce,
+        [t for t in exchange_times if t.num_replicas in in_fit],
+        shared=whole.facts.simulated_devices,
     )
     size = whole.facts.gradient_bytes
 
     def parts_sec(n: int) -> float:
-        return compute.sec(batch / n) * _share_of_cores(whole, n) + model.sec(n, size)
+        return compute.sec(batch / n) * _share_of_cores(whole, n, cores) + model.sec(n, size)
 
     measured = {n: float(np.median(s.step_secs)) for n, s in full.items()}
     overhead = float(np.mean([measured[n] / parts_sec(n) - 1 for n in in_fit]))
-    further = [n for n in (2 * held_out, 4 * held_out) if n <= batch]
+    largest = max(full)
+    further = [n for n in (2 * largest, 4 * largest) if n <= batch]
     return Anatomy(
         parts=parts,
         step_sec=interval.median(whole.step_secs),
@@ -196,30 +206,29 @@ def dissect(design: Design, measured: Measured) -> Anatomy:
             Prediction(n, (1 + overhead) * parts_sec(n), measured.get(n), n == held_out)
             for n in (*full, *further)
         ],
-        break_even_batch=_break_even_batch(compute, model, size),
+        break_even_batch=_break_even_batch(compute, model.sec(2, size), overhead),
         speed_up=interval.ratio(alone[1].step_secs, whole.step_secs),
     )
 
 
-def _share_of_cores(sampled: Sampled, num_replicas: int | None = None) -> float:
+def _share_of_cores(sampled: Sampled, num_replicas: int, cores: int | None) -> float:
     """Returns how much longer a replica takes than by itself, there being so many of them.
 
-    Real devices do not share anything. Logical ones share the cores: a replica by itself was given
-    one.
+    Real devices do not share anything. Logical ones share the cores, of which a replica by itself
+    was given so many.
     """
-    if not sampled.facts.simulated_devices:
+    if cores is None:
         return 1.0
-    return (num_replicas or sampled.facts.num_replicas) / sampled.facts.cores
+    return max(1.0, num_replicas * cores / sampled.facts.cores)
 
 
-def _break_even_batch(
-    compute: LinearCost, exchange: ExchangeModel, size_bytes: float
-) -> float | None:
-    """Returns the global batch from which two devices, each as fast as one alone, are faster.
+def _break_even_batch(compute: LinearCost, exchange_sec: float, overhead: float) -> float | None:
+    """Returns the global batch B from which two devices, each as fast as one alone, are faster.
 
-    Half of the batch's examples have to take longer than the exchange: fixed + each · B on one
-    device, fixed + each · B / 2 + exchange on two.
+    fixed + each · B on one device, (fixed + each · B / 2 + exchange) · (1 + overhead) on two.
     """
-    if compute.example_sec == 0:
+    saved = compute.example_sec * (1 - (1 + overhead) / 2)
+    if saved <= 0:
         return None
-    return max(2.0, 2 * exchange.sec(2, size_bytes) / compute.example_sec)
+    lost = (1 + overhead) * (compute.fixed_sec + exchange_sec) - compute.fixed_sec
+    return max(2.0, lost / saved)

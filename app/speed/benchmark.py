@@ -36,6 +36,7 @@ def create_points(config: Config) -> list[Point]:
         if single and count != config.counts[0]:
             continue
         options = {"model": model, "precision": precision, "global_batch_size": size}
+        options["last_batch"] = "drop"  # A step is a step.
         training = config.for_training(
             strategy, **options, **({} if single else {"num_devices": count})
         )
@@ -45,6 +46,7 @@ def create_points(config: Config) -> list[Point]:
 
 def write_benchmark(
     out_dir: pathlib.Path,
+    config: Config,
     sampled: Sequence[Sampled],
     comparisons: Sequence[Comparison],
     peaks: Mapping[str, Sequence[float]],
@@ -55,6 +57,7 @@ def write_benchmark(
         out_dir / BENCHMARK_FILE,
         {
             "command": "benchmark",
+            "config": config.result_fields(),
             "common": common,
             "written_by": "lockstep",
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -14,8 +14,7 @@ _COSTS = {
     "ring": lambda r: (2 * (r - 1), 2 * (r - 1) / r),
     "all_to_all": lambda r: (2, 2 * (r - 1) / r),
 }
-# TensorFlow's own: NCCL's is a ring, the hierarchical one goes through one device of each half.
-_COSTS |= {"nccl": _COSTS["ring"], "hierarchical": _COSTS["sum_on_one"]}
+_COSTS["nccl"] = _COSTS["ring"]  # TensorFlow's hierarchical one has no formula here.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,23 +47,28 @@ class ExchangeModel:
 
     Attributes:
         algorithm: that was measured.
+        shared: whether all connections are one and the same, the memory of a processor: then all
+            bytes pass through it, 2 (R − 1) times what a replica sends, whatever the algorithm.
         latency_sec: of a step.
         sec_per_byte: of the busiest connection.
     """
 
     algorithm: str
+    shared: bool
     latency_sec: float
     sec_per_byte: float
 
     def sec(self, num_replicas: int, size_bytes: float) -> float:
         """Predicts the time of one all-reduce."""
-        steps, passes = _COSTS[self.algorithm](num_replicas)
+        steps, passes = _cost(self.algorithm, num_replicas, self.shared)
         return steps * self.latency_sec + passes * size_bytes * self.sec_per_byte
 
     @classmethod
-    def fit(cls, algorithm: str, times: Sequence[ExchangeTime]) -> "ExchangeModel":
+    def fit(
+        cls, algorithm: str, times: Sequence[ExchangeTime], *, shared: bool = False
+    ) -> "ExchangeModel":
         """Fits both numbers so that relative errors are small; neither is negative."""
-        costs = [_COSTS[algorithm](t.num_replicas) for t in times]
+        costs = [_cost(algorithm, t.num_replicas, shared) for t in times]
         rows = np.array(
             [
                 [steps / t.sec, passes * t.size_bytes / t.sec]
@@ -72,7 +76,12 @@ class ExchangeModel:
             ]
         )
         latency, sec_per_byte = _least_squares(rows, np.ones(len(rows)))
-        return cls(algorithm, latency, sec_per_byte)
+        return cls(algorithm, shared, latency, sec_per_byte)
+
+
+def _cost(algorithm: str, num_replicas: int, shared: bool) -> tuple[float, float]:
+    steps, passes = _COSTS[algorithm](num_replicas)
+    return steps, 2 * (num_replicas - 1) if shared else passes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,7 @@ def write_explanation(
         {
             "written_by": "lockstep",
             "machine": {"processor": processor_name()},
-            "strategy": config.strategy,
-            "model": config.model,
+            "config": config.result_fields(),
             "remarks": setup_remarks(sampled),
             "story": story,
             **dataclasses.asdict(anatomy),
@@ -60,7 +59,7 @@ def print_explanation(config: Config, anatomy: Anatomy, sampled: Sequence[Sample
         ],
     )
     _print_exchange(anatomy, facts)
-    _print_scaling(config, anatomy, facts)
+    _print_scaling(anatomy, sampled)
     for line in setup_remarks(sampled):
         console.say(line)
 
@@ -98,7 +97,8 @@ def _print_exchange(anatomy: Anatomy, facts) -> None:
     )
 
 
-def _print_scaling(config: Config, anatomy: Anatomy, facts) -> None:
+def _print_scaling(anatomy: Anatomy, sampled: Sequence[Sampled]) -> None:
+    facts = sampled[0].facts
     console.say()
     rows = []
     for p in anatomy.predictions:
@@ -125,14 +125,17 @@ def _print_scaling(config: Config, anatomy: Anatomy, facts) -> None:
         f" {anatomy.compute.example_sec * 1e6:.1f} µs an example of the shard + all-reduce) ·"
         f" {1 + anatomy.overhead:.3f}"
     )
-    one = "one core by itself" if facts.simulated_devices else "one device"
+    cores = sampled[-1].point.cores
+    one = "one of them by itself"
+    if cores:
+        one += f" on {console.count(cores, 'core')}"
     console.say(
         f"{console.count(facts.num_replicas, 'device')} against {one}: speed-up {anatomy.speed_up}"
     )
     if anatomy.break_even_batch is None:
         console.say("break-even: time does not depend on the batch here; no batch pays")
     else:
-        two = "two cores, a device each," if facts.simulated_devices else "two devices"
         console.say(
-            f"break-even: {two} beat one from a global batch of {anatomy.break_even_batch:,.0f} on"
+            "break-even: two devices beat one of them by itself from a global batch of"
+            f" {anatomy.break_even_batch:,.0f} on"
         )

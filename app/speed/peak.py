@@ -39,5 +39,5 @@ def sample_peak(channel: Channel, config: Config) -> float:
     while num_products := channel.receive():
         start = time.perf_counter()
         multiply(tf.constant(num_products)).numpy()
-        channel.send(("block", Block(num_products, time.perf_counter() - start, 0)))
+        channel.send(("block", Block(num_products, 0, time.perf_counter() - start, 0)))
     return 2.0 * _SIZE**3

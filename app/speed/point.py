@@ -70,16 +70,16 @@ class Facts:
         cores: processor cores that the process may use.
         intra_op_threads: of one operation on a CPU, 0 for TensorFlow's own choice.
         dataset: which images.
-        global_batch_size: examples of a step over all replicas.
+        global_batch_size: examples of a step over all replicas; no step has fewer.
         compute_dtype: what the layers compute in.
         jit_compile: whether XLA compiles what a replica computes.
         all_reduce: the algorithm.
         tensor_float_32: whether GPUs may round the inputs of float32 products to 10 bits; False
             without GPUs.
-        gradient_bytes: what each replica sends in a step, uncompressed.
+        gradient_bytes: what each replica sends in a step, in the dtype of the exchange.
         flops_per_example: multiplications and additions of convolutions and matrix products in
             training on one example.
-        compile_sec: from the start of the process until the step was compiled.
+        compile_sec: until the first step was done, from importing TensorFlow on.
         versions: of what numbers depend on.
     """
 
@@ -110,11 +110,13 @@ class Block:
 
     Attributes:
         num_steps: how many.
+        num_examples: trained on in them.
         sec: what they took, from the call until the last result was there.
         tracings: how often a compiled call was traced anew meanwhile: 0 in a valid measurement.
     """
 
     num_steps: int
+    num_examples: int
     sec: float
     tracings: int
 
@@ -148,4 +150,4 @@ class Sampled:
     @property
     def rates(self) -> list[float]:
         """Images a second, in each round."""
-        return [self.facts.global_batch_size / sec for sec in self.step_secs]
+        return [block.num_examples / block.sec for block in self.blocks]

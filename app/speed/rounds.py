@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,8 +15,7 @@ from app.speed.peak import sample_peak
 from app.speed.point import Block, Point, Sampled
 from app.speed.sampler import sample
 
-_LEAST_MEMORY_BYTES = 1 << 30
-_PEAK_PRODUCTS = 6  # In a block: about as long as one of a training.
+_PEAK_PRODUCTS = 2  # In a block: seconds on a small CPU, a few milliseconds on a GPU.
 
 
 class Measured(NamedTuple):
@@ -62,7 +62,7 @@ def measure(
         for number, point in enumerate(points, start=1):
             progress.start(f"preparing {number} of {len(points)}: {point.name}")
             samplers.append(_Sampler(stack, progress, sample, point))
-            _check_memory(len(points) - number)
+            _check_memory(len(points) - number, max(s.held_bytes for s in samplers))
         limits = {
             config.precision: _Sampler(stack, progress, sample_peak, config) for config in peaks
         }
@@ -113,6 +113,13 @@ class _Sampler:
                 return message
             self._progress.message(message)
 
+    @property
+    def held_bytes(self) -> int:
+        """The most memory that the process has held so far."""
+        status = pathlib.Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+        return int(peak) * 1024
+
     def measure(self) -> None:
         self._process.send(self.num_steps)
         self.blocks.append(self._message()[1])
@@ -127,14 +134,17 @@ class _Sampler:
         return self._process.receive()[1]
 
 
-def _check_memory(num_missing: int) -> None:
-    """Refuses to go on where the next processes would not fit beside those that are there."""
-    available = _available_memory_bytes()
-    if num_missing and available < _LEAST_MEMORY_BYTES:
+def _check_memory(num_missing: int, largest_bytes: int) -> None:
+    """Refuses to go on where the next process would not fit beside those that are there.
+
+    It is taken to need as much as the largest of them, and half of that again to work with.
+    """
+    available, needed = _available_memory_bytes(), 3 * largest_bytes // 2
+    if num_missing and available < needed:
+        missing = "1 more process" if num_missing == 1 else f"{num_missing} more processes"
         raise DeviceError(
-            f"{available / 2**20:,.0f} MiB of memory are left for"
-            f" {console.count(num_missing, 'more process')} — at least"
-            f" {_LEAST_MEMORY_BYTES / 2**20:,.0f} MiB are required; measure fewer points at once"
+            f"{available / 2**20:,.0f} MiB of memory are left for {missing} —"
+            f" {needed / 2**20:,.0f} MiB are required for each; measure fewer points at once"
         )
 
 

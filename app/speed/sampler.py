@@ -14,7 +14,7 @@ from app.speed.point import Block, Facts, Point
 _WARM_UP_STEPS = 3
 _SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
 _LARGEST_EXCHANGE_BYTES = 64 << 20
-_EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.05, 7
+_EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.2, 5
 # Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: the process ends before.
 _KEPT = []
 _BLOCK_SEC = 1.0  # A block is long enough that a scheduler's time slices average out in it.
@@ -46,7 +46,7 @@ def sample(channel: Channel, point: Point) -> int:
     strategy.exchanges = point.exchanges
     batches = job.batches() if point.reads_input else repeat_one_batch(job)
     iterator = strategy.distribute(batches)
-    strategy.train_steps(iterator, 0)
+    strategy.train_steps(iterator, 1)  # A real one: XLA compiles no sooner.
     compile_sec = time.monotonic() - start
     channel.send(("facts", _facts(job, strategy, prepared, compile_sec)))
 
@@ -80,19 +80,22 @@ def _warm_up(strategy, iterator) -> float:
 def _time_block(strategy, iterator, num_steps: int) -> Block:
     tracings = strategy.num_tracings
     start = time.perf_counter()
-    strategy.train_steps(iterator, num_steps)  # Returns numbers: it waits for the last step.
+    totals = strategy.train_steps(iterator, num_steps)  # Numbers: the last step is done.
     sec = time.perf_counter() - start
-    return Block(num_steps, sec, strategy.num_tracings - tracings)
+    return Block(num_steps, totals.examples, sec, strategy.num_tracings - tracings)
 
 
 def time_exchange(strategy) -> list[ExchangeTime]:
     """Times all-reduces of the model's gradients alone, scaled to several sizes.
 
-    The last one has their own size. There are as many tensors in each, packed in the same way.
+    The last one has their own size, and is the only one where they are packed: other sizes would
+    be other numbers of buckets.
     """
     weights = [w.value for w in strategy.model.trainable_variables]
-    total_bytes = sum(w.shape.num_elements() * w.dtype.size for w in weights)
-    scales = [s for s in _SCALES if s * total_bytes <= _LARGEST_EXCHANGE_BYTES]
+    packing = strategy.packing(weights)
+    scales = [s for s in _SCALES if s * packing.size_bytes <= _LARGEST_EXCHANGE_BYTES]
+    if len(packing.buckets) < len(weights):
+        scales = []
     return [_time_exchange_of(strategy, weights, scale) for scale in (*scales, 1.0)]
 
 
@@ -106,7 +109,7 @@ def _time_exchange_of(strategy, weights, scale: float) -> ExchangeTime:
             tensors.append(
                 [tf.zeros(shape, w.dtype) for shape, w in zip(shapes, weights, strict=True)]
             )
-    size_bytes = sum(t.shape.num_elements() * t.dtype.size for t in tensors[0])
+    size_bytes = strategy.packing(tensors[0]).size_bytes
     num_times, secs = 1, []
     strategy.repeat_exchange(tensors, num_times)
     while len(secs) < _EXCHANGE_REPEATS:
@@ -144,7 +147,7 @@ def _facts(job, strategy, prepared, compile_sec: float) -> Facts:
         all_reduce=strategy.all_reduce,
         tensor_float_32="GPU" in strategy.devices[0]
         and tf.config.experimental.tensor_float_32_execution_enabled(),
-        gradient_bytes=sum(w.value.shape.num_elements() * w.value.dtype.size for w in weights),
+        gradient_bytes=strategy.packing([w.value for w in weights]).size_bytes,
         flops_per_example=training_flops_per_example(strategy.model),
         compile_sec=compile_sec,
         versions=versions(),

@@ -35,12 +35,13 @@ def tell_step(config: Config, on_message) -> tuple[dict, bool]:
 
             replicas = range(trace.num_replicas)
             sums = arrays("sums")
+            itemsize = 2 if config.exchange_dtype == "bfloat16" else 4
             story = {
                 "shards": [len(arrays("examples", r)["examples"]) for r in replicas],
                 "losses": [float(arrays("loss", r)["loss"]) for r in replicas],
                 "norms": [_norm(arrays("gradients", r)) for r in replicas],
                 "sum_norm": _norm(sums),
-                "gradient_bytes": sum(a.nbytes for a in sums.values()),
+                "gradient_bytes": sum(a.nbytes for a in sums.values()) * itemsize // 4,
                 "num_tensors": len(sums),
                 "learning_rate": recorded.learning_rate,
                 "update_norm": _norm(arrays("updates")),

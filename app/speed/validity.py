@@ -5,6 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from app.speed.point import Sampled
 
+# Of fewer rounds the bootstrap promises too much: from 2 it is right in half of all cases.
+MIN_ROUNDS = 5
+
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
@@ -53,6 +56,8 @@ def _refusals(first: Sampled, second: Sampled, axis: str) -> Iterator[Remark]:
             yield Remark(True, f"{sampled.point.name} was traced {traced} times while it was timed")
     if len(first.blocks) != len(second.blocks):
         yield Remark(True, "measured in other rounds")
+    elif len(first.blocks) < MIN_ROUNDS:
+        yield Remark(True, f"fewer than {MIN_ROUNDS} rounds; use more --repeats")
 
 
 def _marks(first: Sampled, second: Sampled, axis: str) -> Iterator[Remark]:
@@ -65,6 +70,9 @@ def _marks(first: Sampled, second: Sampled, axis: str) -> Iterator[Remark]:
             f"simulated devices: {max(counts)} share {cores} cores, which one device has to itself;"
             " ideal is 1, and this is no scaling",
         )
+    algorithms = {a.all_reduce, b.all_reduce} - {"none"}
+    if axis == "strategy" and len(algorithms) == 2:
+        yield Remark(False, f"another all-reduce: {a.all_reduce} and {b.all_reduce}")
     if axis == "precision" and a.tensor_float_32:
         yield Remark(False, "float32 products are rounded to TF32")
     if a.versions != b.versions:
@@ -75,6 +83,14 @@ def setup_remarks(sampled: Sequence[Sampled]) -> list[str]:
     """Returns what concerns all measurements, whatever is compared."""
     facts = [s.facts for s in sampled]
     lines = []
+    if len(sampled[0].blocks) < MIN_ROUNDS:
+        lines.append(
+            f"fewer than {MIN_ROUNDS} rounds: intervals hold the truth less often than they say;"
+            " use more --repeats"
+        )
+    traced = [s.point.name for s in sampled if any(block.tracings for block in s.blocks)]
+    if traced:
+        lines.append(f"traced while it was timed, so its times are not valid: {'; '.join(traced)}")
     if any(f.simulated_devices for f in facts):
         lines.append(
             f"simulated devices: logical devices share {facts[0].cores} cores, so times say nothing"
