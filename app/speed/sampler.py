@@ -14,7 +14,7 @@ from app.speed.point import Block, Facts, Point
 _WARM_UP_STEPS = 3
 _SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
 _LARGEST_EXCHANGE_BYTES = 64 << 20
-_EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.2, 5
+_EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.1, 5
 # Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: the process ends before.
 _KEPT = []
 _BLOCK_SEC = 1.0  # A block is long enough that a scheduler's time slices average out in it.
