@@ -48,7 +48,7 @@ programs = {
     "peak, float32": {"secs": [5e-10] * 3},
 }
 ratios = [{"text": "", "program": "manual × 2", "base": "JAX × 2"}]
-results = {"date": "2026-01-01", "processor": "P", "cores": 2, "versions": "v",
+results = {"date": "2026-01-01", "processor": "P", "cores": 2, "versions": {"jax": "1"},
            "lenet": {"programs": programs, "ratios": ratios}}
 print(run.render(results))
 """
