@@ -100,7 +100,7 @@ _D2L = Recipe(
     pixel_deviation=255.0,
     peak_rate=0.1,
 )
-# Chosen by measurement: docs/BENCHMARKS.md and `benchmarks/recipe_study.py`.
+# Chosen by measurement: see `benchmarks/recipe_study.py`.
 _FAST = Recipe(
     kernel_initializer="he_normal",
     pixel_mean=72.94,
