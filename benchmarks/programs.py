@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 FOLDER = pathlib.Path(__file__).parent
 _GRACE_SEC = 10
@@ -39,11 +40,13 @@ class Running(contextlib.AbstractContextManager):
 
     def __init__(self, program: Program, data_dir: str):
         self.program = program
+        # Not a pipe, which nobody would read until the end; closed by `__exit__`.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [program.python, FOLDER / program.file, *program.flags, f"--data_dir={data_dir}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if not os.environ.get("BENCH_SHOW_ERRORS") else None,
+            stderr=self._said,
             text=True,
             start_new_session=True,  # One group, to be ended as a whole.
         )
@@ -60,8 +63,8 @@ class Running(contextlib.AbstractContextManager):
     def _read(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
-            said = self._process.stderr.read() if self._process.stderr else ""
-            last = (said.strip().splitlines() or ["nothing"])[-1]
+            self._said.seek(0)
+            last = (self._said.read().strip().splitlines() or ["nothing"])[-1]
             sys.exit(f"error: {self.program.name} ended before it answered; it said last: {last}")
         return json.loads(line)
 
@@ -73,3 +76,4 @@ class Running(contextlib.AbstractContextManager):
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, 9)
             self._process.wait()
+        self._said.close()

@@ -1,7 +1,7 @@
 """Where a step's time goes, by leaving one part out at a time; what more devices would do."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -159,21 +159,9 @@ def dissect(design: Design, measured: Measured) -> Anatomy:
     cores = alone[explained].point.cores
     waits = _share_of_cores(whole, explained, cores)
     compute_secs = [sec * waits for sec in alone[explained].step_secs]
-    secs = {
-        "compute": (lambda full, no_sum, no_input, alone: alone),
-        "all-reduce": (lambda full, no_sum, no_input, alone: full - no_sum),
-        "input": (lambda full, no_sum, no_input, alone: full - no_input),
-        "everything else": (lambda full, no_sum, no_input, alone: no_sum + no_input - full - alone),
-    }
-    samples = whole.step_secs, without_exchange.step_secs, without_input.step_secs, compute_secs
-    parts = [
-        Part(
-            name,
-            interval.combine(sec, *samples),
-            interval.combine(lambda full, *rest, sec=sec: sec(full, *rest) / full, *samples),
-        )
-        for name, sec in secs.items()
-    ]
+    parts = _parts(
+        whole.step_secs, without_exchange.step_secs, without_input.step_secs, compute_secs
+    )
     batch = whole.facts.global_batch_size
     compute = LinearCost.fit(
         [s.facts.global_batch_size for s in alone.values()],
@@ -190,8 +178,8 @@ def dissect(design: Design, measured: Measured) -> Anatomy:
     def parts_sec(n: int) -> float:
         return compute.sec(batch / n) * _share_of_cores(whole, n, cores) + model.sec(n, size)
 
-    measured = {n: float(np.median(s.step_secs)) for n, s in full.items()}
-    overhead = float(np.mean([measured[n] / parts_sec(n) - 1 for n in in_fit]))
+    step_sec = {n: float(np.median(s.step_secs)) for n, s in full.items()}
+    overhead = float(np.mean([step_sec[n] / parts_sec(n) - 1 for n in in_fit]))
     largest = max(full)
     further = [n for n in (2 * largest, 4 * largest) if n <= batch]
     return Anatomy(
@@ -203,12 +191,35 @@ def dissect(design: Design, measured: Measured) -> Anatomy:
         compute=compute,
         overhead=overhead,
         predictions=[
-            Prediction(n, (1 + overhead) * parts_sec(n), measured.get(n), n == held_out)
+            Prediction(n, (1 + overhead) * parts_sec(n), step_sec.get(n), n == held_out)
             for n in (*full, *further)
         ],
         break_even_batch=_break_even_batch(compute, model.sec(2, size), overhead),
         speed_up=interval.ratio(alone[1].step_secs, whole.step_secs),
     )
+
+
+def _parts(*per_round_secs: Sequence[float]) -> list[Part]:
+    """Returns what adds up to a step.
+
+    Args:
+        *per_round_secs: of the whole step, of one without the exchange, of one without input, and
+            of what a replica computes.
+    """
+    secs = {
+        "compute": (lambda full, no_sum, no_input, alone: alone),
+        "all-reduce": (lambda full, no_sum, no_input, alone: full - no_sum),
+        "input": (lambda full, no_sum, no_input, alone: full - no_input),
+        "everything else": (lambda full, no_sum, no_input, alone: no_sum + no_input - full - alone),
+    }
+    return [
+        Part(
+            name,
+            interval.combine(sec, *per_round_secs),
+            interval.combine(lambda full, *rest, sec=sec: sec(full, *rest) / full, *per_round_secs),
+        )
+        for name, sec in secs.items()
+    ]
 
 
 def _share_of_cores(sampled: Sampled, num_replicas: int, cores: int | None) -> float:
