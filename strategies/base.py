@@ -1,13 +1,13 @@
 """The contract between the training loop and a strategy.
 
 The loop in `app/training.py` sees nothing but this. Whatever differs between two ways of training
-stands in a subclass; the compiled loops, and the reading and writing of state, are the same code
-for all of them and stand here, so that a difference in results can only come from a subclass.
+stands in a subclass; the compiled loops are the same code for all of them and stand here, and the
+reading and writing of state in `replicas.py`, so that a difference in results can only come from
+a subclass.
 """
 
 import abc
 import functools
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -16,9 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from strategies.packing import Packing
+from strategies.replicas import Replicas
 from strategies.witness import Witness
-
-State = dict[str, np.ndarray]
 
 
 class StepTotals(NamedTuple):
@@ -58,7 +57,7 @@ class StepTotals(NamedTuple):
         return self.correct / self.examples
 
 
-class Strategy(abc.ABC):
+class Strategy(Replicas):
     """One way to train a model on a list of devices.
 
     Data sets are `tf.data` sets of global batches `(images, labels)`: uint8 `(n, 28, 28, 1)` and
@@ -80,8 +79,6 @@ class Strategy(abc.ABC):
 
     name: str
     all_reduce_algorithms: Collection[str]
-    model: keras.Model  # Replica 0's, once built.
-    optimizer: keras.optimizers.Optimizer  # Replica 0's, once built.
 
     def __init__(
         self,
@@ -165,10 +162,6 @@ class Strategy(abc.ABC):
             What the last one returned, for a caller to wait for.
         """
 
-    @abc.abstractmethod
-    def replica_variables(self) -> list[list[tf.Variable]]:
-        """Returns R lists: what each replica holds, in the order of `variable_names`."""
-
     def packing(self, tensors: Sequence[tf.Tensor]) -> Packing:
         """Returns how a replica's tensors are packed for the exchange."""
         return Packing(tensors, bucket_bytes=self._bucket_bytes, dtype=self._exchange_dtype)
@@ -192,12 +185,22 @@ class Strategy(abc.ABC):
         """
         return _to_host(self._train_loop(iterator, tf.constant(num_steps)))
 
-    def evaluate(self, dataset: tf.data.Dataset) -> StepTotals:
-        """Returns the totals over every example of `dataset`, each one seen once."""
+    def evaluate(
+        self, dataset: tf.data.Dataset, on_batch: Callable[[], None] = lambda: None
+    ) -> StepTotals:
+        """Returns the totals over every example of `dataset`, each one seen once.
+
+        Args:
+            dataset: of global batches, finite.
+            on_batch: called after each of them; what it raises ends the evaluation.
+        """
         self.average_moving_statistics()
-        num_batches = dataset.cardinality()
         iterator = self.distribute(dataset.repeat())
-        return _to_host(self._evaluate_loop(iterator, num_batches))
+        totals = StepTotals(0.0, 0, 0)
+        for _ in range(int(dataset.cardinality())):
+            totals = totals.plus(_to_host(self._evaluate_batch(iterator)))
+            on_batch()
+        return totals
 
     def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:
         """Returns the logits `(N, 10)` of uint8 images `(N, 28, 28, 1)`, in input order."""
@@ -208,84 +211,6 @@ class Strategy(abc.ABC):
         num_batches = int(dataset.cardinality())
         return np.concatenate([self._predict_batch(iterator).numpy() for _ in range(num_batches)])
 
-    @property
-    def variable_names(self) -> list[str]:
-        """Names of everything that a replica holds: the model's variables, then the optimizer's.
-
-        The optimizer's own name is left out: Keras numbers it anew for each one made.
-        """
-        names = [f"model/{variable.path}" for variable in self.model.variables]
-        paths = [variable.path.partition("/")[2] for variable in self.optimizer.variables]
-        return names + [f"optimizer/{path}" for path in paths]
-
-    def replica_states(self) -> list[State]:
-        """Returns what each replica holds, R copies of the whole state, read from its device."""
-        return [
-            {name: v.numpy() for name, v in zip(self.variable_names, variables, strict=True)}
-            for variables in self.replica_variables()
-        ]
-
-    def state(self) -> State:
-        """Returns the one copy that can be saved and that any other strategy can load.
-
-        Replicas agree on all of it once their moving statistics are averaged, so it is replica 0's.
-        """
-        self.average_moving_statistics()
-        variables = self.replica_variables()[0]
-        return {name: v.numpy() for name, v in zip(self.variable_names, variables, strict=True)}
-
-    def load_state(self, state: State) -> None:
-        """Gives every replica the values of `state`, by position: layer names play no part.
-
-        Raises:
-            ValueError: `state` has other shapes, or another number of arrays, than this model.
-        """
-        arrays = list(state.values())
-        for variables in self.replica_variables():
-            self._check_fits(variables, arrays)
-            for variable, array in zip(variables, arrays, strict=True):
-                variable.assign(array)
-
-    def _check_fits(self, variables, arrays) -> None:
-        """Raises `ValueError` with the first three arrays of another type or shape."""
-
-        def describe(value):
-            return f"{value.dtype.name}{list(value.shape)}"
-
-        found = [describe(array) for array in arrays]
-        required = [describe(variable) for variable in variables]
-        differing = [
-            f"{name}: {f} for {r}"
-            for name, f, r in itertools.zip_longest(
-                self.variable_names, found, required, fillvalue="nothing"
-            )
-            if f != r
-        ]
-        if differing:
-            raise ValueError(f"{len(differing)} arrays do not fit: {'; '.join(differing[:3])}")
-
-    def average_moving_statistics(self) -> None:
-        """Gives every replica the mean over the replicas of each BatchNorm moving statistic.
-
-        In training each replica normalises with the statistics of its own shard and moves its own
-        averages: they drift apart, and Keras would save replica 0's alone. The update of
-        a moving average is linear, so averaging now or later ends, but for rounding, in the same.
-        """
-        if self.num_replicas == 1:
-            return
-        positions = [
-            i for i, v in enumerate(self.model.variables)
-            if not v.trainable and np.issubdtype(np.dtype(v.dtype), np.floating)
-        ]  # fmt: skip
-        replicas = self.replica_variables()
-        for i in positions:
-            copies = [variables[i].numpy() for variables in replicas]
-            if all(np.array_equal(copies[0], copy) for copy in copies):
-                continue  # A frozen weight, say: the mean of equal numbers could round.
-            mean = np.mean(copies, axis=0)
-            for variables in replicas:
-                variables[i].assign(mean)
-
     @tf.function
     def _train_loop(self, iterator, num_steps):
         totals = StepTotals.zeros()
@@ -294,11 +219,8 @@ class Strategy(abc.ABC):
         return totals
 
     @tf.function
-    def _evaluate_loop(self, iterator, num_batches):
-        totals = StepTotals.zeros()
-        for _ in tf.range(num_batches):
-            totals = StepTotals.sum([totals, *(shard for _, shard in self.forward(iterator))])
-        return totals
+    def _evaluate_batch(self, iterator):
+        return StepTotals.sum([StepTotals.zeros(), *(shard for _, shard in self.forward(iterator))])
 
     @tf.function
     def _predict_batch(self, iterator):

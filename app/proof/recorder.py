@@ -11,7 +11,8 @@ import tensorflow as tf
 from app.errors import ConfigError, DivergedError
 from app.proof.straggler import SendTime
 from app.proof.trace import TraceWriter, hash_examples
-from strategies.base import State, Strategy
+from strategies.base import Strategy
+from strategies.replicas import State
 from strategies.witness import Witness
 
 
