@@ -6,7 +6,6 @@ python main.py [COMMAND] [--flags]        python main.py --help
 import importlib
 import os
 import pathlib
-import signal
 import sys
 
 if sys.version_info < (3, 11):  # Before anything is imported that an old Python cannot read.
@@ -16,7 +15,7 @@ if sys.version_info < (3, 11):  # Before anything is imported that an old Python
 
 from absl import app as absl_app  # `from absl import app` would hide our own package.
 
-from app import console, errors, flags
+from app import console, errors, fault_points, flags, interruption
 from app.config import Config
 
 
@@ -30,8 +29,11 @@ def parse(argv: list[str]) -> Config:
 
 def main(config: Config) -> int:
     """Runs the command and turns its outcome into an exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    interruption.install()
     try:
+        fault = fault_points.arm(os.environ)
+        if fault:
+            console.warn(f"{fault_points.VARIABLE}={fault}: this run is made to fail")
         command = importlib.import_module(f"app.commands.{config.command}")
         return command.run(config)
     except errors.LockstepError as error:
@@ -42,10 +44,6 @@ def main(config: Config) -> int:
         return console.report_interruption("terminated", errors.TERMINATED_EXIT_CODE)
     except Exception as error:  # A bug: the traceback goes into the log.
         return console.report_bug(error)
-
-
-def _terminate(signal_number, frame):
-    raise errors.Terminated
 
 
 if __name__ == "__main__":

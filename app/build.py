@@ -1,6 +1,7 @@
 """Puts recipe, model and strategy together: replicas on devices, new or from a checkpoint."""
 
 import keras
+import numpy as np
 
 from app.config import Config
 from app.devices import Devices
@@ -10,9 +11,12 @@ from app.records.checkpoint import Checkpoint
 from models import MODELS
 from strategies import STRATEGIES
 from strategies.base import Strategy
+from strategies.replicas import State
 
 # Gradients of a mean loss above 64 would overflow; they are far below in any training that works.
 FLOAT16_LOSS_SCALE = 1024.0
+# What Keras calls them.
+_STEP, _RATE = "optimizer/iteration", "optimizer/learning_rate"
 
 
 def build_strategy(
@@ -50,16 +54,40 @@ def build_strategy(
     return strategy
 
 
-def restore(strategy: Strategy, checkpoint: Checkpoint) -> None:
-    """Gives every replica the state of a checkpoint.
+def restore(
+    strategy: Strategy, checkpoint: Checkpoint, *, new_schedule_step: int | None = None
+) -> None:
+    """Gives every replica the state of a checkpoint, and its own statistics where they fit.
+
+    Args:
+        strategy: built; the same model, on as many replicas as it likes.
+        checkpoint: what to give it.
+        new_schedule_step: where the training goes on with another recipe, rate or batch: the step
+            of its schedule. The optimizer then keeps of the checkpoint what fits, and no rate.
 
     Raises:
         CheckpointError: it is of another model.
     """
+    state = checkpoint.state
+    if new_schedule_step is not None:
+        state = _with_new_schedule(state, strategy.state(), new_schedule_step)
     try:
-        strategy.load_state(checkpoint.state)
+        strategy.load_state(state)
+        if len(checkpoint.replica_statistics) == strategy.num_replicas:
+            strategy.load_replica_statistics(checkpoint.replica_statistics)
     except ValueError as error:
         raise CheckpointError(
-            f"checkpoint of step {checkpoint.step}: {error} — one of the same model is required;"
-            " choose another run"
+            f"checkpoint of step {checkpoint.progress.step}: {error} — one of the same model is"
+            " required; choose another run"
         ) from error
+
+
+def _with_new_schedule(saved: State, own: State, step: int) -> State:
+    """Returns the saved model with an optimizer of the strategy's own making, at `step`."""
+    model = {name: array for name, array in saved.items() if name.startswith("model/")}
+    optimizer = {name: array for name, array in own.items() if name.startswith("optimizer/")}
+    for name, array in optimizer.items():
+        fits = name in saved and saved[name].shape == array.shape and name != _RATE
+        optimizer[name] = saved[name] if fits else array
+    optimizer[_STEP] = np.array(step, optimizer[_STEP].dtype)
+    return {**model, **optimizer}

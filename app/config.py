@@ -38,14 +38,23 @@ _TRAINING_OPTIONS = {
     *_DEVICE_OPTIONS,
     *_DATA_OPTIONS,
 }
-_READING_OPTIONS = {"run", "strategy", "verbosity", *_DEVICE_OPTIONS, *_DATA_OPTIONS}
+_SAVING_OPTIONS = {"checkpoint_every", "stall_timeout_sec"}
+_READING_OPTIONS = {
+    *("run", "checkpoint", "strategy", "verbosity"),
+    *_DEVICE_OPTIONS,
+    *_DATA_OPTIONS,
+}
 
 # Every command, with the options that mean something to it: any other is refused, not ignored.
 COMMANDS = {
-    "train": {"strategy", "inject", "steps_per_call", *_TRAINING_OPTIONS},
+    "train": {
+        *("strategy", "inject", "steps_per_call", "force_resume"),
+        *_TRAINING_OPTIONS,
+        *_SAVING_OPTIONS,
+    },
     "evaluate": _READING_OPTIONS,
     "predict": {"images", *_READING_OPTIONS},
-    "compare": {"strategies", "steps_per_call", *_TRAINING_OPTIONS},
+    "compare": {"strategies", "steps_per_call", *_TRAINING_OPTIONS, *_SAVING_OPTIONS},
     "benchmark": {
         *("models", "device_counts", "global_batch_sizes", "precisions", "repeats"),
         *("strategies", "dataset", "recipe", "device", "all_reduce", "bucket_mb"),
@@ -109,6 +118,9 @@ class Config:
 
     out: str | None = None
     overwrite: bool = False
+    force_resume: bool = False
+    checkpoint_every: int | None = None
+    stall_timeout_sec: int = 1800
     verbosity: int = -1
 
     strategies: tuple[str, ...] = STRATEGY_NAMES
@@ -121,6 +133,7 @@ class Config:
     precisions: tuple[str, ...] = ("float32",)
     repeats: int = 10
     run: str | None = None
+    checkpoint: str = "newest"
     images: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -181,6 +194,7 @@ class Config:
         check_choice("--precision", self.precision, PRECISIONS)
         check_choice("--batch_norm", self.batch_norm, ("average", "sync"))
         check_choice("--last_batch", self.last_batch, ("keep", "drop"))
+        check_choice("--checkpoint", self.checkpoint, ("newest", "best"))
         for strategy in self.strategies:
             if strategy not in STRATEGY_NAMES:
                 raise ConfigError(
@@ -197,6 +211,8 @@ class Config:
         _check_range("--verbosity", self.verbosity, -1, 1)
         _check_range("--num_train_examples", self.num_train_examples, 1, NUM_TRAIN_EXAMPLES)
         _check_range("--steps_per_call", self.steps_per_call, 1, 1_000_000)
+        _check_range("--checkpoint_every", self.checkpoint_every, 1, 1_000_000_000)
+        _check_range("--stall_timeout_sec", self.stall_timeout_sec, 0, 1_000_000)
         if not 0 <= self.bucket_mb <= _LARGEST_BUCKET_MB:
             raise ConfigError(
                 f"--bucket_mb={self.bucket_mb} — 0 to {_LARGEST_BUCKET_MB} is required; 0 exchanges"
@@ -347,6 +363,11 @@ class Config:
             flag = "--data_dir" if self.data_dir else "--allow_unverified_data"
             raise ConfigError(
                 f"{flag} with {reads_no_data} — no data set is read then; leave one of them out"
+            )
+        if self.overwrite and self.force_resume:
+            raise ConfigError(
+                "--overwrite with --force_resume — to start anew or to go on, one of them is"
+                " required; leave the other out"
             )
         if self.command in ("evaluate", "predict") and not self.run:
             raise ConfigError(

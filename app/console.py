@@ -21,6 +21,7 @@ _log.setLevel(logging.INFO)
 def open_log(path: str) -> None:
     """Writes everything that is said from now on to `path` as well, with the time of day."""
     logging.raiseExceptions = False  # A disk too full for a log line is told by what needs it.
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(handler)
@@ -67,22 +68,25 @@ def report_error(error) -> int:
 
 
 def report_interruption(what: str, exit_code: int) -> int:
-    """Says how to go on, where an epoch was finished; returns the exit code."""
+    """Says with which command to go on, where something is saved; returns the exit code."""
     _log.error("%s", what)
     log_file = _log_file()
     run_dir = pathlib.Path(os.path.relpath(os.path.dirname(log_file))) if log_file else None
     if run_dir and (run_dir.parent / "config.json").exists():
         _write(sys.stderr, f"{what}: {run_dir.name}")  # Part of a comparison, which says more.
     elif run_dir and any(run_dir.glob("**/checkpoints/step-*")):
-        out = shlex.quote(str(run_dir))
-        _write(
-            sys.stderr,
-            f"{what} — finished epochs are saved; go on with the same command and --out={out}"
-            " (without --overwrite)",
-        )
+        _write(sys.stderr, f"{what} — the state is saved; go on with: {_same_command(run_dir)}")
     else:
         _write(sys.stderr, f"{what} — nothing is saved yet; run the same command again")
     return exit_code
+
+
+def _same_command(run_dir: pathlib.Path) -> str:
+    """Returns the command line that goes on with a run, as a shell takes it."""
+    words = [word for word in sys.argv if word.lstrip("-").partition("=")[0] != "overwrite"]
+    if not any(word.lstrip("-").partition("=")[0] == "out" for word in words):
+        words.append(f"--out={run_dir}")
+    return shlex.join(["python", *words])
 
 
 def report_bug(error: Exception) -> int:

@@ -70,6 +70,12 @@ class DifferentError(LockstepError):
     exit_code = 9
 
 
+class StalledError(LockstepError):
+    """Nothing moves any more; another try makes sense."""
+
+    exit_code = 138
+
+
 class TrainingFailedError(LockstepError):
     """A training in a process of its own did not finish; its exit code is passed on."""
 

@@ -89,6 +89,21 @@ GROUPS = {
     "Output": {
         "out": (_TEXT, "DIR", "Where the run goes; default runs/<time>-<strategy>-<model>."),
         "overwrite": (_BOOL, "", "Start anew in a directory that holds another run."),
+        "force_resume": (
+            _BOOL,
+            "",
+            "Go on with a run although rate, batch, seed, recipe or data are others now.",
+        ),
+        "checkpoint_every": (
+            _INT,
+            "STEPS",
+            "Save every so many steps; without it every five minutes. Always after an epoch.",
+        ),
+        "stall_timeout_sec": (
+            _INT,
+            "SEC",
+            "End a training that makes no progress for so long, with exit code 138; 0 waits.",
+        ),
     },
     "Several at once": {
         "strategies": (_LIST, "A,B,…", "What compare, verify and benchmark set side by side."),
@@ -109,6 +124,7 @@ GROUPS = {
     },
     "Finished runs": {
         "run": (_TEXT, "DIR", "The run that evaluate and predict read."),
+        "checkpoint": (_TEXT, "newest|best", "Which of the run's; best has the highest accuracy."),
         "images": (_LIST, "A.png,B.npy", "What predict classifies; else ten test images."),
     },
 }

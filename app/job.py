@@ -63,6 +63,11 @@ class Job:
         return self._recipe.label_smoothing
 
     @property
+    def has_schedule(self) -> bool:
+        """Whether the learning rate follows from the number of steps of the whole training."""
+        return self._recipe.warmup is not None
+
+    @property
     def flips(self) -> bool:
         """Whether training images are mirrored now and then."""
         return self._recipe.flip

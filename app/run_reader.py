@@ -10,7 +10,11 @@ from app.data.dataset import ImageDataset
 from app.data.source import load_dataset
 from app.devices import Devices
 from app.errors import CheckpointError, ConfigError, DataError, OutputError
-from app.records.checkpoint import Checkpoint, load_newest_checkpoint
+from app.records.checkpoint import (
+    Checkpoint,
+    find_best_checkpoint,
+    find_newest_checkpoint,
+)
 from app.records.run_directory import load_run_config
 
 # What the saved state stands for; everything else (strategy, devices) is free to be another.
@@ -50,16 +54,26 @@ class SavedRun:
                 f"--run={run_dir} is a comparison — one of its runs is required;"
                 f" for example --run={run_dir / first}"
             )
-        checkpoint = load_newest_checkpoint(run_dir)
-        if checkpoint is None:
+        find = find_best_checkpoint if config.checkpoint == "best" else find_newest_checkpoint
+        found = find(run_dir)
+        if found is None:
             raise CheckpointError(
-                f"{run_dir}: no checkpoint — a run that has finished an epoch is required;"
+                f"{run_dir}: no checkpoint — a run that has saved one is required;"
                 " finish it with the command that started it"
             )
-        if checkpoint.origin.get("injected_fault"):
-            console.warn(injected_fault_caveat(checkpoint.origin["injected_fault"]))
-        kept = {name: run_config[name] for name in _KEPT if name in run_config}
-        return cls(dataclasses.replace(config, **kept), checkpoint)
+        if found.damaged:
+            console.warn(found.warning())
+        trained = found.checkpoint.origin.config
+        if trained.get("inject"):
+            console.warn(injected_fault_caveat(str(trained["inject"])))
+        try:
+            kept = {name: trained[name] for name in _KEPT}
+            return cls(dataclasses.replace(config, **kept), found.checkpoint)
+        except (ConfigError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{found.path}: of a training that is unknown here ({error}) — one of this program"
+                " is required; choose another run"
+            ) from error
 
     def load_dataset(self) -> ImageDataset:
         """Loads the images that the run was tested on.
@@ -69,7 +83,7 @@ class SavedRun:
             DataError: missing, damaged, or others than the run's.
         """
         origin = self.checkpoint.origin
-        name = origin["dataset"]
+        name = origin.dataset
         if name == "synthetic" and self.config.data_dir:
             raise ConfigError(
                 f"--data_dir={self.config.data_dir} with a run on generated images — no data is"
@@ -81,7 +95,7 @@ class SavedRun:
             allow_unverified=self.config.allow_unverified_data,
             warn=console.warn,
         )
-        if dataset.sha256_of_test_part() != origin["test_part_sha256"]:
+        if dataset.sha256_of_test_part() != origin.test_part_sha256:
             raise DataError(
                 f"the test images found are not those of {self.config.run} (its data set:"
                 f" {name}) — the same images are required; name their folder with --data_dir"

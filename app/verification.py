@@ -202,7 +202,7 @@ def _set_up(send: Send, config: Config):
 
 
 def _recorded(job, prepared, *, has_batch_norm, effect_of_shards=None, send_sec=()) -> Recorded:
-    from app.training import versions
+    from app.versions import versions
 
     is_reference = effect_of_shards is not None
     names = prepared.names[:1] if is_reference else prepared.names

@@ -31,9 +31,10 @@ def main() -> None:
     config = Config(dataset="fashion_mnist", device="cpu", **options)
     prepared = devices.set_up(config)
 
+    from app.evaluation import evaluate
     from app.job import Job, load_data
     from app.speed.flops import training_flops_per_example
-    from app.training import evaluate, versions
+    from app.versions import versions
 
     dataset = load_data(config)
     job = Job(config, dataset)

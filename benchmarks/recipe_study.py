@@ -41,8 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     base = Config(strategy="single", device="cpu", recipe="fast", data_dir=options.data_dir)
     prepared = devices.set_up(base)
+    from app.evaluation import evaluate
     from app.job import Job, load_data
-    from app.training import evaluate
 
     fast = RECIPES["fast"]["lenet"]
     dataset = load_data(base)

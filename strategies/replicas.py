@@ -104,9 +104,11 @@ class Replicas(abc.ABC):
         """Returns each replica's own moving statistics, R lists, for `load_replica_statistics`.
 
         With them a training goes on bit for bit where `state`, which averages, was read in
-        mid-epoch. Empty lists where there is nothing that replicas keep apart.
+        mid-epoch. None of them where all replicas hold the same.
         """
         per_variable = [[copy.numpy() for copy in copies] for copies in self._statistics()]
+        if all(np.array_equal(arrays[0], array) for arrays in per_variable for array in arrays):
+            return []
         return [list(arrays) for arrays in zip(*per_variable, strict=True)]
 
     def load_replica_statistics(self, per_replica_arrays: Sequence[Sequence[np.ndarray]]) -> None:

@@ -23,7 +23,7 @@ def run(config: Config) -> int:
     with open_run_directory(path, {**_fields(config), "command": "benchmark"}) as run_directory:
         open_log(path)
         if not config.overwrite:
-            run_directory.holds_this_run()
+            run_directory.check_same_run()
         return _benchmark(config, points, run_directory)
 
 

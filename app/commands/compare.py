@@ -5,11 +5,11 @@ import pathlib
 import subprocess
 import sys
 
-from app import console
+from app import console, interruption
 from app.caveats import caveats
 from app.commands.train import default_out, open_log
 from app.config import COMMANDS, Config
-from app.errors import TrainingFailedError
+from app.errors import Terminated, TrainingFailedError
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.records.files import write_json
 from app.records.history import load_summary
@@ -31,7 +31,7 @@ def run(config: Config) -> int:
     with open_run_directory(path, fields) as run_directory:
         open_log(path)
         if not config.overwrite:
-            run_directory.holds_this_run()
+            run_directory.check_same_run()
         run_directory.start(overwrite=config.overwrite)
         # `single` last: what the number of replicas makes impossible shows at once.
         order = sorted(config.strategies, key=lambda name: name == "single")
@@ -55,13 +55,15 @@ def _train_in_own_process(config: Config, strategy: str, run_dir: pathlib.Path) 
     """
     main = pathlib.Path(__file__).parents[2] / "main.py"
     child = subprocess.Popen(
-        [sys.executable, str(main), "train", *_flags_for(config, strategy), f"--out={run_dir}"]
+        [sys.executable, str(main), "train", *_flags_for(config, strategy), f"--out={run_dir}"],
+        preexec_fn=interruption.end_with_parent,
     )
     try:
         exit_code = child.wait()
-    finally:
-        child.terminate()  # An interrupted comparison leaves no training behind.
+    except (KeyboardInterrupt, Terminated):
+        child.send_signal(interruption.STOP_REQUEST)  # It saves, and leaves no training behind.
         child.wait()
+        raise
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 

@@ -12,11 +12,11 @@ def run(config: Config) -> int:
     prepared = devices.set_up(config)
     dataset = saved.load_dataset()
     strategy = saved.rebuild(prepared)
-    from app.training import evaluate
+    from app.evaluation import evaluate
 
     totals = evaluate(strategy, dataset)
     console.say(
-        f"{saved.config.model} of {config.run}, step {saved.checkpoint.step}, on {dataset.name}:"
+        f"{saved.config.model} of {config.run}, step {saved.checkpoint.progress.step}, on {dataset.name}:"
         f" {totals.correct:,} of {totals.examples:,} right, test loss {totals.loss:.4f}"
     )
     if dataset.name in DATASET_CAVEATS:

@@ -20,7 +20,7 @@ def run(config: Config) -> int:
     with open_run_directory(path, fields) as run_directory:
         open_log(path)
         if not config.overwrite:
-            run_directory.holds_this_run()
+            run_directory.check_same_run()
         return _explain(config, run_directory)
 
 

@@ -3,12 +3,14 @@
 import pathlib
 import time
 
-from app import console, devices
+from app import console, devices, stall
 from app.caveats import caveats, injected_fault_caveat
 from app.config import Config, check_shards
-from app.errors import CheckpointError, OutputError
+from app.errors import CheckpointError, OutputError, StalledError
 from app.records.history import Summary, load_summary
 from app.records.run_directory import LOG_FILE, RunDirectory, open_run_directory
+from app.records.run_log import RunLog, open_run_log
+from app.resumption import find_changes
 
 
 def run(config: Config) -> int:
@@ -16,10 +18,8 @@ def run(config: Config) -> int:
     path = pathlib.Path(config.out or default_out(config)).expanduser()
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
-        started = not config.overwrite and run_directory.holds_this_run()
-        summary = load_summary(path) if started else None
-        if summary and summary.status == "finished":
-            _check_replicas(config, summary)
+        summary = _find_result(config, run_directory)
+        if summary:
             console.say(f"{path} is already finished; this is its result")
         else:
             summary = _train(config, run_directory)
@@ -30,27 +30,63 @@ def run(config: Config) -> int:
     return 0
 
 
-def _check_replicas(config: Config, summary: Summary) -> None:
-    """Refuses to pass the result of other replicas off as the one asked for."""
-    if config.num_replicas_asked not in (None, summary.num_replicas):
+def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
+    """Returns the result of the run that was finished here; None where there is still to train.
+
+    Raises:
+        CheckpointError: what was started here is not what is asked for.
+    """
+    if config.overwrite or not run_directory.is_started:
+        return None
+    path = run_directory.path
+    changes = find_changes(run_directory.load_config(), run_directory.config)
+    changes.check(path, force=config.force_resume)
+    try:
+        summary = load_summary(path)
+    except OutputError as error:  # It is made again from the checkpoint.
+        console.warn(str(error).partition(" — ")[0])
+        return None
+    if summary is None or summary.status != "finished" or changes.more_epochs:
+        return None
+    asked = config.num_replicas_asked
+    others = [f"replicas {summary.num_replicas} → {asked}"] * (
+        asked not in (None, summary.num_replicas)
+    )
+    if others or changes.names:
+        differing = "; ".join([*changes.how, *changes.serious, *others])
         raise CheckpointError(
-            f"--out={config.out} holds a finished run on"
-            f" {console.count(summary.num_replicas, 'replica')}, not {config.num_replicas_asked}"
-            " — the same number is required; choose another directory, or --overwrite"
+            f"--out={path} holds a finished run of another configuration ({differing}) — the same"
+            " one is required to print its result; choose another directory, more --epochs to go"
+            " on, or --overwrite"
         )
+    return summary
 
 
 def _train(config: Config, run_directory: RunDirectory) -> Summary:
     prepared = devices.set_up(config)
     from app.job import load_data
-    from app.training import Training
 
     dataset = load_data(config)
     check_shards(config, len(prepared.names), len(dataset.train_images))
+    path = run_directory.path
+    with (
+        open_run_log(path) as log,
+        stall.watch(
+            config.stall_timeout_sec, lambda: _report_stall(config, path, log)
+        ) as on_progress,
+    ):
+        from app.training import Training
 
-    training = Training(config, prepared, dataset, run_directory.path)
-    run_directory.start(overwrite=config.overwrite)  # From here on nothing is refused.
-    training.resume()
+        training = Training(config, prepared, dataset, path, on_progress)
+        if not config.overwrite:
+            training.resume()
+        run_directory.start(overwrite=config.overwrite)  # From here on nothing is refused.
+        _announce(config, prepared, training)
+        return training.run(log)
+
+
+def _announce(config: Config, prepared: devices.Devices, training) -> None:
+    dataset = training.dataset
     console.say(
         f"{config.strategy}: {config.model} on {dataset.name},"
         f" {len(dataset.train_images):,} training images"
@@ -65,7 +101,18 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         console.warn(injected_fault_caveat(str(config.fault)))
     if prepared.simulated:
         console.say("simulated devices: they share one processor, timing is not scaling")
-    return training.run()
+
+
+def _report_stall(config: Config, path: pathlib.Path, log: RunLog) -> None:
+    """Says that nothing moves; called by the watchdog, just before it ends the process."""
+    stall.dump_stacks(path / LOG_FILE)
+    error = StalledError(
+        f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec) — a step or another"
+        f" sign of life is required; run the same command again to go on with --out={path}, the"
+        f" stacks of all threads are in {LOG_FILE} there"
+    )
+    log.stop(error.exit_code, error=str(error))
+    console.report_error(error)
 
 
 def open_log(path: pathlib.Path) -> None:

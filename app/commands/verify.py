@@ -31,7 +31,7 @@ def run(config: Config) -> int:
     with open_run_directory(path, fields) as run_directory:
         open_log(path)
         if not config.overwrite:
-            run_directory.holds_this_run()
+            run_directory.check_same_run()
         # What lies in the directory is left as it is until there is something to put in its place.
         traces = temporary_path(path / "traces")
         try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from app.errors import CheckpointError, DataError
 from app.proof.difference import WeightDifference
-from app.records.checkpoint import load_newest_checkpoint
+from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import Summary, load_summary
 
 HEADER = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
@@ -70,12 +70,12 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
 
 
 def _load_weights(run_dir: pathlib.Path) -> dict:
-    checkpoint = load_newest_checkpoint(run_dir)
-    if checkpoint is None:
+    found = find_newest_checkpoint(run_dir)
+    if found is None:
         raise CheckpointError(
             f"{run_dir}: no checkpoint — the weights of every run are required; use --overwrite"
         )
-    return checkpoint.state
+    return found.checkpoint.state
 
 
 def _has_batch_norm(state) -> bool:

@@ -1,4 +1,4 @@
-"""Writing files so that nothing partial is ever seen under a final name."""
+"""Files that are never seen half-written, and are read without trust."""
 
 import contextlib
 import errno
@@ -6,12 +6,22 @@ import json
 import os
 import pathlib
 import shutil
+import stat
 from collections.abc import Callable
 
 from app.errors import DiskFullError, LockstepError, OutputError
+from app.fault_points import fault_point
+
+_MAX_JSON_BYTES = 64 << 20
 
 
-def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
+def write_atomically(
+    path: pathlib.Path,
+    write: Callable[[pathlib.Path], None],
+    *,
+    size_bytes: int,
+    points: str | None = None,
+) -> None:
     """Lets `write` fill a temporary neighbour of `path`, then gives it its name.
 
     Content and name are on the disk when this returns; after a crash at any point there is either
@@ -20,32 +30,63 @@ def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) 
     Args:
         path: the final name.
         write: called with the temporary path; it may make a file or a directory there.
+        size_bytes: what it takes on the disk, to be told where there is no room.
+        points: the fault points to pass, by default those of the file's name.
 
     Raises:
         DiskFullError: no space; the temporary one is removed.
         OutputError: any other reason why it cannot be written.
     """
-    temporary = temporary_path(path)
+    temporary, points = temporary_path(path), points or path.stem
+    replaced = replaced_path(path)
     try:
         write(temporary)
+        fault_point(f"{points}.before_fsync")
         for written in [temporary, *sorted(temporary.rglob("*"))]:
             _fsync(written)
+        fault_point(f"{points}.before_rename")
+        if path.is_dir():  # A directory cannot be replaced in one go: see `recover_replaced`.
+            path.rename(replaced)
         os.replace(temporary, path)
+        fault_point(f"{points}.after_rename")
         _fsync(path.parent)
+        remove(replaced)
     except OSError as error:
-        _remove(temporary)
-        raise write_error(path, error) from error
+        remove(temporary)
+        raise write_error(path, error, size_bytes) from error
     except BaseException:
-        _remove(temporary)
+        remove(temporary)
         raise
 
 
-def write_error(path: pathlib.Path, error: OSError) -> LockstepError:
+def write_file(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file, whole or not at all.
+
+    Raises:
+        What `write_atomically` raises.
+    """
+    data = content.encode() if isinstance(content, str) else content
+
+    def write(temporary: pathlib.Path) -> None:
+        with open(temporary, "wb") as file:
+            fault_point(f"{path.stem}.made")
+            file.write(data)
+
+    write_atomically(path, write, size_bytes=len(data))
+
+
+def write_json(path: pathlib.Path, value) -> None:
+    """Writes `value` as JSON, indented, whole or not at all."""
+    write_file(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = None) -> LockstepError:
     """Returns what to raise when writing `path` has failed: `DiskFullError` or `OutputError`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path.parent).free
+        needed = f"{size_bytes:,} bytes needed, " if size_bytes else ""
         return DiskFullError(
-            f"{path}: {error.strerror}, {free:,} bytes free — space for the file is required;"
+            f"{path}: {error.strerror}, {needed}{free:,} free — space for it is required;"
             " make room, then run the same command again"
         )
     return OutputError(
@@ -59,10 +100,69 @@ def temporary_path(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def write_json(path: pathlib.Path, value) -> None:
-    """Writes `value` as JSON, indented, whole or not at all."""
-    text = json.dumps(value, indent=2) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+def replaced_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns where a directory lies for the moment in which another one takes its name."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def recover_replaced(parent: pathlib.Path) -> None:
+    """Gives directories their names back that a crash left without the one that was to follow."""
+    for replaced in parent.glob(".step-*.replaced"):
+        path = parent / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if path.exists():
+            remove(replaced)
+        else:
+            replaced.rename(path)
+
+
+def open_regular(path: pathlib.Path):
+    """Opens a file for reading bytes, if it is one: no link elsewhere, no pipe that never ends.
+
+    Raises:
+        OSError: it is not there, a link, or cannot be read.
+        ValueError: it is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path.name} is not a regular file")
+    return open(descriptor, "rb")
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Reads a record.
+
+    Raises:
+        OSError: see `open_regular`.
+        ValueError: it is no regular file, larger than any record, or no UTF-8.
+    """
+    with open_regular(path) as file:
+        content = file.read(_MAX_JSON_BYTES + 1)
+    if len(content) > _MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES:,} bytes")
+    return content.decode()
+
+
+def read_json(path: pathlib.Path):
+    """Reads a JSON file.
+
+    Raises:
+        OSError: see `open_regular`.
+        ValueError: it holds anything else.
+    """
+    try:
+        return json.loads(read_text(path))
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deeply") from error
+
+
+def remove(path: pathlib.Path) -> None:
+    """Removes a file, a link or a whole directory, if it is there and can be."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):  # What could not be made is not there.
+            path.unlink()
 
 
 def _fsync(path: pathlib.Path) -> None:
@@ -71,11 +171,3 @@ def _fsync(path: pathlib.Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(path: pathlib.Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):  # What could not be made is not there.
-            path.unlink()

@@ -6,7 +6,7 @@ import pathlib
 import typing
 
 from app.errors import OutputError
-from app.records.files import write_atomically, write_json
+from app.records.files import read_json, read_text, write_file, write_json
 
 HISTORY_FILE, SUMMARY_FILE = "history.jsonl", "summary.json"
 
@@ -49,7 +49,8 @@ class Summary:
     `images_per_sec` are medians over the epochs. `weights_sha256` hashes the weights in model
     order: two runs are the same training exactly if it is the same. Sums are cut up by the
     threads of an operation, so another `intra_op_threads` gives other last bits; 0 is TensorFlow's
-    own choice.
+    own choice. `changes` tells what was changed on the way, where the run was resumed with other
+    flags.
     """
 
     status: str
@@ -85,6 +86,7 @@ class Summary:
     weights_sha256: str
     versions: dict[str, str]
     injected_fault: str = ""
+    changes: list[str] = dataclasses.field(default_factory=list)
 
     def last_line(self) -> str:
         """Returns the book's last line of a training."""
@@ -96,9 +98,7 @@ class Summary:
 def write_history(run_dir: pathlib.Path, history: list[EpochRecord]) -> None:
     """Writes all epochs so far, a line each; the file is replaced as a whole."""
     text = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in history)
-    write_atomically(
-        run_dir / HISTORY_FILE, lambda temporary: temporary.write_text(text, encoding="utf-8")
-    )
+    write_file(run_dir / HISTORY_FILE, text)
 
 
 def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
@@ -111,7 +111,10 @@ def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
     if not path.exists():
         return []
     return _load(
-        path, lambda text: [_checked(EpochRecord, json.loads(line)) for line in text.splitlines()]
+        path,
+        lambda: [
+            checked_record(EpochRecord, json.loads(line)) for line in read_text(path).splitlines()
+        ],
     )
 
 
@@ -127,23 +130,29 @@ def load_summary(run_dir: pathlib.Path) -> Summary | None:
         OutputError: the file is there but is not a summary.
     """
     path = run_dir / SUMMARY_FILE
-    return _load(path, lambda text: _checked(Summary, json.loads(text))) if path.exists() else None
+    if not path.exists():
+        return None
+    return _load(path, lambda: checked_record(Summary, read_json(path)))
 
 
-def _checked(record_class, values: dict):
-    """Makes a record of values that have the types of its fields."""
+def checked_record(record_class, values):
+    """Makes a record, a dataclass of plain values, of what was read from a file.
+
+    Raises:
+        TypeError: a field is missing, unknown or of another type.
+    """
     record = record_class(**values)
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         kind = typing.get_origin(field.type) or field.type
         if not isinstance(value, (int, float) if kind is float else kind):
-            raise TypeError(f"{field.name} is {value!r}")
+            raise TypeError(f"{field.name} is {value!r:.80}")
     return record
 
 
 def _load(path: pathlib.Path, parse):
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse()
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise OutputError(
             f"{path}: not readable as {path.name} ({error}) — a file that a run wrote is"

@@ -5,6 +5,7 @@ style and a marker of its own as well, so that it can be told in grey and where 
 """
 
 import dataclasses
+import io
 import os
 import pathlib
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ os.environ["MPLBACKEND"] = "agg"  # Figures go into files, whatever the user's o
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from app.records.files import write_atomically
+from app.records.files import write_file
 from app.records.history import EpochRecord, Summary, load_history, load_summary
 
 DATASET_TITLES = {
@@ -59,10 +60,10 @@ def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> No
 def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
     """Saves a figure as PNG and SVG, each whole or not there."""
     for suffix in ("png", "svg"):
-        write_atomically(
-            out_dir / f"{name}.{suffix}",
-            lambda path, suffix=suffix: figure.savefig(path, format=suffix, dpi=150),
-        )
+        # Into memory first: of a full disk matplotlib would not say that it is full.
+        content = io.BytesIO()
+        figure.savefig(content, format=suffix, dpi=150)
+        write_file(out_dir / f"{name}.{suffix}", content.getvalue())
 
 
 def _draw_one(summary: Summary, history: Sequence[EpochRecord]) -> Figure:

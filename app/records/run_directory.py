@@ -11,12 +11,14 @@ import shutil
 from collections.abc import Iterator
 
 from app.errors import CheckpointError, LockstepError, OutputError, Terminated
-from app.records.files import write_json
+from app.records.files import read_json, recover_replaced, write_json
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
+RUN_LOG_FILE = "log.jsonl"
 # All that a command writes beside its log, and so all that --overwrite throws away.
 _RECORDS = (
     *("checkpoints", "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg"),
+    RUN_LOG_FILE,
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
     *("throughput.png", "throughput.svg", "speedup.png", "speedup.svg", "explain.json"),
     CONFIG_FILE,
@@ -35,22 +37,32 @@ class RunDirectory:
 
     Args:
         path: where it is.
-        config: what the result depends on, as it stands in `config.json`.
+        config: what the result depends on.
+
+    Attributes:
+        config: the same, as it stands in `config.json`.
     """
 
     def __init__(self, path: pathlib.Path, config: dict):
         self.path = path
-        self._config = {**_WRITTEN_BY, **json.loads(json.dumps(config))}
+        self.config = {**_WRITTEN_BY, **json.loads(json.dumps(config))}
 
-    def holds_this_run(self) -> bool:
-        """Tells whether a run of this configuration was started here.
+    @property
+    def is_started(self) -> bool:
+        """Whether a run was started here, of whatever configuration."""
+        return (self.path / CONFIG_FILE).exists()
+
+    def load_config(self) -> dict:
+        """Reads the configuration of the run that was started here."""
+        return load_run_config(self.path)
+
+    def check_same_run(self) -> None:
+        """Checks that what was started here, if anything, had this configuration.
 
         Raises:
-            CheckpointError: it is a run of another configuration.
+            CheckpointError: it had another one.
         """
-        if not (self.path / CONFIG_FILE).exists():
-            return False
-        old, new = load_run_config(self.path), self._config
+        old, new = self.load_config() if self.is_started else self.config, self.config
         changes = [
             f"{name} {old.get(name)} → {new.get(name)}"
             for name in {**old, **new}
@@ -62,7 +74,6 @@ class RunDirectory:
                 " — the same one is required to go on with it; choose another directory,"
                 " or --overwrite to start anew"
             )
-        return True
 
     def start(self, *, overwrite: bool) -> None:
         """Begins the run, or goes on with it, once all that can be refused has been checked.
@@ -72,13 +83,23 @@ class RunDirectory:
         """
         if overwrite:
             for name in _RECORDS:  # The configuration goes last: until then it is a run of ours.
-                _remove(self.path / name)
-        if not (self.path / CONFIG_FILE).exists():
-            write_json(self.path / CONFIG_FILE, self._config)
+                self.remove(name)
+        if not self.is_started or self.load_config() != self.config:
+            write_json(self.path / CONFIG_FILE, self.config)
 
     def remove(self, name: str) -> None:
-        """Removes a record of an earlier run, if it is there."""
-        _remove(self.path / name)
+        """Removes a record of an earlier run, if it is there.
+
+        Raises:
+            OutputError: it cannot be removed.
+        """
+        try:
+            _remove(self.path / name)
+        except OSError as error:
+            raise OutputError(
+                f"{self.path / name}: {_reason(error)} — a record that can be removed is required;"
+                " choose another --out"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -90,17 +111,27 @@ def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirector
     Raises:
         OutputError: it cannot be made or written, holds something else, or is in use.
     """
-    was_empty = not path.is_dir() or not any(path.iterdir())
+    was_empty = not path.exists() or (path.is_dir() and not any(os.scandir(path)))
     with _locked(path):
-        for leftover in [*path.iterdir(), *path.glob("checkpoints/.step-*.tmp")]:
-            if leftover.parent != path or _LEFTOVER.fullmatch(leftover.name):
-                _remove(leftover)  # Of a process that is no more: the lock was free.
+        _clear_leftovers(path)
         try:
             yield RunDirectory(path, config)
         except (LockstepError, KeyboardInterrupt, Terminated):
             if was_empty:
                 _remove_unless_started(path)
             raise
+
+
+def _clear_leftovers(path: pathlib.Path) -> None:
+    """Removes what a process that is no more was writing: the lock was free."""
+    for leftover in path.iterdir():
+        if _LEFTOVER.fullmatch(leftover.name):
+            _remove(leftover)
+    checkpoints = path / "checkpoints"
+    if checkpoints.is_dir() and not checkpoints.is_symlink():
+        recover_replaced(checkpoints)
+        for leftover in checkpoints.glob(".step-*.tmp"):
+            _remove(leftover)
 
 
 def _remove_unless_started(path: pathlib.Path) -> None:
@@ -119,7 +150,7 @@ def load_run_config(path: pathlib.Path) -> dict:
         OutputError: this is not the directory of a run.
     """
     try:
-        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = read_json(path / CONFIG_FILE)
         if not isinstance(config, dict) or not config.items() >= _WRITTEN_BY.items():
             raise ValueError("of another program")
         return config

@@ -132,7 +132,7 @@ def _facts(job, strategy, prepared, compile_sec: float) -> Facts:
     import tensorflow as tf
 
     from app.speed.flops import product_layers, training_flops_per_example
-    from app.training import versions
+    from app.versions import versions
 
     weights = strategy.model.trainable_variables
     return Facts(

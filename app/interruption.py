@@ -1,0 +1,91 @@
+"""SIGINT and SIGTERM: the first one lets a training finish its call and save, the second does not.
+
+Python's own handlers run between two lines of Python, so a compiled call of a minute would hold
+them back. A thread reads each signal as it comes in, and ends the process at the second one.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+from app.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, Terminated
+
+_EXIT_CODES = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: TERMINATED_EXIT_CODE}
+# How the process that started us asks us to stop: once or more, and never as a second signal.
+# A terminal, or a service manager, may have sent us the same signal as it.
+STOP_REQUEST = signal.SIGUSR1
+_PR_SET_PDEATHSIG = 1
+
+_requested: signal.Signals | None = None
+_deferred = False
+
+
+def install() -> None:
+    """Takes SIGINT and SIGTERM over, for good; called once, by the main thread."""
+    for number in (*_EXIT_CODES, STOP_REQUEST):
+        if signal.getsignal(number) != signal.SIG_IGN:  # As a shell starts background jobs.
+            signal.signal(number, _handle)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(ours, theirs), daemon=True, name="signals").start()
+
+
+def end_with_parent() -> None:
+    """Has the kernel send this process a SIGTERM when the one that started it ends, killed even.
+
+    To be called in the child, before its program runs. Linux only; elsewhere nothing is done.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Within it a signal raises nothing until `check` is called."""
+    global _deferred
+    _deferred = True
+    try:
+        yield
+    finally:
+        _deferred = False
+
+
+def check() -> None:
+    """Raises what a signal that came in asks for.
+
+    Raises:
+        KeyboardInterrupt: SIGINT came in.
+        Terminated: SIGTERM came in.
+    """
+    if _requested is not None:
+        raise KeyboardInterrupt if _requested == signal.SIGINT else Terminated
+
+
+def _handle(number: int, frame) -> None:
+    global _requested
+    _requested = signal.Signals(number)
+    if not _deferred:
+        check()
+
+
+def _watch(ours: socket.socket, theirs: socket.socket) -> None:
+    """Runs in a thread of its own: leaves at the second signal, whatever the others do."""
+    count = 0
+    while True:
+        for number in ours.recv(16):
+            count += number in _EXIT_CODES
+            if count > 1:
+                _leave(signal.Signals(number))
+
+
+def _leave(number: signal.Signals) -> None:
+    show_cursor = "\033[?25h" if sys.stdout.isatty() else ""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{show_cursor}a second {number.name}: left at once, as it was\n".encode())
+    os._exit(_EXIT_CODES[number])

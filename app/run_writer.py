@@ -1,0 +1,149 @@
+"""Writes what a run leaves: its checkpoints first, then all that follows from them."""
+
+import dataclasses
+import math
+import pathlib
+import statistics
+
+from app.config import Config
+from app.data.dataset import ImageDataset
+from app.devices import Devices
+from app.records import history as histories
+from app.records import plots
+from app.records.checkpoint import Checkpoint, Origin, save_checkpoint, set_aside, weights_sha256
+from app.records.history import SUMMARY_FILE, Summary
+from app.records.run_log import RunLog
+from app.resumption import Resumed
+from strategies.base import Strategy
+
+
+class RunWriter:
+    """What is on disk of one run.
+
+    A checkpoint is all of a training. History, summary and figure are made from it, so whatever was
+    cut off between them is made good by the attempt that follows.
+
+    Args:
+        run_dir: the directory of the run, locked.
+        log: its log.
+        template: a summary with all that does not change in a run.
+    """
+
+    def __init__(self, run_dir: pathlib.Path, log: RunLog, template: Summary):
+        self._run_dir, self._log, self._summary = run_dir, log, template
+
+    def begin(self, origin: Origin) -> None:
+        """Logs what is trained."""
+        summary = self._summary
+        self._log.start(versions=origin.versions, command=summary.command)
+        self._log.event(
+            "config",
+            config=origin.config,
+            num_replicas=summary.num_replicas,
+            devices=summary.devices,
+        )
+        self._log.event(
+            "data",
+            name=summary.dataset,
+            sha256=summary.dataset_sha256,
+            num_train_examples=summary.num_train_examples,
+            num_test_examples=summary.num_test_examples,
+        )
+
+    def go_on(self, resumed: Resumed) -> None:
+        """Logs where the training goes on; brings the records in line with the checkpoint."""
+        progress = resumed.checkpoint.progress
+        for path, _ in resumed.found.damaged:
+            set_aside(path)
+        self._log.event(
+            "resume",
+            step=progress.step,
+            epoch=progress.epoch,
+            damaged=[path.name for path, _ in resumed.found.damaged],
+            changes=progress.changes,
+        )
+        histories.write_history(self._run_dir, progress.history)
+        if not progress.epoch_step and progress.history:
+            self._write_records(resumed.checkpoint, compile_sec=0.0)
+        elif resumed.found.damaged:  # The summary may tell of an epoch that is lost.
+            (self._run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+
+    def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
+        """Saves a checkpoint and, where it ends an epoch, what is to be read of that epoch.
+
+        Raises:
+            DiskFullError, OutputError: something cannot be written; what was there is left.
+        """
+        progress = checkpoint.progress
+        save_checkpoint(self._run_dir, checkpoint)
+        if progress.history and not progress.epoch_step:
+            histories.write_history(self._run_dir, progress.history)
+            self._write_records(checkpoint, compile_sec=compile_sec)
+            last = progress.history[-1]
+            names = ("epoch", "step", "train_loss", "test_accuracy", "epoch_sec")
+            self._log.event("epoch", **{name: getattr(last, name) for name in names})
+        self._log.event("checkpoint", step=progress.step, epoch=progress.epoch)
+
+    def finish(self) -> Summary:
+        """Marks the run as finished, last of all; returns its summary."""
+        self._summary = dataclasses.replace(self._summary, status="finished")
+        histories.write_summary(self._run_dir, self._summary)
+        return self._summary
+
+    def _write_records(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
+        """Writes summary and figure as they are at the end of an epoch."""
+        progress = checkpoint.progress
+        history, last = progress.history, progress.history[-1]
+        self._summary = dataclasses.replace(
+            self._summary,
+            steps=progress.step,
+            train_loss=last.train_loss,
+            test_loss=last.test_loss,
+            test_accuracy=last.test_accuracy,
+            best_test_accuracy=progress.best_epoch.test_accuracy,
+            epoch_sec=statistics.median(record.epoch_sec for record in history),
+            images_per_sec=statistics.median(record.images_per_sec for record in history),
+            compile_sec=compile_sec,
+            total_sec=progress.total_sec,
+            weights_sha256=weights_sha256(checkpoint.state),
+            changes=progress.changes,
+        )
+        histories.write_summary(self._run_dir, self._summary)
+        plots.plot_accuracy([self._run_dir], self._run_dir)
+
+
+def summary_template(
+    config: Config, devices: Devices, dataset: ImageDataset, strategy: Strategy, origin: Origin
+) -> Summary:
+    """Returns a summary with all that does not change in a run; results are not there yet."""
+    results = {field.name: math.nan for field in dataclasses.fields(Summary) if field.type is float}
+    return Summary(
+        **{
+            **results,
+            "status": "running",
+            "command": config.command,
+            "strategy": strategy.name,
+            "num_replicas": strategy.num_replicas,
+            "devices": strategy.devices,
+            "simulated_devices": devices.simulated,
+            "intra_op_threads": devices.intra_op_threads,
+            "all_reduce": strategy.all_reduce,
+            "model": config.model,
+            "num_parameters": strategy.model.count_params(),
+            "dataset": origin.dataset,
+            "dataset_sha256": origin.dataset_sha256,
+            "recipe": config.recipe,
+            "global_batch_size": config.global_batch_size,
+            "learning_rate": origin.learning_rate,
+            "precision": config.precision,
+            "jit_compile": config.jit_compile,
+            "seed": config.seed,
+            "epochs": config.epochs,
+            "steps": 0,
+            "num_train_examples": len(dataset.train_images),
+            "num_test_examples": len(dataset.test_images),
+            "weights_sha256": "",
+            "versions": origin.versions,
+            "injected_fault": str(config.fault or ""),
+        }
+    )
