@@ -28,6 +28,11 @@ def small_resnet():
     return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
 
 
+def build_one_block_resnet(**options):
+    """The same as an architecture, for a recipe to train."""
+    return build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1, **options)
+
+
 def seeded(build):
     def model_fn():
         keras.utils.set_random_seed(7)

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from app.records.checkpoint import load_newest_checkpoint
+from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from conftest import ROOT, program_environment, run_main, run_ok
 from strategies import STRATEGIES
@@ -90,7 +90,7 @@ def test_overwrite_loses_nothing_when_the_new_run_is_refused(runs):
     result = run_main(*ON_CPUS, "--data_dir=/nonexistent", "--overwrite", f"--out={folder}/manual")
     assert result.returncode == 3
     assert load_summary(folder / "manual").status == "finished"
-    assert load_newest_checkpoint(folder / "manual")
+    assert find_newest_checkpoint(folder / "manual")
 
 
 def test_evaluate_refuses_other_images_than_the_run_s(runs, small_data, tmp_path):
@@ -269,7 +269,7 @@ def test_generated_images_in_place_of_real_ones_say_so(tmp_path):
 
 def wait_for_first_epoch(process, run_dir):
     for _ in range(3000):
-        if load_newest_checkpoint(run_dir):
+        if find_newest_checkpoint(run_dir):
             return
         assert process.poll() is None
         time.sleep(0.02)  # The run must not be over before it is cut off.

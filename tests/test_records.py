@@ -1,4 +1,4 @@
-"""History, checkpoints, run directories, figures: whole or not there, and read back as written."""
+"""History, run directories, figures: whole or not there, and read back as written."""
 
 import dataclasses
 import errno
@@ -13,24 +13,16 @@ import numpy as np
 import pytest
 
 from app.errors import CheckpointError, DiskFullError, OutputError
-from app.records import checkpoint as checkpoints
 from app.records import history as histories
-from app.records.checkpoint import Checkpoint
 from app.records.files import write_atomically, write_json
 from app.records.history import EpochRecord, Summary
 from app.records.plots import plot_accuracy
 from app.records.run_directory import load_run_config, open_run_directory
 from conftest import ROOT
 
-STATE = {
-    "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "model/conv/bias": np.float32(0.5) * np.ones(3, np.float32),
-    "optimizer/iteration": np.array(7),
-}
-
 
 def make_summary(**changes):
-    examples = {"str": "x", "int": 1, "float": 0.5, "bool": False}
+    examples = {"str": "x", "int": 1, "float": 0.5, "bool": False, "list": []}
     values = {
         field.name: examples.get(getattr(field.type, "__name__", ""), {})
         for field in dataclasses.fields(Summary)
@@ -61,7 +53,7 @@ class TestFiles:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            write_atomically(path, fail)
+            write_atomically(path, fail, size_bytes=4)
         assert json.loads(path.read_text()) == {"a": 1}
         assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
 
@@ -70,8 +62,10 @@ class TestFiles:
             temporary.write_text("half")
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        with pytest.raises(DiskFullError, match=r"file\.json: No space left.* bytes free"):
-            write_atomically(tmp_path / "file.json", fill)
+        with pytest.raises(
+            DiskFullError, match=r"file\.json: No .* 4,321 bytes needed, [\d,]+ free"
+        ):
+            write_atomically(tmp_path / "file.json", fill, size_bytes=4321)
         assert list(tmp_path.iterdir()) == []
 
     def test_a_place_that_cannot_be_written_to(self):
@@ -110,79 +104,6 @@ class TestHistory:
         )
 
 
-class TestCheckpoint:
-    def save(self, run_dir, step=7):
-        checkpoints.save_checkpoint(run_dir, Checkpoint(step, STATE, {"model": "lenet"}))
-        return run_dir / "checkpoints" / f"step-{step:08d}"
-
-    def test_round_trip(self, tmp_path):
-        assert checkpoints.load_newest_checkpoint(tmp_path) is None
-        self.save(tmp_path)
-        loaded = checkpoints.load_newest_checkpoint(tmp_path)
-        assert loaded.step == 7 and loaded.origin == {"model": "lenet"}
-        assert list(loaded.state) == list(STATE)
-        for name, array in STATE.items():
-            np.testing.assert_array_equal(loaded.state[name], array, strict=True)
-
-    def test_the_newest_stays_alone(self, tmp_path):
-        for step in (5, 70, 700):
-            self.save(tmp_path, step)
-        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000700"]
-        assert checkpoints.load_newest_checkpoint(tmp_path).step == 700
-
-    def test_one_that_is_replaced_while_it_is_read_is_no_damage(self, tmp_path, monkeypatch):
-        old = self.save(tmp_path, 5)
-        load = checkpoints._load
-
-        def replaced(path):
-            if path == old:
-                self.save(tmp_path, 6)
-            return load(path)
-
-        monkeypatch.setattr(checkpoints, "_load", replaced)
-        assert checkpoints.load_newest_checkpoint(tmp_path).step == 6
-
-    def test_a_temporary_one_is_not_seen(self, tmp_path):
-        path = self.save(tmp_path)
-        path.rename(path.with_name(f".{path.name}.99.tmp"))
-        assert checkpoints.load_newest_checkpoint(tmp_path) is None
-
-    @pytest.mark.parametrize("file", ["state.npz", "MANIFEST.json"])
-    @pytest.mark.parametrize("damage", ["remove", "truncate", "alter", "empty"])
-    def test_damage_is_found(self, tmp_path, file, damage):
-        path = self.save(tmp_path) / file
-        content = path.read_bytes()
-        if damage == "remove":
-            path.unlink()
-        else:
-            middle = len(content) // 2
-            path.write_bytes(
-                {
-                    "truncate": content[:middle],
-                    "alter": content[:middle] + b"\xff" + content[middle + 1 :],
-                    "empty": b"",
-                }[damage]
-            )
-        with pytest.raises(CheckpointError, match="step-00000007"):
-            checkpoints.load_newest_checkpoint(tmp_path)
-
-    def test_pickled_objects_are_never_loaded(self, tmp_path):
-        path = self.save(tmp_path)
-        np.savez(path / "state.npz", **{"00000": np.array([print], dtype=object)})
-        manifest = json.loads((path / "MANIFEST.json").read_text())
-        manifest["sha256"] = checkpoints._file_sha256(path / "state.npz")
-        (path / "MANIFEST.json").write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointError, match="allow_pickle"):
-            checkpoints.load_newest_checkpoint(tmp_path)
-
-    def test_the_hash_is_of_the_model_in_order(self):
-        whole = checkpoints.weights_sha256(STATE)
-        assert whole == checkpoints.weights_sha256({**STATE, "optimizer/iteration": np.array(8)})
-        changed = STATE["model/conv/bias"].copy()
-        changed[2] = np.nextafter(changed[2], np.float32(1))
-        assert whole != checkpoints.weights_sha256({**STATE, "model/conv/bias": changed})
-
-
 def hold(path, ready, release):
     with open_run_directory(path, {"a": 1}):
         ready.set()
@@ -192,7 +113,9 @@ def hold(path, ready, release):
 def start(path, config, *, overwrite=False):
     """Opens, checks and starts a run as `train` does; returns whether it was there before."""
     with open_run_directory(path, config) as run_directory:
-        held = not overwrite and run_directory.holds_this_run()
+        held = not overwrite and run_directory.is_started
+        if held:
+            run_directory.check_same_run()
         run_directory.start(overwrite=overwrite)
         return held
 

@@ -6,14 +6,18 @@ import json
 import numpy as np
 import pytest
 
+from app import fault_points
 from app.config import Config
 from app.data.synthetic import generate_synthetic
 from app.devices import Devices
-from app.errors import CheckpointError, DivergedError
-from app.records.checkpoint import load_newest_checkpoint
+from app.errors import CheckpointError, DiskFullError, DivergedError, DriftError, Terminated
+from app.evaluation import evaluate
+from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
 from app.records.history import load_history, load_summary
-from app.training import Training, evaluate
+from app.records.run_log import check_log, load_attempts, open_run_log
+from app.training import Training
 from conftest import CPUS
+from small_models import build_one_block_resnet
 from strategies import STRATEGIES
 
 
@@ -22,11 +26,11 @@ def dataset():
     return generate_synthetic(num_train=300, num_test=70)
 
 
-def make(dataset, run_dir, *, strategy="manual", **options):
+def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
     config = Config(
         **{"strategy": strategy, "global_batch_size": 64, "recipe": "fast", "epochs": 3, **options}
     )
-    num_replicas = 1 if strategy == "single" else 2
+    num_replicas = 1 if strategy == "single" else num_replicas
     devices = Devices(CPUS[:num_replicas], simulated=num_replicas > 1)
     run_dir.mkdir(exist_ok=True)
     training = Training(config, devices, dataset, run_dir)
@@ -35,11 +39,36 @@ def make(dataset, run_dir, *, strategy="manual", **options):
     return training
 
 
+def train(dataset, run_dir, **options):
+    """Makes a training and runs it with its log, which has to be right however it ends."""
+    training = make(dataset, run_dir, **options)
+    try:
+        with open_run_log(run_dir) as log:
+            return training.run(log)
+    finally:
+        assert check_log(run_dir) == []
+
+
+def train_until(dataset, run_dir, fault, error=RuntimeError, **options):
+    """Trains until a fault point ends it."""
+    fault_points.arm({fault_points.VARIABLE: fault})
+    try:
+        with pytest.raises(error):
+            train(dataset, run_dir, **options)
+    finally:
+        fault_points.arm({})
+
+
+def losses(run_dir):
+    return [(r.epoch, r.train_loss, r.train_accuracy, r.test_loss) for r in load_history(run_dir)]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_leaves_its_records(dataset, tmp_path, strategy):
-    summary = make(dataset, tmp_path, strategy=strategy).run()
+    summary = train(dataset, tmp_path, strategy=strategy)
     assert {p.name for p in tmp_path.iterdir()} == {
         "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg", "checkpoints",
+        "log.jsonl",
     }  # fmt: skip
     assert load_summary(tmp_path) == summary
     assert summary.status == "finished" and summary.steps == 15 and summary.epochs == 3
@@ -49,43 +78,61 @@ def test_a_run_leaves_its_records(dataset, tmp_path, strategy):
     assert summary.best_test_accuracy == max(record.test_accuracy for record in history)
     assert summary.epoch_sec == np.median([record.epoch_sec for record in history])
     assert history[-1].train_loss < history[0].train_loss
-    assert load_newest_checkpoint(tmp_path).step == 15
-
-
-class Cut(Exception):
-    pass
+    checkpoint = find_newest_checkpoint(tmp_path).checkpoint
+    assert checkpoint.progress.step == 15 and checkpoint.progress.history == history
+    assert checkpoint.origin.config["model"] == "lenet" and checkpoint.origin.steps_per_epoch == 5
+    (attempt,) = load_attempts(tmp_path)
+    assert attempt.stop["status"] == "finished"
+    assert [e["event"] for e in attempt.events] == [
+        *("config", "data", "epoch", "checkpoint", "epoch", "checkpoint", "epoch", "checkpoint"),
+    ]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_resumed_run_equals_an_uninterrupted_one(dataset, tmp_path, strategy, monkeypatch):
-    whole = make(dataset, tmp_path / "whole", strategy=strategy).run()
-    cut = make(dataset, tmp_path / "cut", strategy=strategy)
-    train_epoch = Training._train_epoch
-
-    def cut_in_third_epoch(self, *arguments):
-        if len(load_history(tmp_path / "cut")) == 2:
-            self.strategy.train_steps(arguments[0], 2)
-            raise Cut
-        return train_epoch(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Training, "_train_epoch", cut_in_third_epoch)
-        with pytest.raises(Cut):
-            cut.run()
+def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(dataset, tmp_path, strategy):
+    """Cut off after step 13; the last checkpoint is that of step 12."""
+    options = {"strategy": strategy, "steps_per_call": 1}
+    whole = train(dataset, tmp_path / "whole", **options)
+    options |= {"checkpoint_every": 4}
+    train_until(dataset, tmp_path / "cut", "step:13:raise", **options)
     assert load_summary(tmp_path / "cut").status == "running"
-    resumed = make(dataset, tmp_path / "cut", strategy=strategy).run()
+    assert find_newest_checkpoint(tmp_path / "cut").checkpoint.progress.epoch_step == 2
+    resumed = train(dataset, tmp_path / "cut", **options)
     assert resumed.weights_sha256 == whole.weights_sha256
-    losses = [
-        [(r.epoch, r.train_loss, r.test_loss) for r in load_history(tmp_path / name)]
-        for name in ("whole", "cut")
-    ]
-    assert losses[0] == losses[1]
-    assert resumed.total_sec > 0
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert resumed.total_sec > 0 and resumed.changes == []
+    assert [a.stop["status"] for a in load_attempts(tmp_path / "cut")] == ["failed", "finished"]
+
+
+def test_another_strategy_goes_on_from_mid_epoch(dataset, tmp_path, capsys):
+    whole = train(dataset, tmp_path / "whole", strategy="manual")
+    options = {"checkpoint_every": 4, "steps_per_call": 2}
+    train_until(dataset, tmp_path / "cut", "step:6:raise", strategy="manual", **options)
+    resumed = train(dataset, tmp_path / "cut", strategy="mirrored", **options)
+    assert "strategy manual → mirrored: global batch 64 and" in capsys.readouterr().out
+    assert resumed.weights_sha256 == whole.weights_sha256
+    assert resumed.changes == ["step 8: strategy manual → mirrored"]
+
+
+@pytest.mark.parametrize("strategy", ["manual", "mirrored"])
+def test_batch_norm_statistics_go_on_bit_for_bit(dataset, tmp_path, strategy, monkeypatch):
+    """Replicas keep statistics of their own, which a checkpoint in mid-epoch must not average."""
+    monkeypatch.setitem(__import__("models").MODELS, "lenet", build_one_block_resnet)
+    options = {"strategy": strategy, "epochs": 2, "steps_per_call": 1}
+    whole = train(dataset, tmp_path / "whole", **options)
+    options |= {"checkpoint_every": 3}
+    train_until(dataset, tmp_path / "cut", "step:9:raise", **options)
+    own = find_newest_checkpoint(tmp_path / "cut").checkpoint.replica_statistics
+    assert len(own) == 2 and not np.array_equal(own[0][0], own[1][0])
+    assert train(dataset, tmp_path / "cut", **options).weights_sha256 == whole.weights_sha256
+    assert train(dataset, tmp_path / "saved often", **options).weights_sha256 == (
+        whole.weights_sha256
+    )
 
 
 def test_manual_and_mirrored_end_with_the_same_weights(dataset, tmp_path):
     manual, mirrored = (
-        make(dataset, tmp_path / name, strategy=name).run() for name in ("manual", "mirrored")
+        train(dataset, tmp_path / name, strategy=name) for name in ("manual", "mirrored")
     )
     assert manual.weights_sha256 == mirrored.weights_sha256
     assert manual.train_loss == pytest.approx(mirrored.train_loss, rel=1e-12)
@@ -97,94 +144,225 @@ def test_steps_per_call_do_not_change_the_result(dataset, tmp_path, monkeypatch)
     results = []
     for call_sec in (0.0, 1e9):  # One step a call; all that is left of the epoch after the first.
         monkeypatch.setattr(training, "_CALL_SEC", call_sec)
-        results.append(make(dataset, tmp_path / str(call_sec), epochs=1).run())
+        results.append(train(dataset, tmp_path / str(call_sec), epochs=1))
     assert results[0].weights_sha256 == results[1].weights_sha256
     assert results[0].train_loss == results[1].train_loss
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(dataset, tmp_path):
-    training = make(dataset, tmp_path, learning_rate=1e30)
-    with pytest.raises(DivergedError, match=r"at step \d+ with learning rate 1e\+30"):
-        training.run()
-    assert load_newest_checkpoint(tmp_path) is None
+def test_checkpoints_come_by_the_clock_where_no_steps_are_given(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("app.training._CHECKPOINT_SEC", 0.0)
+    train(dataset, tmp_path, epochs=1, steps_per_call=2)
+    assert [p.name[-1] for p in checkpoint_paths(tmp_path)] == ["2", "4", "5"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_tensor(dataset, tmp_path):
+    with pytest.raises(
+        DivergedError,
+        match=r"training loss nan, model/\S+ is not finite at step \d+ with learning rate 1e\+30",
+    ):
+        train(dataset, tmp_path, learning_rate=1e30)
+    assert find_newest_checkpoint(tmp_path) is None
     assert load_history(tmp_path) == []
+    assert load_attempts(tmp_path)[0].stop["status"] == "diverged"
 
 
+def test_the_last_finite_checkpoint_is_kept(dataset, tmp_path):
+    train(dataset, tmp_path, epochs=2)
+    kept = []
+    for _ in range(2):
+        with pytest.raises(DivergedError, match=r"the checkpoint of step 1\d is kept"):
+            train(dataset, tmp_path, learning_rate=1e30, force_resume=True, checkpoint_every=1)
+        kept.append({path: path.stat().st_mtime_ns for path in checkpoint_paths(tmp_path)})
+    assert kept[0] == kept[1]
+    state = find_newest_checkpoint(tmp_path).checkpoint.state
+    assert all(np.isfinite(array).all() for array in state.values())
+
+
+def test_replicas_that_part_are_not_saved(dataset, tmp_path):
+    with pytest.raises(DriftError, match="replica 1 is not what replica 0 holds"):
+        train(
+            dataset, tmp_path, inject="perturb_weight:step=2", checkpoint_every=3, steps_per_call=1
+        )
+    assert checkpoint_paths(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def whole_run(dataset, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole")
+    train(dataset, run_dir, epochs=2)
+    return run_dir
+
+
+# Of two epochs with a checkpoint in the middle of each; the last passing is the end of the run.
 @pytest.mark.parametrize(
-    "place", ["histories.write_summary", "checkpoints.save_checkpoint", "plots.plot_accuracy"]
+    "fault",
+    [
+        *("checkpoint.before_rename:1", "checkpoint.after_rename:1", "checkpoint.before_rename:2"),
+        *("checkpoint.after_rename:2", "checkpoint.after_rename:4", "history.before_rename:2"),
+        *("summary.after_rename:1", "summary.before_rename:3", "accuracy.after_rename:1"),
+        *("log:1", "log:2", "log:4", "log:7", "log:10", "epoch:2", "evaluate:2"),
+    ],
 )
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_run_cut_off_while_it_saves_can_be_finished(
-    dataset, tmp_path, monkeypatch, place, when, call
-):
-    """Each point of the save of each epoch, the end of the run included."""
-    from app import training
-
-    module, name = place.split(".")
-    function = getattr(getattr(training, module), name)
-    calls = []
-
-    def cut(*arguments):
-        calls.append(name)
-        if len(calls) == call and when == "before":
-            raise Cut
-        function(*arguments)
-        if len(calls) == call:
-            raise Cut
-
-    with monkeypatch.context() as patch:
-        patch.setattr(getattr(training, module), name, cut)
-        if place == "checkpoints.save_checkpoint" and call == 3:
-            make(dataset, tmp_path, epochs=2).run()  # It is called twice only: nothing is cut.
-        else:
-            with pytest.raises(Cut):
-                make(dataset, tmp_path, epochs=2).run()
-    resumed = make(dataset, tmp_path, epochs=2).run()
-    assert resumed.status == "finished"
-    assert load_summary(tmp_path) == resumed
-    assert [record.epoch for record in load_history(tmp_path)] == [1, 2]
+def test_a_run_cut_off_while_it_saves_can_be_finished(dataset, tmp_path, whole_run, fault):
+    options = {"epochs": 2, "checkpoint_every": 3}
+    train_until(dataset, tmp_path, f"{fault}:raise", **options)
+    resumed = train(dataset, tmp_path, **options)
+    assert resumed.status == "finished" and load_summary(tmp_path) == resumed
+    assert resumed.weights_sha256 == load_summary(whole_run).weights_sha256
+    assert losses(tmp_path) == losses(whole_run)
     assert (tmp_path / "accuracy.png").exists()
 
 
-def test_a_checkpoint_without_its_history_is_refused(dataset, tmp_path):
-    make(dataset, tmp_path, epochs=2).run()
+@pytest.mark.parametrize("point", ["history.made", "summary.before_rename", "accuracy.made"])
+def test_a_full_disk_ends_the_run_and_what_is_saved_stays(dataset, tmp_path, point):
+    fault = f"{point}:{3 if point == 'accuracy.made' else 2}:enospc"
+    train_until(dataset, tmp_path, fault, error=DiskFullError)
+    assert load_attempts(tmp_path)[0].stop["status"] == "disk_full"
+    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 2
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+    assert train(dataset, tmp_path).status == "finished"
+
+
+def test_a_signal_saves_the_state_and_ends_the_run(dataset, tmp_path, monkeypatch):
+    """In the middle of an epoch, and of its evaluation."""
+    from app import interruption
+
+    whole = train(dataset, tmp_path / "whole", steps_per_call=1)
+    run_dir = tmp_path / "cut"
+    for checks_before in (2, 2, 1):  # At step 3; in the evaluation after step 5; after it.
+        left = iter([None] * checks_before)
+
+        def check(left=left):
+            if next(left, "over") == "over":
+                raise Terminated
+
+        with monkeypatch.context() as patch:
+            patch.setattr(interruption, "check", check)
+            with pytest.raises(Terminated):
+                train(dataset, run_dir, steps_per_call=1)
+    saved = [a.events[-1] for a in load_attempts(run_dir)]
+    assert [(event["step"], event["epoch"]) for event in saved] == [(3, 0), (5, 0), (5, 1)]
+    assert {a.stop["status"] for a in load_attempts(run_dir)} == {"terminated"}
+    resumed = train(dataset, run_dir, steps_per_call=1)
+    assert resumed.weights_sha256 == whole.weights_sha256
+    assert losses(run_dir) == losses(tmp_path / "whole")
+
+
+def test_a_checkpoint_without_its_history_makes_it_again(dataset, tmp_path):
+    train(dataset, tmp_path, epochs=2)
+    before = losses(tmp_path)
     (tmp_path / "history.jsonl").unlink()
-    with pytest.raises(CheckpointError, match="checkpoint of step 10, but a history of 0 epochs"):
-        make(dataset, tmp_path, epochs=2)
+    (tmp_path / "summary.json").write_text("{")
+    assert train(dataset, tmp_path, epochs=2).status == "finished"
+    assert losses(tmp_path) == before
+
+
+def test_a_history_without_checkpoints_is_no_new_start(dataset, tmp_path):
+    train(dataset, tmp_path, epochs=1)
+    for path in checkpoint_paths(tmp_path):
+        path.rename(tmp_path / path.name)
+    with pytest.raises(CheckpointError, match="a history, but no checkpoint"):
+        make(dataset, tmp_path, epochs=1)
+
+
+def test_a_damaged_checkpoint_is_set_aside(dataset, tmp_path, capsys):
+    whole = train(dataset, tmp_path)
+    newest = checkpoint_paths(tmp_path)[-1]
+    (newest / "state.npz").write_bytes((newest / "state.npz").read_bytes()[:-100])
+    again = train(dataset, tmp_path)
+    assert f"damaged checkpoint: {newest}" in capsys.readouterr().err
+    assert again.weights_sha256 == whole.weights_sha256
+    assert newest.with_name(f"damaged-{newest.name}").is_dir()
+    assert load_attempts(tmp_path)[1].events[2]["damaged"] == [newest.name]
+    assert [record.epoch for record in load_history(tmp_path)] == [1, 2, 3]
 
 
 def test_going_on_with_other_replicas_says_so(dataset, tmp_path, capsys):
-    make(dataset, tmp_path, strategy="single").run()
-    manual = make(dataset, tmp_path)
-    assert "1 replica before, 2 now" in capsys.readouterr().out
-    assert manual.run().status == "finished"
+    train_until(dataset, tmp_path, "epoch:1:raise", strategy="single")
+    assert train(dataset, tmp_path).status == "finished"
+    assert "strategy single → manual; replicas 1 → 2: global batch 64" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", ["data", "seed"])
-def test_the_checkpoint_of_another_training_is_refused(dataset, tmp_path, change):
-    make(dataset, tmp_path, epochs=1).run()
+def test_more_epochs_go_on(dataset, tmp_path, capsys):
+    whole = train(dataset, tmp_path / "whole", recipe="d2l", epochs=3)
+    train(dataset, tmp_path / "more", recipe="d2l", epochs=1)
+    more = train(dataset, tmp_path / "more", recipe="d2l", epochs=3)
+    assert more.weights_sha256 == whole.weights_sha256
+    assert more.changes == ["step 5: epochs 1 → 3"]
+    with pytest.raises(CheckpointError, match="epochs 3 → 2"):
+        make(dataset, tmp_path / "more", recipe="d2l", epochs=2)
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match="3 are trained already"):
+        make(dataset, tmp_path / "more", recipe="d2l", epochs=2, force_resume=True)
+
+
+def test_more_epochs_of_a_schedule_are_not_what_they_would_have_been(dataset, tmp_path, capsys):
+    train(dataset, tmp_path, epochs=1)
+    make(dataset, tmp_path, epochs=2)
+    assert "WARNING: epochs 1 → 2: the learning rate goes on along" in capsys.readouterr().err
+
+
+FORCED = {
+    "seed": {"seed": 5},
+    "global_batch_size": {"global_batch_size": 30},
+    "learning_rate": {"learning_rate": 0.03125},
+    "recipe": {"recipe": "d2l"},
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_another_configuration_needs_to_be_forced(dataset, tmp_path, name, capsys):
+    options = {"checkpoint_every": 4, "steps_per_call": 1, "epochs": 2}
+    train_until(dataset, tmp_path, "step:9:raise", **options)
+    with pytest.raises(CheckpointError, match=f"{name} .* → .*--force_resume"):
+        make(dataset, tmp_path, **{**options, **FORCED[name]})
+    options |= {**FORCED[name], "force_resume": True}
+    training = make(dataset, tmp_path, **options)
+    told = capsys.readouterr().err
+    assert f"as --force_resume asks for: {name}" in told
+    # The schedule is where the data are: both begin the epoch anew where its order is another.
+    begins_anew = name in ("seed", "global_batch_size")
+    assert ("epoch 2 begins anew" in told) == begins_anew
+    steps_per_epoch = 10 if name == "global_batch_size" else 5
+    position = steps_per_epoch + (0 if begins_anew else 3)
+    assert training.strategy.state()["optimizer/iteration"] == position
+    rate = training.strategy.state().get("optimizer/learning_rate")
+    assert rate is None or rate == np.float32(training.learning_rate)
+    saved = find_newest_checkpoint(tmp_path).checkpoint
+    for key, array in training.strategy.state().items():
+        if key.startswith("model/"):
+            np.testing.assert_array_equal(array, saved.state[key], err_msg=key)
+    summary = train(dataset, tmp_path, **options)
+    assert summary.status == "finished" and summary.changes[0].startswith(f"step 8: {name} ")
+    assert summary.steps == 8 + 2 * steps_per_epoch - position
+    assert train(dataset, tmp_path, **options).weights_sha256 == summary.weights_sha256
+
+
+def test_other_data_are_another_training(dataset, tmp_path):
+    train(dataset, tmp_path, epochs=1)
     other = dataclasses.replace(dataset, test_images=255 - dataset.test_images)
-    with pytest.raises(CheckpointError, match="dataset_sha256" if change == "data" else "seed 0"):
-        if change == "data":
-            make(other, tmp_path, epochs=1)
-        else:
-            make(dataset, tmp_path, epochs=1, seed=5)
+    with pytest.raises(CheckpointError, match=r"dataset_sha256 \w{12}… → \w{12}…"):
+        make(other, tmp_path, epochs=1)
+
+
+def test_another_model_is_never_forced(dataset, tmp_path, monkeypatch):
+    train(dataset, tmp_path, epochs=1)
+    monkeypatch.setitem(__import__("models").MODELS, "lenet", build_one_block_resnet)
+    with pytest.raises(CheckpointError, match=r"arrays do not fit: model/\S+: float32\[.*; .*; "):
+        make(dataset, tmp_path, epochs=1, force_resume=True)
 
 
 def test_evaluation_checks_how_many_images_it_saw(dataset, tmp_path, monkeypatch):
     strategy = make(dataset, tmp_path).strategy
     assert evaluate(strategy, dataset).examples == 70
     seen = strategy.evaluate
-    monkeypatch.setattr(strategy, "evaluate", lambda data: seen(data)._replace(examples=69))
+    monkeypatch.setattr(strategy, "evaluate", lambda *args: seen(*args)._replace(examples=69))
     with pytest.raises(RuntimeError, match="69 images instead of 70"):
         evaluate(strategy, dataset)
 
 
 def test_the_recipe_s_learning_rate_follows_the_batch(dataset, tmp_path):
     assert make(dataset, tmp_path, recipe="d2l").learning_rate == 0.2 * 64 / 256
-    given = make(dataset, tmp_path, recipe="d2l", learning_rate=0.125)
-    assert given.learning_rate == 0.125
-    summary = given.run()
+    summary = train(dataset, tmp_path, recipe="d2l", learning_rate=0.125)
     assert json.loads((tmp_path / "summary.json").read_text())["learning_rate"] == 0.125
     assert summary.precision == "float32" and summary.jit_compile is False

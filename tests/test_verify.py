@@ -12,7 +12,7 @@ from app import verification
 from app.commands import verify
 from app.config import Config
 from app.errors import ConfigError
-from app.records.checkpoint import load_newest_checkpoint
+from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.records.verify_plot import plot_verification
 from app.verification import Recorded
@@ -163,7 +163,7 @@ def test_every_file_of_a_spoiled_training_says_so(tmp_path):
     assert result.stderr.count(f"injected fault: {fault}") >= 2
     assert load_summary(out).injected_fault == fault
     assert [record.injected_fault for record in load_history(out)] == [fault]
-    assert load_newest_checkpoint(out).origin["injected_fault"] == fault
+    assert find_newest_checkpoint(out).checkpoint.origin.config["inject"] == fault
     for name in ("config.json", "log.txt"):
         assert fault in (out / name).read_text()
     assert fault in run_ok("evaluate", f"--run={out}", "--allow_unverified_data").stderr

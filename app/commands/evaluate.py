@@ -15,8 +15,9 @@ def run(config: Config) -> int:
     from app.evaluation import evaluate
 
     totals = evaluate(strategy, dataset)
+    step = saved.checkpoint.progress.step
     console.say(
-        f"{saved.config.model} of {config.run}, step {saved.checkpoint.progress.step}, on {dataset.name}:"
+        f"{saved.config.model} of {config.run}, step {step}, on {dataset.name}:"
         f" {totals.correct:,} of {totals.examples:,} right, test loss {totals.loss:.4f}"
     )
     if dataset.name in DATASET_CAVEATS:

@@ -19,7 +19,7 @@ import numpy as np
 from app.errors import CheckpointError, OutputError
 from app.fault_points import fault_point
 from app.records.arrays import ArraySpec, read_arrays, write_arrays
-from app.records.files import open_regular, read_json, remove, write_atomically
+from app.records.files import open_regular, read_json, remove, write_atomically, write_error
 from app.records.history import EpochRecord, checked_record
 
 FORMAT_VERSION = 2
@@ -143,15 +143,18 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
     kept = {_name(best.step)} if best else set()
     for other in checkpoint_paths(run_dir)[:-NUM_NEWEST_KEPT]:
         if other.name not in kept:
-            fault_point("checkpoint.before_delete")
             _discard(other)
 
 
 def _discard(path: pathlib.Path) -> None:
     """Removes a checkpoint; renamed first, so that nothing half-deleted is seen under its name."""
     temporary = path.with_name(f".{path.name}.tmp")
-    remove(temporary)
-    remove(path.rename(temporary))
+    try:
+        fault_point("checkpoint.before_delete")
+        remove(temporary)
+        remove(path.rename(temporary))
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 def _describe(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:

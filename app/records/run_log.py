@@ -45,7 +45,7 @@ class RunLog:
 
     def __init__(self, run_dir: pathlib.Path):
         self._path, self._descriptor = run_dir / RUN_LOG_FILE, None
-        self._start, self._stopped = time.monotonic(), False
+        self._start, self._under_way = time.monotonic(), False
 
     def start(self, **fields) -> None:
         """Begins an attempt; ends the one before it, if a kill cut that off.
@@ -70,6 +70,7 @@ class RunLog:
                 **fields,
             },
         )
+        self._under_way = True
 
     def event(self, name: str, /, **fields) -> None:
         """Adds an event.
@@ -84,9 +85,9 @@ class RunLog:
 
         A disk that is full is told by what was to be saved on it.
         """
-        if self._descriptor is None or self._stopped:
+        if not self._under_way:
             return
-        self._stopped = True
+        self._under_way = False
         status = STATUSES.get(exit_code, STATUSES[1])
         with contextlib.suppress(LockstepError):
             self._write("run_stop", {"status": status, "exit_code": exit_code, **fields})
@@ -177,7 +178,7 @@ def check_log(run_dir: pathlib.Path) -> list[str]:
     events, problems = _parse(text)
     if text and not text.endswith("\n"):
         problems.append("the last line is cut off")
-    if not events or events[0]["event"] != "run_start":
+    if text and (not events or events[0]["event"] != "run_start"):
         problems.append("it does not begin with run_start")
     attempts = _split_attempts(events)
     saved = (0, 0)  # Step and epoch of the last checkpoint.

@@ -1,0 +1,362 @@
+"""Checkpoints: round trip, what is kept, what is refused, and every point of a write cut off."""
+
+import io
+import json
+import multiprocessing
+import os
+import resource
+import zipfile
+
+import numpy as np
+import pytest
+
+from app import fault_points
+from app.errors import CheckpointError, ConfigError, DiskFullError, OutputError
+from app.records import checkpoint as checkpoints
+from app.records.arrays import ArraySpec, read_arrays, write_arrays
+from app.records.checkpoint import (
+    Checkpoint,
+    Origin,
+    Progress,
+    find_best_checkpoint,
+    find_newest_checkpoint,
+    save_checkpoint,
+)
+from app.records.history import EpochRecord
+from app.records.run_directory import open_run_directory
+
+STATE = {
+    "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "model/conv/bias": np.float32(0.5) * np.ones(3, np.float32),
+    "optimizer/iteration": np.array(7),
+}
+STATISTICS = [[np.float32([1, 2])], [np.float32([3, 4])]]
+ORIGIN = Origin({"model": "lenet"}, 0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"})
+
+
+def record(epoch, *, accuracy=0.5, step=None):
+    step = 10 * epoch if step is None else step
+    return EpochRecord(epoch, step, 1.0, 0.5, 1.0, accuracy, 2.5, 400.0)
+
+
+def make(step=7, **progress):
+    return Checkpoint(ORIGIN, Progress(step, epoch_step=step % 10, **progress), STATE, STATISTICS)
+
+
+def save(run_dir, step=7, **progress):
+    save_checkpoint(run_dir, make(step, **progress))
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def names(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_round_trip(tmp_path):
+    assert find_newest_checkpoint(tmp_path) is None
+    saved = make(loss_sum=0.1, history=[record(1)], changes=["seed 0 → 1"])
+    save_checkpoint(tmp_path, saved)
+    path = tmp_path / "checkpoints" / "step-00000007"
+    found = find_newest_checkpoint(tmp_path)
+    loaded = found.checkpoint
+    assert found.path == path and found.damaged == [] and found.warning() is None
+    assert loaded.origin == ORIGIN and loaded.progress == saved.progress
+    assert list(loaded.state) == list(STATE)
+    for name, array in STATE.items():
+        np.testing.assert_array_equal(loaded.state[name], array, strict=True)
+    np.testing.assert_array_equal(loaded.replica_statistics, STATISTICS)
+    with np.load(path / "state.npz") as file:  # Plain arrays, for anyone to read.
+        np.testing.assert_array_equal(file["00000"], STATE["model/conv/kernel"])
+
+
+def test_the_newest_three_and_the_best_are_kept(tmp_path):
+    history = []
+    for epoch, accuracy in enumerate([0.2, 0.9, 0.5, 0.9, 0.6, 0.1, 0.3], start=1):
+        history.append(record(epoch, accuracy=accuracy))
+        save(tmp_path, 10 * epoch, history=history)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (20, 50, 60, 70)]
+    assert find_newest_checkpoint(tmp_path).checkpoint.progress.step == 70
+    assert find_best_checkpoint(tmp_path).checkpoint.progress.step == 20
+
+
+def test_steps_count_and_not_times(tmp_path):
+    for step in (5, 70, 700):
+        os.utime(save(tmp_path, step), (2e9 - 1e6 * step, 2e9 - 1e6 * step))
+    assert find_newest_checkpoint(tmp_path).checkpoint.progress.step == 700
+    save(tmp_path, 701)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (70, 700, 701)]
+
+
+def test_one_of_the_same_step_is_replaced(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 10, history=[record(1)])
+    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 1
+    assert names(tmp_path) == ["step-00000010"]
+
+
+def test_one_that_is_replaced_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
+    old = save(tmp_path, 5)
+    load = checkpoints._load
+
+    def replaced(path):
+        if path == old:
+            for step in (6, 7, 8):
+                save(tmp_path, step)
+        return load(path)
+
+    monkeypatch.setattr(checkpoints, "_load", replaced)
+    assert find_newest_checkpoint(tmp_path).checkpoint.progress.step == 8
+
+
+def test_temporary_ones_and_others_are_not_seen(tmp_path):
+    path = save(tmp_path)
+    path.rename(path.with_name(f".{path.name}.99.tmp"))
+    (tmp_path / "checkpoints" / "step-9").mkdir()
+    (tmp_path / "checkpoints" / "my notes").mkdir()
+    assert find_newest_checkpoint(tmp_path) is None
+
+
+def spoil(path, damage):
+    content = path.read_bytes()
+    middle = len(content) // 2
+    if damage == "remove":
+        path.unlink()
+    elif damage == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif damage == "link":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to("elsewhere")
+    else:
+        path.write_bytes(
+            {
+                "truncate": content[:middle],
+                "alter": content[:middle] + b"7" + content[middle + 1 :],
+                "empty": b"",
+            }[damage]
+        )
+
+
+@pytest.mark.parametrize("file", ["state.npz", "MANIFEST.json"])
+@pytest.mark.parametrize("damage", ["remove", "truncate", "alter", "empty", "pipe", "link"])
+def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, file, damage):
+    good, bad = save(tmp_path, 5), save(tmp_path, 8)
+    spoil(bad / file, damage)
+    found = find_newest_checkpoint(tmp_path)
+    assert found.path == good and [path for path, _ in found.damaged] == [bad]
+    assert str(good) in found.warning() and str(bad) in found.warning()
+    spoil(good / file, damage)
+    with pytest.raises(CheckpointError, match=r"step-00000008: does not verify .* 1 before it"):
+        find_newest_checkpoint(tmp_path)
+
+
+def test_a_digit_of_the_manifest_does_not_change_unseen(tmp_path):
+    path = save(tmp_path) / "MANIFEST.json"
+    path.write_text(path.read_text().replace('"loss_sum": 0.0', '"loss_sum": 1.0'))
+    with pytest.raises(CheckpointError, match="another SHA-256"):
+        find_newest_checkpoint(tmp_path)
+
+
+def forge(path, change, content=None):
+    """Changes the manifest of a checkpoint so that all its hashes are right again."""
+    if content is not None:
+        (path / "state.npz").write_bytes(content)
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    manifest["files"]["state.npz"] = {
+        "size_bytes": (path / "state.npz").stat().st_size,
+        "sha256": checkpoints._file_sha256(path / "state.npz"),
+    }
+    change(manifest)
+    del manifest["sha256"]
+    manifest["sha256"] = checkpoints._manifest_sha256(manifest)
+    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+def zip_of(members, compression=zipfile.ZIP_STORED):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", compression) as archive:
+        for name, array in members.items():
+            member = io.BytesIO()
+            np.lib.format.write_array(member, array)
+            archive.writestr(name, member.getvalue())
+    return content.getvalue()
+
+
+ARRAYS = [*STATE.values(), STATISTICS[0][0], STATISTICS[1][0]]
+MEMBERS = {f"{i:05d}.npy": array for i, array in enumerate(ARRAYS)}
+HUGE = [1 << 20, 1 << 20, 1 << 10]
+
+
+def with_header(shape):
+    """Returns the arrays' file with a header that announces another shape for the first."""
+    member = io.BytesIO()
+    description = {"descr": "<f4", "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(member, description)
+    content = io.BytesIO(zip_of(MEMBERS))
+    out = io.BytesIO()
+    with zipfile.ZipFile(content) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            first = info.filename == "00000.npy"
+            new.writestr(info.filename, member.getvalue() if first else old.read(info))
+    return out.getvalue()
+
+
+def set_first(**changes):
+    return lambda manifest: manifest["arrays"][0].update(changes)
+
+
+CRAFTED = {
+    "pickled": (lambda m: None, zip_of({**MEMBERS, "00000.npy": np.array([print], object)})),
+    "pickled, and said so": (set_first(dtype="object"), None),
+    "parent": (lambda m: None, zip_of({"../00000.npy": ARRAYS[0], **MEMBERS})),
+    "absolute": (lambda m: None, zip_of({"/etc/00000.npy": ARRAYS[0], **MEMBERS})),
+    "huge in the manifest": (set_first(shape=HUGE), None),
+    "huge in the header": (lambda m: None, with_header(HUGE)),
+    "huge in both": (set_first(shape=HUGE), with_header(HUGE)),
+    "negative": (set_first(shape=[-1, 3]), None),
+    "bomb": (lambda m: None, zip_of(MEMBERS, zipfile.ZIP_DEFLATED)),
+    "one too many": (lambda m: None, zip_of({**MEMBERS, "00005.npy": ARRAYS[0]})),
+    "one too few": (lambda m: m["arrays"].pop(), None),
+    "two of one name": (lambda m: m["arrays"][1].update(name=m["arrays"][0]["name"]), None),
+    "another shape": (set_first(shape=[3, 2]), None),
+    "another dtype": (set_first(dtype="int32"), None),
+    "no zip": (lambda m: None, b"PK nothing"),
+    "another file": (lambda m: m["files"].update({"../x": m["files"].pop("state.npz")}), None),
+    "another step": (lambda m: m["progress"].update(step=8), None),
+    "a step that is none": (lambda m: m["progress"].update(step="7"), None),
+    "no history": (lambda m: m["progress"].update(history=[1]), None),
+    "another version": (lambda m: m.update(format_version=1), None),
+    "a list": (lambda m: m.update(origin=[]), None),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_crafted_ones_are_refused_before_anything_is_allocated(tmp_path, case):
+    change, content = CRAFTED[case]
+    forge(save(tmp_path), change, content)
+    with pytest.raises(CheckpointError, match="step-00000007: does not verify"):
+        find_newest_checkpoint(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20  # Kilobytes.
+
+
+def test_links_lead_nowhere(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to("../outside")
+    with pytest.raises(OutputError, match="symbolic link"):
+        save(tmp_path / "run")
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+def test_arrays_of_every_form(tmp_path):
+    arrays = [
+        np.array(3), np.zeros((0, 3), np.float32), np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(12, dtype=np.uint8)[::3], np.array([True, False]),
+    ]  # fmt: skip
+    write_arrays(tmp_path / "a.npz", arrays)
+    read = read_arrays(tmp_path / "a.npz", [ArraySpec.of(array) for array in arrays])
+    for one, other in zip(arrays, read, strict=True):
+        np.testing.assert_array_equal(one, other, strict=True)
+
+
+def test_the_hash_is_of_the_model_in_order():
+    whole = checkpoints.weights_sha256(STATE)
+    assert whole == checkpoints.weights_sha256({**STATE, "optimizer/iteration": np.array(8)})
+    changed = STATE["model/conv/bias"].copy()
+    changed[2] = np.nextafter(changed[2], np.float32(1))
+    assert whole != checkpoints.weights_sha256({**STATE, "model/conv/bias": changed})
+
+
+POINTS = [point for point in fault_points.POINTS if point.startswith("checkpoint.")]
+
+
+def save_four(run_dir, fault):
+    """Saves 1 to 4 where one of them fails; runs in a process of its own."""
+    fault_points.arm({fault_points.VARIABLE: fault})
+    with open_run_directory(run_dir, {}) as run_directory:
+        run_directory.start(overwrite=False)
+        for step in range(1, 5):
+            save(run_dir, step)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_leaves_whole_checkpoints_only(tmp_path, point):
+    """The fourth save is killed: the first that deletes an old one."""
+    number = 1 if point == "checkpoint.before_delete" else 4
+    context = multiprocessing.get_context("fork")  # Nothing of TensorFlow is used in it.
+    process = context.Process(target=save_four, args=(tmp_path, f"{point}:{number}:kill"))
+    process.start()
+    process.join(30)
+    assert process.exitcode == -9
+    saved = point in ("checkpoint.after_rename", "checkpoint.before_delete")
+    assert find_newest_checkpoint(tmp_path).checkpoint.progress.step == (4 if saved else 3)
+    assert (len(names(tmp_path)) > 3) == (point != "checkpoint.before_delete" or saved)
+    with open_run_directory(tmp_path, {}):  # What the same command does first.
+        assert all(name.startswith("step-") for name in names(tmp_path))
+    save(tmp_path, 5)
+    assert names(tmp_path)[-1] == "step-00000005" and len(names(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("point", ["checkpoint.before_rename", "checkpoint.after_rename"])
+def test_a_kill_between_two_of_one_step_leaves_one(tmp_path, point, monkeypatch):
+    with open_run_directory(tmp_path, {}) as run_directory:
+        run_directory.start(overwrite=False)
+        save(tmp_path, 10)
+
+    def kill(name):
+        if name == point:
+            raise SystemExit  # Then nothing is cleared away: as of a kill.
+
+    monkeypatch.setattr("app.records.files.fault_point", kill)
+    monkeypatch.setattr("app.records.files.remove", lambda path: None)
+    with pytest.raises(SystemExit):
+        save(tmp_path, 10, history=[record(1)])
+    monkeypatch.undo()
+    if point == "checkpoint.before_rename":  # And one line further, between the two renames.
+        path = tmp_path / "checkpoints" / "step-00000010"
+        path.rename(path.with_name(".step-00000010.replaced"))
+    with open_run_directory(tmp_path, {}):
+        assert names(tmp_path) == ["step-00000010"]
+    epoch = 1 if point == "checkpoint.after_rename" else 0
+    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == epoch
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_full_disk_leaves_the_checkpoints_before(tmp_path, point):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    fault_points.arm({fault_points.VARIABLE: f"{point}:1:enospc"})
+    try:
+        with pytest.raises(DiskFullError, match=r"step-0000000[14]: .* [\d,]+ free"):
+            save(tmp_path, 4)
+    finally:
+        fault_points.arm({})
+    assert {f"step-{step:08d}" for step in (2, 3)} <= set(names(tmp_path))
+    assert all(name.startswith("step-") for name in names(tmp_path))
+
+
+class TestFaultPoints:
+    def test_unset_does_nothing(self):
+        assert fault_points.arm({}) is None
+        fault_points.fault_point("step")
+
+    @pytest.mark.parametrize(
+        "text",
+        ["step", "step:0:kill", "step:x:kill", "nowhere:1:kill", "step:1:explode", "step:1:",
+         "step:1:kill=3", "step:1:delay=x", "step:1:delay=-1", "step:-1:kill", "step:1:delay=nan"],
+    )  # fmt: skip
+    def test_what_cannot_be_meant_is_refused(self, text):
+        with pytest.raises(ConfigError, match="LOCKSTEP_FAULT"):
+            fault_points.arm({fault_points.VARIABLE: text})
+
+    def test_it_happens_at_the_nth_passing_alone(self):
+        fault_points.arm({fault_points.VARIABLE: "step:3:raise"})
+        try:
+            for _ in range(2):
+                fault_points.fault_point("step")
+                fault_points.fault_point("epoch")
+            with pytest.raises(RuntimeError):
+                fault_points.fault_point("step")
+            fault_points.fault_point("step")
+        finally:
+            fault_points.arm({})
