@@ -28,6 +28,13 @@ def small_resnet():
     return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
 
 
+def build_dense_network(kernel_initializer="glorot_uniform"):
+    """The smallest architecture that a recipe can train."""
+    images = keras.Input((28, 28, 1))
+    logits = keras.layers.Dense(10, kernel_initializer=kernel_initializer, name="logits")
+    return keras.Model(images, logits(keras.layers.Flatten()(images)), name="dense")
+
+
 def build_one_block_resnet(**options):
     """The same as an architecture, for a recipe to train."""
     return build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1, **options)
