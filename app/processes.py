@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from app.errors import DeviceError, LockstepError
+from app.errors import DeviceError, LockstepError, is_out_of_memory
 
 _GRACE_SEC = 5
 _CONTEXT = multiprocessing.get_context("spawn")  # A fork would share TensorFlow's threads.
@@ -153,8 +153,7 @@ def _to_send(error: Exception) -> Exception:
     """Returns what the caller is to raise; of a bug, with the traceback, which does not travel."""
     if isinstance(error, LockstepError):
         return error
-    # By its name: TensorFlow's own error is not imported for this.
-    if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
+    if is_out_of_memory(error):
         return _out_of_memory(error)
     traced = "".join(traceback.format_exception(error))
     return RuntimeError(f"{type(error).__name__}: {error}\n{traced}")

@@ -13,10 +13,11 @@ from app.build import restore
 from app.config import Config
 from app.data.dataset import ImageDataset
 from app.devices import Devices
-from app.errors import DivergedError, Terminated
+from app.errors import DivergedError, Terminated, is_out_of_memory
 from app.evaluation import evaluate
 from app.fault_points import fault_point
 from app.job import Job
+from app.memory import available_bytes, check_memory, too_large
 from app.proof.drift import Drift, check_replicas
 from app.proof.faults import inject, spoil_dataset
 from app.proof.probe import probe_exchange
@@ -46,6 +47,7 @@ class Training:
 
     Raises:
         ConfigError: the strategy cannot run like this, or the fault not happen.
+        DeviceError: the batch cannot fit into memory.
         ExchangeError: the all-reduce loses or repeats what replicas send.
     """
 
@@ -63,6 +65,8 @@ class Training:
         self.steps_per_epoch = self._job.steps_per_epoch
         self.learning_rate = self._job.learning_rate
         self.strategy = self._job.build_strategy(devices)
+        if "CPU" in devices.names[0]:
+            check_memory(available=available_bytes(), **self._memory())
         probe_exchange(self.strategy)
         if config.fault:
             inject(
@@ -119,24 +123,44 @@ class Training:
             log: is told what happens.
 
         Raises:
+            DeviceError: memory ran out.
             DivergedError: a loss or a weight is not finite any more.
             DiskFullError, OutputError: something cannot be saved.
             KeyboardInterrupt, Terminated: a signal came in; the state is saved by then.
         """
         self._begin(log)
-        iterator = self.strategy.distribute(self._batches())
         with console.Progress(self._config.epochs, self.steps_per_epoch, self._position) as bar:
-            self._compile_sec = _time(lambda: self.strategy.train_steps(iterator, 0))
-            fault_point("compile")
-            with interruption.deferred():
-                try:
-                    while self._progress.epoch < self._config.epochs:
-                        self._train_epoch(iterator, bar)
-                        self._finish_epoch(bar)
-                except (KeyboardInterrupt, Terminated):
-                    self._save()
-                    raise
+            try:
+                self._train(bar)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    on_cpu = "CPU" in self.strategy.devices[0]
+                    available = available_bytes() if on_cpu else None
+                    raise too_large(available=available, **self._memory()) from error
+                raise
         return self._writer.finish()
+
+    def _train(self, bar) -> None:
+        """Trains what is left; a signal ends it with the state saved."""
+        iterator = self.strategy.distribute(self._batches())
+        self._compile_sec = _time(lambda: self.strategy.train_steps(iterator, 0))
+        fault_point("compile")
+        with interruption.deferred():
+            try:
+                while self._progress.epoch < self._config.epochs:
+                    self._train_epoch(iterator, bar)
+                    self._finish_epoch(bar)
+            except (KeyboardInterrupt, Terminated):
+                self._save()
+                raise
+
+    def _memory(self) -> dict:
+        """Returns what the memory of a step depends on."""
+        return {
+            "model": self.strategy.model,
+            "num_replicas": self.strategy.num_replicas,
+            "global_batch_size": max(self._job.batch_sizes()),
+        }
 
     def _begin(self, log: RunLog) -> None:
         resumed, self._resumed = self._resumed, None  # Its arrays are of no more use.

@@ -4,16 +4,15 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 
 from app.records.checkpoint import find_newest_checkpoint
-from app.records.history import load_history, load_summary
+from app.records.history import load_summary
+from app.records.run_log import check_log
 from conftest import ROOT, program_environment, run_main, run_ok
 from strategies import STRATEGIES
 
@@ -58,10 +57,12 @@ def test_train(runs, strategy):
     assert "\r" not in output.stdout and "\x1b" not in output.stdout  # Plain lines on a pipe.
     names = {path.name for path in (folder / strategy).iterdir()}
     assert names == {
-        ".lock", "log.txt", "config.json", "history.jsonl", "summary.json", "checkpoints",
+        ".lock", "log.txt", "log.jsonl", "config.json", "history.jsonl", "summary.json",
+        "checkpoints",
         "accuracy.png", "accuracy.svg",
     }  # fmt: skip
     assert summary.last_line() in (folder / strategy / "log.txt").read_text()
+    assert check_log(folder / strategy) == []
 
 
 def test_manual_and_mirrored_are_the_same_training(runs):
@@ -82,7 +83,7 @@ def test_a_finished_run_prints_its_result_again(runs):
 def test_the_result_of_other_replicas_is_not_passed_off(runs):
     folder, _ = runs
     result = run_main("--device=cpu", "--num_devices=3", *SMALL, f"--out={folder}/manual")
-    assert result.returncode == 4 and "on 2 replicas, not 3" in result.stderr
+    assert result.returncode == 4 and "(replicas 2 → 3)" in result.stderr
 
 
 def test_overwrite_loses_nothing_when_the_new_run_is_refused(runs):
@@ -265,48 +266,6 @@ def test_generated_images_in_place_of_real_ones_say_so(tmp_path):
     )  # fmt: skip
     assert result.stderr.count("WARNING: GENERATED") == 2
     assert load_summary(tmp_path / "run").dataset == "synthetic"
-
-
-def wait_for_first_epoch(process, run_dir):
-    for _ in range(3000):
-        if find_newest_checkpoint(run_dir):
-            return
-        assert process.poll() is None
-        time.sleep(0.02)  # The run must not be over before it is cut off.
-    raise AssertionError("no epoch in a minute")
-
-
-@pytest.mark.parametrize(
-    ("signal_number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-)
-def test_a_run_that_was_cut_off_is_resumed_by_the_same_command(tmp_path, signal_number, code):
-    command = [
-        "--strategy=manual", *ON_CPUS, "--allow_unverified_data", "--global_batch_size=20",
-        "--recipe=d2l", "--epochs=6", f"--out={tmp_path}/run",
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "main.py"), *command],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        env=program_environment(),
-        # A shell that runs the tests in the background has let them inherit that SIGINT is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    wait_for_first_epoch(process, tmp_path / "run")
-    process.send_signal(signal_number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
-    if signal_number != signal.SIGKILL:
-        last = errors.splitlines()[-1]
-        assert f"--out={os.path.relpath(tmp_path / 'run')}" in last
-    resumed = run_ok(*command)
-    assert "resuming after epoch" in resumed.stdout
-    history = load_history(tmp_path / "run")
-    assert [record.epoch for record in history] == [1, 2, 3, 4, 5, 6]
-    # The same weights as a run that nobody cut off: SIGINT's stands for all three.
-    if signal_number == signal.SIGINT:
-        run_ok(*command[:-1], f"--out={tmp_path}/whole")
-        whole, cut = (load_summary(tmp_path / name) for name in ("whole", "run"))
-        assert whole.weights_sha256 == cut.weights_sha256
 
 
 def test_a_reader_that_goes_away_does_not_stop_the_training(tmp_path):

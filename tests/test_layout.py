@@ -29,6 +29,7 @@ ALLOWED = {
     "app/fault_points.py": {"app.errors"},
     "app/interruption.py": {"app.errors"},
     "app/stall.py": {"app.errors"},
+    "app/memory.py": {"app.console", "app.errors"},
     "app/versions.py": set(),
     "app/resumption.py": {"app.config", "app.console", "app.errors", "app.records"},
     "app/run_writer.py": {"app", "strategies.base"},

@@ -1,0 +1,142 @@
+"""What a run survives, as a user sees it: signals, stalls, kills; each in processes of its own."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from app.records.checkpoint import checkpoint_paths
+from app.records.history import load_history, load_summary
+from app.records.run_log import check_log, load_attempts
+from conftest import ROOT, program_environment, run_main, run_ok
+
+JOB = [
+    *("--device=cpu", "--num_devices=2", "--allow_unverified_data", "--num_train_examples=200"),
+    *("--global_batch_size=20", "--epochs=2", "--steps_per_call=1", "--checkpoint_every=2"),
+    "--deterministic",
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_data(small_data, monkeypatch):
+    monkeypatch.setenv("FASHION_MNIST_DIR", str(small_data))
+
+
+def start(*arguments, fault=""):
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "main.py"), *arguments],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=program_environment(LOCKSTEP_FAULT=fault),
+        # A shell that runs the tests in the background has let them inherit that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def wait_for_checkpoint(process, run_dir):
+    deadline = time.monotonic() + 60
+    while not checkpoint_paths(run_dir):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def end(process, timeout=30):
+    """Waits for the end; returns the exit code and the last line of standard error."""
+    _, errors = process.communicate(timeout=timeout)
+    assert "Traceback" not in errors
+    return process.returncode, errors.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, small_data):
+    run_dir = tmp_path_factory.mktemp("whole")
+    run_ok(*JOB, f"--out={run_dir}", env={"FASHION_MNIST_DIR": str(small_data)})
+    return load_summary(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "code", "what"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_signal_saves_and_names_the_command_that_goes_on(
+    tmp_path, whole_run, signal_number, code, what
+):
+    run_dir = tmp_path / "my run"
+    # Every fourth step takes a second: the signal comes in mid-epoch, whatever the machine.
+    process = start(*JOB, f"--out={run_dir}", fault="step:4:delay=1")
+    wait_for_checkpoint(process, run_dir)
+    process.send_signal(signal_number)
+    found_code, last = end(process)
+    assert found_code == code and last.startswith(f"{what} — the state is saved; go on with: ")
+    (attempt,) = load_attempts(run_dir)
+    assert attempt.stop["status"] == what and 0 < attempt.events[-1]["step"] < 20
+    words = shlex.split(last.partition("go on with: ")[2])
+    assert words[0] == "python" and words[-1] == f"--out={run_dir}"
+    resumed = run_ok(*words[2:])
+    assert f"step {attempt.events[-1]['step']}\n" in resumed.stdout
+    assert load_summary(run_dir).weights_sha256 == whole_run.weights_sha256
+    assert [record.epoch for record in load_history(run_dir)] == [1, 2]
+    assert check_log(run_dir) == []
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    """A step that hangs stands for a long compiled call, which no handler can interrupt."""
+    process = start(*JOB, f"--out={tmp_path}/run", fault="step:3:delay")
+    wait_for_checkpoint(process, tmp_path / "run")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert end(process, timeout=5) == (143, "a second SIGTERM: left at once, as it was")
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-00000002"]
+
+
+def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path):
+    result = run_main(
+        *JOB, f"--out={tmp_path}/run", "--stall_timeout_sec=2",
+        env={"LOCKSTEP_FAULT": "step:3:delay"},
+    )  # fmt: skip
+    assert result.returncode == 138
+    assert result.stderr.splitlines()[-1].startswith("error: no progress for 2 s")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "in fault_point" in log and "in _train_epoch" in log
+    assert load_attempts(tmp_path / "run")[0].stop["status"] == "stalled"
+    assert check_log(tmp_path / "run") == []
+
+
+def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path):
+    process = start("compare", "--strategies=manual,mirrored", *JOB, f"--out={tmp_path}/c")
+    wait_for_checkpoint(process, tmp_path / "c" / "manual")
+    process.send_signal(signal.SIGTERM)
+    code, last = end(process)
+    assert code == 143 and "the state is saved; go on with: python " in last
+    (attempt,) = load_attempts(tmp_path / "c" / "manual")
+    assert attempt.stop["status"] == "terminated"
+    assert not (tmp_path / "c" / "mirrored").exists()
+
+
+def test_a_comparison_that_is_killed_leaves_no_training_behind(tmp_path):
+    process = start("compare", "--strategies=manual,mirrored", *JOB, f"--out={tmp_path}/c")
+    wait_for_checkpoint(process, tmp_path / "c" / "manual")
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    pid = int((tmp_path / "c" / "manual" / ".lock").read_text())
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            if file.read().rpartition(")")[2].split()[0] == "Z":  # Ended; nobody has asked yet.
+                break
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
+    assert load_attempts(tmp_path / "c" / "manual")[0].stop["status"] == "terminated"
+
+
+def test_a_bad_fault_point_is_refused_before_anything(tmp_path):
+    result = run_main(f"--out={tmp_path}/run", env={"LOCKSTEP_FAULT": "step:1:explode"})
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "LOCKSTEP_FAULT=step:1:explode" in result.stderr
+    assert list(tmp_path.iterdir()) == []
