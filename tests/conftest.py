@@ -3,7 +3,6 @@
 import os
 import pathlib
 import shutil
-import struct
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ import tensorflow as tf
 from app.data.fashion_mnist import SHA256
 from app.data.synthetic import generate_synthetic
 from app.devices import keep_order_of_summation
+from idx_files import idx_bytes
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_LOGICAL_CPUS = 4
@@ -52,11 +52,6 @@ def small_data(tmp_path_factory):
     for name, array in zip(SHA256, arrays, strict=True):
         (folder / name).write_bytes(idx_bytes(array[..., 0] if array.ndim == 4 else array))
     return folder
-
-
-def idx_bytes(array: np.ndarray) -> bytes:
-    """Returns `array` as an IDX file: uint8 of any number of axes."""
-    return struct.pack(f">I{array.ndim}I", 0x800 | array.ndim, *array.shape) + array.tobytes()
 
 
 def copy_program(folder: pathlib.Path) -> None:

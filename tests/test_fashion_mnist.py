@@ -11,7 +11,8 @@ import pytest
 from app.data import fashion_mnist
 from app.data.fashion_mnist import SHA256, DataMissingError, load_fashion_mnist
 from app.errors import DataError
-from conftest import idx_bytes, run_main
+from conftest import run_main
+from idx_files import idx_bytes
 
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = SHA256
 REAL = os.environ.get("FASHION_MNIST_DIR")

@@ -1,6 +1,5 @@
 """What a run survives, as a user sees it: signals, stalls, kills; each in processes of its own."""
 
-import os
 import shlex
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 
 from app.records.checkpoint import checkpoint_paths
 from app.records.history import load_history, load_summary
+from app.records.run_directory import open_run_directory
 from app.records.run_log import check_log, load_attempts
 from conftest import ROOT, program_environment, run_main, run_ok
 
@@ -125,14 +125,12 @@ def test_a_comparison_that_is_killed_leaves_no_training_behind(tmp_path):
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 20
-    pid = int((tmp_path / "c" / "manual" / ".lock").read_text())
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            if file.read().rpartition(")")[2].split()[0] == "Z":  # Ended; nobody has asked yet.
-                break
+    while not (stop := load_attempts(tmp_path / "c" / "manual")[0].stop):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert time.monotonic() < deadline
-    assert load_attempts(tmp_path / "c" / "manual")[0].stop["status"] == "terminated"
+    assert stop["status"] == "terminated"
+    with open_run_directory(tmp_path / "c", {}):  # Nobody holds it any more.
+        pass
 
 
 def test_a_bad_fault_point_is_refused_before_anything(tmp_path):
