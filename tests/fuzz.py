@@ -1,0 +1,374 @@
+"""Bad input without end: `make fuzz`.
+
+Each target is a Hypothesis test: damaged or made-up input has to be accepted as what it is, or
+refused by one of our errors, whose line can be printed. Anything else is a finding: another
+exception, more than some seconds, a file changed elsewhere, a process or a pickle started.
+"""
+
+import argparse
+import collections
+import contextlib
+import gzip
+import io
+import json
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+import unittest.mock
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import hypothesis
+import numpy as np
+from hypothesis import strategies as st
+
+from app import flags
+from app.config import COMMANDS, Config
+from app.data.fashion_mnist import SHA256, load_fashion_mnist
+from app.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
+from app.records import checkpoint as checkpoints
+from app.records.checkpoint import Checkpoint, Origin, Progress, find_newest_checkpoint
+from app.records.history import EpochRecord
+from app.records.run_directory import open_run_directory
+from app.resumption import find_changes
+from app.run_reader import SavedRun
+from idx_files import idx_bytes
+
+LIMIT_SEC = 10
+_outcomes: collections.Counter = collections.Counter()
+_guarded: str | None = None
+_WRITES = {
+    *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate"),
+    *("os.chmod", "os.chown", "shutil.rmtree", "shutil.move", "shutil.copyfile"),
+}
+_NEVER = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen"} | {
+    *("pickle.find_class", "socket.connect"),
+}
+
+
+def _audit(event: str, arguments: tuple) -> None:
+    """Sees everything that Python does to the system; within a target it forbids what P7 does."""
+    if _guarded is None:
+        return
+    if event in _NEVER:
+        raise AssertionError(f"{event} {arguments!r:.200}")
+    if event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+        writes = (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        paths = [arguments[0]] if writes else []
+    else:
+        paths = [a for a in arguments[:2] if isinstance(a, str)] if event in _WRITES else []
+    for path in paths:
+        place = os.path.realpath(os.fsdecode(path))
+        if not place.startswith(_guarded) and place != os.devnull:
+            raise AssertionError(f"{event} of {place}")
+
+
+sys.addaudithook(_audit)
+
+
+@contextlib.contextmanager
+def guarded(folder: pathlib.Path, *expected: type[LockstepError]):
+    """Within it only `expected` may be raised, nothing hang, and nothing change elsewhere."""
+    global _guarded
+
+    def hang(*_):
+        raise AssertionError(f"took more than {LIMIT_SEC} s")
+
+    signal.signal(signal.SIGALRM, hang)
+    signal.alarm(LIMIT_SEC)
+    _guarded = os.path.realpath(folder)
+    try:
+        yield
+        _outcomes["accepted"] += 1
+    except expected as error:
+        assert len(str(error)) < 2000, f"a line of {len(str(error))} characters"
+        assert " — " in str(error), f"no advice in {error}"
+        _outcomes["refused"] += 1
+    finally:
+        _guarded = None
+        signal.alarm(0)
+
+
+_BYTES = st.one_of(
+    st.binary(max_size=12),
+    st.sampled_from(
+        [b"\0" * 8, b"\xff" * 4, b"PK\x03\x04", b"\x1f\x8b\x08", b"<html>", b"\x80\x04"]
+    ),
+)
+_EDIT = st.tuples(
+    st.sampled_from(["overwrite", "insert", "delete", "cut", "append"]),
+    st.floats(0, 1, exclude_max=True),
+    _BYTES,
+)
+
+
+def _edited(content: bytes, edits) -> bytes:
+    """Returns `content` with some places changed; early ones, where headers are, more often."""
+    for kind, place, data in edits:
+        at = int(place**3 * len(content))
+        if kind == "overwrite":
+            content = content[:at] + data + content[at + len(data) :]
+        elif kind == "insert":
+            content = content[:at] + data + content[at:]
+        elif kind == "delete":
+            content = content[:at] + content[at + len(data) :]
+        elif kind == "cut":
+            content = content[:at]
+        else:
+            content += data
+    return content
+
+
+def _images(count: int) -> np.ndarray:
+    return (np.arange(count * 784) % 251).astype(np.uint8).reshape(count, 28, 28)
+
+
+_FILES = {
+    name: idx_bytes(_images(3) if "images" in name else np.arange(3, dtype=np.uint8))
+    for name in SHA256
+}
+_FILE_EDITS = st.dictionaries(
+    st.sampled_from(list(SHA256)),
+    st.one_of(st.lists(_EDIT, min_size=1, max_size=4), st.binary(max_size=900)),
+    min_size=1,
+)
+
+
+def _load(contents: dict[str, bytes], suffix: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        for file, content in contents.items():
+            (folder / f"{file}{suffix}").write_bytes(content)
+        with guarded(folder, DataError):
+            dataset = load_fashion_mnist(name, allow_unverified=True, environ={})
+            assert dataset.name == "unverified"
+            for images, labels in (
+                (dataset.train_images, dataset.train_labels),
+                (dataset.test_images, dataset.test_labels),
+            ):
+                assert images.shape == (len(labels), 28, 28, 1) and len(labels)
+                assert images.dtype == labels.dtype == np.uint8 and labels.max() <= 9
+
+
+def _apply(content: bytes, edit) -> bytes:
+    return edit if isinstance(edit, bytes) else _edited(content, edit)
+
+
+@hypothesis.given(_FILE_EDITS)
+def fuzz_idx(edits):
+    """Files of the data set that are not compressed."""
+    _load({name: _apply(c, edits.get(name, [])) for name, c in _FILES.items()}, "")
+
+
+@hypothesis.given(_FILE_EDITS, _FILE_EDITS)
+def fuzz_gzip(inner, outer):
+    """Compressed ones, damaged before or after they were compressed."""
+    contents = {}
+    for number, (name, content) in enumerate(_FILES.items()):
+        damaged = _apply(content, inner.get(name, [])) if number % 2 else content
+        contents[name] = _apply(gzip.compress(damaged, mtime=0), outer.get(name, []))
+    _load(contents, ".gz")
+
+
+_STATE = {"model/kernel": np.ones((2, 3), np.float32), "optimizer/iteration": np.array(7)}
+_ORIGIN = Origin(
+    json.loads(json.dumps(Config().result_fields())),
+    *(0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"}),
+)
+_RECORD = EpochRecord(1, 10, 1.0, 0.5, 1.0, 0.5, 2.5, 400.0)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
+    | st.sampled_from(["../x", "/etc/passwd", "state.npz", "float32", "object", "O", "step", "\0"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def _replaced(value, place: float, new, remove: bool):
+    """Returns a JSON value with one of its nodes replaced, or removed."""
+    nodes = []
+
+    def collect(node, parent, key):
+        nodes.append((parent, key))
+        if isinstance(node, dict | list):
+            for name, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
+                collect(child, node, name)
+
+    holder = [value]
+    collect(value, holder, 0)
+    parent, key = nodes[int(place * len(nodes))]
+    if remove and parent is not holder:
+        del parent[key]
+    else:
+        parent[key] = new
+    return holder[0]
+
+
+_NODES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), _JSON, st.booleans()), max_size=3)
+
+
+@hypothesis.given(
+    nodes=_NODES,
+    manifest_edits=st.lists(_EDIT, max_size=2),
+    state_edits=st.lists(_EDIT, max_size=2),
+    forged=st.booleans(),
+)
+def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
+    """Checkpoints that were damaged, or made up with hashes that are right."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        progress = Progress(17, 7, 1.5, 3, 4, 0.5, 9.0, [_RECORD], ["seed 0 → 1"])
+        own = [[np.float32([1, 2])], [np.float32([3, 4])]]
+        checkpoints.save_checkpoint(folder, Checkpoint(_ORIGIN, progress, _STATE, own))
+        path = folder / "checkpoints" / "step-00000017"
+        state = path / "state.npz"
+        state.write_bytes(_edited(state.read_bytes(), state_edits))
+        manifest = json.loads((path / "MANIFEST.json").read_text())
+        for place, new, remove in nodes:
+            manifest = _replaced(manifest, place, new, remove)
+        if forged and isinstance(manifest, dict):
+            with contextlib.suppress(KeyError, TypeError):
+                manifest["files"]["state.npz"]["sha256"] = checkpoints._file_sha256(state)
+                manifest["files"]["state.npz"]["size_bytes"] = state.stat().st_size
+            manifest.pop("sha256", None)
+            manifest["sha256"] = checkpoints._manifest_sha256(manifest)
+        content = json.dumps(manifest).encode("utf-8", "surrogatepass")
+        (path / "MANIFEST.json").write_bytes(_edited(content, manifest_edits))
+        with guarded(folder, CheckpointError, OutputError):
+            found = find_newest_checkpoint(folder)
+            loaded = found.checkpoint
+            size = sum(array.nbytes for array in loaded.state.values())
+            assert size < state.stat().st_size
+            best = loaded.progress.best_epoch
+            assert best is None or isinstance(best.test_accuracy, float | int)
+            find_changes(loaded.origin.config, _ORIGIN.config)
+
+
+_NAMES = [name for group in flags.GROUPS.values() for name in group]
+_VALUE = st.one_of(
+    st.text(max_size=6),
+    st.integers(-3, 70).map(str),
+    st.floats().map(str),
+    st.sampled_from(["lenet", "resnet18", "manual,mirrored", "1,2", "", "true", "nan", "1e400",
+                     "drop_gradient:replica=9", "../x", "synthetic", "best", "gpu", "\0", "é"]),
+)  # fmt: skip
+_WORD = st.one_of(
+    st.tuples(st.sampled_from(_NAMES), _VALUE).map(lambda pair: f"--{pair[0]}={pair[1]}"),
+    st.sampled_from(_NAMES).map("--{}".format),
+    st.sampled_from(_NAMES).map("--no{}".format),
+    st.text(max_size=8),
+    st.sampled_from(["--", "-", "---", "--flagfile=/nonexistent", "--undefok=x", "-h", "--batch_size=7"]),
+)  # fmt: skip
+
+
+@hypothesis.given(st.sampled_from([*COMMANDS, "nonsense", ""]), st.lists(_WORD, max_size=5))
+def fuzz_flags(command, words):
+    """Command lines."""
+    for name in flags.FLAGS:
+        flags.FLAGS[name].unparse()
+    output = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+        guarded(pathlib.Path(folder), ConfigError),
+    ):
+        try:
+            config = flags.parse_config(["main.py", *([command] if command else []), *words])
+            json.dumps(config.result_fields())
+        except SystemExit as end:
+            assert end.code == 0 and "usage: " in output.getvalue()
+
+
+@hypothesis.given(nodes=_NODES, edits=st.lists(_EDIT, max_size=2), link=st.booleans())
+def fuzz_config(nodes, edits, link):
+    """`config.json` of a run, as `train` and `evaluate` read it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        fields = Config().result_fields()
+        with open_run_directory(folder, fields) as run_directory:
+            run_directory.start(overwrite=False)
+        path = folder / "config.json"
+        value = json.loads(path.read_text())
+        for place, new, remove in nodes:
+            value = _replaced(value, place, new, remove)
+        content = json.dumps(value).encode("utf-8", "surrogatepass")
+        path.write_bytes(_edited(content, edits))
+        if link:
+            path.rename(folder / "other.json")
+            path.symlink_to("other.json")
+        with (
+            guarded(folder, OutputError, CheckpointError),
+            open_run_directory(folder, fields) as run_directory,
+        ):
+            if run_directory.is_started:
+                changes = find_changes(run_directory.load_config(), run_directory.config)
+                changes.check(folder, force=False)
+                run_directory.start(overwrite=False)
+        with guarded(folder, OutputError, CheckpointError):
+            SavedRun.open(Config(command="evaluate", run=name))
+
+
+TARGETS = {
+    "idx": fuzz_idx,
+    "gzip": fuzz_gzip,
+    "manifest": fuzz_manifest,
+    "flags": fuzz_flags,
+    "config": fuzz_config,
+}
+
+
+def prepare() -> None:
+    """Does once what the program does at its start."""
+    from absl import app as absl_app  # It defines flags of its own.
+
+    assert absl_app
+    if "model" not in flags.FLAGS:
+        flags.define_flags()
+
+
+def run(target: str, *, max_examples: int, seed: int | None = None) -> collections.Counter:
+    """Runs a target on some examples; returns how many were accepted and refused.
+
+    Raises:
+        What Hypothesis reports: the smallest input that breaks a promise.
+    """
+    prepare()
+    _outcomes.clear()
+    test = hypothesis.settings(
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        derandomize=seed is None,
+    )(TARGETS[target])
+    if seed is not None:
+        test = hypothesis.seed(seed)(test)
+    test()
+    return collections.Counter(_outcomes)
+
+
+def main() -> int:
+    """Fuzzes the targets that were named for some minutes each; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("targets", nargs="*", default=list(TARGETS))
+    parser.add_argument("--minutes", type=float, default=10)
+    options = parser.parse_args()
+    for target in options.targets:
+        start, total, seed = time.monotonic(), collections.Counter(), 0
+        while time.monotonic() - start < 60 * options.minutes:
+            with unittest.mock.patch.dict(os.environ):
+                total += run(target, max_examples=500, seed=seed)
+            seed += 1
+        minutes = (time.monotonic() - start) / 60
+        told = ", ".join(f"{count:,} {name}" for name, count in sorted(total.items()))
+        print(f"fuzz {target}: {minutes:.1f} min, {total.total():,} inputs ({told})", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
