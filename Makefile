@@ -1,12 +1,14 @@
 # make train   trains LeNet by hand on two devices; ARGS="--flag=value …" is passed on
 # make test    runs the tests
+# make soak    kills and resumes a small training 200 times: half an hour
+# make fuzz    tries damaged input of five kinds, ten minutes each
 # make lint    checks style and format
 # make bench   compares it with PyTorch, JAX and others, which it installs apart: half an hour
 # make setup   makes .venv with everything that the program needs
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test lint bench clean
+.PHONY: setup train test soak fuzz lint bench clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -17,6 +19,12 @@ test: $(BIN)/.installed-dev
 lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+soak: $(BIN)/.installed-dev
+	$(BIN)/python tests/soak.py $(ARGS)
+
+fuzz: $(BIN)/.installed-dev
+	$(BIN)/python tests/fuzz.py $(ARGS)
 
 bench: $(BIN)/.installed .venv-bench/.installed
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -46,7 +46,7 @@ def _num_computed(model: keras.Model) -> int:
     outputs = [
         tensor
         for layer in model._flatten_layers(include_self=False)
-        if not isinstance(layer, keras.Model)
+        if not isinstance(layer, keras.Model | keras.layers.InputLayer)
         for tensor in keras.tree.flatten(layer.output)
     ]
     return sum(int(np.prod(tensor.shape[1:])) for tensor in outputs)

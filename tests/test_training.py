@@ -10,7 +10,14 @@ from app import fault_points
 from app.config import Config
 from app.data.synthetic import generate_synthetic
 from app.devices import Devices
-from app.errors import CheckpointError, DiskFullError, DivergedError, DriftError, Terminated
+from app.errors import (
+    CheckpointError,
+    DeviceError,
+    DiskFullError,
+    DivergedError,
+    DriftError,
+    Terminated,
+)
 from app.evaluation import evaluate
 from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
 from app.records.history import load_history, load_summary
@@ -378,3 +385,21 @@ def test_the_recipe_s_learning_rate_follows_the_batch(dataset, tmp_path):
     summary = train(dataset, tmp_path, recipe="d2l", learning_rate=0.125)
     assert json.loads((tmp_path / "summary.json").read_text())["learning_rate"] == 0.125
     assert summary.precision == "float32" and summary.jit_compile is False
+
+
+def test_memory_that_runs_out_names_a_batch_that_fits(dataset, tmp_path, monkeypatch):
+    import tensorflow as tf
+
+    def exhaust(self, iterator, num_steps):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+    monkeypatch.setattr("strategies.base.Strategy.train_steps", exhaust)
+    with pytest.raises(DeviceError, match=r"=64, which is 32 images .* use --global_batch_size=32"):
+        train(dataset, tmp_path)
+    assert load_attempts(tmp_path)[0].stop["status"] == "bad_devices"
+
+
+def test_a_batch_beyond_all_memory_is_refused_before_it_is_tried(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("app.training.available_bytes", lambda: 1 << 10)
+    with pytest.raises(DeviceError, match=r"0\.0 are free"):
+        make(dataset, tmp_path)

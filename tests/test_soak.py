@@ -1,0 +1,10 @@
+"""Five of the cycles of `make soak`."""
+
+from soak import Soak
+
+
+def test_a_job_that_is_cut_off_again_and_again_ends_with_the_same_weights(tmp_path):
+    soak = Soak(tmp_path, seed=3)
+    told = [soak.cycle() for _ in range(5)]
+    soak.finish()
+    assert len(told) == 5 and sum(soak.counts.values()) == 5 and soak.laps

@@ -1,0 +1,50 @@
+"""The watchdog: silent while something moves, and certain when nothing does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from app import stall
+from conftest import ROOT
+
+
+def run(body, **options):
+    script = f"import sys, time; from app import stall\n{body}"
+    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, **options)
+
+
+def test_it_ends_the_process_when_nothing_moves():
+    process = run(
+        "with stall.watch(1, lambda: print('told', flush=True)):\n time.sleep(60)",
+        stdout=subprocess.PIPE,
+    )
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 138 and output == b"told\n"
+
+
+def test_a_report_that_hangs_does_not_keep_it():
+    process = run(
+        "stall._REPORT_SEC = 0.1\nwith stall.watch(1, lambda: time.sleep(60)):\n time.sleep(60)"
+    )
+    assert process.wait(20) == 138
+
+
+def test_a_process_that_was_stopped_has_not_stalled():
+    process = run(
+        "with stall.watch(2, lambda: None) as on_progress:\n print('up', flush=True)\n"
+        " [(time.sleep(0.1), on_progress()) for _ in range(10)]\nsys.exit(0)",
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"up\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.wait(20) == 0
+    process.stdout.close()
+
+
+def test_zero_watches_nothing():
+    with stall.watch(0, lambda: None) as on_progress:
+        on_progress()
