@@ -158,13 +158,11 @@ def _apply(content: bytes, edit) -> bytes:
     return edit if isinstance(edit, bytes) else _edited(content, edit)
 
 
-@hypothesis.given(_FILE_EDITS)
 def fuzz_idx(edits):
     """Files of the data set that are not compressed."""
     _load({name: _apply(c, edits.get(name, [])) for name, c in _FILES.items()}, "")
 
 
-@hypothesis.given(_FILE_EDITS, _FILE_EDITS)
 def fuzz_gzip(inner, outer):
     """Compressed ones, damaged before or after they were compressed."""
     contents = {}
@@ -213,12 +211,6 @@ def _replaced(value, place: float, new, remove: bool):
 _NODES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), _JSON, st.booleans()), max_size=3)
 
 
-@hypothesis.given(
-    nodes=_NODES,
-    manifest_edits=st.lists(_EDIT, max_size=2),
-    state_edits=st.lists(_EDIT, max_size=2),
-    forged=st.booleans(),
-)
 def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
     """Checkpoints that were damaged, or made up with hashes that are right."""
     with tempfile.TemporaryDirectory() as name:
@@ -267,7 +259,6 @@ _WORD = st.one_of(
 )  # fmt: skip
 
 
-@hypothesis.given(st.sampled_from([*COMMANDS, "nonsense", ""]), st.lists(_WORD, max_size=5))
 def fuzz_flags(command, words):
     """Command lines."""
     for name in flags.FLAGS:
@@ -286,7 +277,6 @@ def fuzz_flags(command, words):
             assert end.code == 0 and "usage: " in output.getvalue()
 
 
-@hypothesis.given(nodes=_NODES, edits=st.lists(_EDIT, max_size=2), link=st.booleans())
 def fuzz_config(nodes, edits, link):
     """`config.json` of a run, as `train` and `evaluate` read it."""
     with tempfile.TemporaryDirectory() as name:
@@ -315,12 +305,28 @@ def fuzz_config(nodes, edits, link):
             SavedRun.open(Config(command="evaluate", run=name))
 
 
+_EDITS = st.lists(_EDIT, max_size=2)
+# Target → what it is called with, and what that is drawn from.
 TARGETS = {
-    "idx": fuzz_idx,
-    "gzip": fuzz_gzip,
-    "manifest": fuzz_manifest,
-    "flags": fuzz_flags,
-    "config": fuzz_config,
+    "idx": (fuzz_idx, {"edits": _FILE_EDITS}),
+    "gzip": (fuzz_gzip, {"inner": _FILE_EDITS, "outer": _FILE_EDITS}),
+    "manifest": (
+        fuzz_manifest,
+        {
+            "nodes": _NODES,
+            "manifest_edits": _EDITS,
+            "state_edits": _EDITS,
+            "forged": st.booleans(),
+        },
+    ),
+    "flags": (
+        fuzz_flags,
+        {
+            "command": st.sampled_from([*COMMANDS, "nonsense", ""]),
+            "words": st.lists(_WORD, max_size=5),
+        },
+    ),
+    "config": (fuzz_config, {"nodes": _NODES, "edits": _EDITS, "link": st.booleans()}),
 }
 
 
@@ -341,13 +347,19 @@ def run(target: str, *, max_examples: int, seed: int | None = None) -> collectio
     """
     prepare()
     _outcomes.clear()
-    test = hypothesis.settings(
+    function, arguments = TARGETS[target]
+
+    @hypothesis.settings(
         max_examples=max_examples,
         deadline=None,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
         derandomize=seed is None,
-    )(TARGETS[target])
+    )
+    @hypothesis.given(st.fixed_dictionaries(arguments))
+    def test(inputs):
+        function(**inputs)
+
     if seed is not None:
         test = hypothesis.seed(seed)(test)
     test()
