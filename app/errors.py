@@ -3,6 +3,8 @@
 Every message has three parts: the name with the value received — what is required — what to do.
 """
 
+_MAX_REASON = 160
+
 
 class LockstepError(Exception):
     """A failure that is told in one line; any other exception is a bug (exit code 1)."""
@@ -99,3 +101,12 @@ def is_out_of_memory(error: Exception) -> bool:
     """Tells whether an exception, TensorFlow's or Python's, says that memory ran out."""
     # By its name: TensorFlow's own error is not imported for this.
     return isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError"
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns why something failed, short enough to stand within a line of ours."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"{text} is missing"
+    line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}…"

@@ -1,5 +1,6 @@
 """`train`: one training, in one directory."""
 
+import itertools
 import pathlib
 import time
 
@@ -133,4 +134,7 @@ def open_log(path: pathlib.Path) -> None:
 def default_out(config: Config) -> str:
     """Returns a new name under `runs/`: time, strategy or command, model."""
     kind = config.strategy if config.command == "train" else config.command
-    return f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{kind}-{config.model}"
+    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{kind}-{config.model}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    # Taken where another run began in this second, or the clock was put back.
+    return next(name for name in names if not pathlib.Path(name).exists())

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from app.data.dataset import IMAGE_SHAPE, ImageDataset
-from app.errors import DataError
+from app.errors import DataError, reason_of
 
 # Name of each original file → SHA-256 of its decompressed bytes.
 # Reference: H. Xiao et al., "Fashion-MNIST: a Novel Image Dataset", 2017.
@@ -231,7 +231,7 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
             examples = tfds.as_numpy(builder.as_dataset(split=split, batch_size=-1))
         except Exception as error:  # TFDS and TensorFlow raise many kinds for damaged records.
             raise DataError(
-                f"{tfds_dir}/fashion_mnist: cannot be read ({_first_line(error)}) — a directory"
+                f"{tfds_dir}/fashion_mnist: cannot be read ({reason_of(error)}) — a directory"
                 " that TFDS prepared is required; remove it and let it be prepared again"
             ) from error
         hasher = Hasher(split)
@@ -270,7 +270,7 @@ def _download(tfds_dir: pathlib.Path, looked: list[str]) -> None:
         except OSError as error:
             raise DataMissingError(
                 f"Fashion-MNIST is in none of {', '.join(looked)} and cannot be downloaded"
-                f" ({_first_line(error)}) — the data is required; {HOW_TO_GET}"
+                f" ({reason_of(error)}) — the data is required; {HOW_TO_GET}"
             ) from error
     try:
         builder.download_and_prepare(
@@ -279,7 +279,7 @@ def _download(tfds_dir: pathlib.Path, looked: list[str]) -> None:
     except Exception as error:  # A checksum, the disk, a connection that broke: many kinds.
         source = manual_dir if has_files else builder.URL
         raise DataError(
-            f"{tfds_dir}: cannot be prepared from {source} ({_first_line(error)}) — the original"
+            f"{tfds_dir}: cannot be prepared from {source} ({reason_of(error)}) — the original"
             f" files and a disk with room are required; mend that, or {HOW_TO_GET}"
         ) from error
 
@@ -309,7 +309,3 @@ def _check_connection(url: str) -> None:
         raise TimeoutError(f"no answer from {url} within {_CONNECT_TIMEOUT_SEC + 1} s")
     if outcome:
         raise outcome[0]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.data.dataset import IMAGE_SHAPE
-from app.errors import DataError
+from app.errors import DataError, reason_of
 
 # Luminance of linear RGB; reference: ITU-R BT.601.
 _LUMINANCE = np.array([0.299, 0.587, 0.114])
@@ -34,9 +34,8 @@ def load_image_files(paths: Sequence[str]) -> tuple[list[str], np.ndarray]:
                 raise ValueError("not a file")
             pixels = _load_npy(path) if path.suffix.lower() == ".npy" else _load_png(path)
         except Exception as error:  # A damaged file may raise anything.
-            reason = getattr(error, "strerror", None) or (str(error).splitlines() or ["damaged"])[0]
             raise DataError(
-                f"{path}: {reason} — a readable {path.suffix} image file is required;"
+                f"{path}: {reason_of(error)} — a readable {path.suffix} image file is required;"
                 " check the path and the file"
             ) from error
         if pixels.dtype != np.uint8 or pixels.size == 0 or not _is_image_shape(pixels.shape):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.errors import CheckpointError, OutputError
+from app.errors import CheckpointError, OutputError, reason_of
 from app.fault_points import fault_point
 from app.records.arrays import ArraySpec, read_arrays, write_arrays
 from app.records.files import open_regular, read_json, remove, write_atomically, write_error
@@ -216,7 +216,7 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
         except CheckpointError as error:
             if not path.exists():  # The run has just replaced it by a newer one.
                 return find_newest_checkpoint(run_dir)
-            damaged.append((path, str(error.__cause__)))
+            damaged.append((path, reason_of(error.__cause__)))
     if not damaged:
         return None
     path, reason = damaged[0]
@@ -280,7 +280,8 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
         return _load(path)
     except Exception as error:  # A crafted or damaged file may raise anything.
         raise CheckpointError(
-            f"{path}: does not verify ({error}) — one that does is required; choose another"
+            f"{path}: does not verify ({reason_of(error)}) — one that does is required; choose"
+            " another"
         ) from error
 
 

@@ -5,7 +5,7 @@ import json
 import pathlib
 import typing
 
-from app.errors import OutputError
+from app.errors import OutputError, reason_of
 from app.records.files import read_json, read_text, write_file, write_json
 
 HISTORY_FILE, SUMMARY_FILE = "history.jsonl", "summary.json"
@@ -155,6 +155,6 @@ def _load(path: pathlib.Path, parse):
         return parse()
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise OutputError(
-            f"{path}: not readable as {path.name} ({error}) — a file that a run wrote is"
+            f"{path}: not readable as {path.name} ({reason_of(error)}) — a file that a run wrote is"
             " required; use --overwrite to start anew"
         ) from error

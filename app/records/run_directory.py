@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from app.errors import CheckpointError, LockstepError, OutputError, Terminated
+from app.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
 from app.records.files import read_json, recover_replaced, write_json
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
@@ -97,8 +97,8 @@ class RunDirectory:
             _remove(self.path / name)
         except OSError as error:
             raise OutputError(
-                f"{self.path / name}: {_reason(error)} — a record that can be removed is required;"
-                " choose another --out"
+                f"{self.path / name}: {reason_of(error)} — a record that can be removed is"
+                " required; choose another --out"
             ) from error
 
 
@@ -156,7 +156,7 @@ def load_run_config(path: pathlib.Path) -> dict:
         return config
     except (OSError, ValueError) as error:
         raise OutputError(
-            f"{path}: not the directory of a run ({CONFIG_FILE}: {_reason(error)})"
+            f"{path}: not the directory of a run ({CONFIG_FILE}: {reason_of(error)})"
             " — one that train made is required; see runs/"
         ) from error
 
@@ -174,7 +174,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
         descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise OutputError(
-            f"--out={path}: {_reason(error)} — a directory that can be made and written to is"
+            f"--out={path}: {reason_of(error)} — a directory that can be made and written to is"
             " required; choose another place"
         ) from error
     with open(descriptor, "r+", encoding="utf-8") as lock:
@@ -211,7 +211,3 @@ def _remove(path: pathlib.Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
