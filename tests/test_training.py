@@ -21,12 +21,15 @@ from app.errors import (
 from app.evaluation import evaluate
 from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
 from app.records.history import load_history, load_summary
+from app.records.run_directory import open_run_directory
 from app.records.run_log import check_log, load_attempts, open_run_log
+from app.run_reader import SavedRun
 from app.training import Training
 from conftest import CPUS
 from models import MODELS
 from small_models import build_dense_network, build_one_block_resnet
 from strategies import STRATEGIES
+from strategies.base import StepTotals
 
 
 @pytest.fixture(scope="module")
@@ -403,3 +406,22 @@ def test_a_batch_beyond_all_memory_is_refused_before_it_is_tried(dataset, tmp_pa
     monkeypatch.setattr("app.training.available_bytes", lambda: 1 << 10)
     with pytest.raises(DeviceError, match=r"0\.0 are free"):
         make(dataset, tmp_path)
+
+
+def test_the_best_checkpoint_can_be_read(dataset, tmp_path, monkeypatch):
+    accuracies = iter([0.5, 0.9, 0.2, 0.3, 0.1])
+
+    def judged(*arguments):
+        return StepTotals(70.0, round(100 * next(accuracies)), 100)
+
+    monkeypatch.setattr("app.training.evaluate", judged)
+    with open_run_directory(tmp_path, {}) as run_directory:
+        run_directory.start(overwrite=False)
+    train(dataset, tmp_path, epochs=5)
+    steps = {
+        which: SavedRun.open(
+            Config(command="evaluate", run=str(tmp_path), checkpoint=which)
+        ).checkpoint.progress.step
+        for which in ("newest", "best")
+    }
+    assert steps == {"newest": 25, "best": 10}
