@@ -6,8 +6,9 @@ import os
 import tempfile
 
 from app import console
-from app.config import DEFAULT_LOGICAL_CPUS, Config
+from app.config import Config
 from app.errors import DeviceError
+from app.options import DEFAULT_LOGICAL_CPUS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,10 @@ import textwrap
 from absl import flags
 
 from app import console
-from app.config import COMMANDS, Config
+from app.config import Config
 from app.errors import ConfigError
 from app.fault import FAULTS, Fault
+from app.options import COMMANDS
 
 FLAGS = flags.FLAGS
 

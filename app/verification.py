@@ -12,10 +12,11 @@ from collections.abc import Callable
 import numpy as np
 
 from app import console, devices
-from app.config import Config, check_shards
+from app.config import Config
 from app.errors import DiskFullError
 from app.proof.measurement import Measurement
 from app.proof.verdict import Diagnosis
+from app.validation import check_shards
 
 Send = Callable[[tuple], None]
 

@@ -27,9 +27,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from app import flags
-from app.config import COMMANDS, Config
+from app.config import Config
 from app.data.fashion_mnist import SHA256, load_fashion_mnist
 from app.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
+from app.options import COMMANDS
 from app.records import checkpoint as checkpoints
 from app.records.checkpoint import Checkpoint, Origin, Progress, find_newest_checkpoint
 from app.records.history import EpochRecord

@@ -4,21 +4,22 @@ import dataclasses
 
 import pytest
 
-from app import config as config_lib
-from app import flags
-from app.config import COMMANDS, Config, check_shards
+from app import flags, options
+from app.config import Config
 from app.errors import ConfigError
+from app.options import COMMANDS
 from app.recipes import RECIPES
+from app.validation import check_shards
 from models import MODELS
 from strategies import STRATEGIES
 
 
 def test_names_are_those_of_the_dicts():
-    assert set(config_lib.MODEL_NAMES) == set(MODELS)
-    assert set(config_lib.STRATEGY_NAMES) == set(STRATEGIES)
-    assert set(config_lib.RECIPE_NAMES) == set(RECIPES)
+    assert set(options.MODEL_NAMES) == set(MODELS)
+    assert set(options.STRATEGY_NAMES) == set(STRATEGIES)
+    assert set(options.RECIPE_NAMES) == set(RECIPES)
     offered = {n: set(s.all_reduce_algorithms) - {"none"} for n, s in STRATEGIES.items()}
-    assert {n: set(names) for n, names in config_lib.ALL_REDUCE_NAMES.items()} == offered
+    assert {n: set(names) for n, names in options.ALL_REDUCE_NAMES.items()} == offered
 
 
 def test_every_option_has_a_flag_and_a_command():

@@ -35,7 +35,7 @@ def copy(tmp_path_factory):
         ("for strategy in (", "for strategy in (AveragingStrategy, "),
     )
     edit(
-        folder / "app" / "config.py",
+        folder / "app" / "options.py",
         ('STRATEGY_NAMES = ("single"', 'STRATEGY_NAMES = ("averaging", "single"'),
         ('MODEL_NAMES = ("lenet"', 'MODEL_NAMES = ("mlp", "lenet"'),
         ('    "manual": (', '    "manual": ("pairwise", '),

@@ -8,8 +8,9 @@ import sys
 from app import console, interruption
 from app.caveats import caveats
 from app.commands.train import default_out, open_log
-from app.config import COMMANDS, Config
+from app.config import Config
 from app.errors import Terminated, TrainingFailedError
+from app.options import COMMANDS
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.records.files import write_json
 from app.records.history import load_summary

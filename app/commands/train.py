@@ -6,12 +6,13 @@ import time
 
 from app import console, devices, stall
 from app.caveats import caveats, injected_fault_caveat
-from app.config import Config, check_shards
+from app.config import Config
 from app.errors import CheckpointError, OutputError, StalledError
 from app.records.history import Summary, load_summary
 from app.records.run_directory import LOG_FILE, RunDirectory, open_run_directory
 from app.records.run_log import RunLog, open_run_log
 from app.resumption import find_changes
+from app.validation import check_shards
 
 
 def run(config: Config) -> int:

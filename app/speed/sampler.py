@@ -6,10 +6,10 @@ import statistics
 import time
 
 from app import console, devices
-from app.config import check_shards
 from app.processes import Channel
 from app.speed.exchange_model import ExchangeTime
 from app.speed.point import Block, Facts, Point
+from app.validation import check_shards
 
 _WARM_UP_STEPS = 3
 _SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.

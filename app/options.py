@@ -1,0 +1,74 @@
+"""Which names, commands and limits there are, and which option means something to which command."""
+
+# What defines these names imports TensorFlow, which a flag error must not wait for.
+# A test holds both equal.
+MODEL_NAMES = ("lenet", "resnet18")
+RECIPE_NAMES = ("d2l", "fast")
+STRATEGY_NAMES = ("single", "manual", "mirrored")
+ALL_REDUCE_NAMES = {
+    "single": (),
+    "manual": ("sum_on_one", "ring", "tree", "all_to_all"),
+    "mirrored": ("sum_on_one", "nccl", "hierarchical", "ring"),
+}
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+
+NUM_TRAIN_EXAMPLES = 60_000
+MAX_LOGICAL_DEVICES = 64
+LARGEST_FLOAT32 = 3.4e38
+LARGEST_BUCKET_MB = 4096
+DEFAULT_LOGICAL_CPUS = 2
+
+DEFAULT_COUNTS = {"benchmark": (1, 2), "explain": (2, 3, 4)}
+
+_DEVICE_OPTIONS = {"num_gpus", "device", "num_devices"}
+EXCHANGE_OPTIONS = ("all_reduce", "bucket_mb", "exchange_dtype")
+# What means nothing to a training on one device.
+OF_SEVERAL_DEVICES = ("num_devices", "num_gpus", *EXCHANGE_OPTIONS)
+_DATA_OPTIONS = {"data_dir", "allow_unverified_data"}
+_TRAINING_OPTIONS = {
+    *("model", "dataset", "num_train_examples", "recipe", "all_reduce", "batch_norm"),
+    *("last_batch", "global_batch_size", "learning_rate", "epochs", "seed", "deterministic"),
+    *("bucket_mb", "exchange_dtype", "precision", "jit_compile"),
+    *("out", "overwrite", "verbosity"),
+    *_DEVICE_OPTIONS,
+    *_DATA_OPTIONS,
+}
+_SAVING_OPTIONS = {"checkpoint_every", "stall_timeout_sec"}
+_READING_OPTIONS = {
+    *("run", "checkpoint", "strategy", "verbosity"),
+    *_DEVICE_OPTIONS,
+    *_DATA_OPTIONS,
+}
+
+# Every command, with the options that mean something to it: any other is refused, not ignored.
+COMMANDS = {
+    "train": {
+        *("strategy", "inject", "steps_per_call", "force_resume"),
+        *_TRAINING_OPTIONS,
+        *_SAVING_OPTIONS,
+    },
+    "evaluate": _READING_OPTIONS,
+    "predict": {"images", *_READING_OPTIONS},
+    "compare": {"strategies", "steps_per_call", *_TRAINING_OPTIONS, *_SAVING_OPTIONS},
+    "benchmark": {
+        *("models", "device_counts", "global_batch_sizes", "precisions", "repeats"),
+        *("strategies", "dataset", "recipe", "device", "all_reduce", "bucket_mb"),
+        *("exchange_dtype", "jit_compile", "deterministic", "seed"),
+        *("num_train_examples", "out", "overwrite", "verbosity", *_DATA_OPTIONS),
+    },
+    "explain": {
+        *("strategy", "device_counts", "repeats"),
+        *(_TRAINING_OPTIONS - {"num_devices", "num_gpus", "epochs", "batch_norm", "last_batch"}),
+    },
+    "verify": {"strategies", "steps", "inject", "keep_traces", *_TRAINING_OPTIONS},
+}
+
+# Commands that take several strategies instead of one.
+ON_SEVERAL = ("compare", "verify", "benchmark")
+
+# What a run's result depends on. Another value of one of these makes it another run.
+RESULT_FIELDS = (
+    *("model", "dataset", "num_train_examples", "recipe", "strategy", "all_reduce", "batch_norm"),
+    *("last_batch", "global_batch_size", "learning_rate", "epochs", "seed", "deterministic"),
+    *("bucket_mb", "exchange_dtype", "precision", "jit_compile", "inject"),
+)
