@@ -42,7 +42,10 @@ def main(config: Config) -> int:
         return console.report_interruption("interrupted", errors.INTERRUPTED_EXIT_CODE)
     except errors.Terminated:
         return console.report_interruption("terminated", errors.TERMINATED_EXIT_CODE)
-    except Exception as error:  # A bug: the traceback goes into the log.
+    except Exception as error:
+        if errors.is_out_of_memory(error):
+            return console.report_error(errors.out_of_memory(error))
+        # A bug: the traceback goes into the log.
         return console.report_bug(error)
 
 

@@ -3,6 +3,7 @@
 Results go to standard output, warnings and errors to standard error.
 """
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -11,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 _log = logging.getLogger("lockstep")
 _log.propagate = False
@@ -31,6 +33,15 @@ def say(text: str = "") -> None:
     """Prints a line on standard output."""
     _log.info(text)
     _write(sys.stdout, text)
+
+
+_will_overwrite = False
+
+
+def set_overwriting(will_overwrite: bool) -> None:
+    """Notes whether what is in the run's directory is that of another run, to be thrown away."""
+    global _will_overwrite
+    _will_overwrite = will_overwrite
 
 
 _forward_warning: Callable[[str], None] | None = None
@@ -59,25 +70,34 @@ def count(number: int, noun: str) -> str:
 
 def report_error(error) -> int:
     """Prints the one line that ends a command and returns its exit code."""
-    _log.error("%s", error)
     # One line, whatever characters a value had.
     _write(
         sys.stderr, "error: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
     )
+    _log.error("%s", error)
     return error.exit_code
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends the process at once, in any thread; a terminal has its cursor back."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            with contextlib.suppress(OSError):
+                os.write(stream.fileno(), b"\033[?25h")
+    os._exit(exit_code)
 
 
 def report_interruption(what: str, exit_code: int) -> int:
     """Says with which command to go on, where something is saved; returns the exit code."""
-    _log.error("%s", what)
     log_file = _log_file()
     run_dir = pathlib.Path(os.path.relpath(os.path.dirname(log_file))) if log_file else None
     if run_dir and (run_dir.parent / "config.json").exists():
         _write(sys.stderr, f"{what}: {run_dir.name}")  # Part of a comparison, which says more.
-    elif run_dir and any(run_dir.glob("**/checkpoints/step-*")):
+    elif run_dir and any(run_dir.glob("**/checkpoints/step-*")) and not _will_overwrite:
         _write(sys.stderr, f"{what} — the state is saved; go on with: {_same_command(run_dir)}")
     else:
         _write(sys.stderr, f"{what} — nothing is saved yet; run the same command again")
+    _log.error("%s", what)
     return exit_code
 
 

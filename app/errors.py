@@ -103,6 +103,14 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError"
 
 
+def out_of_memory(error: BaseException) -> DeviceError:
+    """Returns what to raise for an exception that says so, where nothing closer is known."""
+    return DeviceError(
+        f"out of memory ({reason_of(error)}) — memory for the model and its copies is required; use"
+        " a smaller --global_batch_size or fewer devices"
+    )
+
+
 def reason_of(error: BaseException) -> str:
     """Returns why something failed, short enough to stand within a line of ours."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__

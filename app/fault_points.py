@@ -19,7 +19,8 @@ _STAGES = ("made", "before_fsync", "before_rename", "after_rename")
 POINTS = (
     *(f"{kind}.{stage}" for kind in ("checkpoint", "history", "summary") for stage in _STAGES),
     *(f"{kind}.{stage}" for kind in ("config", "accuracy") for stage in _STAGES),
-    *("checkpoint.mid_file", "checkpoint.before_delete", "log"),
+    *("checkpoint.directory", "checkpoint.mid_file", "checkpoint.between"),
+    *("checkpoint.before_delete", "log"),
     *("compile", "step", "evaluate", "epoch"),
 )
 _DELAY_SEC = 3600.0

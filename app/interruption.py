@@ -9,10 +9,10 @@ import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 
+from app import console
 from app.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, Terminated
 
 _EXIT_CODES = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: TERMINATED_EXIT_CODE}
@@ -69,6 +69,8 @@ def check() -> None:
 
 def _handle(number: int, frame) -> None:
     global _requested
+    if _requested is not None:  # It is told of already, or will be.
+        return
     _requested = signal.Signals(number)
     if not _deferred:
         check()
@@ -85,7 +87,6 @@ def _watch(ours: socket.socket, theirs: socket.socket) -> None:
 
 
 def _leave(number: signal.Signals) -> None:
-    show_cursor = "\033[?25h" if sys.stdout.isatty() else ""
     with contextlib.suppress(OSError):
-        os.write(2, f"{show_cursor}a second {number.name}: left at once, as it was\n".encode())
-    os._exit(_EXIT_CODES[number])
+        os.write(2, f"a second {number.name}: left at once, as it was\n".encode())
+    console.leave(_EXIT_CODES[number])

@@ -63,10 +63,14 @@ def available_bytes() -> int | None:
     except (OSError, KeyError, ValueError):
         pass
     group = pathlib.Path("/sys/fs/cgroup")
-    try:  # A container's own limit; "max" where it has none.
+    try:  # A container's own limit; "max", which is no number, where it has none.
         limit = int((group / "memory.max").read_text(encoding="utf-8"))
-        found.append(limit - int((group / "memory.current").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        used = int((group / "memory.current").read_text(encoding="utf-8"))
+        lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+        sizes = {name: int(size) for name, size in (line.split() for line in lines)}
+        # Of what counts as used, pages of files can be had back.
+        found.append(limit - used + sizes["inactive_file"] + sizes["active_file"])
+    except (OSError, KeyError, ValueError):
         pass
     return min(found, default=None)
 
@@ -111,15 +115,26 @@ def too_large(
         (fixed_bytes + global_batch_size * size) / 2**30
         for size in (estimate.low_bytes, estimate.high_bytes)
     )
-    fits = global_batch_size // 2
-    if available is not None:
-        fits = min(fits, (available - fixed_bytes) // estimate.high_bytes)
-    fits = max(fits // num_replicas * num_replicas, num_replicas)
     there = f", {available / 2**30:.1f} are free" if available is not None else ""
     per_replica = f"{-(-global_batch_size // num_replicas):,} images"
     return DeviceError(
         f"out of memory: --global_batch_size={global_batch_size}, which is {per_replica} on each of"
-        f" {console.count(num_replicas, 'replica')}, takes {low:.1f} to"
-        f" {high:.1f} GiB by estimate{there} — memory for a step is required; use"
-        f" --global_batch_size={fits}, by the same estimate the largest that fits, or less"
+        f" {console.count(num_replicas, 'replica')}, takes {low:.1f} to {high:.1f} GiB by"
+        f" estimate{there} — memory for a step is required;"
+        f" {_advice(estimate, num_replicas, global_batch_size, available)}"
     )
+
+
+def _advice(
+    estimate: MemoryEstimate, num_replicas: int, global_batch_size: int, available: int | None
+) -> str:
+    """Says which batch to use instead, where one can fit at all."""
+    fits, known = global_batch_size // 2, available is not None
+    if known:
+        room = available - num_replicas * estimate.fixed_bytes
+        fits = min(fits, room // estimate.high_bytes)
+    fits = fits // num_replicas * num_replicas
+    if fits < num_replicas:
+        return "not even one image for each replica fits, use fewer devices or another machine"
+    what = "by the same estimate the largest that fits" if known else "half of it"
+    return f"use --global_batch_size={fits}, {what}, or less"

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from app.errors import DeviceError, LockstepError, is_out_of_memory
+from app.errors import DeviceError, LockstepError, is_out_of_memory, out_of_memory
 
 _GRACE_SEC = 5
 _CONTEXT = multiprocessing.get_context("spawn")  # A fork would share TensorFlow's threads.
@@ -114,14 +114,6 @@ def _send_only(channel: Channel, function: Callable, *arguments):
     return function(channel.send, *arguments)
 
 
-def _out_of_memory(error: Exception) -> DeviceError:
-    first_line = (str(error).splitlines() or ["no memory left"])[0]
-    return DeviceError(
-        f"{first_line} — memory for the model and its copies is required; use a smaller"
-        " --global_batch_size or fewer devices"
-    )
-
-
 def _death(exit_code: int) -> DeviceError:
     if exit_code == -signal.SIGKILL:
         return DeviceError(
@@ -154,6 +146,6 @@ def _to_send(error: Exception) -> Exception:
     if isinstance(error, LockstepError):
         return error
     if is_out_of_memory(error):
-        return _out_of_memory(error)
+        return out_of_memory(error)
     traced = "".join(traceback.format_exception(error))
     return RuntimeError(f"{type(error).__name__}: {error}\n{traced}")

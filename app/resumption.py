@@ -11,7 +11,10 @@ from app.records.checkpoint import Checkpoint, Found, Origin, Progress, find_new
 from app.records.history import HISTORY_FILE
 
 # Another way to make the same steps: what it trains is the same but for rounding.
-_HOW = {"strategy", "all_reduce", "bucket_mb", "deterministic", "jit_compile"}
+_HOW = {
+    *("strategy", "all_reduce", "bucket_mb", "deterministic", "jit_compile"),
+    *("python", "tensorflow", "keras", "numpy"),  # Their versions.
+}
 # What the order of the examples follows from, and so the position in it.
 _ORDER = {"seed", "global_batch_size", "last_batch", "num_train_examples", "dataset_sha256"}
 
@@ -120,13 +123,15 @@ class Resumed:
 def find_state(run_dir: pathlib.Path, config: Config, origin: Origin) -> Resumed | None:
     """Finds what a training can go on with; None where nothing was saved.
 
+    What is different is found, not judged: see `Changes.check`.
+
     Args:
         run_dir: the directory of the run.
         config: what is to go on.
         origin: what it is trained on.
 
     Raises:
-        CheckpointError: no checkpoint verifies, or it is of another training.
+        CheckpointError: no checkpoint verifies, or it is beyond the epochs asked for.
     """
     found = find_newest_checkpoint(run_dir)
     if found is None:
@@ -138,18 +143,18 @@ def find_state(run_dir: pathlib.Path, config: Config, origin: Origin) -> Resumed
         return None
     saved = found.checkpoint
     changes = find_changes(_identity(saved.origin), _identity(origin))
-    changes.check(run_dir, force=config.force_resume)
-    if saved.progress.epoch > config.epochs:
+    begun = saved.progress.epoch + (saved.progress.epoch_step > 0)
+    if begun > config.epochs:
         raise CheckpointError(
-            f"--epochs={config.epochs} — {saved.progress.epoch} are trained already; use"
-            f" --epochs={saved.progress.epoch} or more"
+            f"--epochs={config.epochs} — epoch {begun} of it is begun already; use"
+            f" --epochs={begun} or more, or another directory"
         )
     progress = _with_changes(saved.progress, changes)
     return Resumed(dataclasses.replace(saved, progress=progress), found, changes)
 
 
 def _identity(origin: Origin) -> dict:
-    return {**origin.config, "dataset_sha256": origin.dataset_sha256}
+    return {**origin.config, "dataset_sha256": origin.dataset_sha256, **origin.versions}
 
 
 def _with_changes(progress: Progress, changes: Changes) -> Progress:

@@ -11,6 +11,7 @@ from app.devices import Devices
 from app.records import history as histories
 from app.records import plots
 from app.records.checkpoint import Checkpoint, Origin, save_checkpoint, set_aside, weights_sha256
+from app.records.files import remove, told_of
 from app.records.history import SUMMARY_FILE, Summary
 from app.records.run_log import RunLog
 from app.resumption import Resumed
@@ -53,8 +54,6 @@ class RunWriter:
     def go_on(self, resumed: Resumed) -> None:
         """Logs where the training goes on; brings the records in line with the checkpoint."""
         progress = resumed.checkpoint.progress
-        for path, _ in resumed.found.damaged:
-            set_aside(path)
         self._log.event(
             "resume",
             step=progress.step,
@@ -62,11 +61,15 @@ class RunWriter:
             damaged=[path.name for path, _ in resumed.found.damaged],
             changes=progress.changes,
         )
+        for path, _ in resumed.found.damaged:
+            set_aside(path)
         histories.write_history(self._run_dir, progress.history)
         if not progress.epoch_step and progress.history:
             self._write_records(resumed.checkpoint, compile_sec=0.0)
-        elif resumed.found.damaged:  # The summary may tell of an epoch that is lost.
-            (self._run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        elif resumed.found.damaged:  # These may tell of an epoch that is lost.
+            for name in (SUMMARY_FILE, "accuracy.png", "accuracy.svg"):
+                with told_of(self._run_dir / name):
+                    remove(self._run_dir / name)
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
         """Saves a checkpoint and, where it ends an epoch, what is to be read of that epoch.

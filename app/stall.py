@@ -2,12 +2,12 @@
 
 import contextlib
 import faulthandler
-import os
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+from app import console
 from app.errors import StalledError
 
 _PERIOD_SEC = 0.5
@@ -54,7 +54,7 @@ class Watchdog:
                 report = threading.Thread(target=self._on_stall, daemon=True)
                 report.start()
                 report.join(_REPORT_SEC)
-                os._exit(StalledError.exit_code)
+                console.leave(StalledError.exit_code)
 
 
 @contextlib.contextmanager

@@ -106,6 +106,7 @@ class Training:
             resumed.checkpoint,
             new_schedule_step=self._position if resumed.changes.serious else None,
         )
+        resumed.changes.check(self._run_dir, force=self._config.force_resume)
         resumed.tell(self._origin, has_schedule=self._job.has_schedule)
 
     @property
@@ -133,7 +134,8 @@ class Training:
             try:
                 self._train(bar)
             except Exception as error:
-                if is_out_of_memory(error):
+                in_a_step = self._progress.epoch_step < self.steps_per_epoch
+                if is_out_of_memory(error) and in_a_step:
                     on_cpu = "CPU" in self.strategy.devices[0]
                     available = available_bytes() if on_cpu else None
                     raise too_large(available=available, **self._memory()) from error
@@ -142,6 +144,8 @@ class Training:
 
     def _train(self, bar) -> None:
         """Trains what is left; a signal ends it with the state saved."""
+        if self._progress.epoch == self._config.epochs:
+            return  # Cut off after the last checkpoint.
         iterator = self.strategy.distribute(self._batches())
         self._compile_sec = _time(lambda: self.strategy.train_steps(iterator, 0))
         fault_point("compile")
@@ -234,7 +238,7 @@ class Training:
     def _finish_epoch(self, bar) -> None:
         """Evaluates the epoch under way and saves it."""
         bar.evaluating()
-        drift = self._check_replicas()
+        self._progress = self._with_drift(self._check_replicas())
         test = evaluate(self.strategy, self.dataset, self._after_test_batch)
         self._check_finite(test, "test loss")
         progress, train = self._progress, self._totals
@@ -247,7 +251,7 @@ class Training:
             test_accuracy=test.accuracy,
             epoch_sec=progress.epoch_sec,
             images_per_sec=train.examples / progress.epoch_sec,
-            statistics_apart=drift.absolute,
+            statistics_apart=progress.statistics_apart,
             injected_fault=str(self._config.fault or ""),
         )
         self._progress = Progress(
@@ -260,6 +264,11 @@ class Training:
         bar.epoch(record)
         fault_point("epoch")
         self._check_signals()
+
+    def _with_drift(self, drift: Drift) -> Progress:
+        """Notes how far apart the statistics are before the evaluation averages them."""
+        apart = max(drift.absolute, self._progress.statistics_apart)
+        return dataclasses.replace(self._progress, statistics_apart=apart)
 
     def _after_test_batch(self) -> None:
         fault_point("evaluate")

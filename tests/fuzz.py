@@ -64,7 +64,7 @@ def _audit(event: str, arguments: tuple) -> None:
         paths = [a for a in arguments[:2] if isinstance(a, str)] if event in _WRITES else []
     for path in paths:
         place = os.path.realpath(os.fsdecode(path))
-        if not place.startswith(_guarded) and place != os.devnull:
+        if not f"{place}/".startswith(f"{_guarded}/") and place != os.devnull:
             raise AssertionError(f"{event} of {place}")
 
 
@@ -216,7 +216,11 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
     """Checkpoints that were damaged, or made up with hashes that are right."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        progress = Progress(17, 7, 1.5, 3, 4, 0.5, 9.0, [_RECORD], ["seed 0 → 1"])
+        progress = Progress(
+            **{"step": 17, "epoch_step": 7, "loss_sum": 1.5, "correct": 3, "examples": 4},
+            history=[_RECORD],
+            changes=["seed 0 → 1"],
+        )
         own = [[np.float32([1, 2])], [np.float32([3, 4])]]
         checkpoints.save_checkpoint(folder, Checkpoint(_ORIGIN, progress, _STATE, own))
         path = folder / "checkpoints" / "step-00000017"

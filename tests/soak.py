@@ -27,7 +27,7 @@ from app.fault_points import POINTS, VARIABLE
 from app.records.checkpoint import NUM_NEWEST_KEPT, checkpoint_paths, load_checkpoint
 from app.records.history import load_history, load_summary
 from app.records.run_directory import RUN_LOG_FILE
-from app.records.run_log import check_log
+from app.records.run_log import CUT_OFF, check_log
 from idx_files import write_idx
 
 NUM_TRAIN, NUM_TEST, EPOCHS = 500, 200, 6
@@ -125,7 +125,7 @@ class Soak:
             self._check_log()
 
     def _check_log(self) -> None:
-        problems = [p for p in check_log(self._run_dir) if p != "the last line is cut off"]
+        problems = [p for p in check_log(self._run_dir) if p != CUT_OFF]
         self._check(not problems, f"{RUN_LOG_FILE}: {problems}")
 
     def _check_finished(self) -> None:

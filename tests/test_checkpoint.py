@@ -1,10 +1,11 @@
 """Checkpoints: round trip, what is kept, what is refused, and every point of a write cut off."""
 
+import errno
 import io
 import json
 import multiprocessing
 import os
-import resource
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -40,7 +41,9 @@ def record(epoch, *, accuracy=0.5, step=None):
 
 
 def make(step=7, **progress):
-    return Checkpoint(ORIGIN, Progress(step, epoch_step=step % 10, **progress), STATE, STATISTICS)
+    epoch_step = step % 10
+    progress = Progress(step, **{"epoch_step": epoch_step, "examples": epoch_step, **progress})
+    return Checkpoint(ORIGIN, progress, STATE, STATISTICS)
 
 
 def save(run_dir, step=7, **progress):
@@ -205,38 +208,113 @@ def set_first(**changes):
     return lambda manifest: manifest["arrays"][0].update(changes)
 
 
+def as_it_is(manifest):
+    pass
+
+
+# What was made up → how the manifest is changed, the file of arrays, why it is refused.
 CRAFTED = {
-    "pickled": (lambda m: None, zip_of({**MEMBERS, "00000.npy": np.array([print], object)})),
-    "pickled, and said so": (set_first(dtype="object"), None),
-    "parent": (lambda m: None, zip_of({"../00000.npy": ARRAYS[0], **MEMBERS})),
-    "absolute": (lambda m: None, zip_of({"/etc/00000.npy": ARRAYS[0], **MEMBERS})),
-    "huge in the manifest": (set_first(shape=HUGE), None),
-    "huge in the header": (lambda m: None, with_header(HUGE)),
-    "huge in both": (set_first(shape=HUGE), with_header(HUGE)),
-    "negative": (set_first(shape=[-1, 3]), None),
-    "bomb": (lambda m: None, zip_of(MEMBERS, zipfile.ZIP_DEFLATED)),
-    "one too many": (lambda m: None, zip_of({**MEMBERS, "00005.npy": ARRAYS[0]})),
-    "one too few": (lambda m: m["arrays"].pop(), None),
-    "two of one name": (lambda m: m["arrays"][1].update(name=m["arrays"][0]["name"]), None),
-    "another shape": (set_first(shape=[3, 2]), None),
-    "another dtype": (set_first(dtype="int32"), None),
-    "no zip": (lambda m: None, b"PK nothing"),
-    "another file": (lambda m: m["files"].update({"../x": m["files"].pop("state.npz")}), None),
-    "another step": (lambda m: m["progress"].update(step=8), None),
-    "a step that is none": (lambda m: m["progress"].update(step="7"), None),
-    "no history": (lambda m: m["progress"].update(history=[1]), None),
-    "another version": (lambda m: m.update(format_version=1), None),
-    "a list": (lambda m: m.update(origin=[]), None),
-}
+    "pickled": (
+        as_it_is,
+        zip_of({**MEMBERS, "00000.npy": np.array([print], object)}),
+        r"holds object\[1\] where",
+    ),
+    "pickled, and said so": (set_first(dtype="object"), None, "dtype 'object' is not one of"),
+    "parent": (as_it_is, zip_of({"../00000.npy": ARRAYS[0], **MEMBERS}), r"'\.\./00000\.npy'"),
+    "absolute": (as_it_is, zip_of({"/etc/00000.npy": ARRAYS[0], **MEMBERS}), "'/etc/00000.npy'"),
+    "huge in the manifest": (set_first(shape=HUGE), None, "cannot be in state.npz"),
+    "huge in the header": (as_it_is, with_header(HUGE), r"holds float32\[1048576, 1048576, 1024\]"),
+    "huge in both": (set_first(shape=HUGE), with_header(HUGE), "cannot be in state.npz"),
+    "negative": (set_first(shape=[-1, 3]), None, "does not consist of sizes"),
+    "bomb": (as_it_is, zip_of({**MEMBERS, "00000.npy": np.zeros(4 << 20)}, zipfile.ZIP_DEFLATED),
+             "is not an array of 24 bytes, stored"),
+    "one too many": (as_it_is, zip_of({**MEMBERS, "00005.npy": ARRAYS[0]}), "6 arrays where 5"),
+    "one too few": (lambda m: m["arrays"].pop(), None, "5 arrays where 4"),
+    "two of one name": (
+        lambda m: m["arrays"][1].update(name=m["arrays"][0]["name"]), None, "name of their own",
+    ),
+    "another shape": (set_first(shape=[3, 2]), None, r"holds float32\[2, 3\] where"),
+    "another dtype": (set_first(dtype="int32"), None, r"holds float32\[2, 3\] where"),
+    "no zip": (as_it_is, b"PK nothing" * 100, "not a zip file"),
+    "another file": (
+        lambda m: m["files"].update({"../x": m["files"].pop("state.npz")}), None, "'state.npz'",
+    ),
+    "another step": (lambda m: m["progress"].update(step=8), None, "says step 8"),
+    "a step that is none": (lambda m: m["progress"].update(step="7"), None, "step is '7'"),
+    "no history": (lambda m: m["progress"].update(history=[1]), None, "must be a mapping"),
+    "sums over nothing": (lambda m: m["progress"].update(examples=0), None, "over 0 examples"),
+    "a sum that is none": (
+        lambda m: m["progress"].update(loss_sum=float("nan")), None, "examples that cannot be",
+    ),
+    "beyond the epoch": (lambda m: m["origin"].update(steps_per_epoch=3), None, "of the epoch 7"),
+    "another version": (lambda m: m.update(format_version=1), None, "format version 1"),
+    "a list": (lambda m: m.update(origin=[]), None, "must be a mapping"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CRAFTED)
 def test_crafted_ones_are_refused_before_anything_is_allocated(tmp_path, case):
-    change, content = CRAFTED[case]
+    change, content, reason = CRAFTED[case]
     forge(save(tmp_path), change, content)
-    with pytest.raises(CheckpointError, match="step-00000007: does not verify"):
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=f"step-00000007: does not verify .*{reason}"):
+            find_newest_checkpoint(tmp_path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 << 20
+
+
+def test_an_error_that_may_pass_is_no_damage(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+    save(tmp_path, 8)
+
+    def fail(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(checkpoints, "read_json", fail)
+    with pytest.raises(OutputError, match=r"cannot be read \(Too many open files"):
         find_newest_checkpoint(tmp_path)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20  # Kilobytes.
+
+
+def test_a_link_that_leads_nowhere_is_damage(tmp_path):
+    good = save(tmp_path, 5)
+    (tmp_path / "checkpoints" / "step-00000009").symlink_to("nowhere")
+    assert find_newest_checkpoint(tmp_path).path == good
+
+
+def test_the_best_of_those_that_verify(tmp_path):
+    history = []
+    for epoch, accuracy in enumerate([0.2, 0.9, 0.5, 0.3, 0.6], start=1):
+        history.append(record(epoch, accuracy=accuracy))
+        save(tmp_path, 10 * epoch, history=history)
+    save(tmp_path, 57, history=history)
+    spoil(tmp_path / "checkpoints" / "step-00000020" / "state.npz", "truncate")
+    found = find_best_checkpoint(tmp_path)
+    assert found.path.name == "step-00000050" and found.damaged[0][0].name == "step-00000020"
+
+
+def test_content_is_on_the_disk_before_its_name_and_then_the_name(tmp_path, monkeypatch):
+    calls = []
+
+    def fsync(descriptor):
+        calls.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+    def replace(source, target):
+        calls.append(("replace", target.name))
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    save(tmp_path, 7)
+    temporary = f".step-00000007.{os.getpid()}.tmp"
+    assert calls == [
+        ("fsync", tmp_path.name),  # Of the directory "checkpoints", which is new.
+        *(("fsync", temporary), ("fsync", "MANIFEST.json"), ("fsync", "state.npz")),
+        *(("replace", "step-00000007"), ("fsync", "checkpoints")),
+    ]
 
 
 def test_links_lead_nowhere(tmp_path):
@@ -267,7 +345,11 @@ def test_the_hash_is_of_the_model_in_order():
     assert whole != checkpoints.weights_sha256({**STATE, "model/conv/bias": changed})
 
 
-POINTS = [point for point in fault_points.POINTS if point.startswith("checkpoint.")]
+POINTS = [
+    point
+    for point in fault_points.POINTS
+    if point.startswith("checkpoint.") and point != "checkpoint.between"  # Has its own test.
+]
 
 
 def save_four(run_dir, fault):
@@ -290,35 +372,47 @@ def test_a_kill_at_any_point_leaves_whole_checkpoints_only(tmp_path, point):
     assert process.exitcode == -9
     saved = point in ("checkpoint.after_rename", "checkpoint.before_delete")
     assert find_newest_checkpoint(tmp_path).checkpoint.progress.step == (4 if saved else 3)
-    assert (len(names(tmp_path)) > 3) == (point != "checkpoint.before_delete" or saved)
+    whole = [name for name in names(tmp_path) if name.startswith("step-")]
+    assert len(whole) == (4 if saved else 3)
     with open_run_directory(tmp_path, {}):  # What the same command does first.
         assert all(name.startswith("step-") for name in names(tmp_path))
     save(tmp_path, 5)
     assert names(tmp_path)[-1] == "step-00000005" and len(names(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("point", ["checkpoint.before_rename", "checkpoint.after_rename"])
-def test_a_kill_between_two_of_one_step_leaves_one(tmp_path, point, monkeypatch):
-    with open_run_directory(tmp_path, {}) as run_directory:
+def replace_one(run_dir, fault):
+    """Saves step 10 twice, the second one killed; runs in a process of its own."""
+    with open_run_directory(run_dir, {}) as run_directory:
         run_directory.start(overwrite=False)
-        save(tmp_path, 10)
+        save(run_dir, 10)
+        fault_points.arm({fault_points.VARIABLE: fault})
+        save(run_dir, 10, history=[record(1)])
 
-    def kill(name):
-        if name == point:
-            raise SystemExit  # Then nothing is cleared away: as of a kill.
 
-    monkeypatch.setattr("app.records.files.fault_point", kill)
-    monkeypatch.setattr("app.records.files.remove", lambda path: None)
-    with pytest.raises(SystemExit):
-        save(tmp_path, 10, history=[record(1)])
-    monkeypatch.undo()
-    if point == "checkpoint.before_rename":  # And one line further, between the two renames.
-        path = tmp_path / "checkpoints" / "step-00000010"
-        path.rename(path.with_name(".step-00000010.replaced"))
+@pytest.mark.parametrize(
+    ("point", "epoch"), [("before_rename", 0), ("between", 0), ("after_rename", 1)]
+)
+def test_a_kill_between_two_of_one_step_leaves_one(tmp_path, point, epoch):
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=replace_one, args=(tmp_path, f"checkpoint.{point}:1:kill"))
+    process.start()
+    process.join(30)
+    assert process.exitcode == -9
     with open_run_directory(tmp_path, {}):
         assert names(tmp_path) == ["step-00000010"]
-    epoch = 1 if point == "checkpoint.after_rename" else 0
     assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == epoch
+
+
+def test_a_full_disk_between_two_of_one_step_leaves_the_first(tmp_path):
+    save(tmp_path, 10)
+    fault_points.arm({fault_points.VARIABLE: "checkpoint.between:1:enospc"})
+    try:
+        with pytest.raises(DiskFullError):
+            save(tmp_path, 10, history=[record(1)])
+    finally:
+        fault_points.arm({})
+    assert names(tmp_path) == ["step-00000010"]
+    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 0
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -327,7 +421,7 @@ def test_a_full_disk_leaves_the_checkpoints_before(tmp_path, point):
         save(tmp_path, step)
     fault_points.arm({fault_points.VARIABLE: f"{point}:1:enospc"})
     try:
-        with pytest.raises(DiskFullError, match=r"step-0000000[14]: .* [\d,]+ free"):
+        with pytest.raises(DiskFullError, match=r"(step-0000000[14]|checkpoints): .* [\d,]+ free"):
             save(tmp_path, 4)
     finally:
         fault_points.arm({})

@@ -142,6 +142,26 @@ class TestRunDirectory:
         assert {p.name for p in tmp_path.iterdir()} == {".lock", "config.json", "my notes.txt"}
         assert load_run_config(tmp_path)["seed"] == 1
 
+    def test_overwrite_cut_off_leaves_no_finished_run(self, tmp_path, monkeypatch):
+        start(tmp_path, {"seed": 0})
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "summary.json").write_text("{}")
+        removed = []
+
+        def cut_off(path):
+            removed.append(path.name)
+            if len(removed) > 1:
+                raise KeyboardInterrupt
+            path.unlink()
+
+        with monkeypatch.context() as patch:
+            patch.setattr("app.records.run_directory.remove", cut_off)
+            with pytest.raises(KeyboardInterrupt):
+                start(tmp_path, {"seed": 1}, overwrite=True)
+        assert not (tmp_path / "summary.json").exists() and (tmp_path / "config.json").exists()
+        start(tmp_path, {"seed": 1}, overwrite=True)
+        assert {p.name for p in tmp_path.iterdir()} == {".lock", "config.json"}
+
     def test_nothing_is_lost_before_the_new_run_starts(self, tmp_path):
         start(tmp_path, {"seed": 0})
         with open_run_directory(tmp_path, {"seed": 1}):

@@ -6,7 +6,7 @@ import pytest
 
 from app import fault_points
 from app.errors import DiskFullError, DivergedError, OutputError, Terminated
-from app.records.run_log import check_log, load_attempts, open_run_log
+from app.records.run_log import CUT_OFF, check_log, load_attempts, open_run_log
 
 CONFIG = {"config": {"epochs": 2}, "num_replicas": 2, "devices": ["/device:CPU:0"]}
 DATA = {"name": "synthetic", "sha256": "ab", "num_train_examples": 1, "num_test_examples": 1}
@@ -67,7 +67,7 @@ def test_what_a_kill_left_is_ended_by_the_next_attempt(tmp_path):
     path = tmp_path / "log.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:5]) + lines[5][:7])
-    assert check_log(tmp_path)[-1] == "the last line is cut off"
+    assert check_log(tmp_path) == [CUT_OFF]
     attempt(tmp_path, lambda log: resume(log, 10, 1), lambda log: epoch(log, 2))
     assert check_log(tmp_path) == []
     assert [a.stop["status"] for a in load_attempts(tmp_path)] == ["killed", "finished"]
@@ -133,6 +133,12 @@ WRONG = {
     "work that was lost": (put(11, step=10, epoch=1), "resumed at step 10, though 20 was saved"),
     "another status": (put(7, status="finished", exit_code=7), "finished with exit code 7"),
     "finished too early": (lambda lines: lines[:5] + lines[7:8], "finished after epoch [1] of [2]"),
+    "a new start": (
+        lambda lines: [*lines[:11], lines[3] | {"step": 30, "epoch": 1}],
+        "began anew, though step 20 was saved",
+    ),
+    "work from nowhere": (put(11, step=30), "resumed at step 30, but 20 was saved last"),
+    "an epoch that is not saved": (lambda lines: lines[:4] + lines[5:], "without its checkpoint"),
     "a field of another type": (put(4, step="10"), "line 5 is no event"),
     "an unknown event": (put(4, event="party"), "line 5 is no event"),
 }
@@ -148,6 +154,21 @@ def test_the_checker_finds(tmp_path, case):
     lines = change([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert told in "\n".join(check_log(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"{}\n", b"[" * 100_000 + b"\n"])
+def test_what_is_no_log_is_told(tmp_path, content):
+    (tmp_path / "log.jsonl").write_bytes(content)
+    assert check_log(tmp_path)
+
+
+def test_a_checkpoint_that_no_line_tells_of_is_no_fault_after_a_kill(tmp_path):
+    attempt(tmp_path, lambda log: epoch(log, 1), lambda log: epoch(log, 2))
+    path = tmp_path / "log.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5]))  # Killed after it had saved step 20.
+    attempt(tmp_path, lambda log: resume(log, 20, 2))
+    assert check_log(tmp_path) == []
 
 
 def test_damage_explains_a_step_back(tmp_path):

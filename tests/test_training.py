@@ -19,6 +19,7 @@ from app.errors import (
     Terminated,
 )
 from app.evaluation import evaluate
+from app.proof.comparison import compare_weights
 from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
@@ -83,7 +84,11 @@ def train_until(dataset, run_dir, fault, error=RuntimeError, **options):
 
 
 def losses(run_dir):
-    return [(r.epoch, r.train_loss, r.train_accuracy, r.test_loss) for r in load_history(run_dir)]
+    """Returns the history without the times, which alone may differ."""
+    return [
+        dataclasses.replace(record, epoch_sec=0.0, images_per_sec=0.0)
+        for record in load_history(run_dir)
+    ]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -270,6 +275,29 @@ def test_a_signal_saves_the_state_and_ends_the_run(dataset, tmp_path, monkeypatc
     assert losses(run_dir) == losses(tmp_path / "whole")
 
 
+def test_a_signal_in_the_evaluation_does_not_change_the_record(dataset, tmp_path, monkeypatch):
+    """The evaluation has averaged the statistics by then; how far apart they were is kept."""
+    from app import interruption
+
+    monkeypatch.setitem(MODELS, "lenet", build_one_block_resnet)
+    options = {"epochs": 1, "steps_per_call": 5}
+    train(dataset, tmp_path / "whole", **options)
+    checks = iter([None])
+
+    def check():
+        if next(checks, "over") == "over":
+            raise Terminated
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interruption, "check", check)
+        with pytest.raises(Terminated):
+            train(dataset, tmp_path / "cut", **options)
+    assert find_newest_checkpoint(tmp_path / "cut").checkpoint.progress.epoch_step == 5
+    train(dataset, tmp_path / "cut", **options)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert losses(tmp_path / "cut")[0].statistics_apart > 0
+
+
 def test_a_checkpoint_without_its_history_makes_it_again(dataset, tmp_path):
     train(dataset, tmp_path, epochs=2)
     before = losses(tmp_path)
@@ -311,11 +339,39 @@ def test_more_epochs_go_on(dataset, tmp_path, capsys):
     more = train(dataset, tmp_path / "more", recipe="d2l", epochs=3)
     assert more.weights_sha256 == whole.weights_sha256
     assert more.changes == ["step 5: epochs 1 → 3"]
-    with pytest.raises(CheckpointError, match="epochs 3 → 2"):
-        make(dataset, tmp_path / "more", recipe="d2l", epochs=2)
     capsys.readouterr()
-    with pytest.raises(CheckpointError, match="3 are trained already"):
+    with pytest.raises(CheckpointError, match="epoch 3 of it is begun already"):
         make(dataset, tmp_path / "more", recipe="d2l", epochs=2, force_resume=True)
+
+
+def test_fewer_epochs_than_are_begun_are_refused(dataset, tmp_path):
+    options = {"checkpoint_every": 4, "steps_per_call": 1, "epochs": 2}
+    train_until(dataset, tmp_path, "step:9:raise", **options)
+    with pytest.raises(CheckpointError, match="epoch 2 of it is begun already"):
+        make(dataset, tmp_path, epochs=1, force_resume=True)
+
+
+def test_a_finished_run_of_fewer_epochs_is_not_the_result(dataset, tmp_path):
+    """As a kill leaves it, just after the run was started with more of them."""
+    from app.commands.train import _find_result
+
+    for epochs in (1, 2):
+        config = Config(global_batch_size=64, recipe="fast", epochs=epochs)
+        with open_run_directory(tmp_path, config.result_fields()) as run_directory:
+            run_directory.start(overwrite=False)
+            if epochs == 1:
+                train(dataset, tmp_path, epochs=1)
+            assert (_find_result(config, run_directory) is None) == (epochs == 2)
+
+
+def test_weights_of_another_step_are_not_compared(dataset, tmp_path):
+    run_dirs = [tmp_path / "a", tmp_path / "b"]
+    for run_dir in run_dirs:
+        train(dataset, run_dir, epochs=2)
+    assert compare_weights(run_dirs)[0].difference.identical
+    (checkpoint_paths(run_dirs[0])[-1] / "state.npz").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"damaged .* not the weights of step 10"):
+        compare_weights(run_dirs)
 
 
 def test_more_epochs_of_a_schedule_are_not_what_they_would_have_been(dataset, tmp_path, capsys):
@@ -367,11 +423,25 @@ def test_other_data_are_another_training(dataset, tmp_path):
         make(other, tmp_path, epochs=1)
 
 
-def test_another_model_is_never_forced(dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize("force_resume", [False, True])
+def test_another_model_is_refused_with_its_tensors(dataset, tmp_path, force_resume):
     train(dataset, tmp_path, epochs=1)
-    monkeypatch.setitem(MODELS, "lenet", build_one_block_resnet)
     with pytest.raises(CheckpointError, match=r"arrays do not fit: model/\S+: float32\[.*; .*; "):
-        make(dataset, tmp_path, epochs=1, force_resume=True)
+        make(dataset, tmp_path, epochs=1, model="resnet18", force_resume=force_resume)
+
+
+def test_another_model_that_fits_is_another_training(dataset, tmp_path, monkeypatch):
+    train(dataset, tmp_path, epochs=1)
+    monkeypatch.setitem(MODELS, "resnet18", build_dense_network)
+    with pytest.raises(CheckpointError, match="model lenet → resnet18"):
+        make(dataset, tmp_path, epochs=1, model="resnet18")
+
+
+def test_other_versions_are_told(dataset, tmp_path, monkeypatch, capsys):
+    train_until(dataset, tmp_path, "epoch:1:raise")
+    monkeypatch.setattr("app.training.versions", lambda: {"tensorflow": "9.9"})
+    make(dataset, tmp_path)
+    assert "tensorflow 2" in (told := capsys.readouterr().out) and "→ 9.9" in told
 
 
 def test_evaluation_checks_how_many_images_it_saw(dataset, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ def run(config: Config) -> int:
     path = pathlib.Path(config.out or default_out(config)).expanduser()
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
+        console.set_overwriting(config.overwrite)
         summary = _find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
@@ -42,13 +43,14 @@ def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
         return None
     path = run_directory.path
     changes = find_changes(run_directory.load_config(), run_directory.config)
-    changes.check(path, force=config.force_resume)
+    if "model" not in changes.names:  # That is refused with the tensors that do not fit.
+        changes.check(path, force=config.force_resume)
     try:
         summary = load_summary(path)
     except OutputError as error:  # It is made again from the checkpoint.
         console.warn(str(error).partition(" — ")[0])
         return None
-    if summary is None or summary.status != "finished" or changes.more_epochs:
+    if summary is None or summary.status != "finished" or summary.epochs != config.epochs:
         return None
     asked = config.num_replicas_asked
     others = [f"replicas {summary.num_replicas} → {asked}"] * (
@@ -83,6 +85,7 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         if not config.overwrite:
             training.resume()
         run_directory.start(overwrite=config.overwrite)  # From here on nothing is refused.
+        console.set_overwriting(False)
         _announce(config, prepared, training)
         return training.run(log)
 
@@ -107,14 +110,14 @@ def _announce(config: Config, prepared: devices.Devices, training) -> None:
 
 def _report_stall(config: Config, path: pathlib.Path, log: RunLog) -> None:
     """Says that nothing moves; called by the watchdog, just before it ends the process."""
-    stall.dump_stacks(path / LOG_FILE)
     error = StalledError(
         f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec) — a step or another"
         f" sign of life is required; run the same command again to go on with --out={path}, the"
         f" stacks of all threads are in {LOG_FILE} there"
     )
+    console.report_error(error)  # First: the disk may be what hangs.
+    stall.dump_stacks(path / LOG_FILE)
     log.stop(error.exit_code, error=str(error))
-    console.report_error(error)
 
 
 def open_log(path: pathlib.Path) -> None:

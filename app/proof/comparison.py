@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from app.errors import CheckpointError, DataError
 from app.proof.difference import WeightDifference
-from app.records.checkpoint import find_newest_checkpoint
+from app.records.checkpoint import find_newest_checkpoint, weights_sha256
 from app.records.history import Summary, load_summary
 
 HEADER = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
@@ -56,7 +56,8 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
             " with --dataset and use --overwrite"
         )
     runs = [
-        (summary, _load_weights(path)) for summary, path in zip(summaries, run_dirs, strict=True)
+        (summary, _load_weights(path, summary))
+        for summary, path in zip(summaries, run_dirs, strict=True)
     ]
     return [
         PairVerdict(
@@ -69,13 +70,21 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
     ]
 
 
-def _load_weights(run_dir: pathlib.Path) -> dict:
+def _load_weights(run_dir: pathlib.Path, summary: Summary) -> dict:
+    """Loads the weights that a summary tells of, no others."""
     found = find_newest_checkpoint(run_dir)
     if found is None:
         raise CheckpointError(
             f"{run_dir}: no checkpoint — the weights of every run are required; use --overwrite"
         )
-    return found.checkpoint.state
+    state = found.checkpoint.state
+    if weights_sha256(state) != summary.weights_sha256:
+        raise CheckpointError(
+            f"{found.warning() or found.path}: not the weights of step {summary.steps}, which"
+            f" {run_dir}/summary.json tells of — those are required; restore them, or use"
+            " --overwrite"
+        )
+    return state
 
 
 def _has_batch_norm(state) -> bool:

@@ -6,9 +6,12 @@ lies beside it, for the same number of them to go on bit for bit.
 """
 
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
+import math
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -19,12 +22,25 @@ import numpy as np
 from app.errors import CheckpointError, OutputError, reason_of
 from app.fault_points import fault_point
 from app.records.arrays import ArraySpec, read_arrays, write_arrays
-from app.records.files import open_regular, read_json, remove, write_atomically, write_error
+from app.records.files import (
+    make_directory,
+    open_regular,
+    read_json,
+    remove,
+    told_of,
+    write_atomically,
+)
 from app.records.history import EpochRecord, checked_record
 
 FORMAT_VERSION = 2
 NUM_NEWEST_KEPT = 3
 _STATE_FILE, _MANIFEST_FILE = "state.npz", "MANIFEST.json"
+# A run that goes on may replace what is being read, this often at most.
+_MAX_TRIES = 5
+# What is not there, or not what it has to be. Another error may pass: it is no damage.
+_MEANS_DAMAGE = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, None),
+}
 _NAME = re.compile(r"step-(\d{8,12})")
 
 
@@ -64,6 +80,7 @@ class Progress:
         correct: likewise.
         examples: likewise.
         epoch_sec: of training in the epoch under way.
+        statistics_apart: see `EpochRecord`, where the epoch under way is being evaluated.
         total_sec: since the start, in all attempts.
         history: the epochs that are finished.
         changes: what was changed on the way, a line each.
@@ -75,6 +92,7 @@ class Progress:
     correct: int = 0
     examples: int = 0
     epoch_sec: float = 0.0
+    statistics_apart: float = 0.0
     total_sec: float = 0.0
     history: list[EpochRecord] = dataclasses.field(default_factory=list)
     changes: list[str] = dataclasses.field(default_factory=list)
@@ -126,7 +144,9 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
         OutputError: it cannot be written there.
     """
     parent = _parent(run_dir)
-    parent.mkdir(exist_ok=True)
+    with told_of(parent):
+        fault_point("checkpoint.directory")
+        make_directory(parent)
     path = parent / _name(checkpoint.progress.step)
     arrays = [*checkpoint.state.values(), *itertools.chain(*checkpoint.replica_statistics)]
 
@@ -149,12 +169,10 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
 def _discard(path: pathlib.Path) -> None:
     """Removes a checkpoint; renamed first, so that nothing half-deleted is seen under its name."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with told_of(path):
         fault_point("checkpoint.before_delete")
         remove(temporary)
         remove(path.rename(temporary))
-    except OSError as error:
-        raise write_error(path, error) from error
 
 
 def _describe(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:
@@ -209,16 +227,17 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
     Raises:
         CheckpointError: there are some, but none that verifies.
     """
-    paths, damaged = checkpoint_paths(run_dir), []
-    for path in reversed(paths):
-        try:
-            return Found(load_checkpoint(path), path, damaged)
-        except CheckpointError as error:
-            if not path.exists():  # The run has just replaced it by a newer one.
-                return find_newest_checkpoint(run_dir)
-            damaged.append((path, reason_of(error.__cause__)))
-    if not damaged:
-        return None
+    for _ in range(_MAX_TRIES):
+        damaged: list[tuple[pathlib.Path, str]] = []
+        for path in reversed(checkpoint_paths(run_dir)):
+            try:
+                return Found(load_checkpoint(path), path, damaged)
+            except CheckpointError as error:
+                damaged.append((path, reason_of(error.__cause__)))
+        if not damaged:
+            return None
+        if all(os.path.lexists(path) for path, _ in damaged):
+            break  # Else a run that goes on has just replaced them by newer ones.
     path, reason = damaged[0]
     others = f", nor do the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
     raise CheckpointError(
@@ -228,23 +247,36 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
 
 
 def find_best_checkpoint(run_dir: pathlib.Path) -> Found | None:
-    """Loads the checkpoint of the epoch with the highest test accuracy, as far as it is known.
+    """Loads the checkpoint with the highest test accuracy of those that end an epoch and verify.
+
+    The newest one where none ends an epoch; None where there is none at all.
 
     Raises:
-        CheckpointError: it is not there, or does not verify.
+        CheckpointError: there are some, but none that verifies.
     """
-    newest = find_newest_checkpoint(run_dir)
-    if newest is None or newest.checkpoint.progress.best_epoch is None:
-        return newest
-    path = _parent(run_dir) / _name(newest.checkpoint.progress.best_epoch.step)
-    return Found(load_checkpoint(path), path, [])
+    accuracies, damaged = {}, []
+    for path in checkpoint_paths(run_dir):
+        try:
+            progress = _load_manifest(path)[1]
+        except Exception as error:
+            damaged.append((path, reason_of(error)))
+            continue
+        if progress.history and not progress.epoch_step:
+            accuracies[path] = progress.history[-1].test_accuracy
+    for path in sorted(accuracies, key=accuracies.get, reverse=True):
+        try:
+            return Found(load_checkpoint(path), path, damaged)
+        except CheckpointError as error:
+            damaged.append((path, reason_of(error.__cause__)))
+    return find_newest_checkpoint(run_dir)
 
 
 def set_aside(path: pathlib.Path) -> None:
     """Gives a damaged checkpoint a name under which nothing will look for it again."""
     aside = path.with_name(f"damaged-{path.name}")
-    remove(aside)
-    path.rename(aside)
+    with told_of(path):
+        remove(aside)
+        path.rename(aside)
 
 
 def checkpoint_paths(run_dir: pathlib.Path) -> list[pathlib.Path]:
@@ -275,10 +307,18 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
 
     Raises:
         CheckpointError: it is damaged, or was made up.
+        OutputError: it cannot be read now, for a reason that may pass.
     """
     try:
         return _load(path)
     except Exception as error:  # A crafted or damaged file may raise anything.
+        if isinstance(error, MemoryError):
+            raise
+        if isinstance(error, OSError) and error.errno not in _MEANS_DAMAGE:
+            raise OutputError(
+                f"{path}: cannot be read ({reason_of(error)}) — a checkpoint that can be read is"
+                " required; mend that, and run the same command again"
+            ) from error
         raise CheckpointError(
             f"{path}: does not verify ({reason_of(error)}) — one that does is required; choose"
             " another"
@@ -286,6 +326,22 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
 
 
 def _load(path: pathlib.Path) -> Checkpoint:
+    origin, progress, manifest = _load_manifest(path)
+    names = [described["name"] for described in manifest["arrays"]]
+    if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+        raise ValueError("arrays without a name of their own")
+    specs = _parse_specs(manifest["arrays"])
+    per_replica_specs = [_parse_specs(list_) for list_ in manifest["replica_statistics"]]
+    _verify_file(path / _STATE_FILE, **manifest["files"][_STATE_FILE])
+    all_specs = [*specs, *itertools.chain(*per_replica_specs)]
+    arrays = iter(read_arrays(path / _STATE_FILE, all_specs))
+    state = {name: next(arrays) for name in names}
+    statistics = [[next(arrays) for _ in list_] for list_ in per_replica_specs]
+    return Checkpoint(origin, progress, state, statistics)
+
+
+def _load_manifest(path: pathlib.Path) -> tuple[Origin, Progress, dict]:
+    """Returns what a manifest tells, checked as far as it goes without the arrays."""
     if path.is_symlink():
         raise ValueError("a symbolic link")
     manifest = read_json(path / _MANIFEST_FILE)
@@ -297,26 +353,22 @@ def _load(path: pathlib.Path) -> Checkpoint:
     if manifest.pop("sha256") != _manifest_sha256(manifest):
         raise ValueError(f"{_MANIFEST_FILE} has another SHA-256 than it says")
     origin = checked_record(Origin, manifest["origin"])
-    progress = _parse_progress(manifest["progress"])
+    progress = _parse_progress(manifest["progress"], origin.steps_per_epoch)
     if path.name != _name(progress.step):
         raise ValueError(f"{_MANIFEST_FILE} says step {progress.step}")
-    names = [described["name"] for described in manifest["arrays"]]
-    if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
-        raise ValueError("arrays without a name of their own")
-    specs = _parse_specs(manifest["arrays"])
-    per_replica_specs = [_parse_specs(list_) for list_ in manifest["replica_statistics"]]
-    _verify_file(path / _STATE_FILE, **manifest["files"][_STATE_FILE])
-    arrays = iter(read_arrays(path / _STATE_FILE, [*specs, *itertools.chain(*per_replica_specs)]))
-    state = {name: next(arrays) for name in names}
-    statistics = [[next(arrays) for _ in list_] for list_ in per_replica_specs]
-    return Checkpoint(origin, progress, state, statistics)
+    return origin, progress, manifest
 
 
-def _parse_progress(values: dict) -> Progress:
+def _parse_progress(values: dict, steps_per_epoch: int) -> Progress:
     history = [checked_record(EpochRecord, record) for record in values["history"]]
     progress = checked_record(Progress, {**values, "history": history})
-    if not 0 <= progress.epoch_step <= progress.step:
+    if not 0 <= progress.epoch_step <= min(progress.step, steps_per_epoch):
         raise ValueError(f"step {progress.step}, of the epoch {progress.epoch_step}")
+    if [record.epoch for record in history] != list(range(1, len(history) + 1)):
+        raise ValueError("epochs that do not follow one another")
+    sums = (progress.loss_sum, progress.epoch_sec, progress.total_sec)
+    if not all(map(math.isfinite, sums)) or (progress.epoch_step and progress.examples < 1):
+        raise ValueError(f"sums over {progress.examples} examples that cannot be")
     return progress
 
 

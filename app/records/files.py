@@ -7,7 +7,7 @@ import os
 import pathlib
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from app.errors import DiskFullError, LockstepError, OutputError
 from app.fault_points import fault_point
@@ -43,19 +43,23 @@ def write_atomically(
         write(temporary)
         fault_point(f"{points}.before_fsync")
         for written in [temporary, *sorted(temporary.rglob("*"))]:
-            _fsync(written)
+            fsync(written)
         fault_point(f"{points}.before_rename")
         if path.is_dir():  # A directory cannot be replaced in one go: see `recover_replaced`.
+            remove(replaced)
             path.rename(replaced)
+            fault_point(f"{points}.between")
         os.replace(temporary, path)
         fault_point(f"{points}.after_rename")
-        _fsync(path.parent)
+        fsync(path.parent)
         remove(replaced)
-    except OSError as error:
-        remove(temporary)
-        raise write_error(path, error, size_bytes) from error
-    except BaseException:
-        remove(temporary)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            if replaced.is_dir() and not path.exists():
+                replaced.rename(path)  # What was there before is there again.
+            remove(temporary)
+        if isinstance(error, OSError):
+            raise write_error(path, error, size_bytes) from error
         raise
 
 
@@ -137,10 +141,10 @@ def read_text(path: pathlib.Path) -> str:
         ValueError: it is no regular file, larger than any record, or no UTF-8.
     """
     with open_regular(path) as file:
-        content = file.read(_MAX_JSON_BYTES + 1)
-    if len(content) > _MAX_JSON_BYTES:
-        raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES:,} bytes")
-    return content.decode()
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes > _MAX_JSON_BYTES:
+            raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES:,} bytes")
+        return file.read(size_bytes).decode()
 
 
 def read_json(path: pathlib.Path):
@@ -157,15 +161,45 @@ def read_json(path: pathlib.Path):
 
 
 def remove(path: pathlib.Path) -> None:
-    """Removes a file, a link or a whole directory, if it is there and can be."""
+    """Removes a file, a link or a whole directory, if it is there.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path)
     else:
-        with contextlib.suppress(OSError):  # What could not be made is not there.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
 
 
-def _fsync(path: pathlib.Path) -> None:
+@contextlib.contextmanager
+def told_of(path: pathlib.Path) -> Iterator[None]:
+    """Turns whatever keeps something at `path` from being changed into an error of ours.
+
+    Raises:
+        DiskFullError, OutputError: see `write_error`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def make_directory(path: pathlib.Path) -> None:
+    """Makes a directory and its parents, where they are not there, so that they stay.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [p for p in (path, *path.parents) if not p.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        fsync(made.parent)
+
+
+def fsync(path: pathlib.Path) -> None:
+    """Has what is in a file, or which names are in a directory, on the disk when it returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,26 +7,33 @@ import json
 import os
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator
 
 from app.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
-from app.records.files import read_json, recover_replaced, write_json
+from app.records.files import (
+    make_directory,
+    read_json,
+    recover_replaced,
+    remove,
+    temporary_path,
+    told_of,
+    write_json,
+)
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 RUN_LOG_FILE = "log.jsonl"
-# All that a command writes beside its log, and so all that --overwrite throws away.
+# All that a command writes beside its log, and so all that --overwrite throws away. The summary
+# goes first: without it nothing is finished.
 _RECORDS = (
-    *("checkpoints", "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg"),
+    *("summary.json", "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg"),
     RUN_LOG_FILE,
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
     *("throughput.png", "throughput.svg", "speedup.png", "speedup.svg", "explain.json"),
-    CONFIG_FILE,
 )
 # What a write that was cut off leaves.
 _LEFTOVER = re.compile(
     r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy|throughput|speedup)"
-    r"\.(?:jsonl?|png|svg)|traces)"
+    r"\.(?:jsonl?|png|svg)|traces|checkpoints)"
     r"\.\d+\.tmp"
 )
 _WRITTEN_BY = {"written_by": "lockstep"}
@@ -82,24 +89,22 @@ class RunDirectory:
             overwrite: throw away what another run has written here, and nothing else.
         """
         if overwrite:
-            for name in _RECORDS:  # The configuration goes last: until then it is a run of ours.
+            for name in _RECORDS:
                 self.remove(name)
         if not self.is_started or self.load_config() != self.config:
             write_json(self.path / CONFIG_FILE, self.config)
 
     def remove(self, name: str) -> None:
-        """Removes a record of an earlier run, if it is there.
+        """Removes a record of an earlier run, if it is there; at once, if it is a directory.
 
         Raises:
             OutputError: it cannot be removed.
         """
-        try:
-            _remove(self.path / name)
-        except OSError as error:
-            raise OutputError(
-                f"{self.path / name}: {reason_of(error)} — a record that can be removed is"
-                " required; choose another --out"
-            ) from error
+        path = self.path / name
+        with told_of(path):
+            if path.is_dir() and not path.is_symlink():
+                path = path.rename(temporary_path(path))
+            remove(path)
 
 
 @contextlib.contextmanager
@@ -111,7 +116,7 @@ def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirector
     Raises:
         OutputError: it cannot be made or written, holds something else, or is in use.
     """
-    was_empty = not path.exists() or (path.is_dir() and not any(os.scandir(path)))
+    was_empty = _is_empty(path)
     with _locked(path):
         _clear_leftovers(path)
         try:
@@ -122,16 +127,25 @@ def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirector
             raise
 
 
+def _is_empty(path: pathlib.Path) -> bool:
+    """Tells whether nothing is there that was there before us."""
+    try:
+        return not os.listdir(path)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+
+
 def _clear_leftovers(path: pathlib.Path) -> None:
     """Removes what a process that is no more was writing: the lock was free."""
-    for leftover in path.iterdir():
-        if _LEFTOVER.fullmatch(leftover.name):
-            _remove(leftover)
     checkpoints = path / "checkpoints"
-    if checkpoints.is_dir() and not checkpoints.is_symlink():
-        recover_replaced(checkpoints)
-        for leftover in checkpoints.glob(".step-*.tmp"):
-            _remove(leftover)
+    with told_of(path):
+        for leftover in path.iterdir():
+            if _LEFTOVER.fullmatch(leftover.name):
+                remove(leftover)
+        if checkpoints.is_dir() and not checkpoints.is_symlink():
+            recover_replaced(checkpoints)
+            for leftover in checkpoints.glob(".step-*.tmp"):
+                remove(leftover)
 
 
 def _remove_unless_started(path: pathlib.Path) -> None:
@@ -165,7 +179,7 @@ def load_run_config(path: pathlib.Path) -> dict:
 def _locked(path: pathlib.Path) -> Iterator[None]:
     """Makes the directory if need be and holds its lock file."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path)
         if _is_foreign(path):
             raise OutputError(
                 f"--out={path} holds files that no run of this program made — a new directory,"
@@ -204,10 +218,3 @@ def _is_foreign(path: pathlib.Path) -> bool:
     except OutputError:
         return True
     return False
-
-
-def _remove(path: pathlib.Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -7,17 +7,28 @@ could not write its own; the next one does it.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import time
 from collections.abc import Iterator
 
-from app.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, LockstepError, Terminated
+from app.errors import (
+    INTERRUPTED_EXIT_CODE,
+    TERMINATED_EXIT_CODE,
+    DeviceError,
+    LockstepError,
+    Terminated,
+    is_out_of_memory,
+    reason_of,
+)
 from app.fault_points import fault_point
 from app.records.files import read_text, write_error
 from app.records.run_directory import RUN_LOG_FILE
 
+CUT_OFF = "the last line is cut off"
+_TRAINING = {"epoch", "checkpoint"}
 # Exit code → what `run_stop` calls it; an attempt that left no code was killed.
 STATUSES = {
     0: "finished",
@@ -141,7 +152,8 @@ def open_run_log(run_dir: pathlib.Path) -> Iterator[RunLog]:
         log.stop(TERMINATED_EXIT_CODE)
         raise
     except BaseException as error:
-        log.stop(1, error=f"{type(error).__name__}: {error}"[:200])
+        exit_code = DeviceError.exit_code if is_out_of_memory(error) else 1
+        log.stop(exit_code, error=f"{type(error).__name__}: {reason_of(error)}")
         raise
     finally:
         log.close()
@@ -172,19 +184,28 @@ def check_log(run_dir: pathlib.Path) -> list[str]:
 
     Returns:
         What is wrong with it, a line each; nothing where all is well. The last attempt may be
-        without a stop: it is under way, or was killed.
+        without a stop: it is under way, or was killed. Then the last line may be `CUT_OFF`, too.
     """
-    text = read_text(run_dir / RUN_LOG_FILE)
+    try:
+        text = read_text(run_dir / RUN_LOG_FILE)
+    except (OSError, ValueError) as error:
+        return [f"it cannot be read: {reason_of(error)}"]
+    text, end, rest = text.rpartition("\n")
     events, problems = _parse(text)
-    if text and not text.endswith("\n"):
-        problems.append("the last line is cut off")
-    if text and (not events or events[0]["event"] != "run_start"):
+    if rest:
+        problems.append(CUT_OFF)
+    if end and (not events or events[0]["event"] != "run_start"):
         problems.append("it does not begin with run_start")
     attempts = _split_attempts(events)
-    saved = (0, 0)  # Step and epoch of the last checkpoint.
+    saved, told_all = (0, 0), True  # Step and epoch of the last checkpoint that is told of.
     for number, attempt in enumerate(attempts, start=1):
-        found, saved = _check_attempt(attempt, number, saved, is_last=number == len(attempts))
+        found, saved = _check_attempt(attempt, number, saved, told_all=told_all)
+        if attempt.stop is None and number < len(attempts):
+            found.append("has no run_stop")
         problems += [f"attempt {number}: {problem}" for problem in found]
+        # After a checkpoint was saved, a kill or a full disk may have kept its line from the log.
+        status = attempt.stop and attempt.stop["status"]
+        told_all = status in ("finished", "interrupted", "terminated", "diverged")
     return problems
 
 
@@ -227,37 +248,49 @@ def _split_attempts(events: list[dict]) -> list[Attempt]:
 
 
 def _check_attempt(
-    attempt: Attempt, number: int, saved: tuple[int, int], *, is_last: bool
+    attempt: Attempt, number: int, saved: tuple[int, int], *, told_all: bool
 ) -> tuple[list[str], tuple[int, int]]:
-    """Returns what is wrong with an attempt, and step and epoch of its last checkpoint."""
+    """Checks one attempt.
+
+    Args:
+        attempt: its events.
+        number: from 1.
+        saved: step and epoch of the last checkpoint before it that is told of.
+        told_all: whether no later one can have been saved.
+
+    Returns:
+        What is wrong with it, and step and epoch of its last checkpoint.
+    """
     problems = []
-    names = [event["event"] for event in attempt.events]
     if attempt.start.get("attempt") != number:
         problems.append(f"calls itself {attempt.start.get('attempt')}")
-    if names[:2] != ["config", "data"][: len(names)] or not set(names[2:]) <= {
-        *("resume", "epoch", "checkpoint"),
-    }:
+    names = [event["event"] for event in attempt.events]
+    in_order = ["config", "data", "resume"][: 3 if "resume" in names else 2]
+    training = names[len(in_order) :]
+    if names[: len(in_order)] != in_order[: len(names)] or not set(training) <= _TRAINING:
         problems.append(f"order of events: {', '.join(names[:4])} …")
-    if "resume" in names[3:]:
-        problems.append("resume after the training began")
+    elif training and in_order[-1] != "resume" and saved > (0, 0):
+        problems.append(f"began anew, though step {saved[0]} was saved")
     at = 0, 0  # Step and epoch that this attempt is at.
-    for event in attempt.events:
+    for event, following in itertools.zip_longest(attempt.events, attempt.events[1:]):
+        if event["event"] not in {"resume", *_TRAINING}:
+            continue
+        before, at = at, (event["step"], event["epoch"])
         if event["event"] == "resume":
-            at = event["step"], event["epoch"]
             if at < saved and not event["damaged"]:
                 problems.append(f"resumed at step {at[0]}, though {saved[0]} was saved")
+            if at > saved and told_all:
+                problems.append(f"resumed at step {at[0]}, but {saved[0]} was saved last")
             saved = at
         elif event["event"] == "epoch":
-            if event["epoch"] != at[1] + 1 or event["step"] < at[0]:
-                problems.append(f"epoch {event['epoch']} (step {event['step']}) after {at}")
-            at = event["step"], event["epoch"]
-        elif event["event"] == "checkpoint":
-            now = event["step"], event["epoch"]
-            if now <= saved or now < at:
-                problems.append(f"checkpoint of step {now[0]} after one of step {saved[0]}")
-            at = saved = now
-    if attempt.stop is None and not is_last:
-        problems.append("has no run_stop")
+            if at[1] != before[1] + 1 or at[0] < before[0]:
+                problems.append(f"epoch {at[1]} (step {at[0]}) after {before}")
+            if following and (following["event"], following.get("step")) != ("checkpoint", at[0]):
+                problems.append(f"epoch {at[1]} without its checkpoint")
+        else:
+            if at <= saved or at < before:
+                problems.append(f"checkpoint of step {at[0]} after one of step {saved[0]}")
+            saved = at
     return problems + _check_stop(attempt), saved
 
 
