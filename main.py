@@ -6,8 +6,11 @@ python main.py [COMMAND] [--flags]        python main.py --help
 import importlib
 import os
 import pathlib
+import signal
 import sys
 
+if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Until a command begins it just ends us.
 if sys.version_info < (3, 11):  # Before anything is imported that an old Python cannot read.
     version = sys.version.split()[0]
     sys.stderr.write("error: Python %s — 3.11 or newer is required; use another\n" % version)

@@ -90,7 +90,9 @@ def leave(exit_code: int) -> NoReturn:
 def report_interruption(what: str, exit_code: int) -> int:
     """Says with which command to go on, where something is saved; returns the exit code."""
     log_file = _log_file()
-    run_dir = pathlib.Path(os.path.relpath(os.path.dirname(log_file))) if log_file else None
+    run_dir = pathlib.Path(log_file).parent if log_file else None
+    with contextlib.suppress(OSError, ValueError):  # The current directory may be gone.
+        run_dir = run_dir and pathlib.Path(os.path.relpath(run_dir))
     if run_dir and (run_dir.parent / "config.json").exists():
         _write(sys.stderr, f"{what}: {run_dir.name}")  # Part of a comparison, which says more.
     elif run_dir and any(run_dir.glob("**/checkpoints/step-*")) and not _will_overwrite:

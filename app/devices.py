@@ -1,13 +1,15 @@
 """Sets TensorFlow up: which devices, how many, how many threads. Called before anything else."""
 
+import atexit
 import dataclasses
 import logging
 import os
+import shutil
 import tempfile
 
 from app import console
 from app.config import Config
-from app.errors import DeviceError
+from app.errors import DeviceError, DiskFullError, reason_of
 from app.options import DEFAULT_LOGICAL_CPUS
 
 
@@ -70,8 +72,39 @@ def import_tensorflow(verbosity: int):
 
     Its native code reads the environment once, and writes some lines before it has done so: for
     the time of the import standard error goes into a file, which is shown if the import fails.
+
+    Raises:
+        DeviceError: it cannot be loaded.
+        DiskFullError: there is no place for temporary files.
     """
     os.environ["KERAS_BACKEND"] = "tensorflow"
+    _use_own_temporary_directory()
+    try:
+        return _import_quietly(verbosity)
+    except ImportError as error:
+        raise DeviceError(
+            f"TensorFlow cannot be loaded ({reason_of(error)}) — an installation as in BUILD.md,"
+            " and a gigabyte of memory, are required; install it again, or lift the limit"
+        ) from error
+
+
+def _use_own_temporary_directory() -> None:
+    """Keeps temporary files in a directory that is removed at the end of the program.
+
+    TensorFlow writes the code that it generates into some twenty files and leaves them there.
+    """
+    try:
+        folder = tempfile.mkdtemp(prefix="lockstep-")
+    except OSError as error:
+        raise DiskFullError(
+            f"{reason_of(error)} — a directory for temporary files is required; make room, or name"
+            " one with TMPDIR"
+        ) from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = folder  # The latter for processes of ours.
+
+
+def _import_quietly(verbosity: int):
     if verbosity >= 0:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if verbosity > 0 else "1")
         import tensorflow

@@ -16,12 +16,13 @@ VARIABLE = "LOCKSTEP_FAULT"
 
 # Of every file or directory that appears under its final name as a whole.
 _STAGES = ("made", "before_fsync", "before_rename", "after_rename")
+_OF_THE_LOOP = ("compile", "step", "evaluate", "epoch")
 POINTS = (
     *(f"{kind}.{stage}" for kind in ("checkpoint", "history", "summary") for stage in _STAGES),
     *(f"{kind}.{stage}" for kind in ("config", "accuracy") for stage in _STAGES),
     *("checkpoint.directory", "checkpoint.mid_file", "checkpoint.between"),
     *("checkpoint.before_delete", "log"),
-    *("compile", "step", "evaluate", "epoch"),
+    *_OF_THE_LOOP,
 )
 _DELAY_SEC = 3600.0
 
@@ -74,10 +75,20 @@ def arm(environ: Mapping[str, str]) -> str | None:
     point, _, rest = text.partition(":")
     count, _, action = rest.partition(":")
     action, _, seconds = action.partition("=")
-    if point not in POINTS or action not in ACTIONS or not count.isdecimal() or int(count) < 1:
+    if (
+        point not in POINTS
+        or action not in ACTIONS
+        or not (count.isascii() and count.isdecimal())
+        or int(count) < 1
+    ):
         raise ConfigError(
             f"{VARIABLE}={text} — POINT:N:ACTION is required, a point of {', '.join(POINTS)} and an"
             f" action of {', '.join(ACTIONS)}; unset it to train"
+        )
+    if action == "enospc" and point in _OF_THE_LOOP:
+        raise ConfigError(
+            f"{VARIABLE}={text} — a point at which something is written is required for enospc, not"
+            f" one of {', '.join(_OF_THE_LOOP)}; choose another"
         )
     perform = ACTIONS[action]
     if seconds:

@@ -170,7 +170,7 @@ def parse_config(argv: list[str]) -> Config:
         ConfigError: an unknown flag or command, a stray word or a value that cannot be meant.
     """
     if argv[1:2] == ["help"] or any(
-        word.startswith("-") and word.lstrip("-") in _HELP for word in argv[1:]
+        word.startswith("-") and word.lstrip("-").partition("=")[0] in _HELP for word in argv[1:]
     ):
         console.say(help_text())
         sys.exit(0)

@@ -19,6 +19,8 @@ _EXIT_CODES = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: TERMINATED_
 # How the process that started us asks us to stop: once or more, and never as a second signal.
 # A terminal, or a service manager, may have sent us the same signal as it.
 STOP_REQUEST = signal.SIGUSR1
+# Of a terminal that is closed: from the kernel, and often from the shell, too.
+_HANG_UP = signal.SIGHUP
 _PR_SET_PDEATHSIG = 1
 
 _requested: signal.Signals | None = None
@@ -27,7 +29,7 @@ _deferred = False
 
 def install() -> None:
     """Takes SIGINT and SIGTERM over, for good; called once, by the main thread."""
-    for number in (*_EXIT_CODES, STOP_REQUEST):
+    for number in (*_EXIT_CODES, STOP_REQUEST, _HANG_UP):
         if signal.getsignal(number) != signal.SIG_IGN:  # As a shell starts background jobs.
             signal.signal(number, _handle)
     ours, theirs = socket.socketpair()
@@ -37,12 +39,14 @@ def install() -> None:
 
 
 def end_with_parent() -> None:
-    """Has the kernel send this process a SIGTERM when the one that started it ends, killed even.
+    """Has the kernel ask this process to stop when the one that started it ends, killed even.
+
+    It may ask more than once: for each thread of the other one.
 
     To be called in the child, before its program runs. Linux only; elsewhere nothing is done.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, STOP_REQUEST)
 
 
 @contextlib.contextmanager

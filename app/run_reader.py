@@ -1,7 +1,6 @@
 """A run on disk, brought back on any strategy and any devices."""
 
 import dataclasses
-import pathlib
 
 from app import console
 from app.caveats import injected_fault_caveat
@@ -15,7 +14,7 @@ from app.records.checkpoint import (
     find_best_checkpoint,
     find_newest_checkpoint,
 )
-from app.records.run_directory import load_run_config
+from app.records.run_directory import load_run_config, named_path
 
 # What the saved state stands for; everything else (strategy, devices) is free to be another.
 _KEPT = ("model", "recipe", "seed", "precision")
@@ -41,7 +40,7 @@ class SavedRun:
             OutputError: there is no run.
             CheckpointError: it has no usable checkpoint.
         """
-        run_dir = pathlib.Path(config.run).expanduser()
+        run_dir = named_path(config.run)
         run_config = load_run_config(run_dir)
         if run_config.get("command") == "verify":
             raise OutputError(

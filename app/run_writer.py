@@ -11,7 +11,7 @@ from app.devices import Devices
 from app.records import history as histories
 from app.records import plots
 from app.records.checkpoint import Checkpoint, Origin, save_checkpoint, set_aside, weights_sha256
-from app.records.files import remove, told_of
+from app.records.files import told_of
 from app.records.history import SUMMARY_FILE, Summary
 from app.records.run_log import RunLog
 from app.resumption import Resumed
@@ -69,7 +69,7 @@ class RunWriter:
         elif resumed.found.damaged:  # These may tell of an epoch that is lost.
             for name in (SUMMARY_FILE, "accuracy.png", "accuracy.svg"):
                 with told_of(self._run_dir / name):
-                    remove(self._run_dir / name)
+                    (self._run_dir / name).unlink(missing_ok=True)
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
         """Saves a checkpoint and, where it ends an epoch, what is to be read of that epoch.

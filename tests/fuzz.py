@@ -218,6 +218,7 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
         folder = pathlib.Path(name)
         progress = Progress(
             **{"step": 17, "epoch_step": 7, "loss_sum": 1.5, "correct": 3, "examples": 4},
+            epoch_sec=0.5,
             history=[_RECORD],
             changes=["seed 0 → 1"],
         )

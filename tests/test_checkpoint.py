@@ -1,5 +1,6 @@
 """Checkpoints: round trip, what is kept, what is refused, and every point of a write cut off."""
 
+import dataclasses
 import errno
 import io
 import json
@@ -42,7 +43,8 @@ def record(epoch, *, accuracy=0.5, step=None):
 
 def make(step=7, **progress):
     epoch_step = step % 10
-    progress = Progress(step, **{"epoch_step": epoch_step, "examples": epoch_step, **progress})
+    defaults = {"epoch_step": epoch_step, "examples": epoch_step, "epoch_sec": 0.1 * epoch_step}
+    progress = Progress(step, **{**defaults, **progress})
     return Checkpoint(ORIGIN, progress, STATE, STATISTICS)
 
 
@@ -57,7 +59,7 @@ def names(run_dir):
 
 def test_round_trip(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
-    saved = make(loss_sum=0.1, history=[record(1)], changes=["seed 0 → 1"])
+    saved = make(loss_sum=0.1, history=[record(1, step=5)], changes=["seed 0 → 1"])
     save_checkpoint(tmp_path, saved)
     path = tmp_path / "checkpoints" / "step-00000007"
     found = find_newest_checkpoint(tmp_path)
@@ -244,7 +246,21 @@ CRAFTED = {
     "no history": (lambda m: m["progress"].update(history=[1]), None, "must be a mapping"),
     "sums over nothing": (lambda m: m["progress"].update(examples=0), None, "over 0 examples"),
     "a sum that is none": (
-        lambda m: m["progress"].update(loss_sum=float("nan")), None, "examples that cannot be",
+        lambda m: m["progress"].update(loss_sum=float("nan")), None, "are no finite numbers",
+    ),
+    "a number beyond all": (
+        lambda m: m["progress"].update(total_sec=10**400), None, "too large",
+    ),
+    "an epoch of another number": (
+        lambda m: m["progress"].update(history=[dataclasses.asdict(record(2, step=3))]), None,
+        "do not follow one another",
+    ),
+    "steps that shrink": (
+        lambda m: m["progress"].update(history=[dataclasses.asdict(record(1, step=8))]), None,
+        "steps do not rise",
+    ),
+    "more replicas than there are": (
+        lambda m: m.update(replica_statistics=[[]] * 5000), None, "5000 replicas",
     ),
     "beyond the epoch": (lambda m: m["origin"].update(steps_per_epoch=3), None, "of the epoch 7"),
     "another version": (lambda m: m.update(format_version=1), None, "format version 1"),

@@ -1,5 +1,6 @@
 """What a run survives, as a user sees it: signals, stalls, kills; each in processes of its own."""
 
+import os
 import shlex
 import signal
 import subprocess
@@ -8,10 +9,12 @@ import time
 
 import pytest
 
+from app.commands.train import open_log
+from app.errors import OutputError
 from app.records.checkpoint import checkpoint_paths
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
-from app.records.run_log import check_log, load_attempts
+from app.records.run_log import RunLog, check_log, load_attempts
 from conftest import ROOT, program_environment, run_main, run_ok
 
 JOB = [
@@ -138,3 +141,45 @@ def test_a_bad_fault_point_is_refused_before_anything(tmp_path):
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "LOCKSTEP_FAULT=step:1:explode" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_in_the_temporary_directory(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    run_ok(*JOB, f"--out={tmp_path}/run", env={"TMPDIR": f"{tmp_path}/tmp"})
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_comparison_does_not_follow_a_link(tmp_path):
+    command = ["compare", "--strategies=manual,mirrored", *JOB, f"--out={tmp_path}/c"]
+    process = start(*command)
+    wait_for_checkpoint(process, tmp_path / "c" / "manual")
+    process.kill()
+    process.communicate()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "c" / "mirrored").symlink_to("../elsewhere")
+    result = run_main(*command)
+    assert result.returncode == 5 and "mirrored is a symbolic link" in result.stderr
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "out", ["/dev/null/x", "a" * 300, "~nosuchuser/x", "/proc/x", "{folder}/file", "{folder}/pipe"]
+)
+def test_places_that_are_no_directories(tmp_path, out):
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    result = run_main(*JOB, f"--out={out.format(folder=tmp_path)}")
+    assert result.returncode == 5 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("name", [".lock", "log.txt", "log.jsonl", "config.json"])
+def test_pipes_in_the_place_of_records_are_refused(tmp_path, name):
+    """Whether at the start or when it is first written to: never a wait for the other end."""
+    with open_run_directory(tmp_path, {}) as run_directory:
+        run_directory.start(overwrite=False)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OutputError), open_run_directory(tmp_path, {}):
+        open_log(tmp_path)
+        RunLog(tmp_path).start(versions={})

@@ -1,11 +1,9 @@
 """`benchmark`: strategies, device counts, batches and precisions, timed in turn."""
 
-import pathlib
-
 from app import console
 from app.commands.train import default_out, open_log
 from app.config import Config
-from app.records.run_directory import RunDirectory, open_run_directory
+from app.records.run_directory import RunDirectory, named_path, open_run_directory
 from app.speed.benchmark import (
     BENCHMARK_FILE,
     create_points,
@@ -19,7 +17,7 @@ from app.speed.rounds import measure
 def run(config: Config) -> int:
     """Measures every point, prints tables and remarks, and saves them with two figures."""
     points = create_points(config)
-    path = pathlib.Path(config.out or default_out(config)).expanduser()
+    path = named_path(config.out or default_out(config))
     with open_run_directory(path, {**_fields(config), "command": "benchmark"}) as run_directory:
         open_log(path)
         if not config.overwrite:

@@ -9,12 +9,12 @@ from app import console, interruption
 from app.caveats import caveats
 from app.commands.train import default_out, open_log
 from app.config import Config
-from app.errors import Terminated, TrainingFailedError
+from app.errors import OutputError, Terminated, TrainingFailedError
 from app.options import COMMANDS
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.records.files import write_json
 from app.records.history import load_summary
-from app.records.run_directory import CONFIG_FILE, open_run_directory
+from app.records.run_directory import CONFIG_FILE, named_path, open_run_directory
 
 
 def run(config: Config) -> int:
@@ -23,7 +23,7 @@ def run(config: Config) -> int:
     Raises:
         TrainingFailedError: one of them did not finish; its exit code becomes ours.
     """
-    path = pathlib.Path(config.out or default_out(config)).expanduser()
+    path = named_path(config.out or default_out(config))
     fields = {
         **config.result_fields(),
         "strategy": ",".join(config.strategies),
@@ -39,6 +39,11 @@ def run(config: Config) -> int:
         console.say(f"training with {', '.join(order)}, one after another")
         for strategy in order:
             console.say(f"\n{strategy}")
+            if (path / strategy).is_symlink():
+                raise OutputError(
+                    f"{path / strategy} is a symbolic link — a directory is required, for nothing"
+                    " is written outside of --out; move what it leads to here"
+                )
             exit_code = _train_in_own_process(config, strategy, path / strategy)
             if exit_code:
                 if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: it is free again.

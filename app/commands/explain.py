@@ -1,11 +1,9 @@
 """`explain`: a step told with its numbers, where its time goes, what more devices would do."""
 
-import pathlib
-
 from app import console
 from app.commands.train import default_out, open_log
 from app.config import Config
-from app.records.run_directory import RunDirectory, open_run_directory
+from app.records.run_directory import RunDirectory, named_path, open_run_directory
 from app.speed.anatomy import Design, dissect
 from app.speed.explain import EXPLAIN_FILE, print_explanation, write_explanation
 from app.speed.rounds import measure
@@ -14,7 +12,7 @@ from app.speed.story import print_story, tell_step
 
 def run(config: Config) -> int:
     """Tells a step, measures it with one part left out at a time, and prints what follows."""
-    path = pathlib.Path(config.out or default_out(config)).expanduser()
+    path = named_path(config.out or default_out(config))
     fields = {"device_counts": config.counts, "repeats": config.repeats}
     fields |= {"command": "explain", **config.result_fields()}
     with open_run_directory(path, fields) as run_directory:

@@ -1,5 +1,6 @@
 """`train`: one training, in one directory."""
 
+import errno
 import itertools
 import pathlib
 import time
@@ -8,8 +9,9 @@ from app import console, devices, stall
 from app.caveats import caveats, injected_fault_caveat
 from app.config import Config
 from app.errors import CheckpointError, OutputError, StalledError
+from app.records.files import write_error
 from app.records.history import Summary, load_summary
-from app.records.run_directory import LOG_FILE, RunDirectory, open_run_directory
+from app.records.run_directory import LOG_FILE, RunDirectory, named_path, open_run_directory
 from app.records.run_log import RunLog, open_run_log
 from app.resumption import find_changes
 from app.validation import check_shards
@@ -17,7 +19,7 @@ from app.validation import check_shards
 
 def run(config: Config) -> int:
     """Trains, or goes on with a training, or prints the result of a finished one; returns 0."""
-    path = pathlib.Path(config.out or default_out(config)).expanduser()
+    path = named_path(config.out or default_out(config))
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
         console.set_overwriting(config.overwrite)
@@ -129,6 +131,8 @@ def open_log(path: pathlib.Path) -> None:
     try:
         console.open_log(path / LOG_FILE)
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise write_error(path / LOG_FILE, error) from error
         raise OutputError(
             f"{path / LOG_FILE}: {error.strerror} — a log that can be written is required;"
             " choose another --out"

@@ -10,7 +10,7 @@ from app.config import Config
 from app.errors import ConfigError, DifferentError
 from app.processes import call_in_own_process
 from app.records.files import temporary_path
-from app.records.run_directory import RunDirectory, open_run_directory
+from app.records.run_directory import RunDirectory, named_path, open_run_directory
 from app.verification import Recorded
 
 
@@ -20,7 +20,7 @@ def run(config: Config) -> int:
     Raises:
         DifferentError: a step is false, or a replica keeps the others waiting.
     """
-    path = pathlib.Path(config.out or default_out(config)).expanduser()
+    path = named_path(config.out or default_out(config))
     fields = {
         "command": "verify",
         **config.result_fields(),

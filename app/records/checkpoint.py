@@ -23,7 +23,7 @@ from app.errors import CheckpointError, OutputError, reason_of
 from app.fault_points import fault_point
 from app.records.arrays import ArraySpec, read_arrays, write_arrays
 from app.records.files import (
-    make_directory,
+    fsync,
     open_regular,
     read_json,
     remove,
@@ -34,9 +34,12 @@ from app.records.history import EpochRecord, checked_record
 
 FORMAT_VERSION = 2
 NUM_NEWEST_KEPT = 3
+# What an array takes in both files beside its values, about.
+_OVERHEAD_BYTES = 1024
 _STATE_FILE, _MANIFEST_FILE = "state.npz", "MANIFEST.json"
 # A run that goes on may replace what is being read, this often at most.
 _MAX_TRIES = 5
+_MAX_REPLICAS = 4096
 # What is not there, or not what it has to be. Another error may pass: it is no damage.
 _MEANS_DAMAGE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, None),
@@ -146,7 +149,9 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
     parent = _parent(run_dir)
     with told_of(parent):
         fault_point("checkpoint.directory")
-        make_directory(parent)
+        if not parent.is_dir():
+            parent.mkdir()
+            fsync(run_dir)
     path = parent / _name(checkpoint.progress.step)
     arrays = [*checkpoint.state.values(), *itertools.chain(*checkpoint.replica_statistics)]
 
@@ -157,7 +162,7 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
         manifest = _describe(checkpoint, directory / _STATE_FILE)
         (directory / _MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
-    size_bytes = sum(array.nbytes for array in arrays)
+    size_bytes = sum(array.nbytes + _OVERHEAD_BYTES for array in arrays)
     write_atomically(path, write, size_bytes=size_bytes, points="checkpoint")
     best = checkpoint.progress.best_epoch
     kept = {_name(best.step)} if best else set()
@@ -282,9 +287,16 @@ def set_aside(path: pathlib.Path) -> None:
 def checkpoint_paths(run_dir: pathlib.Path) -> list[pathlib.Path]:
     """Returns the finished checkpoints by step, whatever the times of their files say."""
     parent = _parent(run_dir)
-    if not parent.is_dir():
+    try:
+        names = os.listdir(parent)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    named = [(_NAME.fullmatch(path.name), path) for path in parent.iterdir()]
+    except OSError as error:
+        raise OutputError(
+            f"{parent}: {reason_of(error)} — checkpoints that can be read are required; check its"
+            " permissions"
+        ) from error
+    named = [(_NAME.fullmatch(name), parent / name) for name in names]
     return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
 
 
@@ -331,6 +343,8 @@ def _load(path: pathlib.Path) -> Checkpoint:
     if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
         raise ValueError("arrays without a name of their own")
     specs = _parse_specs(manifest["arrays"])
+    if len(manifest["replica_statistics"]) > _MAX_REPLICAS:
+        raise ValueError(f"{len(manifest['replica_statistics'])} replicas")
     per_replica_specs = [_parse_specs(list_) for list_ in manifest["replica_statistics"]]
     _verify_file(path / _STATE_FILE, **manifest["files"][_STATE_FILE])
     all_specs = [*specs, *itertools.chain(*per_replica_specs)]
@@ -366,9 +380,16 @@ def _parse_progress(values: dict, steps_per_epoch: int) -> Progress:
         raise ValueError(f"step {progress.step}, of the epoch {progress.epoch_step}")
     if [record.epoch for record in history] != list(range(1, len(history) + 1)):
         raise ValueError("epochs that do not follow one another")
-    sums = (progress.loss_sum, progress.epoch_sec, progress.total_sec)
-    if not all(map(math.isfinite, sums)) or (progress.epoch_step and progress.examples < 1):
-        raise ValueError(f"sums over {progress.examples} examples that cannot be")
+    steps = [0, *(record.step for record in history), progress.step + 1]
+    if any(after <= before for before, after in itertools.pairwise(steps)):
+        raise ValueError("epochs whose steps do not rise")
+    numbers = [progress.loss_sum, progress.epoch_sec, progress.total_sec]
+    for record in history:
+        numbers += [v for v in dataclasses.astuple(record) if not isinstance(v, str)]
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise ValueError("losses, accuracies or times that are no finite numbers")
+    if progress.epoch_step and min(progress.examples, progress.epoch_sec) <= 0:
+        raise ValueError(f"{progress.epoch_step} steps over {progress.examples} examples")
     return progress
 
 

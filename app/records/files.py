@@ -45,7 +45,9 @@ def write_atomically(
         for written in [temporary, *sorted(temporary.rglob("*"))]:
             fsync(written)
         fault_point(f"{points}.before_rename")
-        if path.is_dir():  # A directory cannot be replaced in one go: see `recover_replaced`.
+        if (
+            temporary.is_dir() and path.is_dir()
+        ):  # A directory cannot be replaced in one go: see `recover_replaced`.
             remove(replaced)
             path.rename(replaced)
             fault_point(f"{points}.between")
@@ -87,16 +89,24 @@ def write_json(path: pathlib.Path, value) -> None:
 def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = None) -> LockstepError:
     """Returns what to raise when writing `path` has failed: `DiskFullError` or `OutputError`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(path.parent).free
+        file_system = os.statvfs(_existing(path))
         needed = f"{size_bytes:,} bytes needed, " if size_bytes else ""
+        free = f"{file_system.f_bavail * file_system.f_frsize:,} free"
+        if file_system.f_files and not file_system.f_favail:
+            free += ", but no file more can be made there"
         return DiskFullError(
-            f"{path}: {error.strerror}, {needed}{free:,} free — space for it is required;"
+            f"{path}: {error.strerror}, {needed}{free} — space for it is required;"
             " make room, then run the same command again"
         )
     return OutputError(
         f"{path}: {error.strerror} — a place that can be written to is required; give another one"
         " with --out"
     )
+
+
+def _existing(path: pathlib.Path) -> pathlib.Path:
+    """Returns the nearest place above `path` that is there."""
+    return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def temporary_path(path: pathlib.Path) -> pathlib.Path:

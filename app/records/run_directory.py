@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import stat
 from collections.abc import Iterator
 
 from app.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
@@ -17,6 +18,7 @@ from app.records.files import (
     remove,
     temporary_path,
     told_of,
+    write_error,
     write_json,
 )
 
@@ -107,6 +109,20 @@ class RunDirectory:
             remove(path)
 
 
+def named_path(name: str) -> pathlib.Path:
+    """Returns the path that a flag names; `~` is somebody's home.
+
+    Raises:
+        OutputError: nobody of that name has one.
+    """
+    try:
+        return pathlib.Path(name).expanduser()
+    except RuntimeError as error:
+        raise OutputError(
+            f"{name}: {reason_of(error)} — a directory is required; write its path in full"
+        ) from error
+
+
 @contextlib.contextmanager
 def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirectory]:
     """Makes `path` with its parents, or finds it to be ours, and holds its lock.
@@ -186,7 +202,11 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
                 " or that of a run, is required; choose another name"
             )
         descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, f"{LOCK_FILE} is not a regular file")
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise write_error(path / LOCK_FILE, error) from error
         raise OutputError(
             f"--out={path}: {reason_of(error)} — a directory that can be made and written to is"
             " required; choose another place"
