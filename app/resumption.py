@@ -7,8 +7,10 @@ from typing import NamedTuple
 from app import console
 from app.config import Config
 from app.errors import CheckpointError
-from app.records.checkpoint import Checkpoint, Found, Origin, Progress, find_newest_checkpoint
+from app.records.checkpoint import Checkpoint
+from app.records.checkpoint_search import Found, find_newest_checkpoint
 from app.records.history import HISTORY_FILE
+from app.records.progress import Origin, Progress
 
 # Another way to make the same steps: what it trains is the same but for rounding.
 _HOW = {

@@ -9,11 +9,8 @@ from app.data.dataset import ImageDataset
 from app.data.source import load_dataset
 from app.devices import Devices
 from app.errors import CheckpointError, ConfigError, DataError, OutputError
-from app.records.checkpoint import (
-    Checkpoint,
-    find_best_checkpoint,
-    find_newest_checkpoint,
-)
+from app.records.checkpoint import Checkpoint
+from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
 from app.records.run_directory import load_run_config, named_path
 
 # What the saved state stands for; everything else (strategy, devices) is free to be another.

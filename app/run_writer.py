@@ -10,9 +10,11 @@ from app.data.dataset import ImageDataset
 from app.devices import Devices
 from app.records import history as histories
 from app.records import plots
-from app.records.checkpoint import Checkpoint, Origin, save_checkpoint, set_aside, weights_sha256
+from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
+from app.records.checkpoint_search import set_aside
 from app.records.files import told_of
 from app.records.history import SUMMARY_FILE, Summary
+from app.records.progress import Origin
 from app.records.run_log import RunLog
 from app.resumption import Resumed
 from strategies.base import Strategy

@@ -21,8 +21,9 @@ from app.memory import available_bytes, check_memory, too_large
 from app.proof.drift import Drift, check_replicas
 from app.proof.faults import inject, spoil_dataset
 from app.proof.probe import probe_exchange
-from app.records.checkpoint import Checkpoint, Origin, Progress
+from app.records.checkpoint import Checkpoint
 from app.records.history import EpochRecord, Summary
+from app.records.progress import Origin, Progress
 from app.records.run_log import RunLog
 from app.resumption import find_state
 from app.run_writer import RunWriter, summary_template

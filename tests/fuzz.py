@@ -32,8 +32,10 @@ from app.data.fashion_mnist import SHA256, load_fashion_mnist
 from app.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
 from app.options import COMMANDS
 from app.records import checkpoint as checkpoints
-from app.records.checkpoint import Checkpoint, Origin, Progress, find_newest_checkpoint
+from app.records.checkpoint import Checkpoint
+from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import EpochRecord
+from app.records.progress import Origin, Progress
 from app.records.run_directory import open_run_directory
 from app.resumption import find_changes
 from app.run_reader import SavedRun

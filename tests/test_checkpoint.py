@@ -16,15 +16,10 @@ from app import fault_points
 from app.errors import CheckpointError, ConfigError, DiskFullError, OutputError
 from app.records import checkpoint as checkpoints
 from app.records.arrays import ArraySpec, read_arrays, write_arrays
-from app.records.checkpoint import (
-    Checkpoint,
-    Origin,
-    Progress,
-    find_best_checkpoint,
-    find_newest_checkpoint,
-    save_checkpoint,
-)
+from app.records.checkpoint import Checkpoint, save_checkpoint
+from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
 from app.records.history import EpochRecord
+from app.records.progress import Origin, Progress
 from app.records.run_directory import open_run_directory
 
 STATE = {

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from app.records.checkpoint import find_newest_checkpoint
+from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import load_summary
 from app.records.run_log import check_log
 from conftest import ROOT, program_environment, run_main, run_ok

@@ -6,9 +6,11 @@ import pytest
 from app.errors import DataError
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.proof.difference import WeightDifference
-from app.records.checkpoint import Checkpoint, save_checkpoint
+from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
 from app.records.history import write_summary
-from test_records import STATE, make_summary
+from app.records.progress import Progress
+from test_checkpoint import ORIGIN, STATE
+from test_records import make_summary
 
 
 def changed(name, index, value):
@@ -48,8 +50,9 @@ def test_other_models_cannot_be_compared():
 
 def make_run(path, state, **changes):
     path.mkdir()
-    write_summary(path, make_summary(steps=10, **changes))
-    save_checkpoint(path, Checkpoint(10, state, {}))
+    summary = make_summary(steps=10, weights_sha256=weights_sha256(state), **changes)
+    write_summary(path, summary)
+    save_checkpoint(path, Checkpoint(ORIGIN, Progress(10), state))
     return path
 
 

@@ -20,7 +20,8 @@ from app.errors import (
 )
 from app.evaluation import evaluate
 from app.proof.comparison import compare_weights
-from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
+from app.records.checkpoint import checkpoint_paths
+from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
 from app.records.run_log import check_log, load_attempts, open_run_log

@@ -12,7 +12,7 @@ from app import verification
 from app.commands import verify
 from app.config import Config
 from app.errors import ConfigError
-from app.records.checkpoint import find_newest_checkpoint
+from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.records.verify_plot import plot_verification
 from app.verification import Recorded

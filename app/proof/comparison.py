@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from app.errors import CheckpointError, DataError
 from app.proof.difference import WeightDifference
-from app.records.checkpoint import find_newest_checkpoint, weights_sha256
+from app.records.checkpoint import weights_sha256
+from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import Summary, load_summary
 
 HEADER = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]

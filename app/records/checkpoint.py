@@ -10,12 +10,10 @@ import errno
 import hashlib
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,85 +28,20 @@ from app.records.files import (
     told_of,
     write_atomically,
 )
-from app.records.history import EpochRecord, checked_record
+from app.records.history import checked_record
+from app.records.progress import Origin, Progress
 
 FORMAT_VERSION = 2
 NUM_NEWEST_KEPT = 3
 # What an array takes in both files beside its values, about.
 _OVERHEAD_BYTES = 1024
 _STATE_FILE, _MANIFEST_FILE = "state.npz", "MANIFEST.json"
-# A run that goes on may replace what is being read, this often at most.
-_MAX_TRIES = 5
 _MAX_REPLICAS = 4096
 # What is not there, or not what it has to be. Another error may pass: it is no damage.
 _MEANS_DAMAGE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, None),
 }
 _NAME = re.compile(r"step-(\d{8,12})")
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """What was trained on what. A run that resumes compares it with its own.
-
-    Attributes:
-        config: the flags that a result depends on: model, precision, seed, recipe, batch and so on.
-        learning_rate: the peak, the recipe's own where no flag gave one.
-        steps_per_epoch: batches of an epoch.
-        dataset: name of the images.
-        dataset_sha256: of all of them, in order.
-        test_part_sha256: of the test part.
-        num_replicas: how many copies of the model were trained.
-        versions: of everything that numbers depend on.
-    """
-
-    config: dict
-    learning_rate: float
-    steps_per_epoch: int
-    dataset: str
-    dataset_sha256: str
-    test_part_sha256: str
-    num_replicas: int
-    versions: dict
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far a training is.
-
-    Attributes:
-        step: optimizer steps made since the start.
-        epoch_step: how many of them in the epoch under way, which is its position in the data.
-        loss_sum: over the examples of the epoch under way.
-        correct: likewise.
-        examples: likewise.
-        epoch_sec: of training in the epoch under way.
-        statistics_apart: see `EpochRecord`, where the epoch under way is being evaluated.
-        total_sec: since the start, in all attempts.
-        history: the epochs that are finished.
-        changes: what was changed on the way, a line each.
-    """
-
-    step: int = 0
-    epoch_step: int = 0
-    loss_sum: float = 0.0
-    correct: int = 0
-    examples: int = 0
-    epoch_sec: float = 0.0
-    statistics_apart: float = 0.0
-    total_sec: float = 0.0
-    history: list[EpochRecord] = dataclasses.field(default_factory=list)
-    changes: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def epoch(self) -> int:
-        """How many epochs are finished."""
-        return len(self.history)
-
-    @property
-    def best_epoch(self) -> EpochRecord | None:
-        """The first of those with the highest test accuracy."""
-        return max(self.history, key=lambda record: record.test_accuracy, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,85 +138,6 @@ def _describe(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:
     return {**manifest, "sha256": _manifest_sha256(manifest)}
 
 
-class Found(NamedTuple):
-    """What a search for a checkpoint came to.
-
-    Attributes:
-        checkpoint: the newest that verifies.
-        path: where it is.
-        damaged: newer ones that do not, the newest first, each with the reason.
-    """
-
-    checkpoint: Checkpoint
-    path: pathlib.Path
-    damaged: list[tuple[pathlib.Path, str]]
-
-    def warning(self) -> str | None:
-        """Names the damaged ones and what is used in their place; None where none is."""
-        if not self.damaged:
-            return None
-        told = "; ".join(f"{path} ({reason})" for path, reason in self.damaged)
-        return f"damaged checkpoint: {told}. {self.path} is used, the newest one that verifies"
-
-
-def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
-    """Loads the newest checkpoint of a run that verifies; None where it has none at all.
-
-    Raises:
-        CheckpointError: there are some, but none that verifies.
-    """
-    for _ in range(_MAX_TRIES):
-        damaged: list[tuple[pathlib.Path, str]] = []
-        for path in reversed(checkpoint_paths(run_dir)):
-            try:
-                return Found(load_checkpoint(path), path, damaged)
-            except CheckpointError as error:
-                damaged.append((path, reason_of(error.__cause__)))
-        if not damaged:
-            return None
-        if all(os.path.lexists(path) for path, _ in damaged):
-            break  # Else a run that goes on has just replaced them by newer ones.
-    path, reason = damaged[0]
-    others = f", nor do the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
-    raise CheckpointError(
-        f"{path}: does not verify ({reason}){others} — one that does is required;"
-        " train again into another directory, or use --overwrite"
-    )
-
-
-def find_best_checkpoint(run_dir: pathlib.Path) -> Found | None:
-    """Loads the checkpoint with the highest test accuracy of those that end an epoch and verify.
-
-    The newest one where none ends an epoch; None where there is none at all.
-
-    Raises:
-        CheckpointError: there are some, but none that verifies.
-    """
-    accuracies, damaged = {}, []
-    for path in checkpoint_paths(run_dir):
-        try:
-            progress = _load_manifest(path)[1]
-        except Exception as error:
-            damaged.append((path, reason_of(error)))
-            continue
-        if progress.history and not progress.epoch_step:
-            accuracies[path] = progress.history[-1].test_accuracy
-    for path in sorted(accuracies, key=accuracies.get, reverse=True):
-        try:
-            return Found(load_checkpoint(path), path, damaged)
-        except CheckpointError as error:
-            damaged.append((path, reason_of(error.__cause__)))
-    return find_newest_checkpoint(run_dir)
-
-
-def set_aside(path: pathlib.Path) -> None:
-    """Gives a damaged checkpoint a name under which nothing will look for it again."""
-    aside = path.with_name(f"damaged-{path.name}")
-    with told_of(path):
-        remove(aside)
-        path.rename(aside)
-
-
 def checkpoint_paths(run_dir: pathlib.Path) -> list[pathlib.Path]:
     """Returns the finished checkpoints by step, whatever the times of their files say."""
     parent = _parent(run_dir)
@@ -338,7 +192,7 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
 
 
 def _load(path: pathlib.Path) -> Checkpoint:
-    origin, progress, manifest = _load_manifest(path)
+    origin, progress, manifest = load_manifest(path)
     names = [described["name"] for described in manifest["arrays"]]
     if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
         raise ValueError("arrays without a name of their own")
@@ -354,8 +208,12 @@ def _load(path: pathlib.Path) -> Checkpoint:
     return Checkpoint(origin, progress, state, statistics)
 
 
-def _load_manifest(path: pathlib.Path) -> tuple[Origin, Progress, dict]:
-    """Returns what a manifest tells, checked as far as it goes without the arrays."""
+def load_manifest(path: pathlib.Path) -> tuple[Origin, Progress, dict]:
+    """Returns what a manifest tells, checked as far as it goes without the arrays.
+
+    Raises:
+        What `load_checkpoint` makes a `CheckpointError` of.
+    """
     if path.is_symlink():
         raise ValueError("a symbolic link")
     manifest = read_json(path / _MANIFEST_FILE)
@@ -367,30 +225,10 @@ def _load_manifest(path: pathlib.Path) -> tuple[Origin, Progress, dict]:
     if manifest.pop("sha256") != _manifest_sha256(manifest):
         raise ValueError(f"{_MANIFEST_FILE} has another SHA-256 than it says")
     origin = checked_record(Origin, manifest["origin"])
-    progress = _parse_progress(manifest["progress"], origin.steps_per_epoch)
+    progress = Progress.parse(manifest["progress"], origin.steps_per_epoch)
     if path.name != _name(progress.step):
         raise ValueError(f"{_MANIFEST_FILE} says step {progress.step}")
     return origin, progress, manifest
-
-
-def _parse_progress(values: dict, steps_per_epoch: int) -> Progress:
-    history = [checked_record(EpochRecord, record) for record in values["history"]]
-    progress = checked_record(Progress, {**values, "history": history})
-    if not 0 <= progress.epoch_step <= min(progress.step, steps_per_epoch):
-        raise ValueError(f"step {progress.step}, of the epoch {progress.epoch_step}")
-    if [record.epoch for record in history] != list(range(1, len(history) + 1)):
-        raise ValueError("epochs that do not follow one another")
-    steps = [0, *(record.step for record in history), progress.step + 1]
-    if any(after <= before for before, after in itertools.pairwise(steps)):
-        raise ValueError("epochs whose steps do not rise")
-    numbers = [progress.loss_sum, progress.epoch_sec, progress.total_sec]
-    for record in history:
-        numbers += [v for v in dataclasses.astuple(record) if not isinstance(v, str)]
-    if not all(math.isfinite(number) and number >= 0 for number in numbers):
-        raise ValueError("losses, accuracies or times that are no finite numbers")
-    if progress.epoch_step and min(progress.examples, progress.epoch_sec) <= 0:
-        raise ValueError(f"{progress.epoch_step} steps over {progress.examples} examples")
-    return progress
 
 
 def _parse_specs(described: Sequence[Mapping]) -> list[ArraySpec]:

@@ -1,0 +1,91 @@
+"""Which checkpoint of a run to go on with: the newest, or the best, that verifies."""
+
+import os
+import pathlib
+from typing import NamedTuple
+
+from app.errors import CheckpointError, reason_of
+from app.records.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint, load_manifest
+from app.records.files import remove, told_of
+
+# A run that goes on may replace what is being read, this often at most.
+_MAX_TRIES = 5
+
+
+class Found(NamedTuple):
+    """What a search for a checkpoint came to.
+
+    Attributes:
+        checkpoint: the newest that verifies.
+        path: where it is.
+        damaged: newer ones that do not, the newest first, each with the reason.
+    """
+
+    checkpoint: Checkpoint
+    path: pathlib.Path
+    damaged: list[tuple[pathlib.Path, str]]
+
+    def warning(self) -> str | None:
+        """Names the damaged ones and what is used in their place; None where none is."""
+        if not self.damaged:
+            return None
+        told = "; ".join(f"{path} ({reason})" for path, reason in self.damaged)
+        return f"damaged checkpoint: {told}. {self.path} is used, the newest one that verifies"
+
+
+def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
+    """Loads the newest checkpoint of a run that verifies; None where it has none at all.
+
+    Raises:
+        CheckpointError: there are some, but none that verifies.
+    """
+    for _ in range(_MAX_TRIES):
+        damaged: list[tuple[pathlib.Path, str]] = []
+        for path in reversed(checkpoint_paths(run_dir)):
+            try:
+                return Found(load_checkpoint(path), path, damaged)
+            except CheckpointError as error:
+                damaged.append((path, reason_of(error.__cause__)))
+        if not damaged:
+            return None
+        if all(os.path.lexists(path) for path, _ in damaged):
+            break  # Else a run that goes on has just replaced them by newer ones.
+    path, reason = damaged[0]
+    others = f", nor do the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
+    raise CheckpointError(
+        f"{path}: does not verify ({reason}){others} — one that does is required;"
+        " train again into another directory, or use --overwrite"
+    )
+
+
+def find_best_checkpoint(run_dir: pathlib.Path) -> Found | None:
+    """Loads the checkpoint with the highest test accuracy of those that end an epoch and verify.
+
+    The newest one where none ends an epoch; None where there is none at all.
+
+    Raises:
+        CheckpointError: there are some, but none that verifies.
+    """
+    accuracies, damaged = {}, []
+    for path in checkpoint_paths(run_dir):
+        try:
+            progress = load_manifest(path)[1]
+        except Exception as error:
+            damaged.append((path, reason_of(error)))
+            continue
+        if progress.history and not progress.epoch_step:
+            accuracies[path] = progress.history[-1].test_accuracy
+    for path in sorted(accuracies, key=accuracies.get, reverse=True):
+        try:
+            return Found(load_checkpoint(path), path, damaged)
+        except CheckpointError as error:
+            damaged.append((path, reason_of(error.__cause__)))
+    return find_newest_checkpoint(run_dir)
+
+
+def set_aside(path: pathlib.Path) -> None:
+    """Gives a damaged checkpoint a name under which nothing will look for it again."""
+    aside = path.with_name(f"damaged-{path.name}")
+    with told_of(path):
+        remove(aside)
+        path.rename(aside)
