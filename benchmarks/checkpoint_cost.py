@@ -1,0 +1,71 @@
+"""What a checkpoint of ResNet-18 costs: how long the training waits, and how much memory it takes.
+
+python benchmarks/checkpoint_cost.py [number of replicas]
+"""
+
+import dataclasses
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from app import devices
+from app.config import Config
+
+NUM_SAVES, INTERVAL_SEC = 9, 300
+
+
+def memory_mib(field: str) -> float:
+    """Returns a field of this process's memory: `VmRSS`, or `VmHWM` for its peak."""
+    with open("/proc/self/status", encoding="utf-8") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
+
+
+def reset_peak() -> None:
+    """Lets the peak begin anew from what is used now."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def main(num_replicas: int) -> None:
+    """Trains two steps, then saves some times in the middle of an epoch."""
+    config = Config(
+        model="resnet18", global_batch_size=16, device="cpu", num_devices=num_replicas,
+        dataset="synthetic", recipe="fast",
+    )  # fmt: skip
+    prepared = devices.set_up(config)
+    from app.data.synthetic import generate_synthetic
+    from app.records.run_log import open_run_log
+    from app.training import Training
+
+    dataset = generate_synthetic(num_train=64, num_test=20)
+    with tempfile.TemporaryDirectory() as folder, open_run_log(pathlib.Path(folder)) as log:
+        training = Training(config, prepared, dataset, pathlib.Path(folder))
+        training._begin(log)
+        training._compile_sec = 0.0
+        iterator = training.strategy.distribute(training._batches())
+        totals = training.strategy.train_steps(iterator, 2)
+        training._advance(2, totals, 1.0)
+        state = training.strategy.state()
+        size_mib = sum(array.nbytes for array in state.values()) / 2**20
+        del state
+        seconds, grown_mib = [], []
+        for step in range(3, 3 + NUM_SAVES):
+            training._progress = dataclasses.replace(training._progress, step=step)
+            reset_peak()
+            before_mib, start = memory_mib("VmRSS"), time.monotonic()
+            training._save()
+            seconds.append(time.monotonic() - start)
+            grown_mib.append(memory_mib("VmHWM") - before_mib)
+    median = statistics.median(seconds)
+    print(
+        f"ResNet-18, {num_replicas} replicas: {median:.2f} s a save ({min(seconds):.2f} to"
+        f" {max(seconds):.2f}), {100 * median / INTERVAL_SEC:.2f} % of {INTERVAL_SEC} s; memory"
+        f" grows by {max(grown_mib):.0f} MiB, a copy of the state has {size_mib:.0f}"
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
