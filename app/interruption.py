@@ -22,6 +22,7 @@ STOP_REQUEST = signal.SIGUSR1
 # Of a terminal that is closed: from the kernel, and often from the shell, too.
 _HANG_UP = signal.SIGHUP
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # Loaded here: a child that has just been forked should load nothing.
 
 _requested: signal.Signals | None = None
 _deferred = False
@@ -46,7 +47,7 @@ def end_with_parent() -> None:
     To be called in the child, before its program runs. Linux only; elsewhere nothing is done.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, STOP_REQUEST)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, STOP_REQUEST)
 
 
 @contextlib.contextmanager

@@ -45,9 +45,7 @@ def write_atomically(
         for written in [temporary, *sorted(temporary.rglob("*"))]:
             fsync(written)
         fault_point(f"{points}.before_rename")
-        if (
-            temporary.is_dir() and path.is_dir()
-        ):  # A directory cannot be replaced in one go: see `recover_replaced`.
+        if temporary.is_dir() and path.is_dir():  # Not in one go: see `recover_replaced`.
             remove(replaced)
             path.rename(replaced)
             fault_point(f"{points}.between")
