@@ -56,7 +56,10 @@ def end(process, timeout=30):
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, small_data):
     run_dir = tmp_path_factory.mktemp("whole")
-    run_ok(*JOB, f"--out={run_dir}", env={"FASHION_MNIST_DIR": str(small_data)})
+    temporary = tmp_path_factory.mktemp("tmp")
+    environment = {"FASHION_MNIST_DIR": str(small_data), "TMPDIR": str(temporary)}
+    run_ok(*JOB, f"--out={run_dir}", env=environment)
+    assert list(temporary.iterdir()) == []  # TensorFlow would leave some twenty files there.
     return load_summary(run_dir)
 
 
@@ -100,11 +103,11 @@ def test_a_second_signal_leaves_at_once(tmp_path):
 
 def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path):
     result = run_main(
-        *JOB, f"--out={tmp_path}/run", "--stall_timeout_sec=2",
+        *JOB, f"--out={tmp_path}/run", "--stall_timeout_sec=8",
         env={"LOCKSTEP_FAULT": "step:3:delay"},
     )  # fmt: skip
     assert result.returncode == 138
-    assert result.stderr.splitlines()[-1].startswith("error: no progress for 2 s")
+    assert result.stderr.splitlines()[-1].startswith("error: no progress for 8 s")
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "in fault_point" in log and "in _train_epoch" in log
     assert load_attempts(tmp_path / "run")[0].stop["status"] == "stalled"
@@ -120,6 +123,13 @@ def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path):
     (attempt,) = load_attempts(tmp_path / "c" / "manual")
     assert attempt.stop["status"] == "terminated"
     assert not (tmp_path / "c" / "mirrored").exists()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "c" / "manual").rename(tmp_path / "moved")
+    (tmp_path / "c" / "manual").symlink_to("../elsewhere")
+    command = ["compare", "--strategies=manual,mirrored", *JOB, f"--out={tmp_path}/c"]
+    result = run_main(*command)
+    assert result.returncode == 5 and "manual is a symbolic link" in result.stderr
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_comparison_that_is_killed_leaves_no_training_behind(tmp_path):
@@ -141,25 +151,6 @@ def test_a_bad_fault_point_is_refused_before_anything(tmp_path):
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "LOCKSTEP_FAULT=step:1:explode" in result.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_left_in_the_temporary_directory(tmp_path):
-    (tmp_path / "tmp").mkdir()
-    run_ok(*JOB, f"--out={tmp_path}/run", env={"TMPDIR": f"{tmp_path}/tmp"})
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_a_comparison_does_not_follow_a_link(tmp_path):
-    command = ["compare", "--strategies=manual,mirrored", *JOB, f"--out={tmp_path}/c"]
-    process = start(*command)
-    wait_for_checkpoint(process, tmp_path / "c" / "manual")
-    process.kill()
-    process.communicate()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "c" / "mirrored").symlink_to("../elsewhere")
-    result = run_main(*command)
-    assert result.returncode == 5 and "mirrored is a symbolic link" in result.stderr
-    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @pytest.mark.parametrize(

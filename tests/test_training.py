@@ -22,6 +22,7 @@ from app.evaluation import evaluate
 from app.proof.comparison import compare_weights
 from app.records.checkpoint import checkpoint_paths
 from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.files import write_file
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
 from app.records.run_log import check_log, load_attempts, open_run_log
@@ -41,14 +42,20 @@ def dataset():
 
 @pytest.fixture(autouse=True)
 def _small_model(request, monkeypatch):
-    """Trains a dense layer in place of LeNet: it compiles in half the time."""
+    """Trains a dense layer in place of LeNet and draws nothing: half the time goes into both."""
     if "whole_lenet" not in request.fixturenames:
         monkeypatch.setitem(MODELS, "lenet", build_dense_network)
+        monkeypatch.setattr("app.records.plots.plot_accuracy", plot_nothing)
+
+
+def plot_nothing(run_dirs, out_dir):
+    for name in ("accuracy.png", "accuracy.svg"):
+        write_file(out_dir / name, f"of {len(load_history(run_dirs[0]))} epochs")
 
 
 @pytest.fixture
 def whole_lenet():
-    """For tests that need the real network."""
+    """For tests that need the real network and figure."""
 
 
 def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
@@ -147,10 +154,10 @@ def test_another_strategy_goes_on_from_mid_epoch(dataset, tmp_path, capsys):
 def test_batch_norm_statistics_go_on_bit_for_bit(dataset, tmp_path, strategy, monkeypatch):
     """Replicas keep statistics of their own, which a checkpoint in mid-epoch must not average."""
     monkeypatch.setitem(MODELS, "lenet", build_one_block_resnet)
-    options = {"strategy": strategy, "epochs": 2, "steps_per_call": 1}
+    options = {"strategy": strategy, "epochs": 1, "steps_per_call": 1}
     whole = train(dataset, tmp_path / "whole", **options)
     options |= {"checkpoint_every": 3}
-    train_until(dataset, tmp_path / "cut", "step:9:raise", **options)
+    train_until(dataset, tmp_path / "cut", "step:4:raise", **options)
     own = find_newest_checkpoint(tmp_path / "cut").checkpoint.replica_statistics
     assert len(own) == 2 and not np.array_equal(own[0][0], own[1][0])
     assert train(dataset, tmp_path / "cut", **options).weights_sha256 == whole.weights_sha256
@@ -217,6 +224,7 @@ def whole_run(dataset, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS, "lenet", build_dense_network)
+        patch.setattr("app.records.plots.plot_accuracy", plot_nothing)
         train(dataset, run_dir, epochs=2)
     return run_dir
 
@@ -228,7 +236,7 @@ def whole_run(dataset, tmp_path_factory):
         *("checkpoint.before_rename:1", "checkpoint.after_rename:1", "checkpoint.before_rename:2"),
         *("checkpoint.after_rename:2", "checkpoint.after_rename:4", "history.before_rename:2"),
         *("summary.after_rename:1", "summary.before_rename:3", "accuracy.after_rename:1"),
-        *("log:1", "log:2", "log:4", "log:7", "log:10", "epoch:2", "evaluate:2"),
+        *("log:1", "log:4", "log:10", "epoch:2", "evaluate:2"),
     ],
 )
 def test_a_run_cut_off_while_it_saves_can_be_finished(dataset, tmp_path, whole_run, fault):
@@ -238,7 +246,7 @@ def test_a_run_cut_off_while_it_saves_can_be_finished(dataset, tmp_path, whole_r
     assert resumed.status == "finished" and load_summary(tmp_path) == resumed
     assert resumed.weights_sha256 == load_summary(whole_run).weights_sha256
     assert losses(tmp_path) == losses(whole_run)
-    assert (tmp_path / "accuracy.png").exists()
+    assert (tmp_path / "accuracy.png").read_text() == "of 2 epochs"
 
 
 @pytest.mark.parametrize("point", ["history.made", "summary.before_rename", "accuracy.made"])
