@@ -146,7 +146,9 @@ def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, file,
     assert found.path == good and [path for path, _ in found.damaged] == [bad]
     assert str(good) in found.warning() and str(bad) in found.warning()
     spoil(good / file, damage)
-    with pytest.raises(CheckpointError, match=r"step-00000008: does not verify .* 1 before it"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000008: does not verify .*, as all 2 here do"
+    ):
         find_newest_checkpoint(tmp_path)
 
 

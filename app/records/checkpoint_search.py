@@ -51,7 +51,7 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
         if all(os.path.lexists(path) for path, _ in damaged):
             break  # Else a run that goes on has just replaced them by newer ones.
     path, reason = damaged[0]
-    others = f", nor do the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
+    others = f", as all {len(damaged)} here do not" if len(damaged) > 1 else ""
     raise CheckpointError(
         f"{path}: does not verify ({reason}){others} — one that does is required;"
         " train again into another directory, or use --overwrite"
