@@ -19,7 +19,7 @@ def caveats(config: Config, summary: Summary) -> list[str]:
     """Returns a line for each way in which a run is not what its command asked for first."""
     lines = [injected_fault_caveat(summary.injected_fault)] if summary.injected_fault else []
     if summary.changes:
-        lines.append(f"changed on the way, so not one training: {'; '.join(summary.changes)}")
+        lines.append(f"changed on the way: {'; '.join(summary.changes)}")
     if config.dataset == "auto" and summary.dataset == "synthetic":
         lines.append(DATASET_CAVEATS["synthetic"])
     if summary.dataset == "unverified":

@@ -109,12 +109,12 @@ def _find_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
 
 def _load_idx(paths: Mapping[str, pathlib.Path], allow_unverified: bool) -> ImageDataset:
     """Loads the four original files, each checked for itself and images against labels."""
-    arrays, verified = {}, []
+    arrays, hashes = {}, {}
     for name, path in paths.items():
         content = _read(path)
         arrays[name] = _parse_idx(content, path, is_images="images" in name)
-        verified.append(_has_right_hash(name, content, path, allow_unverified))
-    return _assemble(arrays, paths, all(verified))
+        hashes[name] = hashlib.sha256(content).hexdigest()
+    return _assemble(arrays, hashes, paths, allow_unverified)
 
 
 def _read(path: pathlib.Path) -> bytes:
@@ -182,21 +182,16 @@ def _parse_idx(content: bytes, path: pathlib.Path, *, is_images: bool) -> np.nda
     return array
 
 
-def _has_right_hash(name: str, content: bytes, path, allow_unverified: bool) -> bool:
-    """Compares with the original's SHA-256; another one is refused unless it is allowed."""
-    found = hashlib.sha256(content).hexdigest()
-    if found != SHA256[name] and not allow_unverified:
-        raise DataError(
-            f"{path}: its content has SHA-256 {found[:12]}… — Fashion-MNIST has"
-            f" {SHA256[name][:12]}…; get it again, or accept it with --allow_unverified_data"
-        )
-    return found == SHA256[name]
-
-
 def _assemble(
-    arrays: Mapping[str, np.ndarray], sources: Mapping[str, object], verified: bool
+    arrays: Mapping[str, np.ndarray],
+    hashes: Mapping[str, str],
+    sources: Mapping[str, object],
+    allow_unverified: bool,
 ) -> ImageDataset:
-    """Puts four arrays together, as many labels as images."""
+    """Puts four arrays together: as many labels as images, and the originals' content.
+
+    Another content is refused unless it is allowed.
+    """
     names = list(SHA256)
     for images, labels in (names[:2], names[2:]):
         if len(arrays[images]) != len(arrays[labels]):
@@ -205,7 +200,14 @@ def _assemble(
                 f" {len(arrays[labels])} labels — one label for each image is required;"
                 " get both again"
             )
-    name = "fashion_mnist" if verified else "unverified"
+    others = [name for name in names if hashes[name] != SHA256[name]]
+    if others and not allow_unverified:
+        name = others[0]
+        raise DataError(
+            f"{sources[name]}: its content has SHA-256 {hashes[name][:12]}… — Fashion-MNIST has"
+            f" {SHA256[name][:12]}…; get it again, or accept it with --allow_unverified_data"
+        )
+    name = "unverified" if others else "fashion_mnist"
     return ImageDataset(name, *(arrays[name] for name in names))
 
 
@@ -224,7 +226,7 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.hashing import Hasher
 
-    arrays, verified = {}, []
+    arrays, hashes = {}, {}
     for split, prefix in (("train", "train"), ("test", "t10k")):
         try:
             builder = tfds.builder("fashion_mnist", data_dir=tfds_dir)
@@ -247,9 +249,9 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
             shape = array.shape[:3]
             content = struct.pack(f">I{len(shape)}I", magic, *shape) + array.tobytes()
             name = f"{prefix}-{kind}"
-            verified.append(_has_right_hash(name, content, tfds_dir, allow_unverified))
+            hashes[name] = hashlib.sha256(content).hexdigest()
             arrays[name] = array
-    return _assemble(arrays, dict.fromkeys(arrays, tfds_dir), all(verified))
+    return _assemble(arrays, hashes, dict.fromkeys(arrays, tfds_dir), allow_unverified)
 
 
 def _download(tfds_dir: pathlib.Path, looked: list[str]) -> None:
