@@ -93,5 +93,5 @@ def _watch(ours: socket.socket, theirs: socket.socket) -> None:
 
 def _leave(number: signal.Signals) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"a second {number.name}: left at once, as it was\n".encode())
+        os.write(2, f"a second {number.name}: left at once, what was saved stands\n".encode())
     console.leave(_EXIT_CODES[number])

@@ -97,7 +97,7 @@ def test_a_second_signal_leaves_at_once(tmp_path):
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert end(process, timeout=5) == (143, "a second SIGTERM: left at once, as it was")
+    assert end(process, timeout=5) == (143, "a second SIGTERM: left at once, what was saved stands")
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-00000002"]
 
 
