@@ -1,5 +1,6 @@
 """How much memory a training takes, and what to say when there is not enough."""
 
+import contextlib
 import pathlib
 from typing import NamedTuple
 
@@ -55,24 +56,25 @@ def _num_computed(model: keras.Model) -> int:
 def available_bytes() -> int | None:
     """Returns how much main memory this process can still get, None where that is unknown."""
     found = []
-    try:
-        lines = pathlib.Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        found.append(1024 * int(fields["MemAvailable"].split()[0]))
-        found[0] += 1024 * int(fields["SwapFree"].split()[0])
-    except (OSError, KeyError, ValueError):
-        pass
-    group = pathlib.Path("/sys/fs/cgroup")
-    try:  # A container's own limit; "max", which is no number, where it has none.
-        limit = int((group / "memory.max").read_text(encoding="utf-8"))
-        used = int((group / "memory.current").read_text(encoding="utf-8"))
-        lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
-        sizes = {name: int(size) for name, size in (line.split() for line in lines)}
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        free = _fields("/proc/meminfo")
+        found.append(1024 * (free["MemAvailable:"] + free["SwapFree:"]))
+    group = "/sys/fs/cgroup"  # A container's own limit; "max", which is no number, without one.
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        limit, used = (
+            int(pathlib.Path(group, name).read_text(encoding="utf-8"))
+            for name in ("memory.max", "memory.current")
+        )
+        pages = _fields(f"{group}/memory.stat")
         # Of what counts as used, pages of files can be had back.
-        found.append(limit - used + sizes["inactive_file"] + sizes["active_file"])
-    except (OSError, KeyError, ValueError):
-        pass
+        found.append(limit - used + pages["inactive_file"] + pages["active_file"])
     return min(found, default=None)
+
+
+def _fields(path: str) -> dict[str, int]:
+    """Reads lines of a name and a number, with or without a unit."""
+    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    return {words[0]: int(words[1]) for words in map(str.split, lines)}
 
 
 def check_memory(
