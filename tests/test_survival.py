@@ -79,6 +79,8 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(
     assert found_code == code and last.startswith(f"{what} — the state is saved; go on with: ")
     (attempt,) = load_attempts(run_dir)
     assert attempt.stop["status"] == what and 0 < attempt.events[-1]["step"] < 20
+    if signal_number == signal.SIGINT:
+        return  # What follows is the same for both.
     words = shlex.split(last.partition("go on with: ")[2])
     assert words[0] == "python" and words[-1] == f"--out={run_dir}"
     resumed = run_ok(*words[2:])
