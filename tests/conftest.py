@@ -30,6 +30,15 @@ keep_order_of_summation()
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
+# A worker takes a whole file: those that take longest come first, so that none ends alone.
+_LONGEST = ("test_readme", "test_commands", "test_verify", "test_checks", "test_speed", "test_docs")
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: position for position, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 @pytest.fixture(autouse=True)
 def _seeds():
     keras.utils.set_random_seed(0)
