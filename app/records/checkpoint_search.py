@@ -30,7 +30,7 @@ class Found(NamedTuple):
         if not self.damaged:
             return None
         told = "; ".join(f"{path} ({reason})" for path, reason in self.damaged)
-        return f"damaged checkpoint: {told}. {self.path} is used, the newest one that verifies"
+        return f"damaged checkpoint: {told}. {self.path} is used, which verifies"
 
 
 def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
