@@ -37,6 +37,7 @@ def build_strategy(
     try:
         strategy = STRATEGIES[config.strategy](
             devices.names,
+            workers=devices.workers,
             all_reduce=config.all_reduce,
             bucket_mb=config.bucket_mb,
             exchange_dtype=None if config.exchange_dtype == "float32" else config.exchange_dtype,

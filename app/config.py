@@ -4,12 +4,13 @@ import dataclasses
 
 from app.fault import Fault
 from app.options import (
+    COMMANDS,
     DEFAULT_COUNTS,
     DEFAULT_LOGICAL_CPUS,
     OF_SEVERAL_DEVICES,
+    ON_ONE_MACHINE,
     ON_SEVERAL,
     RESULT_FIELDS,
-    STRATEGY_NAMES,
 )
 from app.validation import validate
 
@@ -36,7 +37,7 @@ class Config:
     device: str = "auto"
     num_devices: int | None = None
     all_reduce: str = "auto"
-    bucket_mb: float = 0.0
+    bucket_mb: float | None = None
     exchange_dtype: str = "float32"
     batch_norm: str = "average"
     last_batch: str = "keep"
@@ -58,7 +59,11 @@ class Config:
     stall_timeout_sec: int = 1800
     verbosity: int = -1
 
-    strategies: tuple[str, ...] = STRATEGY_NAMES
+    num_workers: int = 2
+    max_restarts: int = 3
+    start_timeout_sec: int = 300
+
+    strategies: tuple[str, ...] = ON_ONE_MACHINE
     steps: int = 20
     inject: str | None = None
     keep_traces: bool = False
@@ -75,12 +80,29 @@ class Config:
         validate(self)
 
     @property
-    def num_replicas_asked(self) -> int | None:
-        """How many replicas the flags ask for, None where the machine decides."""
+    def num_devices_asked(self) -> int | None:
+        """How many devices the flags ask for, of each worker; None where the machine decides."""
         if self.strategy == "single" and self.command not in ON_SEVERAL:
             return 1
         default = DEFAULT_LOGICAL_CPUS if self.device == "cpu" else None
+        if self.has_workers:
+            default = 1 if self.device == "cpu" or self.command in ON_SEVERAL else None
         return self.num_devices or self.num_gpus or default
+
+    @property
+    def num_replicas_asked(self) -> int | None:
+        """How many replicas the flags ask for in all, None where machine or cluster decides."""
+        if not self.has_workers:
+            return self.num_devices_asked
+        if self.command == "train":
+            return None  # The cluster says how many workers there are.
+        return self.num_devices_asked and self.num_devices_asked * self.num_workers
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether several processes train together."""
+        names = self.strategies if self.command in ON_SEVERAL else (self.strategy,)
+        return "multi_worker" in names
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -95,11 +117,26 @@ class Config:
     def for_training(self, strategy: str, **options) -> "Config":
         """Returns the configuration of a training with one strategy, all else as it is here.
 
-        `single` has one device, with all cores, and nothing to exchange.
+        `single` has one device, with all cores, and nothing to exchange. Beside `multi_worker`
+        the others have as many replicas on one machine as its workers have together.
         """
         if strategy == "single":
             options |= {name: getattr(Config, name) for name in OF_SEVERAL_DEVICES}
+        elif self.has_workers and self.command in ON_SEVERAL and self.command != "benchmark":
+            name = "num_gpus" if self.num_gpus else "num_devices"
+            own = strategy == "multi_worker"
+            number = self.num_devices_asked if own else self.num_replicas_asked
+            options = {name: number, "num_devices": number, **options}
         return dataclasses.replace(self, command="train", strategy=strategy, **options)
+
+    def train_flags(self) -> list[str]:
+        """Returns the flags of a `train` that does this, but for `--out`."""
+        return [
+            f"--{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if field.name in COMMANDS["train"] - {"out"}
+            and getattr(self, field.name) != field.default
+        ]
 
     def result_fields(self) -> dict:
         """Returns what the result of a training depends on, without paths and display."""

@@ -4,6 +4,7 @@ Results go to standard output, warnings and errors to standard error.
 """
 
 import contextlib
+import json
 import logging
 import os
 import pathlib
@@ -87,10 +88,31 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
+# Set for a worker of `launch`, which says itself how to go on.
+LAUNCHED_VARIABLE = "LOCKSTEP_LAUNCHED"
+
+_run_dir: pathlib.Path | None = None
+
+
+def set_run_directory(path: pathlib.Path) -> None:
+    """Notes where a run is whose log another process writes."""
+    global _run_dir
+    _run_dir = path.absolute()
+
+
+def pass_on(stream, line: str) -> None:
+    """Prints a line of another process as it is; that one's own log has it."""
+    _write(stream, line)
+
+
 def report_interruption(what: str, exit_code: int) -> int:
     """Says with which command to go on, where something is saved; returns the exit code."""
+    if os.environ.get(LAUNCHED_VARIABLE):
+        _write(sys.stderr, what)
+        _log.error("%s", what)
+        return exit_code
     log_file = _log_file()
-    run_dir = pathlib.Path(log_file).parent if log_file else None
+    run_dir = pathlib.Path(log_file).parent if log_file else _run_dir
     with contextlib.suppress(OSError, ValueError):  # The current directory may be gone.
         run_dir = run_dir and pathlib.Path(os.path.relpath(run_dir))
     if run_dir and (run_dir.parent / "config.json").exists():
@@ -140,6 +162,9 @@ def _write(stream, text: str) -> None:
 
 
 _SEC_BETWEEN_LINES = 15
+# Where it names a file descriptor, progress goes there, for the process that started this one and
+# has the terminal: a line for each state of the bar, in JSON.
+PROGRESS_VARIABLE = "LOCKSTEP_PROGRESS_FD"
 
 
 class Progress:
@@ -149,16 +174,19 @@ class Progress:
         epochs: how many epochs the run has.
         steps_per_epoch: how many steps each has.
         first_step: steps done before, by the run that this one resumes.
+        shown: False shows nothing: another worker does.
     """
 
-    def __init__(self, epochs: int, steps_per_epoch: int, first_step: int = 0):
-        self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
-        self._bar = _create_bar() if sys.stdout.isatty() else None
-        self._last_line = time.monotonic()
-        if self._bar:
-            self._task = self._bar.add_task(
-                "", total=epochs * steps_per_epoch, completed=first_step, status="compiling"
-            )
+    def __init__(
+        self, epochs: int, steps_per_epoch: int, first_step: int = 0, *, shown: bool = True
+    ):
+        self._epochs, self._steps_per_epoch, self._shown = epochs, steps_per_epoch, shown
+        self._total = epochs * steps_per_epoch
+        self._parent = int(os.environ.get(PROGRESS_VARIABLE, -1)) if shown else -1
+        has_bar = shown and self._parent < 0 and sys.stdout.isatty()
+        self._bar = Bar(self._total) if has_bar else None
+        self._completed, self._last_line = first_step, time.monotonic()
+        self._update(first_step, "compiling")
 
     def __enter__(self):
         if self._bar:
@@ -169,6 +197,17 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
+    def _update(self, completed: int, status: str) -> None:
+        self._completed = completed
+        if self._bar:
+            self._bar.update(completed=completed, status=status)
+        elif self._parent >= 0:
+            state = {"total": self._total, "completed": completed, "status": status}
+            try:
+                os.write(self._parent, f"{json.dumps(state)}\n".encode())
+            except OSError:  # Nobody is there any more.
+                self._parent = -1
+
     def step(self, step: int, totals, images_per_sec: float) -> None:
         """Shows `step`; `totals` are those of the epoch so far."""
         epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
@@ -176,16 +215,15 @@ class Progress:
             f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}"
             f"  accuracy {totals.accuracy:.3f}  {images_per_sec:,.0f} images/s"
         )
-        if self._bar:
-            self._bar.update(self._task, completed=step, status=status)
-        elif time.monotonic() > self._last_line + _SEC_BETWEEN_LINES:
-            say(f"{status}  step {step}/{self._epochs * self._steps_per_epoch}")
+        self._update(step, status)
+        is_due = time.monotonic() > self._last_line + _SEC_BETWEEN_LINES
+        if self._shown and not self._bar and self._parent < 0 and is_due:
+            say(f"{status}  step {step}/{self._total}")
             self._last_line = time.monotonic()
 
     def evaluating(self) -> None:
         """Says that the test set is being classified."""
-        if self._bar:
-            self._bar.update(self._task, status="evaluating")
+        self._update(self._completed, "evaluating")
 
     def epoch(self, record) -> None:
         """Prints the line of a finished epoch; the bar stays below it."""
@@ -196,9 +234,8 @@ class Progress:
             f"  {record.images_per_sec:,.0f} images/s"
         )
         if self._bar:
-            _log.info(line)
-            self._bar.console.print(line, highlight=False, soft_wrap=True)
-        else:
+            self._bar.say(line)
+        elif self._shown:
             say(line)
             self._last_line = time.monotonic()
 
@@ -241,6 +278,35 @@ class StepProgress:
         elif kind == "warning" and value not in self._warned:
             self._warned.add(value)
             warn(value)
+
+
+class Bar:
+    """A live bar on the terminal, below the lines that it is given.
+
+    Args:
+        total: how many steps there are, None where that is not known yet.
+    """
+
+    def __init__(self, total: int | None = None):
+        self._bar = _create_bar()
+        self._task = self._bar.add_task("", total=total, status="")
+
+    def start(self) -> None:
+        """Shows it."""
+        self._bar.start()
+
+    def stop(self) -> None:
+        """Takes it away."""
+        self._bar.stop()
+
+    def update(self, *, completed: int, status: str, total: int | None = None) -> None:
+        """Shows how far the work is, and a word about it."""
+        self._bar.update(self._task, completed=completed, status=status, total=total)
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        _log.info(line)
+        self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _create_bar():

@@ -72,6 +72,12 @@ class DifferentError(LockstepError):
     exit_code = 9
 
 
+class PeerLostError(LockstepError):
+    """A worker was lost or did not come in time; another try makes sense."""
+
+    exit_code = 138
+
+
 class StalledError(LockstepError):
     """Nothing moves any more; another try makes sense."""
 
@@ -85,6 +91,17 @@ class TrainingFailedError(LockstepError):
         super().__init__(
             f"the training with {strategy} ended with exit code {exit_code} — every training has"
             " to finish; mend what it said above and run the same command again"
+        )
+        self.exit_code = exit_code
+
+
+class WorkerFailedError(LockstepError):
+    """A worker has failed in a way that another try does not mend; its exit code is passed on."""
+
+    def __init__(self, index: int, exit_code: int):
+        super().__init__(
+            f"worker {index} ended with exit code {exit_code} — every worker has to finish; mend"
+            " what it said above and run the same command again"
         )
         self.exit_code = exit_code
 

@@ -43,7 +43,11 @@ GROUPS = {
         "recipe": (_TEXT, "d2l|fast", "d2l is the book's training, fast a modern one."),
     },
     "How to split": {
-        "strategy": (_TEXT, "single|manual|mirrored", "Who keeps the replicas in step."),
+        "strategy": (
+            _TEXT,
+            "single|manual|mirrored|multi_worker",
+            "Who keeps the replicas in step. multi_worker spans machines: see launch.",
+        ),
         "num_gpus": (
             _INT,
             "N",
@@ -54,18 +58,20 @@ GROUPS = {
             _INTS,
             "N",
             "N replicas; without it every GPU, else 2 logical CPUs. benchmark takes 1,2,4, explain"
-            " 2,3,4: the first is explained, the last predicted.",
+            " 2,3,4: the first is explained, the last predicted. With multi_worker: of each worker.",
         ),
         "all_reduce": (
             _TEXT,
             "auto|sum_on_one|ring|tree|all_to_all|nccl|hierarchical",
             "How gradients are added over the replicas. manual has sum_on_one, ring, tree and"
-            " all_to_all; mirrored sum_on_one, ring (on CPUs), nccl (on GPUs) and hierarchical.",
+            " all_to_all; mirrored sum_on_one, ring (on CPUs), nccl (on GPUs) and hierarchical;"
+            " multi_worker ring and nccl (on GPUs).",
         ),
         "bucket_mb": (
             _FLOAT,
             "X",
-            "Exchange gradients in buckets of X · 2²⁰ bytes; 0 exchanges each by itself.",
+            "Exchange gradients in buckets of X · 2²⁰ bytes; 0 exchanges each by itself. Without"
+            " it multi_worker has one bucket for all, the others exchange each by itself.",
         ),
         "exchange_dtype": (_TEXT, "float32|bfloat16", "In which gradients are exchanged."),
         "batch_norm": (_TEXT, "average", "Statistics of each replica's shard, then averaged."),
@@ -106,6 +112,11 @@ GROUPS = {
             "End a training that makes no progress for so long, with exit code 138; 0 waits.",
         ),
     },
+    "Cluster": {
+        "num_workers": (_INT, "N", "Local processes that train together, in place of machines."),
+        "max_restarts": (_INT, "N", "How often launch starts all of them again after a failure."),
+        "start_timeout_sec": (_INT, "SEC", "How long workers wait for those that are missing."),
+    },
     "Several at once": {
         "strategies": (_LIST, "A,B,…", "What compare, verify and benchmark set side by side."),
         "models": (_LIST, "A,B,…", "The networks of a benchmark."),
@@ -133,6 +144,7 @@ GROUPS = {
 _HELP = {"h", "help", "helpshort", "helpfull", "helpxml"}
 COMMAND_HELP = {
     "train": "one training, with history, plots and checkpoint in one directory",
+    "launch": "the same on several local processes, started again after a failure",
     "evaluate": "test accuracy of a run, on any strategy and number of devices",
     "predict": "class and probability of images, the batch split over the replicas",
     "compare": "several strategies from the same weights and data, side by side",
@@ -195,7 +207,10 @@ def parse_config(argv: list[str]) -> Config:
             f"{' '.join(words[1:])!r} after {command} — one command and flags are required;"
             " write options as --name=value"
         )
-    return Config(command=command, **_given_options(command))
+    options = _given_options(command)
+    if command == "launch":
+        options["strategy"] = "multi_worker"
+    return Config(command=command, **options)
 
 
 def _given_options(command: str) -> dict:
@@ -273,6 +288,7 @@ def help_text() -> str:
         "  python main.py --strategy=manual --device=cpu --num_devices=2 --epochs=3",
         "  python main.py compare --recipe=fast --epochs=1",
         "  python main.py verify --strategies=manual,mirrored --steps=20",
+        "  python main.py launch --num_workers=2 --device=cpu --epochs=1",
         "  python main.py evaluate --run=runs/NAME --strategy=mirrored --num_devices=4",
         "",
         f"Batches are global: {Config.global_batch_size} examples over all replicas.",

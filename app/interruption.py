@@ -39,15 +39,16 @@ def install() -> None:
     threading.Thread(target=_watch, args=(ours, theirs), daemon=True, name="signals").start()
 
 
-def end_with_parent() -> None:
-    """Has the kernel ask this process to stop when the one that started it ends, killed even.
+def end_with_parent(number: int = STOP_REQUEST) -> None:
+    """Has the kernel send a signal when the process that started this one ends, killed even.
 
-    It may ask more than once: for each thread of the other one.
+    It may come more than once: for each thread of the other one. SIGKILL ends this one for
+    certain, stopped even; `STOP_REQUEST` lets it save.
 
     To be called in the child, before its program runs. Linux only; elsewhere nothing is done.
     """
     with contextlib.suppress(OSError, AttributeError):
-        _LIBC.prctl(_PR_SET_PDEATHSIG, STOP_REQUEST)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextlib.contextmanager
@@ -61,15 +62,24 @@ def deferred() -> Iterator[None]:
         _deferred = False
 
 
-def check() -> None:
-    """Raises what a signal that came in asks for.
+def requested() -> int:
+    """Returns the number of the first signal that came in, 0 where none has."""
+    return _requested or 0
+
+
+def check(number: int | None = None) -> None:
+    """Raises what a signal asks for.
+
+    Args:
+        number: of the signal, 0 for none; None for what came in here.
 
     Raises:
-        KeyboardInterrupt: SIGINT came in.
-        Terminated: SIGTERM came in.
+        KeyboardInterrupt: it is SIGINT.
+        Terminated: it is SIGTERM, or another that asks to stop.
     """
-    if _requested is not None:
-        raise KeyboardInterrupt if _requested == signal.SIGINT else Terminated
+    number = requested() if number is None else number
+    if number:
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def _handle(number: int, frame) -> None:

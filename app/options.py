@@ -4,11 +4,13 @@
 # A test holds both equal.
 MODEL_NAMES = ("lenet", "resnet18")
 RECIPE_NAMES = ("d2l", "fast")
-STRATEGY_NAMES = ("single", "manual", "mirrored")
+STRATEGY_NAMES = ("single", "manual", "mirrored", "multi_worker")
+ON_ONE_MACHINE = ("single", "manual", "mirrored")
 ALL_REDUCE_NAMES = {
     "single": (),
     "manual": ("sum_on_one", "ring", "tree", "all_to_all"),
     "mirrored": ("sum_on_one", "nccl", "hierarchical", "ring"),
+    "multi_worker": ("ring", "nccl"),
 }
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 
@@ -17,6 +19,7 @@ MAX_LOGICAL_DEVICES = 64
 LARGEST_FLOAT32 = 3.4e38
 LARGEST_BUCKET_MB = 4096
 DEFAULT_LOGICAL_CPUS = 2
+MAX_LOCAL_WORKERS = 64
 
 DEFAULT_COUNTS = {"benchmark": (1, 2), "explain": (2, 3, 4)}
 
@@ -43,13 +46,23 @@ _READING_OPTIONS = {
 # Every command, with the options that mean something to it: any other is refused, not ignored.
 COMMANDS = {
     "train": {
-        *("strategy", "inject", "steps_per_call", "force_resume"),
+        *("strategy", "inject", "steps_per_call", "force_resume", "start_timeout_sec"),
+        *_TRAINING_OPTIONS,
+        *_SAVING_OPTIONS,
+    },
+    "launch": {
+        *("inject", "steps_per_call", "force_resume", "start_timeout_sec"),
+        *("num_workers", "max_restarts"),
         *_TRAINING_OPTIONS,
         *_SAVING_OPTIONS,
     },
     "evaluate": _READING_OPTIONS,
     "predict": {"images", *_READING_OPTIONS},
-    "compare": {"strategies", "steps_per_call", *_TRAINING_OPTIONS, *_SAVING_OPTIONS},
+    "compare": {
+        *("strategies", "steps_per_call", "num_workers"),
+        *_TRAINING_OPTIONS,
+        *_SAVING_OPTIONS,
+    },
     "benchmark": {
         *("models", "device_counts", "global_batch_sizes", "precisions", "repeats"),
         *("strategies", "dataset", "recipe", "device", "all_reduce", "bucket_mb"),
@@ -60,7 +73,10 @@ COMMANDS = {
         *("strategy", "device_counts", "repeats"),
         *(_TRAINING_OPTIONS - {"num_devices", "num_gpus", "epochs", "batch_norm", "last_batch"}),
     },
-    "verify": {"strategies", "steps", "inject", "keep_traces", *_TRAINING_OPTIONS},
+    "verify": {
+        *("strategies", "steps", "inject", "keep_traces", "num_workers"),
+        *_TRAINING_OPTIONS,
+    },
 }
 
 # Commands that take several strategies instead of one.

@@ -117,6 +117,19 @@ class RunWriter:
         plots.plot_accuracy([self._run_dir], self._run_dir)
 
 
+class Onlooker:
+    """A `RunWriter` that writes nothing: that of a worker which is not the chief."""
+
+    def begin(self, origin: Origin) -> None:
+        """Does nothing."""
+
+    def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
+        """Does nothing."""
+
+    def finish(self) -> None:
+        """Does nothing."""
+
+
 def summary_template(
     config: Config, devices: Devices, dataset: ImageDataset, strategy: Strategy, origin: Origin
 ) -> Summary:

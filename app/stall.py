@@ -79,7 +79,10 @@ def watch(timeout_sec: float, on_stall: Callable[[], None]) -> Iterator[Callable
         watchdog.end()
 
 
-def dump_stacks(path: pathlib.Path) -> None:
-    """Adds the stacks of all threads to a file."""
+def dump_stacks(path: pathlib.Path | None) -> None:
+    """Adds the stacks of all threads to a file, or to standard error where there is none."""
+    if path is None:
+        faulthandler.dump_traceback(all_threads=True)
+        return
     with open(path, "a", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)

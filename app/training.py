@@ -1,6 +1,7 @@
 """The outer loop: epochs, evaluation, checkpoints. Of a strategy it sees but the contract."""
 
 import dataclasses
+import json
 import math
 import pathlib
 import time
@@ -13,7 +14,7 @@ from app.build import restore
 from app.config import Config
 from app.data.dataset import ImageDataset
 from app.devices import Devices
-from app.errors import DivergedError, Terminated, is_out_of_memory
+from app.errors import DataError, DivergedError, Terminated, is_out_of_memory
 from app.evaluation import evaluate
 from app.fault_points import fault_point
 from app.job import Job
@@ -26,9 +27,10 @@ from app.records.history import EpochRecord, Summary
 from app.records.progress import Origin, Progress
 from app.records.run_log import RunLog
 from app.resumption import find_state
-from app.run_writer import RunWriter, summary_template
+from app.run_writer import Onlooker, RunWriter, summary_template
 from app.versions import versions
 from strategies.base import StepTotals
+from strategies.workers import Workers
 
 # Steps go into one compiled call until it takes this long: the bar moves, the host hardly works.
 _CALL_SEC = 0.5
@@ -39,15 +41,19 @@ _CHECKPOINT_SEC = 300.0
 class Training:
     """One training: built and tried out; nothing is written to `run_dir` yet.
 
+    Where several workers train together each of them makes one of these and calls the same methods
+    at the same time. The chief alone reads and writes the directory of the run.
+
     Args:
         config: what to train and how.
         devices: where.
         dataset: on what.
-        run_dir: the directory of the run, locked.
+        run_dir: the directory of the run, locked; None for a worker that is not the chief.
         on_progress: called whenever something was done.
 
     Raises:
         ConfigError: the strategy cannot run like this, or the fault not happen.
+        DataError: another worker has other images.
         DeviceError: the batch cannot fit into memory.
         ExchangeError: the all-reduce loses or repeats what replicas send.
     """
@@ -57,17 +63,19 @@ class Training:
         config: Config,
         devices: Devices,
         dataset: ImageDataset,
-        run_dir: pathlib.Path,
+        run_dir: pathlib.Path | None,
         on_progress: Callable[[], None] = lambda: None,
     ):
         self._config, self._devices, self.dataset = config, devices, dataset
         self._run_dir, self._on_progress = run_dir, on_progress
+        self._workers = devices.workers or Workers()
+        self._check_same_images()
         self._job = Job(config, dataset)
         self.steps_per_epoch = self._job.steps_per_epoch
         self.learning_rate = self._job.learning_rate
         self.strategy = self._job.build_strategy(devices)
         if "CPU" in devices.names[0]:
-            check_memory(available=available_bytes(), **self._memory())
+            check_memory(available=self._available_bytes(), **self._memory())
         probe_exchange(self.strategy)
         if config.fault:
             inject(
@@ -91,12 +99,40 @@ class Training:
         self._saved = 0, 0  # Step and epoch of the last checkpoint.
         self._on_progress()
 
-    def resume(self) -> None:
+    def _check_same_images(self) -> None:
+        digest = self.dataset.sha256()
+        for index, other in enumerate(self._workers.gather(digest.encode())):
+            if other.decode() != digest:
+                raise DataError(
+                    f"worker {self._workers.index} has {self.dataset.name} images with SHA-256"
+                    f" {digest[:12]}…, worker {index} {other.decode()[:12]}… — the same images are"
+                    " required on every worker; give each the same four files"
+                )
+
+    def start(self, *, anew: bool) -> None:
         """Goes back to the newest checkpoint that verifies, if there is any.
+
+        Args:
+            anew: do not look for one.
 
         Raises:
             CheckpointError: none verifies, or it is of another training.
         """
+        if self._workers.is_chief and not anew:
+            self._resume()
+        if self._workers.count > 1:
+            self._follow_chief()
+
+    def _follow_chief(self) -> None:
+        """Gives every worker what the chief starts with: it alone has read a checkpoint."""
+        text = self._workers.broadcast(json.dumps(dataclasses.asdict(self._progress)).encode())
+        self._progress = Progress.parse(json.loads(text), self.steps_per_epoch)
+        self._saved = self._progress.step, self._progress.epoch
+        self.strategy.follow_chief()
+        own = self._resumed.checkpoint.replica_statistics if self._resumed else []
+        self.strategy.share_replica_statistics(own)
+
+    def _resume(self) -> None:
         resumed = find_state(self._run_dir, self._config, self._origin)
         if resumed is None:
             return
@@ -118,11 +154,12 @@ class Training:
         """
         return self._progress.epoch * self.steps_per_epoch + self._progress.epoch_step
 
-    def run(self, log: RunLog) -> Summary:
+    def run(self, log: RunLog | None) -> Summary | None:
         """Trains what is left; returns the summary, which is on disk by then.
 
         Args:
-            log: is told what happens.
+            log: is told what happens; None for a worker that is not the chief, which gets no
+                summary either.
 
         Raises:
             DeviceError: memory ran out.
@@ -131,17 +168,22 @@ class Training:
             KeyboardInterrupt, Terminated: a signal came in; the state is saved by then.
         """
         self._begin(log)
-        with console.Progress(self._config.epochs, self.steps_per_epoch, self._position) as bar:
+        shown = self._workers.is_chief
+        with console.Progress(
+            self._config.epochs, self.steps_per_epoch, self._position, shown=shown
+        ) as bar:
             try:
                 self._train(bar)
             except Exception as error:
                 in_a_step = self._progress.epoch_step < self.steps_per_epoch
                 if is_out_of_memory(error) and in_a_step:
                     on_cpu = "CPU" in self.strategy.devices[0]
-                    available = available_bytes() if on_cpu else None
+                    available = self._available_bytes() if on_cpu else None
                     raise too_large(available=available, **self._memory()) from error
                 raise
-        return self._writer.finish()
+        summary = self._writer.finish()
+        self._workers.agree(0)  # None ends, and is missed, before all is written.
+        return summary
 
     def _train(self, bar) -> None:
         """Trains what is left; a signal ends it with the state saved."""
@@ -159,6 +201,12 @@ class Training:
                 self._save()
                 raise
 
+    def _available_bytes(self) -> int | None:
+        """Returns the free memory of all machines, taking them to be like this one."""
+        available = available_bytes()
+        num_machines = 1 if self._devices.simulated else self._workers.count
+        return available and available * num_machines
+
     def _memory(self) -> dict:
         """Returns what the memory of a step depends on."""
         return {
@@ -172,7 +220,7 @@ class Training:
         template = summary_template(
             self._config, self._devices, self.dataset, self.strategy, self._origin
         )
-        self._writer = RunWriter(self._run_dir, log, template)
+        self._writer = RunWriter(self._run_dir, log, template) if log else Onlooker()
         self._writer.begin(self._origin)
         if resumed:
             self._writer.go_on(resumed)
@@ -196,14 +244,27 @@ class Training:
             start = time.monotonic()
             totals = self.strategy.train_steps(iterator, num_steps)
             call_sec = time.monotonic() - start
-            step_sec = call_sec / num_steps
             self._advance(num_steps, totals, call_sec)
             fault_point("step")
             self._check_finite(totals, "training loss")
             bar.step(self._position, self._totals, totals.examples / call_sec)
-            self._check_signals()
-            if self._is_save_due():
+            step_sec, is_save_due = self._settle(call_sec / num_steps, self._is_save_due())
+            if is_save_due:
                 self._save()
+
+    def _settle(self, *numbers: float) -> list[float]:
+        """Settles with the other workers what depends on clocks and signals, between two calls.
+
+        Returns:
+            The largest number of each worker's.
+
+        Raises:
+            KeyboardInterrupt, Terminated: a signal has come in on any of them.
+        """
+        self._on_progress()
+        signal_number, *agreed = self._workers.agree(interruption.requested(), *numbers)
+        interruption.check(int(signal_number))
+        return agreed
 
     def _steps_of_next_call(self, step_sec: float) -> int:
         """Returns how many steps go into one call: as many as fit, up to the next milestone."""
@@ -264,7 +325,7 @@ class Training:
         self._save()
         bar.epoch(record)
         fault_point("epoch")
-        self._check_signals()
+        self._settle()
 
     def _with_drift(self, drift: Drift) -> Progress:
         """Notes how far apart the statistics are before the evaluation averages them."""
@@ -273,17 +334,12 @@ class Training:
 
     def _after_test_batch(self) -> None:
         fault_point("evaluate")
-        self._check_signals()
-
-    def _check_signals(self) -> None:
-        """Says that something was done; raises what a signal asks for, with nothing half done."""
-        self._on_progress()
-        interruption.check()
+        self._settle()
 
     def _check_replicas(self) -> Drift:
         """Stops a training whose replicas are not in step; says once what they keep apart."""
         drift = check_replicas(self.strategy)
-        if drift.tensor and not self._progress.history:
+        if drift.tensor and not self._progress.history and self._workers.is_chief:
             console.say(
                 f"replicas hold the same weights, bit for bit; their own statistics are up to"
                 f" {drift.absolute:.2g} apart ({drift.tensor}) and are averaged now"

@@ -10,9 +10,11 @@ from app.options import (
     EXCHANGE_OPTIONS,
     LARGEST_BUCKET_MB,
     LARGEST_FLOAT32,
+    MAX_LOCAL_WORKERS,
     MAX_LOGICAL_DEVICES,
     MODEL_NAMES,
     NUM_TRAIN_EXAMPLES,
+    ON_ONE_MACHINE,
     ON_SEVERAL,
     PRECISIONS,
     RECIPE_NAMES,
@@ -37,7 +39,7 @@ def validate(config: "Config") -> None:
     _check_lists(config)
     if config.command == "explain":
         _check_explain(config)
-    if config.command in ("train", "compare", "verify"):
+    if config.command in ("train", "launch", "compare", "verify"):
         num_train_examples = config.num_train_examples or NUM_TRAIN_EXAMPLES
         check_shards(config, config.num_replicas_asked or 1, num_train_examples)
 
@@ -48,6 +50,11 @@ def _check_names(config):
     check_choice("--dataset", config.dataset, ("auto", "fashion_mnist", "synthetic"))
     check_choice("--recipe", config.recipe, RECIPE_NAMES)
     check_choice("--strategy", config.strategy, STRATEGY_NAMES)
+    if config.strategy == "multi_worker" and config.command not in ("train", "launch"):
+        raise ConfigError(
+            f"--strategy=multi_worker with {config.command} — one of {', '.join(ON_ONE_MACHINE)} is"
+            f" required, for {config.command} runs on one machine; leave the flag out"
+        )
     check_choice("--device", config.device, ("auto", "gpu", "cpu"))
     known = dict.fromkeys(name for names in ALL_REDUCE_NAMES.values() for name in names)
     check_choice("--all_reduce", config.all_reduce, ("auto", *known))
@@ -75,7 +82,10 @@ def _check_numbers(config):
     _check_range("--steps_per_call", config.steps_per_call, 1, 1_000_000)
     _check_range("--checkpoint_every", config.checkpoint_every, 1, 1_000_000_000)
     _check_range("--stall_timeout_sec", config.stall_timeout_sec, 0, 1_000_000)
-    if not 0 <= config.bucket_mb <= LARGEST_BUCKET_MB:
+    _check_range("--num_workers", config.num_workers, 1, MAX_LOCAL_WORKERS)
+    _check_range("--max_restarts", config.max_restarts, 0, 1000)
+    _check_range("--start_timeout_sec", config.start_timeout_sec, 1, 1_000_000)
+    if config.bucket_mb is not None and not 0 <= config.bucket_mb <= LARGEST_BUCKET_MB:
         raise ConfigError(
             f"--bucket_mb={config.bucket_mb} — 0 to {LARGEST_BUCKET_MB} is required; 0 exchanges"
             " each gradient by itself"

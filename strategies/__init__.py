@@ -2,8 +2,10 @@
 
 from strategies.manual import ManualStrategy
 from strategies.mirrored import MirroredStrategy
+from strategies.multi_worker import MultiWorkerStrategy
 from strategies.single import SingleStrategy
 
 STRATEGIES = {
-    strategy.name: strategy for strategy in (SingleStrategy, ManualStrategy, MirroredStrategy)
+    strategy.name: strategy
+    for strategy in (SingleStrategy, ManualStrategy, MirroredStrategy, MultiWorkerStrategy)
 }

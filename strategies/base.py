@@ -18,7 +18,7 @@ import tensorflow as tf
 from strategies.packing import Packing
 from strategies.replicas import Replicas
 from strategies.witness import Witness
-
+from strategies.workers import Workers
 
 class StepTotals(NamedTuple):
     """Sums over examples, never means: sums of shards, batches and calls simply add up.
@@ -66,8 +66,10 @@ class Strategy(Replicas):
     Args:
         devices: names of the devices, one replica on each, for example `["/device:CPU:0"]`.
         all_reduce: name of the algorithm that adds the gradients over the replicas, or "auto".
+        workers: the processes that train together, each with as many of the devices; None for this
+            one alone.
         bucket_mb: gradients are exchanged in buckets of this size, in 2²⁰ bytes; 0 for each one by
-            itself.
+            itself, None for what is best.
         exchange_dtype: in which they are exchanged, None for their own.
         jit_compile: let XLA compile what a replica computes by itself: loss and gradients.
         label_smoothing: see `strategies.loss.shard_loss`.
@@ -84,16 +86,18 @@ class Strategy(Replicas):
         self,
         devices: Sequence[str],
         *,
+        workers: Workers | None = None,
         all_reduce: str = "auto",
-        bucket_mb: float = 0.0,
+        bucket_mb: float | None = None,
         exchange_dtype: str | None = None,
         jit_compile: bool = False,
         label_smoothing: float = 0.0,
         loss_scale: float = 1.0,
     ):
-        self.devices = list(devices)
+        self.devices, self.workers = list(devices), workers or Workers()
         self.jit_compile = jit_compile
         self.label_smoothing, self.loss_scale = label_smoothing, loss_scale
+        bucket_mb = self.default_bucket_mb() if bucket_mb is None else bucket_mb
         self._bucket_bytes, self._exchange_dtype = round(bucket_mb * 2**20), exchange_dtype
         self.witness = Witness()  # To be replaced before the first step, if at all.
         # To be set to False before the first step, to measure what the exchange costs: each replica
@@ -110,10 +114,19 @@ class Strategy(Replicas):
         """Returns what "auto" stands for on these devices."""
         return "sum_on_one"
 
+    def default_bucket_mb(self) -> float:
+        """Returns the best size of buckets, 0 for each gradient by itself."""
+        return 0.0
+
     @property
     def num_replicas(self) -> int:
-        """How many copies of the model are trained, one on each device."""
+        """How many copies of the model are trained, one on each device, over all workers."""
         return len(self.devices)
+
+    @property
+    def local_devices(self) -> list[str]:
+        """The devices of this worker."""
+        return [self.devices[replica_id] for replica_id in self.local_replica_ids]
 
     @abc.abstractmethod
     def build(
@@ -135,7 +148,7 @@ class Strategy(Replicas):
     def forward(self, iterator) -> list[tuple[tf.Tensor, StepTotals]]:
         """Takes one global batch and classifies it, training nothing (in a graph).
 
-        Returns, for each replica in order, the logits `(n_r, 10)` and the totals of its shard.
+        Returns, for each replica of this worker in order, the logits `(n_r, 10)` and the totals of its shard.
         """
 
     @abc.abstractmethod
@@ -143,10 +156,10 @@ class Strategy(Replicas):
         """Adds tensors over the replicas by the very all-reduce that a training step uses.
 
         Args:
-            per_replica_tensors: R lists of V tensors, item [r] for replica r.
+            per_replica_tensors: lists of V tensors, one for each replica of this worker.
 
         Returns:
-            R lists of V totals: what each replica was told the sums are.
+            As many lists of V totals: what each replica was told the sums are.
         """
 
     @abc.abstractmethod
@@ -183,7 +196,12 @@ class Strategy(Replicas):
 
         The first call compiles the loop. `num_steps=0` compiles it and trains nothing.
         """
-        return _to_host(self._train_loop(iterator, tf.constant(num_steps)))
+        return self._over_workers(_to_host(self._train_loop(iterator, tf.constant(num_steps))))
+
+    def _over_workers(self, totals: StepTotals) -> StepTotals:
+        """Returns the totals of all workers, added in their order: each counts its own shards."""
+        per_worker = self.workers.gather_arrays([np.asarray(value) for value in totals])
+        return StepTotals.sum([StepTotals(*(a.item() for a in arrays)) for arrays in per_worker])
 
     def evaluate(
         self, dataset: tf.data.Dataset, on_batch: Callable[[], None] = lambda: None
@@ -200,7 +218,7 @@ class Strategy(Replicas):
         for _ in range(int(dataset.cardinality())):
             totals = totals.plus(_to_host(self._evaluate_batch(iterator)))
             on_batch()
-        return totals
+        return self._over_workers(totals)
 
     def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:
         """Returns the logits `(N, 10)` of uint8 images `(N, 28, 28, 1)`, in input order."""
@@ -209,7 +227,12 @@ class Strategy(Replicas):
         dataset = tf.data.Dataset.from_tensor_slices((images, labels)).batch(global_batch_size)
         iterator = self.distribute(dataset.repeat())
         num_batches = int(dataset.cardinality())
-        return np.concatenate([self._predict_batch(iterator).numpy() for _ in range(num_batches)])
+        logits = []
+        for _ in range(num_batches):
+            own = self._predict_batch(iterator).numpy()
+            for message in self.workers.gather(own.tobytes()):
+                logits.append(np.frombuffer(message, own.dtype).reshape(-1, *own.shape[1:]))
+        return np.concatenate(logits)
 
     @tf.function
     def _train_loop(self, iterator, num_steps):

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from strategies.base import Strategy, classify
+from strategies.base import StepTotals, Strategy, classify
 from strategies.collectives import add_in_order, shard_bounds
 from strategies.loss import differentiate, shard_loss
 from strategies.witness import Shard
@@ -36,14 +36,17 @@ class MirroredStrategy(Strategy):
             raise ValueError(
                 f"all_reduce={self.all_reduce} of mirrored on {self.devices} — {kind}s are required"
             )
-        self._tf_strategy = tf.distribute.MirroredStrategy(
-            self.devices, cross_device_ops=CROSS_DEVICE_OPS[self.all_reduce]()
-        )
+        self._tf_strategy = self._create_tf_strategy()
         if self._tf_strategy.num_replicas_in_sync != self.num_replicas:
             raise ValueError(
-                f"MirroredStrategy made {self._tf_strategy.num_replicas_in_sync} replicas"
+                f"{type(self._tf_strategy).__name__} made {self._tf_strategy.num_replicas_in_sync} replicas"
                 f" of {self.num_replicas} on {self.devices}"
             )
+
+    def _create_tf_strategy(self) -> tf.distribute.Strategy:
+        return tf.distribute.MirroredStrategy(
+            self.devices, cross_device_ops=CROSS_DEVICE_OPS[self.all_reduce]()
+        )
 
     def default_all_reduce(self):
         return "nccl" if "GPU" in self.devices[0] and self.num_replicas > 1 else "sum_on_one"
@@ -69,7 +72,8 @@ class MirroredStrategy(Strategy):
                 start, end = shard_bounds(num_examples, self.num_replicas, replica_id)
                 return images[start:end], labels[start:end], num_examples
 
-            return tf.data.Dataset.range(self.num_replicas, output_type=tf.int32).map(to_shard)
+            ids = self.local_replica_ids
+            return tf.data.Dataset.range(ids.start, ids.stop, output_type=tf.int32).map(to_shard)
 
         shards = dataset.flat_map(to_shards)
         # Known to be endless, the set needs no check for its end in each step.
@@ -90,7 +94,7 @@ class MirroredStrategy(Strategy):
             return totals
 
         per_replica_totals = self._tf_strategy.run(replica_step, args=next(iterator))
-        return self._tf_strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_totals, axis=None)
+        return StepTotals.sum(self._per_replica(per_replica_totals))
 
     def _gradients(self, images, labels, num_global_examples):
         with tf.GradientTape() as tape:
@@ -106,9 +110,13 @@ class MirroredStrategy(Strategy):
         return self.repeat_exchange(per_replica_tensors, 1)
 
     def repeat_exchange(self, per_replica_tensors, num_times):
+        if len(per_replica_tensors) == 1:
+            return [list(self._exchange_loop(per_replica_tensors[0], tf.constant(num_times)))]
         values = [
             self._tf_strategy.experimental_distribute_values_from_function(
-                lambda context, copies=copies: copies[context.replica_id_in_sync_group]
+                lambda context, copies=copies: copies[
+                    context.replica_id_in_sync_group - self.local_replica_ids.start
+                ]
             )
             for copies in zip(*per_replica_tensors, strict=True)
         ]

@@ -10,7 +10,6 @@ from app.caveats import caveats
 from app.commands.train import default_out, open_log
 from app.config import Config
 from app.errors import OutputError, Terminated, TrainingFailedError
-from app.options import COMMANDS
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.records.files import write_json
 from app.records.history import load_summary
@@ -61,7 +60,7 @@ def _train_in_own_process(config: Config, strategy: str, run_dir: pathlib.Path) 
     """
     main = pathlib.Path(__file__).parents[2] / "main.py"
     child = subprocess.Popen(
-        [sys.executable, str(main), "train", *_flags_for(config, strategy), f"--out={run_dir}"],
+        [sys.executable, str(main), *_words_for(config, strategy), f"--out={run_dir}"],
         preexec_fn=interruption.end_with_parent,
     )
     try:
@@ -73,14 +72,13 @@ def _train_in_own_process(config: Config, strategy: str, run_dir: pathlib.Path) 
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
-def _flags_for(config: Config, strategy: str) -> list[str]:
-    """Returns the flags of the training of one strategy: those of the comparison that it knows."""
-    flags, training = [f"--strategy={strategy}"], config.for_training(strategy)
-    for field in dataclasses.fields(Config):
-        value = getattr(training, field.name)
-        if field.name in COMMANDS["train"] - {"out", "strategy"} and value != field.default:
-            flags.append(f"--{field.name}={value}")
-    return flags
+def _words_for(config: Config, strategy: str) -> list[str]:
+    """Returns command and flags of the training of one strategy, as the comparison has them."""
+    flags = config.for_training(strategy).train_flags()
+    if strategy != "multi_worker":
+        return ["train", *flags]
+    flags = [flag for flag in flags if not flag.startswith("--strategy=")]
+    return ["launch", f"--num_workers={config.num_workers}", *flags]
 
 
 def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> None:

@@ -1,12 +1,15 @@
 """`train`: one training, in one directory."""
 
+import contextlib
 import errno
 import itertools
+import os
 import pathlib
 import time
 
 from app import console, devices, stall
 from app.caveats import caveats, injected_fault_caveat
+from app.cluster import find_cluster
 from app.config import Config
 from app.errors import CheckpointError, OutputError, StalledError
 from app.records.files import write_error
@@ -18,7 +21,12 @@ from app.validation import check_shards
 
 
 def run(config: Config) -> int:
-    """Trains, or goes on with a training, or prints the result of a finished one; returns 0."""
+    """Trains, or goes on with a training, or prints the result of a finished one; returns 0.
+
+    Of a cluster the chief does so. The other workers train, and leave nothing behind.
+    """
+    if config.strategy == "multi_worker" and not find_cluster(os.environ).is_chief:
+        return _assist(config)
     path = named_path(config.out or default_out(config))
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
@@ -26,6 +34,8 @@ def run(config: Config) -> int:
         summary = _find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
+            if config.strategy == "multi_worker":  # The others wait for what we do.
+                _announce_to_others(devices.set_up(config), _FINISHED)
         else:
             summary = _train(config, run_directory)
             console.say(f"saved in {path}: accuracy.png, history.jsonl, summary.json")
@@ -70,26 +80,71 @@ def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
 
 def _train(config: Config, run_directory: RunDirectory) -> Summary:
     prepared = devices.set_up(config)
-    from app.job import load_data
-
-    dataset = load_data(config)
-    check_shards(config, len(prepared.names), len(dataset.train_images))
+    _announce_to_others(prepared, _TRAIN)
+    dataset = _load_data(config, prepared)
     path = run_directory.path
     with (
         open_run_log(path) as log,
         stall.watch(
             config.stall_timeout_sec, lambda: _report_stall(config, path, log)
         ) as on_progress,
+        _telling_of_peers(prepared),
     ):
         from app.training import Training
 
         training = Training(config, prepared, dataset, path, on_progress)
-        if not config.overwrite:
-            training.resume()
+        training.start(anew=config.overwrite)
         run_directory.start(overwrite=config.overwrite)  # From here on nothing is refused.
         console.set_overwriting(False)
         _announce(config, prepared, training)
         return training.run(log)
+
+
+# What the chief says to the other workers first of all.
+_TRAIN, _FINISHED = b"train", b"finished"
+
+
+def _assist(config: Config) -> int:
+    """Trains as a worker that is not the chief; returns 0."""
+    prepared = devices.set_up(config)
+    workers = prepared.workers
+    with _telling_of_peers(prepared):
+        if workers.broadcast() == _FINISHED:
+            console.say("the training is finished already")
+            return 0
+        dataset = _load_data(config, prepared)
+        with stall.watch(config.stall_timeout_sec, lambda: _report_stall(config)) as on_progress:
+            from app.training import Training
+
+            training = Training(config, prepared, dataset, None, on_progress)
+            training.start(anew=config.overwrite)
+            console.say(f"worker {workers.index}: training; worker 0 tells and saves")
+            training.run(None)
+    console.say(f"worker {workers.index}: done")
+    return 0
+
+
+def _telling_of_peers(prepared: devices.Devices):
+    """Within it a worker that is lost is named."""
+    if prepared.cluster is None:
+        return contextlib.nullcontext()
+    from app.joining import telling_of_peers
+
+    return telling_of_peers(prepared.cluster)
+
+
+def _announce_to_others(prepared: devices.Devices, what: bytes) -> None:
+    if prepared.workers:
+        with _telling_of_peers(prepared):
+            prepared.workers.broadcast(what)
+
+
+def _load_data(config: Config, prepared: devices.Devices):
+    from app.job import load_data
+
+    dataset = load_data(config)
+    check_shards(config, len(prepared.names), len(dataset.train_images))
+    return dataset
 
 
 def _announce(config: Config, prepared: devices.Devices, training) -> None:
@@ -110,16 +165,23 @@ def _announce(config: Config, prepared: devices.Devices, training) -> None:
         console.say("simulated devices: they share one processor, timing is not scaling")
 
 
-def _report_stall(config: Config, path: pathlib.Path, log: RunLog) -> None:
+def _report_stall(
+    config: Config, path: pathlib.Path | None = None, log: RunLog | None = None
+) -> None:
     """Says that nothing moves; called by the watchdog, just before it ends the process."""
+    where = f"to go on with --out={path}" if path else "on every worker"
+    stacks = f"in {LOG_FILE} there" if path else "above"
     error = StalledError(
         f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec) — a step or another"
-        f" sign of life is required; run the same command again to go on with --out={path}, the"
-        f" stacks of all threads are in {LOG_FILE} there"
+        f" sign of life is required; run the same command again {where}, the stacks of all threads"
+        f" are {stacks}"
     )
+    if not path:
+        stall.dump_stacks(None)
     console.report_error(error)  # First: the disk may be what hangs.
-    stall.dump_stacks(path / LOG_FILE)
-    log.stop(error.exit_code, error=str(error))
+    if path:
+        stall.dump_stacks(path / LOG_FILE)
+        log.stop(error.exit_code, error=str(error))
 
 
 def open_log(path: pathlib.Path) -> None:

@@ -30,24 +30,35 @@ def check_replicas(strategy: Strategy) -> Drift:
     Raises:
         DriftError: they are not; it names the tensor and the replicas.
     """
-    names = strategy.variable_names
+    names, held = strategy.variable_names, strategy.replica_variables()
     own = {
         f"model/{v.path}" for v in strategy.model.variables if not v.trainable
     }  # What replicas may hold each for itself.
     drift = Drift("", 0.0)
-    for name, copies in zip(names, zip(*strategy.replica_variables(), strict=True), strict=True):
-        arrays = [variable.numpy() for variable in copies]
-        groups: dict[str, list[int]] = {}
-        for replica_id, array in enumerate(arrays):
-            groups.setdefault(hashlib.sha256(array.tobytes()).hexdigest(), []).append(replica_id)
+    per_replica_hashes = strategy.gather_replicas([_hash(variables) for variables in held])
+    for position, (name, hashes) in enumerate(
+        zip(names, zip(*per_replica_hashes, strict=True), strict=True)
+    ):
+        groups: dict[bytes, list[int]] = {}
+        for replica_id, digest in enumerate(hashes):
+            groups.setdefault(digest.tobytes(), []).append(replica_id)
         if len(groups) == 1:
             continue
+        # What differs is known to every worker: all of them get here for the same tensor.
+        copies = strategy.gather_replicas([[variables[position].numpy()] for variables in held])
+        arrays = [array for (array,) in copies]
         apart = float(np.max(np.ptp(np.asarray(arrays, np.float64), axis=0)))
         if name not in own:
             raise DriftError(_describe(name, list(groups.values()), apart))
         if np.isnan(apart) or apart > drift.absolute:
             drift = Drift(name.removeprefix("model/"), apart)
     return drift
+
+
+def _hash(variables) -> list[np.ndarray]:
+    """Returns 32 bytes for each variable."""
+    digests = [hashlib.sha256(variable.numpy().tobytes()).digest() for variable in variables]
+    return [np.frombuffer(digest, np.uint8) for digest in digests]
 
 
 def _describe(name: str, groups: list[list[int]], apart: float) -> str:

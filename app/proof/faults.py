@@ -143,7 +143,10 @@ def _perturb_weight(strategy: Strategy, *, replica: int, step: int) -> None:
     make_steps = strategy.train_steps
 
     def change() -> None:
-        weight = strategy.replica_variables()[replica][_first_trainable(strategy)]
+        if replica not in strategy.local_replica_ids:
+            return
+        position = replica - strategy.local_replica_ids.start
+        weight = strategy.replica_variables()[position][_first_trainable(strategy)]
         flat = weight.numpy().ravel()
         flat[0] += _PERTURBATION
         weight.assign(flat.reshape(weight.shape))

@@ -30,10 +30,11 @@ def probe_exchange(strategy: Strategy) -> None:
         sent = [_message(replica_id, num_replicas) for replica_id in range(num_replicas)]
         expected = np.sum(sent, axis=0)
         tensors = []
-        for message, device in zip(sent, strategy.devices, strict=True):
+        ids = strategy.local_replica_ids
+        for replica_id, device in zip(ids, strategy.local_devices, strict=True):
             with tf.device(device):
-                tensors.append([tf.constant(message, dtype)])
-        for replica_id, (total,) in enumerate(strategy.exchange(tensors)):
+                tensors.append([tf.constant(sent[replica_id], dtype)])
+        for replica_id, (total,) in zip(ids, strategy.exchange(tensors), strict=True):
             got = tf.cast(total, tf.float64).numpy()
             if not np.array_equal(got, expected):
                 chosen = strategy.all_reduce != strategy.default_all_reduce()

@@ -111,14 +111,15 @@ class Recorder(Witness):
     def _take(self, what: str) -> list[list[np.ndarray]]:
         """Returns what was kept under this name in the last step, a list for each replica."""
         taken = {key: self._kept.pop(key) for key in list(self._kept) if key[0] == what}
-        if set(taken) != {(what, replica_id) for replica_id in range(len(taken))} or not taken:
+        ids = self._strategy.local_replica_ids
+        if set(taken) != {(what, replica_id) for replica_id in ids}:
             found = ", ".join(str(r) for _, r in sorted(taken)) or "none"
             raise ConfigError(
                 f"strategy {self._strategy.name} reported the {what} of these replicas: {found} —"
                 " its train_step has to call self.witness.before_exchange and after_exchange for"
                 " each; see docs/verify.md"
             )
-        return [taken[what, replica_id] for replica_id in range(len(taken))]
+        return [taken[what, replica_id] for replica_id in ids]
 
     def _write_states(self, trace: TraceWriter, step: int) -> None:
         strategy = self._strategy

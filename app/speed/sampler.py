@@ -103,7 +103,7 @@ def _time_exchange_of(strategy, weights, scale: float) -> ExchangeTime:
     import tensorflow as tf
 
     tensors = []
-    for device in strategy.devices:
+    for device in strategy.local_devices:
         with tf.device(device):
             shapes = [w.shape if scale == 1 else _scaled(w, scale) for w in weights]
             tensors.append(

@@ -1,0 +1,34 @@
+"""`launch`: a cluster of processes on this machine that train together."""
+
+import dataclasses
+
+from app import console
+from app.caveats import caveats
+from app.commands.train import default_out
+from app.config import Config
+from app.launcher import Launcher
+from app.records.history import load_summary
+from app.records.run_directory import named_path
+from app.sharing import share_out
+
+
+def run(config: Config) -> int:
+    """Trains with `--num_workers` processes; returns 0.
+
+    Raises:
+        DeviceError: fewer GPUs than the workers need.
+        WorkerFailedError: a worker has failed in a way that another try does not mend.
+        PeerLostError: workers have failed too often.
+    """
+    path = named_path(config.out or default_out(config))
+    console.set_run_directory(path)
+    shares = share_out(config)
+    cores = console.count(len(shares[0].cores), "core")
+    gpus = f", {console.count(len(shares[0].gpus), 'GPU')}" if shares[0].gpus else ""
+    console.say(f"{console.count(len(shares), 'worker')} on this machine, {cores}{gpus} each")
+    Launcher(dataclasses.replace(config, out=str(path)), shares).run()
+    summary = load_summary(path)
+    for caveat in caveats(config, summary):
+        console.warn(caveat)
+    console.say(summary.last_line())
+    return 0

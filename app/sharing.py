@@ -1,0 +1,60 @@
+"""Shares the cores and GPUs of this machine out to workers."""
+
+import os
+import subprocess
+
+from app.config import Config
+from app.errors import DeviceError
+from app.launcher import Share
+
+
+def share_out(config: Config) -> list[Share]:
+    """Returns what each worker is given: cores of its own where there are enough, and GPUs.
+
+    Raises:
+        DeviceError: fewer GPUs than the workers need.
+    """
+    cores = _cores()
+    num_workers = config.num_workers
+    size = max(1, len(cores) // num_workers)
+    starts = [index * size % len(cores) for index in range(num_workers)]
+    per_worker_gpus = _share_gpus(config)
+    return [
+        Share(tuple(cores[start : start + size]), gpus)
+        for start, gpus in zip(starts, per_worker_gpus, strict=True)
+    ]
+
+
+def _share_gpus(config: Config) -> list[tuple[str, ...] | None]:
+    gpus = [] if config.device == "cpu" else _gpus()
+    if not gpus:  # The workers say so, as `train` does.
+        return [None] * config.num_workers
+    asked = config.num_devices_asked
+    each = asked or len(gpus) // config.num_workers
+    if each * config.num_workers > len(gpus) or not each:
+        needed = each * config.num_workers or config.num_workers
+        raise DeviceError(
+            f"--num_workers={config.num_workers} on this machine's {len(gpus)} GPUs — {needed} are"
+            " required, as each worker has its own; use fewer workers, or --device=cpu"
+        )
+    return [tuple(gpus[i * each : (i + 1) * each]) for i in range(config.num_workers)]
+
+
+def _gpus() -> list[str]:
+    """Returns how CUDA names the GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

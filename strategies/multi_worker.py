@@ -1,0 +1,33 @@
+"""The same training on several machines: `tf.distribute.MultiWorkerMirroredStrategy`."""
+
+from strategies.cluster import IMPLEMENTATIONS, CollectiveStrategy
+from strategies.mirrored import MirroredStrategy
+
+_WHOLE_MB = 4096.0
+
+
+class MultiWorkerStrategy(MirroredStrategy):
+    """MirroredStrategy's loop, each worker with replicas of its own and all with the same step.
+
+    Every worker goes through the same global batches in the same order and takes its own replicas'
+    shards of each: the parts are disjoint and complete, and those of a single machine with as many
+    replicas. TensorFlow's collectives add the gradients, over gRPC or NCCL.
+
+    Without a cluster it is one worker.
+    """
+
+    name = "multi_worker"
+    all_reduce_algorithms = tuple(IMPLEMENTATIONS)
+
+    def default_all_reduce(self):
+        return "nccl" if "GPU" in self.devices[0] else "ring"
+
+    def default_bucket_mb(self):
+        # Each collective waits for the network: all gradients in one take a third of the time that
+        # one for each of ResNet-18's 62 takes.
+        return _WHOLE_MB
+
+    def _create_tf_strategy(self):
+        if self.workers.count > 1:
+            return self.workers.strategy
+        return CollectiveStrategy(self.devices, self.all_reduce)
