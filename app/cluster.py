@@ -57,7 +57,8 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
         ConfigError: there is none, or something is wrong with it; the bad key is named.
     """
     if environ.get("TF_CONFIG"):
-        return _from_tf_config(environ["TF_CONFIG"])
+        launched = "LOCKSTEP_LAUNCHED" in environ
+        return _from_tf_config(environ["TF_CONFIG"], "launch" if launched else "TF_CONFIG")
     if all(environ.get(name) for name in _SLURM):
         return _from_slurm(environ)
     raise ConfigError(
@@ -78,7 +79,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     return match[1].strip("[]"), int(match[2])
 
 
-def _from_tf_config(text: str) -> Cluster:
+def _from_tf_config(text: str, source: str) -> Cluster:
     def refuse(key: str, value, required: str):
         shown = json.dumps(value) if not isinstance(value, str) else value
         shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
@@ -121,7 +122,7 @@ def _from_tf_config(text: str) -> Cluster:
     if type(index) is not int or not 0 <= index < len(jobs[kind]):
         raise refuse("task.index is", index, f"0 to {len(jobs[kind]) - 1}")
     before = len(jobs.get("chief", [])) if kind == "worker" else 0
-    return Cluster(tuple(addresses), before + index, "TF_CONFIG")
+    return Cluster(tuple(addresses), before + index, source)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Cluster:
@@ -149,7 +150,9 @@ def _from_slurm(environ: Mapping[str, str]) -> Cluster:
     job = number("SLURM_JOB_ID") if environ.get("SLURM_JOB_ID") else 0
     first = _FIRST_SLURM_PORT + job * _TASKS_OF_A_JOB % _NUM_SLURM_PORTS
     addresses = tuple(
-        f"{host}:{first + task}" for host, n in zip(hosts, per_host, strict=True) for task in range(n)
+        f"{host}:{first + task}"
+        for host, n in zip(hosts, per_host, strict=True)
+        for task in range(n)
     )
     return Cluster(addresses, index, "SLURM")
 

@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from app import console, interruption
 from app.cluster import Cluster
 from app.config import Config
 from app.errors import PeerLostError, Terminated, WorkerFailedError
+from app.sharing import Share, find_free_ports
 
 _RETRY_FROM = 128  # Exit codes below are final.
 _POLL_SEC = 0.1
@@ -32,18 +32,6 @@ _LONGEST_PAUSE_SEC = 30.0
 _NUM_LAST_LINES = 5
 _MAX_PORT_RETRIES = 5
 _MAIN = pathlib.Path(__file__).parents[1] / "main.py"
-
-
-class Share(NamedTuple):
-    """What of the machine a worker is given.
-
-    Attributes:
-        cores: numbers of processor cores.
-        gpus: names for CUDA_VISIBLE_DEVICES, None where no GPU is used.
-    """
-
-    cores: tuple[int, ...]
-    gpus: tuple[str, ...] | None
 
 
 class Failure(NamedTuple):
@@ -257,7 +245,9 @@ def _find_culprit(workers: list[_Worker]) -> Failure:
     culprit.join()
     code = culprit.exit_code
     killed = culprit.process.returncode < 0
-    what = f"was ended by {signal.Signals(code - 128).name}" if killed else f"ended with code {code}"
+    what = (
+        f"was ended by {signal.Signals(code - 128).name}" if killed else f"ended with code {code}"
+    )
     return culprit.failure(code, what)
 
 
@@ -291,12 +281,3 @@ def _end(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.process.wait()
         worker.join()
-
-
-def find_free_ports(count: int) -> list[int]:
-    """Returns ports of the loopback that nobody uses now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in sockets]

@@ -53,6 +53,11 @@ class OwnProcess:
             self._process.join(_GRACE_SEC)
 
     @property
+    def connection(self):
+        """What messages come through, to wait for."""
+        return self._connection
+
+    @property
     def pid(self) -> int:
         """The process's number."""
         return self._process.pid

@@ -1,20 +1,38 @@
-"""Shares the cores and GPUs of this machine out to workers."""
+"""Shares this machine out to workers: cores, GPUs and ports."""
 
+import contextlib
 import os
+import socket
 import subprocess
+from typing import NamedTuple
 
 from app.config import Config
 from app.errors import DeviceError
-from app.launcher import Share
 
 
-def share_out(config: Config) -> list[Share]:
+class Share(NamedTuple):
+    """What of the machine a worker is given.
+
+    Attributes:
+        cores: numbers of processor cores.
+        gpus: names for CUDA_VISIBLE_DEVICES, None where no GPU is used.
+    """
+
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...] | None
+
+
+def share_out(config: Config, *, num_cores: int | None = None) -> list[Share]:
     """Returns what each worker is given: cores of its own where there are enough, and GPUs.
+
+    Args:
+        config: says how many workers there are, and what each asks for.
+        num_cores: share out no more than these.
 
     Raises:
         DeviceError: fewer GPUs than the workers need.
     """
-    cores = _cores()
+    cores = _cores()[:num_cores]
     num_workers = config.num_workers
     size = max(1, len(cores) // num_workers)
     starts = [index * size % len(cores) for index in range(num_workers)]
@@ -58,3 +76,12 @@ def _cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def find_free_ports(count: int) -> list[int]:
+    """Returns ports of the loopback that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]

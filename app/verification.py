@@ -15,8 +15,11 @@ from app import console, devices
 from app.config import Config
 from app.errors import DiskFullError
 from app.proof.measurement import Measurement
+from app.processes import Channel
 from app.proof.verdict import Diagnosis
+from app.sharing import share_out
 from app.validation import check_shards
+from app.worker_group import WorkerGroup
 
 Send = Callable[[tuple], None]
 
@@ -74,9 +77,42 @@ class Checked:
     diagnosis: Diagnosis | None
 
 
+def record_on_workers(send: Send, config: Config, path: pathlib.Path) -> Recorded:
+    """Trains `config.steps` steps with `config.num_workers` processes; leaves one trace in `path`.
+
+    Each worker writes what its own replicas did. Their traces are put together here, by files: the
+    exchange that is to be proved has no part in it.
+    """
+    from app.proof.trace import merge_traces
+
+    with WorkerGroup(share_out(config), _record_as_worker, config, path) as group:
+        while (message := group.receive())[0] == "message":
+            send(message[1])
+    per_worker = message[1]
+    parts = [_worker_path(path, index) for index in range(len(per_worker))]
+    merge_traces(parts, path)
+    for part in parts:
+        part.unlink()
+    send_sec = [
+        [time for worker_times in times for time in worker_times]
+        for times in zip(*(worker.send_sec for worker in per_worker), strict=True)
+    ]
+    return dataclasses.replace(per_worker[0], send_sec=send_sec)
+
+
+def _record_as_worker(channel: Channel, config: Config, path: pathlib.Path) -> Recorded:
+    return record(channel.send, config, path)
+
+
+def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
+    return path.with_name(f"{path.stem}-{index}{path.suffix}")
+
+
 def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
     """Trains `config.steps` steps with `config.strategy` and leaves their trace in `path`."""
     prepared, job = _set_up(send, config)
+    if prepared.workers:
+        path = _worker_path(path, prepared.workers.index)
     from app.proof.faults import inject, spoil_dataset
     from app.proof.probe import probe_exchange
     from app.proof.recorder import Recorder

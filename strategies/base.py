@@ -20,6 +20,7 @@ from strategies.replicas import Replicas
 from strategies.witness import Witness
 from strategies.workers import Workers
 
+
 class StepTotals(NamedTuple):
     """Sums over examples, never means: sums of shards, batches and calls simply add up.
 

@@ -47,9 +47,13 @@ def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -
         for name in sorted(config.strategies, key=lambda name: name == "single"):
             function, child = _recording(config, name, recorded)
             progress.start(f"recording {name}")
-            recorded[name] = call_in_own_process(
-                function, child, traces / f"{name}.npz", on_message=progress.message
-            )
+            trace = traces / f"{name}.npz"
+            if name == "multi_worker":
+                recorded[name] = verification.record_on_workers(progress.message, child, trace)
+            else:
+                recorded[name] = call_in_own_process(
+                    function, child, trace, on_message=progress.message
+                )
         recorded = {name: recorded[name] for name in config.strategies}
         progress.start("comparing")
         differences = _compare(recorded, traces)
@@ -79,8 +83,18 @@ def _recording(config: Config, name: str, recorded: dict[str, Recorded]):
                 f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
                 f" which nothing can spoil; use strategy={parallel[0]}"
             )
-        return verification.record_on_one_device, config.for_training(parallel[0], inject=None)
+        return verification.record_on_one_device, _on_one_machine(config)
     return verification.record, config.for_training(name, inject=inject)
+
+
+def _on_one_machine(config: Config) -> Config:
+    """Returns a configuration of one process, with as many replicas as the strategies have."""
+    for name in config.strategies:
+        if name not in ("single", "multi_worker"):
+            return config.for_training(name, inject=None)
+    if "multi_worker" in config.strategies:
+        return config.for_training("manual", inject=None, all_reduce="auto", bucket_mb=None)
+    return config.for_training("single", inject=None)
 
 
 def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
@@ -112,10 +126,9 @@ def _prove(config: Config, recorded: dict, differences: dict, traces, progress) 
         stands_for[name] = same[0] if same else name
     distinct = sorted({name for name in stands_for.values() if not recorded[name].is_reference})
     progress.start("checking every step", config.steps * len(distinct))
-    parallel = [name for name in config.strategies if name != "single"]
     checked = call_in_own_process(
         verification.check,
-        config.for_training((parallel or ["single"])[0], inject=None),
+        _on_one_machine(config),
         [traces / f"{name}.npz" for name in distinct],
         on_message=progress.message,
     )

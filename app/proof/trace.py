@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import pathlib
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -29,6 +29,9 @@ KINDS = {
     "own statistics": "moving statistics of BatchNorm, each replica's own",
     "statistics": "moving statistics averaged over the replicas: what is evaluated and saved",
 }
+
+
+_STORED = [kind for kind in KINDS if kind not in ("updates", "agreement")]
 
 
 class TraceWriter:
@@ -126,6 +129,31 @@ class Trace:
             return after.astype(np.float64) - before
         held = self._index[step, kind][tensor]
         return self._file[f"{step}/{kind}/{replica_id if replica_id in held else 0}/{tensor}"]
+
+
+def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
+    """Writes the trace of all replicas from those that each worker has written of its own.
+
+    Args:
+        paths: worker 0's first.
+        path: where it goes.
+
+    Raises:
+        DiskFullError, OutputError: it cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        traces = [stack.enter_context(Trace(part)) for part in paths]
+        merged = stack.enter_context(TraceWriter(path))
+        for step in range(traces[0].num_steps + 1):
+            for kind in _STORED:
+                # Averaged statistics are the same for all: each worker holds them once.
+                copies = [(t, r) for t in traces for r in range(t.num_replicas)]
+                copies = copies[:1] if kind == "statistics" else copies
+                per_replica = [
+                    {tensor: t.read(step, kind, r, tensor) for tensor in t.tensors(step, kind)}
+                    for t, r in copies
+                ]
+                merged.write(step, kind, per_replica)
 
 
 def hash_examples(images: np.ndarray, labels: np.ndarray) -> np.ndarray:

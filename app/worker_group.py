@@ -1,0 +1,99 @@
+"""A function that runs as every worker of a cluster on this machine, each in its own process."""
+
+import contextlib
+import multiprocessing.connection
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from app.cluster import Cluster
+from app.errors import PeerLostError
+from app.processes import Channel, OwnProcess
+from app.sharing import Share, find_free_ports
+
+_SETTLE_SEC = 2.0  # Within it, the first failure and what follows from it are told apart.
+
+
+class WorkerGroup:
+    """Several processes in place of one `OwnProcess`, and talked to in the same way.
+
+    What is sent reaches all of them; the chief's messages come back, and nobody else's.
+
+    Args:
+        shares: what each worker is given of the machine.
+        function: see `OwnProcess`; it finds its cluster in the environment.
+        *arguments: the others.
+    """
+
+    def __init__(self, shares: Sequence[Share], function: Callable, *arguments):
+        addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(shares)))
+        self._processes = [
+            OwnProcess(_be_worker, Cluster(addresses, index, "launch"), share, function, *arguments)
+            for index, share in enumerate(shares)
+        ]
+        self._results: dict[int, object] = {}
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            for process in self._processes:
+                stack.enter_context(process)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception):
+        self._stack.close()
+
+    @property
+    def pid(self) -> int:
+        """The number of the chief's process."""
+        return self._processes[0].pid
+
+    def send(self, message) -> None:
+        """Hands all of them a message."""
+        for process in self._processes:
+            process.send(message)
+
+    def receive(self) -> tuple:
+        """Waits for the chief's `("message", …)`, or for `("result", what each returned)`.
+
+        Raises:
+            What `OwnProcess.receive` raises, of the worker that failed first.
+        """
+        while len(self._results) < len(self._processes):
+            waiting = [i for i in range(len(self._processes)) if i not in self._results]
+            connections = {self._processes[i].connection: i for i in waiting}
+            for ready in multiprocessing.connection.wait(list(connections)):
+                index = connections[ready]
+                kind, value = self._receive_from(index, waiting)
+                if kind == "message":
+                    return kind, value
+                self._results[index] = value
+        return "result", [self._results[i] for i in range(len(self._processes))]
+
+    def _receive_from(self, index: int, waiting: Sequence[int]) -> tuple:
+        try:
+            return self._processes[index].receive()
+        except PeerLostError as follows:  # From what?
+            deadline = time.monotonic() + _SETTLE_SEC
+            for other in waiting:
+                process = self._processes[other]
+                while other != index and process.connection.poll(
+                    max(0.0, deadline - time.monotonic())
+                ):
+                    try:
+                        process.receive()
+                    except PeerLostError:
+                        break
+            raise follows
+
+
+def _be_worker(channel: Channel, cluster: Cluster, share: Share, function: Callable, *arguments):
+    """Runs in a process of its own: `function`, in the environment of one worker."""
+    os.environ["TF_CONFIG"] = cluster.as_tf_config()
+    os.environ["LOCKSTEP_LAUNCHED"] = "1"
+    if share.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, share.cores)
+    send = channel.send if cluster.is_chief else lambda message: None
+    return function(Channel(send, channel.receive), *arguments)
