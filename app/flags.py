@@ -58,7 +58,7 @@ GROUPS = {
             _INTS,
             "N",
             "N replicas; without it every GPU, else 2 logical CPUs. benchmark takes 1,2,4, explain"
-            " 2,3,4: the first is explained, the last predicted. With multi_worker: of each worker.",
+            " 2,3,4: the first is explained, the last predicted. multi_worker: on each worker.",
         ),
         "all_reduce": (
             _TEXT,

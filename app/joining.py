@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import socket
 import threading
@@ -72,7 +71,7 @@ def _check_port(address: str) -> None:
 
 @contextlib.contextmanager
 def _told_who_is_missing(cluster: Cluster, timeout_sec: float) -> Iterator[None]:
-    """Watches the wait for other workers in a thread: TensorFlow's own call waits, and says nothing.
+    """Watches the wait for other workers in a thread: TensorFlow's own call says nothing.
 
     One worker speaks: the first of those that are there.
     """

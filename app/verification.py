@@ -14,8 +14,8 @@ import numpy as np
 from app import console, devices
 from app.config import Config
 from app.errors import DiskFullError
-from app.proof.measurement import Measurement
 from app.processes import Channel
+from app.proof.measurement import Measurement
 from app.proof.verdict import Diagnosis
 from app.sharing import share_out
 from app.validation import check_shards

@@ -28,6 +28,4 @@ class MultiWorkerStrategy(MirroredStrategy):
         return _WHOLE_MB
 
     def _create_tf_strategy(self):
-        if self.workers.count > 1:
-            return self.workers.strategy
-        return CollectiveStrategy(self.devices, self.all_reduce)
+        return self.workers.strategy or CollectiveStrategy(self.devices, self.all_reduce)

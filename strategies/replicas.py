@@ -63,9 +63,8 @@ class Replicas(abc.ABC):
         return names + [f"optimizer/{path}" for path in paths]
 
     def replica_states(self) -> list[State]:
-        """Returns what each replica holds, R copies of the whole state, read from its device."""
-        names = self.variable_names
-        per_replica = self.gather_replicas(_read(self.replica_variables()))
+        """Returns what each replica of this worker holds, copies of the whole state."""
+        names, per_replica = self.variable_names, _read(self.replica_variables())
         return [dict(zip(names, arrays, strict=True)) for arrays in per_replica]
 
     def state(self) -> State:
@@ -136,7 +135,11 @@ class Replicas(abc.ABC):
         """
         per_replica = self.gather_replicas(_read(self._statistics()))
         first = per_replica[0]
-        if all(np.array_equal(a, b) for arrays in per_replica for a, b in zip(arrays, first)):
+        if all(
+            np.array_equal(a, b)
+            for arrays in per_replica
+            for a, b in zip(arrays, first, strict=True)
+        ):
             return []
         return per_replica
 

@@ -17,10 +17,12 @@ class Workers:
     Attributes:
         index: of this one; 0 is the chief, which writes what there is to write.
         count: how many there are.
+        strategy: the `tf.distribute` strategy that connects them; None without any cluster.
     """
 
     index = 0
     count = 1
+    strategy = None
 
     @property
     def is_chief(self) -> bool:

@@ -37,9 +37,11 @@ def create_points(config: Config) -> list[Point]:
             continue
         options = {"model": model, "precision": precision, "global_batch_size": size}
         options["last_batch"] = "drop"  # A step is a step.
-        training = config.for_training(
-            strategy, **options, **({} if single else {"num_devices": count})
-        )
+        if strategy == "multi_worker":
+            options |= {"num_workers": count, "num_devices": 1}
+        elif not single:
+            options["num_devices"] = count
+        training = config.for_training(strategy, **options)
         points.append(Point(training))
     return points
 

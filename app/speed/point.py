@@ -23,11 +23,19 @@ class Point:
     cores: int | None = None
 
     @property
+    def num_replicas(self) -> int | None:
+        """How many replicas are asked for, over all workers; None for one on each device."""
+        config = self.config
+        if config.strategy == "multi_worker":
+            return config.num_workers * (config.num_devices_asked or 1)
+        return config.num_replicas_asked
+
+    @property
     def name(self) -> str:
         """What the point is called in tables and progress lines."""
         config = self.config
         parts = [
-            f"{config.strategy} × {config.num_replicas_asked or 'all'}",
+            f"{config.strategy} × {self.num_replicas or 'all'}",
             config.model,
             f"batch {config.global_batch_size}",
             config.precision,

@@ -10,10 +10,12 @@ from app import console
 from app.config import Config
 from app.errors import DeviceError
 from app.processes import OwnProcess
+from app.sharing import share_out
 from app.speed.exchange_model import ExchangeTime
 from app.speed.peak import sample_peak
 from app.speed.point import Block, Point, Sampled
 from app.speed.sampler import sample
+from app.worker_group import WorkerGroup
 
 _PEAK_PRODUCTS = 2  # In a block: seconds on a small CPU, a few milliseconds on a GPU.
 
@@ -96,7 +98,7 @@ class _Sampler:
     """Our end of a process that times blocks; it is ready when this is made."""
 
     def __init__(self, stack, progress, function: Callable, argument):
-        self._process = stack.enter_context(OwnProcess(function, argument))
+        self._process = stack.enter_context(_create_process(function, argument))
         self._progress = progress
         self.facts = None
         self.blocks: list[Block] = []
@@ -131,7 +133,14 @@ class _Sampler:
     def finish(self):
         """Returns what the function returned; its process ends."""
         self._process.send(None)
-        return self._process.receive()[1]
+        result = self._process.receive()[1]
+        return sum(result) if isinstance(result, list) else result
+
+
+def _create_process(function: Callable, argument) -> OwnProcess | WorkerGroup:
+    if isinstance(argument, Point) and argument.config.strategy == "multi_worker":
+        return WorkerGroup(share_out(argument.config, num_cores=argument.cores), function, argument)
+    return OwnProcess(function, argument)
 
 
 def _check_memory(num_missing: int, largest_bytes: int) -> None:

@@ -17,7 +17,7 @@ _LARGEST_EXCHANGE_BYTES = 64 << 20
 _EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.1, 5
 # Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: the process ends before.
 _KEPT = []
-_BLOCK_SEC = 1.0  # A block is long enough that a scheduler's time slices average out in it.
+_BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
 
 
 def sample(channel: Channel, point: Point) -> int:
@@ -81,7 +81,8 @@ def _time_block(strategy, iterator, num_steps: int) -> Block:
     tracings = strategy.num_tracings
     start = time.perf_counter()
     totals = strategy.train_steps(iterator, num_steps)  # Numbers: the last step is done.
-    sec = time.perf_counter() - start
+    # Workers that do not exchange do not wait for each other: a training takes what the slowest does.
+    (sec,) = strategy.workers.agree(time.perf_counter() - start)
     return Block(num_steps, totals.examples, sec, strategy.num_tracings - tracings)
 
 
@@ -116,7 +117,7 @@ def _time_exchange_of(strategy, weights, scale: float) -> ExchangeTime:
         start = time.perf_counter()
         for tensor in strategy.repeat_exchange(tensors, num_times)[-1]:
             tensor.numpy()
-        sec = time.perf_counter() - start
+        sec = strategy.workers.agree(time.perf_counter() - start)[0]
         if sec < _EXCHANGE_SEC and not secs:
             num_times *= 2
         else:
@@ -158,6 +159,7 @@ def _peak_memory_bytes(prepared) -> int:
     import tensorflow as tf
 
     if "GPU" in prepared.names[0]:
-        names = [name.removeprefix("/device:") for name in prepared.names]
+        num_local = len(prepared.names) // (prepared.workers.count if prepared.workers else 1)
+        names = [name.rpartition("/device:")[2] for name in prepared.names[:num_local]]
         return sum(tf.config.experimental.get_memory_info(name)["peak"] for name in names)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB.

@@ -1,0 +1,71 @@
+"""What the exchange between two workers costs, and how well two do: one interleaved measurement.
+
+Each worker has one core. `python benchmarks/workers.py [--models=lenet,resnet18] [--rounds=9]`;
+needs two free cores. Prints, for each model, the step of one worker, of two, and of two without
+their exchange; the ratio of the latter two; and the efficiency, which is one worker's time over
+twice that of two.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from app import console
+from app.config import Config
+from app.speed import interval
+from app.speed.point import Point
+from app.speed.rounds import measure
+
+BATCHES = {"lenet": 256, "resnet18": 64}
+
+
+def create_points(model: str, exchange_dtype: str) -> list[Point]:
+    """Returns one worker on one core, two on two, and two without their exchange."""
+    config = Config(
+        command="train",
+        strategy="multi_worker",
+        model=model,
+        global_batch_size=BATCHES[model],
+        device="cpu",
+        num_devices=1,
+        last_batch="drop",
+        dataset="synthetic",
+        num_train_examples=2000,
+        exchange_dtype=exchange_dtype,
+    )
+    one, two = (Point(with_workers(config, n), cores=n) for n in (1, 2))
+    return [one, two, Point(two.config, exchanges=False, cores=2)]
+
+
+def with_workers(config: Config, num_workers: int) -> Config:
+    """Returns the same training with another number of workers."""
+    return config.for_training("multi_worker", num_workers=num_workers)
+
+
+def main() -> None:
+    """Measures each model and prints what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="lenet,resnet18")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--exchange_dtype", default="float32")
+    options = parser.parse_args()
+    for model in options.models.split(","):
+        points = create_points(model, options.exchange_dtype)
+        with console.StepProgress(1) as progress:
+            sampled = measure(points, repeats=options.rounds, progress=progress).sampled
+        one, two, without = (s.step_secs for s in sampled)
+        steps = (f"{np.median(secs) * 1e3:.1f}" for secs in (one, two, without))
+        print(f"{model}, batch {BATCHES[model]}, exchanged in {options.exchange_dtype}")
+        print("  ms a step: one worker {}, two {}, two without exchange {}".format(*steps))
+        print(f"  with exchange / without: {interval.ratio(two, without)}")
+        efficiency = interval.combine(lambda a, b: a / b / 2, one, two)
+        print(f"  efficiency of two: {efficiency}")
+
+
+if __name__ == "__main__":
+    main()
