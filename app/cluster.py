@@ -117,7 +117,7 @@ def _from_tf_config(text: str, source: str) -> Cluster:
         if addresses.count(address) > 1:
             raise refuse("cluster has twice", address, "an address of its own for each worker")
     kind, index = task.get("type"), task.get("index")
-    if kind not in jobs:
+    if not isinstance(kind, str) or kind not in jobs:
         raise refuse("task.type is", kind, f"one of {', '.join(jobs)}")
     if type(index) is not int or not 0 <= index < len(jobs[kind]):
         raise refuse("task.index is", index, f"0 to {len(jobs[kind]) - 1}")

@@ -10,6 +10,7 @@ from app.options import (
     OF_SEVERAL_DEVICES,
     ON_ONE_MACHINE,
     ON_SEVERAL,
+    PLANNED_PER_DEVICE,
     RESULT_FIELDS,
 )
 from app.validation import validate
@@ -62,6 +63,10 @@ class Config:
     num_workers: int = 2
     max_restarts: int = 3
     start_timeout_sec: int = 300
+    devices_per_worker: int = 1
+    bandwidth_gbps: float = 10.0
+    latency_us: float = 50.0
+    device_bandwidth_gbps: float = 252.0  # PCIe 4.0 × 16.
 
     strategies: tuple[str, ...] = ON_ONE_MACHINE
     steps: int = 20
@@ -103,6 +108,14 @@ class Config:
         """Whether several processes train together."""
         names = self.strategies if self.command in ON_SEVERAL else (self.strategy,)
         return "multi_worker" in names
+
+    @property
+    def planned_batch_size(self) -> int:
+        """The global batch of a plan: with many devices the default would leave some without."""
+        num_replicas = self.num_workers * self.devices_per_worker
+        if self.global_batch_size != Config.global_batch_size:
+            return self.global_batch_size
+        return max(self.global_batch_size, PLANNED_PER_DEVICE * num_replicas)
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -116,6 +116,15 @@ GROUPS = {
         "num_workers": (_INT, "N", "Local processes that train together, in place of machines."),
         "max_restarts": (_INT, "N", "How often launch starts all of them again after a failure."),
         "start_timeout_sec": (_INT, "SEC", "How long workers wait for those that are missing."),
+        "devices_per_worker": (_INT, "N", "Devices of each machine that plan plans."),
+        "bandwidth_gbps": (_FLOAT, "X", "Of a machine's network, in one direction, for plan."),
+        "latency_us": (_FLOAT, "X", "Of a message between machines, for plan."),
+        "device_bandwidth_gbps": (
+            _FLOAT,
+            "X",
+            "Of the links within a machine, for plan: 252 is PCIe 4.0 × 16, 2400 NVLink 3, 3600"
+            " NVLink 4.",
+        ),
     },
     "Several at once": {
         "strategies": (_LIST, "A,B,…", "What compare, verify and benchmark set side by side."),
@@ -150,6 +159,7 @@ COMMAND_HELP = {
     "compare": "several strategies from the same weights and data, side by side",
     "explain": "one step told with its numbers, and where its time goes",
     "benchmark": "throughput of strategies, device counts, batches and precisions",
+    "plan": "what a cluster would do, from one device here and the links",
     "verify": "proves them the same training, or names the first false step",
 }
 

@@ -2,13 +2,17 @@
 
 import contextlib
 import json
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from app import console
+from app import console, interruption
 from app.cluster import Cluster, host_and_port
 from app.config import Config
 from app.errors import ConfigError, PeerLostError, reason_of
@@ -16,7 +20,7 @@ from app.versions import versions
 from strategies.cluster import ClusterWorkers
 
 _SEC_BETWEEN_LINES = 10.0
-_PROBE_SEC = 1.0
+_PROBE_SEC = 0.5
 # What TensorFlow raises in a worker whose peer is gone, killed or frozen; by name, so that
 # TensorFlow is not imported for this.
 _LOST = ("UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError")
@@ -34,102 +38,143 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: Config) -> Clus
 
     Raises:
         ConfigError: the port is in use, or workers have different flags, devices or versions.
-        PeerLostError: a worker was lost meanwhile. One that does not come within
-            `config.start_timeout_sec` ends the process with that error's exit code.
+        PeerLostError: a worker did not come within `config.start_timeout_sec`, or was lost.
     """
-    _check_port(cluster.address)
     if cluster.is_chief:
         console.say(
             f"cluster of {console.count(len(cluster.addresses), 'worker')} from {cluster.source}:"
             f" {', '.join(cluster.addresses)}"
         )
+    _meet(cluster, config.start_timeout_sec)
     all_reduce = config.all_reduce
     if all_reduce == "auto":
         all_reduce = "nccl" if "GPU" in local_devices[0] else "ring"
-    with telling_of_peers(cluster), _told_who_is_missing(cluster, config.start_timeout_sec):
+    with telling_of_peers(cluster), _ended_after(config.start_timeout_sec):
         workers = ClusterWorkers(cluster.addresses, cluster.index, local_devices, all_reduce)
     with telling_of_peers(cluster):
         _check_same(cluster, workers.post(json.dumps(_settings(config, local_devices))))
     return workers
 
 
-def _check_port(address: str) -> None:
-    """Refuses a port that somebody listens at: TensorFlow would share it, and both hear half."""
-    host, port = host_and_port(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", port))
-            listener.listen()
-    except OSError as error:
-        raise ConfigError(
-            f"port {port} of {address}: {reason_of(error)} — a free port is required for this"
-            " worker; end what uses it, or name another port on every worker"
-        ) from error
+def _meet(cluster: Cluster, timeout_sec: float) -> None:
+    """Waits until every worker has been there: somebody answers at its address.
+
+    TensorFlow's own call would wait without a word, and without an end, and nothing else of the
+    process would run meanwhile. One worker speaks: the first of those that are there.
+
+    Raises:
+        ConfigError: our own port is in use.
+        PeerLostError: a worker does not come in time.
+    """
+    start = time.monotonic()
+    num_lines = 0
+    missing = [i for i in range(len(cluster.addresses)) if i != cluster.index]
+    with _answering(cluster.address):
+        while missing := _still_missing(cluster, missing):
+            waited_sec = time.monotonic() - start
+            if waited_sec >= timeout_sec:
+                raise PeerLostError(
+                    f"--start_timeout_sec={timeout_sec}: {_names(cluster, missing)} did not come —"
+                    " every worker is required, with the same list of addresses; start it and run"
+                    " the same command again"
+                )
+            if waited_sec >= (num_lines + 1) * _SEC_BETWEEN_LINES:
+                num_lines += 1
+                if all(index in missing for index in range(cluster.index)):
+                    console.say(
+                        f"waiting for {_names(cluster, missing)}, {waited_sec:.0f} s of"
+                        f" {timeout_sec} s"
+                    )
+            time.sleep(_PROBE_SEC)
 
 
 @contextlib.contextmanager
-def _told_who_is_missing(cluster: Cluster, timeout_sec: float) -> Iterator[None]:
-    """Watches the wait for other workers in a thread: TensorFlow's own call says nothing.
+def _answering(address: str) -> Iterator[None]:
+    """Accepts connections at our address, and does nothing else with them.
 
-    One worker speaks: the first of those that are there.
+    Raises:
+        ConfigError: somebody listens there already. TensorFlow would share the port with it.
     """
-    came = threading.Event()
+    host, port = host_and_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", port))
+            listener.listen()
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} of {address}: {reason_of(error)} — a free port is required for this"
+                " worker; end what uses it, or name another port on every worker"
+            ) from error
 
-    def watch():
-        start = last_line = time.monotonic()
-        while not came.wait(0.2):
-            now = time.monotonic()
-            if now - start >= timeout_sec:
-                missing = _missing(cluster)
-                if not came.is_set():
-                    console.report_error(_did_not_come(cluster, missing, timeout_sec))
-                    console.leave(PeerLostError.exit_code)
-            if now - last_line >= _SEC_BETWEEN_LINES:
-                last_line += _SEC_BETWEEN_LINES
-                missing = _missing(cluster)
-                speaks = all(index in missing for index in range(cluster.index))
-                if speaks and missing and not came.is_set():
-                    console.say(
-                        f"waiting for {_names(cluster, missing)}, {now - start:.0f} s of"
-                        f" {timeout_sec} s"
-                    )
+        def accept():
+            with contextlib.suppress(OSError):  # It is closed.
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.settimeout(_PROBE_SEC)
+                        with contextlib.suppress(OSError):
+                            connection.recv(1)  # Until the other side closes: it does so first.
 
-    thread = threading.Thread(target=watch, daemon=True, name="missing workers")
-    thread.start()
-    try:
+        thread = threading.Thread(target=accept, daemon=True, name="answering")
+        thread.start()
         yield
-    finally:
-        came.set()
-        thread.join()
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        thread.join(2 * _PROBE_SEC)
 
 
-def _missing(cluster: Cluster) -> list[int]:
-    """Returns the workers at whose address nobody answers."""
-    others = [i for i in range(len(cluster.addresses)) if i != cluster.index]
-    answers = {}
+def _still_missing(cluster: Cluster, missing: Sequence[int]) -> list[int]:
+    """Returns those of the missing workers at whose address nobody answers now."""
+    answers = set()
 
     def probe(index):
         with contextlib.suppress(OSError):
             address = host_and_port(cluster.addresses[index])
             socket.create_connection(address, timeout=_PROBE_SEC).close()
-            answers[index] = True
+            answers.add(index)
 
-    threads = [threading.Thread(target=probe, args=(index,), daemon=True) for index in others]
+    threads = [threading.Thread(target=probe, args=(index,), daemon=True) for index in missing]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * _PROBE_SEC)
-    return [index for index in others if index not in answers]
+    return [index for index in missing if index not in answers]
 
 
-def _did_not_come(cluster: Cluster, missing: list[int], timeout_sec: float) -> PeerLostError:
-    who = f"{_names(cluster, missing)} did not come" if missing else "all answer, but do not join"
-    return PeerLostError(
-        f"--start_timeout_sec={timeout_sec}: {who} — every worker is required, with the same list"
-        " of addresses; start it and run the same command again"
+_WATCHER = """
+import os, signal, sys, time
+time.sleep(float(sys.argv[2]))
+sys.stderr.write(sys.argv[3])
+sys.stderr.flush()
+os.kill(int(sys.argv[1]), signal.SIGKILL)
+"""
+
+
+@contextlib.contextmanager
+def _ended_after(timeout_sec: float) -> Iterator[None]:
+    """Ends this process from outside if what it does takes too long.
+
+    A worker that is lost just after it came leaves TensorFlow's call waiting, which holds Python's
+    lock: no thread of ours could end it.
+    """
+    text = (
+        f"error: --start_timeout_sec={timeout_sec}: a worker came and was lost again — every worker"
+        " is required; run the same command again\n"
     )
+    watcher = subprocess.Popen(
+        [sys.executable, "-IS", "-c", _WATCHER, str(os.getpid()), str(timeout_sec), text],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: interruption.end_with_parent(signal.SIGKILL),
+    )
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.wait()
 
 
 def _names(cluster: Cluster, indices: Sequence[int]) -> str:

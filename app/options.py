@@ -20,6 +20,8 @@ LARGEST_FLOAT32 = 3.4e38
 LARGEST_BUCKET_MB = 4096
 DEFAULT_LOGICAL_CPUS = 2
 MAX_LOCAL_WORKERS = 64
+MAX_PLANNED = 10_000
+PLANNED_PER_DEVICE = 32  # Images on each device of a plan, where no batch is given.
 
 DEFAULT_COUNTS = {"benchmark": (1, 2), "explain": (2, 3, 4)}
 
@@ -77,6 +79,12 @@ COMMANDS = {
         *("strategies", "steps", "inject", "keep_traces", "num_workers"),
         *_TRAINING_OPTIONS,
     },
+}
+
+COMMANDS["plan"] = {
+    *("num_workers", "devices_per_worker", "bandwidth_gbps", "latency_us", "verbosity", "device"),
+    *("device_bandwidth_gbps", "model", "precision", "global_batch_size", "exchange_dtype"),
+    *("jit_compile", "recipe"),
 }
 
 # Commands that take several strategies instead of one.

@@ -12,6 +12,7 @@ from app.options import (
     LARGEST_FLOAT32,
     MAX_LOCAL_WORKERS,
     MAX_LOGICAL_DEVICES,
+    MAX_PLANNED,
     MODEL_NAMES,
     NUM_TRAIN_EXAMPLES,
     ON_ONE_MACHINE,
@@ -82,7 +83,19 @@ def _check_numbers(config):
     _check_range("--steps_per_call", config.steps_per_call, 1, 1_000_000)
     _check_range("--checkpoint_every", config.checkpoint_every, 1, 1_000_000_000)
     _check_range("--stall_timeout_sec", config.stall_timeout_sec, 0, 1_000_000)
-    _check_range("--num_workers", config.num_workers, 1, MAX_LOCAL_WORKERS)
+    planned = config.command == "plan"
+    most = MAX_PLANNED if planned else MAX_LOCAL_WORKERS
+    _check_range("--num_workers", config.num_workers, 1, most)
+    _check_range("--devices_per_worker", config.devices_per_worker, 1, 64)
+    for flag in ("bandwidth_gbps", "device_bandwidth_gbps"):
+        _check_range(f"--{flag}", getattr(config, flag), 0.001, 1e6)
+    _check_range("--latency_us", config.latency_us, 0, 1e6)
+    num_planned = config.num_workers * config.devices_per_worker
+    if planned and not num_planned <= config.planned_batch_size:
+        raise ConfigError(
+            f"--global_batch_size={config.global_batch_size} for {num_planned} devices — at least"
+            f" one image for each is required; use {num_planned} or more"
+        )
     _check_range("--max_restarts", config.max_restarts, 0, 1000)
     _check_range("--start_timeout_sec", config.start_timeout_sec, 1, 1_000_000)
     if config.bucket_mb is not None and not 0 <= config.bucket_mb <= LARGEST_BUCKET_MB:
@@ -300,7 +313,7 @@ def check_choice(flag: str, value: str, choices) -> None:
         raise ConfigError(f"{shown} — one of {', '.join(choices)} is required; see --help")
 
 
-def _check_range(flag: str, value: int | None, low: int, high: int | None) -> None:
+def _check_range(flag: str, value: float | None, low: float, high: float | None) -> None:
     if value is None or low <= value <= (value if high is None else high):
         return
     bounds = f"{low} or more" if high is None else f"{low} to {high}"

@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing.connection
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -91,7 +90,7 @@ class WorkerGroup:
 def _be_worker(channel: Channel, cluster: Cluster, share: Share, function: Callable, *arguments):
     """Runs in a process of its own: `function`, in the environment of one worker."""
     os.environ["TF_CONFIG"] = cluster.as_tf_config()
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # Whoever started us tells what there is.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Whoever started us tells what there is to tell.
     if share.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
     if hasattr(os, "sched_setaffinity"):

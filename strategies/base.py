@@ -149,7 +149,8 @@ class Strategy(Replicas):
     def forward(self, iterator) -> list[tuple[tf.Tensor, StepTotals]]:
         """Takes one global batch and classifies it, training nothing (in a graph).
 
-        Returns, for each replica of this worker in order, the logits `(n_r, 10)` and the totals of its shard.
+        Returns, for each replica of this worker in order, the logits `(n_r, 10)` and the totals of
+        its shard.
         """
 
     @abc.abstractmethod

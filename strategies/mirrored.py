@@ -37,10 +37,11 @@ class MirroredStrategy(Strategy):
                 f"all_reduce={self.all_reduce} of mirrored on {self.devices} — {kind}s are required"
             )
         self._tf_strategy = self._create_tf_strategy()
-        if self._tf_strategy.num_replicas_in_sync != self.num_replicas:
+        num_made = self._tf_strategy.num_replicas_in_sync
+        if num_made != self.num_replicas:
             raise ValueError(
-                f"{type(self._tf_strategy).__name__} made {self._tf_strategy.num_replicas_in_sync} replicas"
-                f" of {self.num_replicas} on {self.devices}"
+                f"{type(self._tf_strategy).__name__} made {num_made} replicas of"
+                f" {self.num_replicas} on {self.devices}"
             )
 
     def _create_tf_strategy(self) -> tf.distribute.Strategy:

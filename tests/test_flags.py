@@ -28,7 +28,7 @@ def refuse(*arguments):
         (["--modle=lenet"], "model"),
         (["trian"], "did you mean train?"),
         (["train", "twice"], "'twice'"),
-        (["evaluate", "--run=x", "--epochs=3"], "option of train, compare"),
+        (["evaluate", "--run=x", "--epochs=3"], "option of train, launch, compare"),
         (["compare", "--strategy=manual"], "--strategy with compare"),
         (["--out="], "--out= is empty"),
         (["--model=a\nb"], r"--model=a\nb"),

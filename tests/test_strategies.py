@@ -21,6 +21,8 @@ from strategies import STRATEGIES
 ROUNDING = 2e-6
 NUM_STEPS = 4
 PARALLEL = [name for name in STRATEGIES if name != "single"]
+# A ring adds each part of a gradient in an order of its own, which shows from three replicas on.
+SAME_ORDER = ("manual", "mirrored")
 
 
 def walk(strategy, images, *, global_batch_size, num_steps=NUM_STEPS):
@@ -62,12 +64,15 @@ def test_parity_step_by_step(images, num_replicas, global_batch_size):
         for name in PARALLEL
     }
     manual_losses, manual_states = walks["manual"]
-    for losses, states in walks.values():
+    for name, (losses, states) in walks.items():
         np.testing.assert_allclose(losses, single_losses, rtol=ROUNDING)
         for step in range(NUM_STEPS):
             assert_close(states[step], single_states[step])
-            assert_same_bits(states[step], manual_states[step])
-        assert losses == pytest.approx(manual_losses, rel=1e-12)
+            if name in SAME_ORDER or num_replicas <= 2:
+                assert_same_bits(states[step], manual_states[step])
+            else:
+                assert_close(states[step], manual_states[step])
+        assert losses == pytest.approx(manual_losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
@@ -95,12 +100,13 @@ def test_momentum_schedule_and_decay_are_the_same_training(images):
     _, single_states = walk(
         create("single", 1, optimizer_fn=optimizer_fn), images, global_batch_size=15
     )
-    manual, mirrored = (
+    manual, *others = (
         walk(create(name, 2, optimizer_fn=optimizer_fn), images, global_batch_size=15)[1][-1]
         for name in PARALLEL
     )
     assert_close(manual, single_states[-1], tolerance=1e-5)
-    assert_same_bits(manual, mirrored)
+    for other in others:
+        assert_same_bits(manual, other)
     assert manual["optimizer/iteration"] == NUM_STEPS
 
 

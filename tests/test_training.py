@@ -66,7 +66,7 @@ def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
     devices = Devices(CPUS[:num_replicas], simulated=num_replicas > 1)
     run_dir.mkdir(exist_ok=True)
     training = Training(config, devices, dataset, run_dir)
-    training.resume()
+    training.start(anew=False)
     assert training.strategy.num_replicas == num_replicas
     return training
 

@@ -81,7 +81,7 @@ def _time_block(strategy, iterator, num_steps: int) -> Block:
     tracings = strategy.num_tracings
     start = time.perf_counter()
     totals = strategy.train_steps(iterator, num_steps)  # Numbers: the last step is done.
-    # Workers that do not exchange do not wait for each other: a training takes what the slowest does.
+    # Workers that do not exchange do not wait: a training takes what the slowest of them does.
     (sec,) = strategy.workers.agree(time.perf_counter() - start)
     return Block(num_steps, totals.examples, sec, strategy.num_tracings - tracings)
 

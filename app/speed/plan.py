@@ -1,0 +1,173 @@
+"""What a cluster that is not there would do: compute is measured, the exchange computed."""
+
+import dataclasses
+
+from app.speed.exchange_model import LinearCost
+
+# Published speeds of one direction of a link, in Gb/s, for `--device_bandwidth_gbps`. Sources: PCI
+# Express Base Specification 4.0 (16 lanes at 16 GT/s, 128b/130b); NVIDIA's data sheets of A100
+# (NVLink 3: 600 GB/s both ways) and H100 (NVLink 4: 900 GB/s both ways).
+LINKS_GBPS = {"PCIe 4.0 × 16": 252, "NVLink 3": 2400, "NVLink 4": 3600}
+# A message between devices of one machine; NCCL's own model has 3 to 7 µs for it.
+_DEVICE_LATENCY_SEC = 5e-6
+# Of a step's compute, the part in which gradients are made, and can be sent: two of three products.
+_BACKWARD = 2 / 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What connects devices.
+
+    Attributes:
+        bytes_per_sec: of a machine's network, in one direction.
+        latency_sec: of a message between machines.
+        device_bytes_per_sec: of a device's link within its machine, in one direction.
+    """
+
+    bytes_per_sec: float
+    latency_sec: float
+    device_bytes_per_sec: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One all-reduce.
+
+    Attributes:
+        algorithm: "ring" or "hierarchical".
+        sec: how long it takes, with nothing else going on.
+    """
+
+    algorithm: str
+    sec: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterStep:
+    """A step of a cluster.
+
+    Attributes:
+        num_workers: machines.
+        devices_per_worker: in each.
+        global_batch_size: examples of a step.
+        compute_sec: of one device, with its shard.
+        exchange: the faster one.
+        one_device_sec: of one device with the whole batch.
+    """
+
+    num_workers: int
+    devices_per_worker: int
+    global_batch_size: int
+    compute_sec: float
+    exchange: Exchange
+    one_device_sec: float
+
+    @property
+    def num_replicas(self) -> int:
+        """Devices in all."""
+        return self.num_workers * self.devices_per_worker
+
+    @property
+    def step_sec(self) -> float:
+        """Seconds of a step that exchanges when all gradients are there."""
+        return self.compute_sec + self.exchange.sec
+
+    @property
+    def overlapped_sec(self) -> float:
+        """Seconds of a step at best: with the exchange behind the backward pass."""
+        hidden = min(self.exchange.sec, _BACKWARD * self.compute_sec)
+        return self.step_sec - hidden
+
+    @property
+    def images_per_sec(self) -> float:
+        """Images a second, without overlap."""
+        return self.global_batch_size / self.step_sec
+
+    @property
+    def efficiency(self) -> float:
+        """Part of the time in which devices compute, without overlap."""
+        return self.compute_sec / self.step_sec
+
+    @property
+    def best_efficiency(self) -> float:
+        """The same with overlap."""
+        return self.compute_sec / self.overlapped_sec
+
+    @property
+    def speed_up(self) -> float:
+        """Against one device with the whole batch."""
+        return self.one_device_sec / self.step_sec
+
+
+def ring(num_workers: int, devices_per_worker: int, size_bytes: float, links: Links) -> Exchange:
+    """One ring through all devices, those of a machine next to each other.
+
+    2 (R − 1) messages one after another, of 1/R of the gradients each; the slowest link sets the
+    pace.
+
+    Reference: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", 2009.
+    """
+    r = num_workers * devices_per_worker
+    spans = num_workers > 1
+    rate = links.bytes_per_sec if spans else links.device_bytes_per_sec
+    latency = links.latency_sec if spans else _DEVICE_LATENCY_SEC
+    return Exchange("ring", 2 * (r - 1) * (latency + size_bytes / r / rate))
+
+
+def hierarchical(
+    num_workers: int, devices_per_worker: int, size_bytes: float, links: Links
+) -> Exchange:
+    """A ring within each machine, one between machines, and one within each machine again.
+
+    Each device ends the first with 1/D of its machine's sum; the D rings between machines share
+    its network, which carries 2 (W − 1) / W of the gradients, as in one ring, in fewer messages.
+
+    Reference: X. Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision",
+    2018, section 4.
+    """
+    w, d = num_workers, devices_per_worker
+    within = 2 * (d - 1) * (_DEVICE_LATENCY_SEC + size_bytes / d / links.device_bytes_per_sec)
+    between = 2 * (w - 1) * (links.latency_sec + size_bytes / w / links.bytes_per_sec)
+    return Exchange("hierarchical", within + between)
+
+
+def predict(
+    compute: LinearCost,
+    links: Links,
+    *,
+    num_workers: int,
+    devices_per_worker: int,
+    global_batch_size: int,
+    size_bytes: float,
+) -> ClusterStep:
+    """Predicts a step with the faster of the two exchanges.
+
+    Args:
+        compute: what a step without exchange takes on one device.
+        links: between devices and machines.
+        num_workers: machines.
+        devices_per_worker: in each.
+        global_batch_size: examples of a step over all devices.
+        size_bytes: of the gradients.
+    """
+    exchanges = [
+        exchange(num_workers, devices_per_worker, size_bytes, links)
+        for exchange in (ring, hierarchical)
+    ]
+    return ClusterStep(
+        num_workers,
+        devices_per_worker,
+        global_batch_size,
+        compute.sec(-(-global_batch_size // (num_workers * devices_per_worker))),
+        min(exchanges, key=lambda exchange: exchange.sec),
+        compute.sec(global_batch_size),
+    )
+
+
+def numbers_of_workers(num_workers: int) -> list[int]:
+    """Returns 1, 2, 4, … and the number itself."""
+    numbers = [1]
+    while 2 * numbers[-1] < num_workers:
+        numbers.append(2 * numbers[-1])
+    return sorted({*numbers, num_workers})

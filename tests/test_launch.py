@@ -1,0 +1,141 @@
+"""`launch`: a cluster on this machine that survives the loss of a worker."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from app.records.history import load_summary
+from conftest import ROOT, program_environment, run_main
+
+_TIMEOUT_SEC = 120
+
+
+def flags(small_data, out):
+    return [
+        *("--dataset=fashion_mnist", f"--data_dir={small_data}", "--allow_unverified_data"),
+        *("--num_train_examples=400", "--global_batch_size=20", "--epochs=2", "--recipe=fast"),
+        *("--device=cpu", "--deterministic", "--checkpoint_every=5", "--steps_per_call=1"),
+        f"--out={out}",
+    ]
+
+
+@contextlib.contextmanager
+def launched(small_data, out, *more):
+    """Starts the launcher; whatever happens, it is gone in the end, and its workers with it."""
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "main.py"), "launch", *flags(small_data, out), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=program_environment(),
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def worker_pids(launcher):
+    """Returns index → process of the workers that are there now."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True
+    )
+    pids = {}
+    for pid in listed.stdout.split():
+        with contextlib.suppress(OSError):
+            environment = pathlib.Path(f"/proc/{pid}/environ").read_text()
+            if found := re.search(r"TF_CONFIG=([^\0]*)", environment):
+                pids[json.loads(found[1])["task"]["index"]] = int(pid)
+    return pids
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + _TIMEOUT_SEC
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small_data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("launch") / "run"
+    with launched(small_data, out) as launcher:
+        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
+    assert launcher.returncode == 0, text
+    assert "[1] worker 1: training" in text
+    assert text.splitlines()[-1].startswith("test acc: ")
+    return load_summary(out)
+
+
+def test_a_cluster_is_one_training(undisturbed, small_data, tmp_path):
+    assert undisturbed.num_replicas == 2
+    assert undisturbed.num_test_examples == 200
+    assert undisturbed.steps == 40
+    result = run_main(
+        *("train", "--strategy=manual", "--num_devices=2"), *flags(small_data, tmp_path / "manual")
+    )
+    assert result.returncode == 0, result.stderr
+    assert load_summary(tmp_path / "manual").weights_sha256 == undisturbed.weights_sha256
+
+
+@pytest.mark.parametrize("index", [1, 0])
+def test_a_worker_that_is_killed_costs_a_restart(undisturbed, small_data, tmp_path, index):
+    out = tmp_path / "run"
+    with launched(small_data, out) as launcher:
+        wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
+        os.kill(worker_pids(launcher)[index], signal.SIGKILL)
+        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
+    assert launcher.returncode == 0, text
+    assert f"worker {index} was ended by SIGKILL" in text
+    assert "restart 1 of 3" in text
+    assert load_summary(out).weights_sha256 == undisturbed.weights_sha256
+
+
+def test_a_launcher_that_is_killed_leaves_nobody_behind(small_data, tmp_path):
+    out = tmp_path / "run"
+    with launched(small_data, out) as launcher:
+        wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
+        pids = worker_pids(launcher)
+        assert set(pids) == {0, 1}
+        os.kill(pids[1], signal.SIGSTOP)  # One that could not end by itself.
+        launcher.kill()
+        launcher.wait()
+        wait_until(lambda: not any(is_alive(pid) for pid in pids.values()))
+
+
+def test_a_stop_is_passed_on_and_all_of_them_save(undisturbed, small_data, tmp_path):
+    out = tmp_path / "run"
+    with launched(small_data, out) as launcher:
+        wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
+        launcher.send_signal(signal.SIGTERM)
+        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
+    assert launcher.returncode == 143, text
+    assert "the state is saved; go on with: python" in text
+    assert "launch" in text.splitlines()[-1]
+    with launched(small_data, out) as launcher:
+        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
+    assert launcher.returncode == 0, text
+    assert "resuming after" in text
+    assert load_summary(out).weights_sha256 == undisturbed.weights_sha256
+
+
+def test_what_another_try_does_not_mend_ends_it(small_data, tmp_path):
+    with launched(small_data, tmp_path / "run", "--learning_rate=1e30") as launcher:
+        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
+    assert launcher.returncode == 7, text
+    assert "restart" not in text
+    assert text.splitlines()[-1].startswith("error: worker ")

@@ -1,0 +1,119 @@
+"""What workers say to each other, and that their parts of a batch are disjoint and complete."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from app import devices
+from app.config import Config
+from app.errors import ConfigError, DeviceError
+from app.sharing import Share, share_out
+from app.worker_group import WorkerGroup
+from strategies.workers import Workers
+
+CONFIG = Config(
+    strategy="multi_worker",
+    device="cpu",
+    dataset="synthetic",
+    num_train_examples=50,
+    global_batch_size=20,
+    num_devices=2,
+)
+
+
+def run_group(function, *arguments, num_workers=2):
+    config = dataclasses.replace(CONFIG, num_workers=num_workers)
+    with WorkerGroup(share_out(config), function, *arguments) as group:
+        while (message := group.receive())[0] == "message":
+            pass
+    return message[1]
+
+
+def talk(channel, config):
+    """Runs in each worker: every kind of message, and the shards of three batches."""
+    prepared = devices.set_up(config)
+    import tensorflow as tf
+
+    from app.build import build_strategy
+    from app.proof.probe import probe_exchange
+
+    workers, index = prepared.workers, prepared.workers.index
+    said = {
+        "short": workers.gather(f"worker {index}".encode()),
+        "long": [len(text) for text in workers.gather(b"x" * (3000 * index + 1))],
+        "empty": workers.gather(b""),
+        "chief": workers.broadcast(b"from the chief" if index == 0 else b"ignored"),
+        "nothing": workers.broadcast(),
+        "largest": workers.agree(index, -index, 0.1 + index),
+        "arrays": workers.gather_arrays([np.full((2, 3), index, np.float32), np.int64([index])]),
+    }
+    strategy = build_strategy(config, prepared, learning_rate=0.1, num_steps=3)
+    probe_exchange(strategy)
+    images = np.zeros((50, 28, 28, 1), np.uint8)
+    images[:, 0, 0, 0] = np.arange(50)  # Each example shows its index.
+    dataset = tf.data.Dataset.from_tensor_slices((images, np.zeros(50, np.int32)))
+    iterator = strategy.distribute(dataset.batch(20).repeat())
+
+    @tf.function
+    def shards():
+        kept = strategy._tf_strategy.run(lambda image, *_: image[:, 0, 0, 0], args=next(iterator))
+        return strategy._tf_strategy.experimental_local_results(kept)
+
+    seen = [[shard.numpy().tolist() for shard in shards()] for _ in range(3)]
+    return said, list(strategy.local_replica_ids), seen
+
+
+def test_workers_talk_and_split_every_batch():
+    (chief, ids, seen), (other, other_ids, other_seen) = run_group(talk, CONFIG)
+    assert (ids, other_ids) == ([0, 1], [2, 3])
+    for said in (chief, other):
+        assert said["short"] == [b"worker 0", b"worker 1"]
+        assert said["long"] == [1, 3001]
+        assert said["empty"] == [b"", b""]
+        assert (said["chief"], said["nothing"]) == (b"from the chief", b"")
+        assert said["largest"] == [1.0, 0.0, 1.1]
+        for index, (floats, numbers) in enumerate(said["arrays"]):
+            np.testing.assert_array_equal(floats, np.full((2, 3), index, np.float32), strict=True)
+            np.testing.assert_array_equal(numbers, np.int64([index]), strict=True)
+    # In the order of one device: the shards of a batch, one replica after another, are the batch.
+    for step, (first, second) in enumerate(zip(seen, other_seen, strict=True)):
+        batch = [example for shard in (*first, *second) for example in shard]
+        assert batch == list(range(20 * step, min(20 * step + 20, 50)))
+
+
+def differ(channel, config):
+    """Runs in each worker: each with another learning rate."""
+    import os
+
+    rate = 0.1 if '"index": 0' in os.environ["TF_CONFIG"] else 0.2
+    devices.set_up(dataclasses.replace(config, learning_rate=rate))
+
+
+def test_workers_with_different_flags_are_refused():
+    with pytest.raises(ConfigError, match=r"--learning_rate: worker 0 has 0.1, worker 1 has 0.2"):
+        run_group(differ, CONFIG)
+
+
+def test_one_process_is_all_there_is():
+    workers = Workers()
+    assert workers.is_chief
+    assert workers.gather(b"a") == [b"a"]
+    assert workers.agree(3, 0.5) == [3.0, 0.5]
+    assert workers.broadcast(b"a") == b"a"
+
+
+def test_cores_are_shared_out(monkeypatch):
+    monkeypatch.setattr("app.sharing._cores", lambda: [0, 2, 4, 6])
+    two = share_out(dataclasses.replace(CONFIG, num_workers=2))
+    assert two == [Share((0, 2), None), Share((4, 6), None)]
+    six = share_out(dataclasses.replace(CONFIG, num_workers=6))
+    assert [share.cores for share in six] == [(0,), (2,), (4,), (6,), (0,), (2,)]
+
+
+def test_gpus_are_shared_out(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,GPU-abc")
+    config = dataclasses.replace(CONFIG, device="auto", num_workers=3, num_devices=1)
+    assert [share.gpus for share in share_out(config)] == [("3",), ("1",), ("GPU-abc",)]
+    with pytest.raises(DeviceError, match="3 GPUs — 4 are required"):
+        share_out(dataclasses.replace(config, num_workers=2, num_devices=2))
