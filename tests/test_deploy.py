@@ -1,0 +1,290 @@
+"""What deploy/ holds, as far as it can be tried without a cluster."""
+
+import copy
+import inspect
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from app import errors, interruption
+from app.cluster import find_cluster
+from conftest import ROOT
+
+DEPLOY = ROOT / "deploy"
+DOCUMENTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")))
+KINDS = {document["kind"]: document for document in DOCUMENTS}
+JOB = KINDS["Job"]["spec"]
+POD = JOB["template"]["spec"]
+(WORKER,) = POD["containers"]
+ENVIRONMENT = {variable["name"]: variable["value"] for variable in WORKER["env"]}
+# The oldest that has all that the manifest uses, and the newest that the schemas are known of.
+KUBERNETES_VERSIONS = ("1.31", "1.37")
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+SBATCH = DEPLOY / "slurm.sbatch"
+
+# In place of srun: two tasks side by side, and the largest exit code of theirs.
+SRUN = """#!/usr/bin/env bash
+printf '%s\\n' "$@" > "$CALLS/srun"
+while [[ $1 == --* ]]; do shift; done
+SLURM_PROCID=0 "$@" & first=$!
+SLURM_PROCID=1 "$@" & second=$!
+wait $first; code=$?
+wait $second; other=$?
+exit $((code > other ? code : other))
+"""
+SCONTROL = """#!/bin/sh
+echo "$@" > "$CALLS/scontrol"
+"""
+# In place of the program: ends with the code of its worker.
+PROGRAM = """#!/usr/bin/env bash
+codes=($CODES)
+exit "${codes[SLURM_PROCID]}"
+"""
+
+
+def final_codes():
+    """Returns the exit codes of the program's exceptions that another try does not change."""
+    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass)]
+    codes = {getattr(c, "exit_code", 0) for c in classes if issubclass(c, errors.LockstepError)}
+    return sorted(code for code in codes if 0 < code < 128)
+
+
+def write_program(path: pathlib.Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_manifest_follows_the_schemas(kind, version):
+    assert len(KINDS) == len(DOCUMENTS)
+    assert kubernetes_validate.validate(KINDS[kind], version, strict=True) == version
+
+
+@pytest.mark.parametrize(
+    "path",
+    [("backoffLimit",), ("podFailurePolicy", "rules"), ("template", "spec", "securityContext")],
+    ids="/".join,
+)
+def test_misspelt_field_is_refused(path):
+    job = copy.deepcopy(KINDS["Job"])
+    parent = job["spec"]
+    for name in path[:-1]:
+        parent = parent[name]
+    parent[path[-1] + "s"] = parent.pop(path[-1])
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, KUBERNETES_VERSIONS[0], strict=True)
+
+
+def test_names_and_numbers_of_the_manifest_belong_together():
+    num_workers = int(ENVIRONMENT["NUM_WORKERS"])
+    assert JOB["completions"] == JOB["parallelism"] == num_workers == 2
+    assert JOB["completionMode"] == "Indexed"
+    assert JOB["backoffLimit"] % (num_workers + 1) == 0
+    service, policy = KINDS["Service"]["spec"], KINDS["NetworkPolicy"]["spec"]
+    assert KINDS["Service"]["metadata"]["name"] == POD["subdomain"] == "lockstep"
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
+    (port,) = WORKER["ports"]
+    assert [p["port"] for p in service["ports"]] == [port["containerPort"]]
+    labels = JOB["template"]["metadata"]["labels"]
+    assert service["selector"] == policy["podSelector"]["matchLabels"] == labels
+    assert policy["policyTypes"] == ["Ingress"]
+    (rule,) = policy["ingress"]
+    assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
+
+
+def test_every_claim_and_mount_has_its_volume():
+    volumes = {volume["name"]: volume for volume in POD["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in WORKER["volumeMounts"]}
+    assert sorted(mount["name"] for mount in mounts.values()) == sorted(volumes)
+    claim = volumes["out"]["persistentVolumeClaim"]["claimName"]
+    assert claim == KINDS["PersistentVolumeClaim"]["metadata"]["name"]
+    assert mounts[ENVIRONMENT["FASHION_MNIST_DIR"]]["readOnly"] is True
+    assert "emptyDir" in volumes[mounts[ENVIRONMENT["HOME"]]["name"]]
+    assert "emptyDir" in volumes[mounts["/tmp"]["name"]]
+
+
+def test_pod_may_do_no_more_than_it_has_to():
+    security = WORKER["securityContext"]
+    assert POD["securityContext"]["runAsNonRoot"] is True
+    assert POD["automountServiceAccountToken"] is False
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_final_exit_codes_fail_the_job_and_others_do_not():
+    assert len(final_codes()) > 5
+    rules = JOB["podFailurePolicy"]["rules"]
+    (rule,) = (rule for rule in rules if rule["action"] == "FailJob")
+    assert rule["onExitCodes"] == {
+        "containerName": WORKER["name"],
+        "operator": "In",
+        "values": final_codes(),
+    }
+    assert POD["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize(("num_workers", "index"), [(1, 0), (2, 0), (2, 1), (11, 10)])
+def test_container_derives_its_cluster(num_workers, index, tmp_path):
+    stub = '#!/bin/sh\nprintf "%s\\n" "$TF_CONFIG" "$@"\n'
+    write_program(tmp_path / "python", stub)
+    result = subprocess.run(
+        [*WORKER["command"], *WORKER["args"]],
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "NUM_WORKERS": str(num_workers),
+            "JOB_COMPLETION_INDEX": str(index),
+        },
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    tf_config, *arguments = result.stdout.splitlines()
+    cluster = find_cluster({"TF_CONFIG": tf_config})
+    assert cluster.index == index
+    assert cluster.addresses == tuple(f"lockstep-{i}.lockstep:2222" for i in range(num_workers))
+    assert arguments[:3] == ["main.py", "train", "--strategy=multi_worker"]
+    assert "--out=/out/run" in arguments
+
+
+@pytest.mark.parametrize("missing", ["NUM_WORKERS", "JOB_COMPLETION_INDEX"])
+def test_container_without_its_variables_does_not_start(missing, tmp_path):
+    write_program(tmp_path / "python", "#!/bin/sh\necho started\n")
+    variables = {"NUM_WORKERS": "2", "JOB_COMPLETION_INDEX": "0"}
+    del variables[missing]
+    result = subprocess.run(
+        [*WORKER["command"], *WORKER["args"]],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert result.stdout == "" and missing in result.stderr
+
+
+def test_image_holds_the_program_and_runs_as_the_manifest_says():
+    copied = [line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")]
+    assert {*copied} == {"requirements.txt", "main.py", "app", "models", "strategies"}
+    assert all((ROOT / name).exists() for name in copied)
+    user = POD["securityContext"]["runAsUser"], POD["securityContext"]["runAsGroup"]
+    assert f"\nUSER {user[0]}:{user[1]}\n" in DOCKERFILE
+    assert f"--tag {WORKER['image']} " in DOCKERFILE
+    assert f"\nSTOPSIGNAL {interruption.STOP_REQUEST.name}\n" in DOCKERFILE
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """A function that runs the batch script with stubs; returns its result and what was called."""
+    folder, calls = tmp_path / "bin", tmp_path / "calls"
+    folder.mkdir()
+    calls.mkdir()
+    write_program(folder / "srun", SRUN)
+    write_program(folder / "scontrol", SCONTROL)
+    write_program(folder / "program", PROGRAM)
+
+    def run(codes, **variables):
+        result = subprocess.run(
+            ["bash", str(SBATCH)],
+            env={
+                "PATH": f"{folder}:{os.environ['PATH']}",
+                "PYTHON": str(folder / "program"),
+                "CALLS": str(calls),
+                "CODES": " ".join(map(str, codes)),
+                "SLURM_JOB_ID": "77",
+                **variables,
+            },
+            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30,
+        )  # fmt: skip
+        called = {path.name: path.read_text().splitlines() for path in calls.iterdir()}
+        return result, called
+
+    return run
+
+
+def test_batch_script_is_bash():
+    subprocess.run(["bash", "-n", str(SBATCH)], check=True)
+
+
+def test_batch_script_asks_for_what_it_counts_on():
+    options = re.findall(r"^#SBATCH (--\S+)", SBATCH.read_text(encoding="utf-8"), re.MULTILINE)
+    stop = interruption.STOP_REQUEST.name.removeprefix("SIG")
+    wanted = {"--ntasks-per-node=1", f"--signal={stop}@120", "--requeue", "--open-mode=append"}
+    assert wanted <= {*options}
+
+
+@pytest.mark.parametrize("codes", [(138, 138), (137, 138), (143, 143), (134, 0)])
+def test_batch_job_is_tried_again_from_128_on(submit, codes):
+    result, called = submit(codes)
+    assert result.returncode == max(codes)
+    assert called["scontrol"] == ["requeue 77"]
+    assert "restart 1 of 10" in result.stderr
+
+
+@pytest.mark.parametrize("code", [0, *final_codes()])
+def test_batch_job_is_not_tried_again_below(submit, code):
+    result, called = submit((code, code))
+    assert result.returncode == code, result.stderr
+    assert "scontrol" not in called
+
+
+@pytest.mark.parametrize("codes", [(138, 3), (2, 138), (137, 9)])
+def test_final_code_of_one_worker_counts_more_than_what_follows_from_it(submit, codes):
+    result, called = submit(codes)
+    assert result.returncode == min(codes)
+    assert "scontrol" not in called
+
+
+def test_batch_job_is_tried_again_only_so_often(submit):
+    result, called = submit((138, 138), SLURM_RESTART_COUNT="9")
+    assert "restart 10 of 10" in result.stderr and "scontrol" in called
+
+
+def test_batch_job_is_given_up(submit):
+    result, called = submit((138, 138), SLURM_RESTART_COUNT="10")
+    assert result.returncode == 138
+    assert "given up" in result.stderr and "scontrol" not in called
+
+
+def test_batch_script_starts_the_program_as_it_is_meant(submit):
+    _, called = submit((0, 0), OUT="a place")
+    options = [word for word in called["srun"] if word.startswith("--")]
+    assert "--distribution=block" in options and "--wait=60" in options
+    command = called["srun"][called["srun"].index("main.py") :]
+    assert command[1:3] == ["train", "--strategy=multi_worker"]
+    assert command[-1] == "--out=a place"
+
+
+def test_worker_that_is_asked_to_stop_may_finish(submit, tmp_path):
+    """SLURM sends the signal to all processes of a task; the wrapper must outlive the program."""
+    program = tmp_path / "bin" / "program"
+    write_program(
+        program,
+        "#!/usr/bin/env bash\n"
+        "trap 'sleep 0.2; touch saved-$SLURM_PROCID; exit 143' USR1\n"
+        "kill -USR1 $PPID $$\n"
+        "while :; do sleep 0.1; done\n",
+    )
+    result, called = submit((0, 0))
+    assert result.returncode == 143, result.stderr
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert called["scontrol"] == ["requeue 77"]
+
+
+COMMANDS = [
+    next(line for line in text.replace("\\\n", " ").splitlines() if " train --strategy" in line)
+    for text in (SBATCH.read_text(encoding="utf-8"), WORKER["args"][0])
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["slurm", "kubernetes"])
+def test_commands_have_flags_that_exist(command):
+    words = shlex.split(command)
+    parse = "import sys; from absl import logging; from app import flags as f; "
+    parse += "f.define_flags(); f.parse_config(sys.argv)"
+    arguments = words[words.index("main.py") + 1 :]
+    subprocess.run([sys.executable, "-c", parse, *arguments], cwd=ROOT, check=True)
