@@ -91,6 +91,15 @@ def leave(exit_code: int) -> NoReturn:
 # Set for a worker of `launch`, which says itself how to go on.
 LAUNCHED_VARIABLE = "LOCKSTEP_LAUNCHED"
 
+_is_part = LAUNCHED_VARIABLE in os.environ
+
+
+def be_part() -> None:
+    """Leaves it to another process to say how to go on: this one is part of what it does."""
+    global _is_part
+    _is_part = True
+
+
 _run_dir: pathlib.Path | None = None
 
 
@@ -107,7 +116,7 @@ def pass_on(stream, line: str) -> None:
 
 def report_interruption(what: str, exit_code: int) -> int:
     """Says with which command to go on, where something is saved; returns the exit code."""
-    if os.environ.get(LAUNCHED_VARIABLE):
+    if _is_part:
         _write(sys.stderr, what)
         _log.error("%s", what)
         return exit_code

@@ -39,6 +39,16 @@ def install() -> None:
     threading.Thread(target=_watch, args=(ours, theirs), daemon=True, name="signals").start()
 
 
+def take_back() -> None:
+    """Takes over again what a library has taken from us behind Python's back.
+
+    TensorFlow does so with SIGTERM when it joins a cluster: nothing would come of it any more.
+    """
+    for number in (*_EXIT_CODES, STOP_REQUEST, _HANG_UP):
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, _handle)
+
+
 def end_with_parent(number: int = STOP_REQUEST) -> None:
     """Has the kernel send a signal when the process that started this one ends, killed even.
 

@@ -51,6 +51,7 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: Config) -> Clus
         all_reduce = "nccl" if "GPU" in local_devices[0] else "ring"
     with telling_of_peers(cluster), _ended_after(config.start_timeout_sec):
         workers = ClusterWorkers(cluster.addresses, cluster.index, local_devices, all_reduce)
+    interruption.take_back()
     with telling_of_peers(cluster):
         _check_same(cluster, workers.post(json.dumps(_settings(config, local_devices))))
     return workers

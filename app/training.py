@@ -199,6 +199,7 @@ class Training:
                     self._finish_epoch(bar)
             except (KeyboardInterrupt, Terminated):
                 self._save()
+                self._workers.agree(0)  # None ends before all is written.
                 raise
 
     def _available_bytes(self) -> int | None:

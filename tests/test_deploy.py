@@ -174,7 +174,6 @@ def test_image_holds_the_program_and_runs_as_the_manifest_says():
     user = POD["securityContext"]["runAsUser"], POD["securityContext"]["runAsGroup"]
     assert f"\nUSER {user[0]}:{user[1]}\n" in DOCKERFILE
     assert f"--tag {WORKER['image']} " in DOCKERFILE
-    assert f"\nSTOPSIGNAL {interruption.STOP_REQUEST.name}\n" in DOCKERFILE
 
 
 @pytest.fixture
@@ -265,8 +264,8 @@ def test_worker_that_is_asked_to_stop_may_finish(submit, tmp_path):
     write_program(
         program,
         "#!/usr/bin/env bash\n"
-        "trap 'sleep 0.2; touch saved-$SLURM_PROCID; exit 143' USR1\n"
-        "kill -USR1 $PPID $$\n"
+        "trap 'sleep 0.2; touch saved-$SLURM_PROCID; exit 143' TERM\n"
+        "kill -TERM $PPID $$\n"
         "while :; do sleep 0.1; done\n",
     )
     result, called = submit((0, 0))

@@ -267,7 +267,7 @@ def test_a_signal_saves_the_state_and_ends_the_run(dataset, tmp_path, monkeypatc
     for checks_before in (2, 2, 1):  # At step 3; in the evaluation after step 5; after it.
         left = iter([None] * checks_before)
 
-        def check(left=left):
+        def check(number, left=left):
             if next(left, "over") == "over":
                 raise Terminated
 
@@ -292,7 +292,7 @@ def test_a_signal_in_the_evaluation_does_not_change_the_record(dataset, tmp_path
     train(dataset, tmp_path / "whole", **options)
     checks = iter([None])
 
-    def check():
+    def check(number):
         if next(checks, "over") == "over":
             raise Terminated
 

@@ -106,6 +106,7 @@ _TRAIN, _FINISHED = b"train", b"finished"
 
 def _assist(config: Config) -> int:
     """Trains as a worker that is not the chief; returns 0."""
+    console.be_part()
     prepared = devices.set_up(config)
     workers = prepared.workers
     with _telling_of_peers(prepared):
