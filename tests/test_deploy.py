@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from app import errors, interruption
+from app import errors
 from app.cluster import find_cluster
 from conftest import ROOT
 
@@ -211,8 +211,7 @@ def test_batch_script_is_bash():
 
 def test_batch_script_asks_for_what_it_counts_on():
     options = re.findall(r"^#SBATCH (--\S+)", SBATCH.read_text(encoding="utf-8"), re.MULTILINE)
-    stop = interruption.STOP_REQUEST.name.removeprefix("SIG")
-    wanted = {"--ntasks-per-node=1", f"--signal={stop}@120", "--requeue", "--open-mode=append"}
+    wanted = {"--ntasks-per-node=1", "--signal=TERM@120", "--requeue", "--open-mode=append"}
     assert wanted <= {*options}
 
 

@@ -1,0 +1,98 @@
+"""Holds the prediction of `plan` against what local workers measure, in one interleaved run.
+
+One worker by itself on one core says what compute takes, all-reduces of two workers what the
+loopback does; four workers are predicted from both and measured. Workers share the cores there
+are: beyond that number each computes as much longer.
+
+`python benchmarks/plan_check.py [--model=lenet] [--rounds=7]`
+"""
+
+import argparse
+import pathlib
+import sys
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from app import console
+from app.config import Config
+from app.devices import num_cores
+from app.speed.exchange_model import ExchangeModel, LinearCost
+from app.speed.plan import Links, predict
+from app.speed.point import Point
+from app.speed.rounds import measure
+
+BATCH = 256
+COUNTS = (1, 2, 4)
+
+
+def points_of(model: str) -> tuple[dict[int, Point], list[Point]]:
+    """Returns number of workers → the training, and one worker with the smaller shards."""
+    config = Config(
+        strategy="multi_worker",
+        model=model,
+        global_batch_size=BATCH,
+        device="cpu",
+        num_devices=1,
+        last_batch="drop",
+        dataset="synthetic",
+        num_train_examples=2000,
+    )
+    workers = {
+        n: Point(config.for_training("multi_worker", num_workers=n), cores=min(n, num_cores()))
+        for n in COUNTS
+    }
+    alone = [
+        Point(
+            config.for_training("multi_worker", num_workers=1, global_batch_size=BATCH // n),
+            cores=1,
+        )
+        for n in COUNTS[1:]
+    ]
+    return workers, alone
+
+
+def main() -> None:
+    """Measures, predicts, and prints both."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="lenet")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    workers, alone = points_of(options.model)
+    with console.StepProgress(1) as progress:
+        measured = measure(
+            [*workers.values(), *alone],
+            repeats=options.rounds,
+            progress=progress,
+            exchanges_of=[workers[2]],
+        )
+    steps = [float(np.median(s.step_secs)) for s in measured.sampled]
+    compute = LinearCost.fit([BATCH, *(BATCH // n for n in COUNTS[1:])], [steps[0], *steps[3:]])
+    loopback = ExchangeModel.fit("ring", measured.exchange_times)
+    print(
+        f"{options.model}: compute {compute.fixed_sec * 1e3:.2f} ms +"
+        f" {compute.example_sec * 1e6:.0f} µs an image; loopback"
+        f" {loopback.latency_sec * 1e6:.0f} µs, {1e-9 / loopback.sec_per_byte:.2f} GB/s"
+    )
+    links = Links(1 / loopback.sec_per_byte, loopback.latency_sec, 1 / loopback.sec_per_byte)
+    for n, step_sec in zip(COUNTS, steps, strict=False):
+        step = predict(
+            compute,
+            links,
+            num_workers=n,
+            devices_per_worker=1,
+            global_batch_size=BATCH,
+            size_bytes=measured.sampled[0].facts.gradient_bytes,
+        )
+        turns = max(1.0, n / num_cores())
+        predicted = step.compute_sec * turns + step.exchange.sec
+        print(
+            f"  {n} workers: predicted {predicted * 1e3:.1f} ms, measured {step_sec * 1e3:.1f} ms:"
+            f" {predicted / step_sec - 1:+.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Predictions of clusters, on numbers worked out by hand."""
+
+import pytest
+
+from app.config import Config
+from app.errors import ConfigError
+from app.speed.exchange_model import LinearCost
+from app.speed.plan import Links, hierarchical, numbers_of_workers, predict, ring
+
+# 1 GB/s and 1 ms between machines, 10 GB/s between the devices of one.
+LINKS = Links(1e9, 1e-3, 1e10)
+SIZE_BYTES = 8e6
+
+
+def test_one_device_exchanges_nothing():
+    assert ring(1, 1, SIZE_BYTES, LINKS).sec == 0
+    assert hierarchical(1, 1, SIZE_BYTES, LINKS).sec == 0
+
+
+def test_ring_between_two_machines():
+    # Two messages of half the gradients: 2 · (1 ms + 4 MB / 1 GB/s).
+    assert ring(2, 1, SIZE_BYTES, LINKS).sec == pytest.approx(0.010)
+    assert hierarchical(2, 1, SIZE_BYTES, LINKS).sec == pytest.approx(0.010)
+
+
+def test_devices_of_a_machine_do_not_use_the_network():
+    # Two messages of half the gradients: 2 · (5 µs + 4 MB / 10 GB/s).
+    assert ring(1, 2, SIZE_BYTES, LINKS).sec == pytest.approx(0.00081)
+    assert hierarchical(1, 2, SIZE_BYTES, LINKS).sec == pytest.approx(0.00081)
+
+
+def test_hierarchical_saves_messages():
+    # Ring of 8: 14 · (1 ms + 1 MB / 1 GB/s). Hierarchical: 6 · (5 µs + 2 MB / 10 GB/s) within and
+    # 2 · (1 ms + 4 MB / 1 GB/s) between.
+    assert ring(2, 4, SIZE_BYTES, LINKS).sec == pytest.approx(0.028)
+    assert hierarchical(2, 4, SIZE_BYTES, LINKS).sec == pytest.approx(0.00123 + 0.010)
+
+
+def test_a_step_is_compute_and_the_faster_exchange():
+    step = predict(
+        LinearCost(0.002, 0.0001),
+        LINKS,
+        num_workers=2,
+        devices_per_worker=4,
+        global_batch_size=800,
+        size_bytes=SIZE_BYTES,
+    )
+    assert step.num_replicas == 8
+    assert step.compute_sec == pytest.approx(0.012)  # 2 ms and 100 images of 0.1 ms.
+    assert step.exchange.algorithm == "hierarchical"
+    assert step.step_sec == pytest.approx(0.02323)
+    assert step.efficiency == pytest.approx(0.012 / 0.02323)
+    # 8 ms of the backward pass can hide as much of the exchange.
+    assert step.best_efficiency == pytest.approx(0.012 / 0.01523)
+    assert step.images_per_sec == pytest.approx(800 / 0.02323)
+    assert step.speed_up == pytest.approx(0.082 / 0.02323)
+
+
+@pytest.mark.parametrize(
+    ("number", "numbers"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
+)
+def test_numbers_of_workers(number, numbers):
+    assert numbers_of_workers(number) == numbers
+
+
+def test_the_batch_of_a_plan():
+    plan = Config(command="plan", num_workers=64, devices_per_worker=8)
+    assert plan.planned_batch_size == 64 * 8 * 32
+    assert Config(command="plan", num_workers=2).planned_batch_size == 256
+    with pytest.raises(ConfigError, match="64 devices — at least one image for each"):
+        Config(command="plan", num_workers=64, global_batch_size=32)
