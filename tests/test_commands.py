@@ -10,11 +10,11 @@ import sys
 import numpy as np
 import pytest
 
+from app.options import ON_ONE_MACHINE
 from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import load_summary
 from app.records.run_log import check_log
 from conftest import ROOT, program_environment, run_main, run_ok
-from strategies import STRATEGIES
 
 SMALL = ["--num_train_examples=500", "--recipe=fast", "--epochs=1", "--allow_unverified_data"]
 ON_CPUS = ["--device=cpu", "--num_devices=2"]
@@ -30,7 +30,7 @@ def runs(tmp_path_factory, small_data):
     """One small run for each strategy, and what it printed."""
     folder = tmp_path_factory.mktemp("runs")
     printed = {}
-    for strategy in STRATEGIES:
+    for strategy in ON_ONE_MACHINE:
         devices = ["--device=cpu"] if strategy == "single" else ON_CPUS
         printed[strategy] = run_ok(
             f"--strategy={strategy}",
@@ -42,7 +42,7 @@ def runs(tmp_path_factory, small_data):
     return folder, printed
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ON_ONE_MACHINE)
 def test_train(runs, strategy):
     folder, printed = runs
     output = printed[strategy]
@@ -140,7 +140,7 @@ def test_another_configuration_in_the_same_directory_is_refused(runs):
     assert "seed 0 → 3" in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ON_ONE_MACHINE)
 def test_evaluate_on_any_strategy(runs, strategy):
     folder, _ = runs
     devices = ["--device=cpu"] + (["--num_devices=3"] if strategy != "single" else [])
@@ -180,9 +180,9 @@ def test_compare(tmp_path):
     assert "manual and mirrored: bit-identical weights after 2 steps" in result.stdout
     assert "simulated devices" in result.stdout
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines if line.endswith("x")] == list(STRATEGIES)
+    assert [line.split()[0] for line in lines if line.endswith("x")] == list(ON_ONE_MACHINE)
     saved = json.loads((tmp_path / "c" / "compare.json").read_text())
-    assert [run["strategy"] for run in saved["runs"]] == list(STRATEGIES)
+    assert [run["strategy"] for run in saved["runs"]] == list(ON_ONE_MACHINE)
     assert saved["runs"][0]["num_replicas"] == 1 and saved["runs"][1]["num_replicas"] == 2
     assert len(saved["verdicts"]) == 3
     for name in ("accuracy.png", "accuracy.svg"):
@@ -190,7 +190,7 @@ def test_compare(tmp_path):
     of_all = run_main("evaluate", f"--run={tmp_path}/c")
     assert of_all.returncode == 5 and f"--run={tmp_path}/c/single" in of_all.stderr
     again = run_ok(*command)
-    assert again.stdout.count("already finished") == len(STRATEGIES)
+    assert again.stdout.count("already finished") == len(ON_ONE_MACHINE)
 
 
 def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):
