@@ -38,18 +38,31 @@ def main(config: Config) -> int:
         if fault:
             console.warn(f"{fault_points.VARIABLE}={fault}: this run is made to fail")
         command = importlib.import_module(f"app.commands.{config.command}")
-        return command.run(config)
+        return end(config, command.run(config))
     except errors.LockstepError as error:
-        return console.report_error(error)
+        return end(config, console.report_error(error))
     except KeyboardInterrupt:
-        return console.report_interruption("interrupted", errors.INTERRUPTED_EXIT_CODE)
+        code = console.report_interruption("interrupted", errors.INTERRUPTED_EXIT_CODE)
+        return end(config, code)
     except errors.Terminated:
-        return console.report_interruption("terminated", errors.TERMINATED_EXIT_CODE)
+        code = console.report_interruption("terminated", errors.TERMINATED_EXIT_CODE)
+        return end(config, code)
     except Exception as error:
         if errors.is_out_of_memory(error):
-            return console.report_error(errors.out_of_memory(error))
+            return end(config, console.report_error(errors.out_of_memory(error)))
         # A bug: the traceback goes into the log.
-        return console.report_bug(error)
+        return end(config, console.report_bug(error))
+
+
+def end(config: Config, exit_code: int) -> int:
+    """Returns the exit code; a worker of a cluster ends with it at once.
+
+    Taking TensorFlow's engine apart was seen to wait for half a minute, and for workers that are
+    no more.
+    """
+    if config.command == "train" and config.has_workers:
+        console.leave(exit_code)
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 
+from app.console import LAUNCHED_VARIABLE
 from app.errors import ConfigError
 
 _JOBS = ("chief", "worker")
@@ -39,13 +40,17 @@ class Cluster:
         return self.addresses[self.index]
 
     @property
-    def is_on_one_machine(self) -> bool:
+    def num_machines(self) -> int:
+        """On how many machines the workers are, by their hosts."""
+        return len({host_and_port(address)[0] for address in self.addresses})
+
+    @property
+    def shares_machines(self) -> bool:
         """Whether several workers share a machine, so that times say nothing of scaling."""
-        hosts = [host_and_port(address)[0] for address in self.addresses]
-        return len(set(hosts)) < len(hosts)
+        return self.num_machines < len(self.addresses)
 
     def as_tf_config(self) -> str:
-        """Returns what TF_CONFIG has to be for `find_cluster` to return this."""
+        """Returns what TF_CONFIG has to be for `find_cluster` to find this cluster."""
         task = {"type": "worker", "index": self.index}
         return json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
 
@@ -57,8 +62,8 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
         ConfigError: there is none, or something is wrong with it; the bad key is named.
     """
     if environ.get("TF_CONFIG"):
-        launched = "LOCKSTEP_LAUNCHED" in environ
-        return _from_tf_config(environ["TF_CONFIG"], "launch" if launched else "TF_CONFIG")
+        source = "launch" if LAUNCHED_VARIABLE in environ else "TF_CONFIG"
+        return _from_tf_config(environ["TF_CONFIG"], source)
     if all(environ.get(name) for name in _SLURM):
         return _from_slurm(environ)
     raise ConfigError(

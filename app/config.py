@@ -64,9 +64,12 @@ class Config:
     max_restarts: int = 3
     start_timeout_sec: int = 300
     devices_per_worker: int = 1
+    planned_global_batch_size: int | None = None  # What --global_batch_size is to plan.
     bandwidth_gbps: float = 10.0
     latency_us: float = 50.0
-    device_bandwidth_gbps: float = 252.0  # PCIe 4.0 × 16.
+    # One direction of PCI Express 4.0: 16 lanes at 16 GT/s, 128b/130b. NVIDIA's data sheets of A100
+    # and H100 have 2400 and 3600 for NVLink.
+    device_bandwidth_gbps: float = 252.0
 
     strategies: tuple[str, ...] = ON_ONE_MACHINE
     steps: int = 20
@@ -113,9 +116,9 @@ class Config:
     def planned_batch_size(self) -> int:
         """The global batch of a plan: with many devices the default would leave some without."""
         num_replicas = self.num_workers * self.devices_per_worker
-        if self.global_batch_size != Config.global_batch_size:
-            return self.global_batch_size
-        return max(self.global_batch_size, PLANNED_PER_DEVICE * num_replicas)
+        return self.planned_global_batch_size or max(
+            Config.global_batch_size, PLANNED_PER_DEVICE * num_replicas
+        )
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -79,8 +79,18 @@ def report_error(error) -> int:
     return error.exit_code
 
 
+_before_leaving: list[Callable[[], None]] = []
+
+
+def before_leaving(call: Callable[[], None]) -> None:
+    """Has something done before the process leaves at once; it must not raise."""
+    _before_leaving.append(call)
+
+
 def leave(exit_code: int) -> NoReturn:
     """Ends the process at once, in any thread; a terminal has its cursor back."""
+    for call in _before_leaving:
+        call()
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):

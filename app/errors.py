@@ -98,10 +98,12 @@ class TrainingFailedError(LockstepError):
 class WorkerFailedError(LockstepError):
     """A worker has failed in a way that another try does not mend; its exit code is passed on."""
 
-    def __init__(self, index: int, exit_code: int):
+    def __init__(self, index: int, exit_code: int, reason: str):
         super().__init__(
-            f"worker {index} ended with exit code {exit_code} — every worker has to finish; mend"
-            " what it said above and run the same command again"
+            f"worker {index}: {reason}"
+            if reason
+            else f"worker {index} ended with exit code {exit_code} — every worker has to finish;"
+            " mend what it said above and run the same command again"
         )
         self.exit_code = exit_code
 

@@ -220,12 +220,16 @@ def parse_config(argv: list[str]) -> Config:
     options = _given_options(command)
     if command == "launch":
         options["strategy"] = "multi_worker"
+    if command == "plan" and "global_batch_size" in options:
+        options["planned_global_batch_size"] = options.pop("global_batch_size")
     return Config(command=command, **options)
 
 
 def _given_options(command: str) -> dict:
     """Returns the options on the command line, each of which must mean something to `command`."""
-    options = {field.name for field in dataclasses.fields(Config)} - {"command", "device_counts"}
+    options = {field.name for field in dataclasses.fields(Config)} - {
+        *("command", "device_counts", "planned_global_batch_size"),
+    }
     given = {name: FLAGS[name].value for name in options if FLAGS[name].present}
     for name in given:
         if given[name] in ("", []):

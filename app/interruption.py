@@ -45,8 +45,9 @@ def take_back() -> None:
     TensorFlow does so with SIGTERM when it joins a cluster: nothing would come of it any more.
     """
     for number in (*_EXIT_CODES, STOP_REQUEST, _HANG_UP):
-        if signal.getsignal(number) is _handle:
-            signal.signal(number, _handle)
+        handler = signal.getsignal(number)
+        if callable(handler):
+            signal.signal(number, handler)
 
 
 def end_with_parent(number: int = STOP_REQUEST) -> None:

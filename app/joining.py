@@ -53,7 +53,9 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: Config) -> Clus
         workers = ClusterWorkers(cluster.addresses, cluster.index, local_devices, all_reduce)
     interruption.take_back()
     with telling_of_peers(cluster):
-        _check_same(cluster, workers.post(json.dumps(_settings(config, local_devices))))
+        posted = workers.post(json.dumps(_settings(config, local_devices)))
+        workers.post("read")  # Whoever refuses ends: not before all know why.
+        _check_same(cluster, posted)
     return workers
 
 
@@ -69,23 +71,20 @@ def _meet(cluster: Cluster, timeout_sec: float) -> None:
     """
     start = time.monotonic()
     num_lines = 0
-    missing = [i for i in range(len(cluster.addresses)) if i != cluster.index]
-    with _answering(cluster.address):
-        while missing := _still_missing(cluster, missing):
+    with _answering(cluster.address), _probing(cluster) as missing:
+        while missing:
             waited_sec = time.monotonic() - start
+            names = _names(cluster, sorted(missing))
             if waited_sec >= timeout_sec:
                 raise PeerLostError(
-                    f"--start_timeout_sec={timeout_sec}: {_names(cluster, missing)} did not come —"
-                    " every worker is required, with the same list of addresses; start it and run"
-                    " the same command again"
+                    f"--start_timeout_sec={timeout_sec}: {names} did not come —"
+                    " every worker is required, with the same list of addresses; start it, or see"
+                    " in its own last line why it ended, and run the same command again"
                 )
             if waited_sec >= (num_lines + 1) * _SEC_BETWEEN_LINES:
                 num_lines += 1
                 if all(index in missing for index in range(cluster.index)):
-                    console.say(
-                        f"waiting for {_names(cluster, missing)}, {waited_sec:.0f} s of"
-                        f" {timeout_sec} s"
-                    )
+                    console.say(f"waiting for {names}, {waited_sec:.0f} s of {timeout_sec} s")
             time.sleep(_PROBE_SEC)
 
 
@@ -96,12 +95,15 @@ def _answering(address: str) -> Iterator[None]:
     Raises:
         ConfigError: somebody listens there already. TensorFlow would share the port with it.
     """
-    host, port = host_and_port(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    _, port = host_and_port(address)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     with contextlib.ExitStack() as stack:
         try:
             listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if both:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listener.bind(("", port))
             listener.listen()
         except OSError as error:
@@ -127,22 +129,31 @@ def _answering(address: str) -> Iterator[None]:
         thread.join(2 * _PROBE_SEC)
 
 
-def _still_missing(cluster: Cluster, missing: Sequence[int]) -> list[int]:
-    """Returns those of the missing workers at whose address nobody answers now."""
-    answers = set()
+@contextlib.contextmanager
+def _probing(cluster: Cluster) -> Iterator[set[int]]:
+    """Tries to reach every other worker until it is there, each in a thread of its own.
+
+    Yields:
+        Those that have not been reached yet: it shrinks. A slow name server delays one alone.
+    """
+    missing = {i for i in range(len(cluster.addresses)) if i != cluster.index}
+    ended = threading.Event()
 
     def probe(index):
-        with contextlib.suppress(OSError):
-            address = host_and_port(cluster.addresses[index])
-            socket.create_connection(address, timeout=_PROBE_SEC).close()
-            answers.add(index)
+        address = host_and_port(cluster.addresses[index])
+        while not ended.is_set():
+            with contextlib.suppress(OSError):
+                socket.create_connection(address, timeout=_PROBE_SEC).close()
+                missing.discard(index)
+                return
+            ended.wait(_PROBE_SEC)
 
-    threads = [threading.Thread(target=probe, args=(index,), daemon=True) for index in missing]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * _PROBE_SEC)
-    return [index for index in missing if index not in answers]
+    for index in list(missing):
+        threading.Thread(target=probe, args=(index,), daemon=True).start()
+    try:
+        yield missing
+    finally:
+        ended.set()
 
 
 _WATCHER = """

@@ -30,6 +30,9 @@ _SETTLE_SEC = 2.0  # Within it, the first failure and what follows from it are t
 _GRACE_SEC = 60.0  # For workers that are asked to stop: one call, and a checkpoint.
 _LONGEST_PAUSE_SEC = 30.0
 _NUM_LAST_LINES = 5
+_SEC_BETWEEN_LINES = 15.0
+# What becomes of a worker that has lost another: it says so, or TensorFlow's native code aborts.
+_FOLLOWS = (PeerLostError.exit_code, 128 + signal.SIGABRT)
 _MAX_PORT_RETRIES = 5
 _MAIN = pathlib.Path(__file__).parents[1] / "main.py"
 
@@ -62,6 +65,7 @@ class Launcher:
         self._config, self._shares = config, shares
         self._has_begun = False  # Whether what `--overwrite` throws away is thrown away.
         self._bar = console.Bar() if sys.stdout.isatty() else None
+        self._last_line = time.monotonic()
 
     def run(self) -> None:
         """Trains until it is done, starting all workers again when one fails.
@@ -78,13 +82,13 @@ class Launcher:
                 port_retries += 1
                 continue
             if failure.exit_code < _RETRY_FROM:
-                raise WorkerFailedError(failure.index, failure.exit_code)
+                raise WorkerFailedError(failure.index, failure.exit_code, _reason(failure))
             number = next(failures)
             if number > most:
                 raise PeerLostError(
                     f"worker {failure.index} {failure.what}, after {console.count(most, 'restart')}"
                     " (--max_restarts) — every worker has to finish; mend what it said above and"
-                    " run the same command again: it goes on from the last checkpoint"
+                    " run the same command again: it goes on from the last checkpoint, if any"
                 )
             pause_sec = min(2.0 ** (number - 1), _LONGEST_PAUSE_SEC)
             console.warn(
@@ -135,9 +139,14 @@ class Launcher:
             time.sleep(_POLL_SEC)
 
     def _show(self, state: dict) -> None:
-        self._has_begun = True
+        if not self._has_begun:
+            self._has_begun = True
+            console.set_overwriting(False)
         if self._bar:
             self._bar.update(**state)
+        elif time.monotonic() > self._last_line + _SEC_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            console.say("{status}  step {completed}/{total}".format(**state))
 
     def _say(self, line: str, is_error: bool) -> None:
         if self._bar:
@@ -234,20 +243,20 @@ def _find_culprit(workers: list[_Worker]) -> Failure:
     deadline = time.monotonic() + _SETTLE_SEC
     while True:
         ended = [worker for worker in workers if worker.exit_code]
-        first = [worker for worker in ended if worker.exit_code != PeerLostError.exit_code]
+        first = [worker for worker in ended if worker.exit_code not in _FOLLOWS]
         if first or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SEC)
     for worker in workers:
         if worker.exit_code is None and worker.is_stopped and not first:
             return worker.failure(PeerLostError.exit_code, "was stopped and does not answer")
-    culprit = (first or ended)[0]
+    culprit = min(first or ended, key=lambda worker: worker.exit_code >= _RETRY_FROM)
     culprit.join()
     code = culprit.exit_code
     killed = culprit.process.returncode < 0
-    what = (
-        f"was ended by {signal.Signals(code - 128).name}" if killed else f"ended with code {code}"
-    )
+    names = {int(number): number.name for number in signal.Signals}
+    name = names.get(code - 128, f"signal {code - 128}")
+    what = f"was ended by {name}" if killed else f"ended with code {code}"
     return culprit.failure(code, what)
 
 
@@ -255,6 +264,12 @@ def _tell(failure: Failure) -> None:
     console.warn(f"worker {failure.index} {failure.what}; the others are ended. Its last lines:")
     for line in failure.last_lines:
         console.pass_on(sys.stderr, f"    {line}")
+
+
+def _reason(failure: Failure) -> str:
+    """Returns the worker's own last word on what is wrong."""
+    errors = [line for line in failure.last_lines if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ") if errors else ""
 
 
 def _is_port_in_use(failure: Failure) -> bool:

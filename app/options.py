@@ -21,6 +21,7 @@ LARGEST_BUCKET_MB = 4096
 DEFAULT_LOGICAL_CPUS = 2
 MAX_LOCAL_WORKERS = 64
 MAX_PLANNED = 10_000
+MAX_PLANNED_BATCH = 10_000_000
 PLANNED_PER_DEVICE = 32  # Images on each device of a plan, where no batch is given.
 
 DEFAULT_COUNTS = {"benchmark": (1, 2), "explain": (2, 3, 4)}

@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import pathlib
 import socket
 import subprocess
 from typing import NamedTuple
 
 from app.config import Config
 from app.errors import DeviceError
+
+_DRIVER_GPUS = "/proc/driver/nvidia/gpus"
 
 
 class Share(NamedTuple):
@@ -51,8 +54,9 @@ def _share_gpus(config: Config) -> list[tuple[str, ...] | None]:
     each = asked or len(gpus) // config.num_workers
     if each * config.num_workers > len(gpus) or not each:
         needed = each * config.num_workers or config.num_workers
+        each_asked = f" with {asked} each" if asked else ""
         raise DeviceError(
-            f"--num_workers={config.num_workers} on this machine's {len(gpus)} GPUs — {needed} are"
+            f"--num_workers={config.num_workers}{each_asked} on {len(gpus)} GPUs — {needed} are"
             " required, as each worker has its own; use fewer workers, or --device=cpu"
         )
     return [tuple(gpus[i * each : (i + 1) * each]) for i in range(config.num_workers)]
@@ -68,7 +72,8 @@ def _gpus() -> list[str]:
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return []
+        # No such program in many a container: NVIDIA's driver has a directory for each GPU.
+        return [str(i) for i, _ in enumerate(pathlib.Path(_DRIVER_GPUS).glob("*"))]
     return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
 
 

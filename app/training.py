@@ -178,7 +178,7 @@ class Training:
                 in_a_step = self._progress.epoch_step < self.steps_per_epoch
                 if is_out_of_memory(error) and in_a_step:
                     on_cpu = "CPU" in self.strategy.devices[0]
-                    available = self._available_bytes() if on_cpu else None
+                    available = available_bytes() if on_cpu else None
                     raise too_large(available=available, **self._memory()) from error
                 raise
         summary = self._writer.finish()
@@ -189,7 +189,8 @@ class Training:
         """Trains what is left; a signal ends it with the state saved."""
         if self._progress.epoch == self._config.epochs:
             return  # Cut off after the last checkpoint.
-        iterator = self.strategy.distribute(self._batches())
+        # Kept: taking one of `tf.distribute` apart can wait for half a minute.
+        iterator = self._iterator = self.strategy.distribute(self._batches())
         self._compile_sec = _time(lambda: self.strategy.train_steps(iterator, 0))
         fault_point("compile")
         with interruption.deferred():
@@ -203,10 +204,12 @@ class Training:
                 raise
 
     def _available_bytes(self) -> int | None:
-        """Returns the free memory of all machines, taking them to be like this one."""
-        available = available_bytes()
-        num_machines = 1 if self._devices.simulated else self._workers.count
-        return available and available * num_machines
+        """Returns the free memory of all machines, each taken to have as little as the fullest."""
+        cluster = self._devices.cluster
+        available = -self._workers.agree(-(available_bytes() or math.inf))[0]
+        if math.isinf(available):
+            return None
+        return int(available) * (cluster.num_machines if cluster else 1)
 
     def _memory(self) -> dict:
         """Returns what the memory of a step depends on."""

@@ -13,6 +13,7 @@ from app.options import (
     MAX_LOCAL_WORKERS,
     MAX_LOGICAL_DEVICES,
     MAX_PLANNED,
+    MAX_PLANNED_BATCH,
     MODEL_NAMES,
     NUM_TRAIN_EXAMPLES,
     ON_ONE_MACHINE,
@@ -90,10 +91,11 @@ def _check_numbers(config):
     for flag in ("bandwidth_gbps", "device_bandwidth_gbps"):
         _check_range(f"--{flag}", getattr(config, flag), 0.001, 1e6)
     _check_range("--latency_us", config.latency_us, 0, 1e6)
+    _check_range("--global_batch_size", config.planned_global_batch_size, 1, MAX_PLANNED_BATCH)
     num_planned = config.num_workers * config.devices_per_worker
     if planned and not num_planned <= config.planned_batch_size:
         raise ConfigError(
-            f"--global_batch_size={config.global_batch_size} for {num_planned} devices — at least"
+            f"--global_batch_size={config.planned_batch_size} for {num_planned} devices — at least"
             f" one image for each is required; use {num_planned} or more"
         )
     _check_range("--max_restarts", config.max_restarts, 0, 1000)
@@ -128,6 +130,7 @@ def _check_devices(config):
             " use fewer"
         )
     several = config.command in ON_SEVERAL
+    _check_workers(config)
     names = config.strategies if several else (config.strategy,)
     if set(names) == {"single"} and num_devices > 1:
         flag = "strategies" if several else "strategy"
@@ -136,6 +139,20 @@ def _check_devices(config):
             f" use --{flag}=manual or --{flag}=mirrored"
         )
     _check_exchange(config, names)
+
+
+def _check_workers(config):
+    """Refuses what means something to a cluster alone."""
+    if config.has_workers or config.command == "plan":
+        return
+    for flag in ("num_workers", "start_timeout_sec"):
+        value = getattr(config, flag)
+        if value != getattr(type(config), flag):
+            names = config.strategies if config.command in ON_SEVERAL else (config.strategy,)
+            raise ConfigError(
+                f"--{flag}={value} with {', '.join(names)} — multi_worker is required, which alone"
+                " has workers; name it, or leave the flag out"
+            )
 
 
 def _check_exchange(config, strategies):

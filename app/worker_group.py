@@ -3,11 +3,13 @@
 import contextlib
 import multiprocessing.connection
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 
+from app import interruption
 from app.cluster import Cluster
-from app.errors import PeerLostError
+from app.errors import DeviceError, PeerLostError
 from app.processes import Channel, OwnProcess
 from app.sharing import Share, find_free_ports
 
@@ -74,21 +76,30 @@ class WorkerGroup:
         try:
             return self._processes[index].receive()
         except PeerLostError as follows:  # From what?
-            deadline = time.monotonic() + _SETTLE_SEC
-            for other in waiting:
-                process = self._processes[other]
-                while other != index and process.connection.poll(
-                    max(0.0, deadline - time.monotonic())
-                ):
-                    try:
-                        process.receive()
-                    except PeerLostError:
-                        break
+            self._raise_cause([other for other in waiting if other != index])
             raise follows
+
+    def _raise_cause(self, others: Sequence[int]) -> None:
+        """Raises what another worker failed of, if one did by itself."""
+        connections = {self._processes[other].connection: other for other in others}
+        deadline = time.monotonic() + _SETTLE_SEC
+        while connections and (
+            ready := multiprocessing.connection.wait(
+                list(connections), max(0.0, deadline - time.monotonic())
+            )
+        ):
+            for connection in ready:
+                try:
+                    kind, _ = self._processes[connections[connection]].receive()
+                except (PeerLostError, DeviceError):  # It has lost a peer, too, or is gone.
+                    kind = "error"
+                if kind != "message":
+                    del connections[connection]
 
 
 def _be_worker(channel: Channel, cluster: Cluster, share: Share, function: Callable, *arguments):
     """Runs in a process of its own: `function`, in the environment of one worker."""
+    interruption.end_with_parent(signal.SIGKILL)
     os.environ["TF_CONFIG"] = cluster.as_tf_config()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Whoever started us tells what there is to tell.
     if share.gpus is not None:

@@ -1,5 +1,7 @@
 """The same training with `tf.distribute.MirroredStrategy`: TensorFlow keeps the replicas."""
 
+from typing import ClassVar
+
 import tensorflow as tf
 
 from strategies.base import StepTotals, Strategy, classify
@@ -15,7 +17,6 @@ CROSS_DEVICE_OPS = {
     "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
     "ring": lambda: None,
 }
-_DEVICE_KINDS = {"nccl": "GPU", "ring": "CPU"}  # Those that work on one kind alone.
 
 
 class MirroredStrategy(Strategy):
@@ -28,13 +29,16 @@ class MirroredStrategy(Strategy):
 
     name = "mirrored"
     all_reduce_algorithms = tuple(CROSS_DEVICE_OPS)
+    # Of algorithms that work on one kind of device alone.
+    device_kinds: ClassVar = {"nccl": "GPU", "ring": "CPU"}
 
     def __init__(self, devices, **options):
         super().__init__(devices, **options)
-        kind = _DEVICE_KINDS.get(self.all_reduce)
+        kind = self.device_kinds.get(self.all_reduce)
         if kind and not all(kind in device for device in self.devices):
             raise ValueError(
-                f"all_reduce={self.all_reduce} of mirrored on {self.devices} — {kind}s are required"
+                f"all_reduce={self.all_reduce} of {self.name} on {self.devices} — {kind}s are"
+                " required"
             )
         self._tf_strategy = self._create_tf_strategy()
         num_made = self._tf_strategy.num_replicas_in_sync

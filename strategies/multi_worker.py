@@ -1,6 +1,7 @@
 """The same training on several machines: `tf.distribute.MultiWorkerMirroredStrategy`."""
 
-from strategies.cluster import IMPLEMENTATIONS, CollectiveStrategy
+from typing import ClassVar
+
 from strategies.mirrored import MirroredStrategy
 
 _WHOLE_MB = 4096.0
@@ -17,7 +18,8 @@ class MultiWorkerStrategy(MirroredStrategy):
     """
 
     name = "multi_worker"
-    all_reduce_algorithms = tuple(IMPLEMENTATIONS)
+    all_reduce_algorithms = ("ring", "nccl")
+    device_kinds: ClassVar = {"nccl": "GPU"}
 
     def default_all_reduce(self) -> str:
         """Returns "nccl" on GPUs, "ring", over gRPC, elsewhere."""
@@ -28,4 +30,6 @@ class MultiWorkerStrategy(MirroredStrategy):
         return _WHOLE_MB
 
     def _create_tf_strategy(self):
+        from strategies.cluster import CollectiveStrategy  # Parts of TensorFlow that are its own.
+
         return self.workers.strategy or CollectiveStrategy(self.devices, self.all_reduce)

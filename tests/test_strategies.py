@@ -72,7 +72,8 @@ def test_parity_step_by_step(images, num_replicas, global_batch_size):
                 assert_same_bits(states[step], manual_states[step])
             else:
                 assert_close(states[step], manual_states[step])
-        assert losses == pytest.approx(manual_losses, rel=1e-6)
+        same = name in SAME_ORDER or num_replicas <= 2
+        assert losses == pytest.approx(manual_losses, rel=1e-12 if same else 1e-6)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])

@@ -22,6 +22,7 @@ def run(config: Config) -> int:
     """
     path = named_path(config.out or default_out(config))
     console.set_run_directory(path)
+    console.set_overwriting(config.overwrite)
     shares = share_out(config)
     cores = console.count(len(shares[0].cores), "core")
     gpus = f", {console.count(len(shares[0].gpus), 'GPU')}" if shares[0].gpus else ""

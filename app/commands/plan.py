@@ -11,6 +11,7 @@ from app.speed.point import Point, Sampled
 from app.speed.rounds import measure
 
 _ROUNDS = 5
+_LARGEST_SHARD = 256  # A step's time is a straight line in the shard: no larger one is measured.
 _FEW_STEPS = 50
 
 
@@ -20,7 +21,8 @@ def run(config: Config) -> int:
     batch = config.planned_batch_size
     shard = -(-batch // num_replicas)
     with console.StepProgress(1) as progress:
-        points = [_point(config, size) for size in (shard, 2 * shard, 4 * shard)]
+        first = min(shard, _LARGEST_SHARD)
+        points = [_point(config, size) for size in (first, 2 * first, 4 * first)]
         sampled = measure(points, repeats=_ROUNDS, progress=progress).sampled
     compute = LinearCost.fit(
         [s.facts.global_batch_size for s in sampled],
@@ -94,8 +96,9 @@ def _print_plan(config: Config, compute: LinearCost, sampled: list[Sampled], bat
         console.print_table(title, _HEADER, rows)
     console.say(
         "predicted, not measured: step = compute + the faster exchange; efficiency: compute's part"
-        " of it, to what it would be with the exchange behind the backward pass; speed-up: against"
-        " one device with the same global batch"
+        " of it, to what it would be with the exchange behind the backward pass (--bucket_mb); time"
+        " of a device: a straight line through what was measured; speed-up: against one device with"
+        " the same global batch"
     )
     steps = NUM_TRAIN_EXAMPLES // batch
     if steps < _FEW_STEPS:

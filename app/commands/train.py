@@ -65,6 +65,8 @@ def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
     if summary is None or summary.status != "finished" or summary.epochs != config.epochs:
         return None
     asked = config.num_replicas_asked
+    if config.strategy == "multi_worker" and config.num_devices_asked:
+        asked = config.num_devices_asked * len(find_cluster(os.environ).addresses)
     others = [f"replicas {summary.num_replicas} → {asked}"] * (
         asked not in (None, summary.num_replicas)
     )

@@ -4,10 +4,6 @@ import dataclasses
 
 from app.speed.exchange_model import LinearCost
 
-# Published speeds of one direction of a link, in Gb/s, for `--device_bandwidth_gbps`. Sources: PCI
-# Express Base Specification 4.0 (16 lanes at 16 GT/s, 128b/130b); NVIDIA's data sheets of A100
-# (NVLink 3: 600 GB/s both ways) and H100 (NVLink 4: 900 GB/s both ways).
-LINKS_GBPS = {"PCIe 4.0 × 16": 252, "NVLink 3": 2400, "NVLink 4": 3600}
 # A message between devices of one machine; NCCL's own model has 3 to 7 µs for it.
 _DEVICE_LATENCY_SEC = 5e-6
 # Of a step's compute, the part in which gradients are made, and can be sent: two of three products.
