@@ -82,6 +82,67 @@ def test_workers_talk_and_split_every_batch():
         assert batch == list(range(20 * step, min(20 * step + 20, 50)))
 
 
+def train_with_batch_norm(strategy):
+    """Makes three steps of a model with BatchNorm; the same in a worker as on one machine."""
+    import keras
+    import tensorflow as tf
+
+    def model_fn():
+        keras.utils.set_random_seed(7)
+        images = keras.Input((28, 28, 1), dtype="uint8")
+        flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(images))
+        normalised = keras.layers.BatchNormalization(name="norm")(flat)
+        return keras.Model(images, keras.layers.Dense(10, name="logits")(normalised))
+
+    strategy.build(model_fn, lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 28, 28, 1), dtype=np.uint8)
+    dataset = tf.data.Dataset.from_tensor_slices((pixels, np.arange(60, dtype=np.int32) % 10))
+    totals = strategy.train_steps(strategy.distribute(dataset.batch(20).repeat()), 3)
+    own = strategy.replica_statistics()
+    state = strategy.state()
+    evaluated = strategy.evaluate(dataset.batch(25))
+    return tuple(totals), own, state, tuple(evaluated), strategy.predict(pixels)
+
+
+def normalise(channel, config):
+    """Runs in each worker."""
+    prepared = devices.set_up(config)
+    from app.proof.drift import check_replicas
+    from strategies import STRATEGIES
+
+    strategy = STRATEGIES["multi_worker"](prepared.names, workers=prepared.workers)
+    results = train_with_batch_norm(strategy)
+    own = results[1]
+    averaged = strategy.replica_statistics()
+    strategy.share_replica_statistics(own if prepared.workers.is_chief else [])
+    drift = check_replicas(strategy)
+    given_back = strategy.replica_statistics()
+    strategy.load_state({name: array + 1 for name, array in results[2].items()})
+    strategy.follow_chief()
+    return *results, averaged, given_back, drift.tensor
+
+
+def test_batch_norm_and_totals_are_those_of_one_machine():
+    from conftest import CPUS  # A worker must not find devices made already.
+    from strategies import STRATEGIES
+
+    config = dataclasses.replace(CONFIG, num_devices=1)
+    workers = run_group(normalise, config)
+    expected = train_with_batch_norm(STRATEGIES["manual"](CPUS[:2]))
+    for totals, own, state, evaluated, logits, averaged, given_back, drift in workers:
+        assert totals[1:] == expected[0][1:] and totals[2] == 60
+        assert totals[0] == pytest.approx(expected[0][0], rel=1e-6)
+        assert evaluated[2] == 60 and evaluated[1] == expected[3][1]
+        assert averaged == [] and drift.startswith("norm/moving_")
+        for replica, (arrays, again) in enumerate(zip(own, given_back, strict=True)):
+            for array, copy, other in zip(arrays, again, expected[1][replica], strict=True):
+                np.testing.assert_array_equal(array, copy)
+                np.testing.assert_allclose(array, other, rtol=1e-6)
+        for array, other in zip(state.values(), expected[2].values(), strict=True):
+            np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(logits, expected[4], rtol=1e-4, atol=1e-4)
+
+
 def differ(channel, config):
     """Runs in each worker: each with another learning rate."""
     import os
