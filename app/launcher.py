@@ -13,6 +13,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -104,11 +105,18 @@ class Launcher:
             if self._bar:
                 self._bar.start()
                 stack.callback(self._bar.stop)
+            # Workers are killed, and could not remove what TensorFlow leaves in it.
+            temporary = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True)
+            )
             stack.callback(_end, workers)
             addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(self._shares)))
             for index, share in enumerate(self._shares):
                 cluster = Cluster(addresses, index, "the launcher")
-                workers.append(_Worker(self._command(), cluster, share, self._show, self._say))
+                environment = {**os.environ, "TMPDIR": temporary}
+                workers.append(
+                    _Worker(self._command(), environment, cluster, share, self._show, self._say)
+                )
             try:
                 return self._watch(workers)
             except (KeyboardInterrupt, Terminated):
@@ -160,11 +168,13 @@ class Launcher:
 class _Worker:
     """One worker's process, with threads that pass on what it says."""
 
-    def __init__(self, command: list[str], cluster: Cluster, share: Share, show, say):
+    def __init__(
+        self, command: list[str], environment: dict, cluster: Cluster, share: Share, show, say
+    ):
         self.index, self._say = cluster.index, say
         self._last_lines = collections.deque(maxlen=_NUM_LAST_LINES)
         environment = {
-            **os.environ,
+            **environment,
             "TF_CONFIG": cluster.as_tf_config(),
             console.LAUNCHED_VARIABLE: "1",
         }
