@@ -22,12 +22,12 @@ class Cluster:
     Attributes:
         addresses: "host:port" of each worker, the chief first.
         index: which of them this process is.
-        source: what said so.
+        source: what said so, for people.
     """
 
     addresses: tuple[str, ...]
     index: int
-    source: str
+    source: str = ""
 
     @property
     def is_chief(self) -> bool:

@@ -18,6 +18,7 @@ from app.config import Config
 from app.errors import ConfigError, PeerLostError, reason_of
 from app.versions import versions
 from strategies.cluster import ClusterWorkers
+from strategies.multi_worker import default_all_reduce
 
 _SEC_BETWEEN_LINES = 10.0
 _PROBE_SEC = 0.5
@@ -46,9 +47,8 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: Config) -> Clus
             f" {', '.join(cluster.addresses)}"
         )
     _meet(cluster, config.start_timeout_sec)
-    all_reduce = config.all_reduce
-    if all_reduce == "auto":
-        all_reduce = "nccl" if "GPU" in local_devices[0] else "ring"
+    auto = config.all_reduce == "auto"
+    all_reduce = default_all_reduce(local_devices) if auto else config.all_reduce
     with telling_of_peers(cluster), _ended_after(config.start_timeout_sec):
         workers = ClusterWorkers(cluster.addresses, cluster.index, local_devices, all_reduce)
     interruption.take_back()

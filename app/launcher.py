@@ -23,6 +23,7 @@ from app import console, interruption
 from app.cluster import Cluster
 from app.config import Config
 from app.errors import PeerLostError, Terminated, WorkerFailedError
+from app.progress import PROGRESS_VARIABLE, Bar
 from app.sharing import Share, find_free_ports
 
 _RETRY_FROM = 128  # Exit codes below are final.
@@ -65,7 +66,7 @@ class Launcher:
     def __init__(self, config: Config, shares: Sequence[Share]):
         self._config, self._shares = config, shares
         self._has_begun = False  # Whether what `--overwrite` throws away is thrown away.
-        self._bar = console.Bar() if sys.stdout.isatty() else None
+        self._bar = Bar() if sys.stdout.isatty() else None
         self._last_line = time.monotonic()
 
     def run(self) -> None:
@@ -112,7 +113,7 @@ class Launcher:
             stack.callback(_end, workers)
             addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(self._shares)))
             for index, share in enumerate(self._shares):
-                cluster = Cluster(addresses, index, "the launcher")
+                cluster = Cluster(addresses, index)
                 environment = {**os.environ, "TMPDIR": temporary}
                 workers.append(
                     _Worker(self._command(), environment, cluster, share, self._show, self._say)
@@ -182,7 +183,7 @@ class _Worker:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
         progress, theirs = os.pipe()
         if cluster.is_chief:
-            environment[console.PROGRESS_VARIABLE] = str(theirs)
+            environment[PROGRESS_VARIABLE] = str(theirs)
         self.process = subprocess.Popen(
             command,
             env=environment,

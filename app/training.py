@@ -19,6 +19,7 @@ from app.evaluation import evaluate
 from app.fault_points import fault_point
 from app.job import Job
 from app.memory import available_bytes, check_memory, too_large
+from app.progress import TrainingProgress
 from app.proof.drift import Drift, check_replicas
 from app.proof.faults import inject, spoil_dataset
 from app.proof.probe import probe_exchange
@@ -169,7 +170,7 @@ class Training:
         """
         self._begin(log)
         shown = self._workers.is_chief
-        with console.Progress(
+        with TrainingProgress(
             self._config.epochs, self.steps_per_epoch, self._position, shown=shown
         ) as bar:
             try:

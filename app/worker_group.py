@@ -30,7 +30,7 @@ class WorkerGroup:
     def __init__(self, shares: Sequence[Share], function: Callable, *arguments):
         addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(shares)))
         self._processes = [
-            OwnProcess(_be_worker, Cluster(addresses, index, "launch"), share, function, *arguments)
+            OwnProcess(_be_worker, Cluster(addresses, index), share, function, *arguments)
             for index, share in enumerate(shares)
         ]
         self._results: dict[int, object] = {}

@@ -16,9 +16,9 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from app import console
 from app.config import Config
 from app.devices import num_cores
+from app.progress import StepProgress
 from app.speed.exchange_model import ExchangeModel, LinearCost
 from app.speed.plan import Links, predict
 from app.speed.point import Point
@@ -37,7 +37,6 @@ def points_of(model: str) -> tuple[dict[int, Point], list[Point]]:
         device="cpu",
         num_devices=1,
         last_batch="drop",
-        dataset="synthetic",
         num_train_examples=2000,
     )
     workers = {
@@ -61,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     workers, alone = points_of(options.model)
-    with console.StepProgress(1) as progress:
+    with StepProgress(1) as progress:
         measured = measure(
             [*workers.values(), *alone],
             repeats=options.rounds,
@@ -87,7 +86,7 @@ def main() -> None:
             size_bytes=measured.sampled[0].facts.gradient_bytes,
         )
         turns = max(1.0, n / num_cores())
-        predicted = step.compute_sec * turns + step.exchange.sec
+        predicted = step.compute_sec * turns + step.exchange_sec
         print(
             f"  {n} workers: predicted {predicted * 1e3:.1f} ms, measured {step_sec * 1e3:.1f} ms:"
             f" {predicted / step_sec - 1:+.1%}"

@@ -15,8 +15,8 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from app import console
 from app.config import Config
+from app.progress import StepProgress
 from app.speed import interval
 from app.speed.point import Point
 from app.speed.rounds import measure
@@ -34,7 +34,6 @@ def create_points(model: str, exchange_dtype: str) -> list[Point]:
         device="cpu",
         num_devices=1,
         last_batch="drop",
-        dataset="synthetic",
         num_train_examples=2000,
         exchange_dtype=exchange_dtype,
     )
@@ -56,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     for model in options.models.split(","):
         points = create_points(model, options.exchange_dtype)
-        with console.StepProgress(1) as progress:
+        with StepProgress(1) as progress:
             sampled = measure(points, repeats=options.rounds, progress=progress).sampled
         one, two, without = (s.step_secs for s in sampled)
         steps = (f"{np.median(secs) * 1e3:.1f}" for secs in (one, two, without))

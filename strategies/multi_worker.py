@@ -1,10 +1,16 @@
 """The same training on several machines: `tf.distribute.MultiWorkerMirroredStrategy`."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from strategies.mirrored import MirroredStrategy
 
 _WHOLE_MB = 4096.0
+
+
+def default_all_reduce(devices: Sequence[str]) -> str:
+    """Returns what "auto" stands for: "nccl" on GPUs, "ring", over gRPC, elsewhere."""
+    return "nccl" if "GPU" in devices[0] else "ring"
 
 
 class MultiWorkerStrategy(MirroredStrategy):
@@ -22,8 +28,8 @@ class MultiWorkerStrategy(MirroredStrategy):
     device_kinds: ClassVar = {"nccl": "GPU"}
 
     def default_all_reduce(self) -> str:
-        """Returns "nccl" on GPUs, "ring", over gRPC, elsewhere."""
-        return "nccl" if "GPU" in self.devices[0] else "ring"
+        """Returns `default_all_reduce` of the devices."""
+        return default_all_reduce(self.devices)
 
     def default_bucket_mb(self) -> float:
         """Returns one bucket for all gradients: each collective waits for the network."""

@@ -206,7 +206,7 @@ def submit(tmp_path):
 
 
 def test_batch_script_is_bash():
-    subprocess.run(["bash", "-n", str(SBATCH)], check=True)
+    assert subprocess.run(["bash", "-n", str(SBATCH)], check=False).returncode == 0
 
 
 def test_batch_script_asks_for_what_it_counts_on():
@@ -285,4 +285,5 @@ def test_commands_have_flags_that_exist(command):
     parse = "import sys; from absl import logging; from app import flags as f; "
     parse += "f.define_flags(); f.parse_config(sys.argv)"
     arguments = words[words.index("main.py") + 1 :]
-    subprocess.run([sys.executable, "-c", parse, *arguments], cwd=ROOT, check=True)
+    parsed = subprocess.run([sys.executable, "-c", parse, *arguments], cwd=ROOT, check=False)
+    assert parsed.returncode == 0

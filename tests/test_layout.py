@@ -37,7 +37,7 @@ ALLOWED = {
     "app/memory.py": {"app.console", "app.errors"},
     "app/versions.py": set(),
     "app/cluster.py": {"app.console", "app.errors"},
-    "app/joining.py": {"app", "strategies.cluster"},
+    "app/joining.py": {"app", "strategies.cluster", "strategies.multi_worker"},
     "app/sharing.py": {"app.config", "app.errors"},
     "app/launcher.py": {"app"},
     "app/worker_group.py": {
@@ -56,6 +56,7 @@ ALLOWED = {
         "strategies.workers",
     },
     "app/console.py": set(),
+    "app/progress.py": {"app.console"},
     "app/caveats.py": {"app.config", "app.records"},
     "app/training.py": {"app", "strategies.base", "strategies.workers"},
     "app/run_reader.py": {"app", "strategies.base"},

@@ -3,6 +3,7 @@
 from app import console
 from app.commands.train import default_out, open_log
 from app.config import Config
+from app.progress import StepProgress
 from app.records.run_directory import RunDirectory, named_path, open_run_directory
 from app.speed.benchmark import (
     BENCHMARK_FILE,
@@ -35,7 +36,7 @@ def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> int
         for p in config.precisions
         if p != "mixed_float16"
     ]
-    with console.StepProgress(1) as progress:
+    with StepProgress(1) as progress:
         measured = measure(points, repeats=config.repeats, progress=progress, peaks=peaks)
     sampled, limits = measured.sampled, measured.peaks
     comparisons = all_comparisons(sampled)

@@ -3,6 +3,7 @@
 from app import console
 from app.commands.train import default_out, open_log
 from app.config import Config
+from app.progress import StepProgress
 from app.records.run_directory import RunDirectory, named_path, open_run_directory
 from app.speed.anatomy import Design, dissect
 from app.speed.explain import EXPLAIN_FILE, print_explanation, write_explanation
@@ -24,7 +25,7 @@ def run(config: Config) -> int:
 
 def _explain(config: Config, run_directory: RunDirectory) -> int:
     first = config.for_training(config.strategy, num_devices=config.counts[0], steps=1)
-    with console.StepProgress(1) as progress:
+    with StepProgress(1) as progress:
         progress.start("making one step")
         story, simulated = tell_step(first, progress.message)
         design = Design.of(config, simulated=simulated)

@@ -9,6 +9,7 @@ from app.commands.train import default_out, open_log
 from app.config import Config
 from app.errors import ConfigError, DifferentError
 from app.processes import call_in_own_process
+from app.progress import StepProgress
 from app.records.files import temporary_path
 from app.records.run_directory import RunDirectory, named_path, open_run_directory
 from app.verification import Recorded
@@ -42,7 +43,7 @@ def run(config: Config) -> int:
 
 
 def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -> int:
-    with console.StepProgress(config.steps) as progress:
+    with StepProgress(config.steps) as progress:
         recorded = {}
         for name in sorted(config.strategies, key=lambda name: name == "single"):
             function, child = _recording(config, name, recorded)

@@ -26,19 +26,6 @@ class Links:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """One all-reduce.
-
-    Attributes:
-        algorithm: "ring" or "hierarchical".
-        sec: how long it takes, with nothing else going on.
-    """
-
-    algorithm: str
-    sec: float
-
-
-@dataclasses.dataclass(frozen=True)
 class ClusterStep:
     """A step of a cluster.
 
@@ -47,7 +34,8 @@ class ClusterStep:
         devices_per_worker: in each.
         global_batch_size: examples of a step.
         compute_sec: of one device, with its shard.
-        exchange: the faster one.
+        ring_sec: of the exchange, by one ring through all devices.
+        hierarchical_sec: of the same, by rings within machines and between them.
         one_device_sec: of one device with the whole batch.
     """
 
@@ -55,7 +43,8 @@ class ClusterStep:
     devices_per_worker: int
     global_batch_size: int
     compute_sec: float
-    exchange: Exchange
+    ring_sec: float
+    hierarchical_sec: float
     one_device_sec: float
 
     @property
@@ -64,14 +53,19 @@ class ClusterStep:
         return self.num_workers * self.devices_per_worker
 
     @property
+    def exchange_sec(self) -> float:
+        """Seconds of the faster exchange, with nothing else going on."""
+        return min(self.ring_sec, self.hierarchical_sec)
+
+    @property
     def step_sec(self) -> float:
         """Seconds of a step that exchanges when all gradients are there."""
-        return self.compute_sec + self.exchange.sec
+        return self.compute_sec + self.exchange_sec
 
     @property
     def overlapped_sec(self) -> float:
         """Seconds of a step at best: with the exchange behind the backward pass."""
-        hidden = min(self.exchange.sec, _BACKWARD * self.compute_sec)
+        hidden = min(self.exchange_sec, _BACKWARD * self.compute_sec)
         return self.step_sec - hidden
 
     @property
@@ -95,8 +89,8 @@ class ClusterStep:
         return self.one_device_sec / self.step_sec
 
 
-def ring(num_workers: int, devices_per_worker: int, size_bytes: float, links: Links) -> Exchange:
-    """One ring through all devices, those of a machine next to each other.
+def ring(num_workers: int, devices_per_worker: int, size_bytes: float, links: Links) -> float:
+    """Returns the seconds of one ring through all devices, a machine's next to each other.
 
     2 (R − 1) messages one after another, of 1/R of the gradients each; the slowest link sets the
     pace.
@@ -108,13 +102,13 @@ def ring(num_workers: int, devices_per_worker: int, size_bytes: float, links: Li
     spans = num_workers > 1
     rate = links.bytes_per_sec if spans else links.device_bytes_per_sec
     latency = links.latency_sec if spans else _DEVICE_LATENCY_SEC
-    return Exchange("ring", 2 * (r - 1) * (latency + size_bytes / r / rate))
+    return 2 * (r - 1) * (latency + size_bytes / r / rate)
 
 
 def hierarchical(
     num_workers: int, devices_per_worker: int, size_bytes: float, links: Links
-) -> Exchange:
-    """A ring within each machine, one between machines, and one within each machine again.
+) -> float:
+    """Returns the seconds of rings within machines, between them, and within them again.
 
     Each device ends the first with 1/D of its machine's sum; the D rings between machines share
     its network, which carries 2 (W − 1) / W of the gradients, as in one ring, in fewer messages.
@@ -125,7 +119,7 @@ def hierarchical(
     w, d = num_workers, devices_per_worker
     within = 2 * (d - 1) * (_DEVICE_LATENCY_SEC + size_bytes / d / links.device_bytes_per_sec)
     between = 2 * (w - 1) * (links.latency_sec + size_bytes / w / links.bytes_per_sec)
-    return Exchange("hierarchical", within + between)
+    return within + between
 
 
 def predict(
@@ -147,16 +141,13 @@ def predict(
         global_batch_size: examples of a step over all devices.
         size_bytes: of the gradients.
     """
-    exchanges = [
-        exchange(num_workers, devices_per_worker, size_bytes, links)
-        for exchange in (ring, hierarchical)
-    ]
     return ClusterStep(
         num_workers,
         devices_per_worker,
         global_batch_size,
         compute.sec(-(-global_batch_size // (num_workers * devices_per_worker))),
-        min(exchanges, key=lambda exchange: exchange.sec),
+        ring(num_workers, devices_per_worker, size_bytes, links),
+        hierarchical(num_workers, devices_per_worker, size_bytes, links),
         compute.sec(global_batch_size),
     )
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from app import console
 from app.config import Config
 from app.errors import DeviceError
 from app.processes import OwnProcess
+from app.progress import StepProgress
 from app.sharing import share_out
 from app.speed.exchange_model import ExchangeTime
 from app.speed.peak import sample_peak
@@ -38,7 +38,7 @@ def measure(
     points: Sequence[Point],
     *,
     repeats: int,
-    progress: console.StepProgress,
+    progress: StepProgress,
     peaks: Sequence[Config] = (),
     exchanges_of: Sequence[Point] = (),
 ) -> Measured:
