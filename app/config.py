@@ -63,7 +63,7 @@ class Config:
     num_workers: int = 2
     max_restarts: int = 3
     start_timeout_sec: int = 300
-    devices_per_worker: int = 1
+    devices_per_worker: int | None = None
     planned_global_batch_size: int | None = None  # What --global_batch_size is to plan.
     bandwidth_gbps: float = 10.0
     latency_us: float = 50.0
@@ -83,6 +83,9 @@ class Config:
     run: str | None = None
     checkpoint: str = "newest"
     images: tuple[str, ...] = ()
+    probe: bool = False
+    experiment: str = ""  # The word after `demo`.
+    directories: tuple[str, ...] = ()  # The words after `report`.
 
     def __post_init__(self):
         validate(self)
@@ -113,12 +116,22 @@ class Config:
         return "multi_worker" in names
 
     @property
+    def plans_cluster(self) -> bool:
+        """Whether a plan is one of several machines, or of machines that are not this one."""
+        return self.num_workers > 1 or self.devices_per_worker is not None
+
+    @property
+    def num_devices_planned(self) -> int:
+        """Devices of each machine of a plan."""
+        default = 1 if self.plans_cluster else DEFAULT_LOGICAL_CPUS
+        return self.devices_per_worker or self.num_devices_asked or default
+
+    @property
     def planned_batch_size(self) -> int:
-        """The global batch of a plan: with many devices the default would leave some without."""
-        num_replicas = self.num_workers * self.devices_per_worker
-        return self.planned_global_batch_size or max(
-            Config.global_batch_size, PLANNED_PER_DEVICE * num_replicas
-        )
+        """The global batch of a plan: the default would leave devices of a cluster without."""
+        num_replicas = self.num_workers * self.num_devices_planned
+        least = PLANNED_PER_DEVICE * num_replicas if self.plans_cluster else 0
+        return self.planned_global_batch_size or max(Config.global_batch_size, least)
 
     @property
     def counts(self) -> tuple[int, ...]:

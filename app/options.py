@@ -83,10 +83,24 @@ COMMANDS = {
 }
 
 COMMANDS["plan"] = {
-    *("num_workers", "devices_per_worker", "bandwidth_gbps", "latency_us", "verbosity", "device"),
+    *("num_workers", "devices_per_worker", "bandwidth_gbps", "latency_us", "verbosity", "probe"),
     *("device_bandwidth_gbps", "model", "precision", "global_batch_size", "exchange_dtype"),
-    *("jit_compile", "recipe"),
+    *("jit_compile", "recipe", "learning_rate", "epochs", "num_train_examples", "last_batch"),
+    *_DEVICE_OPTIONS,
 }
+COMMANDS["doctor"] = {"dataset", "out", "verbosity", *_DATA_OPTIONS, *_DEVICE_OPTIONS}
+COMMANDS["demo"] = {
+    *("all_reduce", "epochs", "num_train_examples", "dataset", "seed", "verbosity"),
+    *_DATA_OPTIONS,
+    *_DEVICE_OPTIONS,
+}
+COMMANDS["report"] = {"out"}
+
+# What the words after a command name, where it takes any.
+WORDS = {"demo": "EXPERIMENT", "report": "DIR …"}
+
+# Command → what it takes in place of a default of `Config`.
+OWN_DEFAULTS = {"launch": {"strategy": "multi_worker"}, "plan": {"num_workers": 1}}
 
 # Commands that take several strategies instead of one.
 ON_SEVERAL = ("compare", "verify", "benchmark")

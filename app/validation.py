@@ -92,12 +92,8 @@ def _check_numbers(config):
         _check_range(f"--{flag}", getattr(config, flag), 0.001, 1e6)
     _check_range("--latency_us", config.latency_us, 0, 1e6)
     _check_range("--global_batch_size", config.planned_global_batch_size, 1, MAX_PLANNED_BATCH)
-    num_planned = config.num_workers * config.devices_per_worker
-    if planned and not num_planned <= config.planned_batch_size:
-        raise ConfigError(
-            f"--global_batch_size={config.planned_batch_size} for {num_planned} devices — at least"
-            f" one image for each is required; use {num_planned} or more"
-        )
+    if planned:
+        _check_planned_batch(config)
     _check_range("--max_restarts", config.max_restarts, 0, 1000)
     _check_range("--start_timeout_sec", config.start_timeout_sec, 1, 1_000_000)
     if config.bucket_mb is not None and not 0 <= config.bucket_mb <= LARGEST_BUCKET_MB:
@@ -109,6 +105,16 @@ def _check_numbers(config):
         raise ConfigError(
             f"--learning_rate={config.learning_rate} — a finite number above 0 is required;"
             " leave it out for the recipe's own"
+        )
+
+
+def _check_planned_batch(config):
+    num_planned = config.num_workers * config.num_devices_planned
+    batch = config.planned_batch_size
+    if batch < num_planned:
+        raise ConfigError(
+            f"--global_batch_size={batch} for {num_planned} devices — at least one image for each"
+            f" is required; use {num_planned} or more"
         )
 
 
@@ -276,6 +282,10 @@ def _check_command(config):
         raise ConfigError(
             "--overwrite with --force_resume — to start anew or to go on, one of them is"
             " required; leave the other out"
+        )
+    if config.command == "report" and not config.directories:
+        raise ConfigError(
+            "report without a directory — at least one run is required; for example: report runs/*"
         )
     if config.command in ("evaluate", "predict") and not config.run:
         raise ConfigError(

@@ -25,6 +25,7 @@ def test_names_are_those_of_the_dicts():
 def test_every_option_has_a_flag_and_a_command():
     options = {field.name for field in dataclasses.fields(Config)} - {"command"}
     options -= {"planned_global_batch_size"}  # The flag is --global_batch_size, too.
+    options -= {"experiment", "directories"}  # Words after the command.
     assert set().union(*COMMANDS.values()) == options
     options -= {"device_counts"}  # The flag is --num_devices, too.
     defined = {name for group in flags.GROUPS.values() for name in group}

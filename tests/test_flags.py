@@ -1,10 +1,14 @@
 """The command line: help, choices and refusals, all before TensorFlow is imported."""
 
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+from app.flag_groups import GROUPS
+from app.help import COMMAND_HELP, help_text
+from app.options import COMMANDS
 from conftest import ROOT, run_main
 
 
@@ -25,7 +29,12 @@ def refuse(*arguments):
         (["--global_batch_size=1", "--num_devices=2"], "use 2 or more"),
         (["--model=resnet19"], "lenet, resnet18"),
         (["--epochs=many"], "--epochs=many — a value of the kind"),
-        (["--modle=lenet"], "model"),
+        (["--modle=lenet"], "--modle — a flag of this program is required; did you mean --model?"),
+        (["--batchsize=2"], "did you mean --batch_size?"),
+        (["help", "verfy"], "did you mean verify?"),
+        (["bnchmark", "--help"], "did you mean benchmark?"),
+        (["report"], "report without a directory"),
+        (["demo", "allreduce", "twice"], "'allreduce twice' after demo"),
         (["trian"], "did you mean train?"),
         (["train", "twice"], "'twice'"),
         (["evaluate", "--run=x", "--epochs=3"], "option of train, launch, compare"),
@@ -40,6 +49,11 @@ def test_one_line_and_code_2(arguments, told):
     assert told in refuse(*arguments)
 
 
+def test_help_after_a_command_is_of_that_command():
+    assert run_main("verify", "--steps=3", "--help").stdout == help_text("verify") + "\n"
+    assert run_main("help", "plan").stdout == help_text("plan") + "\n"
+
+
 @pytest.mark.parametrize("word", ["--help", "-h", "help", "--helpshort"])
 def test_help_shows_commands_first_and_every_default(word):
     result = run_main(word)
@@ -48,6 +62,32 @@ def test_help_shows_commands_first_and_every_default(word):
     assert "[256]" in result.stdout and "[d2l]" in result.stdout
     assert "follow from it. [0]" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_shows_its_own_flags_and_no_others(command):
+    text = help_text(command)
+    assert text.startswith(f"usage: python main.py {command}") and "Examples" in text
+    assert max(map(len, text.splitlines())) <= 80
+    options = {"num_devices" if name == "device_counts" else name for name in COMMANDS[command]}
+    flags = [name for group in GROUPS.values() for name in group]
+    shown = {name for name in flags if f"\n  --{name}=" in text or f"\n  --{name}\n" in text}
+    assert shown == options
+
+
+def test_every_example_of_the_help_is_a_command_line():
+    parse = "import sys, shlex; from app import flags as f; f.define_flags()\n"
+    parse += "for line in sys.argv[1:]:\n    f.FLAGS.unparse_flags(); f.parse_config("
+    parse += "['main.py', *shlex.split(line)])\n    print(line)"
+    examples = [f"{name} {e}" for name, (_, *examples) in COMMAND_HELP.items() for e in examples]
+    assert {shlex.split(e)[0] for e in examples} == set(COMMANDS) == set(COMMAND_HELP)
+    import_absl_first = "from absl import logging\n"  # It defines --verbosity.
+    result = subprocess.run(
+        [sys.executable, "-c", import_absl_first + parse, *examples],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == examples
 
 
 def test_a_terminal_without_unicode_gets_help_all_the_same():

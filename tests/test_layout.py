@@ -50,7 +50,11 @@ ALLOWED = {
     "app/options.py": set(),
     "app/validation.py": {"app.config", "app.errors", "app.fault", "app.options"},
     "app/config.py": {"app.fault", "app.options", "app.validation"},
-    "app/flags.py": {"app.config", "app.errors", "app.console", "app.fault", "app.options"},
+    "app/flag_groups.py": {"app.fault"},
+    "app/help.py": {"app.config", "app.flag_groups", "app.options"},
+    "app/flags.py": {
+        *("app.config", "app.console", "app.errors", "app.flag_groups", "app.help", "app.options"),
+    },
     "app/devices.py": {
         *("app.cluster", "app.config", "app.errors", "app.console", "app.joining", "app.options"),
         "strategies.workers",

@@ -15,7 +15,7 @@ _LARGEST_SHARD = 256  # A step's time is a straight line in the shard: no larger
 
 def run(config: Config) -> int:
     """Measures one device, predicts the cluster and prints both; trains and writes nothing."""
-    num_replicas = config.num_workers * config.devices_per_worker
+    num_replicas = config.num_workers * config.num_devices_planned
     shard = -(-config.planned_batch_size // num_replicas)
     with StepProgress(1) as progress:
         first = min(shard, _LARGEST_SHARD)

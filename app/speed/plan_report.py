@@ -26,7 +26,7 @@ def print_plan(config: Config, compute: LinearCost, sampled: Sequence[Sampled]) 
         compute: what was fitted to one device.
         sampled: what was measured of it.
     """
-    batch, per_worker = config.planned_batch_size, config.devices_per_worker
+    batch, per_worker = config.planned_batch_size, config.num_devices_planned
     halves = 2 if config.exchange_dtype == "bfloat16" else 1
     size_bytes = sampled[0].facts.gradient_bytes / halves
     _print_setting(config, sampled, size_bytes)
