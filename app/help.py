@@ -31,7 +31,7 @@ COMMAND_HELP = {
     "compare": (
         "several strategies from the same weights and data, side by side",
         "--recipe=fast --epochs=1",
-        "--strategies=single,manual --num_gpus=2 --out=runs/one_and_two",
+        "--strategies=single,manual --num_gpus=2",
     ),
     "verify": (
         "proves them the same training, or names the first false step",

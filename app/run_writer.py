@@ -4,6 +4,7 @@ import dataclasses
 import math
 import pathlib
 import statistics
+import time
 
 from app.config import Config
 from app.data.dataset import ImageDataset
@@ -12,12 +13,13 @@ from app.records import history as histories
 from app.records import plots
 from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
 from app.records.checkpoint_search import set_aside
+from app.records.events import EventFile
 from app.records.files import told_of
-from app.records.history import SUMMARY_FILE, Summary
+from app.records.history import SUMMARY_FILE, EpochRecord, Summary
 from app.records.progress import Origin
 from app.records.run_log import RunLog
 from app.resumption import Resumed
-from strategies.base import Strategy
+from strategies.base import StepTotals, Strategy
 
 
 class RunWriter:
@@ -34,6 +36,7 @@ class RunWriter:
 
     def __init__(self, run_dir: pathlib.Path, log: RunLog, template: Summary):
         self._run_dir, self._log, self._summary = run_dir, log, template
+        self._events, self._saving_sec = EventFile(run_dir), 0.0
 
     def begin(self, origin: Origin) -> None:
         """Logs what is trained."""
@@ -65,6 +68,7 @@ class RunWriter:
         )
         for path, _ in resumed.found.damaged:
             set_aside(path)
+        self._events.go_on(progress.step)
         histories.write_history(self._run_dir, progress.history)
         if not progress.epoch_step and progress.history:
             self._write_records(resumed.checkpoint, compile_sec=0.0)
@@ -73,21 +77,55 @@ class RunWriter:
                 with told_of(self._run_dir / name):
                     (self._run_dir / name).unlink(missing_ok=True)
 
+    def steps(
+        self, step: int, totals: StepTotals, *, images_per_sec: float, learning_rate: float
+    ) -> None:
+        """Tells TensorBoard of the steps of one call.
+
+        Args:
+            step: the last of them, since the start of the run.
+            totals: over their examples.
+            images_per_sec: in them.
+            learning_rate: of the next step.
+        """
+        scalars = {
+            "steps/loss": totals.loss,
+            "steps/accuracy": totals.accuracy,
+            "steps/images_per_sec": images_per_sec,
+            "steps/learning_rate": learning_rate,
+        }
+        self._events.add(step, scalars)
+
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
         """Saves a checkpoint and, where it ends an epoch, what is to be read of that epoch.
 
         Raises:
             DiskFullError, OutputError: something cannot be written; what was there is left.
         """
-        progress = checkpoint.progress
+        progress, start = checkpoint.progress, time.monotonic()
         save_checkpoint(self._run_dir, checkpoint)
+        self._saving_sec += time.monotonic() - start
         if progress.history and not progress.epoch_step:
             histories.write_history(self._run_dir, progress.history)
             self._write_records(checkpoint, compile_sec=compile_sec)
             last = progress.history[-1]
             names = ("epoch", "step", "train_loss", "test_accuracy", "epoch_sec")
             self._log.event("epoch", **{name: getattr(last, name) for name in names})
+            self._events.add(last.step, self._epoch_scalars(last))
+            self._saving_sec = 0.0
         self._log.event("checkpoint", step=progress.step, epoch=progress.epoch)
+
+    def _epoch_scalars(self, record: EpochRecord) -> dict[str, float]:
+        return {
+            "epochs/train_loss": record.train_loss,
+            "epochs/test_loss": record.test_loss,
+            "epochs/train_accuracy": record.train_accuracy,
+            "epochs/test_accuracy": record.test_accuracy,
+            "epochs/images_per_sec": record.images_per_sec,
+            "time/training_sec": record.epoch_sec,
+            "time/evaluation_sec": record.evaluation_sec,
+            "time/saving_sec": self._saving_sec,
+        }
 
     def finish(self) -> Summary:
         """Marks the run as finished, last of all; returns its summary."""
@@ -121,6 +159,11 @@ class Onlooker:
     """A `RunWriter` that writes nothing: that of a worker which is not the chief."""
 
     def begin(self, origin: Origin) -> None:
+        """Does nothing."""
+
+    def steps(
+        self, step: int, totals: StepTotals, *, images_per_sec: float, learning_rate: float
+    ) -> None:
         """Does nothing."""
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:

@@ -252,10 +252,22 @@ class Training:
             self._advance(num_steps, totals, call_sec)
             fault_point("step")
             self._check_finite(totals, "training loss")
-            bar.step(self._position, self._totals, totals.examples / call_sec)
+            images_per_sec = totals.examples / call_sec
+            bar.step(self._position, self._totals, images_per_sec)
+            self._writer.steps(
+                self._progress.step,
+                totals,
+                images_per_sec=images_per_sec,
+                learning_rate=self._current_rate,
+            )
             step_sec, is_save_due = self._settle(call_sec / num_steps, self._is_save_due())
             if is_save_due:
                 self._save()
+
+    @property
+    def _current_rate(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.strategy.optimizer.learning_rate)
 
     def _settle(self, *numbers: float) -> list[float]:
         """Settles with the other workers what depends on clocks and signals, between two calls.
@@ -306,7 +318,9 @@ class Training:
         """Evaluates the epoch under way and saves it."""
         bar.evaluating()
         self._progress = self._with_drift(self._check_replicas())
+        start = time.monotonic()
         test = evaluate(self.strategy, self.dataset, self._after_test_batch)
+        evaluation_sec = time.monotonic() - start
         self._check_finite(test, "test loss")
         progress, train = self._progress, self._totals
         record = EpochRecord(
@@ -320,6 +334,8 @@ class Training:
             images_per_sec=train.examples / progress.epoch_sec,
             statistics_apart=progress.statistics_apart,
             injected_fault=str(self._config.fault or ""),
+            learning_rate=self._current_rate,
+            evaluation_sec=evaluation_sec,
         )
         self._progress = Progress(
             step=progress.step,

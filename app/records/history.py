@@ -27,6 +27,8 @@ class EpochRecord:
         statistics_apart: largest difference between two replicas' own BatchNorm statistics, before
             they are averaged; what is trained was the same bits on all of them.
         injected_fault: what was spoiled on purpose, "" in an honest run.
+        learning_rate: of the next step; 0 in a record of a version that did not note it.
+        evaluation_sec: of the test set; likewise.
     """
 
     epoch: int
@@ -39,6 +41,8 @@ class EpochRecord:
     images_per_sec: float
     statistics_apart: float = 0.0
     injected_fault: str = ""
+    learning_rate: float = 0.0
+    evaluation_sec: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

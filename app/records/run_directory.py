@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator
 
 from app.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
+from app.records.events import EVENTS_FILE
 from app.records.files import (
     make_directory,
     read_json,
@@ -28,14 +29,14 @@ RUN_LOG_FILE = "log.jsonl"
 # goes first: without it nothing is finished.
 _RECORDS = (
     *("summary.json", "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg"),
-    RUN_LOG_FILE,
+    *(RUN_LOG_FILE, EVENTS_FILE),
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
     *("throughput.png", "throughput.svg", "speedup.png", "speedup.svg", "explain.json"),
 )
 # What a write that was cut off leaves.
 _LEFTOVER = re.compile(
     r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy|throughput|speedup)"
-    r"\.(?:jsonl?|png|svg)|traces|checkpoints)"
+    rf"\.(?:jsonl?|png|svg)|traces|checkpoints|{re.escape(EVENTS_FILE)})"
     r"\.\d+\.tmp"
 )
 _WRITTEN_BY = {"written_by": "lockstep"}

@@ -1,0 +1,78 @@
+"""The event file, read by TensorBoard's own reader."""
+
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from app.errors import DiskFullError
+from app.records.events import EVENTS_FILE, EventFile
+
+
+def read(run_dir):
+    """Returns tag → list of (step, value), as TensorBoard sees the directory."""
+    accumulator = EventAccumulator(str(run_dir))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def write(run_dir, steps, go_on=0):
+    events = EventFile(run_dir)
+    events.go_on(go_on)
+    for step in steps:
+        events.add(step, {"steps/loss": 1 / step, "steps/accuracy": 0.5})
+    return events
+
+
+def test_tensorboard_reads_what_was_added(tmp_path):
+    write(tmp_path, [1, 2, 4])
+    halves = [(1, 0.5), (2, 0.5), (4, 0.5)]
+    assert read(tmp_path) == {
+        "steps/loss": [(1, 1.0), (2, 0.5), (4, 0.25)],
+        "steps/accuracy": halves,
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
+
+
+def test_an_attempt_that_goes_on_keeps_the_steps_before_it_alone(tmp_path):
+    write(tmp_path, [1, 2, 4])
+    write(tmp_path, [4, 8], go_on=2)
+    assert [step for step, _ in read(tmp_path)["steps/loss"]] == [1, 2, 4, 8]
+    write(tmp_path, [1])
+    assert [step for step, _ in read(tmp_path)["steps/loss"]] == [1]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 40, 100])
+def test_a_file_that_was_cut_off_is_kept_as_far_as_it_is_whole(tmp_path, num_bytes):
+    write(tmp_path, [1, 2])
+    path = tmp_path / EVENTS_FILE
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    write(tmp_path, [4], go_on=2)
+    steps = [step for step, _ in read(tmp_path)["steps/loss"]]
+    assert steps[-1] == 4 and steps in ([4], [1, 4])
+
+
+def test_it_is_visible_while_the_training_goes_on(tmp_path):
+    events = write(tmp_path, [1])
+    assert len(read(tmp_path)["steps/loss"]) == 1
+    events.add(2, {"steps/loss": 0.1})
+    assert len(read(tmp_path)["steps/loss"]) == 2
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / EVENTS_FILE).symlink_to(other)
+    write(tmp_path / "run", [1], go_on=1)
+    assert other.read_text() == "mine"
+    assert len(read(tmp_path / "run")["steps/loss"]) == 1
+
+
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    events = EventFile(tmp_path)
+    monkeypatch.setattr(events, "_open", lambda: tf.io.TFRecordWriter("/dev/full"))
+    with pytest.raises(DiskFullError, match=EVENTS_FILE):
+        events.add(1, {"steps/loss": 1.0})
