@@ -38,7 +38,8 @@ def main(config: Config) -> int:
         if fault:
             console.warn(f"{fault_points.VARIABLE}={fault}: this run is made to fail")
         command = importlib.import_module(f"app.commands.{config.command}")
-        return end(config, command.run(config))
+        command.run(config)
+        return end(config, 0)
     except errors.LockstepError as error:
         return end(config, console.report_error(error))
     except KeyboardInterrupt:

@@ -11,6 +11,16 @@ class LockstepError(Exception):
 
     exit_code = 1
 
+    def __reduce__(self):
+        """Lets it travel between processes, whatever arguments its class takes."""
+        return _restore, (type(self), str(self), self.exit_code)
+
+
+def _restore(error_class: type[LockstepError], message: str, exit_code: int) -> LockstepError:
+    error = error_class.__new__(error_class, message)
+    error.args, error.exit_code = (message,), exit_code
+    return error
+
 
 class ConfigError(LockstepError):
     """A flag, or a combination of flags, that cannot be meant."""

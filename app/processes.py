@@ -2,10 +2,12 @@
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from app.errors import DeviceError, LockstepError, is_out_of_memory, out_of_memory
@@ -30,16 +32,20 @@ class OwnProcess:
         function: of a module, with arguments and a result that can be pickled; its first argument
             is a `Channel`.
         *arguments: the others.
+        has_children: whether it may start processes itself.
     """
 
-    def __init__(self, function: Callable, *arguments):
-        self._arguments = function, arguments
+    def __init__(self, function: Callable, *arguments, has_children: bool = False):
+        self._arguments, self._is_leaf = (function, arguments), not has_children
 
     def __enter__(self):
         self._has_result = False
         self._connection, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_call, args=(theirs, *self._arguments), daemon=True)
-        self._process.start()
+        self._process = _CONTEXT.Process(
+            target=_call, args=(theirs, *self._arguments), daemon=self._is_leaf
+        )
+        with _without_main():
+            self._process.start()
         theirs.close()
         return self
 
@@ -61,6 +67,11 @@ class OwnProcess:
     def pid(self) -> int:
         """The process's number."""
         return self._process.pid
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal, if it is still there."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, number)
 
     def send(self, message) -> None:
         """Hands the function a message, for its `receive`.
@@ -91,6 +102,21 @@ class OwnProcess:
         if kind == "error":
             raise value
         return kind, value
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hides the main module from a process that is started: it would import it anew.
+
+    What it runs never stands there; and a user's script without `if __name__ == "__main__"` would
+    start all over again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def call_in_own_process(

@@ -27,6 +27,8 @@ ALLOWED = {
     "strategies/witness.py": set(),
     "strategies/collectives.py": {"strategies.packing"},
     "strategies/loss.py": {"strategies.base"},
+    "app/__init__.py": {"app.config", "app.errors", "app.library"},
+    "app/library.py": {"app.config", "app.errors", "app.interruption", "app.processes"},
     "app/errors.py": set(),
     "app/recipes.py": {"app.optimizers"},
     "app/optimizers.py": set(),

@@ -15,7 +15,7 @@ from app.speed.comparison import all_comparisons
 from app.speed.rounds import measure
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> None:
     """Measures every point, prints tables and remarks, and saves them with two figures."""
     points = create_points(config)
     path = named_path(config.out or default_out(config))
@@ -23,10 +23,10 @@ def run(config: Config) -> int:
         open_log(path)
         if not config.overwrite:
             run_directory.check_same_run()
-        return _benchmark(config, points, run_directory)
+        _benchmark(config, points, run_directory)
 
 
-def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> int:
+def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> None:
     console.say(
         f"{console.count(len(points), 'point')} in {console.count(config.repeats, 'round')}, each"
         " point in a process of its own"
@@ -48,7 +48,6 @@ def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> int
 
     files = [BENCHMARK_FILE, *plot_benchmark(out_dir / BENCHMARK_FILE, out_dir)]
     console.say(f"saved in {out_dir}: {', '.join(files)}")
-    return 0
 
 
 def _fields(config: Config) -> dict:

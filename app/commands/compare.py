@@ -12,12 +12,14 @@ from app.config import Config
 from app.errors import OutputError, Terminated, TrainingFailedError
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.records.files import write_json
-from app.records.history import load_summary
+from app.records.history import Summary, load_summary
 from app.records.run_directory import CONFIG_FILE, named_path, open_run_directory
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> list[Summary]:
     """Trains with each strategy in a process of its own, then prints table and verdict.
+
+    Returns a summary for each strategy, in order.
 
     Raises:
         TrainingFailedError: one of them did not finish; its exit code becomes ours.
@@ -48,8 +50,7 @@ def run(config: Config) -> int:
                 if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: it is free again.
                     (path / CONFIG_FILE).unlink()
                 raise TrainingFailedError(strategy, exit_code)
-        _report(config, path, [path / strategy for strategy in config.strategies])
-    return 0
+        return _report(config, path, [path / strategy for strategy in config.strategies])
 
 
 def _train_in_own_process(config: Config, strategy: str, run_dir: pathlib.Path) -> int:
@@ -81,7 +82,7 @@ def _words_for(config: Config, strategy: str) -> list[str]:
     return ["launch", f"--num_workers={config.num_workers}", *flags]
 
 
-def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> None:
+def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> list[Summary]:
     """Prints the table and what became of the weights; saves both, and one figure with all."""
     from app.records.plots import plot_accuracy
 
@@ -114,3 +115,4 @@ def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path])
     for caveat in caveats(config, summaries[-1]):
         console.warn(caveat)
     console.say(f"saved in {out_dir}: accuracy.png, accuracy.svg, compare.json")
+    return summaries

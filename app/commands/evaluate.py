@@ -6,8 +6,8 @@ from app.config import Config
 from app.run_reader import SavedRun
 
 
-def run(config: Config) -> int:
-    """Prints loss and accuracy over the whole test set; returns 0."""
+def run(config: Config) -> float:
+    """Prints loss and accuracy over the whole test set; returns the accuracy, a fraction."""
     saved = SavedRun.open(config)
     prepared = devices.set_up(config)
     dataset = saved.load_dataset()
@@ -23,4 +23,4 @@ def run(config: Config) -> int:
     if dataset.name in DATASET_CAVEATS:
         console.warn(DATASET_CAVEATS[dataset.name])
     console.say(f"test acc: {totals.accuracy:.4f} with {strategy.name} on {strategy.devices}")
-    return 0
+    return totals.accuracy

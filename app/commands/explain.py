@@ -11,7 +11,7 @@ from app.speed.rounds import measure
 from app.speed.story import print_story, tell_step
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> None:
     """Tells a step, measures it with one part left out at a time, and prints what follows."""
     path = named_path(config.out or default_out(config))
     fields = {"device_counts": config.counts, "repeats": config.repeats}
@@ -20,10 +20,10 @@ def run(config: Config) -> int:
         open_log(path)
         if not config.overwrite:
             run_directory.check_same_run()
-        return _explain(config, run_directory)
+        _explain(config, run_directory)
 
 
-def _explain(config: Config, run_directory: RunDirectory) -> int:
+def _explain(config: Config, run_directory: RunDirectory) -> None:
     first = config.for_training(config.strategy, num_devices=config.counts[0], steps=1)
     with StepProgress(1) as progress:
         progress.start("making one step")
@@ -42,4 +42,3 @@ def _explain(config: Config, run_directory: RunDirectory) -> int:
     print_story(config, story)
     print_explanation(config, anatomy, measured.sampled)
     console.say(f"saved in {out_dir}: {EXPLAIN_FILE}")
-    return 0

@@ -7,13 +7,13 @@ from app.caveats import caveats
 from app.commands.train import default_out
 from app.config import Config
 from app.launcher import Launcher
-from app.records.history import load_summary
+from app.records.history import Summary, load_summary
 from app.records.run_directory import named_path
 from app.sharing import share_out
 
 
-def run(config: Config) -> int:
-    """Trains with `--num_workers` processes; returns 0.
+def run(config: Config) -> Summary:
+    """Trains with `--num_workers` processes; returns the summary.
 
     Raises:
         DeviceError: fewer GPUs than the workers need.
@@ -32,4 +32,4 @@ def run(config: Config) -> int:
     for caveat in caveats(config, summary):
         console.warn(caveat)
     console.say(summary.last_line())
-    return 0
+    return summary

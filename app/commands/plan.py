@@ -13,7 +13,7 @@ _ROUNDS = 5
 _LARGEST_SHARD = 256  # A step's time is a straight line in the shard: no larger one is measured.
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> None:
     """Measures one device, predicts the cluster and prints both; trains and writes nothing."""
     num_replicas = config.num_workers * config.num_devices_planned
     shard = -(-config.planned_batch_size // num_replicas)
@@ -26,7 +26,6 @@ def run(config: Config) -> int:
         [float(np.median(s.step_secs)) for s in sampled],
     )
     print_plan(config, compute, sampled)
-    return 0
 
 
 def _point(config: Config, size: int) -> Point:

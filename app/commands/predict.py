@@ -12,8 +12,8 @@ from app.run_reader import SavedRun
 _NUM_TEST_IMAGES = 10
 
 
-def run(config: Config) -> int:
-    """Prints a table with a row for each image, in the order given; returns 0."""
+def run(config: Config) -> np.ndarray:
+    """Prints a row for each image, in the order given; returns the probabilities `(N, 10)`."""
     saved = SavedRun.open(config)
     prepared = devices.set_up(config)
     if config.images:
@@ -38,7 +38,7 @@ def run(config: Config) -> int:
         rows = [[*row, truth] for row, truth in zip(rows, truths, strict=True)]
     title = f"{saved.config.model} of {config.run}, {strategy.name} on {strategy.devices}"
     console.print_table(title, header, rows)
-    return 0
+    return probabilities
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:

@@ -20,13 +20,14 @@ from app.resumption import find_changes
 from app.validation import check_shards
 
 
-def run(config: Config) -> int:
-    """Trains, or goes on with a training, or prints the result of a finished one; returns 0.
+def run(config: Config) -> Summary | None:
+    """Trains, or goes on with a training, or prints the result of a finished one; returns it.
 
     Of a cluster the chief does so. The other workers train, and leave nothing behind.
     """
     if config.strategy == "multi_worker" and not find_cluster(os.environ).is_chief:
-        return _assist(config)
+        _assist(config)
+        return None
     path = named_path(config.out or default_out(config))
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
@@ -42,7 +43,7 @@ def run(config: Config) -> int:
         for caveat in caveats(config, summary):
             console.warn(caveat)
         console.say(summary.last_line())
-    return 0
+    return summary
 
 
 def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
@@ -106,15 +107,15 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
 _TRAIN, _FINISHED = b"train", b"finished"
 
 
-def _assist(config: Config) -> int:
-    """Trains as a worker that is not the chief; returns 0."""
+def _assist(config: Config) -> None:
+    """Trains as a worker that is not the chief."""
     console.be_part()
     prepared = devices.set_up(config)
     workers = prepared.workers
     with _telling_of_peers(prepared):
         if workers.broadcast() == _FINISHED:
             console.say("the training is finished already")
-            return 0
+            return
         dataset = _load_data(config, prepared)
         with stall.watch(config.stall_timeout_sec, lambda: _report_stall(config)) as on_progress:
             from app.training import Training
@@ -124,7 +125,6 @@ def _assist(config: Config) -> int:
             console.say(f"worker {workers.index}: training; worker 0 tells and saves")
             training.run(None)
     console.say(f"worker {workers.index}: done")
-    return 0
 
 
 def _telling_of_peers(prepared: devices.Devices):

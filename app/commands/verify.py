@@ -15,8 +15,10 @@ from app.records.run_directory import RunDirectory, named_path, open_run_directo
 from app.verification import Recorded
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> list:
     """Records each strategy in a process of its own, checks every step, and says what it found.
+
+    Returns a `PairVerdict` for each pair of strategies.
 
     Raises:
         DifferentError: a step is false, or a replica keeps the others waiting.
@@ -42,7 +44,7 @@ def run(config: Config) -> int:
             shutil.rmtree(traces, ignore_errors=True)
 
 
-def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -> int:
+def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -> list:
     with StepProgress(config.steps) as progress:
         recorded = {}
         for name in sorted(config.strategies, key=lambda name: name == "single"):
@@ -148,7 +150,7 @@ def _prove(config: Config, recorded: dict, differences: dict, traces, progress) 
     return proofs
 
 
-def _report(config: Config, path: pathlib.Path, recorded, proofs, differences) -> int:
+def _report(config: Config, path: pathlib.Path, recorded, proofs, differences) -> list:
     from app.proof.verdict import PairVerdict
     from app.records.verify_plot import plot_verification
     from app.verify_report import conclusions, print_report, write_record
@@ -171,4 +173,4 @@ def _report(config: Config, path: pathlib.Path, recorded, proofs, differences) -
                 f"{proof.strategy} is {what}: {finding} — every replica has to do the right thing"
                 f" in time; see {path}/verify.json"
             )
-    return 0
+    return verdicts

@@ -46,7 +46,7 @@ def with_limits(samples: Sequence[Sample]) -> list[Measurement]:
     return [
         dataclasses.replace(
             sample.measurement,
-            limit=_MARGIN * max(*sample.spread, largest[_direction(sample)]),
+            limit=float(_MARGIN * max(*sample.spread, largest[_direction(sample)])),
         )
         for sample in samples
     ]

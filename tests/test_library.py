@@ -1,0 +1,93 @@
+"""The commands, called from Python."""
+
+import os
+import pickle
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from app import Config, LockstepError, run
+from app.errors import ConfigError, DifferentError, OutputError, TrainingFailedError
+from app.records.history import load_history, load_summary
+from conftest import run_main
+
+
+def training(small_data, out, **options):
+    return Config(
+        data_dir=str(small_data), allow_unverified_data=True, recipe="fast", device="cpu",
+        num_devices=2, out=str(out), **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(small_data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("library") / "run"
+    return out, run(training(small_data, out, epochs=2))
+
+
+def test_it_returns_what_is_on_disk(trained):
+    out, summary = trained
+    assert summary == load_summary(out)
+    assert summary.num_replicas == 2 and summary.status == "finished"
+
+
+def test_a_run_is_read_on_another_number_of_devices(trained, small_data):
+    out, summary = trained
+    config = Config(
+        command="evaluate", run=str(out), strategy="mirrored", device="cpu", num_devices=3,
+        data_dir=str(small_data), allow_unverified_data=True,
+    )  # fmt: skip
+    assert run(config) == summary.test_accuracy
+    images = np.zeros((2, 28, 28), np.uint8)
+    np.save(out / "blank.npy", images)
+    config = Config(command="predict", run=str(out), images=(str(out / "blank.npy"),))
+    probabilities = run(config)
+    assert probabilities.shape == (2, 10)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-6)
+
+
+def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path):
+    config = Config(command="evaluate", run=str(tmp_path / "nowhere"))
+    with pytest.raises(OutputError, match="nowhere") as refusal:
+        run(config)
+    assert refusal.value.exit_code == 5 == run_main("evaluate", f"--run={config.run}").returncode
+
+
+def test_a_false_training_is_an_exception(small_data, tmp_path):
+    config = Config(
+        command="verify", strategies=("manual",), steps=1, inject="drop_gradient:replica=1",
+        num_devices=2, device="cpu", out=str(tmp_path / "v"),
+        data_dir=str(small_data), allow_unverified_data=True,
+    )  # fmt: skip
+    with pytest.raises(DifferentError, match="replica 1"):
+        run(config)
+    assert (tmp_path / "v" / "verify.json").exists()
+
+
+def test_an_interruption_saves_and_the_same_call_goes_on(small_data, tmp_path):
+    config = training(small_data, tmp_path / "run", epochs=5)
+
+    def interrupt():
+        while not (tmp_path / "run" / "history.jsonl").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    done = len(load_history(tmp_path / "run"))
+    assert 0 < done < 5
+    assert load_summary(tmp_path / "run").status == "running"
+    assert run(config).status == "finished"
+    assert len(load_history(tmp_path / "run")) == 5
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("a — b"), TrainingFailedError("manual", 7), LockstepError("x")]
+)
+def test_errors_travel_between_processes(error):
+    other = pickle.loads(pickle.dumps(error))
+    assert (type(other), str(other), other.exit_code) == (type(error), str(error), error.exit_code)
