@@ -216,6 +216,7 @@ class Training:
         """Returns what the memory of a step depends on."""
         return {
             "model": self.strategy.model,
+            "optimizer": self.strategy.optimizer,
             "num_replicas": self.strategy.num_replicas,
             "global_batch_size": max(self._job.batch_sizes()),
         }
