@@ -7,7 +7,6 @@ from app.records.history import EpochRecord, Summary, load_history, load_summary
 from app.records.report_figures import Figure, Look, bar_chart, line_chart
 from app.records.report_parts import (
     Cell,
-    Heading,
     Part,
     Table,
     Text,
@@ -113,43 +112,51 @@ def _shown(value) -> str:
 def summary_table(runs: Sequence[Run]) -> Table:
     """Returns a row for each run, with the numbers of its `summary.json`."""
     header = (
-        *("run", "strategy", "replicas", "devices", "model", "images", "recipe", "batch"),
-        *("learning rate", "epochs", "test accuracy", "best", "sec/epoch", "images/s"),
-        *("weights", "status"),
+        *("run", "strategy", "replicas", "devices", "test accuracy", "best", "sec/epoch"),
+        *("images/s", "status", "model", "images", "recipe", "batch", "learning rate", "epochs"),
+        "weights",
     )
     rows = [_summary_row(run) for run in runs]
-    return Table("Every training with its result", header, "llrlllrrrrrrrrll", rows)
+    return Table("Every training with its result", header, "llrlrrrrllllrrrl", rows)
 
 
 def _summary_row(run: Run) -> list[Cell | str]:
     s = run.summary
     if s is None:
-        asked = run.fields()
-        known = [asked.get(name, "–") for name in ("strategy", "num_replicas")]
-        known += ["–", asked.get("model", "–"), asked.get("dataset", "–")]
-        names = ("recipe", "global_batch_size", "learning_rate", "epochs")
-        known += [asked.get(name, "–") for name in names]
-        return [run.label, *known, *["–"] * 5, Cell("no epoch finished", "differs")]
-    fault = Cell("spoiled on purpose", "bad") if s.injected_fault else None
-    finished = Cell(s.status) if s.status == "finished" else Cell("not finished", "differs")
-    images = f"{DATASET_TITLES.get(s.dataset, s.dataset)}, {s.num_train_examples:,}"
+        return _row_without_result(run)
+    status = Cell(s.status) if s.status == "finished" else Cell("not finished", "differs")
     return [
         run.label,
         s.strategy,
         whole(s.num_replicas),
         Cell(devices_text(s.devices, s.simulated_devices), title=", ".join(s.devices)),
-        s.model,
-        images,
-        s.recipe,
-        whole(s.global_batch_size),
-        number(s.learning_rate, "g"),
-        f"{len(run.history)} of {s.epochs}",
         number(s.test_accuracy, ".4f"),
         number(s.best_test_accuracy, ".4f"),
         number(s.epoch_sec, ".2f"),
         number(s.images_per_sec),
+        Cell("spoiled on purpose", "bad") if s.injected_fault else status,
+        s.model,
+        f"{DATASET_TITLES.get(s.dataset, s.dataset)}, {s.num_train_examples:,}",
+        s.recipe,
+        whole(s.global_batch_size),
+        number(s.learning_rate, "g"),
+        f"{len(run.history)} of {s.epochs}",
         Cell(s.weights_sha256[:_SHORT_HASH], title=s.weights_sha256),
-        fault or finished,
+    ]
+
+
+def _row_without_result(run: Run) -> list[Cell | str]:
+    asked = run.fields()
+    names = ("recipe", "global_batch_size", "learning_rate")
+    return [
+        run.label,
+        *(asked.get(name, "–") for name in ("strategy", "num_replicas")),
+        *["–"] * 5,
+        Cell("no epoch finished", "differs"),
+        *(asked.get(name, "–") for name in ("model", "dataset")),
+        *(asked.get(name, "–") for name in names),
+        f"0 of {asked.get('epochs', '–')}",
+        "–",
     ]
 
 
@@ -207,7 +214,7 @@ def speed(runs: Sequence[Run]) -> list:
             "images a second",
             [(run.label, run.summary.images_per_sec, None, None) for run in measured],
             form=",.0f",
-            unit="/s",
+            unit="",
         ),
     ]
     rows = [
@@ -225,7 +232,7 @@ def speed(runs: Sequence[Run]) -> list:
     note = "Medians over the epochs of one run each; tracing and evaluation are left out."
     if any(run.summary.simulated_devices for run in measured):
         note += f" There are {TIMING_CAVEAT}."
-    return [Heading("Trainings"), Figure("Speed of each training", charts, [], [table], note)]
+    return [Figure("Speed of each training", charts, [], [table], note)]
 
 
 def same_weights(runs: Sequence[Run]) -> list:
@@ -258,10 +265,14 @@ def verdicts(record: Record) -> list:
         return [Text(f"{record.label}: the comparison is not finished, there is no verdict yet.")]
     with reading(record.path / "compare.json"):
         rows = [_verdict_row(verdict) for verdict in compared["verdicts"]]
-        explanations = dict.fromkeys(str(v["explanation"]) for v in compared["verdicts"])
+        explanations: dict[str, list[str]] = {}
+        for verdict in compared["verdicts"]:
+            if verdict["explanation"] and verdict["difference"]["tensor"]:
+                pair = " – ".join(verdict["strategies"])
+                explanations.setdefault(verdict["explanation"], []).append(pair)
     header = ["pair", "steps", "weights", "apart by", "relative", "in"]
     table = Table(f"{record.label}: the weights of each pair", header, "lrlrrl", rows)
-    return [table, *(Text(text) for text in explanations if text)]
+    return [table, *(Text(f"{', '.join(of)}: {text}") for text, of in explanations.items())]
 
 
 def _verdict_row(verdict: dict) -> list[Cell | str]:

@@ -87,7 +87,7 @@ def _ends(values: dict, form: str, scale: float = 1.0, joint: str = "–") -> st
 
 def _throughput(points: Sequence[dict]) -> Figure:
     rates = [(p["short_name"], *_three(p["images_per_sec"])) for p in points]
-    chart = bar_chart("images a second", rates, form=",.0f", unit="/s")
+    chart = bar_chart("images a second", rates, form=",.0f", unit="")
     header = ["point", "images/s", "95 % interval", "ms a step", "of peak", "peak memory"]
     rows = [
         [
