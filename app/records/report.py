@@ -4,7 +4,7 @@ import pathlib
 import time
 from collections.abc import Sequence
 
-from app.errors import OutputError, reason_of
+from app.errors import OutputError
 from app.records.files import make_directory, open_regular, told_of, write_file
 from app.records.report_parts import Cell, Folded, Heading, Items, Part, Section, Table, Text, count
 from app.records.report_records import Record, find_records
@@ -42,7 +42,9 @@ def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> Non
         DiskFullError: no space.
     """
     _check_replaceable(path)
-    page = _page(find_records(directories))
+    # `runs/*` may name an earlier report, too.
+    named = [directory for directory in directories if not _is_report(directory)]
+    page = _page(find_records(named or directories))
     with told_of(path):
         make_directory(path.parent)
     write_file(path, _render(page).encode("utf-8", "replace"))
@@ -50,21 +52,25 @@ def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> Non
 
 def _check_replaceable(path: pathlib.Path) -> None:
     """Refuses to replace what is no report of ours."""
+    if not (path.exists() or path.is_symlink()) or _is_report(path):
+        return
+    if path.is_dir():
+        raise OutputError(
+            f"{path} is a directory — the name of a file is required; write {path / REPORT_FILE}"
+        )
+    raise OutputError(
+        f"{path} is no report of this program — nothing else is replaced; move it away, or give"
+        " another name with --out"
+    )
+
+
+def _is_report(path: pathlib.Path) -> bool:
+    """Tells whether a file was written by `write_report`."""
     try:
         with open_regular(path) as file:
-            is_ours = _GENERATOR.encode() in file.read(_HEAD_BYTES)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        raise OutputError(
-            f"{path}: {reason_of(error)} — the name of a file that can be written is required;"
-            " give another one with --out"
-        ) from error
-    if not is_ours:
-        raise OutputError(
-            f"{path} is no report of this program — nothing else is replaced; move it away, or give"
-            " another name with --out"
-        )
+            return _GENERATOR.encode() in file.read(_HEAD_BYTES)
+    except (OSError, ValueError):
+        return False
 
 
 def _render(page: dict) -> str:

@@ -104,11 +104,9 @@ def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, di
         yield path, config["command"], config
     elif len(strategies) > 1 or (path / "compare.json").exists():
         yield path, "compare", config
-        rank = {name: position for position, name in enumerate(strategies)}
-        children = sorted(
-            _holding_configs(path), key=lambda child: rank.get(child.name, len(strategies))
-        )
-        for child in children:
+        # What else lies there was left by a comparison of other strategies.
+        children = [child for child in _holding_configs(path) if child.name in strategies]
+        for child in sorted(children, key=lambda child: strategies.index(child.name)):
             yield child, "train", load_run_config(child)
     else:
         yield path, "train", config

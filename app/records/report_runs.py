@@ -300,9 +300,7 @@ def differing(
     """
     names = list(dict.fromkeys(name for each in fields for name in each))
     values = [{name: each.get(name, "–") for name in names} for each in fields]
-    same = {
-        name: values[0][name] for name in names if len({each[name] for each in values}) == 1
-    }
+    same = {name: values[0][name] for name in names if len({each[name] for each in values}) == 1}
     others = [name for name in names if name not in same]
     rows = [
         [label, *(Cell(each[n], "differs" * (each[n] != values[0][n])) for n in others)]

@@ -213,7 +213,8 @@ def _what_follows(found: dict) -> str:
         if batch is None
         else f"two devices beat one of them by itself from a global batch of {number(batch)} on"
     )
-    return f"Speed-up against one device by itself: {_interval(found['speed_up'], 1, '.3g')}; {even}."
+    speed_up = _interval(found["speed_up"], 1, ".3g")
+    return f"Speed-up against one device by itself: {speed_up}; {even}."
 
 
 def _three(values: dict) -> tuple[float, float, float]:

@@ -9,7 +9,6 @@ from matplotlib.ticker import MaxNLocator
 
 from app.records.plots import save_figure
 from app.records.verify_shares import (
-    CEILING,
     FLOOR,
     IF_FALSE,
     PANELS,
