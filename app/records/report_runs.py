@@ -303,7 +303,7 @@ def differing(
     same = {name: values[0][name] for name in names if len({each[name] for each in values}) == 1}
     others = [name for name in names if name not in same]
     rows = [
-        [label, *(Cell(each[n], "differs" * (each[n] != values[0][n])) for n in others)]
+        [label, *(Cell(each[n], "differs" * (each[n] not in (values[0][n], "–"))) for n in others)]
         for label, each in zip(labels, values, strict=True)
     ]
     return same, others, rows

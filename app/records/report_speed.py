@@ -19,8 +19,6 @@ from app.records.report_parts import (
 from app.records.report_records import Record, reading
 from app.records.wording import DATASET_CAVEATS, DATASET_TITLES, TIMING_CAVEAT
 
-_MARKS = {"faster": "good", "slower": "bad", "refused": "differs"}
-
 
 def benchmark_part(record: Record) -> Part:
     """Reads `benchmark.json`.
@@ -125,7 +123,11 @@ def _comparisons(found: dict) -> list:
     if drawn:
         chart = bar_chart("speed-up", drawn, form=".3f", unit="", reference=1.0)
         note = "The dotted line is 1: as fast as what it is compared with."
-        blocks.insert(0, Figure("Speed-up", [chart], [], [], note))
+        numbers = [[name, *(number(v, ".3f") for v in values)] for name, *values in drawn]
+        ends = ["compared", "speed-up", "from", "to"]
+        table = Table("Speed-up with its 95 % interval", ends, "lrrr", numbers)
+        title = "How much faster each point is than another"
+        blocks.insert(0, Figure(title, [chart], [], [table], note))
     said = dict.fromkeys(
         f"{c['axis']}{', refused' if remark['refuses'] else ''}: {remark['text']}"
         for c in compared
@@ -141,7 +143,7 @@ def _comparison(short: dict, c: dict) -> list[Cell | str]:
         efficiency = speed_up["value"] / ideal if ideal else None
         numbers[:2] = [number(speed_up["value"], ".3f"), _ends(speed_up, ".3f")]
         numbers[3] = number(efficiency, ".0%")
-    verdict = Cell(str(c["verdict"]), _MARKS.get(c["verdict"], ""))
+    verdict = Cell(str(c["verdict"]), "differs" * (c["verdict"] == "refused"))
     return [short[c["point"]], short[c["base"]], *numbers, verdict]
 
 
