@@ -61,6 +61,7 @@ def test_verdicts(clean):
     names = {path.name for path in out.iterdir()}
     assert names == {
         ".lock", "config.json", "log.txt", "traces", "verify.json", "verify.png", "verify.svg",
+        "report.html",
     }  # fmt: skip
     assert {p.name for p in (out / "traces").iterdir()} == {
         "single.npz", "manual.npz", "mirrored.npz",

@@ -141,7 +141,8 @@ def _differences(runs: Sequence[Run]) -> list:
         return []
     same, names, rows = differing([run.label for run in runs], [run.fields() for run in runs])
     caption = "Settings in which trainings differ; marked where they are not as in the first"
-    blocks: list = [Table(caption, ["run", *names], "l" * (len(names) + 1), rows)] * bool(names)
+    header = ["run", *(name.replace("_", " ") for name in names)]
+    blocks: list = [Table(caption, header, "l" * len(header), rows)] * bool(names)
     if not names and len(runs) > 1:
         blocks.append(Text("All trainings were set up alike."))
     title = "The settings" if len(runs) == 1 else "The same in all"
