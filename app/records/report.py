@@ -6,12 +6,22 @@ from collections.abc import Sequence
 
 from app.errors import OutputError
 from app.records.files import make_directory, open_regular, told_of, write_file
-from app.records.report_parts import Cell, Folded, Heading, Items, Part, Section, Table, Text, count
+from app.records.report_parts import (
+    Cell,
+    Folded,
+    Heading,
+    Items,
+    Part,
+    Section,
+    Table,
+    Text,
+    count,
+    differing,
+)
 from app.records.report_records import Record, find_records
 from app.records.report_runs import (
     Run,
     curves,
-    differing,
     same_weights,
     speed,
     summary_table,

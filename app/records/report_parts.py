@@ -145,3 +145,23 @@ def devices_text(devices: Sequence[str], simulated: bool) -> str:
     """Returns "1 CPU", "2 simulated CPUs", "4 GPUs"."""
     kind = "GPU" if devices and "GPU" in devices[0] else "CPU"
     return count(len(devices), f"{'simulated ' if simulated else ''}{kind}")
+
+
+def differing(
+    labels: Sequence[str], fields: Sequence[dict[str, str]]
+) -> tuple[dict[str, str], list[str], list[list[Cell | str]]]:
+    """Splits fields into those that are the same in all and those that are not.
+
+    Returns:
+        The first with their value; the names of the others; a row with these for each label, what
+        is not as in the first row being marked.
+    """
+    names = list(dict.fromkeys(name for each in fields for name in each))
+    values = [{name: each.get(name, "–") for name in names} for each in fields]
+    same = {name: values[0][name] for name in names if len({each[name] for each in values}) == 1}
+    others = [name for name in names if name not in same]
+    rows = [
+        [label, *(Cell(each[n], "differs" * (each[n] not in (values[0][n], "–"))) for n in others)]
+        for label, each in zip(labels, values, strict=True)
+    ]
+    return same, others, rows

@@ -216,7 +216,8 @@ def _apart(pairs: Sequence[dict]) -> list[Figure]:
     ]  # fmt: skip
     table = Table(f"{title}, after each step", ["pair", "step", "largest difference"], "lrr", rows)
     note = (
-        "What rounding has grown to since the start; the verdict rests on the single steps. A"
+        "What rounding or a fault has grown to since the start; the verdict rests on the single"
+        " steps. A"
         " difference of 0 has no place on this axis: pairs that hold the same bits are left out."
     )
     legend = [(Look.of(index), name) for index, name in enumerate(series)]
