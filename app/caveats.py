@@ -2,17 +2,9 @@
 
 from app.config import Config
 from app.records.history import Summary
+from app.records.wording import DATASET_CAVEATS, injected_fault_caveat
 
-DATASET_CAVEATS = {
-    "synthetic": "GENERATED images in place of Fashion-MNIST: accuracies are not comparable",
-    "unverified": "UNVERIFIED images: these are not the accuracies of Fashion-MNIST",
-}
 _CHANCE = 0.15  # Ten classes: guessing is right once in ten times.
-
-
-def injected_fault_caveat(fault: str) -> str:
-    """Returns what has to be said wherever a result of a spoiled training is shown."""
-    return f"injected fault: {fault}. This training was spoiled on purpose"
 
 
 def caveats(config: Config, summary: Summary) -> list[str]:

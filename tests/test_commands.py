@@ -187,6 +187,9 @@ def test_compare(tmp_path):
     assert len(saved["verdicts"]) == 3
     for name in ("accuracy.png", "accuracy.svg"):
         assert (tmp_path / "c" / name).stat().st_size > 10_000
+    page = (tmp_path / "c" / "report.html").read_text(encoding="utf-8")
+    assert all(f"c/{name}" in page for name in ON_ONE_MACHINE)
+    assert "bit-identical" in page and ", report.html" in result.stdout
     of_all = run_main("evaluate", f"--run={tmp_path}/c")
     assert of_all.returncode == 5 and f"--run={tmp_path}/c/single" in of_all.stderr
     again = run_ok(*command)

@@ -79,6 +79,7 @@ def test_a_benchmark_measures_every_point_in_every_round(small_data, tmp_path):
     assert [c["axis"] for c in record["comparisons"]] == ["strong scaling"]
     assert "fewer than 5 rounds" in result.stdout and "simulated devices" in result.stdout
     assert {path.name for path in out.iterdir()} >= {"throughput.png", "throughput.svg", "log.txt"}
+    assert "Throughput of each point" in (out / "report.html").read_text(encoding="utf-8")
     refused = run_main("train", f"--out={out}", "--num_devices=2")
     assert refused.returncode == 4
 
@@ -92,6 +93,7 @@ def test_explain_tells_a_step_and_takes_it_apart(small_data, tmp_path):
     )  # fmt: skip
     record = json.loads((out / "explain.json").read_text())
     assert record["story"]["shards"] == [25, 25]
+    assert "Where the time of a step goes" in (out / "report.html").read_text(encoding="utf-8")
     assert record["story"]["gradient_bytes"] == 4 * 129_068
     assert [p["num_replicas"] for p in record["predictions"]] == [2, 4, 8]
     assert sum(p["share"]["value"] for p in record["parts"]) == pytest.approx(1)

@@ -61,6 +61,7 @@ def test_verdicts(clean):
     names = {path.name for path in out.iterdir()}
     assert names == {
         ".lock", "config.json", "log.txt", "traces", "verify.json", "verify.png", "verify.svg",
+        "report.html",
     }  # fmt: skip
     assert {p.name for p in (out / "traces").iterdir()} == {
         "single.npz", "manual.npz", "mirrored.npz",
@@ -106,6 +107,7 @@ def test_a_fault_is_caught_named_and_marked(tmp_path):
     assert "the sum is without replica 1" in last and "Traceback" not in result.stderr
     assert re.search(r"manual – mirrored +different ", result.stdout)
     assert "injected fault: drop_gradient:replica=1" in result.stderr
+    assert "lost gradient" in (out / "report.html").read_text(encoding="utf-8")
     record = load(out)
     assert record["injected_fault"] == "drop_gradient:replica=1"
     assert record["strategies"]["manual"]["findings"] == []

@@ -4,6 +4,7 @@ from app import console
 from app.commands.train import default_out, open_log
 from app.config import Config
 from app.progress import StepProgress
+from app.records.report import REPORT_FILE, write_report
 from app.records.run_directory import RunDirectory, named_path, open_run_directory
 from app.speed.benchmark import (
     BENCHMARK_FILE,
@@ -46,7 +47,8 @@ def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> Non
     print_benchmark(sampled, comparisons, limits)
     from app.records.benchmark_plot import plot_benchmark
 
-    files = [BENCHMARK_FILE, *plot_benchmark(out_dir / BENCHMARK_FILE, out_dir)]
+    files = [BENCHMARK_FILE, *plot_benchmark(out_dir / BENCHMARK_FILE, out_dir), REPORT_FILE]
+    write_report([out_dir], out_dir / REPORT_FILE)
     console.say(f"saved in {out_dir}: {', '.join(files)}")
 
 

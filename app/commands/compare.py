@@ -13,6 +13,7 @@ from app.errors import OutputError, Terminated, TrainingFailedError
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.records.files import write_json
 from app.records.history import Summary, load_summary
+from app.records.report import REPORT_FILE, write_report
 from app.records.run_directory import CONFIG_FILE, named_path, open_run_directory
 
 
@@ -112,7 +113,8 @@ def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path])
             "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
         },
     )
+    write_report([out_dir], out_dir / REPORT_FILE)
     for caveat in caveats(config, summaries[-1]):
         console.warn(caveat)
-    console.say(f"saved in {out_dir}: accuracy.png, accuracy.svg, compare.json")
+    console.say(f"saved in {out_dir}: accuracy.png, accuracy.svg, compare.json, {REPORT_FILE}")
     return summaries

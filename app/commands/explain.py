@@ -4,6 +4,7 @@ from app import console
 from app.commands.train import default_out, open_log
 from app.config import Config
 from app.progress import StepProgress
+from app.records.report import REPORT_FILE, write_report
 from app.records.run_directory import RunDirectory, named_path, open_run_directory
 from app.speed.anatomy import Design, dissect
 from app.speed.explain import EXPLAIN_FILE, print_explanation, write_explanation
@@ -41,4 +42,5 @@ def _explain(config: Config, run_directory: RunDirectory) -> None:
     write_explanation(out_dir, config, story, anatomy, measured.sampled)
     print_story(config, story)
     print_explanation(config, anatomy, measured.sampled)
-    console.say(f"saved in {out_dir}: {EXPLAIN_FILE}")
+    write_report([out_dir], out_dir / REPORT_FILE)
+    console.say(f"saved in {out_dir}: {EXPLAIN_FILE}, {REPORT_FILE}")

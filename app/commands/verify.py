@@ -11,6 +11,7 @@ from app.errors import ConfigError, DifferentError
 from app.processes import call_in_own_process
 from app.progress import StepProgress
 from app.records.files import temporary_path
+from app.records.report import REPORT_FILE, write_report
 from app.records.run_directory import RunDirectory, named_path, open_run_directory
 from app.verification import Recorded
 
@@ -163,7 +164,8 @@ def _report(config: Config, path: pathlib.Path, recorded, proofs, differences) -
     plot_verification(path)
     print_report(config, recorded, proofs, verdicts)
     kept = ", traces" if config.keep_traces else ""
-    console.say(f"saved in {path}: verify.json, verify.png, verify.svg{kept}")
+    write_report([path], path / REPORT_FILE)
+    console.say(f"saved in {path}: verify.json, verify.png, verify.svg, {REPORT_FILE}{kept}")
     for line in conclusions(config, proofs, verdicts):
         console.say(line)
     for proof in proofs.values():

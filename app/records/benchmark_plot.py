@@ -3,7 +3,8 @@
 import json
 import pathlib
 
-from app.records.plots import DATASET_TITLES, Figure, save_figure
+from app.records.plots import Figure, save_figure
+from app.records.wording import DATASET_TITLES
 
 _COLOURS = {"single": "#000000", "manual": "#0072B2", "mirrored": "#E69F00"}
 _MARKERS = {"single": "^", "manual": "o", "mirrored": "s"}

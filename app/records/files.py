@@ -141,29 +141,29 @@ def open_regular(path: pathlib.Path):
     return open(descriptor, "rb")
 
 
-def read_text(path: pathlib.Path) -> str:
-    """Reads a record.
+def read_text(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> str:
+    """Reads a record of at most `max_bytes`.
 
     Raises:
         OSError: see `open_regular`.
-        ValueError: it is no regular file, larger than any record, or no UTF-8.
+        ValueError: it is no regular file, larger than that, or no UTF-8.
     """
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes > _MAX_JSON_BYTES:
-            raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES:,} bytes")
+        if size_bytes > max_bytes:
+            raise ValueError(f"{path.name} is larger than {max_bytes:,} bytes")
         return file.read(size_bytes).decode()
 
 
-def read_json(path: pathlib.Path):
-    """Reads a JSON file.
+def read_json(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES):
+    """Reads a JSON file of at most `max_bytes`.
 
     Raises:
         OSError: see `open_regular`.
         ValueError: it holds anything else.
     """
     try:
-        return json.loads(read_text(path))
+        return json.loads(read_text(path, max_bytes))
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deeply") from error
 

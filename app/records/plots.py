@@ -17,12 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from app.records.files import write_file
 from app.records.history import EpochRecord, Summary, load_history, load_summary
-
-DATASET_TITLES = {
-    "fashion_mnist": "Fashion-MNIST",
-    "synthetic": "GENERATED garments",
-    "unverified": "UNVERIFIED images",
-}
+from app.records.wording import DATASET_TITLES, TIMING_CAVEAT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +145,6 @@ def _what(summary: Summary) -> str:
 
 def _where(summary: Summary) -> str:
     if summary.simulated_devices:
-        return f"{summary.num_replicas} simulated devices: timing is not scaling"
+        return f"{summary.num_replicas} {TIMING_CAVEAT}"
     kind = "GPU" if "GPU" in summary.devices[0] else "CPU"
     return f"{summary.num_replicas} {kind}" + ("s" if summary.num_replicas > 1 else "")

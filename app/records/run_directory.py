@@ -32,11 +32,12 @@ _RECORDS = (
     *(RUN_LOG_FILE, EVENTS_FILE),
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
     *("throughput.png", "throughput.svg", "speedup.png", "speedup.svg", "explain.json"),
+    "report.html",
 )
 # What a write that was cut off leaves.
 _LEFTOVER = re.compile(
     r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy|throughput|speedup)"
-    rf"\.(?:jsonl?|png|svg)|traces|checkpoints|{re.escape(EVENTS_FILE)})"
+    rf"\.(?:jsonl?|png|svg)|report\.html|traces|checkpoints|{re.escape(EVENTS_FILE)})"
     r"\.\d+\.tmp"
 )
 _WRITTEN_BY = {"written_by": "lockstep"}

@@ -1,32 +1,24 @@
 """The figure of `verify`, drawn from `verify.json` alone."""
 
 import json
-import math
 import pathlib
 import textwrap
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from app.records.plots import DATASET_TITLES, save_figure
+from app.records.plots import save_figure
+from app.records.verify_shares import (
+    FLOOR,
+    IF_FALSE,
+    PANELS,
+    distinct_trainings,
+    is_false,
+    shares,
+)
+from app.records.wording import DATASET_TITLES
 
-_PANELS = {
-    "loss": "loss of each replica",
-    "gradients": "gradients before the all-reduce",
-    "sums": "gradients after the all-reduce",
-    "weights": "weights, given these sums",
-    "own statistics": "BatchNorm statistics",
-}
-# What is drawn as well where it is false.
-_IF_FALSE = {
-    "examples": "examples",
-    "slots": "optimizer variables",
-    "agreement": "replicas against replica 0",
-    "statistics": "BatchNorm statistics, averaged",
-}
 _RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"
-_FLOOR = 1e-4  # Differences below this share of their tolerance are drawn on the lower edge.
-_CEILING = 1e8
 
 
 def plot_verification(path: pathlib.Path) -> None:
@@ -38,13 +30,13 @@ def plot_verification(path: pathlib.Path) -> None:
 
 def _draw(record: dict) -> Figure:
     strategies = record["strategies"]
-    lines = [_lines(run["measurements"]) for run in strategies.values()]
-    kinds = [kind for kind in _PANELS if any(k == kind for each in lines for k, *_ in each)]
+    lines = [shares(run["measurements"]) for run in strategies.values()]
+    kinds = [kind for kind in PANELS if any(k == kind for each in lines for k, *_ in each)]
     kinds += [
-        kind for kind in _IF_FALSE
-        if any(key[0] == kind and _is_false(each[key]) for each in lines for key in each)
+        kind for kind in IF_FALSE
+        if any(key[0] == kind and is_false(each[key]) for each in lines for key in each)
     ]  # fmt: skip
-    rows = _rows(strategies)
+    rows = distinct_trainings(strategies)
     size = 2.6 * len(kinds) + 0.8, 2.3 * len(rows) + 1.2
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(rows), len(kinds), sharex=True, sharey=True, squeeze=False)
@@ -53,58 +45,21 @@ def _draw(record: dict) -> Figure:
             _draw_panel(axes, measured, kind, record["steps"])
         row[0].set_ylabel(f"{' = '.join(names)}\nerror / what is allowed")
     drawn = [share for axes in panels.flat for line in axes.lines for share in line.get_ydata()]
-    panels[0, 0].set_ylim(_FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share it.
+    panels[0, 0].set_ylim(FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share it.
     for axes, kind in zip(panels[0], kinds, strict=True):
-        axes.set_title({**_PANELS, **_IF_FALSE}[kind], fontsize=9)
+        axes.set_title({**PANELS, **IF_FALSE}[kind], fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("step")
     figure.suptitle("\n".join(_title(record)), fontsize=9, ha="left", x=0.01, linespacing=1.4)
     return figure
 
 
-def _rows(strategies: dict) -> list[tuple[list[str], dict]]:
-    """Returns names and measurements, once for trainings that hold the same bits."""
-    rows: list[tuple[list[str], dict]] = []
-    for name, run in strategies.items():
-        measured = run["measurements"]
-        same = next((names for names, other in rows if other == measured), None)
-        if same:
-            same.append(name)
-        elif measured:
-            rows.append(([name], measured))
-    return rows
-
-
-def _lines(measured: dict) -> dict[tuple, list[tuple[int, float]]]:
-    """Returns kind, tensor and replica → step and error over what it may be, within what is drawn.
-
-    What is bit-identical to the float32 reference is right, however far that is from float64.
-    """
-    lines: dict[tuple, list[tuple[int, float]]] = {}
-    columns = ("step", "kind", "tensor", "replica_id", "error", "limit", "absolute32")
-    for step, kind, tensor, replica, error, limit, absolute32 in zip(
-        *(measured.get(column, ()) for column in columns), strict=True
-    ):
-        share = error / limit if limit else (math.inf if error else 0.0)
-        share = share if math.isfinite(share) else _CEILING
-        if absolute32 == 0:
-            share = min(share, 1.0)
-        if step or share > 1:
-            point = (step, min(max(share, _FLOOR), _CEILING))
-            lines.setdefault((kind, tensor, replica), []).append(point)
-    return lines
-
-
-def _is_false(points: list[tuple[int, float]]) -> bool:
-    return any(share > 1 for _, share in points)
-
-
 def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
     """Draws a line for each tensor and replica; the band is the computed tolerance."""
-    lines = [points for (k, *_), points in _lines(measured).items() if k == kind]
-    axes.axhspan(_FLOOR / 10, 1, color=_BAND, alpha=0.13, linewidth=0)
+    lines = [points for (k, *_), points in shares(measured).items() if k == kind]
+    axes.axhspan(FLOOR / 10, 1, color=_BAND, alpha=0.13, linewidth=0)
     for points in lines:
-        wrong = _is_false(points)
+        wrong = is_false(points)
         axes.plot(
             *zip(*points, strict=True),
             color=_WRONG if wrong else _RIGHT,

@@ -1,0 +1,17 @@
+"""`report`: one page about everything that runs have left on disk."""
+
+import pathlib
+
+from app import console
+from app.config import Config
+from app.records.report import REPORT_FILE, write_report
+from app.records.run_directory import named_path
+
+
+def run(config: Config) -> None:
+    """Writes the page where `--out` says, else beside what it is about; trains nothing."""
+    directories = [named_path(word) for word in config.directories]
+    beside = directories[0] if len(directories) == 1 else pathlib.Path()
+    path = named_path(config.out) if config.out else beside / REPORT_FILE
+    write_report(directories, path)
+    console.say(f"saved in {path.parent}: {path.name}")

@@ -1,0 +1,155 @@
+"""Records made up for tests of reports, as every command leaves them: nothing is trained here."""
+
+import dataclasses
+
+from app.config import Config
+from app.proof.comparison import PairVerdict as WeightVerdict
+from app.proof.difference import WeightDifference
+from app.proof.measurement import Measurement
+from app.proof.pairs import PairDifference
+from app.proof.verdict import Diagnosis, PairVerdict, Proof
+from app.records.files import write_json
+from app.records.history import write_history, write_summary
+from app.speed.anatomy import Anatomy, Part, Prediction
+from app.speed.benchmark import write_benchmark
+from app.speed.comparison import all_comparisons
+from app.speed.exchange_model import ExchangeModel, ExchangeTime, LinearCost
+from app.speed.explain import write_explanation
+from app.speed.interval import Interval
+from app.verification import Recorded
+from app.verify_report import write_record
+from speed_samples import sampled
+from test_records import make_history, make_summary
+
+CPUS = ["/device:CPU:0", "/device:CPU:1"]
+VERSIONS = {"python": "3.11", "tensorflow": "2.21"}
+HONEST = {
+    "status": "finished", "dataset": "fashion_mnist", "simulated_devices": False,
+    "devices": ["/device:GPU:0", "/device:GPU:1"], "versions": VERSIONS, "injected_fault": "",
+    "images_per_sec": 1234.5, "weights_sha256": "ee" * 32,
+}  # fmt: skip
+
+
+def write_config(path, config, **more):
+    path.mkdir(parents=True, exist_ok=True)
+    write_json(path / "config.json", {"written_by": "lockstep", **config.result_fields(), **more})
+
+
+def write_training(path, *, num_epochs=4, **changes):
+    """Leaves what `train` leaves; returns its summary."""
+    summary = make_summary(**{**HONEST, **changes})
+    write_config(path, Config(), strategy=summary.strategy)
+    write_history(path, make_history(num_epochs))
+    write_summary(path, summary)
+    return summary
+
+
+def write_comparison(path):
+    strategies = ("single", "manual", "mirrored")
+    write_config(path, Config(), strategy=",".join(strategies))
+    summaries = [
+        write_training(path / name, strategy=name, weights_sha256=digest * 32)
+        for name, digest in zip(strategies, ("aa", "bb", "bb"), strict=True)
+    ]
+    verdicts = [
+        WeightVerdict(
+            ("single", "manual"), 40, WeightDifference("logits/kernel", 0.25, 0.5), "So."
+        ),
+        WeightVerdict(("manual", "mirrored"), 40, WeightDifference("", 0.0, 0.0), "Not so."),
+    ]
+    write_json(
+        path / "compare.json",
+        {
+            "runs": [dataclasses.asdict(summary) for summary in summaries],
+            "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
+        },
+    )
+
+
+def write_verification(path, *, fault=None):
+    """Leaves what `verify` leaves, of two steps of two strategies; a fault is found in one."""
+    config = Config(command="verify", strategies=("manual", "mirrored"), steps=2, inject=fault)
+    write_config(path, config, command="verify")
+
+    def measured(share, absolute32):
+        return [
+            Measurement(step, kind, "logits/kernel", replica, 1e-9, 1e-7, 3, absolute32, share, 1.0)
+            for step in (1, 2)
+            for kind in ("gradients", "sums", "weights")
+            for replica in (0, 1)
+        ]
+
+    false = Measurement(1, "sums", "conv1/kernel", 1, 0.125, 0.5, 9, 0.125, 5e7, 1.0)
+    proofs = {
+        "manual": Proof(
+            "manual",
+            measured(0.25, 1e-9) + [false] * bool(fault),
+            false if fault else None,
+            Diagnosis("lost_gradient", "the sum is without replica 1") if fault else None,
+            None,
+        ),
+        "mirrored": Proof("mirrored", measured(0.5, 0.0), None, None, None),
+    }
+    run = Recorded(CPUS, True, "synthetic", "cc" * 32, 0.2, 100, False, False, None, [], VERSIONS)
+    apart = [
+        PairDifference(step, "weights", "logits/kernel", 0, 3e-9 * step, 1e-7, 4, not fault)
+        for step in (1, 2)
+    ]
+    verdict = PairVerdict.of(proofs["manual"], proofs["mirrored"], apart)
+    write_record(path, config, dict.fromkeys(proofs, run), proofs, [verdict])
+
+
+def write_measured_points(path):
+    """Leaves what `benchmark` leaves: two devices half again as fast as one."""
+    config = Config(command="benchmark")
+    write_config(path, config, command="benchmark")
+    points = [sampled("single", 1, (1.5,) * 5), sampled("manual", 2, (1.0,) * 5)]
+    write_benchmark(path, config, points, all_comparisons(points), {"float32": [1e9] * 5})
+
+
+def write_explained_step(path):
+    """Leaves what `explain` leaves."""
+    config = Config(command="explain")
+    write_config(path, config, command="explain")
+    third = Interval(0.001, 0.0005, 0.002)
+    anatomy = Anatomy(
+        parts=[
+            Part(name, third, Interval(0.25, 0.1, 0.4))
+            for name in ("compute", "all-reduce", "input", "everything else")
+        ],
+        step_sec=Interval(0.004, 0.003, 0.005),
+        exchange_times=[],
+        gradient_exchange={2: ExchangeTime(2, 1000, 0.0005)},
+        exchange=ExchangeModel.fit(
+            "ring", [ExchangeTime(n, size, n * 1e-4 + size * 1e-9) for n in (2, 3)
+                     for size in (100, 10_000)], shared=False,
+        ),
+        compute=LinearCost.fit([64, 128], [0.001, 0.002]),
+        overhead=0.05,
+        predictions=[Prediction(2, 0.0041, 0.004, False), Prediction(4, 0.003, None, False)],
+        break_even_batch=100.0,
+        speed_up=Interval(1.5, 1.4, 1.6),
+    )  # fmt: skip
+    story = {
+        "shards": [128, 128], "losses": [1.0, 1.25], "norms": [0.5, 0.75], "sum_norm": 1.0,
+        "gradient_bytes": 1000, "num_tensors": 8, "learning_rate": 0.2, "update_norm": 0.1,
+        "weight_norm": 2.0,
+    }  # fmt: skip
+    write_explanation(path, config, story, anatomy, [sampled("manual", 2)])
+
+
+def write_everything(folder):
+    """Leaves a run of every kind in a folder, with all that a reader must not miss."""
+    write_comparison(folder / "compared")
+    write_training(
+        folder / "generated", dataset="synthetic", simulated_devices=True, devices=CPUS,
+        changes=["recipe d2l → fast"], weights_sha256="dd" * 32,
+    )  # fmt: skip
+    write_training(folder / "spoiled", injected_fault="drop_gradient:replica=1", num_epochs=1)
+    write_config(folder / "begun", Config())
+    write_verification(folder / "proved")
+    write_verification(folder / "refuted", fault="drop_gradient:replica=1")
+    write_measured_points(folder / "measured")
+    write_explained_step(folder / "explained")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "config.json").write_text('{"of": "another program"}')
