@@ -2,13 +2,15 @@
 
 import contextlib
 import pathlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import keras
 import numpy as np
 
 from app import console
 from app.errors import DeviceError
+
+if TYPE_CHECKING:
+    import keras  # With it comes TensorFlow.
 
 # How much of all that a forward pass computes is there at once, as seen on CPUs: half of it for
 # ResNet-18, where kernels work in place, and 1.6 times for LeNet, with its gradients and images.
@@ -31,8 +33,10 @@ class MemoryEstimate(NamedTuple):
     high_bytes: int
 
     @classmethod
-    def of(cls, model: keras.Model) -> "MemoryEstimate":
+    def of(cls, model: "keras.Model") -> "MemoryEstimate":
         """Estimates from the shapes of a model's layers."""
+        import keras
+
         itemsize = 4 if keras.config.dtype_policy().compute_dtype == "float32" else 2
         computed_bytes = itemsize * _num_computed(model)
         return cls(
@@ -42,8 +46,10 @@ class MemoryEstimate(NamedTuple):
         )
 
 
-def _num_computed(model: keras.Model) -> int:
+def _num_computed(model: "keras.Model") -> int:
     """Returns how many numbers the layers of a model compute for one example."""
+    import keras
+
     outputs = [
         tensor
         for layer in model._flatten_layers(include_self=False)
@@ -78,7 +84,7 @@ def _read(path: str) -> str:
 
 
 def check_memory(
-    model: keras.Model, *, num_replicas: int, global_batch_size: int, available: int | None
+    model: "keras.Model", *, num_replicas: int, global_batch_size: int, available: int | None
 ) -> None:
     """Refuses a batch that cannot fit into main memory, which all logical CPU devices share.
 
@@ -103,7 +109,7 @@ def check_memory(
 
 
 def too_large(
-    model: keras.Model, *, num_replicas: int, global_batch_size: int, available: int | None
+    model: "keras.Model", *, num_replicas: int, global_batch_size: int, available: int | None
 ) -> DeviceError:
     """Returns what to raise where a batch does not fit, or did not.
 
