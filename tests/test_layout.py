@@ -57,8 +57,10 @@ ALLOWED = {
     },
     "app/devices.py": {
         *("app.cluster", "app.config", "app.errors", "app.console", "app.joining", "app.options"),
-        "strategies.workers",
+        *("app.gpu_obstacles", "strategies.workers"),
     },
+    "app/cuda.py": set(),
+    "app/gpu_obstacles.py": {"app.cuda"},
     "app/console.py": set(),
     "app/progress.py": {"app.console"},
     "app/caveats.py": {"app.config", "app.records"},
@@ -75,6 +77,7 @@ ALLOWED = {
         *("strategies.base", "strategies.collectives", "strategies.replicas", "strategies.witness"),
     },
     "app/speed": {"app"},
+    "app/doctor": {"app"},
     "app/commands": {"app", "models", "strategies"},
 }
 OWN = ("app", "models", "strategies")
