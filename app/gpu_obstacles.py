@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from app.cuda import DRIVER_LIBRARY, LIBRARIES, Seen, look
 
-INSTALL = 'pip install "tensorflow[and-cuda]==2.21.0"'
+CUDA_PACKAGES = "tensorflow[and-cuda]==2.21.0"
+INSTALL = f'pip install "{CUDA_PACKAGES}"'
 _OLDEST_DRIVER, _OLDEST_CUDA = "525.60.13", 12_000  # Reference: NVIDIA, "CUDA Compatibility".
 _CONTAINER = "start a container with docker run --gpus=all"
 

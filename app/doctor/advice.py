@@ -1,6 +1,5 @@
 """The one command that makes sense on this machine, with what has been found on it."""
 
-import os
 import shlex
 import sys
 import tempfile
@@ -9,7 +8,7 @@ from collections.abc import Sequence
 from app.config import Config
 from app.doctor.check import Check
 from app.doctor.examination import DevicesFound, Findings, Probed
-from app.doctor.software import install_all, python
+from app.doctor.software import install_all, install_cuda, python, shown_path
 
 
 def what_to_run(
@@ -31,6 +30,8 @@ def what_to_run(
     """
     if findings.tensorflow is None or any(check.exit_code for check in software):
         return install_all()
+    if _lacks_libraries_alone(findings):
+        return install_cuda()
     has_data = not any(check.exit_code for check in data)
     words = [
         *_devices(config, findings),
@@ -38,7 +39,13 @@ def what_to_run(
         *(_data(config) if has_data else ["--dataset=synthetic"]),
         *_output(config, output),
     ]
-    return shlex.join([python(), _program(), *words])
+    return shlex.join([python(), shown_path(sys.argv[0]), *words])
+
+
+def _lacks_libraries_alone(findings: Findings) -> bool:
+    """Tells whether the driver has a GPU that TensorFlow cannot use without its libraries."""
+    seen, devices = findings.seen, findings.devices
+    return bool(seen and seen.gpus and seen.missing and not (devices and devices.num_gpus))
 
 
 def _devices(config: Config, findings: Findings) -> list[str]:
@@ -83,12 +90,3 @@ def _output(config: Config, output: Check) -> list[str]:
     if output.exit_code:  # Somewhere else.
         return [f"--out={tempfile.gettempdir()}/lockstep-first"]
     return [f"--out={config.out}"] if config.out else []
-
-
-def _program() -> str:
-    name = sys.argv[0]
-    try:
-        relative = os.path.relpath(name)
-    except (OSError, ValueError):  # The current directory may be gone.
-        return name
-    return name if relative.startswith("..") else relative

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from app.doctor.check import NOTE, WARNING, Check
 from app.errors import DeviceError
+from app.gpu_obstacles import CUDA_PACKAGES
 
 REQUIREMENTS = pathlib.Path(__file__).parents[2] / "requirements.txt"
 _OLDEST, _NEWEST = (3, 11), (3, 13)
@@ -67,7 +68,7 @@ def read_pins(text: str) -> dict[str, str]:
 
 def install_all(requirements: pathlib.Path = REQUIREMENTS) -> str:
     """Returns the command that installs everything."""
-    return _pip_install("-r", str(requirements))
+    return _pip_install("-r", shown_path(str(requirements)))
 
 
 def _missing(name: str, pinned: str, requirements: pathlib.Path) -> Check:
@@ -81,10 +82,21 @@ def _pip_install(*words: str) -> str:
     return shlex.join([python(), "-m", "pip", "install", *words])
 
 
+def install_cuda() -> str:
+    """Returns the command that installs what TensorFlow needs for GPUs."""
+    return _pip_install(CUDA_PACKAGES)
+
+
 def python() -> str:
     """Returns how to call this Python: the short name where it is the one that is found."""
     # Not by what links lead to: that is the same Python for every virtual environment.
-    if shutil.which("python") == sys.executable:
-        return "python"
-    relative = os.path.relpath(sys.executable)
-    return sys.executable if relative.startswith("..") else relative
+    return "python" if shutil.which("python") == sys.executable else shown_path(sys.executable)
+
+
+def shown_path(path: str) -> str:
+    """Returns a path as it is written here: below the current directory, or in full."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # The current directory is gone.
+        return path
+    return os.path.abspath(path) if relative.startswith("..") else relative
