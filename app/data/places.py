@@ -10,7 +10,7 @@ import pathlib
 import threading
 from collections.abc import Mapping
 
-from app.errors import DataError
+from app.errors import DataError, reason_of
 
 # Name of each original file → SHA-256 of its decompressed bytes.
 # Reference: H. Xiao et al., "Fashion-MNIST: a Novel Image Dataset", 2017.
@@ -65,7 +65,18 @@ def find_place(data_dir: str | None, environ: Mapping[str, str] = os.environ) ->
 
     Raises:
         DataMissingError: it is not in `data_dir`.
+        DataError: a place may not be read.
     """
+    try:
+        return _find(data_dir, environ)
+    except PermissionError as error:
+        raise DataError(
+            f"{error.filename}: {reason_of(error)} — a folder that can be read is required; check"
+            " its permissions"
+        ) from error
+
+
+def _find(data_dir: str | None, environ: Mapping[str, str]) -> Place:
     if data_dir:
         return _find_in(_folder(data_dir), "--data_dir")
     looked = []

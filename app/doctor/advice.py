@@ -28,10 +28,14 @@ def what_to_run(
         data: the checks of data.
         output: the check of the place where runs go.
     """
+    program = [python(), shown_path(sys.argv[0])]
     if findings.tensorflow is None or any(check.exit_code for check in software):
         return install_all()
     if _lacks_libraries_alone(findings):
         return install_cuda()
+    asked, seen = config.num_devices_asked, findings.seen
+    if findings.devices is None and seen and 0 < len(seen.gpus) < (asked or 0):
+        return shlex.join([*program, "doctor", f"--num_gpus={len(seen.gpus)}"])
     has_data = not any(check.exit_code for check in data)
     words = [
         *_devices(config, findings),
@@ -39,7 +43,7 @@ def what_to_run(
         *(_data(config) if has_data else ["--dataset=synthetic"]),
         *_output(config, output),
     ]
-    return shlex.join([python(), shown_path(sys.argv[0]), *words])
+    return shlex.join([*program, *words])
 
 
 def _lacks_libraries_alone(findings: Findings) -> bool:

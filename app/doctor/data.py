@@ -53,6 +53,8 @@ def check_data(
             return [Check.of_error(_WHAT, error)]
         told, _, advice = str(error).partition(" — ")
         return [Check(_WHAT, f"{told}: {_GENERATED}", WARNING, advice)]
+    except DataError as error:
+        return [Check.of_error(_WHAT, error)]
     unusable = [
         Check("FASHION_MNIST_DIR", f"{environ['FASHION_MNIST_DIR']}: not all files are there", NOTE)
         for looked in place.looked
@@ -70,8 +72,7 @@ def check_tfds(environ: Mapping[str, str] = os.environ) -> Check:
         return Check("TFDS", str(error).partition(" — ")[0], NOTE)
     if is_prepared(folder):
         return Check("TFDS", f"{folder}: prepared", NOTE)
-    manual = manual_dir(folder)
-    files = "with files" if manual.is_dir() and any(manual.iterdir()) else "without files"
+    files = "with files" if any(manual_dir(folder).glob("*")) else "without files"
     return Check("TFDS", f"{folder}: not prepared, {files} in downloads/manual", NOTE)
 
 
