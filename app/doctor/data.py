@@ -25,7 +25,7 @@ from app.errors import DataError, LockstepError
 from app.processes import call_in_own_process
 
 _CONNECT_TIMEOUT_SEC = 1.0  # A thread that waits for it gives up after one more.
-_LOAD_TIMEOUT_SEC = 60
+_LOAD_TIMEOUT_SEC = 180  # Half a minute on a busy machine.
 _GENERATED = "GENERATED images take its place"
 _WHAT = "Fashion-MNIST"
 
