@@ -9,7 +9,7 @@ from app.console import LAUNCHED_VARIABLE
 from app.errors import ConfigError
 
 _JOBS = ("chief", "worker")
-_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 10_000
 _TASKS_OF_A_JOB = 64  # So far apart are the ports of jobs that follow each other.
 _LARGEST_PORT = 65_535
@@ -64,7 +64,7 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
     if environ.get("TF_CONFIG"):
         source = "launch" if LAUNCHED_VARIABLE in environ else "TF_CONFIG"
         return _from_tf_config(environ["TF_CONFIG"], source)
-    if all(environ.get(name) for name in _SLURM):
+    if all(environ.get(name) for name in SLURM_VARIABLES):
         return _from_slurm(environ)
     raise ConfigError(
         "--strategy=multi_worker without a cluster — TF_CONFIG, or SLURM's variables within srun,"

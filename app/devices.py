@@ -14,6 +14,7 @@ from app import console
 from app.cluster import Cluster, find_cluster
 from app.config import Config
 from app.errors import DeviceError, DiskFullError, reason_of
+from app.gpu_obstacles import why_no_gpu
 from app.options import DEFAULT_LOGICAL_CPUS
 
 if TYPE_CHECKING:
@@ -170,8 +171,11 @@ def keep_order_of_summation() -> None:
 def _check_gpus(config: Config, gpus: list, wanted: int | None) -> None:
     """Refuses what GPUs cannot give; without any GPU, only `--device=gpu` insists on one."""
     if config.device == "gpu" and not gpus:
+        import tensorflow as tf
+
+        why = why_no_gpu(is_cuda_build=bool(tf.sysconfig.get_build_info().get("is_cuda_build")))
         raise DeviceError(
-            f"--device=gpu — TensorFlow sees no GPU here: {_why_no_gpu()};"
+            f"--device=gpu — TensorFlow sees no GPU here: {why};"
             f" use --device=cpu --num_devices={wanted or DEFAULT_LOGICAL_CPUS}"
         )
     if gpus and wanted and wanted > len(gpus):
@@ -180,27 +184,6 @@ def _check_gpus(config: Config, gpus: list, wanted: int | None) -> None:
             f" {console.count(len(gpus), 'GPU')};"
             f" use --num_gpus={len(gpus)}, or --device=cpu --num_devices={wanted}"
         )
-
-
-def _why_no_gpu() -> str:
-    """Names what stands between TensorFlow and a GPU, as far as it can be seen from here."""
-    import tensorflow as tf
-
-    build = tf.sysconfig.get_build_info()
-    if not build.get("is_cuda_build"):
-        return "this build of TensorFlow has no CUDA; pip install 'tensorflow[and-cuda]'"
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "the driver's library libcuda.so.1 is missing, install NVIDIA's driver"
-    if not os.path.exists("/dev/nvidiactl"):
-        return "NVIDIA's driver library is there, but no device (/dev/nvidiactl is missing)"
-    for name in ("libcudart.so.12", "libcublas.so.12", "libcudnn.so.9"):
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            return f"the library {name} is missing, pip install 'tensorflow[and-cuda]'"
-    return "its libraries are there, --verbosity=1 shows what TensorFlow says"
 
 
 def _set_up_gpus(gpus: list) -> Devices:

@@ -121,7 +121,11 @@ GROUPS = {
         "probe": (BOOL, "", "Let plan time some steps here, and measure their memory."),
     },
     "Several at once": {
-        "strategies": (LIST, "A,B,…", "What compare, verify and benchmark set side by side."),
+        "strategies": (
+            LIST,
+            "A,B,…",
+            "What compare, verify and benchmark set side by side, and doctor tries.",
+        ),
         "models": (LIST, "A,B,…", "The networks of a benchmark."),
         "global_batch_sizes": (INTS, "N,M,…", "The batches of a benchmark."),
         "precisions": (LIST, "A,B,…", "The precisions of a benchmark."),

@@ -1,7 +1,5 @@
 """How much memory a training takes, and what to say when there is not enough."""
 
-import contextlib
-import pathlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -73,30 +71,6 @@ def _upper_bound(model: keras.Model, num_replicas: int, global_batch_size: int) 
     computed = sum(int(np.prod(tensor.shape[1:])) for tensor in outputs)
     copies = 4 * num_replicas * _size_bytes(model.variables)
     return num_replicas * _WORK_BYTES + copies + 2 * 4 * global_batch_size * computed
-
-
-def available_bytes() -> int | None:
-    """Returns how much main memory this process can still get, None where that is unknown."""
-    found = []
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        free = _fields("/proc/meminfo")
-        found.append(1024 * (free["MemAvailable:"] + free["SwapFree:"]))
-    group = "/sys/fs/cgroup"  # A container's own limit; "max", which is no number, without one.
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        limit, used = (int(_read(f"{group}/{name}")) for name in ("memory.max", "memory.current"))
-        pages = _fields(f"{group}/memory.stat")
-        # Of what counts as used, pages of files can be had back.
-        found.append(limit - used + pages["inactive_file"] + pages["active_file"])
-    return min(found, default=None)
-
-
-def _fields(path: str) -> dict[str, int]:
-    """Reads lines of a name and a number, with or without a unit."""
-    return {words[0]: int(words[1]) for words in map(str.split, _read(path).splitlines())}
-
-
-def _read(path: str) -> str:
-    return pathlib.Path(path).read_text(encoding="utf-8")
 
 
 def check_memory(

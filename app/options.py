@@ -88,7 +88,11 @@ COMMANDS["plan"] = {
     *("jit_compile", "recipe", "learning_rate", "epochs", "num_train_examples", "last_batch"),
     *_DEVICE_OPTIONS,
 }
-COMMANDS["doctor"] = {"dataset", "out", "verbosity", *_DATA_OPTIONS, *_DEVICE_OPTIONS}
+COMMANDS["doctor"] = {
+    *("strategies", "all_reduce", "dataset", "out", "verbosity"),
+    *_DATA_OPTIONS,
+    *_DEVICE_OPTIONS,
+}
 COMMANDS["demo"] = {
     *("all_reduce", "epochs", "num_train_examples", "dataset", "seed", "verbosity"),
     *_DATA_OPTIONS,
@@ -100,10 +104,14 @@ COMMANDS["report"] = {"out"}
 WORDS = {"demo": "EXPERIMENT", "report": "DIR …"}
 
 # Command → what it takes in place of a default of `Config`.
-OWN_DEFAULTS = {"launch": {"strategy": "multi_worker"}, "plan": {"num_workers": 1}}
+OWN_DEFAULTS = {
+    "launch": {"strategy": "multi_worker"},
+    "plan": {"num_workers": 1},
+    "doctor": {"strategies": ("manual", "mirrored")},
+}
 
 # Commands that take several strategies instead of one.
-ON_SEVERAL = ("compare", "verify", "benchmark")
+ON_SEVERAL = ("compare", "verify", "benchmark", "doctor")
 
 # What a run's result depends on. Another value of one of these makes it another run.
 RESULT_FIELDS = (

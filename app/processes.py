@@ -5,12 +5,20 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from app.errors import DeviceError, LockstepError, is_out_of_memory, out_of_memory
+from app.errors import (
+    DeviceError,
+    DiskFullError,
+    LockstepError,
+    is_out_of_memory,
+    out_of_memory,
+    reason_of,
+)
 
 _GRACE_SEC = 5
 _CONTEXT = multiprocessing.get_context("spawn")  # A fork would share TensorFlow's threads.
@@ -26,7 +34,8 @@ class Channel(NamedTuple):
 class OwnProcess:
     """A function that runs in a new process and can be talked to; a context manager.
 
-    Leaving the context ends the process, whatever it does.
+    Leaving the context ends the process, whatever it does, and removes its temporary files: a
+    process that is killed cannot do so.
 
     Args:
         function: of a module, with arguments and a result that can be pickled; its first argument
@@ -40,10 +49,10 @@ class OwnProcess:
 
     def __enter__(self):
         self._has_result = False
+        self._temporary = _temporary_directory()
         self._connection, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(
-            target=_call, args=(theirs, *self._arguments), daemon=self._is_leaf
-        )
+        arguments = theirs, self._temporary.name, *self._arguments
+        self._process = _CONTEXT.Process(target=_call, args=arguments, daemon=self._is_leaf)
         with _without_main():
             self._process.start()
         theirs.close()
@@ -57,6 +66,7 @@ class OwnProcess:
             if self._process.is_alive():
                 stop()
             self._process.join(_GRACE_SEC)
+        self._temporary.cleanup()
 
     @property
     def connection(self):
@@ -85,14 +95,21 @@ class OwnProcess:
             self.receive()
             raise
 
-    def receive(self) -> tuple:
+    def receive(self, timeout_sec: float | None = None) -> tuple:
         """Waits for `("message", what the function sent)` or `("result", what it returned)`.
 
+        Args:
+            timeout_sec: how long, None for ever.
+
         Raises:
+            TimeoutError: nothing came in time; the process is killed.
             LockstepError: the function raised it.
             DeviceError: the process was killed, as the kernel does when memory runs out.
             RuntimeError: the function raised anything else; the text ends in its traceback.
         """
+        if timeout_sec is not None and not self._connection.poll(timeout_sec):
+            self._process.kill()  # What hangs in native code does not end by itself.
+            raise TimeoutError(f"nothing came within {timeout_sec:g} s")
         try:
             kind, value = self._connection.recv()
         except (EOFError, ConnectionResetError):
@@ -120,7 +137,10 @@ def _without_main() -> Iterator[None]:
 
 
 def call_in_own_process(
-    function: Callable, *arguments, on_message: Callable = lambda message: None
+    function: Callable,
+    *arguments,
+    on_message: Callable = lambda message: None,
+    timeout_sec: float | None = None,
 ):
     """Returns `function(send, *arguments)`, computed in a new process.
 
@@ -129,13 +149,14 @@ def call_in_own_process(
             `send` reaches `on_message` here.
         *arguments: of the function.
         on_message: called with each message, in order.
+        timeout_sec: how long to wait for each message, and for the result; None for ever.
 
     Raises:
         What `OwnProcess.receive` raises.
     """
     with OwnProcess(_send_only, function, *arguments) as process:
         while True:
-            kind, value = process.receive()
+            kind, value = process.receive(timeout_sec)
             if kind == "result":
                 return value
             on_message(value)
@@ -143,6 +164,16 @@ def call_in_own_process(
 
 def _send_only(channel: Channel, function: Callable, *arguments):
     return function(channel.send, *arguments)
+
+
+def _temporary_directory() -> tempfile.TemporaryDirectory:
+    try:
+        return tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise DiskFullError(
+            f"{reason_of(error)} — a directory for temporary files is required; make room, or name"
+            " one with TMPDIR"
+        ) from error
 
 
 def _death(exit_code: int) -> DeviceError:
@@ -157,10 +188,11 @@ def _death(exit_code: int) -> DeviceError:
     )
 
 
-def _call(connection, function, arguments) -> None:
+def _call(connection, temporary, function, arguments) -> None:
     """Runs in the new process: sends messages, then the result or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller gets it too, and ends us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    tempfile.tempdir = os.environ["TMPDIR"] = temporary
     channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
     with contextlib.suppress(BrokenPipeError, EOFError):  # The caller has ended.
         try:

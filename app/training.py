@@ -17,8 +17,9 @@ from app.devices import Devices
 from app.errors import DataError, DivergedError, Terminated, is_out_of_memory
 from app.evaluation import evaluate
 from app.fault_points import fault_point
+from app.free_memory import available_bytes
 from app.job import Job
-from app.memory import available_bytes, check_memory, too_large
+from app.memory import check_memory, too_large
 from app.progress import TrainingProgress
 from app.proof.drift import Drift, check_replicas
 from app.proof.faults import inject, spoil_dataset

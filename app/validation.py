@@ -297,6 +297,12 @@ def _check_command(config):
             f"--strategies={','.join(config.strategies)} — different names are required;"
             " name each strategy once"
         )
+    if config.command == "doctor" and "multi_worker" in config.strategies:
+        raise ConfigError(
+            f"--strategies={','.join(config.strategies)} with doctor — one of"
+            f" {', '.join(ON_ONE_MACHINE)} is required, for doctor looks at one machine; leave"
+            " multi_worker out"
+        )
     if config.command == "compare" and len(config.strategies) < 2:
         raise ConfigError(
             f"--strategies={','.join(config.strategies)} — at least two strategies are required;"

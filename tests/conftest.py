@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.fashion_mnist import SHA256
+from app.data.places import SHA256
 from app.data.synthetic import generate_synthetic
 from app.devices import keep_order_of_summation
 from idx_files import idx_bytes

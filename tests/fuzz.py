@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 
 from app import flags
 from app.config import Config
-from app.data.fashion_mnist import SHA256, load_fashion_mnist
+from app.data.fashion_mnist import load_fashion_mnist
+from app.data.places import SHA256
 from app.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
 from app.options import COMMANDS
 from app.records import checkpoint as checkpoints

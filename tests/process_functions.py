@@ -1,7 +1,10 @@
 """What tests run in processes of their own: nothing here imports TensorFlow."""
 
 import os
+import tempfile
+import time
 
+from app.doctor.examination import DevicesFound, Probed
 from app.errors import DiskFullError
 
 
@@ -21,3 +24,43 @@ def fail(send):
 
 def vanish(send):
     os._exit(137)
+
+
+def hang(send):
+    send("started")
+    time.sleep(3600)
+
+
+def leave_a_file(send):
+    descriptor, path = tempfile.mkstemp()
+    os.close(descriptor)
+    return path
+
+
+def hang_in_driver(send, config, strategies):
+    time.sleep(3600)
+
+
+def hang_in_exchange(send, config, strategies):
+    names = ("/device:GPU:0", "/device:GPU:1")
+    send(("tensorflow", "there"))
+    send(("devices", DevicesFound(names, ("A", "B"), False, 2)))
+    for name in strategies:
+        send(("stage", name))
+        if name == "manual":
+            time.sleep(3600)
+        send(("probed", (name, Probed(name, "nccl", 0.1))))
+
+
+def vanish_in_examination(send, config, strategies):
+    send(("stage", "importing TensorFlow"))
+    os._exit(137)
+
+
+def fail_in_examination(send, config, strategies):
+    send(("stage", "setting up devices"))
+    raise ZeroDivisionError("oops")
+
+
+def refuse_in_examination(send, config, strategies):
+    refuse(send)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
-from app.data.fashion_mnist import SHA256
+from app.data.places import SHA256
 from app.data.synthetic import generate_synthetic
 from app.fault_points import POINTS, VARIABLE
 from app.records.checkpoint import NUM_NEWEST_KEPT, checkpoint_paths, load_checkpoint

@@ -38,6 +38,7 @@ def test_every_option_has_a_flag_and_a_command():
     ("options", "named"),
     [
         ({"command": "trian"}, "trian"),
+        ({"command": "doctor", "strategies": ("multi_worker",)}, "--strategies=multi_worker"),
         ({"model": "resnet19"}, "--model=resnet19"),
         ({"strategy": "both"}, "--strategy=both"),
         ({"dataset": "mnist"}, "--dataset=mnist"),

@@ -8,8 +8,9 @@ import shutil
 import numpy as np
 import pytest
 
-from app.data import fashion_mnist
-from app.data.fashion_mnist import SHA256, DataMissingError, load_fashion_mnist
+from app.data import fashion_mnist, places
+from app.data.fashion_mnist import load_fashion_mnist
+from app.data.places import SHA256, DataMissingError
 from app.errors import DataError
 from conftest import run_main
 from idx_files import idx_bytes
@@ -141,7 +142,7 @@ def test_a_download_that_cannot_start_says_where_it_looked(tmp_path, monkeypatch
     def refuse(url):
         raise OSError("no network")
 
-    monkeypatch.setattr(fashion_mnist, "_check_connection", refuse)
+    monkeypatch.setattr(fashion_mnist, "check_connection", refuse)
     environ = {"TFDS_DATA_DIR": str(tmp_path), "FASHION_MNIST_DIR": str(tmp_path / "gone")}
     with pytest.raises(DataMissingError) as refusal:
         load_fashion_mnist(None, environ=environ)
@@ -163,13 +164,13 @@ def test_the_connection_is_given_up(monkeypatch):
     """A server that takes the connection and never answers."""
     import socket
 
-    monkeypatch.setattr(fashion_mnist, "_CONNECT_TIMEOUT_SEC", 0.2)
+    monkeypatch.setattr(places, "_CONNECT_TIMEOUT_SEC", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
         with pytest.raises(OSError):
-            fashion_mnist._check_connection(url)
+            places.check_connection(url)
     with pytest.raises(OSError):
-        fashion_mnist._check_connection(url)  # Nobody listens any more.
+        places.check_connection(url)  # Nobody listens any more.
 
 
 def test_a_damaged_prepared_directory_is_refused(tmp_path):

@@ -36,6 +36,7 @@ ALLOWED = {
     "app/fault_points.py": {"app.errors"},
     "app/interruption.py": {"app.console", "app.errors"},
     "app/stall.py": {"app.console", "app.errors"},
+    "app/free_memory.py": set(),
     "app/memory.py": {"app.console", "app.errors", "app.liveness"},
     "app/liveness.py": {"strategies.loss"},
     "app/versions.py": set(),
@@ -60,8 +61,10 @@ ALLOWED = {
     },
     "app/devices.py": {
         *("app.cluster", "app.config", "app.errors", "app.console", "app.joining", "app.options"),
-        "strategies.workers",
+        *("app.gpu_obstacles", "strategies.workers"),
     },
+    "app/cuda.py": set(),
+    "app/gpu_obstacles.py": {"app.cuda"},
     "app/console.py": set(),
     "app/progress.py": {"app.console"},
     "app/caveats.py": {"app.config", "app.records"},
@@ -78,6 +81,7 @@ ALLOWED = {
         *("strategies.base", "strategies.collectives", "strategies.replicas", "strategies.witness"),
     },
     "app/speed": {"app"},
+    "app/doctor": {"app"},
     "app/commands": {"app", "models", "strategies"},
 }
 OWN = ("app", "models", "strategies")

@@ -5,7 +5,7 @@ import re
 import keras
 import pytest
 
-from app import memory
+from app import free_memory, memory
 from app.errors import DeviceError, is_out_of_memory
 from app.liveness import alive_in_step
 from models import MODELS
@@ -82,7 +82,7 @@ def test_without_a_number_nothing_is_refused():
 
 
 def test_memory_of_this_machine_is_found():
-    assert 100 << 20 < memory.available_bytes() < 100 << 40
+    assert 100 << 20 < free_memory.available_bytes() < 100 << 40
 
 
 def test_what_says_that_memory_ran_out():
@@ -107,9 +107,9 @@ def test_a_container_s_limit_counts_and_its_cached_files_do_not(monkeypatch):
             raise FileNotFoundError(path)
         return files[path]
 
-    monkeypatch.setattr(memory, "_read", read)
-    assert memory.available_bytes() == 1_500_000
+    monkeypatch.setattr(free_memory, "_read", read)
+    assert free_memory.available_bytes() == 1_500_000
     files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert memory.available_bytes() == 8000 * 1024
+    assert free_memory.available_bytes() == 8000 * 1024
     files.clear()
-    assert memory.available_bytes() is None
+    assert free_memory.available_bytes() is None

@@ -1,5 +1,7 @@
 """Functions in processes of their own: results, messages, and every way in which they end."""
 
+import pathlib
+
 import pytest
 
 import process_functions
@@ -23,3 +25,15 @@ def test_errors_are_those_of_the_function():
 def test_a_process_that_was_killed_is_told_apart():
     with pytest.raises(DeviceError, match="exit code 137"):
         call_in_own_process(process_functions.vanish)
+
+
+def test_a_process_that_hangs_is_given_up():
+    messages = []
+    with pytest.raises(TimeoutError, match="within 3 s"):
+        call_in_own_process(process_functions.hang, on_message=messages.append, timeout_sec=3)
+    assert messages == ["started"]
+
+
+def test_temporary_files_go_with_the_process():
+    path = pathlib.Path(call_in_own_process(process_functions.leave_a_file))
+    assert path.parent.name.startswith("lockstep-") and not path.parent.exists()

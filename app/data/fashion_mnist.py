@@ -10,35 +10,29 @@ import hashlib
 import os
 import pathlib
 import struct
-import threading
 import zlib
 from collections.abc import Mapping
 
 import numpy as np
 
 from app.data.dataset import IMAGE_SHAPE, ImageDataset
+from app.data.places import (
+    FILES,
+    HOW_TO_GET,
+    PREPARED,
+    SHA256,
+    TO_DOWNLOAD,
+    DataMissingError,
+    Place,
+    check_connection,
+    find_place,
+    manual_dir,
+)
 from app.errors import DataError, reason_of
 
-# Name of each original file → SHA-256 of its decompressed bytes.
-# Reference: H. Xiao et al., "Fashion-MNIST: a Novel Image Dataset", 2017.
-SHA256 = {
-    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-}
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801
 _MAX_FILE_BYTES = 64 << 20
 _MAX_EXAMPLES = 60_000
-_CONNECT_TIMEOUT_SEC = 8
-HOW_TO_GET = (
-    "put train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz and"
-    " t10k-labels-idx1-ubyte.gz into a folder and give it as --data_dir"
-)
-
-
-class DataMissingError(DataError):
-    """Real Fashion-MNIST is nowhere to be had; damaged data is another matter."""
 
 
 def load_fashion_mnist(
@@ -59,56 +53,20 @@ def load_fashion_mnist(
         DataMissingError: it is in none of the places, and cannot be downloaded.
         DataError: what was found is damaged, or is not Fashion-MNIST.
     """
-    if data_dir:
-        return _load_from(_folder(data_dir), "--data_dir", allow_unverified)
-    looked = []
-    if environ.get("FASHION_MNIST_DIR"):
-        folder = _folder(environ["FASHION_MNIST_DIR"])
-        try:
-            return _load_from(folder, "FASHION_MNIST_DIR", allow_unverified)
-        except DataMissingError:
-            looked.append(f"FASHION_MNIST_DIR={folder}")
-    tfds_dir = _folder(environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
-    if not _is_prepared(tfds_dir):
-        _download(tfds_dir, looked)
-    return _load_prepared(tfds_dir, allow_unverified)
+    place = find_place(data_dir, environ)
+    if place.kind == FILES:
+        return load_files(place.paths, allow_unverified=allow_unverified)
+    if place.kind != PREPARED:
+        _prepare(place)
+    return _load_prepared(place.folder, allow_unverified)
 
 
-def _load_from(folder: pathlib.Path, named_by: str, allow_unverified: bool) -> ImageDataset:
-    """Loads from a folder that the user named: the original files, or what TFDS prepared."""
-    paths = {name: _find_file(folder, name) for name in SHA256}
-    missing = [name for name, path in paths.items() if path is None]
-    if not missing:
-        return _load_idx(paths, allow_unverified)
-    if _is_prepared(folder):
-        return _load_prepared(folder, allow_unverified)
-    what = "no such folder" if not folder.is_dir() else f"{', '.join(missing)} missing there"
-    raise DataMissingError(
-        f"{named_by}={folder}: {what} — the four Fashion-MNIST files (.gz or unpacked)"
-        f" are required; {HOW_TO_GET}"
-    )
+def load_files(paths: Mapping[str, pathlib.Path], *, allow_unverified: bool) -> ImageDataset:
+    """Loads the four original files, each checked for itself and images against labels.
 
-
-def _folder(name: str) -> pathlib.Path:
-    try:
-        folder = pathlib.Path(name).expanduser()
-        folder.is_dir()
-        return folder
-    except (OSError, RuntimeError, ValueError) as error:
-        raise DataMissingError(
-            f"{name}: not a folder ({error}) — a folder with the data is required; {HOW_TO_GET}"
-        ) from error
-
-
-def _find_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
-    for path in (folder / f"{name}.gz", folder / name):
-        if path.is_file():
-            return path
-    return None
-
-
-def _load_idx(paths: Mapping[str, pathlib.Path], allow_unverified: bool) -> ImageDataset:
-    """Loads the four original files, each checked for itself and images against labels."""
+    Raises:
+        DataError: they are damaged, or not those of Fashion-MNIST.
+    """
     arrays, hashes = {}, {}
     for name, path in paths.items():
         content = _read(path)
@@ -211,11 +169,6 @@ def _assemble(
     return ImageDataset(name, *(arrays[name] for name in names))
 
 
-def _is_prepared(tfds_dir: pathlib.Path) -> bool:
-    """Tells, without importing TFDS, whether it has prepared Fashion-MNIST there."""
-    return any(tfds_dir.glob("fashion_mnist/*/dataset_info.json"))
-
-
 def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDataset:
     """Loads what TFDS prepared and puts it back into the order of the original files.
 
@@ -254,60 +207,30 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
     return _assemble(arrays, hashes, dict.fromkeys(arrays, tfds_dir), allow_unverified)
 
 
-def _download(tfds_dir: pathlib.Path, looked: list[str]) -> None:
-    """Lets TFDS download and prepare the set in `tfds_dir`.
+def _prepare(place: Place) -> None:
+    """Lets TFDS prepare the set in its folder, from files that lie there or from the network.
 
     Files that lie in `downloads/manual` below it are taken from there, checksums verified, without
     any network.
     """
-    manual_dir = tfds_dir / "downloads" / "manual"
-    has_files = all((manual_dir / f"{name}.gz").is_file() for name in SHA256)
-    looked = [*looked, f"{tfds_dir}/fashion_mnist", str(manual_dir)]
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder("fashion_mnist", data_dir=tfds_dir)
-    if not has_files:
+    builder = tfds.builder("fashion_mnist", data_dir=place.folder)
+    if place.kind == TO_DOWNLOAD:
         try:
-            _check_connection(builder.URL)
+            check_connection(builder.URL)
         except OSError as error:
             raise DataMissingError(
-                f"Fashion-MNIST is in none of {', '.join(looked)} and cannot be downloaded"
+                f"Fashion-MNIST is in none of {', '.join(place.looked)} and cannot be downloaded"
                 f" ({reason_of(error)}) — the data is required; {HOW_TO_GET}"
             ) from error
     try:
         builder.download_and_prepare(
-            download_config=tfds.download.DownloadConfig(manual_dir=manual_dir)
+            download_config=tfds.download.DownloadConfig(manual_dir=manual_dir(place.folder))
         )
     except Exception as error:  # A checksum, the disk, a connection that broke: many kinds.
-        source = manual_dir if has_files else builder.URL
+        source = builder.URL if place.kind == TO_DOWNLOAD else manual_dir(place.folder)
         raise DataError(
-            f"{tfds_dir}: cannot be prepared from {source} ({reason_of(error)}) — the original"
+            f"{place.folder}: cannot be prepared from {source} ({reason_of(error)}) — the original"
             f" files and a disk with room are required; mend that, or {HOW_TO_GET}"
         ) from error
-
-
-def _check_connection(url: str) -> None:
-    """Raises `OSError` within 10 s unless the server answers; TFDS itself would try for minutes.
-
-    In a thread of its own, because the look-up of a name takes no time limit.
-    """
-    import urllib.error
-    import urllib.request
-
-    outcome: list[Exception] = []
-
-    def connect():
-        try:
-            urllib.request.urlopen(url, timeout=_CONNECT_TIMEOUT_SEC).close()
-        except urllib.error.HTTPError as answer:
-            answer.close()  # Not the page, but an answer: the server is there.
-        except (OSError, ValueError) as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_CONNECT_TIMEOUT_SEC + 1)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer from {url} within {_CONNECT_TIMEOUT_SEC + 1} s")
-    if outcome:
-        raise outcome[0]

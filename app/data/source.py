@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from app.data.dataset import ImageDataset
-from app.data.fashion_mnist import HOW_TO_GET, DataMissingError, load_fashion_mnist
+from app.data.fashion_mnist import load_fashion_mnist
+from app.data.places import HOW_TO_GET, DataMissingError
 from app.data.synthetic import generate_synthetic
 from app.errors import DataError
 

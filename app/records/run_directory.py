@@ -198,11 +198,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
     """Makes the directory if need be and holds its lock file."""
     try:
         make_directory(path)
-        if _is_foreign(path):
-            raise OutputError(
-                f"--out={path} holds files that no run of this program made — a new directory,"
-                " or that of a run, is required; choose another name"
-            )
+        check_not_foreign(path)
         descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, f"{LOCK_FILE} is not a regular file")
@@ -228,6 +224,20 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
+
+
+def check_not_foreign(path: pathlib.Path) -> None:
+    """Checks that a directory is empty, or that of a run of ours.
+
+    Raises:
+        OutputError: it holds anything else.
+        OSError: it cannot be read.
+    """
+    if _is_foreign(path):
+        raise OutputError(
+            f"--out={path} holds files that no run of this program made — a new directory,"
+            " or that of a run, is required; choose another name"
+        )
 
 
 def _is_foreign(path: pathlib.Path) -> bool:

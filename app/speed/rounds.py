@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from app.config import Config
 from app.errors import DeviceError
+from app.free_memory import available_bytes
 from app.processes import OwnProcess
 from app.progress import StepProgress
 from app.sharing import share_out
@@ -148,18 +149,10 @@ def _check_memory(num_missing: int, largest_bytes: int) -> None:
 
     It is taken to need as much as the largest of them, and half of that again to work with.
     """
-    available, needed = _available_memory_bytes(), 3 * largest_bytes // 2
-    if num_missing and available < needed:
+    available, needed = available_bytes(), 3 * largest_bytes // 2
+    if num_missing and available is not None and available < needed:
         missing = "1 more process" if num_missing == 1 else f"{num_missing} more processes"
         raise DeviceError(
             f"{available / 2**20:,.0f} MiB of memory are left for {missing} —"
             f" {needed / 2**20:,.0f} MiB are required for each; measure fewer points at once"
         )
-
-
-def _available_memory_bytes() -> int:
-    """Returns what processes can still have, as Linux estimates it."""
-    for line in pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no MemAvailable in /proc/meminfo")

@@ -1,0 +1,43 @@
+"""`doctor`: what this machine has, what TensorFlow sees, what is missing, and what to run."""
+
+from collections.abc import Sequence
+
+from app import console
+from app.config import Config
+from app.doctor.advice import what_to_run
+from app.doctor.check import Check, print_group
+from app.doctor.cluster import check_cluster
+from app.doctor.data import check_data
+from app.doctor.examination import examine
+from app.doctor.gpus import check_devices, check_exchange, check_gpus
+from app.doctor.output import check_output
+from app.doctor.processor import check_processor
+from app.doctor.software import check_packages, check_python
+
+
+def run(config: Config) -> None:
+    """Makes every check, prints each group as soon as it is known, and what to run.
+
+    Raises:
+        LockstepError: a training would end with it; the first of those that were found.
+    """
+    software = _print("Software", [check_python(), *check_packages()])
+    processor = _print("Processor", check_processor())
+    data = _print("Data", check_data(config))
+    output = check_output(config)
+    places = _print("Output and cluster", [output, check_cluster()])
+    parallel = tuple(name for name in config.strategies if name != "single")
+    findings = examine(config, parallel)
+    gpus = _print("GPUs", check_gpus(config, findings))
+    devices = _print("Devices of a training", [*check_devices(findings), *check_exchange(findings)])
+    console.say("What to run")
+    console.say(what_to_run(config, findings, software=software, data=data, output=output))
+    for check in (*software, *processor, *data, *places, *gpus, *devices):
+        if check.error:
+            raise check.error
+
+
+def _print(title: str, checks: Sequence[Check]) -> Sequence[Check]:
+    if checks:
+        print_group(title, checks)
+    return checks

@@ -1,0 +1,189 @@
+"""What there is of NVIDIA's GPUs: driver, devices and libraries, each by name.
+
+Nothing here imports TensorFlow: it may be what cannot be loaded.
+"""
+
+import ctypes
+import importlib.util
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+# What TensorFlow 2.21 loads where it finds a GPU, as its own loader asks for it, and the two that
+# these load in turn → the package that brings it.
+LIBRARIES = {
+    "libcudart.so.12": "nvidia-cuda-runtime-cu12",
+    "libcublas.so.12": "nvidia-cublas-cu12",
+    "libcublasLt.so.12": "nvidia-cublas-cu12",
+    "libcufft.so.11": "nvidia-cufft-cu12",
+    "libcusolver.so.11": "nvidia-cusolver-cu12",
+    "libcusparse.so.12": "nvidia-cusparse-cu12",
+    "libcudnn.so.9": "nvidia-cudnn-cu12",
+    "libnccl.so.2": "nvidia-nccl-cu12",
+    "libnvrtc.so.12": "nvidia-cuda-nvrtc-cu12",
+    "libnvJitLink.so.12": "nvidia-nvjitlink-cu12",
+}
+DRIVER_LIBRARY = "libcuda.so.1"
+_DEVICE_FILES = ("dev/nvidiactl", "dev/dxg")  # The latter in Windows' Linux.
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+
+
+class Gpu(NamedTuple):
+    """A GPU as the driver sees it, without TensorFlow.
+
+    Attributes:
+        name: of the product.
+        memory_bytes: in all.
+        compute_capability: major and minor.
+    """
+
+    name: str
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+
+
+class Seen(NamedTuple):
+    """What is there.
+
+    Attributes:
+        visible: CUDA_VISIBLE_DEVICES, None where it is not set.
+        num_on_bus: NVIDIA's graphics devices on the PCI bus.
+        has_device_file: the kernel's driver has made a device.
+        kernel_driver: its version, None where it does not run.
+        driver_library: why the driver's library cannot be loaded, None where it can.
+        driver_cuda: the newest CUDA that the driver knows, as 12050 for 12.5; 0 where unknown.
+        driver_error: what the driver says when it is started, None where it starts.
+        gpus: those that the driver lets this process use.
+        missing: library → why it cannot be loaded.
+    """
+
+    visible: str | None
+    num_on_bus: int
+    has_device_file: bool
+    kernel_driver: str | None
+    driver_library: str | None
+    driver_cuda: int
+    driver_error: str | None
+    gpus: tuple[Gpu, ...]
+    missing: dict[str, str]
+
+    @property
+    def has_hardware(self) -> bool:
+        """Whether anything here speaks of a GPU of NVIDIA's."""
+        return bool(
+            self.num_on_bus or self.has_device_file or self.kernel_driver or not self.driver_library
+        )
+
+    @property
+    def hides_all(self) -> bool:
+        """Whether CUDA_VISIBLE_DEVICES keeps every GPU from this process."""
+        # CUDA reads up to the first name that is none.
+        return self.visible is not None and self.visible.split(",")[0].strip() in ("", "-1")
+
+
+def look(
+    environ: Mapping[str, str] = os.environ,
+    load: Callable = ctypes.CDLL,
+    root: pathlib.Path = pathlib.Path("/"),
+) -> Seen:
+    """Looks for a driver, GPUs and libraries; loads the latter into this process.
+
+    Args:
+        environ: environment variables.
+        load: loads a library by name or path, or raises `OSError`.
+        root: of the file system.
+    """
+    reason, cuda_version, driver_error, gpus = None, 0, None, ()
+    try:
+        driver = load(DRIVER_LIBRARY)
+    except OSError as error:
+        reason = str(error)
+    else:
+        cuda_version, driver_error, gpus = _ask_driver(driver)
+    return Seen(
+        visible=environ.get("CUDA_VISIBLE_DEVICES"),
+        num_on_bus=_num_on_bus(root),
+        has_device_file=any((root / name).exists() for name in _DEVICE_FILES),
+        kernel_driver=_kernel_driver(root),
+        driver_library=reason,
+        driver_cuda=cuda_version,
+        driver_error=driver_error,
+        gpus=gpus,
+        missing=_missing_libraries(load),
+    )
+
+
+def _ask_driver(driver) -> tuple[int, str | None, tuple[Gpu, ...]]:
+    """Asks the driver itself for its newest CUDA and its GPUs; reserves no memory on them."""
+    number = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    cuda_version = number.value
+    code = driver.cuInit(0)
+    if code:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(code, ctypes.byref(name))
+        return cuda_version, (name.value or b"").decode() or f"error {code}", ()
+    driver.cuDeviceGetCount(ctypes.byref(number))
+    return cuda_version, None, tuple(_gpu(driver, index) for index in range(number.value))
+
+
+def _gpu(driver, index: int) -> Gpu:
+    device, number, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    name, capability = ctypes.create_string_buffer(256), []
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDeviceGetName(name, len(name), device)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+    for attribute in (_MAJOR, _MINOR):
+        driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+        capability.append(number.value)
+    return Gpu(name.value.decode(errors="replace"), size.value, tuple(capability))
+
+
+def _num_on_bus(root: pathlib.Path) -> int:
+    count = 0
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        count += vendor == "0x10de" and kind.startswith("0x03")  # NVIDIA; a display controller.
+    return count
+
+
+def _kernel_driver(root: pathlib.Path) -> str | None:
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"\s(\d+(?:\.\d+)+)\s", text)
+    return match[1] if match else "of unknown version"
+
+
+def _missing_libraries(load: Callable) -> dict[str, str]:
+    """Tries each library where TensorFlow does: the system's places, and those of packages."""
+    missing = {}
+    for name in LIBRARIES:
+        try:
+            load(name)
+        except OSError as error:
+            reason = str(error)
+            for path in _in_packages(name):
+                try:
+                    load(str(path))
+                    break
+                except OSError as of_file:
+                    reason = str(of_file)
+            else:
+                missing[name] = reason
+    return missing
+
+
+def _in_packages(name: str) -> list[pathlib.Path]:
+    """Returns where packages have brought a library: a folder beside TensorFlow's own."""
+    found = importlib.util.find_spec("tensorflow")
+    places = found.submodule_search_locations if found else None
+    return [
+        p for place in places or () for p in pathlib.Path(place).parent.glob(f"nvidia/*/lib/{name}")
+    ]

@@ -1,0 +1,96 @@
+"""The one command that makes sense on this machine, with what has been found on it."""
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from app.config import Config
+from app.doctor.check import Check
+from app.doctor.examination import DevicesFound, Findings, Probed
+from app.doctor.software import install_all, install_cuda, python, shown_path
+
+
+def what_to_run(
+    config: Config,
+    findings: Findings,
+    *,
+    software: Sequence[Check],
+    data: Sequence[Check],
+    output: Check,
+) -> str:
+    """Returns a command that works as it stands: a training, or what has to come before it.
+
+    Args:
+        config: the flags of `doctor`; those that could be used are flags of the training.
+        findings: TensorFlow, devices and the exchange.
+        software: the checks of packages.
+        data: the checks of data.
+        output: the check of the place where runs go.
+    """
+    program = [python(), shown_path(sys.argv[0])]
+    if findings.tensorflow is None or any(check.exit_code for check in software):
+        return install_all()
+    if _lacks_libraries_alone(findings):
+        return install_cuda()
+    asked, seen = config.num_devices_asked, findings.seen
+    if findings.devices is None and seen and 0 < len(seen.gpus) < (asked or 0):
+        return shlex.join([*program, "doctor", f"--num_gpus={len(seen.gpus)}"])
+    has_data = not any(check.exit_code for check in data)
+    words = [
+        *_devices(config, findings),
+        *_length(findings.devices),
+        *(_data(config) if has_data else ["--dataset=synthetic"]),
+        *_output(config, output),
+    ]
+    return shlex.join([*program, *words])
+
+
+def _lacks_libraries_alone(findings: Findings) -> bool:
+    """Tells whether the driver has a GPU that TensorFlow cannot use without its libraries."""
+    seen, devices = findings.seen, findings.devices
+    return bool(seen and seen.gpus and seen.missing and not (devices and devices.num_gpus))
+
+
+def _devices(config: Config, findings: Findings) -> list[str]:
+    """Returns the flags of a strategy whose exchange works, on the devices that there are."""
+    devices = findings.devices
+    if devices is None:  # What was asked for is not there: as many replicas on the processor.
+        return ["--device=cpu", *_count("num_devices", config.num_devices or config.num_gpus)]
+    number, on_gpus = len(devices.names), "GPU" in devices.names[0]
+    on_cpu = [] if on_gpus or config.device != "cpu" else ["--device=cpu"]
+    if number == 1:
+        return ["--strategy=single", *on_cpu]
+    working = [name for name, probed in findings.probed.items() if isinstance(probed, Probed)]
+    if not working:
+        return ["--strategy=single", *on_cpu]
+    strategy = "mirrored" if "mirrored" in working and on_gpus else working[0]
+    flags = [f"--strategy={strategy}"]
+    if config.all_reduce != "auto":
+        flags.append(f"--all_reduce={config.all_reduce}")
+    if on_gpus:
+        return [*flags, f"--num_gpus={number}"]
+    asked = config.num_devices or config.num_gpus
+    return [*flags, *on_cpu, *_count("num_devices", asked)]
+
+
+def _count(flag: str, number: int | None) -> list[str]:
+    return [f"--{flag}={number}"] if number else []
+
+
+def _length(devices: DevicesFound | None) -> list[str]:
+    """Returns the flags of a training that is done in about a minute on a processor."""
+    on_gpus = devices and "GPU" in devices.names[0]
+    return ["--recipe=fast", f"--epochs={10 if on_gpus else 1}"]
+
+
+def _data(config: Config) -> list[str]:
+    flags = [f"--data_dir={config.data_dir}"] if config.data_dir else []
+    flags += ["--allow_unverified_data"] if config.allow_unverified_data else []
+    return flags + ([f"--dataset={config.dataset}"] if config.dataset != "auto" else [])
+
+
+def _output(config: Config, output: Check) -> list[str]:
+    if output.exit_code:  # Somewhere else.
+        return [f"--out={tempfile.gettempdir()}/lockstep-first"]
+    return [f"--out={config.out}"] if config.out else []

@@ -1,0 +1,69 @@
+"""What one look at the machine has found, and how a group of them is printed."""
+
+import dataclasses
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from app import console
+from app.errors import LockstepError
+
+OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
+_MARKS = {OK: "✓", NOTE: "·", WARNING: "!", ERROR: "✗"}
+_PLAIN_MARKS = {OK: "+", NOTE: "-", WARNING: "!", ERROR: "x"}
+_WIDTH, _WHAT_WIDTH = 100, 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of what `doctor` prints.
+
+    Attributes:
+        what: was looked at.
+        value: what was found.
+        state: `OK`, `NOTE` for what is neither good nor bad, `WARNING` or `ERROR`.
+        advice: what is required and what to do, where something is wrong.
+        error: what a training would end with; of an `ERROR` alone.
+    """
+
+    what: str
+    value: str
+    state: str = OK
+    advice: str = ""
+    error: LockstepError | None = None
+
+    @classmethod
+    def of_error(cls, what: str, error: LockstepError) -> "Check":
+        """Returns the check that found what a training would end with."""
+        value, _, advice = str(error).partition(" — ")
+        return cls(what, value, ERROR, advice, error)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a training that fails for this reason, 0 where none does."""
+        return self.error.exit_code if self.error else 0
+
+    def lines(self, marks: dict[str, str] = _MARKS) -> list[str]:
+        """Returns it as lines of at most 100 columns, as far as words can be parted."""
+        margin = " " * (_WHAT_WIDTH + 4)
+        words = {"width": _WIDTH - len(margin), "break_long_words": False}
+        words |= {"break_on_hyphens": False}
+        texts = textwrap.wrap(self.value, **words) or [""]
+        if self.advice:
+            texts += textwrap.wrap(f"→ {self.advice}", subsequent_indent="  ", **words)
+        first = f"  {marks[self.state]} {self.what:<{_WHAT_WIDTH}}{texts[0]}"
+        return [first.rstrip(), *(margin + text for text in texts[1:])]
+
+
+def print_group(title: str, checks: Sequence[Check]) -> None:
+    """Prints the checks of a group below its title."""
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    try:
+        "".join(_MARKS.values()).encode(encoding)
+        marks = _MARKS
+    except UnicodeEncodeError:  # A terminal without them would show question marks.
+        marks = _PLAIN_MARKS
+    console.say(title)
+    for check in checks:
+        for line in check.lines(marks):
+            console.say(line)

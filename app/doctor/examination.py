@@ -1,0 +1,211 @@
+"""TensorFlow, its devices and its exchange, looked at in a process of its own.
+
+Any of it may be missing, crash or hang: a library, a driver, NCCL. The process that prints waits
+no longer than a minute and a half for each piece of news.
+"""
+
+import dataclasses
+import os
+import time
+from typing import NamedTuple
+
+from app import console, cuda
+from app.config import Config
+from app.errors import DeviceError, LockstepError, reason_of
+from app.processes import call_in_own_process
+
+TIMEOUT_SEC = 90.0
+_NCCL_ADVICE = (
+    "set NCCL_DEBUG=INFO to see where it waits, NCCL_P2P_DISABLE=1 where GPUs cannot reach each"
+    " other's memory, or use --all_reduce=sum_on_one"
+)
+
+
+class TensorFlow(NamedTuple):
+    """What TensorFlow is.
+
+    Attributes:
+        version: of TensorFlow.
+        is_cuda_build: whether it can use NVIDIA's GPUs at all.
+        cuda_version: what it was built for; "" without.
+        cudnn_version: what it was built for; "" without.
+    """
+
+    version: str
+    is_cuda_build: bool
+    cuda_version: str
+    cudnn_version: str
+
+
+class DevicesFound(NamedTuple):
+    """What a training would run on.
+
+    Attributes:
+        names: of the devices, as TensorFlow calls them.
+        descriptions: of each: its product's name and compute capability, or nothing.
+        simulated: they share one processor.
+        num_gpus: how many GPUs TensorFlow sees, used or not.
+    """
+
+    names: tuple[str, ...]
+    descriptions: tuple[str, ...]
+    simulated: bool
+    num_gpus: int
+
+
+class Probed(NamedTuple):
+    """How the all-reduce of a strategy has gone.
+
+    Attributes:
+        strategy: its name.
+        all_reduce: the algorithm's name.
+        sec: how long it took, with what has to be set up for it.
+    """
+
+    strategy: str
+    all_reduce: str
+    sec: float
+
+
+@dataclasses.dataclass
+class Findings:
+    """What came of it; what stands at its default was not reached.
+
+    Attributes:
+        seen: driver, libraries and GPUs, without TensorFlow.
+        tensorflow: what it is.
+        devices: what a training would run on.
+        warnings: what a training would warn of.
+        probed: strategy → how its exchange has gone, or why it failed.
+        error: why it ended before the exchange.
+    """
+
+    seen: cuda.Seen | None = None
+    tensorflow: TensorFlow | None = None
+    devices: DevicesFound | None = None
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    probed: dict[str, Probed | LockstepError] = dataclasses.field(default_factory=dict)
+    error: LockstepError | None = None
+
+
+def examine(config: Config, strategies: tuple[str, ...], function=None) -> Findings:
+    """Looks at everything, once more without a strategy whose exchange hangs or crashes.
+
+    Args:
+        config: the flags.
+        strategies: whose exchange is probed.
+        function: what runs in the process, in place of `look_and_probe`; for tests.
+    """
+    findings = Findings()
+    while True:
+        left = tuple(name for name in strategies if name not in findings.probed)
+        if not _examine_once(findings, config, left, function or look_and_probe):
+            return findings
+
+
+def _examine_once(findings: Findings, config: Config, strategies, function) -> bool:
+    """Runs the process once; returns whether another try makes sense."""
+    stage = "looking for GPUs"
+
+    def note(message) -> None:
+        nonlocal stage
+        kind, value = message
+        if kind == "stage":
+            stage = value
+        elif kind == "warning":
+            findings.warnings += [value] * (value not in findings.warnings)
+        elif kind == "probed":
+            findings.probed[value[0]] = value[1]
+        else:
+            setattr(findings, kind, value)
+
+    try:
+        call_in_own_process(function, config, strategies, on_message=note, timeout_sec=TIMEOUT_SEC)
+        return False
+    except TimeoutError:
+        error = _hung(stage)
+    except LockstepError as raised:
+        error = raised
+    except RuntimeError as raised:  # What TensorFlow raises has many kinds.
+        error = DeviceError(
+            f"{stage} failed ({reason_of(raised)}) — a TensorFlow that works is required; see"
+            " --verbosity=1"
+        )
+    if findings.devices and stage in strategies:
+        findings.probed[stage] = error
+        return True
+    findings.error = error
+    return False
+
+
+def _hung(stage: str) -> DeviceError:
+    if stage in ("manual", "mirrored"):
+        return DeviceError(
+            f"the exchange of {stage} did not end within {TIMEOUT_SEC:g} s — an all-reduce that"
+            f" ends is required; {_NCCL_ADVICE}"
+        )
+    return DeviceError(
+        f"{stage} did not end within {TIMEOUT_SEC:g} s — a driver and a TensorFlow that answer are"
+        " required; see whether nvidia-smi answers, or use --device=cpu"
+    )
+
+
+def look_and_probe(send, config: Config, strategies: tuple[str, ...]) -> None:
+    """Runs in the process: sends each attribute of `Findings` as soon as it is known."""
+    os.environ.pop("TF_CONFIG", None)  # `check_cluster` tells of it.
+    console.forward_warnings(lambda text: send(("warning", text)))
+    if config.device != "cpu":
+        send(("seen", cuda.look()))
+    from app import devices
+
+    send(("stage", "importing TensorFlow"))
+    tf = devices.import_tensorflow(config.verbosity)
+    send(("tensorflow", _describe(tf)))
+    send(("stage", "setting up devices"))
+    prepared = devices.set_up(config)
+    send(("devices", _describe_devices(tf, prepared)))
+    for name in strategies:
+        send(("stage", name))
+        send(("probed", (name, _probe(config, prepared, name))))
+
+
+def _describe(tf) -> TensorFlow:
+    build = tf.sysconfig.get_build_info()
+    return TensorFlow(
+        tf.__version__,
+        bool(build.get("is_cuda_build")),
+        str(build.get("cuda_version", "")),
+        str(build.get("cudnn_version", "")),
+    )
+
+
+def _describe_devices(tf, prepared) -> DevicesFound:
+    gpus = tf.config.list_physical_devices("GPU")
+    descriptions = [""] * len(prepared.names)
+    if "GPU" in prepared.names[0]:
+        for index, gpu in enumerate(gpus[: len(prepared.names)]):
+            details = tf.config.experimental.get_device_details(gpu)
+            capability = ".".join(map(str, details.get("compute_capability", ("unknown",))))
+            name = details.get("device_name", "a GPU without a name")
+            descriptions[index] = f"{name}, compute capability {capability}"
+    return DevicesFound(tuple(prepared.names), tuple(descriptions), prepared.simulated, len(gpus))
+
+
+def _probe(config: Config, prepared, name: str) -> Probed | LockstepError:
+    """Builds LeNet on the devices and lets its all-reduce add known numbers, as a training does."""
+    from app.build import build_strategy
+    from app.proof.probe import probe_exchange
+
+    start = time.monotonic()
+    try:
+        training = config.for_training(name)
+        strategy = build_strategy(training, prepared, learning_rate=0.1, num_steps=1)
+        probe_exchange(strategy)
+    except LockstepError as error:
+        return error
+    except Exception as error:  # TensorFlow and NCCL raise many kinds.
+        return DeviceError(
+            f"the exchange of {name} failed ({reason_of(error)}) — an all-reduce that works is"
+            f" required; {_NCCL_ADVICE}"
+        )
+    return Probed(name, strategy.all_reduce, time.monotonic() - start)
