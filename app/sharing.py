@@ -47,7 +47,7 @@ def share_out(config: Config, *, num_cores: int | None = None) -> list[Share]:
 
 
 def _share_gpus(config: Config) -> list[tuple[str, ...] | None]:
-    gpus = [] if config.device == "cpu" else _gpus()
+    gpus = [] if config.device == "cpu" else visible_gpus()
     if not gpus:  # The workers say so, as `train` does.
         return [None] * config.num_workers
     asked = config.num_devices_asked
@@ -62,7 +62,7 @@ def _share_gpus(config: Config) -> list[tuple[str, ...] | None]:
     return [tuple(gpus[i * each : (i + 1) * each]) for i in range(config.num_workers)]
 
 
-def _gpus() -> list[str]:
+def visible_gpus() -> list[str]:
     """Returns how CUDA names the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

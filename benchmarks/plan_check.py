@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 from app.config import Config
 from app.devices import num_cores
 from app.progress import StepProgress
+from app.speed.cluster_plan import Links, predict
 from app.speed.exchange_model import ExchangeModel, LinearCost
-from app.speed.plan import Links, predict
 from app.speed.point import Point
 from app.speed.rounds import measure
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 from app.config import Config
+from app.speed.held_memory import Held
 from app.speed.point import Block, Facts, Point, Sampled
 
 FACTS = Facts(
@@ -53,4 +54,4 @@ def sampled(
         **facts,
     )
     blocks = [Block(10, 10 * global_batch_size, 10 * sec, tracings) for sec in step_secs]
-    return Sampled(Point(config), found, blocks, peak_memory_bytes=1 << 20)
+    return Sampled(Point(config), found, blocks, Held(1 << 20, 1 << 10))

@@ -4,8 +4,8 @@ import pytest
 
 from app.config import Config
 from app.errors import ConfigError
+from app.speed.cluster_plan import Links, hierarchical, numbers_of_workers, predict, ring
 from app.speed.exchange_model import LinearCost
-from app.speed.plan import Links, hierarchical, numbers_of_workers, predict, ring
 
 # 1 GB/s and 1 ms between machines, 10 GB/s between the devices of one.
 LINKS = Links(1e9, 1e-3, 1e10)

@@ -76,6 +76,7 @@ def test_a_benchmark_measures_every_point_in_every_round(small_data, tmp_path):
         assert all(block["sec"] > 0 and block["tracings"] == 0 for block in point["blocks"])
         assert 0 < point["share_of_matrix_product_peak"]["value"] < 1.5
         assert point["peak_memory_bytes"] > 1 << 27
+        assert 1 << 20 < point["memory_of_steps_bytes"] < point["peak_memory_bytes"]
     assert [c["axis"] for c in record["comparisons"]] == ["strong scaling"]
     assert "fewer than 5 rounds" in result.stdout and "simulated devices" in result.stdout
     assert {path.name for path in out.iterdir()} >= {"throughput.png", "throughput.svg", "log.txt"}

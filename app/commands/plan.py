@@ -1,36 +1,81 @@
-"""`plan`: what a cluster would do, from what one device does here and from the speed of links."""
+"""`plan`: what a training would take, by arithmetic, and with `--probe` by a few steps."""
+
+import dataclasses
 
 import numpy as np
 
+from app import console, devices
 from app.config import Config
+from app.options import NUM_TRAIN_EXAMPLES
 from app.progress import StepProgress
+from app.sharing import visible_gpus
+from app.speed.cluster_report import print_cluster
 from app.speed.exchange_model import LinearCost
-from app.speed.plan_report import print_plan
-from app.speed.point import Point
+from app.speed.point import Point, Sampled
 from app.speed.rounds import measure
 
-_ROUNDS = 5
+_ROUNDS, _PROBE_ROUNDS = 5, 3
 _LARGEST_SHARD = 256  # A step's time is a straight line in the shard: no larger one is measured.
 
 
 def run(config: Config) -> None:
-    """Measures one device, predicts the cluster and prints both; trains and writes nothing."""
+    """Prints the plan; trains and writes nothing."""
+    config = _with_all_gpus(config)
+    sampled = _sample_shards(config) if config.plans_cluster else _probe(config)
+    devices.set_up(_training(config, "single", device="cpu"))  # Building needs no GPU.
+    from app.speed.plan_report import print_probe, print_training_plan
+    from app.speed.training_plan import TrainingPlan
+
+    plan = TrainingPlan.of(config)
+    print_training_plan(plan)
+    if config.plans_cluster:
+        compute = LinearCost.fit(
+            [s.facts.global_batch_size for s in sampled],
+            [float(np.median(s.step_secs)) for s in sampled],
+        )
+        print_cluster(config, compute, sampled)
+    elif sampled:
+        print_probe(plan, sampled[0])
+    on_cpu = not config.plans_cluster and (config.device == "cpu" or not visible_gpus())
+    for warning in plan.warnings(on_cpu=on_cpu):
+        console.warn(warning)
+
+
+def _with_all_gpus(config: Config) -> Config:
+    """Names the number of devices where the machine decides it: every GPU."""
+    decided = config.plans_cluster or config.num_devices_asked
+    number = 0 if decided or config.device == "cpu" else len(visible_gpus())
+    return dataclasses.replace(config, num_gpus=number) if number else config
+
+
+def _probe(config: Config) -> list[Sampled]:
+    """Makes some steps of the training that is planned, where that is asked for."""
+    if not config.probe:
+        return []
+    batch = min(config.planned_batch_size, NUM_TRAIN_EXAMPLES)
+    name = "manual" if config.num_devices_planned > 1 else "single"
+    return _measure([_point(config, name, batch)], _PROBE_ROUNDS)
+
+
+def _sample_shards(config: Config) -> list[Sampled]:
+    """Measures one device with shards of a cluster, and with larger ones."""
     num_replicas = config.num_workers * config.num_devices_planned
-    shard = -(-config.planned_batch_size // num_replicas)
+    first = min(-(-config.planned_batch_size // num_replicas), _LARGEST_SHARD)
+    sizes = first, 2 * first, 4 * first
+    return _measure([_point(config, "single", size) for size in sizes], _ROUNDS)
+
+
+def _point(config: Config, name: str, batch: int) -> Point:
+    """Returns a training on generated images, one batch again and again."""
+    options = {"num_train_examples": batch, "global_batch_size": batch, "dataset": "synthetic"}
+    return Point(_training(config, name, **options), reads_input=False)
+
+
+def _training(config: Config, name: str, **options) -> Config:
+    """Returns a training on this machine alone."""
+    return config.for_training(name, num_workers=Config.num_workers, **options)
+
+
+def _measure(points: list[Point], repeats: int) -> list[Sampled]:
     with StepProgress(1) as progress:
-        first = min(shard, _LARGEST_SHARD)
-        points = [_point(config, size) for size in (first, 2 * first, 4 * first)]
-        sampled = measure(points, repeats=_ROUNDS, progress=progress).sampled
-    compute = LinearCost.fit(
-        [s.facts.global_batch_size for s in sampled],
-        [float(np.median(s.step_secs)) for s in sampled],
-    )
-    print_plan(config, compute, sampled)
-
-
-def _point(config: Config, size: int) -> Point:
-    """Returns one device with a batch of its own, without input."""
-    training = config.for_training(
-        "single", dataset="synthetic", num_train_examples=size, global_batch_size=size
-    )
-    return Point(training, reads_input=False)
+        return measure(points, repeats=repeats, progress=progress).sampled

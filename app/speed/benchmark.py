@@ -87,7 +87,8 @@ def _point_record(s: Sampled, peaks: Mapping[str, Sequence[float]]) -> dict:
         "images_per_sec": dataclasses.asdict(interval.median(s.rates)),
         "step_sec": dataclasses.asdict(interval.median(s.step_secs)),
         "share_of_matrix_product_peak": share and dataclasses.asdict(share),
-        "peak_memory_bytes": s.peak_memory_bytes,
+        "peak_memory_bytes": s.memory.peak_bytes,
+        "memory_of_steps_bytes": s.memory.steps_bytes,
         "blocks": [dataclasses.asdict(block) for block in s.blocks],
     }
 
@@ -155,7 +156,7 @@ def _row(name: str, s: Sampled, peaks) -> list[str]:
         f"{rate.low:,.0f}–{rate.high:,.0f}",
         f"{step.value * 1e3:.1f}",
         f"{share.value:.0%}" if share else "–",
-        f"{s.peak_memory_bytes / 2**20:,.0f} MiB",
+        f"{s.memory.peak_bytes / 2**20:,.0f} MiB",
         f"{s.facts.compile_sec:.1f} s",
     ]
 

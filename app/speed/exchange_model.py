@@ -17,6 +17,16 @@ _COSTS = {
 _COSTS["nccl"] = _COSTS["ring"]  # TensorFlow's hierarchical one has no formula here.
 
 
+def exchange_cost(algorithm: str, num_replicas: int) -> tuple[int, float]:
+    """Returns what one all-reduce takes, whatever the devices.
+
+    Returns:
+        Messages one after another; and how often what a replica holds passes through the busiest
+        connection.
+    """
+    return _COSTS[algorithm](num_replicas) if num_replicas > 1 else (0, 0.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExchangeTime:
     """How long one all-reduce took, with nothing else going on.
@@ -80,7 +90,7 @@ class ExchangeModel:
 
 
 def _cost(algorithm: str, num_replicas: int, shared: bool) -> tuple[float, float]:
-    steps, passes = _COSTS[algorithm](num_replicas)
+    steps, passes = exchange_cost(algorithm, num_replicas)
     return steps, 2 * (num_replicas - 1) if shared else passes
 
 

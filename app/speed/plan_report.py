@@ -1,103 +1,143 @@
-"""What `plan` prints."""
-
-from collections.abc import Callable, Sequence
-
-import numpy as np
+"""What `plan` prints of a training."""
 
 from app import console
-from app.config import Config
-from app.options import NUM_TRAIN_EXAMPLES
-from app.speed.exchange_model import LinearCost
-from app.speed.plan import ClusterStep, Links, numbers_of_workers, predict
+from app.recipes import REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
+from app.speed import interval
 from app.speed.point import Sampled
+from app.speed.training_plan import TrainingPlan
 
-_FEW_STEPS = 50
-_HEADER = [
-    *("workers × devices", "batch", "compute ms", "ring ms", "hier. ms", "step ms", "images/s"),
-    *("efficiency", "speed-up"),
-]
+_WIDTH = 12
 
 
-def print_plan(config: Config, compute: LinearCost, sampled: Sequence[Sampled]) -> None:
-    """Prints what was measured, and a table for a fixed batch of each device and one of all.
-
-    Args:
-        config: of `plan`.
-        compute: what was fitted to one device.
-        sampled: what was measured of it.
-    """
-    batch, per_worker = config.planned_batch_size, config.num_devices_planned
-    halves = 2 if config.exchange_dtype == "bfloat16" else 1
-    size_bytes = sampled[0].facts.gradient_bytes / halves
-    _print_setting(config, sampled, size_bytes)
-    links = Links(
-        config.bandwidth_gbps * 1e9 / 8,
-        config.latency_us * 1e-6,
-        config.device_bandwidth_gbps * 1e9 / 8,
-    )
-
-    def print_table(title: str, batch_of: Callable[[int], int]) -> None:
-        steps = [
-            predict(
-                compute,
-                links,
-                num_workers=n,
-                devices_per_worker=per_worker,
-                global_batch_size=batch_of(n),
-                size_bytes=size_bytes,
-            )
-            for n in numbers_of_workers(config.num_workers)
-        ]
+def print_training_plan(plan: TrainingPlan) -> None:
+    """Prints the arithmetic of a training, a line for each thing, and its exchange as a table."""
+    config = plan.config
+    devices = console.count(plan.num_replicas, "device")
+    if config.plans_cluster:
+        devices += f", {config.num_devices_planned} on each of {config.num_workers} machines"
+    console.say(f"{config.model}, recipe {config.recipe}, {config.precision}, on {devices}")
+    lines = {
+        "parameters": f"{plan.num_parameters:,}; {_mib(plan.gradient_bytes)} of gradients"
+        f" in {config.exchange_dtype} for each device to exchange",
+        "batch": f"{plan.batch:,} images: {_shards(plan, plan.batch)}",
+        "last batch": _last_batch(plan),
+        "steps": _steps(plan),
+        "rate": _rate(plan),
+        "memory": _memory(plan),
+    }
+    for name, text in lines.items():
+        console.say(f"  {name:<{_WIDTH}}{text}")
+    if plan.num_replicas > 1:
         console.say()
-        console.print_table(title, _HEADER, [_row(step) for step in steps])
-
-    shard = batch // (config.num_workers * per_worker)
-    print_table("the same batch on each device", lambda n: shard * n * per_worker)
-    print_table(f"the same global batch, {batch:,}", lambda n: batch)
-    console.say(
-        "predicted, not measured: step = compute + the faster exchange; efficiency: compute's part"
-        " of it, to what it would be with the exchange behind the backward pass (--bucket_mb); time"
-        " of a device: a straight line through what was measured; speed-up: against one device with"
-        " the same global batch"
-    )
-    _warn_of_few_steps(batch)
+        _print_exchanges(plan)
 
 
-def _print_setting(config: Config, sampled: Sequence[Sampled], size_bytes: float) -> None:
-    facts = sampled[0].facts
-    sizes = ", ".join(
-        f"{s.facts.global_batch_size} images {np.median(s.step_secs) * 1e3:.2f} ms" for s in sampled
-    )
-    console.say(
-        f"measured on one device here ({facts.devices[0]}, {console.count(facts.cores, 'core')}),"
-        f" {config.model}, {config.precision}: {sizes}"
-    )
-    console.say(
-        f"links: {config.bandwidth_gbps:g} Gb/s and {config.latency_us:g} µs between machines,"
-        f" {config.device_bandwidth_gbps:g} Gb/s between devices of one;"
-        f" {size_bytes / 1e6:.1f} MB of gradients a step"
+def _shards(plan: TrainingPlan, batch: int) -> str:
+    if plan.num_replicas == 1:
+        return "all of them on the one device"
+    shards = plan.shards(batch)
+    if len(shards) == 1:
+        return f"{next(iter(shards)):,} on each device"
+    return ", ".join(
+        f"{size:,} on {console.count(number, 'device')}" for size, number in shards.items()
     )
 
 
-def _row(step: ClusterStep) -> list[str]:
-    return [
-        f"{step.num_workers} × {step.devices_per_worker}",
-        f"{step.global_batch_size:,}",
-        f"{step.compute_sec * 1e3:.2f}",
-        f"{step.ring_sec * 1e3:.2f}",
-        f"{step.hierarchical_sec * 1e3:.2f}",
-        f"{step.step_sec * 1e3:.2f}",
-        f"{step.images_per_sec:,.0f}",
-        f"{step.efficiency:.0%} to {step.best_efficiency:.0%}",
-        f"{step.speed_up:,.1f}",
+def _last_batch(plan: TrainingPlan) -> str:
+    if plan.last_batch:
+        return f"{plan.last_batch:,} images: {_shards(plan, plan.last_batch)}"
+    if plan.config.last_batch == "drop" and (rest := plan.num_examples % plan.batch):
+        return f"dropped: {rest:,} other images are left out in each epoch"
+    return "as large as the others"
+
+
+def _steps(plan: TrainingPlan) -> str:
+    epochs = plan.config.epochs
+    return (
+        f"{plan.steps_per_epoch:,} an epoch of {plan.num_examples:,} images,"
+        f" {epochs * plan.steps_per_epoch:,} in {console.count(epochs, 'epoch')}"
+    )
+
+
+def _rate(plan: TrainingPlan) -> str:
+    recipe = find_recipe(plan.config.recipe, plan.config.model)
+    own = plan.config.learning_rate
+    given = f"{own:g}, as --learning_rate says; the recipe would have " if own else ""
+    warmup = f", risen to in {recipe.warmup:.0%} of the steps" if recipe.warmup is not None else ""
+    return (
+        f"{given}{plan.recipe_rate:.4g}{warmup}: the recipe's {recipe.peak_rate:g} for"
+        f" {REFERENCE_GLOBAL_BATCH_SIZE} images, in proportion to the batch"
+    )
+
+
+def _memory(plan: TrainingPlan) -> str:
+    memory = plan.memory
+    step = plan.memory_bytes - memory.weights_bytes - memory.slots_bytes
+    return (
+        f"{_mib(plan.memory_bytes)} on each device by estimate: weights"
+        f" {_mib(memory.weights_bytes)}, optimizer {_mib(memory.slots_bytes)}, a step {_mib(step)}"
+    )
+
+
+def _mib(size_bytes: float) -> str:
+    size = size_bytes / 2**20
+    if size >= 9.95:
+        return f"{size:,.0f} MiB"
+    return f"{size:.2g} MiB" if size >= 0.01 else "0 MiB"
+
+
+def _print_exchanges(plan: TrainingPlan) -> None:
+    rows = [
+        [
+            name,
+            str(messages),
+            _mib(size_bytes),
+            f"{size_bytes * plan.steps_per_epoch / 2**30:,.2f} GiB",
+        ]
+        for name, (messages, size_bytes) in plan.exchanges().items()
     ]
+    console.print_table(
+        "The exchange of a step, by algorithm",
+        ["--all_reduce", "messages in a row", "through the busiest connection", "in an epoch"],
+        rows,
+    )
 
 
-def _warn_of_few_steps(batch: int) -> None:
-    steps = NUM_TRAIN_EXAMPLES // batch
-    if steps < _FEW_STEPS:
-        console.warn(
-            f"a global batch of {batch:,} leaves {console.count(steps, 'step')} an epoch of"
-            f" {NUM_TRAIN_EXAMPLES:,} images: few to learn from; use fewer devices, a smaller batch"
-            " or more epochs"
-        )
+def print_probe(plan: TrainingPlan, sampled: Sampled) -> None:
+    """Prints what a training of this kind was seen to take here, and the estimate beside it."""
+    step, facts = interval.median(sampled.step_secs), sampled.facts
+    epoch_sec = plan.steps_per_epoch * step.value
+    epochs = plan.config.epochs
+    console.say()
+    console.say(
+        f"measured here, {sampled.point.config.strategy} on {', '.join(facts.devices)}:"
+        f" {step.value * 1e3:,.1f} ms a step ({step.low * 1e3:,.1f}–{step.high * 1e3:,.1f} in"
+        f" {console.count(len(sampled.blocks), 'round')})"
+    )
+    console.say(
+        f"  an epoch  {_duration(epoch_sec)}, {console.count(epochs, 'epoch')}"
+        f" {_duration(epochs * epoch_sec)}; compiling takes {facts.compile_sec:.0f} s more, and"
+        " evaluation a tenth of an epoch or less"
+    )
+    if sampled.memory.steps_bytes is not None:
+        _print_memory(plan, sampled)
+    if facts.simulated_devices:
+        console.say("  simulated devices: they share one processor, timing is not scaling")
+
+
+def _print_memory(plan: TrainingPlan, sampled: Sampled) -> None:
+    num_devices = len(sampled.facts.devices)
+    memory = plan.memory
+    held = sampled.memory.steps_bytes / num_devices + memory.weights_bytes + memory.slots_bytes
+    apart = plan.memory_bytes / held - 1
+    console.say(
+        f"  memory    {_mib(held)} on each device measured, {_mib(plan.memory_bytes)} estimated:"
+        f" {apart:+.0%}; the process with all that it has loaded"
+        f" {_mib(sampled.memory.peak_bytes)}"
+    )
+
+
+def _duration(sec: float) -> str:
+    if sec < 120:
+        return f"{sec:,.1f} s"
+    return f"{sec / 60:,.0f} min" if sec < 7200 else f"{sec / 3600:,.1f} h"

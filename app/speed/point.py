@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from app.config import Config
+from app.speed.held_memory import Held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +143,13 @@ class Sampled:
         point: what was asked for.
         facts: what was found.
         blocks: one for each round, in order: block i of all points was measured in round i.
-        peak_memory_bytes: the most that the process held at any time; on GPUs, of all of them.
+        memory: the most that the process, or its GPUs, held.
     """
 
     point: Point
     facts: Facts
     blocks: list[Block]
-    peak_memory_bytes: int
+    memory: Held
 
     @property
     def step_secs(self) -> list[float]:

@@ -1,6 +1,7 @@
 """Processes that are measured in turn, A B A B …: whatever slows the machine slows all of them."""
 
 import contextlib
+import functools
 import pathlib
 import re
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from app.processes import OwnProcess
 from app.progress import StepProgress
 from app.sharing import share_out
 from app.speed.exchange_model import ExchangeTime
+from app.speed.held_memory import Held
 from app.speed.peak import sample_peak
 from app.speed.point import Block, Point, Sampled
 from app.speed.sampler import sample
@@ -132,10 +134,10 @@ class _Sampler:
         return self._message()[1]
 
     def finish(self):
-        """Returns what the function returned; its process ends."""
+        """Returns what the function returned, over all processes; they end."""
         self._process.send(None)
         result = self._process.receive()[1]
-        return sum(result) if isinstance(result, list) else result
+        return functools.reduce(Held.plus, result) if isinstance(result, list) else result
 
 
 def _create_process(function: Callable, argument) -> OwnProcess | WorkerGroup:

@@ -1,13 +1,13 @@
 """The process of one point: builds a training, warms it up, and times blocks of steps on demand."""
 
 import os
-import resource
 import statistics
 import time
 
 from app import console, devices
 from app.processes import Channel
 from app.speed.exchange_model import ExchangeTime
+from app.speed.held_memory import Held, HeldMemory
 from app.speed.point import Block, Facts, Point
 from app.validation import check_shards
 
@@ -20,14 +20,14 @@ _KEPT = []
 _BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
 
 
-def sample(channel: Channel, point: Point) -> int:
+def sample(channel: Channel, point: Point) -> Held:
     """Times blocks until it is told to stop.
 
     Sends `Facts` and how many steps a block should have; then, for each number of steps that it
     receives, a `Block`; for "exchange", a list of `ExchangeTime`; for None it ends.
 
     Returns:
-        Peak memory in bytes.
+        The memory that it held at most.
     """
     start = time.monotonic()
     if point.cores and hasattr(os, "sched_setaffinity"):  # Before TensorFlow counts them.
@@ -46,6 +46,8 @@ def sample(channel: Channel, point: Point) -> int:
     strategy.exchanges = point.exchanges
     batches = job.batches() if point.reads_input else repeat_one_batch(job)
     iterator = strategy.distribute(batches)
+    strategy.train_steps(iterator, 0)
+    memory = HeldMemory(strategy.local_devices)
     strategy.train_steps(iterator, 1)  # A real one: XLA compiles no sooner.
     compile_sec = time.monotonic() - start
     channel.send(("facts", _facts(job, strategy, prepared, compile_sec)))
@@ -58,7 +60,7 @@ def sample(channel: Channel, point: Point) -> int:
         else:
             channel.send(("block", _time_block(strategy, iterator, request)))
     _KEPT.append(iterator)
-    return _peak_memory_bytes(prepared)
+    return memory.held()
 
 
 def repeat_one_batch(job):
@@ -153,13 +155,3 @@ def _facts(job, strategy, prepared, compile_sec: float) -> Facts:
         compile_sec=compile_sec,
         versions=versions(),
     )
-
-
-def _peak_memory_bytes(prepared) -> int:
-    import tensorflow as tf
-
-    if "GPU" in prepared.names[0]:
-        num_local = len(prepared.names) // (prepared.workers.count if prepared.workers else 1)
-        names = [name.rpartition("/device:")[2] for name in prepared.names[:num_local]]
-        return sum(tf.config.experimental.get_memory_info(name)["peak"] for name in names)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB.

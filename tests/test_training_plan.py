@@ -1,0 +1,109 @@
+"""The arithmetic of a training that is not made, against numbers worked out by hand."""
+
+import pytest
+
+from app.commands import plan as command
+from app.config import Config
+from app.speed.plan_report import print_probe, print_training_plan
+from app.speed.training_plan import TrainingPlan
+from models import MODELS
+from small_models import small_network
+from speed_samples import sampled
+
+
+def plan_of(**options):
+    options.setdefault("num_devices", 3)
+    return TrainingPlan.of(Config(command="plan", num_workers=1, device="cpu", **options))
+
+
+@pytest.fixture(scope="module")
+def lenet():
+    return plan_of(planned_global_batch_size=100, num_train_examples=1030, epochs=4)
+
+
+def test_steps_and_shards(lenet):
+    assert (lenet.num_replicas, lenet.steps_per_epoch, lenet.last_batch) == (3, 11, 30)
+    assert lenet.shards(100) == {34: 1, 33: 2}
+    assert lenet.shards(4) == {2: 1, 1: 2}
+    assert lenet.largest_shard == 34
+    dropping = plan_of(planned_global_batch_size=100, num_train_examples=1030, last_batch="drop")
+    assert (dropping.steps_per_epoch, dropping.last_batch) == (10, 0)
+
+
+def test_what_is_exchanged(lenet):
+    size = 4 * 129_068
+    assert lenet.num_parameters == 129_068 and lenet.gradient_bytes == size
+    assert lenet.exchanges() == {
+        "sum_on_one": (2, 4 * size),
+        "tree": (4, 4 * size),
+        "ring": (4, pytest.approx(4 / 3 * size)),
+        "all_to_all": (2, pytest.approx(4 / 3 * size)),
+    }
+    halved = plan_of(exchange_dtype="bfloat16")
+    assert halved.gradient_bytes == size / 2
+    assert set(plan_of(num_devices=1).exchanges().values()) == {(0, 0.0)}
+
+
+def test_memory_is_that_of_the_largest_shard_with_the_optimizer_s(lenet):
+    memory = lenet.memory
+    assert lenet.memory_bytes == pytest.approx(memory.fixed_bytes + 34 * memory.image_bytes)
+    assert memory.slots_bytes < 100
+    assert plan_of(recipe="fast").memory.slots_bytes >= memory.weights_bytes
+
+
+def test_the_rate_follows_the_batch():
+    assert plan_of(planned_global_batch_size=512).learning_rate == pytest.approx(0.4)
+    own = plan_of(planned_global_batch_size=512, learning_rate=1.0)
+    assert (own.learning_rate, own.recipe_rate) == (1.0, pytest.approx(0.4))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"planned_global_batch_size": 300, "num_train_examples": 601}, "refuse this: --global"),
+        ({"planned_global_batch_size": 6000}, "leaves 10 steps an epoch"),
+        ({"planned_global_batch_size": 12}, "4 images on each device"),
+        ({"num_train_examples": 2570}, "the last batch of each epoch has 10 of 256"),
+        ({"learning_rate": 1.0}, "--learning_rate=1 is 5 times what the rule says"),
+        ({"planned_global_batch_size": 10_000}, "beyond 8,192 the linear rule"),
+        ({"planned_global_batch_size": 1024}, "recipe d2l has no warm-up"),
+    ],
+)
+def test_warnings(options, told):
+    assert any(told in warning for warning in plan_of(**options).warnings(on_cpu=True))
+
+
+def test_nothing_to_warn_of():
+    assert list(plan_of(num_devices=2).warnings(on_cpu=True)) == []
+
+
+def test_too_little_memory_is_told(monkeypatch):
+    monkeypatch.setattr("app.speed.training_plan.available_bytes", lambda: 1 << 20)
+    plan = plan_of(num_devices=2)
+    assert any("main memory are free" in warning for warning in plan.warnings(on_cpu=True))
+    assert not any("main memory" in warning for warning in plan.warnings(on_cpu=False))
+
+
+def test_what_is_printed(lenet, capsys):
+    print_training_plan(lenet)
+    print_probe(lenet, sampled("manual", [0.1, 0.1, 0.1], num_replicas=3, simulated=True))
+    shown = capsys.readouterr().out
+    assert "on 3 devices" in shown and "100 images: 34 on 1 device, 33 on 2 devices" in shown
+    assert "30 images: 10 on each device" in shown
+    assert "11 an epoch of 1,030 images, 44 in 4 epochs" in shown
+    assert "100.0 ms a step" in shown and "an epoch  1.1 s, 4 epochs 4.4 s" in shown
+    assert "timing is not scaling" in shown
+
+
+def test_every_gpu_is_planned_for_where_nothing_is_asked(monkeypatch):
+    monkeypatch.setattr(command, "visible_gpus", lambda: ["0", "1", "2"])
+    assert command._with_all_gpus(Config(command="plan", num_workers=1)).num_devices_planned == 3
+    for options in ({"device": "cpu"}, {"num_devices": 5}, {"devices_per_worker": 2}):
+        config = Config(command="plan", num_workers=1, **options)
+        assert command._with_all_gpus(config) == config
+
+
+def test_the_estimate_is_near_what_a_process_is_seen_to_take(monkeypatch):
+    """With a network so small that it is quick, and a batch that is large enough to be seen."""
+    monkeypatch.setitem(MODELS, "lenet", small_network)
+    assert plan_of(num_devices=1).memory.image_bytes > 0
