@@ -1,12 +1,15 @@
 """Differences in absolute terms, relative to the array, and in float32 steps."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
 from app.proof.difference import Difference
+from app.proof.measurement import Measurement
 from app.proof.straggler import find_straggler
+from app.proof.tolerance import Sample, with_limits
 
 
 def test_the_largest_element_counts():
@@ -39,6 +42,13 @@ def test_what_is_not_finite_is_never_equal():
 def test_nothing_differs_by_nothing():
     assert Difference.between(np.zeros((0,)), np.zeros((0,))) == Difference(0.0, 0.0, 0)
     assert Difference.between(np.ones(3), np.ones(3)) == Difference(0.0, 0.0, 0)
+
+
+def test_a_limit_can_be_written_down_where_no_order_is_off_by_a_rounding():
+    """As in a single step whose loss comes out the same in every order."""
+    measured = Measurement.of((1, "loss", "loss", 0), np.ones(1), np.ones(1))
+    (limited,) = with_limits([Sample(measured, [0.0, 1e-9])])
+    assert json.loads(json.dumps(limited.limit)) == 4 * 2.0**-24
 
 
 def step(*sends):

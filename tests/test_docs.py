@@ -1,53 +1,65 @@
-"""What docs/verify.md tells a reader to do, done in a copy of the program."""
+"""The pages: what they tell a reader to do, done in a copy of the program; what they quote."""
 
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from app.fault import FAULTS
 from conftest import ROOT, copy_program, program_environment
 
-TEXT = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"```sh\npython main\.py (.*?)\n```", TEXT)
-BLOCKS = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", TEXT, re.DOTALL))
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "BUILD", "SECURITY"))]
+GUIDES = ("add_a_model", "add_a_strategy")
+TEXTS = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in GUIDES}
+AVERAGES = "## If it averages instead"
 ODD_ONE = " + ([partial[-1]] if len(partial) % 2 else [])"
+PROGRAM = r"^(?:\w+=\S+ |taskset -c 0 )*(?:\.venv/bin/)?python main\.py ?(.*)$"
+# Parses each command line of a JSON list; prints a refusal, or null, for each.
+PARSER = """
+import contextlib, io, json, shlex, sys
+from absl import logging  # It defines --verbosity.
+from app import errors, flags
+flags.define_flags()
+refusals = []
+for line in json.load(sys.stdin):
+    flags.FLAGS.unparse_flags()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            flags.parse_config(["main.py", *shlex.split(line)])
+        refusals.append(None)
+    except errors.LockstepError as error:
+        refusals.append(str(error))
+    except SystemExit:  # --help
+        refusals.append(None)
+json.dump(refusals, sys.stdout)
+"""
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """The program with the reader's own model and all-reduce in it."""
-    folder = tmp_path_factory.mktemp("copy")
-    copy_program(folder)
-    (folder / "models" / "mlp.py").write_text(BLOCKS["models/mlp.py"])
-    edit(
-        folder / "models" / "__init__.py",
-        (
-            'MODELS = {"lenet"',
-            'from models.mlp import build_mlp\n\nMODELS = {"mlp": build_mlp, "lenet"',
-        ),
-    )
-    (folder / "strategies" / "averaging.py").write_text(BLOCKS["strategies/averaging.py"])
-    edit(
-        folder / "strategies" / "__init__.py",
-        ("\n\nSTRATEGIES", "\nfrom strategies.averaging import AveragingStrategy\n\nSTRATEGIES"),
-        ("for strategy in (", "for strategy in (AveragingStrategy, "),
-    )
-    edit(
-        folder / "app" / "options.py",
-        ('STRATEGY_NAMES = ("single"', 'STRATEGY_NAMES = ("averaging", "single"'),
-        ('MODEL_NAMES = ("lenet"', 'MODEL_NAMES = ("mlp", "lenet"'),
-        ('    "manual": (', '    "manual": ("pairwise", '),
-    )
-    edit(
-        folder / "strategies" / "collectives.py",
-        (
-            "\n\ndef all_reduce(",
-            "\n\n" + BLOCKS["strategies/collectives.py"] + "\n\ndef all_reduce(",
-        ),
-    )
-    return folder
+def blocks(text, language):
+    """Returns (file, code) of each block whose first line names a file, in order."""
+    found = re.findall(rf"```{language}\n# (\S+)\n(.*?)```", text, re.DOTALL)
+    assert len(found) == text.count(f"```{language}\n# ")
+    return found
+
+
+def follow(folder, text):
+    """Does what a page says: writes its new files, makes its changes to others."""
+    for name, code in blocks(text, "python"):
+        (folder / name).write_text(code)
+    for name, changes in blocks(text, "diff"):
+        for hunk in changes.split("…\n"):
+            lines = [line if line.strip() else " " for line in hunk.splitlines()]
+            assert {line[0] for line in lines} <= {" ", "+", "-"}
+            old, new = ("".join(x[1:] + "\n" for x in lines if x[0] in k) for k in (" -", " +"))
+            edit(folder / name, (old, new))
 
 
 def edit(path, *changes):
@@ -58,46 +70,203 @@ def edit(path, *changes):
     path.write_text(text)
 
 
-def run(copy, arguments, small_data):
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The program with the reader's own model, all-reduce and strategy in it."""
+    folder = tmp_path_factory.mktemp("copy")
+    copy_program(folder)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for text in TEXTS.values():
+        follow(folder, text.partition(AVERAGES)[0])
+    return folder
+
+
+def command(page, mark):
+    """Returns the one command of a page that holds `mark`."""
+    (found,) = [line for line in sh_lines(TEXTS[page]) if mark in line]
+    return found
+
+
+def sh_lines(text):
+    return [
+        line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]  # fmt: skip
+
+
+def run(copy, line, small_data):
+    arguments = shlex.split(line)[1:]
+    if arguments[0] == "main.py":
+        arguments.append("--allow_unverified_data")
     return subprocess.run(
-        [sys.executable, "main.py", *shlex.split(arguments), "--allow_unverified_data"],
+        [sys.executable, *arguments],
         capture_output=True, text=True, cwd=copy, timeout=300, check=False,
-        env=program_environment(FASHION_MNIST_DIR=str(small_data)),
+        env=program_environment(FASHION_MNIST_DIR=str(small_data), COLUMNS="200"),
     )  # fmt: skip
 
 
-def test_one_s_own_model_is_verified(copy, small_data):
-    (command,) = (c for c in COMMANDS if "--model=mlp" in c)
-    result = run(copy, command, small_data)
+def run_ok(copy, line, small_data):
+    result = run(copy, line, small_data)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"manual – mirrored +bit-identical", result.stdout)
+    return result.stdout
+
+
+def assert_quoted(text, output):
+    """Asserts that each indented block of `text` is in `output`, but for its gaps and breaks."""
+    for quote in re.findall(r"(?:^ {4}.*\n)+", re.sub(r"```.*?```", "", text, flags=re.S), re.M):
+        for part in squeeze(quote).split("…"):
+            assert part.strip() in squeeze(output)
+
+
+def squeeze(text):
+    return " ".join(text.split())
+
+
+def test_one_s_own_model_is_verified_and_trained(copy, small_data):
+    output = run_ok(copy, command("add_a_model", "verify"), small_data)
+    _, proved, _ = re.split("## 4|## 5", TEXTS["add_a_model"])
+    assert_quoted(proved, output)
+    output = run_ok(copy, command("add_a_model", "--out=runs/mlp"), small_data)
+    rate = re.search(r'"mlp": dataclasses.*peak_rate=([\d.]+)', TEXTS["add_a_model"])[1]
+    # 4 steps, of the 200 from which on the peak is the recipe's.
+    assert f"recipe fast, batch 256, learning rate {float(rate) * 4 / 200:g}" in output
+
+
+def test_one_s_own_model_is_refused_with_dropout(copy, small_data):
+    kept = (copy / "models" / "mlp.py").read_text()
+    dropout = "    x = layers.Dropout(0.5)(x)\n"
+    comment = "    # In the weights' own precision"
+    edit(copy / "models" / "mlp.py", (comment, dropout + comment))
+    result = run(copy, "python main.py verify --model=mlp --strategies=manual", small_data)
+    (copy / "models" / "mlp.py").write_text(kept)
+    assert result.returncode == 2
+    assert_quoted(TEXTS["add_a_model"].partition("## Dropout")[2], result.stderr)
 
 
 def test_one_s_own_all_reduce_is_verified_and_its_fault_found(copy, small_data):
-    (command,) = (c for c in COMMANDS if "--all_reduce=pairwise" in c)
-    result = run(copy, command, small_data)
-    assert result.returncode == 0, result.stdout + result.stderr
+    line = command("add_a_strategy", "main.py verify --strategies=manual --all_reduce=pairwise")
+    run_ok(copy, line, small_data)
+    kept = (copy / "strategies" / "collectives.py").read_text()
+    assert ODD_ONE in TEXTS["add_a_strategy"].partition("Now leave out")[2]
     edit(copy / "strategies" / "collectives.py", (ODD_ONE, ""))
-    result = run(copy, command, small_data)
+    result = run(copy, line, small_data)
+    (copy / "strategies" / "collectives.py").write_text(kept)
     assert result.returncode == 6
-    assert "replica 2 was lost" in result.stderr.splitlines()[-1]
+    assert_quoted(TEXTS["add_a_strategy"].partition("## The contract")[0], result.stderr)
 
 
-def test_one_s_own_strategy_is_refused_if_it_averages(copy, small_data):
-    result = run(copy, "verify --strategies=averaging --num_devices=2 --steps=1", small_data)
-    assert result.returncode == 6
-    assert "each replica counts 0.5 times (a mean in place of the sum)" in result.stderr
-    assert "each replica counts 0.5 times (a mean in place of the sum)" in TEXT
+def test_one_s_own_strategy_is_verified_and_trained(copy, small_data):
+    output = run_ok(copy, command("add_a_strategy", "=manual,server"), small_data)
+    assert "manual and server: bit-identical" in output
+    assert "`manual and server: bit-identical`" in TEXTS["add_a_strategy"]
+    run_ok(copy, command("add_a_strategy", "--strategy=server"), small_data)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
-def test_links_lead_somewhere_and_commands_are_ones(page):
+def test_one_s_own_parts_pass_the_tests_of_all(copy, small_data):
+    """The page's lines of pytest in one process; the parity test of four steps is the longest."""
+    lines = [line for page in GUIDES for line in sh_lines(TEXTS[page]) if "pytest" in line]
+    files = [word for line in lines for word in shlex.split(line) if word.startswith("tests/")]
+    marks = [shlex.split(line)[-1] for line in lines if " -k " in line]
+    chosen = " or ".join(["mlp", "names_are_those", "test_imports", *marks])
+    files += ["tests/test_config.py", "tests/test_layout.py"]
+    output = run_ok(copy, f"python -m pytest -n0 -rA {' '.join(files)} -k '{chosen}'", small_data)
+    for passed in (
+        "test_shapes_and_parameters[mlp]",
+        "test_all_reduce_gives_every_replica_the_exact_sum[pairwise-3]",
+        "test_gradient_against_a_hand_computed_case[server]",
+        "test_parity_step_by_step[3-15]",
+        "test_imports_point_one_way[strategies/server.py]",
+    ):
+        assert re.search(rf"^PASSED .*::{re.escape(passed)}$", output, re.M), passed
+
+
+def test_one_s_own_strategy_is_found_out_if_it_averages(copy, small_data):
+    path = copy / "strategies" / "server.py"
+    text, kept = TEXTS["add_a_strategy"].partition(AVERAGES)[2], path.read_text()
+    in_exchange, in_step = text.split("Where the exchange is right")
+    line = command("add_a_strategy", "--steps=1")
+    for told, code in ((in_exchange, 6), (in_step, 9)):
+        follow(copy, told)
+        result = run(copy, line, small_data)
+        path.write_text(kept)
+        assert result.returncode == code
+        # Where it is first false, and by how much, depends on the images.
+        told = re.sub(r"sums of .*\)\n", "…\n", told)
+        assert_quoted(told, result.stdout + result.stderr)
+
+
+@each_page
+def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (ROOT / "docs" / target).exists(), target
-    for command in re.findall(r"^python main\.py (.*)$", text, re.MULTILINE):
-        if "=mlp" not in command and "=pairwise" not in command:  # The reader's own, tried above.
-            parse = "import sys; from absl import logging; from app import flags as f;"
-            parse += "f.define_flags(); f.parse_config(sys.argv)"
-            arguments = [sys.executable, "-c", parse, *shlex.split(command)]
-            subprocess.run(arguments, cwd=ROOT, check=True)
+    for target in re.findall(r"\]\(([^):]+)\)", text):
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), target
+
+
+def anchors(text):
+    """Returns what a heading is called in a link, as GitHub does it."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+@each_page
+def test_images_are_there_and_told_in_words(page):
+    for words, name in re.findall(r"!\[(.*?)\]\((\S+?)\)", page.read_text(encoding="utf-8")):
+        path = page.parent / name
+        assert path.is_file() and len(words.split()) > 3, name
+        if path.suffix == ".svg":
+            root = ElementTree.parse(path).getroot()
+            space = {"svg": "http://www.w3.org/2000/svg"}
+            assert root.get("role") == "img"
+            assert root.find("svg:title", space).text and root.find("svg:desc", space).text
+            assert "prefers-color-scheme: dark" in root.find("svg:style", space).text
+
+
+@each_page
+def test_commands_are_ones(page, copy):
+    """What is refused at once has to be shown with that refusal."""
+    text = page.read_text(encoding="utf-8")
+    lines = [found[1] for line in sh_lines(text) if (found := re.match(PROGRAM, line))]
+    result = subprocess.run(
+        [sys.executable, "-c", PARSER], input=json.dumps(lines),
+        capture_output=True, text=True, cwd=copy, check=True,
+    )  # fmt: skip
+    refusals = json.loads(result.stdout)
+    for line, refusal in zip(lines, refusals, strict=True):
+        if refusal:
+            shown = text.partition(line)[2].partition("**")[0]
+            assert f"error: {squeeze(refusal)}" == squeeze(shown.partition("```")[2]), line
+
+
+@each_page
+def test_quoted_code_is_in_its_file(page):
+    """Gaps are marked by `…`; files that the program does not have are the reader's own."""
+    for name, code in blocks(page.read_text(encoding="utf-8"), "python"):
+        if not (ROOT / name).exists():
+            assert page.stem in GUIDES
+            continue
+        source, at = squeeze((ROOT / name).read_text(encoding="utf-8")), 0
+        for part in code.split("…"):
+            at = source.find(squeeze(part), at)
+            assert at >= 0, (name, part)
+            at += len(squeeze(part))
+
+
+def test_every_fault_has_its_pitfall():
+    commands = "\n".join(sh_lines((DOCS / "pitfalls.md").read_text(encoding="utf-8")))
+    for fault in FAULTS:
+        assert re.search(rf"--inject={fault}\b", commands), fault
+
+
+def test_every_pitfall_is_in_the_index():
+    text = (DOCS / "pitfalls.md").read_text(encoding="utf-8")
+    numbers = [int(number) for number in re.findall(r"^## (\d+)\.", text, re.M)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert re.findall(r"^\| (\d+) \| \[", text, re.M) == [str(number) for number in numbers]
+    entries = re.split(r"^## ", text, flags=re.M)[1:]
+    assert all("**Why.**" in entry and "**What to do.**" in entry for entry in entries)

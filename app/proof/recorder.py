@@ -117,7 +117,7 @@ class Recorder(Witness):
             raise ConfigError(
                 f"strategy {self._strategy.name} reported the {what} of these replicas: {found} —"
                 " its train_step has to call self.witness.before_exchange and after_exchange for"
-                " each; see docs/verify.md"
+                " each; see docs/add_a_strategy.md"
             )
         return [taken[what, replica_id] for replica_id in ids]
 

@@ -37,7 +37,7 @@ def with_limits(samples: Sequence[Sample]) -> list[Measurement]:
     do not outweigh all others. For ResNet-18 float32 is then good for a few percent; for LeNet, for
     a few ten-thousandths at worst.
     """
-    largest: dict[str, float] = collections.defaultdict(lambda: UNIT_ROUNDOFF)
+    largest: dict[str, float] = collections.defaultdict(lambda: float(UNIT_ROUNDOFF))
     for sample in samples:
         error = max(sample.spread)
         if error < _NOTHING_BUT_ROUNDING:
