@@ -603,7 +603,8 @@ def test_all_is_printed_and_the_first_error_ends_it(
     if not options.get("data_dir"):
         config = dataclasses.replace(config, dataset="synthetic")
     try:
-        ended = doctor.run(config)
+        doctor.run(config)
+        ended = 0
     except LockstepError as error:
         ended = error.exit_code
     assert ended == code

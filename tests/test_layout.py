@@ -81,6 +81,9 @@ ALLOWED = {
         *("strategies.base", "strategies.collectives", "strategies.replicas", "strategies.witness"),
     },
     "app/speed": {"app"},
+    "app/speed/training_plan.py": {
+        *("app", "models", "strategies.collectives", "strategies.packing"),
+    },
     "app/doctor": {"app"},
     "app/commands": {"app", "models", "strategies"},
 }

@@ -1,13 +1,14 @@
 """The arithmetic of a training that is not made, against numbers worked out by hand."""
 
+import re
+
 import pytest
 
 from app.commands import plan as command
 from app.config import Config
 from app.speed.plan_report import print_probe, print_training_plan
 from app.speed.training_plan import TrainingPlan
-from models import MODELS
-from small_models import small_network
+from conftest import run_ok
 from speed_samples import sampled
 
 
@@ -86,7 +87,7 @@ def test_too_little_memory_is_told(monkeypatch):
 
 def test_what_is_printed(lenet, capsys):
     print_training_plan(lenet)
-    print_probe(lenet, sampled("manual", [0.1, 0.1, 0.1], num_replicas=3, simulated=True))
+    print_probe(lenet, sampled("manual", 3, [0.1, 0.1, 0.1], simulated=True))
     shown = capsys.readouterr().out
     assert "on 3 devices" in shown and "100 images: 34 on 1 device, 33 on 2 devices" in shown
     assert "30 images: 10 on each device" in shown
@@ -103,7 +104,8 @@ def test_every_gpu_is_planned_for_where_nothing_is_asked(monkeypatch):
         assert command._with_all_gpus(config) == config
 
 
-def test_the_estimate_is_near_what_a_process_is_seen_to_take(monkeypatch):
-    """With a network so small that it is quick, and a batch that is large enough to be seen."""
-    monkeypatch.setitem(MODELS, "lenet", small_network)
-    assert plan_of(num_devices=1).memory.image_bytes > 0
+def test_the_estimate_is_near_what_a_process_is_seen_to_take():
+    result = run_ok("plan", "--probe", "--device=cpu", "--num_devices=1", "--batch_size=1024")
+    (apart,) = re.findall(r"MiB estimated: ([+-]\d+)%", result.stdout)
+    assert abs(int(apart)) <= 25
+    assert re.search(r"an epoch  [\d.]+ s, 10 epochs", result.stdout)
