@@ -80,6 +80,7 @@ class Config:
     global_batch_sizes: tuple[int, ...] = (256,)
     precisions: tuple[str, ...] = ("float32",)
     repeats: int = 10
+    demo_epochs: int | None = None  # What --epochs is to a demo, each of which has its own.
     run: str | None = None
     checkpoint: str = "newest"
     images: tuple[str, ...] = ()

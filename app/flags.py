@@ -58,6 +58,8 @@ def parse_config(argv: list[str]) -> Config:
     options |= _named_by_words(command, words[1:])
     if command == "plan" and "global_batch_size" in options:
         options["planned_global_batch_size"] = options.pop("global_batch_size")
+    if command == "demo" and "epochs" in options:
+        options["demo_epochs"] = options.pop("epochs")
     return Config(command=command, **options)
 
 

@@ -95,6 +95,7 @@ COMMANDS["doctor"] = {
 }
 COMMANDS["demo"] = {
     *("all_reduce", "epochs", "num_train_examples", "dataset", "seed", "verbosity"),
+    "learning_rate",
     *_DATA_OPTIONS,
     *_DEVICE_OPTIONS,
 }

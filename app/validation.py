@@ -78,6 +78,7 @@ def _check_numbers(config):
     _check_range("--num_gpus", config.num_gpus, 1, None)
     _check_range("--global_batch_size", config.global_batch_size, 1, NUM_TRAIN_EXAMPLES)
     _check_range("--epochs", config.epochs, 1, 100_000)
+    _check_range("--epochs", config.demo_epochs, 1, 100_000)
     _check_range("--seed", config.seed, 0, 2**32 - 1)
     _check_range("--verbosity", config.verbosity, -1, 1)
     _check_range("--num_train_examples", config.num_train_examples, 1, NUM_TRAIN_EXAMPLES)

@@ -82,6 +82,8 @@ ALLOWED = {
     },
     "app/speed": {"app"},
     "app/doctor": {"app"},
+    "app/demos": {"app", "models", "strategies"},
+    "app/demos/registry.py": {"app.config", "app.errors"},
     "app/commands": {"app", "models", "strategies"},
 }
 OWN = ("app", "models", "strategies")

@@ -17,6 +17,16 @@ _COSTS = {
 _COSTS["nccl"] = _COSTS["ring"]  # TensorFlow's hierarchical one has no formula here.
 
 
+def exchange_cost(algorithm: str, num_replicas: int) -> tuple[int, float]:
+    """Returns what an all-reduce between devices that are connected two by two costs.
+
+    Returns:
+        Steps, one after another; and how often the bytes that one replica holds pass through the
+        busiest connection.
+    """
+    return _COSTS[algorithm](num_replicas)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExchangeTime:
     """How long one all-reduce took, with nothing else going on.
@@ -80,7 +90,7 @@ class ExchangeModel:
 
 
 def _cost(algorithm: str, num_replicas: int, shared: bool) -> tuple[float, float]:
-    steps, passes = _COSTS[algorithm](num_replicas)
+    steps, passes = exchange_cost(algorithm, num_replicas)
     return steps, 2 * (num_replicas - 1) if shared else passes
 
 
