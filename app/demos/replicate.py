@@ -1,8 +1,5 @@
 """`demo replicate`: one weight and its gradient on each device, all through one step."""
 
-import pathlib
-import tempfile
-
 from app import console
 from app.config import Config
 from app.demos import stage, telling
@@ -61,26 +58,20 @@ def watch_step(strategy, iterator):
         largest difference between replica 0 and any other in the whole model after the step.
     """
     from app.proof.difference import WeightDifference
-    from app.proof.recorder import Recorder
-    from app.proof.trace import Trace
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "step.npz"
-        Recorder(strategy).record(iterator, num_steps=1, path=path)
-        with Trace(path) as trace:
+    with stage.recorded(strategy, iterator, num_steps=1) as (trace, _):
 
-            def held(step: int, kind: str) -> list:
-                (name,) = [t for t in trace.tensors(step, kind) if t.endswith(_TENSOR)]
-                return [trace.read(step, kind, r, name) for r in range(trace.num_replicas)]
+        def held(step: int, kind: str) -> list:
+            (name,) = [t for t in trace.tensors(step, kind) if t.endswith(_TENSOR)]
+            return [trace.read(step, kind, r, name) for r in range(trace.num_replicas)]
 
-            nothing = [None] * trace.num_replicas
-            moments = [
-                ("weight, before", held(0, "weights")),
-                ("gradient, before", nothing),
-                ("gradient of its shard", held(1, "gradients")),
-                ("gradient after all-reduce", held(1, "sums")),
-                ("weight after the update", held(1, "weights")),
-            ]
+        moments = [
+            ("weight, before", held(0, "weights")),
+            ("gradient, before", [None] * trace.num_replicas),
+            ("gradient of its shard", held(1, "gradients")),
+            ("gradient after all-reduce", held(1, "sums")),
+            ("weight after the update", held(1, "weights")),
+        ]
     states = strategy.replica_states()
     differences = [WeightDifference.between(states[0], other) for other in states[1:]]
     return moments, max(differences, key=lambda d: (not d.identical, d.absolute))

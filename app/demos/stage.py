@@ -1,6 +1,10 @@
 """What experiments need on the stage: devices, images, and trainings that start alike."""
 
+import contextlib
 import dataclasses
+import pathlib
+import tempfile
+from collections.abc import Iterator
 
 from app import console, devices
 from app.config import Config
@@ -80,3 +84,27 @@ def make_steps(strategy, iterator, num_steps: int, progress: StepProgress | None
 def state(strategy) -> dict:
     """Returns the model of a strategy, array by array, without what its optimizer keeps."""
     return {k: v for k, v in strategy.state().items() if k.startswith("model/")}
+
+
+@contextlib.contextmanager
+def recorded(strategy, iterator, *, num_steps: int, inner=None) -> Iterator[tuple]:
+    """Makes steps of a strategy that has made none, and writes down what each replica computes.
+
+    Args:
+        strategy: built.
+        iterator: of its steps.
+        num_steps: how many.
+        inner: a witness that looks on, too, and may interfere.
+
+    Yields:
+        The trace, which is gone afterwards; and for each step and replica when it sent its
+        gradients.
+    """
+    from app.proof.recorder import Recorder
+    from app.proof.trace import Trace
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "steps.npz"
+        times = Recorder(strategy, inner).record(iterator, num_steps=num_steps, path=path)
+        with Trace(path) as trace:
+            yield trace, times
