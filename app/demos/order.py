@@ -6,8 +6,8 @@ import numpy as np
 
 from app.config import Config
 from app.demos import stage, telling
-from app.proof.difference import Difference
 from app.progress import StepProgress
+from app.proof.difference import Difference
 
 _STEPS = 20
 
@@ -31,9 +31,9 @@ def run(config: Config) -> int:
     telling.show(
         f"LeNet on {dataset.name}: how far from manual with sum_on_one, which adds device 0, 1,"
         " 2, … in turn",
-        ["all-reduce", "sums that differ", "by at most", f"weights after {_STEPS} steps", "by at most"],
+        ["all-reduce", "sums that differ", "by at most", f"weights, {_STEPS} steps", "by at most"],
         rows,
-    )  # fmt: skip
+    )
     telling.end(
         "All of these sums are right, each within rounding, and within one training all devices get"
         " the very same one: the replicas stay equal. But two trainings that add in other orders"
@@ -77,8 +77,12 @@ def _show_one_number(gradients: list[list[np.ndarray]], names: list[str]) -> Non
         telling.say("Of the first three devices both sums of every element are equal here.")
         return
     a, b, c = found
-    rows = [[name, letter, f"{value:.10g}"] for name, letter, value in zip(names, "abc", found)]
-    rows += [["", "(a + b) + c", f"{(a + b) + c:.10g}"], ["", "a + (b + c)", f"{a + (b + c):.10g}"]]
+    rows = [
+        [name, letter, f"{value:.10g}"]
+        for name, letter, value in zip(names[:3], "abc", found, strict=True)
+    ]
+    rows += [["", "(a + b) + c", f"{(a + b) + c:.10g}"]]
+    rows += [["", "a + (b + c)", f"{a + (b + c):.10g}"]]
     telling.show("one number of the gradient", ["on", "", "value"], rows)
 
 

@@ -63,8 +63,8 @@ def run(config: Config) -> int:
     )
     telling.end(
         "A gradient averaged over more examples is a better one, not a longer one: with the same"
-        " rate each step goes as far as before, and an epoch has fewer of them. So in as many epochs"
-        " the training gets less far (last row).",
+        " rate each step goes as far as before, and an epoch has fewer of them. So in as many"
+        " epochs the training gets less far (last row).",
         "A rate that grows with the batch makes up for it (middle row): the book takes 0.2 at 512"
         " for ResNet-18 where it took 0.1 at 256. Not at once, though, and only while the larger"
         " rate still works: near the largest one that does, the gain is gone. Try 0.1 below, or the"

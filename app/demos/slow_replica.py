@@ -148,16 +148,15 @@ def _show_division(prepared, shards: list[int], send_secs: list[float]) -> None:
         rows,
         simulated=prepared.simulated,
     )
-    gain = last / after_sec
     telling.end(
         "The all-reduce needs everybody's gradient, so a step takes as long as its slowest device:"
         " all others wait, in every step. A slow device among many costs the speed of many.",
         f"Divided by the measured rates, {' and '.join(map(str, sizes))} images in place of"
         f" {' and '.join(map(str, shards))}, all would send after"
-        f" {1000 * after_sec:.0f} ms in place of {1000 * last:.0f}: {gain:.2f} times as fast. (That is"
-        " computed, not run, and takes time for proportional to the shard; the delay injected here"
-        " is a fixed one.) The result would be the same: each loss is divided by the size of the"
-        " whole batch, so uneven shards are exact.",
+        f" {1000 * after_sec:.0f} ms in place of {1000 * last:.0f}: {last / after_sec:.2f} times as"
+        " fast. (That is computed, not run, and takes time to be proportional to the shard; the"
+        " delay injected here is a fixed one.) The result would be the same: each loss is divided"
+        " by the size of the whole batch, so uneven shards are exact.",
         then=[
             "verify --inject=slow_replica --steps=5    (names the one that all wait for)",
             "demo split_batch",
