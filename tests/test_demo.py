@@ -138,7 +138,7 @@ def test_replicate_reads_the_gradient(prepared, data, capsys):
 def test_variants_of_scale(prepared, data, capsys):
     options = {**data, "num_train_examples": 600, "demo_epochs": 1}
     output = run(config_of("scale", **options), capsys)
-    rows = [row for first in "12" for row in cells(output, first) if len(row) > 4]
+    rows = [row for first in "12" for row in cells(output, first) if row[1].isdigit()]
     assert [(row[0], row[1], row[2]) for row in rows] == [
         ("1", "256", "0.01"), ("2", "512", "0.02"), ("2", "512", "0.01"),
     ]  # fmt: skip
@@ -177,7 +177,9 @@ def test_a_batch_is_divided_by_rate():
     assert sum(sizes) == 10 and sizes == [3, 3, 4] and sec == 1.0
 
 
-def test_slow_replica_names_the_slow_one(prepared, data, capsys):
+def test_slow_replica_names_the_slow_one(prepared, data, capsys, monkeypatch):
+    monkeypatch.setattr(slow_replica, "_ROUNDS", 2)
+    monkeypatch.setattr(slow_replica, "_STEPS_PER_BLOCK", 2)
     output = run(config_of("slow_replica", num_devices=3, **data), capsys)
     rows = [cells(output, name)[0] for name in CPUS[:3]]
     assert [row[1] for row in rows] == ["86", "85", "85"]
@@ -189,9 +191,8 @@ def test_slow_replica_names_the_slow_one(prepared, data, capsys):
 
 def test_predict_on_several_devices_is_predict_on_one(prepared, data, capsys):
     output = run(config_of("predict", num_devices=3, num_train_examples=300, **data), capsys)
-    assert [cells(output, str(i))[0][1] for i in range(5)] == [
-        CPUS[0], CPUS[0], CPUS[1], CPUS[1], CPUS[2],
-    ]  # fmt: skip
+    owners = [row[1] for i in range(5) for row in cells(output, str(i)) if row[1] in CPUS]
+    assert owners == [CPUS[0], CPUS[0], CPUS[1], CPUS[1], CPUS[2]]
     assert "OTHERS" not in output
     (one,) = [row for row in cells(output, "1") if row[1:4] == ["1", "0", "0"]]
     assert one[4] == "1"  # A prediction for the one image, none for the blanks.
@@ -205,7 +206,8 @@ def test_order_finds_a_number_with_two_sums():
     assert order.find_telling_number([[np.ones(3, np.float32)]] * 3) is None
 
 
-def test_order_tells_equal_orders_from_others(prepared, data, capsys):
+def test_order_tells_equal_orders_from_others(prepared, data, capsys, monkeypatch):
+    monkeypatch.setattr(order, "_STEPS", 3)
     output = run(config_of("order", **data), capsys)
     rows = {" ".join(line.split()[:2]): line for line in output.splitlines() if " of 129," in line}
     same = {name for name, row in rows.items() if row.count("bit-identical") == 2}

@@ -131,7 +131,9 @@ def print_times(sampled: list[Sampled]) -> None:
     for s in sampled:
         ratio = interval.ratio(s.rates, sampled[0].rates)
         step_ms = interval.median([1000 * sec for sec in s.step_secs])
-        rows.append([s.facts.num_replicas, step_ms, "" if s is sampled[0] else ratio])
+        rows.append(
+            [s.facts.num_replicas, telling.whole(step_ms), "" if s is sampled[0] else ratio]
+        )
     console.say()
     telling.show(
         f"milliseconds of a step, medians of {_ROUNDS} rounds in turn, with 95 % intervals",

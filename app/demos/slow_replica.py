@@ -119,8 +119,11 @@ def _show_step(fault: Fault, plain: Interval, slow: Interval, simulated: bool) -
         f"milliseconds of a step, medians of {_ROUNDS} blocks in turn, with 95 % intervals",
         ["training", "ms of a step"],
         [
-            ["all devices alike", plain],
-            [f"replica {fault.parameters['replica']} waits {fault.parameters['ms']} ms", slow],
+            ["all devices alike", telling.whole(plain)],
+            [
+                f"replica {fault.parameters['replica']} waits {fault.parameters['ms']} ms",
+                telling.whole(slow),
+            ],
         ],
         simulated=simulated,
     )

@@ -7,6 +7,7 @@ import numpy as np
 
 from app import console
 from app.devices import Devices
+from app.speed.interval import Interval
 
 _WIDTH = 98
 SIMULATED = "simulated devices: timing is not scaling"
@@ -56,3 +57,8 @@ def numbers(array, digits: int = 4) -> str:
 def held_on(tensor) -> str:
     """Returns the device that a tensor really is on, as in "/device:CPU:1"."""
     return "/device:" + tensor.device.rpartition("device:")[2]
+
+
+def whole(interval: Interval) -> str:
+    """Returns an interval of numbers that are large enough to be told without decimals."""
+    return f"{interval.value:,.0f} ({interval.low:,.0f}–{interval.high:,.0f})"

@@ -130,8 +130,8 @@ def print_results(runs: Sequence[Run], sampled: Sequence[Sampled]) -> None:
     )
     resnets = [s for s in sampled if s.point.config.model == "resnet18"]
     telling.show(
-        "ResNet-18, measured for some steps but not trained; sec/epoch is projected to"
-        f" {NUM_TRAIN_EXAMPLES:,} images",
+        "ResNet-18, measured for some steps but not trained, sec/epoch projected to"
+        f" {NUM_TRAIN_EXAMPLES:,} images; the book's: batch 256 on one GPU, 512 on two",
         ["program", "on", "test acc", "sec/epoch"],
         [
             *(
@@ -155,7 +155,7 @@ def print_results(runs: Sequence[Run], sampled: Sequence[Sampled]) -> None:
                 s.point.config.model,
                 s.facts.num_replicas,
                 s.facts.global_batch_size,
-                interval.median(s.rates),
+                telling.whole(interval.median(s.rates)),
                 _ratio(s, sampled),
             ]
             for s in sampled
@@ -172,7 +172,8 @@ def _conclude(runs: Sequence[Run], resnets: Sequence[Sampled]) -> None:
             "This machine has one device that TensorFlow can train on, so there was nothing to"
             " compare; --device=cpu --num_devices=2 takes logical CPU devices."
         )
-    hours = book.EPOCHS * NUM_TRAIN_EXAMPLES / interval.median(resnets[-1].rates).value / 3600
+    sec = book.EPOCHS * NUM_TRAIN_EXAMPLES / interval.median(resnets[-1].rates).value
+    needed = f"{sec / 3600:.1f} hours" if sec > 3600 else f"{sec / 60:.0f} minutes"
     apart = abs(first.test_accuracy - last.test_accuracy)
     telling.end(
         f"Accuracy: with the same batch, one device and {last.num_replicas} make the same training"
@@ -190,7 +191,7 @@ def _conclude(runs: Sequence[Run], resnets: Sequence[Sampled]) -> None:
         then=[
             f"demo train --epochs={book.EPOCHS}    (the book's number of epochs)",
             "--model=resnet18 --batch_size=512 --num_devices=2"
-            f"    (all of ResNet-18's training: about {hours:.1g} h here)",
+            f"    (all of ResNet-18's: about {needed} here)",
             f"predict --run={runs[-1].path}",
             "benchmark --strategies=manual,mirrored --num_devices=1,2",
         ],
