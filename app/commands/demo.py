@@ -10,17 +10,17 @@ from app.demos.registry import EXPERIMENTS, find_experiment
 _INDENTS = {"initial_indent": "  ", "subsequent_indent": "      "}
 
 
-def run(config: Config) -> int:
-    """Runs one experiment, or lists them all; returns 0.
+def run(config: Config) -> None:
+    """Runs one experiment, or lists them all.
 
     Raises:
         ConfigError: there is no such experiment, or it does not take an option.
     """
     if not config.experiment:
         _list_experiments()
-        return 0
+        return
     find_experiment(config)
-    return importlib.import_module(f"app.demos.{config.experiment}").run(config)
+    importlib.import_module(f"app.demos.{config.experiment}").run(config)
 
 
 def _list_experiments() -> None:

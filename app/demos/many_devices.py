@@ -17,7 +17,7 @@ _ROUNDS = 5
 _ALGORITHMS = ("sum_on_one", "ring", "tree", "all_to_all")
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> None:
     """Trains on 1, 2, 4, … devices, compares the weights and times a step; returns 0."""
     prepared = stage.set_up(config)
     from app.job import load_data
@@ -34,7 +34,6 @@ def run(config: Config) -> int:
     _show_weights(counts, training.global_batch_size, weights)
     _show_exchange(counts, sum(array.nbytes for array in weights[0][0].values()))
     _show_times(config, counts, prepared.simulated)
-    return 0
 
 
 def counts_up_to(num_devices: int) -> list[int]:

@@ -12,7 +12,7 @@ from app.proof.difference import Difference
 _STEPS = 20
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> None:
     """Adds real gradients in several orders, and trains with each of them; returns 0."""
     prepared = stage.set_up(config)
     from app.job import load_data
@@ -46,7 +46,6 @@ def run(config: Config) -> int:
             "demo allreduce",
         ],
     )
-    return 0
 
 
 def first_gradients(training: Config, prepared, dataset) -> list[list[np.ndarray]]:

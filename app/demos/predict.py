@@ -11,7 +11,7 @@ _NUM_TRAIN_EXAMPLES = 6000
 _NUM_SHOWN = 5
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> None:
     """Trains a little, then predicts on one device and on all of them; returns 0."""
     prepared = stage.set_up(config)
     from app.data.dataset import CLASS_NAMES
@@ -52,7 +52,6 @@ def run(config: Config) -> int:
     )
     _show_short_shards(many, one, dataset.test_images)
     _compare_all(many, one, dataset)
-    return 0
 
 
 def train_then_copy(training: Config, prepared, dataset):

@@ -8,7 +8,7 @@ _TENSOR = "logits/bias"
 _SHOWN = 4  # Of its ten numbers.
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> None:
     """Makes the first step of the book's training and shows what each device holds; returns 0."""
     prepared = stage.set_up(config)
     from app.data.dataset import CLASS_NAMES
@@ -47,7 +47,6 @@ def run(config: Config) -> int:
             "demo train",
         ],
     )
-    return 0
 
 
 def watch_step(strategy, iterator):

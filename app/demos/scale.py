@@ -26,7 +26,7 @@ class Variant(NamedTuple):
     remark: str
 
 
-def run(config: Config) -> int:
+def run(config: Config) -> None:
     """Trains LeNet by the book's recipe in three ways; returns 0."""
     prepared = stage.set_up(config)
     from app.job import load_data
@@ -66,9 +66,9 @@ def run(config: Config) -> int:
         " rate each step goes as far as before, and an epoch has fewer of them. So in as many"
         " epochs the training gets less far (last row).",
         "A rate that grows with the batch makes up for it (middle row): the book takes 0.2 at 512"
-        " for ResNet-18 where it took 0.1 at 256. Not at once, though, and only while the larger"
-        " rate still works: near the largest one that does, the gain is gone. Try 0.1 below, or the"
-        " book's LeNet with 0.2 doubled.",
+        " for ResNet-18 where it took 0.1 at 256. Not from the first epoch on, though, and only"
+        " while the larger rate still works: the nearer it comes to the largest one that does, the"
+        " less it brings. Try 0.1, and the book's own LeNet with batch and rate doubled.",
         then=[
             "demo scale --learning_rate=0.1",
             "demo scale --num_devices=4 --device=cpu",
@@ -76,7 +76,6 @@ def run(config: Config) -> int:
             "demo many_devices",
         ],
     )
-    return 0
 
 
 def create_variants(config: Config, num_devices: int) -> list[Variant]:

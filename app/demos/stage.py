@@ -42,8 +42,7 @@ def set_up(config: Config) -> Devices:
 
 def first(prepared: Devices, num_devices: int) -> Devices:
     """Returns the first few of some devices."""
-    names = prepared.names[:num_devices]
-    return dataclasses.replace(prepared, names=names, simulated=prepared.simulated)
+    return dataclasses.replace(prepared, names=prepared.names[:num_devices])
 
 
 def training(config: Config, **options) -> Config:

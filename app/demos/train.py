@@ -36,8 +36,8 @@ class Run(NamedTuple):
     summary: Summary
 
 
-def run(config: Config) -> int:
-    """Trains LeNet on one device and on several, measures both models, prints the table; returns 0.
+def run(config: Config) -> None:
+    """Trains LeNet on one device and on several, measures both models, prints the table.
 
     Raises:
         TrainingFailedError: a training did not finish; its exit code becomes ours.
@@ -54,7 +54,6 @@ def run(config: Config) -> int:
     with StepProgress(1) as progress:
         sampled = measure(points, repeats=_ROUNDS, progress=progress).sampled
     print_results(runs, sampled)
-    return 0
 
 
 def lenet_trainings(config: Config) -> list[Config]:
