@@ -8,7 +8,7 @@ _MANY = 8
 
 
 def run(config: Config) -> None:
-    """Adds the book's two little tensors, by every algorithm; returns 0."""
+    """Adds the book's two little tensors, by every algorithm."""
     prepared = stage.set_up(config)
     from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce
 

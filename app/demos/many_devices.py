@@ -18,7 +18,7 @@ _ALGORITHMS = ("sum_on_one", "ring", "tree", "all_to_all")
 
 
 def run(config: Config) -> None:
-    """Trains on 1, 2, 4, … devices, compares the weights and times a step; returns 0."""
+    """Trains on 1, 2, 4, … devices, compares the weights and times a step."""
     prepared = stage.set_up(config)
     from app.job import load_data
 

@@ -13,7 +13,7 @@ _STEPS = 20
 
 
 def run(config: Config) -> None:
-    """Adds real gradients in several orders, and trains with each of them; returns 0."""
+    """Adds real gradients in several orders, and trains with each of them."""
     prepared = stage.set_up(config)
     from app.job import load_data
 

@@ -12,7 +12,7 @@ _NUM_SHOWN = 5
 
 
 def run(config: Config) -> None:
-    """Trains a little, then predicts on one device and on all of them; returns 0."""
+    """Trains a little, then predicts on one device and on all of them."""
     prepared = stage.set_up(config)
     from app.data.dataset import CLASS_NAMES
     from app.evaluation import softmax

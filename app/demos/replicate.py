@@ -9,7 +9,7 @@ _SHOWN = 4  # Of its ten numbers.
 
 
 def run(config: Config) -> None:
-    """Makes the first step of the book's training and shows what each device holds; returns 0."""
+    """Makes the first step of the book's training and shows what each device holds."""
     prepared = stage.set_up(config)
     from app.data.dataset import CLASS_NAMES
     from app.job import load_data

@@ -27,7 +27,7 @@ class Variant(NamedTuple):
 
 
 def run(config: Config) -> None:
-    """Trains LeNet by the book's recipe in three ways; returns 0."""
+    """Trains LeNet by the book's recipe in three ways."""
     prepared = stage.set_up(config)
     from app.job import load_data
 

@@ -18,7 +18,7 @@ _RECORDED_STEPS = 2 * MIN_STEPS + 1  # The first one compiles.
 
 
 def run(config: Config) -> None:
-    """Times steps with and without a device that takes twice as long; returns 0."""
+    """Times steps with and without a device that takes twice as long."""
     prepared = stage.set_up(config)
     from app.job import load_data
 

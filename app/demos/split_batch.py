@@ -11,7 +11,7 @@ _NUM_ROWS, _NUM_COLUMNS = 4, 5
 
 
 def run(config: Config) -> None:
-    """Cuts the book's batch of 0 to 19 over the devices; returns 0."""
+    """Cuts the book's batch of 0 to 19 over the devices."""
     prepared = stage.set_up(config)
     telling.begin(
         f"A batch of {_NUM_ROWS} examples, the rows 0 to 19 of the book, is cut into one shard for"

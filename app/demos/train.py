@@ -75,6 +75,7 @@ def create_points(config: Config, runs: Sequence[Run]) -> list[Point]:
         device="gpu" if on_gpus else "cpu",
         num_gpus=None,
         last_batch="drop",
+        num_train_examples=None,  # A step takes as long, whatever the set.
         epochs=1,
         demo_epochs=None,
         experiment="",
