@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import logging
 import os
 import shutil
@@ -80,6 +81,11 @@ def set_up(config: Config) -> Devices:
     return _of_all_workers(devices, cluster, config) if cluster else devices
 
 
+def count_gpus(config: Config) -> int:
+    """Returns how many GPUs TensorFlow sees; may be called before `set_up`, and decides nothing."""
+    return len(import_tensorflow(config.verbosity).config.list_physical_devices("GPU"))
+
+
 def num_cores() -> int:
     """Returns how many processor cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -108,6 +114,7 @@ def import_tensorflow(verbosity: int):
         ) from error
 
 
+@functools.cache  # Once for the process.
 def _use_own_temporary_directory() -> None:
     """Keeps temporary files in a directory that is removed at the end of the program.
 

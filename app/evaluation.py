@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from app.data.dataset import ImageDataset
 from app.data.pipeline import eval_dataset
 from strategies.base import StepTotals, Strategy
@@ -31,3 +33,9 @@ def evaluate(
             f"evaluated {totals.examples} images instead of {len(dataset.test_images)}"
         )
     return totals
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Returns the probabilities `(n, 10)` that logits `(n, 10)` stand for."""
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)

@@ -95,6 +95,7 @@ COMMANDS["doctor"] = {
 }
 COMMANDS["demo"] = {
     *("all_reduce", "epochs", "num_train_examples", "dataset", "seed", "verbosity"),
+    "learning_rate",
     *_DATA_OPTIONS,
     *_DEVICE_OPTIONS,
 }
@@ -107,6 +108,7 @@ WORDS = {"demo": "EXPERIMENT", "report": "DIR …"}
 OWN_DEFAULTS = {
     "launch": {"strategy": "multi_worker"},
     "plan": {"num_workers": 1},
+    "demo": {"epochs": 3},
     "doctor": {"strategies": ("manual", "mirrored")},
 }
 

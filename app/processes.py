@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from app.errors import (
+    TERMINATED_EXIT_CODE,
     DeviceError,
     DiskFullError,
     LockstepError,
@@ -191,7 +192,7 @@ def _death(exit_code: int) -> DeviceError:
 def _call(connection, temporary, function, arguments) -> None:
     """Runs in the new process: sends messages, then the result or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller gets it too, and ends us.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED_EXIT_CODE))
     tempfile.tempdir = os.environ["TMPDIR"] = temporary
     channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
     with contextlib.suppress(BrokenPipeError, EOFError):  # The caller has ended.

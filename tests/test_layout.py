@@ -35,6 +35,7 @@ ALLOWED = {
     "app/fault.py": {"app.errors"},
     "app/fault_points.py": {"app.errors"},
     "app/interruption.py": {"app.console", "app.errors"},
+    "app/subprogram.py": {"app.errors", "app.interruption"},
     "app/stall.py": {"app.console", "app.errors"},
     "app/free_memory.py": set(),
     "app/memory.py": {"app.console", "app.errors", "app.liveness"},
@@ -85,6 +86,8 @@ ALLOWED = {
         *("app", "models", "strategies.collectives", "strategies.packing"),
     },
     "app/doctor": {"app"},
+    "app/demos": {"app", "models", "strategies"},
+    "app/demos/registry.py": {"app.config", "app.errors"},
     "app/commands": {"app", "models", "strategies"},
 }
 OWN = ("app", "models", "strategies")

@@ -2,19 +2,18 @@
 
 import dataclasses
 import pathlib
-import subprocess
-import sys
 
-from app import console, interruption
+from app import console
 from app.caveats import caveats
 from app.commands.train import default_out, open_log
 from app.config import Config
-from app.errors import OutputError, Terminated, TrainingFailedError
+from app.errors import OutputError, TrainingFailedError
 from app.proof.comparison import HEADER, compare_weights, table_rows
 from app.records.files import write_json
 from app.records.history import Summary, load_summary
 from app.records.report import REPORT_FILE, write_report
 from app.records.run_directory import CONFIG_FILE, named_path, open_run_directory
+from app.subprogram import train_in_own_process
 
 
 def run(config: Config) -> list[Summary]:
@@ -46,32 +45,12 @@ def run(config: Config) -> list[Summary]:
                     f"{path / strategy} is a symbolic link — a directory is required, for nothing"
                     " is written outside of --out; move what it leads to here"
                 )
-            exit_code = _train_in_own_process(config, strategy, path / strategy)
+            exit_code = train_in_own_process(_words_for(config, strategy), path / strategy)
             if exit_code:
                 if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: it is free again.
                     (path / CONFIG_FILE).unlink()
                 raise TrainingFailedError(strategy, exit_code)
         return _report(config, path, [path / strategy for strategy in config.strategies])
-
-
-def _train_in_own_process(config: Config, strategy: str, run_dir: pathlib.Path) -> int:
-    """Runs `train` as a child and returns its exit code.
-
-    Two MirroredStrategies of different size in one process break every later collective, and each
-    training should find the machine as a user's own run would.
-    """
-    main = pathlib.Path(__file__).parents[2] / "main.py"
-    child = subprocess.Popen(
-        [sys.executable, str(main), *_words_for(config, strategy), f"--out={run_dir}"],
-        preexec_fn=interruption.end_with_parent,
-    )
-    try:
-        exit_code = child.wait()
-    except (KeyboardInterrupt, Terminated):
-        child.send_signal(interruption.STOP_REQUEST)  # It saves, and leaves no training behind.
-        child.wait()
-        raise
-    return exit_code if exit_code >= 0 else 128 - exit_code
 
 
 def _words_for(config: Config, strategy: str) -> list[str]:

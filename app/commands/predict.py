@@ -28,8 +28,10 @@ def run(config: Config) -> np.ndarray:
         truths = [CLASS_NAMES[label] for label in labels[: len(images)]]
         if dataset.name in DATASET_CAVEATS:
             console.warn(DATASET_CAVEATS[dataset.name])
+    from app.evaluation import softmax
+
     strategy = saved.rebuild(prepared)
-    probabilities = _softmax(strategy.predict(images))
+    probabilities = softmax(strategy.predict(images))
     rows = [
         [name, CLASS_NAMES[np.argmax(p)], f"{np.max(p):.4f}"]
         for name, p in zip(names, probabilities, strict=True)
@@ -39,8 +41,3 @@ def run(config: Config) -> np.ndarray:
     title = f"{saved.config.model} of {config.run}, {strategy.name} on {strategy.devices}"
     console.print_table(title, header, rows)
     return probabilities
-
-
-def _softmax(logits: np.ndarray) -> np.ndarray:
-    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return exponentials / exponentials.sum(axis=-1, keepdims=True)

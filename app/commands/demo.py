@@ -1,0 +1,41 @@
+"""`demo`: the textbook's small experiments, each told in a few lines."""
+
+import importlib
+import textwrap
+
+from app import console
+from app.config import Config
+from app.demos.registry import EXPERIMENTS, find_experiment
+
+_INDENTS = {"initial_indent": "  ", "subsequent_indent": "      "}
+
+
+def run(config: Config) -> None:
+    """Runs one experiment, or lists them all.
+
+    Raises:
+        ConfigError: there is no such experiment, or it does not take an option.
+    """
+    if not config.experiment:
+        _list_experiments()
+        return
+    find_experiment(config)
+    importlib.import_module(f"app.demos.{config.experiment}").run(config)
+
+
+def _list_experiments() -> None:
+    console.say("usage: python main.py demo EXPERIMENT [--flag=value …]")
+    console.say()
+    for name, experiment in EXPERIMENTS.items():
+        console.say(f"  {name:<13} {experiment.duration:<15} {experiment.text}")
+    console.say()
+    console.say("Durations are those of two CPU cores. Flags, and the experiments that take them:")
+    owners = {}
+    for option in sorted({option for e in EXPERIMENTS.values() for option in e.options}):
+        names = [name for name, e in EXPERIMENTS.items() if option in e.options]
+        shown = "all" if len(names) == len(EXPERIMENTS) else ", ".join(names)
+        owners.setdefault(shown, []).append(f"--{option}")
+    for shown, options in owners.items():
+        console.say(textwrap.fill(f"{' '.join(options)}: {shown}", 98, **_INDENTS))
+    console.say()
+    console.say("Start with: python main.py demo allreduce")

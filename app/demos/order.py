@@ -1,0 +1,145 @@
+"""`demo order`: what the order in which gradients are added changes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from app.config import Config
+from app.demos import stage, telling
+from app.processes import call_in_own_process
+from app.progress import StepProgress
+from app.proof.difference import Difference
+
+_STEPS = 20
+
+
+def run(config: Config) -> None:
+    """Adds real gradients in several orders, and trains with each of them.
+
+    In a process of its own: taking an iterator of MirroredStrategy apart was seen to wait for 30 s.
+    """
+    call_in_own_process(tell, config)
+
+
+def tell(send: Callable, config: Config) -> None:
+    """Does so in this process."""
+    prepared = stage.set_up(config)
+    from app.job import load_data
+
+    telling.begin(
+        "Computers round every sum. So (a + b) + c need not be a + (b + c), and an all-reduce that"
+        " adds in another order gives other last digits. Here with the gradients of LeNet's first"
+        f" step, and with what {_STEPS} steps make of it.",
+        prepared,
+    )
+    training = stage.training(config, recipe="fast", epochs=1)
+    dataset = load_data(training)
+    gradients = first_gradients(training, prepared, dataset)
+    _show_one_number(gradients, prepared.names)
+    rows = compare_orders(training, prepared, dataset, gradients)
+    telling.show(
+        f"LeNet on {dataset.name}: how far from manual with sum_on_one, which adds device 0, 1,"
+        " 2, … in turn",
+        ["all-reduce", "sums that differ", "by at most", f"weights, {_STEPS} steps", "by at most"],
+        rows,
+    )
+    telling.end(
+        "All of these sums are right, each within rounding, and within one training all devices get"
+        " the very same one: the replicas stay equal. But two trainings that add in other orders"
+        " part, a little more with every step, for training enlarges small differences.",
+        "manual and mirrored agree to the last bit where both add in the same order, and only"
+        " there. So a difference in the last digits alone proves no error, and verify computes how"
+        " large rounding can be before it calls anything different.",
+        then=[
+            "verify --strategies=manual,mirrored --num_devices=4 --device=cpu --steps=5",
+            "demo allreduce",
+        ],
+    )
+
+
+def first_gradients(training: Config, prepared, dataset) -> list[list[np.ndarray]]:
+    """Returns what each device has computed in the first step, before any exchange."""
+    _, strategy, iterator = stage.create(training, prepared, dataset)
+    with stage.recorded(strategy, iterator, num_steps=1) as (trace, _):
+        names = trace.tensors(1, "gradients")
+        return [
+            [trace.read(1, "gradients", replica_id, name) for name in names]
+            for replica_id in range(trace.num_replicas)
+        ]
+
+
+def find_telling_number(gradients: list[list[np.ndarray]]) -> list[np.float32] | None:
+    """Returns the three values of an element whose two sums differ most; None where none do."""
+    best, most = None, 0.0
+    for a, b, c in zip(*gradients[:3], strict=True):
+        apart = np.abs(((a + b) + c) - (a + (b + c)))
+        if apart.max() > most:
+            where, most = np.unravel_index(np.argmax(apart), apart.shape), apart.max()
+            best = [array[where] for array in (a, b, c)]
+    return best
+
+
+def _show_one_number(gradients: list[list[np.ndarray]], names: list[str]) -> None:
+    found = find_telling_number(gradients)
+    if found is None:
+        telling.say("Of the first three devices both sums of every element are equal here.")
+        return
+    a, b, c = found
+    rows = [
+        [name, letter, f"{value:.10g}"]
+        for name, letter, value in zip(names[:3], "abc", found, strict=True)
+    ]
+    rows += [["", "(a + b) + c", f"{(a + b) + c:.10g}"]]
+    rows += [["", "a + (b + c)", f"{a + (b + c):.10g}"]]
+    telling.show("one number of the gradient", ["on", "", "value"], rows)
+
+
+def compare_orders(training: Config, prepared, dataset, gradients) -> list[list]:
+    """Adds the gradients, and trains, with each all-reduce; returns a row of the table for each.
+
+    The first one is what the others are compared with.
+    """
+    import tensorflow as tf
+
+    per_replica = []
+    for name, arrays in zip(prepared.names, gradients, strict=True):
+        with tf.device(name):
+            per_replica.append([tf.constant(array) for array in arrays])
+    others = [("manual", "all_to_all"), ("manual", "tree"), ("manual", "ring")]
+    on_gpus = "GPU" in prepared.names[0]
+    others += [("mirrored", "sum_on_one"), ("mirrored", "nccl" if on_gpus else "ring")]
+    rows, first = [], None
+    with StepProgress(_STEPS) as progress:
+        for strategy_name, algorithm in [("manual", "sum_on_one"), *others]:
+            progress.start(f"training {_STEPS} steps: {strategy_name}, {algorithm}")
+            config = dataclasses.replace(training, strategy=strategy_name, all_reduce=algorithm)
+            sums, weights = _sums_and_weights(config, prepared, dataset, per_replica)
+            first = first or (sums, weights)
+            row = [f"{strategy_name} {algorithm}"]
+            for own, reference in zip((sums, weights), first, strict=True):
+                difference = Difference.between(own, reference)
+                row += [f"{np.sum(own != reference):,} of {own.size:,}", _size(difference)]
+            rows.append(row)
+    return rows
+
+
+_KEPT = []  # Of MirroredStrategy: nothing of it is taken apart before the process ends.
+
+
+def _sums_and_weights(config: Config, prepared, dataset, per_replica) -> tuple:
+    """Returns the sums of given gradients, and the weights after some steps, each as one vector."""
+    _, strategy, iterator = stage.create(config, prepared, dataset)
+    _KEPT.append((strategy, iterator))
+    sums = [total.numpy() for total in strategy.exchange(per_replica)[0]]
+    stage.make_steps(strategy, iterator, _STEPS)
+    return tuple(
+        np.concatenate([array.ravel() for array in arrays])
+        for arrays in (sums, stage.state(strategy).values())
+    )
+
+
+def _size(difference: Difference) -> str:
+    if not difference.absolute:
+        return "bit-identical"
+    return f"{difference.absolute:.2g} ({difference.ulps} ULP)"

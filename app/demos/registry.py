@@ -1,0 +1,122 @@
+"""The experiments by name, what they take, and how long they take. Nothing imports TensorFlow."""
+
+import dataclasses
+import difflib
+
+from app.config import Config
+from app.errors import ConfigError
+from app.options import OWN_DEFAULTS
+
+_DEVICES = {"num_devices", "num_gpus", "device", "verbosity"}
+_DATA = {"dataset", "data_dir", "allow_unverified_data", "seed"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One experiment; `app/demos/<name>.py` runs it.
+
+    Attributes:
+        text: what it shows, for the list.
+        duration: how long it takes on a laptop's CPU, in words.
+        options: names of the options that mean something to it.
+        num_devices: how many devices it has where nobody asks for a number.
+        least_devices: fewer show nothing.
+    """
+
+    text: str
+    duration: str
+    options: frozenset[str]
+    num_devices: int = 2
+    least_devices: int = 2
+
+
+def _experiment(text: str, duration: str, options: set[str] = frozenset(), **numbers) -> Experiment:
+    return Experiment(text, duration, frozenset(_DEVICES | options), **numbers)
+
+
+# In the order of the book's two chapters, then the answers to their exercises.
+EXPERIMENTS = {
+    "allreduce": _experiment(
+        "every device gets the sum of what all devices hold", "seconds", {"all_reduce"}
+    ),
+    "split_batch": _experiment(
+        "which rows of a batch go to which device, and how the loss is scaled",
+        "seconds",
+        num_devices=3,
+    ),
+    "replicate": _experiment(
+        "weight and gradient on each device, before and after one step",
+        "10 seconds",
+        {"all_reduce", *_DATA},
+    ),
+    "train": _experiment(
+        "LeNet and ResNet-18 on one device and on two: the book's table and yours",
+        "4 minutes",
+        {"all_reduce", "epochs", "num_train_examples", *_DATA},
+    ),
+    "scale": _experiment(
+        "more devices, a larger batch: what becomes of the learning rate",
+        "a minute",
+        {"all_reduce", "epochs", "learning_rate", "num_train_examples", *_DATA},
+    ),
+    "many_devices": _experiment(
+        "the same training on 1, 2, 4, 8 and 16 devices",
+        "2 minutes",
+        {"all_reduce", *_DATA},
+        num_devices=16,
+    ),
+    "slow_replica": _experiment(
+        "one device is slower: who waits, and how to divide the work",
+        "half a minute",
+        {"all_reduce", *_DATA},
+    ),
+    "predict": _experiment(
+        "prediction on several devices: the same probabilities, in order",
+        "15 seconds",
+        {"num_train_examples", *_DATA},
+    ),
+    "order": _experiment(
+        "(a + b) + c is not a + (b + c): what the order of the exchange changes",
+        "half a minute",
+        _DATA,
+        num_devices=4,
+        least_devices=3,
+    ),
+}
+
+
+def find_experiment(config: Config) -> Experiment:
+    """Returns the experiment that `config` names; every option must mean something to it.
+
+    Raises:
+        ConfigError: there is no such experiment, it does not take an option, or the devices are too
+            few to show anything.
+    """
+    name = config.experiment
+    if name not in EXPERIMENTS:
+        nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.5)
+        proposal = f"did you mean {nearest[0]}?" if nearest else "demo alone lists them"
+        raise ConfigError(
+            f"{name!r} is not an experiment — one of {', '.join(EXPERIMENTS)} is required;"
+            f" {proposal}"
+        )
+    experiment = EXPERIMENTS[name]
+    for field in dataclasses.fields(Config):
+        option, value = field.name, getattr(config, field.name)
+        if option in ("command", "experiment") or option in experiment.options:
+            continue
+        if value not in (field.default, OWN_DEFAULTS["demo"].get(option)):
+            owners = [other for other, e in EXPERIMENTS.items() if option in e.options]
+            raise ConfigError(
+                f"--{option}={value} with demo {name} — it is an option of"
+                f" {', '.join(f'demo {owner}' for owner in owners) or 'other commands'};"
+                " leave it out"
+            )
+    asked = config.num_devices or config.num_gpus
+    if asked and asked < experiment.least_devices:
+        flag = "num_devices" if config.num_devices else "num_gpus"
+        raise ConfigError(
+            f"--{flag}={asked} with demo {name} — {experiment.least_devices} devices or more are"
+            f" required to show anything; use --{flag}={experiment.num_devices}"
+        )
+    return experiment

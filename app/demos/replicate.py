@@ -1,0 +1,103 @@
+"""`demo replicate`: one weight and its gradient on each device, all through one step."""
+
+from app import console
+from app.config import Config
+from app.demos import stage, telling
+
+_TENSOR = "logits/bias"
+_SHOWN = 4  # Of its ten numbers.
+
+
+def run(config: Config) -> None:
+    """Makes the first step of the book's training and shows what each device holds."""
+    prepared = stage.set_up(config)
+    from app.data.dataset import CLASS_NAMES
+    from app.job import load_data
+
+    training = stage.training(config)
+    dataset = load_data(training)
+    telling.begin(
+        "Every device has a full copy of LeNet. One training step, with a shard of its own for each"
+        f" device, seen in one small tensor, {_TENSOR}: a number for each class, of which"
+        f" {', '.join(CLASS_NAMES[:_SHOWN])} are shown.",
+        prepared,
+    )
+    job, strategy, iterator = stage.create(training, prepared, dataset)
+    moments, whole = watch_step(strategy, iterator)
+    rows = []
+    for moment, per_replica in moments:
+        for replica_id, array in enumerate(per_replica):
+            shown = "none yet" if array is None else telling.numbers(array[:_SHOWN], 6)
+            label = "" if replica_id else moment
+            rows.append([label, prepared.names[replica_id], shown, _agreement(per_replica)])
+    telling.show(
+        f"the first step, batch {training.global_batch_size}, learning rate {job.learning_rate:g}",
+        ["moment", "on", _TENSOR, "devices agree?"],
+        rows,
+    )
+    verdict = "hold the same bits" if whole.identical else f"differ by {whole.absolute:.3g}"
+    _read_gradient(job, prepared.names, moments[2][1])
+    telling.end(
+        f"After the step the whole models, {strategy.model.count_params():,} weights on each of"
+        f" {console.count(len(prepared.names), 'device')}, {verdict}. No weight was ever sent:"
+        " equal weights and equal sums make equal updates.",
+        then=[
+            "verify --strategies=manual,mirrored --steps=5    (checks every step like this)",
+            "demo replicate --device=cpu --num_devices=4 --all_reduce=ring",
+            "demo train",
+        ],
+    )
+
+
+def watch_step(strategy, iterator):
+    """Makes one step of a strategy that has made none and writes down what each replica holds.
+
+    Returns:
+        Pairs of a moment and, for each replica, the small tensor at that moment or None; and the
+        largest difference between replica 0 and any other in the whole model after the step.
+    """
+    from app.proof.difference import WeightDifference
+
+    with stage.recorded(strategy, iterator, num_steps=1) as (trace, _):
+
+        def held(step: int, kind: str) -> list:
+            (name,) = [t for t in trace.tensors(step, kind) if t.endswith(_TENSOR)]
+            return [trace.read(step, kind, r, name) for r in range(trace.num_replicas)]
+
+        moments = [
+            ("weight, before", held(0, "weights")),
+            ("gradient, before", [None] * trace.num_replicas),
+            ("gradient of its shard", held(1, "gradients")),
+            ("gradient after all-reduce", held(1, "sums")),
+            ("weight after the update", held(1, "weights")),
+        ]
+    states = strategy.replica_states()
+    differences = [WeightDifference.between(states[0], other) for other in states[1:]]
+    return moments, max(differences, key=lambda d: (not d.identical, d.absolute))
+
+
+def _read_gradient(job, names: list[str], per_replica_gradients: list) -> None:
+    """Says what the first number of each gradient is made of: images of the first class."""
+    from app.data.dataset import CLASS_NAMES
+    from strategies.collectives import shard_bounds
+
+    _, labels = next(job.batches().as_numpy_iterator())
+    telling.say(
+        "This gradient can be read. The network expects each class in a tenth of the images at"
+        " first; it is told how many more that is than there are, over the size of the whole batch:"
+    )
+    for replica_id, (name, gradient) in enumerate(zip(names, per_replica_gradients, strict=True)):
+        start, end = shard_bounds(len(labels), len(names), replica_id)
+        seen = int((labels[start:end] == 0).sum())
+        console.say(
+            f"  {name} has {console.count(seen, CLASS_NAMES[0])} among {end - start} images:"
+            f" ({(end - start) / 10:g} − {seen}) / {len(labels)} ="
+            f" {((end - start) / 10 - seen) / len(labels):.6f}, and holds {gradient[0]:.6f}"
+        )
+
+
+def _agreement(per_replica: list) -> str:
+    """Returns in words whether all replicas hold the same bits."""
+    if per_replica[0] is None:
+        return ""
+    return "yes" if len({array.tobytes() for array in per_replica}) == 1 else "no"

@@ -1,0 +1,166 @@
+"""`demo slow_replica`: one device is slower than the others. Who waits, and what would help?"""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+from app import console
+from app.config import Config
+from app.demos import stage, telling
+from app.fault import MIN_STEPS, Fault
+from app.progress import StepProgress
+from app.speed import interval
+from app.speed.interval import Interval
+
+_ROUNDS = 8
+_STEPS_PER_BLOCK = 10
+_RECORDED_STEPS = 2 * MIN_STEPS + 1  # The first one compiles.
+
+
+def run(config: Config) -> None:
+    """Times steps with and without a device that takes twice as long."""
+    prepared = stage.set_up(config)
+    from app.job import load_data
+
+    training = stage.training(config)
+    dataset = load_data(training)
+    slow = len(prepared.names) - 1
+    telling.begin(
+        f"One device, {prepared.names[slow]}, is made to take about twice as long for its shard as"
+        " the others. What does that cost the training?",
+        prepared,
+    )
+    plain, plain_iterator = stage.create(training, prepared, dataset)[1:]
+    send_secs = record_send_times(training, prepared, dataset, None)
+    wait_ms = max(1, round(1000 * max(send_secs)))
+    fault = Fault("slow_replica", {"replica": slow, "ms": wait_ms})
+    spoiled, spoiled_iterator = create_spoiled(training, prepared, dataset, fault)
+    plain_ms, slow_ms = time_in_turn([(plain, plain_iterator), (spoiled, spoiled_iterator)])
+    send_secs = record_send_times(training, prepared, dataset, fault)
+    _show_step(fault, plain_ms, slow_ms, prepared.simulated)
+    shards = shard_sizes(training.global_batch_size, len(prepared.names))
+    _show_division(prepared, shards, send_secs)
+
+
+def create_spoiled(training: Config, prepared, dataset, fault: Fault):
+    """Returns a strategy with a slow replica, and its iterator."""
+    from app.proof.faults import inject
+
+    job, strategy, iterator = stage.create(training, prepared, dataset)
+    inject(fault, strategy, batch_sizes=job.batch_sizes(), num_steps=job.num_steps)
+    return strategy, iterator
+
+
+def record_send_times(training: Config, prepared, dataset, fault: Fault | None) -> list[float]:
+    """Returns the seconds from the start of a step until each replica sent its gradients.
+
+    Medians over some steps of a training of their own, whose recording takes time, too, but not
+    between these two moments.
+    """
+    from app.proof.faults import FaultyWitness
+
+    _, strategy, iterator = stage.create(training, prepared, dataset)
+    inner = FaultyWitness(fault, strategy.num_replicas) if fault else None
+    with stage.recorded(strategy, iterator, num_steps=_RECORDED_STEPS, inner=inner) as (_, times):
+        return [statistics.median(sec for sec, _ in of) for of in zip(*times[1:], strict=True)]
+
+
+def time_in_turn(trainings: Sequence[tuple]) -> list[Interval]:
+    """Times blocks of steps of each training in turn; returns milliseconds of a step."""
+    step_ms = [[] for _ in trainings]
+    for strategy, iterator in trainings:
+        strategy.train_steps(iterator, _STEPS_PER_BLOCK)  # Compiles, and warms up.
+    with StepProgress(_ROUNDS) as progress:
+        progress.start(f"timing both in turn, {_ROUNDS} times {_STEPS_PER_BLOCK} steps")
+        for number in range(_ROUNDS):
+            order = range(len(trainings))
+            for position in order if number % 2 == 0 else reversed(order):
+                strategy, iterator = trainings[position]
+                start = time.perf_counter()
+                strategy.train_steps(iterator, _STEPS_PER_BLOCK)
+                sec = time.perf_counter() - start
+                step_ms[position].append(1000 * sec / _STEPS_PER_BLOCK)
+            progress.message(("step", number + 1))
+    console.say()
+    return [interval.median(values) for values in step_ms]
+
+
+def shard_sizes(global_batch_size: int, num_replicas: int) -> list[int]:
+    """Returns how many examples each replica gets."""
+    from strategies.collectives import shard_bounds
+
+    bounds = [shard_bounds(global_batch_size, num_replicas, r) for r in range(num_replicas)]
+    return [end - start for start, end in bounds]
+
+
+def divide_by_rate(shards: Sequence[int], secs: Sequence[float]) -> tuple[list[int], float]:
+    """Divides a batch so that all replicas end together, were time in proportion to the shard.
+
+    Args:
+        shards: how many examples each replica had.
+        secs: how long each took for them.
+
+    Returns:
+        New sizes with the same sum, and the seconds that the last replica would take.
+    """
+    rates = [shard / sec for shard, sec in zip(shards, secs, strict=True)]
+    exact = [sum(shards) * rate / sum(rates) for rate in rates]
+    sizes = [int(size) for size in exact]
+    # What rounding down left over goes to where most was cut off.
+    by_rest = sorted(range(len(exact)), key=lambda r: sizes[r] - exact[r])
+    for replica_id in by_rest[: sum(shards) - sum(sizes)]:
+        sizes[replica_id] += 1
+    return sizes, max(size / rate for size, rate in zip(sizes, rates, strict=True))
+
+
+def _show_step(fault: Fault, plain: Interval, slow: Interval, simulated: bool) -> None:
+    telling.show(
+        f"milliseconds of a step, medians of {_ROUNDS} blocks in turn, with 95 % intervals",
+        ["training", "ms of a step"],
+        [
+            ["all devices alike", telling.whole(plain)],
+            [
+                f"replica {fault.parameters['replica']} waits {fault.parameters['ms']} ms",
+                telling.whole(slow),
+            ],
+        ],
+        simulated=simulated,
+    )
+
+
+def _show_division(prepared, shards: list[int], send_secs: list[float]) -> None:
+    """Shows who waits for whom, and how the batch would have to be divided."""
+    sizes, after_sec = divide_by_rate(shards, send_secs)
+    last = max(send_secs)
+    rows = [
+        [
+            name,
+            shard,
+            f"{1000 * sec:.0f}",
+            f"{1000 * (last - sec):.0f}",
+            f"{shard / sec:,.0f}",
+            size,
+            f"{1000 * size * sec / shard:.0f}",
+        ]
+        for name, shard, sec, size in zip(prepared.names, shards, send_secs, sizes, strict=True)
+    ]
+    telling.show(
+        "until each device sends its gradient, and a division of the batch that would end together",
+        ["on", "images", "sends after, ms", "then waits, ms", "images/s", "better", "after, ms"],
+        rows,
+        simulated=prepared.simulated,
+    )
+    telling.end(
+        "The all-reduce needs everybody's gradient, so a step takes as long as its slowest device:"
+        " all others wait, in every step. A slow device among many costs the speed of many.",
+        f"Divided by the measured rates, {' and '.join(map(str, sizes))} images in place of"
+        f" {' and '.join(map(str, shards))}, all would send after"
+        f" {1000 * after_sec:.0f} ms in place of {1000 * last:.0f}: {last / after_sec:.2f} times as"
+        " fast. (That is computed, not run, and takes time to be proportional to the shard; the"
+        " delay injected here is a fixed one.) The result would be the same: each loss is divided"
+        " by the size of the whole batch, so uneven shards are exact.",
+        then=[
+            "verify --inject=slow_replica --steps=5    (names the one that all wait for)",
+            "demo split_batch",
+        ],
+    )

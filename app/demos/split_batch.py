@@ -1,0 +1,85 @@
+"""`demo split_batch`: which rows of a batch go to which device, and why the count is global."""
+
+import numpy as np
+
+from app import console
+from app.config import Config
+from app.demos import stage, telling
+from app.devices import Devices
+
+_NUM_ROWS, _NUM_COLUMNS = 4, 5
+
+
+def run(config: Config) -> None:
+    """Cuts the book's batch of 0 to 19 over the devices."""
+    prepared = stage.set_up(config)
+    telling.begin(
+        f"A batch of {_NUM_ROWS} examples, the rows 0 to 19 of the book, is cut into one shard for"
+        " each device: as equal as can be, in order, every row once.",
+        prepared,
+    )
+    asked = config.num_devices or config.num_gpus
+    for count in [len(prepared.names)] if asked else sorted({2, len(prepared.names)}):
+        shards = split(stage.first(prepared, count))
+        _show_shards(shards)
+    _tell_scaling(shards)
+    telling.end(
+        "So no device may divide by the size of its own shard. Each divides its sum by the number"
+        " of examples of the whole batch, and the all-reduce adds: exact for uneven shards too, and"
+        " for the short batch at the end of an epoch. strategies/loss.py is the one place that"
+        " does so.",
+        then=[
+            "demo split_batch --device=cpu --num_devices=4",
+            "verify --inject=mean_of_means --batch_size=257 --steps=5    (finds this very mistake)",
+            "demo replicate",
+        ],
+    )
+
+
+def split(prepared: Devices) -> list:
+    """Returns the shard of each device, a tensor on that device."""
+    import tensorflow as tf
+
+    from strategies.collectives import split_batch
+
+    batch = tf.reshape(tf.range(_NUM_ROWS * _NUM_COLUMNS), [_NUM_ROWS, _NUM_COLUMNS])
+    return [shard for (shard,) in split_batch([batch], prepared.names)]
+
+
+def _show_shards(shards: list) -> None:
+    sizes = ", ".join(str(len(shard)) for shard in shards)
+    rows, start = [], 0
+    for shard in shards:
+        for position, row in enumerate(shard.numpy()):
+            name = "" if position else telling.held_on(shard)
+            rows.append([name, start + position, telling.numbers(row, 0)])
+        if not len(shard):
+            rows.append([telling.held_on(shard), "none", ""])
+        start += len(shard)
+    telling.show(
+        f"{console.count(len(shards), 'device')}: shards of {sizes}",
+        ["it is on", "row", "values"],
+        rows,
+    )
+
+
+def _tell_scaling(shards: list) -> None:
+    """Takes the mean of a row for the loss of an example, and averages it both ways."""
+    losses = [shard.numpy().mean(axis=1) for shard in shards]
+    everyone = np.concatenate(losses)
+    means = [f"{loss.mean():g}" if len(loss) else "nothing" for loss in losses]
+    with_examples = [loss.mean() for loss in losses if len(loss)]
+    parts = [loss.sum() / len(everyone) for loss in losses]
+    sizes = {len(loss) for loss in losses if len(loss)}
+    telling.say(
+        f"Take the mean of a row for the loss of that example: {telling.numbers(everyone, 1)}."
+        f" Their mean is {everyone.mean():g}. The mean of the devices' own means"
+        f" ({', '.join(means)}) is {np.mean(with_examples):.4g}"
+        + (
+            ": right only because these shards are equal."
+            if len(sizes) == 1
+            else ": wrong, for an example of a small shard counts more than others."
+        )
+        + " Each device's sum over the count of the whole batch"
+        f" ({' + '.join(f'{part:g}' for part in parts)}) adds up to {sum(parts):g}."
+    )

@@ -1,0 +1,217 @@
+"""`demo train`: the book's table, LeNet and ResNet-18 on one device and on several, and ours."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from app import console
+from app.commands.train import default_out
+from app.config import Config
+from app.demos import book, telling
+from app.errors import TrainingFailedError
+from app.options import NUM_TRAIN_EXAMPLES
+from app.progress import StepProgress
+from app.records.history import Summary, load_summary
+from app.records.run_directory import named_path
+from app.speed import interval
+from app.speed.point import Point, Sampled
+from app.speed.rounds import measure
+from app.subprogram import train_in_own_process
+
+_ROUNDS = 5
+# Of ResNet-18, on each device: the book's on GPUs; a CPU takes seconds for a step of it.
+_RESNET_SHARD, _RESNET_SHARD_ON_CPU = 256, 64
+
+
+class Run(NamedTuple):
+    """A training of LeNet that is finished.
+
+    Attributes:
+        path: its directory.
+        summary: what came of it.
+    """
+
+    path: pathlib.Path
+    summary: Summary
+
+
+def run(config: Config) -> None:
+    """Trains LeNet on one device and on several, measures both models, prints the table.
+
+    Raises:
+        TrainingFailedError: a training did not finish; its exit code becomes ours.
+    """
+    epochs = config.epochs
+    telling.begin(
+        "The book trains LeNet, then ResNet-18, on one GPU and on two. Here LeNet is trained for"
+        f" {console.count(epochs, 'epoch')} (the book's: {book.EPOCHS}) on one device and on"
+        " several, each in a process of its own; then the speed of both models is measured."
+    )
+    trainings = lenet_trainings(config)
+    runs = [_train(training, number) for number, training in enumerate(trainings, start=1)]
+    points = create_points(config, runs)
+    with StepProgress(1) as progress:
+        sampled = measure(points, repeats=_ROUNDS, progress=progress).sampled
+    print_results(runs, sampled)
+
+
+def lenet_trainings(config: Config) -> list[Config]:
+    """Returns the trainings of LeNet: on one device, and on those that are asked for, else all."""
+    base = config.for_training("manual", experiment="")
+    several = config.num_devices or config.num_gpus
+    return [_on(base, 1), base if several is None else _on(base, several)]
+
+
+def create_points(config: Config, runs: Sequence[Run]) -> list[Point]:
+    """Returns what is measured: both models on as many devices as LeNet was trained on."""
+    counts = sorted({run.summary.num_replicas for run in runs})
+    on_gpus = "GPU" in runs[0].summary.devices[0]
+    shard = _RESNET_SHARD if on_gpus else _RESNET_SHARD_ON_CPU
+    base = config.for_training(
+        "manual",
+        device="gpu" if on_gpus else "cpu",
+        num_gpus=None,
+        last_batch="drop",
+        num_train_examples=None,  # A step takes as long, whatever the set.
+        epochs=1,
+        experiment="",
+    )
+    points = [Point(_on(base, count)) for count in counts]
+    return points + [
+        Point(_on(base, count, model="resnet18", global_batch_size=shard * count))
+        for count in counts
+    ]
+
+
+def _on(config: Config, num_devices: int, **options) -> Config:
+    """Returns a training on some of the devices, asked for as the flags did."""
+    if config.num_gpus:
+        return config.for_training("manual", num_gpus=num_devices, num_devices=None, **options)
+    return config.for_training("manual", num_devices=num_devices, **options)
+
+
+def _train(training: Config, number: int) -> Run:
+    path = named_path(f"{default_out(training)}-{number}")
+    exit_code = train_in_own_process(["train", *training.train_flags()], path)
+    if exit_code:
+        raise TrainingFailedError(training.strategy, exit_code)
+    console.say()
+    return Run(path, load_summary(path))
+
+
+def print_results(runs: Sequence[Run], sampled: Sequence[Sampled]) -> None:
+    """Prints both tables and what to take from them."""
+    first, last = runs[0].summary, runs[-1].summary
+    num_images = first.num_train_examples
+    images = "all" if num_images == NUM_TRAIN_EXAMPLES else "a subset of"
+    console.say()
+    telling.show(
+        f"LeNet, batch {first.global_batch_size}, learning rate {first.learning_rate:g}; yours:"
+        f" {console.count(first.epochs, 'epoch')} of {images} {num_images:,} images"
+        f" ({first.dataset})",
+        ["program", "on", "test acc", "sec/epoch"],
+        [
+            *(
+                [
+                    f"yours, {run.summary.epochs} epochs",
+                    _devices(run.summary.devices),
+                    f"{run.summary.test_accuracy:.2f}",
+                    f"{run.summary.epoch_sec:.1f}",
+                ]
+                for run in runs
+            ),
+            *_book_rows("lenet"),
+        ],
+        simulated=last.simulated_devices,
+    )
+    resnets = [s for s in sampled if s.point.config.model == "resnet18"]
+    telling.show(
+        "ResNet-18, measured for some steps but not trained, sec/epoch projected to"
+        f" {NUM_TRAIN_EXAMPLES:,} images; the book's: batch 256 on one GPU, 512 on two",
+        ["program", "on", "test acc", "sec/epoch"],
+        [
+            *(
+                [
+                    f"yours, batch {s.facts.global_batch_size}",
+                    _devices(s.facts.devices),
+                    "not trained",
+                    f"{NUM_TRAIN_EXAMPLES / interval.median(s.rates).value:.0f} projected",
+                ]
+                for s in resnets
+            ),
+            *_book_rows("resnet18"),
+        ],
+        simulated=last.simulated_devices,
+    )
+    telling.show(
+        f"images a second, medians of {_ROUNDS} rounds in turn, with 95 % intervals",
+        ["model", "devices", "batch", "images/s", "times as fast as on one"],
+        [
+            [
+                s.point.config.model,
+                s.facts.num_replicas,
+                s.facts.global_batch_size,
+                telling.whole(interval.median(s.rates)),
+                _ratio(s, sampled),
+            ]
+            for s in sampled
+        ],
+        simulated=last.simulated_devices,
+    )
+    _conclude(runs, resnets)
+
+
+def _conclude(runs: Sequence[Run], resnets: Sequence[Sampled]) -> None:
+    first, last = runs[0].summary, runs[-1].summary
+    if last.num_replicas == 1:
+        telling.say(
+            "This machine has one device that TensorFlow can train on, so there was nothing to"
+            " compare; --device=cpu --num_devices=2 takes logical CPU devices."
+        )
+    sec = book.EPOCHS * NUM_TRAIN_EXAMPLES / interval.median(resnets[-1].rates).value
+    needed = f"{sec / 3600:.1f} hours" if sec > 3600 else f"{sec / 60:.0f} minutes"
+    apart = abs(first.test_accuracy - last.test_accuracy)
+    telling.end(
+        f"Accuracy: with the same batch, one device and {last.num_replicas} make the same training"
+        f" but for rounding (here {apart:.4f} apart after"
+        f" {console.count(first.epochs, 'epoch')}). Your accuracies are to be held against the"
+        f" book's only with --epochs={book.EPOCHS}.",
+        "Speed: in the book, LeNet is slower by hand on two GPUs than on one: a step of so small a"
+        " network is over before the second GPU pays for the exchange. ResNet-18 has more work in"
+        " each step, and a batch twice as large on two."
+        + (
+            " Your devices share one processor: they show that it works, and nothing of speed."
+            if last.simulated_devices
+            else ""
+        ),
+        then=[
+            f"demo train --epochs={book.EPOCHS}    (the book's number of epochs)",
+            "--model=resnet18 --batch_size=512 --num_devices=2"
+            f"    (all of ResNet-18's: about {needed} here)",
+            f"predict --run={runs[-1].path}",
+            "benchmark --strategies=manual,mirrored --num_devices=1,2",
+        ],
+    )
+
+
+def _ratio(sampled: Sampled, everything: Sequence[Sampled]) -> str:
+    """Returns how many times as fast it is as its model on one device, "" for that itself."""
+    base = next(s for s in everything if s.point.config.model == sampled.point.config.model)
+    return "" if base is sampled else str(interval.ratio(sampled.rates, base.rates))
+
+
+def _book_rows(model: str) -> list[list[str]]:
+    return [
+        [
+            f"the book's, {figure.program}, {book.EPOCHS} epochs",
+            f"its {console.count(figure.num_gpus, 'GPU')}",
+            f"{figure.accuracy:.2f}",
+            f"{figure.epoch_sec:g}",
+        ]
+        for figure in book.FIGURES
+        if figure.model == model
+    ]
+
+
+def _devices(names: Sequence[str]) -> str:
+    return ", ".join(name.removeprefix("/device:") for name in names)
