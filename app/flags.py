@@ -9,6 +9,7 @@ from absl import flags
 
 from app import console
 from app.config import Config
+from app.demos.registry import check_options
 from app.errors import ConfigError
 from app.flag_groups import BOOL, FLOAT, GROUPS, INT, INTS, LIST, OF_ABSL
 from app.help import help_text
@@ -54,8 +55,10 @@ def parse_config(argv: list[str]) -> Config:
         sys.exit(0)
     words = _parse(argv)
     command = _known_command(words[0]) if words else "train"
-    options = {**OWN_DEFAULTS.get(command, {}), **_given_options(command)}
-    options |= _named_by_words(command, words[1:])
+    given, named = _given_options(command), _named_by_words(command, words[1:])
+    if command == "demo":
+        check_options(named["experiment"], given)
+    options = {**OWN_DEFAULTS.get(command, {}), **given, **named}
     if command == "plan" and "global_batch_size" in options:
         options["planned_global_batch_size"] = options.pop("global_batch_size")
     return Config(command=command, **options)

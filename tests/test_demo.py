@@ -19,7 +19,7 @@ from app.demos import (
     stage,
     train,
 )
-from app.demos.registry import EXPERIMENTS, find_experiment
+from app.demos.registry import EXPERIMENTS, check_options, find_experiment
 from app.devices import Devices
 from app.errors import ConfigError
 from app.job import load_data
@@ -208,6 +208,7 @@ def test_order_finds_a_number_with_two_sums():
 
 def test_order_tells_equal_orders_from_others(prepared, data, capsys, monkeypatch):
     monkeypatch.setattr(order, "_STEPS", 3)
+    monkeypatch.setattr(order, "call_in_own_process", lambda tell, config: tell(None, config))
     output = run(config_of("order", **data), capsys)
     rows = {" ".join(line.split()[:2]): line for line in output.splitlines() if " of 129," in line}
     same = {name for name, row in rows.items() if row.count("bit-identical") == 2}
@@ -264,8 +265,6 @@ def test_every_experiment_names_commands_that_there_are(capsys):
     [
         ("alreduce", {}, "did you mean allreduce?"),
         ("xyz", {}, "demo alone lists them"),
-        ("allreduce", {"epochs": 3}, "option of demo train, demo scale"),
-        ("split_batch", {"all_reduce": "ring"}, "--all_reduce=ring with demo split_batch"),
         ("order", {"num_devices": 2}, "3 devices or more"),
         ("allreduce", {"num_gpus": 1}, "--num_gpus=1 with demo allreduce"),
     ],
@@ -273,6 +272,18 @@ def test_every_experiment_names_commands_that_there_are(capsys):
 def test_what_an_experiment_does_not_take_is_refused(experiment, options, told):
     with pytest.raises(ConfigError, match=told.replace("?", r"\?")):
         find_experiment(config_of(experiment, **options))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "option", "told"),
+    [
+        ("allreduce", "epochs", "option of demo train, demo scale"),
+        ("split_batch", "all_reduce", "--all_reduce with demo split_batch"),
+    ],
+)
+def test_what_an_option_means_nothing_to_refuses_it(experiment, option, told):
+    with pytest.raises(ConfigError, match=told):
+        check_options(experiment, ["num_devices", option])
 
 
 def test_refused_before_tensorflow_is_loaded():

@@ -59,6 +59,7 @@ ALLOWED = {
     "app/help.py": {"app.config", "app.flag_groups", "app.options"},
     "app/flags.py": {
         *("app.config", "app.console", "app.errors", "app.flag_groups", "app.help", "app.options"),
+        "app.demos.registry",
     },
     "app/devices.py": {
         *("app.cluster", "app.config", "app.errors", "app.console", "app.joining", "app.options"),

@@ -2,10 +2,10 @@
 
 import dataclasses
 import difflib
+from collections.abc import Iterable
 
 from app.config import Config
 from app.errors import ConfigError
-from app.options import OWN_DEFAULTS
 
 _DEVICES = {"num_devices", "num_gpus", "device", "verbosity"}
 _DATA = {"dataset", "data_dir", "allow_unverified_data", "seed"}
@@ -85,12 +85,26 @@ EXPERIMENTS = {
 }
 
 
-def find_experiment(config: Config) -> Experiment:
-    """Returns the experiment that `config` names; every option must mean something to it.
+def check_options(name: str, given: Iterable[str]) -> None:
+    """Checks that every option on the command line means something to an experiment.
 
     Raises:
-        ConfigError: there is no such experiment, it does not take an option, or the devices are too
-            few to show anything.
+        ConfigError: one does not; of an experiment that there is not, nothing is said here.
+    """
+    for option in sorted(given):
+        if name in EXPERIMENTS and option not in EXPERIMENTS[name].options:
+            owners = [other for other, e in EXPERIMENTS.items() if option in e.options]
+            raise ConfigError(
+                f"--{option} with demo {name} — it is an option of"
+                f" {', '.join(f'demo {owner}' for owner in owners)}; leave it out"
+            )
+
+
+def find_experiment(config: Config) -> Experiment:
+    """Returns the experiment that `config` names.
+
+    Raises:
+        ConfigError: there is no such experiment, or the devices are too few to show anything.
     """
     name = config.experiment
     if name not in EXPERIMENTS:
@@ -101,17 +115,6 @@ def find_experiment(config: Config) -> Experiment:
             f" {proposal}"
         )
     experiment = EXPERIMENTS[name]
-    for field in dataclasses.fields(Config):
-        option, value = field.name, getattr(config, field.name)
-        if option in ("command", "experiment") or option in experiment.options:
-            continue
-        if value not in (field.default, OWN_DEFAULTS["demo"].get(option)):
-            owners = [other for other, e in EXPERIMENTS.items() if option in e.options]
-            raise ConfigError(
-                f"--{option}={value} with demo {name} — it is an option of"
-                f" {', '.join(f'demo {owner}' for owner in owners) or 'other commands'};"
-                " leave it out"
-            )
     asked = config.num_devices or config.num_gpus
     if asked and asked < experiment.least_devices:
         flag = "num_devices" if config.num_devices else "num_gpus"
