@@ -66,19 +66,45 @@ def set_up(config: Config) -> Devices:
     gpus = tf.config.list_physical_devices("GPU") if config.device != "cpu" else []
     wanted = config.num_devices_asked
     _check_gpus(config, gpus, wanted)
-    if gpus:
-        devices = _set_up_gpus(gpus[: wanted or len(gpus)])
-    else:
-        if config.num_gpus:
-            console.warn(
-                f"--num_gpus={config.num_gpus}, but this machine has no GPU that TensorFlow can"
-                f" use: {console.count(wanted, 'replica')} on logical CPU devices instead"
-            )
-        devices = _set_up_logical_cpus(wanted or (1 if cluster else DEFAULT_LOGICAL_CPUS), cluster)
+    if config.num_gpus and not gpus:
+        console.warn(
+            f"--num_gpus={config.num_gpus}, but this machine has no GPU that TensorFlow can use:"
+            f" {console.count(wanted, 'replica')} on logical CPU devices instead"
+        )
+    default = len(gpus) or (1 if cluster else DEFAULT_LOGICAL_CPUS)
+    devices = _prepare(gpus[: wanted or default], wanted or default, cluster)
     keep_order_of_summation()
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     return _of_all_workers(devices, cluster, config) if cluster else devices
+
+
+def _prepare(gpus: list, num_devices: int, cluster: Cluster | None) -> Devices:
+    """Prepares GPUs, or logical CPU devices; takes those that there are if it is too late for that.
+
+    TensorFlow does not change its devices once it has used one: in a notebook, say.
+    """
+    try:
+        return _set_up_gpus(gpus) if gpus else _set_up_logical_cpus(num_devices, cluster)
+    except RuntimeError:
+        return _take_devices("GPU" if gpus else "CPU", num_devices)
+
+
+def _take_devices(kind: str, num_devices: int) -> Devices:
+    import tensorflow as tf
+
+    names = [f"/device:{kind}:{i}" for i in range(len(tf.config.list_logical_devices(kind)))]
+    if len(names) < num_devices:
+        raise DeviceError(
+            f"{console.count(num_devices, 'device')} asked for — this process has"
+            f" {console.count(len(names), 'device')} since TensorFlow was first used in it; begin"
+            " with the largest number, or call app.run, which has a process for each command"
+        )
+    return Devices(
+        names[:num_devices],
+        simulated=kind == "CPU" and num_devices > 1,
+        intra_op_threads=tf.config.threading.get_intra_op_parallelism_threads(),
+    )
 
 
 def count_gpus(config: Config) -> int:

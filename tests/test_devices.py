@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
-from conftest import ROOT, program_environment
+from app import devices
+from app.config import Config
+from app.errors import DeviceError
+from conftest import CPUS, ROOT, program_environment
 
 # Runs `set_up` with a pretended number of GPUs and prints what became of it.
 SCRIPT = """
@@ -113,3 +116,14 @@ def test_a_user_s_keras_settings_do_not_leak_in(tmp_path):
         env=program_environment(KERAS_HOME=str(tmp_path), KERAS_BACKEND="torch"),
     )  # fmt: skip
     assert result.stdout.split() == ["tensorflow", "float32", "channels_last"]
+
+
+def test_a_process_that_has_its_devices_already_gives_those():
+    """This one has four."""
+    import tensorflow as tf
+
+    tf.config.list_logical_devices()  # From here on they are fixed.
+    prepared = devices.set_up(Config(device="cpu", num_devices=3))
+    assert prepared.names == CPUS[:3] and prepared.simulated
+    with pytest.raises(DeviceError, match="5 devices asked for — this process has 4 devices"):
+        devices.set_up(Config(device="cpu", num_devices=5))

@@ -2,7 +2,10 @@
 
 import os
 import pickle
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,7 +15,7 @@ import pytest
 from app import Config, LockstepError, run
 from app.errors import ConfigError, DifferentError, OutputError, TrainingFailedError
 from app.records.history import load_history, load_summary
-from conftest import run_main
+from conftest import ROOT, program_environment, run_main
 
 
 def training(small_data, out, **options):
@@ -83,6 +86,22 @@ def test_an_interruption_saves_and_the_same_call_goes_on(small_data, tmp_path):
     assert load_summary(tmp_path / "run").status == "running"
     assert run(config).status == "finished"
     assert len(load_history(tmp_path / "run")) == 5
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_what_the_page_shows_can_be_run(number, tmp_path):
+    """As a script without `if __name__ == "__main__"`, somewhere else; on fewer images."""
+    text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
+    assert len(re.findall(r"```python\n", text)) == 3
+    (tmp_path / "script.py").write_text(block.replace("6000", "600"))
+    result = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env=program_environment(PYTHONPATH=str(ROOT)),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    told = ["9 manual is different: lost gradient", "test accuracy 0.", "CPU:1 [[3. 3.]]"][number]
+    assert told in result.stdout
 
 
 @pytest.mark.parametrize(
