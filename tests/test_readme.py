@@ -50,8 +50,10 @@ def test_the_program_s_commands_run_one_after_another(copy):
             capture_output=True, text=True, cwd=copy, timeout=300, check=False,
         )  # fmt: skip
         assert result.returncode == 0, line + result.stdout + result.stderr
-        if " compare " in line:
+        if " --steps=5 " in line:
             assert "manual and mirrored: bit-identical" in result.stdout
+        if " report " in line:
+            assert (copy / "runs" / "first" / "report.html").exists()
         if " evaluate " in line:
             first = (copy / "runs" / "first" / "log.txt").read_text()
             assert result.stdout.split("test acc: ")[1][:6] in first

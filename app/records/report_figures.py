@@ -5,6 +5,7 @@ Coordinates are those of the SVG, from its upper left corner.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -165,7 +166,7 @@ def line_chart(
         title,
         _described(title, x_label, drawn, form),
         x_ticks=[(across(x), f"{x:,}") for x in _whole_ticks(first, last)],
-        y_ticks=[(down(y), _power(y) if log else f"{y:{form}}") for y in y_values],
+        y_ticks=[(down(y), _power(y) if log else f"{y:.{_decimals(y_values)}f}") for y in y_values],
         x_label=x_label,
         lines=sorted(lines, key=lambda line: -line.look.width),
         band=None if allowed is None else (down(allowed), down(low)),
@@ -242,6 +243,12 @@ def _linear_axis(ys: Sequence[float], least: float, most: float) -> tuple[float,
     first = math.ceil(low / step - 1e-9)
     ticks = [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
     return low, high, ticks
+
+
+def _decimals(ticks: Sequence[float]) -> int:
+    """Returns how many decimals all ticks of an axis need, so that they look alike."""
+    step = min((b - a for a, b in itertools.pairwise(ticks)), default=1.0)
+    return max(0, -math.floor(math.log10(step) + 1e-9))
 
 
 def _log_axis(ys: Sequence[float]) -> tuple[float, float, list]:
