@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from app import fault_points
 from app.config import Config
@@ -22,6 +23,7 @@ from app.evaluation import evaluate
 from app.proof.comparison import compare_weights
 from app.records.checkpoint import checkpoint_paths
 from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.events import EVENTS_FILE
 from app.records.files import write_file
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
@@ -94,7 +96,7 @@ def train_until(dataset, run_dir, fault, error=RuntimeError, **options):
 def losses(run_dir):
     """Returns the history without the times, which alone may differ."""
     return [
-        dataclasses.replace(record, epoch_sec=0.0, images_per_sec=0.0)
+        dataclasses.replace(record, epoch_sec=0.0, images_per_sec=0.0, evaluation_sec=0.0)
         for record in load_history(run_dir)
     ]
 
@@ -104,13 +106,17 @@ def test_a_run_leaves_its_records(dataset, tmp_path, strategy, whole_lenet):
     summary = train(dataset, tmp_path, strategy=strategy)
     assert {p.name for p in tmp_path.iterdir()} == {
         "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg", "checkpoints",
-        "log.jsonl",
+        "log.jsonl", EVENTS_FILE,
     }  # fmt: skip
+    events = EventAccumulator(str(tmp_path)).Reload()
+    told = [(event.step, event.value) for event in events.Scalars("epochs/test_accuracy")]
     assert load_summary(tmp_path) == summary
     assert summary.status == "finished" and summary.steps == 15 and summary.epochs == 3
     assert summary.num_test_examples == 70 and summary.num_parameters == 129_068
     history = load_history(tmp_path)
     assert [record.step for record in history] == [5, 10, 15]
+    assert told == [(r.step, pytest.approx(r.test_accuracy)) for r in history]
+    assert events.Scalars("steps/loss")[-1].step == 15
     assert summary.best_test_accuracy == max(record.test_accuracy for record in history)
     assert summary.epoch_sec == np.median([record.epoch_sec for record in history])
     assert history[-1].train_loss < history[0].train_loss
