@@ -143,7 +143,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Cluster:
 
     index, count = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS")
     hosts = _expand_hosts(environ["SLURM_STEP_NODELIST"])
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1" if count == len(hosts) else "")
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", f"1(x{count})" if count == len(hosts) else "")
     per_host = _expand_counts(tasks)
     if len(per_host) != len(hosts) or sum(per_host) != count or index >= count:
         raise ConfigError(

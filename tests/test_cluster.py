@@ -93,6 +93,13 @@ def test_slurm():
     assert (cluster.index, cluster.address) == (2, f"gpu10:{port}")
 
 
+def test_slurm_with_one_task_on_each_host_need_not_say_so():
+    environ = slurm(SLURM_STEP_NUM_TASKS="3")
+    del environ["SLURM_STEP_TASKS_PER_NODE"]
+    hosts = [address.partition(":")[0] for address in find_cluster(environ).addresses]
+    assert hosts == ["gpu09", "gpu10", "login"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
