@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from app.console import LAUNCHED_VARIABLE
+from app.console import PART_VARIABLE
 from app.errors import ConfigError
 
 _JOBS = ("chief", "worker")
@@ -62,7 +62,7 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
         ConfigError: there is none, or something is wrong with it; the bad key is named.
     """
     if environ.get("TF_CONFIG"):
-        source = "launch" if LAUNCHED_VARIABLE in environ else "TF_CONFIG"
+        source = "launch" if PART_VARIABLE in environ else "TF_CONFIG"
         return _from_tf_config(environ["TF_CONFIG"], source)
     if all(environ.get(name) for name in SLURM_VARIABLES):
         return _from_slurm(environ)

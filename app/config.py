@@ -10,6 +10,7 @@ from app.options import (
     OF_SEVERAL_DEVICES,
     ON_ONE_MACHINE,
     ON_SEVERAL,
+    OWN_DEFAULTS,
     PLANNED_PER_DEVICE,
     RESULT_FIELDS,
 )
@@ -89,6 +90,25 @@ class Config:
 
     def __post_init__(self):
         validate(self)
+
+    @classmethod
+    def of(cls, command: str = "train", **options) -> "Config":
+        """Returns what the command line makes of these options.
+
+        A few commands have defaults of their own, which `Config` by itself does not know.
+
+        Args:
+            command: its name.
+            **options: as the flags are called; `experiment` and `directories` for the words after
+                `demo` and `report`.
+
+        Raises:
+            ConfigError: a value that cannot be meant, or two that contradict each other.
+        """
+        options = {**OWN_DEFAULTS.get(command, {}), **options}
+        if command == "plan" and "global_batch_size" in options:
+            options["planned_global_batch_size"] = options.pop("global_batch_size")
+        return cls(command=command, **options)
 
     @property
     def num_devices_asked(self) -> int | None:

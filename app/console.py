@@ -101,10 +101,10 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-# Set for a worker of `launch`, which says itself how to go on.
-LAUNCHED_VARIABLE = "LOCKSTEP_LAUNCHED"
+# Set for a process whose parent, ours too, says how to go on.
+PART_VARIABLE = "LOCKSTEP_PART"
 
-_is_part = LAUNCHED_VARIABLE in os.environ
+_is_part = PART_VARIABLE in os.environ
 
 
 def be_part() -> None:
@@ -137,9 +137,7 @@ def report_interruption(what: str, exit_code: int) -> int:
     run_dir = pathlib.Path(log_file).parent if log_file else _run_dir
     with contextlib.suppress(OSError, ValueError):  # The current directory may be gone.
         run_dir = run_dir and pathlib.Path(os.path.relpath(run_dir))
-    if run_dir and (run_dir.parent / "config.json").exists():
-        _write(sys.stderr, f"{what}: {run_dir.name}")  # Part of a comparison, which says more.
-    elif run_dir and any(run_dir.glob("**/checkpoints/step-*")) and not _will_overwrite:
+    if run_dir and any(run_dir.glob("**/checkpoints/step-*")) and not _will_overwrite:
         _write(sys.stderr, f"{what} — the state is saved; go on with: {_same_command(run_dir)}")
     else:
         _write(sys.stderr, f"{what} — nothing is saved yet; run the same command again")

@@ -87,6 +87,8 @@ def _prepare(gpus: list, num_devices: int, cluster: Cluster | None) -> Devices:
     try:
         return _set_up_gpus(gpus) if gpus else _set_up_logical_cpus(num_devices, cluster)
     except RuntimeError:
+        if cluster:  # It is joined before anything else, or not at all.
+            raise
         return _take_devices("GPU" if gpus else "CPU", num_devices)
 
 

@@ -13,7 +13,7 @@ from app.demos.registry import check_options
 from app.errors import ConfigError
 from app.flag_groups import BOOL, FLOAT, GROUPS, INT, INTS, LIST, OF_ABSL
 from app.help import help_text
-from app.options import COMMANDS, OWN_DEFAULTS, WORDS
+from app.options import COMMANDS, WORDS
 
 FLAGS = flags.FLAGS
 
@@ -50,18 +50,26 @@ def parse_config(argv: list[str]) -> Config:
     """
     words = [word for word in argv[1:] if not word.startswith("-")]
     if words[:1] == ["help"] or any(_flag_name(word) in _HELP for word in argv[1:]):
-        about = words[1:2] if words[:1] == ["help"] else words[:1]
-        console.say(help_text(_known_command(about[0]) if about else None))
+        console.say(help_text(_command_asked_about(argv[1:], words)))
         sys.exit(0)
     words = _parse(argv)
     command = _known_command(words[0]) if words else "train"
     given, named = _given_options(command), _named_by_words(command, words[1:])
     if command == "demo":
         check_options(named["experiment"], given)
-    options = {**OWN_DEFAULTS.get(command, {}), **given, **named}
-    if command == "plan" and "global_batch_size" in options:
-        options["planned_global_batch_size"] = options.pop("global_batch_size")
-    return Config(command=command, **options)
+    return Config.of(command, **given, **named)
+
+
+def _command_asked_about(argv: list[str], words: list[str]) -> str | None:
+    """Returns the command whose help is wanted, None for that of all.
+
+    A word that is none may be the value of a flag, unless it comes first.
+    """
+    if words[:1] == ["help"]:
+        return _known_command(words[1]) if words[1:] else None
+    if argv[0] in words:
+        return _known_command(argv[0])
+    return next((word for word in words if word in COMMANDS), None)
 
 
 def _flag_name(word: str) -> str:

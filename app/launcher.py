@@ -177,7 +177,7 @@ class _Worker:
         environment = {
             **environment,
             "TF_CONFIG": cluster.as_tf_config(),
-            console.LAUNCHED_VARIABLE: "1",
+            console.PART_VARIABLE: "1",
         }
         if share.gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)

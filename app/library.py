@@ -15,7 +15,7 @@ def run(config: Config):
     which TensorFlow allows no process to do, and has its memory back afterwards.
 
     Args:
-        config: the command and its options; whatever a flag is called, the option is too.
+        config: the command and its options; `Config.of` gives it the command's own defaults.
 
     Returns:
         `train` and `launch`: the `Summary` of the run; `compare`: one for each strategy, in order;

@@ -70,7 +70,7 @@ def _largest_set(graph) -> list[tf.Tensor]:
         if operation.type in _GIVEN:
             continue
         for tensor in operation.outputs:
-            if owner[tensor.ref()] == tensor.ref():
+            if owner[tensor.ref()] == tensor.ref() and _size_bytes(tensor):
                 alive[tensor.ref()] = tensor
                 size += _size_bytes(tensor)
         if size > most:

@@ -1,5 +1,6 @@
 """How much memory a training takes, and what to say when there is not enough."""
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -60,14 +61,19 @@ def _size_bytes(variables: Iterable[keras.Variable]) -> int:
     return sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in variables)
 
 
-def _upper_bound(model: keras.Model, num_replicas: int, global_batch_size: int) -> int:
-    """Returns more than any step can take: all that layers compute at once, with its gradients."""
-    outputs = [
-        tensor
+def _upper_bound(model: keras.Model, num_replicas: int, global_batch_size: int) -> float:
+    """Returns more than any step can take: all that layers compute at once, with its gradients.
+
+    Infinity where layers are made of layers: what these compute is not to be seen from outside.
+    """
+    layers = [
+        layer
         for layer in model._flatten_layers(include_self=False)
         if not isinstance(layer, keras.Model | keras.layers.InputLayer)
-        for tensor in keras.tree.flatten(layer.output)
     ]
+    if not all(layer._inbound_nodes for layer in layers):
+        return math.inf
+    outputs = [tensor for layer in layers for tensor in keras.tree.flatten(layer.output)]
     computed = sum(int(np.prod(tensor.shape[1:])) for tensor in outputs)
     copies = 4 * num_replicas * _size_bytes(model.variables)
     return num_replicas * _WORK_BYTES + copies + 2 * 4 * global_batch_size * computed

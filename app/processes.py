@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from app.errors import (
     DeviceError,
     DiskFullError,
     LockstepError,
+    StalledError,
     is_out_of_memory,
     out_of_memory,
     reason_of,
@@ -122,6 +124,9 @@ class OwnProcess:
         return kind, value
 
 
+_hiding_main = threading.Lock()
+
+
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
     """Hides the main module from a process that is started: it would import it anew.
@@ -129,12 +134,13 @@ def _without_main() -> Iterator[None]:
     What it runs never stands there; and a user's script without `if __name__ == "__main__"` would
     start all over again.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _hiding_main:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def call_in_own_process(
@@ -177,11 +183,16 @@ def _temporary_directory() -> tempfile.TemporaryDirectory:
         ) from error
 
 
-def _death(exit_code: int) -> DeviceError:
+def _death(exit_code: int) -> LockstepError:
     if exit_code == -signal.SIGKILL:
         return DeviceError(
             "a process of its own was killed, as happens when memory runs out — memory for the"
             " model and its copies is required; use a smaller --global_batch_size or fewer devices"
+        )
+    if exit_code == StalledError.exit_code:
+        return StalledError(
+            "a process of its own made no progress and was ended — a step or another sign of life"
+            " is required; what it has printed says more, run the same command again"
         )
     return DeviceError(
         f"a process of its own ended with exit code {exit_code} before it was done — nobody else"

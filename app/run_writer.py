@@ -68,7 +68,9 @@ class RunWriter:
         )
         for path, _ in resumed.found.damaged:
             set_aside(path)
-        self._events.go_on(progress.step)
+        self._events.go_on(
+            progress.step, {record.step: _scalars(record) for record in progress.history}
+        )
         histories.write_history(self._run_dir, progress.history)
         if not progress.epoch_step and progress.history:
             self._write_records(resumed.checkpoint, compile_sec=0.0)
@@ -86,7 +88,7 @@ class RunWriter:
             step: the last of them, since the start of the run.
             totals: over their examples.
             images_per_sec: in them.
-            learning_rate: of the next step.
+            learning_rate: of the first of them.
         """
         scalars = {
             "steps/loss": totals.loss,
@@ -111,21 +113,9 @@ class RunWriter:
             last = progress.history[-1]
             names = ("epoch", "step", "train_loss", "test_accuracy", "epoch_sec")
             self._log.event("epoch", **{name: getattr(last, name) for name in names})
-            self._events.add(last.step, self._epoch_scalars(last))
+            self._events.add(last.step, _scalars(last) | {"time/saving_sec": self._saving_sec})
             self._saving_sec = 0.0
         self._log.event("checkpoint", step=progress.step, epoch=progress.epoch)
-
-    def _epoch_scalars(self, record: EpochRecord) -> dict[str, float]:
-        return {
-            "epochs/train_loss": record.train_loss,
-            "epochs/test_loss": record.test_loss,
-            "epochs/train_accuracy": record.train_accuracy,
-            "epochs/test_accuracy": record.test_accuracy,
-            "epochs/images_per_sec": record.images_per_sec,
-            "time/training_sec": record.epoch_sec,
-            "time/evaluation_sec": record.evaluation_sec,
-            "time/saving_sec": self._saving_sec,
-        }
 
     def finish(self) -> Summary:
         """Marks the run as finished, last of all; returns its summary."""
@@ -153,6 +143,19 @@ class RunWriter:
         )
         histories.write_summary(self._run_dir, self._summary)
         plots.plot_accuracy([self._run_dir], self._run_dir)
+
+
+def _scalars(record: EpochRecord) -> dict[str, float]:
+    """Returns what TensorBoard is told of an epoch."""
+    return {
+        "epochs/train_loss": record.train_loss,
+        "epochs/test_loss": record.test_loss,
+        "epochs/train_accuracy": record.train_accuracy,
+        "epochs/test_accuracy": record.test_accuracy,
+        "epochs/images_per_sec": record.images_per_sec,
+        "time/training_sec": record.epoch_sec,
+        "time/evaluation_sec": record.evaluation_sec,
+    }
 
 
 class Onlooker:

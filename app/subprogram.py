@@ -1,11 +1,12 @@
 """The program itself as a child: a training that finds the machine as a user's own run would."""
 
+import os
 import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from app import interruption
+from app import console, interruption
 from app.errors import Terminated
 
 _MAIN = pathlib.Path(__file__).parents[1] / "main.py"
@@ -26,6 +27,7 @@ def train_in_own_process(words: Sequence[str], run_dir: pathlib.Path) -> int:
     """
     child = subprocess.Popen(
         [sys.executable, str(_MAIN), *words, f"--out={run_dir}"],
+        env={**os.environ, console.PART_VARIABLE: "1"},  # It is for us to say how to go on.
         preexec_fn=interruption.end_with_parent,
     )
     try:

@@ -99,6 +99,7 @@ class Training:
         self._progress, self._resumed = Progress(), None
         self._start = self._last_save = time.monotonic()
         self._saved = 0, 0  # Step and epoch of the last checkpoint.
+        self._rate = 0.0  # Of the first step of the last call.
         self._on_progress()
 
     def _check_same_images(self) -> None:
@@ -248,6 +249,7 @@ class Training:
         step_sec = math.inf
         while self._progress.epoch_step < self.steps_per_epoch:
             num_steps = self._steps_of_next_call(step_sec)
+            self._rate = float(self.strategy.optimizer.learning_rate)
             start = time.monotonic()
             totals = self.strategy.train_steps(iterator, num_steps)
             call_sec = time.monotonic() - start
@@ -260,16 +262,11 @@ class Training:
                 self._progress.step,
                 totals,
                 images_per_sec=images_per_sec,
-                learning_rate=self._current_rate,
+                learning_rate=self._rate,
             )
             step_sec, is_save_due = self._settle(call_sec / num_steps, self._is_save_due())
             if is_save_due:
                 self._save()
-
-    @property
-    def _current_rate(self) -> float:
-        """The learning rate of the next step."""
-        return float(self.strategy.optimizer.learning_rate)
 
     def _settle(self, *numbers: float) -> list[float]:
         """Settles with the other workers what depends on clocks and signals, between two calls.
@@ -336,7 +333,7 @@ class Training:
             images_per_sec=train.examples / progress.epoch_sec,
             statistics_apart=progress.statistics_apart,
             injected_fault=str(self._config.fault or ""),
-            learning_rate=self._current_rate,
+            learning_rate=self._rate,
             evaluation_sec=evaluation_sec,
         )
         self._progress = Progress(

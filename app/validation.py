@@ -116,6 +116,12 @@ def _check_planned_batch(config):
             f"--global_batch_size={batch} for {num_planned} devices — at least one image for each"
             f" is required; use {num_planned} or more"
         )
+    num_examples = config.num_train_examples or NUM_TRAIN_EXAMPLES
+    if config.last_batch == "drop" and num_examples < batch:
+        raise ConfigError(
+            f"--last_batch=drop with {num_examples} training examples and"
+            f" --global_batch_size={batch} — an epoch would have no step; use a smaller batch"
+        )
 
 
 def _check_devices(config):
@@ -286,6 +292,11 @@ def _check_command(config):
     if config.command == "report" and not config.directories:
         raise ConfigError(
             "report without a directory — at least one run is required; for example: report runs/*"
+        )
+    if config.command == "launch" and config.strategy != "multi_worker":
+        raise ConfigError(
+            f"--strategy={config.strategy} with launch — multi_worker is required, whose workers it"
+            " starts; leave the flag out"
         )
     if config.command in ("evaluate", "predict") and not config.run:
         raise ConfigError(

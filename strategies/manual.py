@@ -8,8 +8,8 @@ Every device holds a full copy of the model, a *replica*. One step of training i
 4. on each device, the same update with the same gradient.
 
 Because all replicas start from the same weights and all make the same update, their weights stay
-equal, bit for bit, without ever being exchanged. (What BatchNorm averages over time is no weight:
-it follows each replica's own shards, and `base.py` averages it when it is needed.)
+equal, bit for bit, without being exchanged after the start. (What BatchNorm averages over time is
+no weight: it follows each replica's own shards, and `base.py` averages it when it is needed.)
 
 `base.py` compiles the step with `tf.function`. So the loops over the replicas below run once, while
 the step is *traced*; what they leave behind is one graph, in which all devices work side by side.
@@ -75,7 +75,7 @@ class ManualStrategy(Strategy):
             with tf.device(replica.device):
                 gradients_of = self.compiled(functools.partial(self._gradients, replica.model))
                 loss, totals, gradients = gradients_of(images, labels, tf.size(global_labels))
-                # Here somebody may look on; in an ordinary training nobody does.
+                # Here `verify` writes down what it proves; in a training nobody looks on.
                 shard = Shard(images, labels, tf.size(global_labels))
                 gradients = self.witness.before_exchange(replica.replica_id, shard, loss, gradients)
             per_replica_gradients.append(gradients)

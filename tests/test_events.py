@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from app.errors import DiskFullError
+from app.errors import DiskFullError, OutputError
 from app.records.events import EVENTS_FILE, EventFile
 
 
@@ -20,7 +20,8 @@ def read(run_dir):
 
 def write(run_dir, steps, go_on=0):
     events = EventFile(run_dir)
-    events.go_on(go_on)
+    if go_on:
+        events.go_on(go_on, {})
     for step in steps:
         events.add(step, {"steps/loss": 1 / step, "steps/accuracy": 0.5})
     return events
@@ -54,6 +55,31 @@ def test_a_file_that_was_cut_off_is_kept_as_far_as_it_is_whole(tmp_path, num_byt
     assert steps[-1] == 4 and steps in ([4], [1, 4])
 
 
+def test_an_epoch_that_was_cut_off_before_it_was_told_is_told_by_the_next_attempt(tmp_path):
+    write(tmp_path, [1, 2]).add(2, {"epochs/test_loss": 0.2})
+    events = EventFile(tmp_path)
+    events.go_on(4, {2: {"epochs/test_loss": 0.2}, 4: {"epochs/test_loss": 0.1}})
+    assert read(tmp_path)["epochs/test_loss"] == [(2, pytest.approx(0.2)), (4, pytest.approx(0.1))]
+
+
+def test_what_is_no_event_ends_what_is_kept(tmp_path):
+    write(tmp_path, [1])
+    kept = (tmp_path / EVENTS_FILE).read_bytes()
+    with tf.io.TFRecordWriter(str(tmp_path / "other")) as writer:
+        writer.write(b"\xff\xff\xff no event")
+    (tmp_path / EVENTS_FILE).write_bytes(kept + (tmp_path / "other").read_bytes())
+    (tmp_path / "other").unlink()
+    write(tmp_path, [4], go_on=2)
+    assert [step for step, _ in read(tmp_path)["steps/loss"]] == [1, 4]
+
+
+def test_a_directory_in_its_place_is_told_and_nothing_is_left(tmp_path):
+    (tmp_path / EVENTS_FILE).mkdir()
+    with pytest.raises(OutputError, match=EVENTS_FILE):
+        write(tmp_path, [1])
+    assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
+
+
 def test_it_is_visible_while_the_training_goes_on(tmp_path):
     events = write(tmp_path, [1])
     assert len(read(tmp_path)["steps/loss"]) == 1
@@ -71,8 +97,8 @@ def test_nothing_is_written_through_a_link(tmp_path):
     assert len(read(tmp_path / "run")["steps/loss"]) == 1
 
 
-def test_a_full_disk_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_is_told(tmp_path):
     events = EventFile(tmp_path)
-    monkeypatch.setattr(events, "_open", lambda: tf.io.TFRecordWriter("/dev/full"))
+    events._writer = tf.io.TFRecordWriter("/dev/full")
     with pytest.raises(DiskFullError, match=EVENTS_FILE):
         events.add(1, {"steps/loss": 1.0})

@@ -35,7 +35,7 @@ ALLOWED = {
     "app/fault.py": {"app.errors"},
     "app/fault_points.py": {"app.errors"},
     "app/interruption.py": {"app.console", "app.errors"},
-    "app/subprogram.py": {"app.errors", "app.interruption"},
+    "app/subprogram.py": {"app.console", "app.errors", "app.interruption"},
     "app/stall.py": {"app.console", "app.errors"},
     "app/free_memory.py": set(),
     "app/memory.py": {"app.console", "app.errors", "app.liveness"},

@@ -13,9 +13,17 @@ import numpy as np
 import pytest
 
 from app import Config, LockstepError, run
-from app.errors import ConfigError, DifferentError, OutputError, TrainingFailedError
+from app.errors import ConfigError, OutputError, TrainingFailedError
 from app.records.history import load_history, load_summary
 from conftest import ROOT, program_environment, run_main
+
+
+def test_a_command_has_the_defaults_that_it_has_on_the_command_line():
+    plan = Config.of("plan", global_batch_size=1024)
+    assert (plan.num_workers, plan.planned_batch_size) == (1, 1024)
+    assert Config.of("launch").strategy == "multi_worker"
+    with pytest.raises(ConfigError, match="--strategy=manual with launch"):
+        Config(command="launch")
 
 
 def training(small_data, out, **options):
@@ -57,17 +65,6 @@ def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path):
     with pytest.raises(OutputError, match="nowhere") as refusal:
         run(config)
     assert refusal.value.exit_code == 5 == run_main("evaluate", f"--run={config.run}").returncode
-
-
-def test_a_false_training_is_an_exception(small_data, tmp_path):
-    config = Config(
-        command="verify", strategies=("manual",), steps=1, inject="drop_gradient:replica=1",
-        num_devices=2, device="cpu", out=str(tmp_path / "v"),
-        data_dir=str(small_data), allow_unverified_data=True,
-    )  # fmt: skip
-    with pytest.raises(DifferentError, match="replica 1"):
-        run(config)
-    assert (tmp_path / "v" / "verify.json").exists()
 
 
 def test_an_interruption_saves_and_the_same_call_goes_on(small_data, tmp_path):

@@ -14,7 +14,7 @@ def texts(notebook):
     """Returns what each cell of code has printed and returned."""
     return [
         "".join(
-            output.get("text", "") or output.get("data", {}).get("text/plain", "")
+            output.get("text", "") or "\n" + output.get("data", {}).get("text/plain", "")
             for output in cell.outputs
         )
         for cell in notebook.cells
@@ -35,7 +35,7 @@ def test_it_runs_and_shows_what_it_says():
         "[[3. 3.]]",
         "'bit-identical'",
         "exit code 9: manual is different: lost gradient",
-        "True",
+        "\nTrue",
         "(8, True)",
     ):
         assert any(told in text for text in shown), f"{told} in the file"

@@ -22,6 +22,10 @@ from app.records.wording import DATASET_CAVEATS, TIMING_CAVEAT
 from conftest import ROOT, run_main, run_ok
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
+AGAIN = (
+    "Each step made again on one device, from the same state and shards: the same bits as in"
+    " float32, or right within rounding of float64"
+)
 HOSTILE = "<script>alert(1)<b>\"&'{{ 7 * 7 }}"
 
 
@@ -145,10 +149,10 @@ def test_weights_verdicts_and_what_sets_a_pair_apart(page):
 
 
 def test_a_verification_with_its_first_false_step(page):
-    outcomes = page.rows("Each training against the reference")  # The last one: that with a fault.
-    assert outcomes["mirrored"]["against one device"] == "bit-identical"
+    outcomes = page.rows(AGAIN)  # The last one: that with a fault.
+    assert outcomes["mirrored"]["each step made again"] == "bit-identical"
     row = outcomes["manual"]
-    assert (row["against one device"], row["first false step"]) == ("different", "1")
+    assert (row["each step made again"], row["first false step"]) == ("different", "1")
     assert (row["what"], row["tensor"], row["replica"]) == ("sums", "conv1/kernel", "1")
     assert (row["by"], row["cause"]) == ("0.125", "lost gradient")
     assert any("the sum is without replica 1" in text for text in page.text)
@@ -275,7 +279,7 @@ class TestPlaces:
         report_samples.write_training(tmp_path / "run")
         for _ in range(2):
             result = run_ok("report", tmp_path / "run", cwd=tmp_path)
-            assert result.stdout == f"saved in {tmp_path}/run: report.html\n"
+            assert result.stdout == f"saved {tmp_path}/run/report.html\n"
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
     def test_several_from_elsewhere_without_tensorflow(self, tmp_path):

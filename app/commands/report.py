@@ -14,4 +14,4 @@ def run(config: Config) -> None:
     beside = directories[0] if len(directories) == 1 else pathlib.Path()
     path = named_path(config.out) if config.out else beside / REPORT_FILE
     write_report(directories, path)
-    console.say(f"saved in {path.parent}: {path.name}")
+    console.say(f"saved {path}")

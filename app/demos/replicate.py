@@ -39,8 +39,9 @@ def run(config: Config) -> None:
     _read_gradient(job, prepared.names, moments[2][1])
     telling.end(
         f"After the step the whole models, {strategy.model.count_params():,} weights on each of"
-        f" {console.count(len(prepared.names), 'device')}, {verdict}. No weight was ever sent:"
-        " equal weights and equal sums make equal updates.",
+        f" {console.count(len(prepared.names), 'device')}, {verdict}. Weights are"
+        " copied once, before the first step, and never again: equal weights and equal sums make"
+        " equal updates.",
         then=[
             "verify --strategies=manual,mirrored --steps=5    (checks every step like this)",
             "demo replicate --device=cpu --num_devices=4 --all_reduce=ring",

@@ -1,7 +1,7 @@
 """The one command that makes sense on this machine, with what has been found on it."""
 
+import pathlib
 import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 
@@ -9,6 +9,8 @@ from app.config import Config
 from app.doctor.check import Check
 from app.doctor.examination import DevicesFound, Findings, Probed
 from app.doctor.software import install_all, install_cuda, python, shown_path
+
+_MAIN = pathlib.Path(__file__).parents[2] / "main.py"
 
 
 def what_to_run(
@@ -28,7 +30,7 @@ def what_to_run(
         data: the checks of data.
         output: the check of the place where runs go.
     """
-    program = [python(), shown_path(sys.argv[0])]
+    program = [python(), shown_path(str(_MAIN))]
     if findings.tensorflow is None or any(check.exit_code for check in software):
         return install_all()
     if _lacks_libraries_alone(findings):

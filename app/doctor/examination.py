@@ -12,6 +12,7 @@ from typing import NamedTuple
 from app import console, cuda
 from app.config import Config
 from app.errors import DeviceError, LockstepError, reason_of
+from app.options import STRATEGY_NAMES
 from app.processes import call_in_own_process
 
 TIMEOUT_SEC = 90.0
@@ -139,7 +140,7 @@ def _examine_once(findings: Findings, config: Config, strategies, function) -> b
 
 
 def _hung(stage: str) -> DeviceError:
-    if stage in ("manual", "mirrored"):
+    if stage in STRATEGY_NAMES:
         return DeviceError(
             f"the exchange of {stage} did not end within {TIMEOUT_SEC:g} s — an all-reduce that"
             f" ends is required; {_NCCL_ADVICE}"

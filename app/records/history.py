@@ -8,6 +8,7 @@ import typing
 from app.errors import OutputError, reason_of
 from app.records.files import read_json, read_text, write_file, write_json
 
+_LARGEST = 1e300
 HISTORY_FILE, SUMMARY_FILE = "history.jsonl", "summary.json"
 
 
@@ -27,8 +28,8 @@ class EpochRecord:
         statistics_apart: largest difference between two replicas' own BatchNorm statistics, before
             they are averaged; what is trained was the same bits on all of them.
         injected_fault: what was spoiled on purpose, "" in an honest run.
-        learning_rate: of the next step; 0 in a record of a version that did not note it.
-        evaluation_sec: of the test set; likewise.
+        learning_rate: of the last call's first step; 0 where none was made after a resumption.
+        evaluation_sec: of the test set; 0 in a record of a version that did not note it.
     """
 
     epoch: int
@@ -151,6 +152,8 @@ def checked_record(record_class, values):
         kind = typing.get_origin(field.type) or field.type
         if not isinstance(value, (int, float) if kind is float else kind):
             raise TypeError(f"{field.name} is {value!r:.80}")
+        if isinstance(value, int) and abs(value) > _LARGEST:  # It can be any length.
+            raise TypeError(f"{field.name} is larger than {_LARGEST:g}")
     return record
 
 

@@ -51,7 +51,8 @@ def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> Non
         OutputError: a directory holds no run, a record is damaged, or something else is at `path`.
         DiskFullError: no space.
     """
-    _check_replaceable(path)
+    with told_of(path):
+        _check_replaceable(path)
     # `runs/*` may name an earlier report, too.
     named = [directory for directory in directories if not _is_report(directory)]
     page = _page(find_records(named or directories))

@@ -112,12 +112,12 @@ def _shown(value) -> str:
 def summary_table(runs: Sequence[Run]) -> Table:
     """Returns a row for each run, with the numbers of its `summary.json`."""
     header = (
-        *("run", "strategy", "replicas", "devices", "test accuracy", "best", "sec/epoch"),
-        *("images/s", "status", "model", "images", "recipe", "batch", "learning rate", "epochs"),
+        *("run", "strategy", "replicas", "devices", "test accuracy", "best", "recipe", "epochs"),
+        *("sec/epoch", "images/s", "status", "model", "images", "batch", "learning rate"),
         "weights",
     )
     rows = [_summary_row(run) for run in runs]
-    return Table("Every training with its result", header, "llrlrrrrllllrrrl", rows)
+    return Table("Every training with its result", header, "llrlrrllrrlllrrl", rows)
 
 
 def _summary_row(run: Run) -> list[Cell | str]:
@@ -132,30 +132,34 @@ def _summary_row(run: Run) -> list[Cell | str]:
         Cell(devices_text(s.devices, s.simulated_devices), title=", ".join(s.devices)),
         number(s.test_accuracy, ".4f"),
         number(s.best_test_accuracy, ".4f"),
+        s.recipe,
+        f"{len(run.history)} of {s.epochs}",
         number(s.epoch_sec, ".2f"),
         number(s.images_per_sec),
         Cell("spoiled on purpose", "bad") if s.injected_fault else status,
         s.model,
         f"{DATASET_TITLES.get(s.dataset, s.dataset)}, {s.num_train_examples:,}",
-        s.recipe,
         whole(s.global_batch_size),
         number(s.learning_rate, "g"),
-        f"{len(run.history)} of {s.epochs}",
         Cell(s.weights_sha256[:_SHORT_HASH], title=s.weights_sha256),
     ]
 
 
 def _row_without_result(run: Run) -> list[Cell | str]:
     asked = run.fields()
-    names = ("recipe", "global_batch_size", "learning_rate")
+
+    def shown(*names: str) -> list[str]:
+        return [asked.get(name, "–") for name in names]
+
     return [
         run.label,
-        *(asked.get(name, "–") for name in ("strategy", "num_replicas")),
-        *["–"] * 5,
-        Cell("no epoch finished", "differs"),
-        *(asked.get(name, "–") for name in ("model", "dataset")),
-        *(asked.get(name, "–") for name in names),
+        *shown("strategy", "num_replicas"),
+        *["–"] * 3,
+        *shown("recipe"),
         f"0 of {asked.get('epochs', '–')}",
+        *["–"] * 2,
+        Cell("no epoch finished", "differs"),
+        *shown("model", "dataset", "global_batch_size", "learning_rate"),
         "–",
     ]
 

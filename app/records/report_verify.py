@@ -93,13 +93,16 @@ def _farthest(differences: dict) -> list[str]:
 
 def _outcomes(strategies: dict) -> Table:
     header = (
-        *("strategy", "devices", "against one device", "first false step", "what", "tensor"),
+        *("strategy", "devices", "each step made again", "first false step", "what", "tensor"),
         *("replica", "by", "rounding allows", "cause"),
     )
     # Where nothing is wrong there is no more to say.
     shown = len(header) if any(run["findings"] for run in strategies.values()) else 3
     rows = [[name, *_outcome(run)][:shown] for name, run in strategies.items()]
-    caption = "Each training against the reference"
+    caption = (
+        "Each step made again on one device, from the same state and shards: the same bits as in"
+        " float32, or right within rounding of float64"
+    )
     return Table(caption, header[:shown], "lllrllrrrl"[:shown], rows)
 
 
@@ -182,7 +185,8 @@ def _shares(found: dict) -> list[Figure]:
     legend = [(Look.of(index), titles[kind]) for index, kind in enumerate(kinds)]
     note = (
         "The worst of all tensors and replicas at each step. The band is what rounding can do,"
-        f" computed for every array; below {FLOOR:g} all is drawn on the lower edge."
+        f" computed for every array; below {FLOOR:g} all is drawn on the lower edge. A sum of two"
+        " gradients has one rounding, and its bound is just that: on the edge is right."
     )
     title = "Error at each step, over what is allowed"
     return [Figure(title, charts, legend, tables, note)]

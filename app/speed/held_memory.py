@@ -67,6 +67,9 @@ class HeldMemory:
 
 
 def _process_peak_bytes() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return _status_bytes("VmHWM")
+    # Without /proc. A new process begins with what its parent held.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB.
 
 
