@@ -33,3 +33,14 @@ class FusedSGD(keras.optimizers.SGD):
             momentum=tf.constant(self.momentum, gradient.dtype),
             use_nesterov=self.nesterov,
         )
+
+
+def last_rate(optimizer: keras.optimizers.Optimizer) -> float:
+    """Returns the learning rate of the last step that was made.
+
+    Keras itself tells that of the next one: after the last step of a cosine, 0.
+    """
+    schedule = optimizer._learning_rate
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return float(schedule(optimizer.iterations - 1))
+    return float(optimizer.learning_rate)

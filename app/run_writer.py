@@ -88,7 +88,7 @@ class RunWriter:
             step: the last of them, since the start of the run.
             totals: over their examples.
             images_per_sec: in them.
-            learning_rate: of the first of them.
+            learning_rate: of the last of them.
         """
         scalars = {
             "steps/loss": totals.loss,

@@ -20,6 +20,7 @@ from app.fault_points import fault_point
 from app.free_memory import available_bytes
 from app.job import Job
 from app.memory import check_memory, too_large
+from app.optimizers import last_rate
 from app.progress import TrainingProgress
 from app.proof.drift import Drift, check_replicas
 from app.proof.faults import inject, spoil_dataset
@@ -99,7 +100,6 @@ class Training:
         self._progress, self._resumed = Progress(), None
         self._start = self._last_save = time.monotonic()
         self._saved = 0, 0  # Step and epoch of the last checkpoint.
-        self._rate = 0.0  # Of the first step of the last call.
         self._on_progress()
 
     def _check_same_images(self) -> None:
@@ -249,7 +249,6 @@ class Training:
         step_sec = math.inf
         while self._progress.epoch_step < self.steps_per_epoch:
             num_steps = self._steps_of_next_call(step_sec)
-            self._rate = float(self.strategy.optimizer.learning_rate)
             start = time.monotonic()
             totals = self.strategy.train_steps(iterator, num_steps)
             call_sec = time.monotonic() - start
@@ -262,7 +261,7 @@ class Training:
                 self._progress.step,
                 totals,
                 images_per_sec=images_per_sec,
-                learning_rate=self._rate,
+                learning_rate=last_rate(self.strategy.optimizer),
             )
             step_sec, is_save_due = self._settle(call_sec / num_steps, self._is_save_due())
             if is_save_due:
@@ -333,7 +332,7 @@ class Training:
             images_per_sec=train.examples / progress.epoch_sec,
             statistics_apart=progress.statistics_apart,
             injected_fault=str(self._config.fault or ""),
-            learning_rate=self._rate,
+            learning_rate=last_rate(self.strategy.optimizer),
             evaluation_sec=evaluation_sec,
         )
         self._progress = Progress(

@@ -33,6 +33,12 @@ def shard_bounds(num_examples, num_replicas: int, replica_id: int):
     return start, end
 
 
+def shard_sizes(num_examples: int, num_replicas: int) -> list[int]:
+    """Returns how many examples of a batch each replica gets."""
+    bounds = [shard_bounds(num_examples, num_replicas, r) for r in range(num_replicas)]
+    return [end - start for start, end in bounds]
+
+
 def split_batch(batch: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tuple[tf.Tensor, ...]]:
     """Cuts a global batch into one shard for each replica, in order, each on its own device.
 

@@ -12,6 +12,7 @@ import pytest
 
 from app.options import ON_ONE_MACHINE
 from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.events import EVENTS_FILE
 from app.records.history import load_summary
 from app.records.run_log import check_log
 from conftest import ROOT, program_environment, run_main, run_ok
@@ -58,7 +59,7 @@ def test_train(runs, strategy):
     names = {path.name for path in (folder / strategy).iterdir()}
     assert names == {
         ".lock", "log.txt", "log.jsonl", "config.json", "history.jsonl", "summary.json",
-        "checkpoints",
+        "checkpoints", EVENTS_FILE,
         "accuracy.png", "accuracy.svg",
     }  # fmt: skip
     assert summary.last_line() in (folder / strategy / "log.txt").read_text()

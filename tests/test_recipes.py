@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from app.optimizers import last_rate
 from app.recipes import RECIPES, find_recipe
 from models import MODELS
 
@@ -55,3 +56,13 @@ def test_a_short_run_of_fast_rises_less_high():
 
     assert rate(2350) == rate(200) == 0.2
     assert rate(40) == pytest.approx(0.04)
+
+
+def test_the_rate_that_is_told_is_that_of_the_last_step():
+    optimizer = RECIPES["fast"]["lenet"].create_optimizer(0.2, 1000)
+    weight = keras.Variable([1.0])
+    optimizer.build([weight])
+    for _ in range(3):
+        optimizer.apply([keras.ops.ones([1])], [weight])
+    assert last_rate(optimizer) == pytest.approx(0.2 * 2 / 200)  # Step 2, counted from 0.
+    assert last_rate(RECIPES["d2l"]["lenet"].create_optimizer(0.3, 10)) == pytest.approx(0.3)

@@ -9,7 +9,6 @@ from app.config import Config
 from app.options import NUM_TRAIN_EXAMPLES
 from app.progress import StepProgress
 from app.sharing import visible_gpus
-from app.speed.cluster_report import print_cluster
 from app.speed.exchange_model import LinearCost
 from app.speed.point import Point, Sampled
 from app.speed.rounds import measure
@@ -23,6 +22,7 @@ def run(config: Config) -> None:
     config = _with_all_gpus(config)
     sampled = _sample_shards(config) if config.plans_cluster else _probe(config)
     devices.set_up(_training(config, "single", device="cpu"))  # Building needs no GPU.
+    from app.speed.cluster_report import print_cluster
     from app.speed.plan_report import print_probe, print_training_plan
     from app.speed.training_plan import TrainingPlan
 
@@ -33,7 +33,7 @@ def run(config: Config) -> None:
             [s.facts.global_batch_size for s in sampled],
             [float(np.median(s.step_secs)) for s in sampled],
         )
-        print_cluster(config, compute, sampled)
+        print_cluster(plan, compute, sampled)
     elif sampled:
         print_probe(plan, sampled[0])
     on_cpu = not config.plans_cluster and (config.device == "cpu" or not visible_gpus())

@@ -71,17 +71,12 @@ def train_then_copy(training: Config, prepared, dataset):
 
 def _show_short_shards(many, one, images: np.ndarray) -> None:
     """Predicts batches of several sizes, some smaller than the number of devices."""
-    from strategies.collectives import shard_bounds
+    from strategies.collectives import shard_sizes
 
     rows = []
     for num_images in sorted({1, many.num_replicas, many.num_replicas + 1, 101}):
         logits, expected = (s.predict(images[:num_images]) for s in (many, one))
-        sizes = [
-            end - start
-            for start, end in (
-                shard_bounds(num_images, many.num_replicas, r) for r in range(many.num_replicas)
-            )
-        ]
+        sizes = shard_sizes(num_images, many.num_replicas)
         right = np.array_equal(logits.argmax(axis=1), expected.argmax(axis=1))
         rows.append(
             [
@@ -132,10 +127,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> str:
 
 def _device_of_each(num_images: int, names: list[str]) -> list[str]:
     """Returns on which device each image of a batch is classified."""
-    from strategies.collectives import shard_bounds
+    from strategies.collectives import shard_sizes
 
-    owners = []
-    for replica_id, name in enumerate(names):
-        start, end = shard_bounds(num_images, len(names), replica_id)
-        owners += [name] * (end - start)
-    return owners
+    sizes = shard_sizes(num_images, len(names))
+    return [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]

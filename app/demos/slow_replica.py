@@ -38,6 +38,8 @@ def run(config: Config) -> None:
     plain_ms, slow_ms = time_in_turn([(plain, plain_iterator), (spoiled, spoiled_iterator)])
     send_secs = record_send_times(training, prepared, dataset, fault)
     _show_step(fault, plain_ms, slow_ms, prepared.simulated)
+    from strategies.collectives import shard_sizes
+
     shards = shard_sizes(training.global_batch_size, len(prepared.names))
     _show_division(prepared, shards, send_secs)
 
@@ -83,14 +85,6 @@ def time_in_turn(trainings: Sequence[tuple]) -> list[Interval]:
             progress.message(("step", number + 1))
     console.say()
     return [interval.median(values) for values in step_ms]
-
-
-def shard_sizes(global_batch_size: int, num_replicas: int) -> list[int]:
-    """Returns how many examples each replica gets."""
-    from strategies.collectives import shard_bounds
-
-    bounds = [shard_bounds(global_batch_size, num_replicas, r) for r in range(num_replicas)]
-    return [end - start for start, end in bounds]
 
 
 def divide_by_rate(shards: Sequence[int], secs: Sequence[float]) -> tuple[list[int], float]:

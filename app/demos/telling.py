@@ -7,10 +7,10 @@ import numpy as np
 
 from app import console
 from app.devices import Devices
+from app.records.wording import TIMING_CAVEAT
 from app.speed.interval import Interval
 
 _WIDTH = 98
-SIMULATED = "simulated devices: timing is not scaling"
 
 
 def say(text: str) -> None:
@@ -22,7 +22,7 @@ def begin(text: str, devices: Devices | None = None) -> None:
     """Prints what the experiment shows, and on which devices."""
     say(text)
     if devices:
-        simulated = f" — {SIMULATED}" if devices.simulated else ""
+        simulated = f" — {TIMING_CAVEAT}" if devices.simulated else ""
         names = ", ".join(devices.names[:4]) + (", …" if len(devices.names) > 4 else "")
         say(f"{console.count(len(devices.names), 'device')}: {names}{simulated}")
     console.say()
@@ -32,7 +32,7 @@ def show(
     title: str, header: list[str], rows: Iterable[Iterable], *, simulated: bool = False
 ) -> None:
     """Prints a table; one that holds times says so where devices share a processor."""
-    title = f"{title} ({SIMULATED})" if simulated else title
+    title = f"{title} ({TIMING_CAVEAT})" if simulated else title
     console.print_table(title, header, [[str(cell) for cell in row] for row in rows])
     console.say()
 

@@ -4,7 +4,7 @@ import json
 import pathlib
 
 from app.records.plots import Figure, save_figure
-from app.records.wording import DATASET_TITLES
+from app.records.wording import dataset_title
 
 _COLOURS = {"single": "#000000", "manual": "#0072B2", "mirrored": "#E69F00"}
 _MARKERS = {"single": "^", "manual": "o", "mirrored": "s"}
@@ -111,7 +111,7 @@ def _colour(point: dict) -> str:
 
 def _title(record: dict) -> str:
     dataset = record["points"][0]["dataset"]
-    title = f"{record['common']} — {DATASET_TITLES.get(dataset, dataset)}"
+    title = f"{record['common']} — {dataset_title(dataset)}"
     title += f" on {record['machine']['processor']}"
     if any(point["simulated_devices"] for point in record["points"]):
         title += "\nsimulated devices share its cores: timing is not scaling"

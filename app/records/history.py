@@ -28,8 +28,8 @@ class EpochRecord:
         statistics_apart: largest difference between two replicas' own BatchNorm statistics, before
             they are averaged; what is trained was the same bits on all of them.
         injected_fault: what was spoiled on purpose, "" in an honest run.
-        learning_rate: of the last call's first step; 0 where none was made after a resumption.
-        evaluation_sec: of the test set; 0 in a record of a version that did not note it.
+        learning_rate: of the last step; 0 in a record of a version that did not note it.
+        evaluation_sec: of the test set; likewise.
     """
 
     epoch: int
@@ -153,7 +153,7 @@ def checked_record(record_class, values):
         if not isinstance(value, (int, float) if kind is float else kind):
             raise TypeError(f"{field.name} is {value!r:.80}")
         if isinstance(value, int) and abs(value) > _LARGEST:  # It can be any length.
-            raise TypeError(f"{field.name} is larger than {_LARGEST:g}")
+            raise TypeError(f"{field.name} is too large")
     return record
 
 

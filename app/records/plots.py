@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from app.records.files import write_file
 from app.records.history import EpochRecord, Summary, load_history, load_summary
-from app.records.wording import DATASET_TITLES, TIMING_CAVEAT
+from app.records.wording import TIMING_CAVEAT, dataset_title
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _finish(axes, epochs: int, name: str) -> None:
 
 
 def _what(summary: Summary) -> str:
-    dataset = DATASET_TITLES.get(summary.dataset, summary.dataset)
+    dataset = dataset_title(summary.dataset)
     fault = f"INJECTED FAULT: {summary.injected_fault}\n" if summary.injected_fault else ""
     return fault + (
         f"{summary.model} on {dataset} ({summary.num_train_examples:,} images), recipe"

@@ -18,8 +18,8 @@ from app.records.report_parts import (
 from app.records.report_records import Record, reading
 from app.records.wording import (
     DATASET_CAVEATS,
-    DATASET_TITLES,
     TIMING_CAVEAT,
+    dataset_title,
     injected_fault_caveat,
 )
 
@@ -76,7 +76,7 @@ class Run:
             "devices": devices_text(summary.devices, summary.simulated_devices),
             "threads of an operation": str(summary.intra_op_threads or "TensorFlow's choice"),
             **summary.versions,
-            "images": DATASET_TITLES.get(summary.dataset, summary.dataset),
+            "images": dataset_title(summary.dataset),
             "SHA-256 of the images": summary.dataset_sha256,
         }
         return Part(self.label, [], caveats, environment, summary.changes)
@@ -138,7 +138,7 @@ def _summary_row(run: Run) -> list[Cell | str]:
         number(s.images_per_sec),
         Cell("spoiled on purpose", "bad") if s.injected_fault else status,
         s.model,
-        f"{DATASET_TITLES.get(s.dataset, s.dataset)}, {s.num_train_examples:,}",
+        f"{dataset_title(s.dataset)}, {s.num_train_examples:,}",
         whole(s.global_batch_size),
         number(s.learning_rate, "g"),
         Cell(s.weights_sha256[:_SHORT_HASH], title=s.weights_sha256),

@@ -17,7 +17,7 @@ from app.records.report_parts import (
     whole,
 )
 from app.records.report_records import Record, reading
-from app.records.wording import DATASET_CAVEATS, DATASET_TITLES, TIMING_CAVEAT
+from app.records.wording import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 
 
 def benchmark_part(record: Record) -> Part:
@@ -33,7 +33,8 @@ def benchmark_part(record: Record) -> Part:
         points = found["points"]
         rounds = count(len(points[0]["blocks"]), "round")
         setup = (
-            f"{found['common']} — {_images(points[0])} on {found['machine']['processor']}."
+            f"{found['common']} — {dataset_title(points[0]['dataset'])} on"
+            f" {found['machine']['processor']}."
             f" Medians of {rounds} with 95 % intervals; warm-up is left out."
         )
         blocks = [Heading(record.label), Text(setup), *_remarks(found["remarks"])]
@@ -223,12 +224,12 @@ def _three(values: dict) -> tuple[float, float, float]:
     return values["value"], values["low"], values["high"]
 
 
-def _images(facts: dict) -> str:
-    return DATASET_TITLES.get(facts["dataset"], str(facts["dataset"]))
-
-
 def _caveats(facts: Sequence[dict]) -> list[str]:
-    caveats = [DATASET_CAVEATS[d] for d in {f["dataset"] for f in facts} if d in DATASET_CAVEATS]
+    caveats = [
+        DATASET_CAVEATS[d]
+        for d in dict.fromkeys(f["dataset"] for f in facts)
+        if d in DATASET_CAVEATS
+    ]
     simulated = any(each["simulated_devices"] for each in facts)
     return [*caveats, TIMING_CAVEAT] if simulated else caveats
 
@@ -240,6 +241,6 @@ def _environment(found: dict, facts: Sequence[dict]) -> dict[str, str]:
         "devices": ", ".join(devices),
         "threads of an operation": ", ".join(threads),
         **{str(name): str(version) for name, version in facts[0]["versions"].items()},
-        "images": _images(facts[0]),
+        "images": dataset_title(facts[0]["dataset"]),
         "processor": str(found["machine"]["processor"]),
     }

@@ -20,8 +20,8 @@ from app.records.report_records import Record, reading
 from app.records.verify_shares import FLOOR, IF_FALSE, PANELS, distinct_trainings, shares
 from app.records.wording import (
     DATASET_CAVEATS,
-    DATASET_TITLES,
     TIMING_CAVEAT,
+    dataset_title,
     injected_fault_caveat,
 )
 
@@ -50,7 +50,7 @@ def verify_part(record: Record) -> Part:
 def _setup(found: dict) -> str:
     replicas = max(len(run["devices"]) for run in found["strategies"].values())
     return (
-        f"{found['model']} on {_images(found)}, recipe {found['recipe']}, batch"
+        f"{found['model']} on {dataset_title(found['dataset'])}, recipe {found['recipe']}, batch"
         f" {whole(found['global_batch_size'])}, learning rate"
         f" {number(found['learning_rate'], 'g')}, seed {found['seed']}, {found['precision']};"
         f" {count(int(found['steps']), 'step')} on {count(replicas, 'replica')}. Each step is held"
@@ -242,13 +242,9 @@ def _environment(found: dict) -> dict[str, str]:
     return {
         "devices": ", ".join(devices),
         **{str(name): str(version) for name, version in found["versions"].items()},
-        "images": _images(found),
+        "images": dataset_title(found["dataset"]),
         "SHA-256 of the images": str(found["dataset_sha256"]),
     }
-
-
-def _images(found: dict) -> str:
-    return DATASET_TITLES.get(found["dataset"], str(found["dataset"]))
 
 
 def _ulps(ulps: int) -> str:

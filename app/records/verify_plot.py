@@ -16,7 +16,7 @@ from app.records.verify_shares import (
     is_false,
     shares,
 )
-from app.records.wording import DATASET_TITLES
+from app.records.wording import dataset_title
 
 _RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"
 
@@ -78,7 +78,7 @@ def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
 
 
 def _title(record: dict) -> list[str]:
-    dataset = DATASET_TITLES.get(record["dataset"], record["dataset"])
+    dataset = dataset_title(record["dataset"])
     replicas = max(len(run["devices"]) for run in record["strategies"].values())
     lines = [f"INJECTED FAULT: {record['injected_fault']}"] if record["injected_fault"] else []
     lines += [f"{' and '.join(pair['strategies'])}: {pair['outcome']}" for pair in record["pairs"]]

@@ -12,6 +12,11 @@ DATASET_CAVEATS = {
 TIMING_CAVEAT = "simulated devices: timing is not scaling"
 
 
+def dataset_title(name: str) -> str:
+    """Returns what a data set is called in figures and pages."""
+    return DATASET_TITLES.get(name, str(name))
+
+
 def injected_fault_caveat(fault: str) -> str:
     """Returns what has to be said wherever a result of a spoiled training is shown."""
     return f"injected fault: {fault}. This training was spoiled on purpose"

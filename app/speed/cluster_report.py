@@ -9,6 +9,7 @@ from app.config import Config
 from app.speed.cluster_plan import ClusterStep, Links, numbers_of_workers, predict
 from app.speed.exchange_model import LinearCost
 from app.speed.point import Sampled
+from app.speed.training_plan import TrainingPlan
 
 _HEADER = [
     *("workers × devices", "batch", "compute ms", "ring ms", "hier. ms", "step ms", "images/s"),
@@ -16,17 +17,16 @@ _HEADER = [
 ]
 
 
-def print_cluster(config: Config, compute: LinearCost, sampled: Sequence[Sampled]) -> None:
+def print_cluster(plan: TrainingPlan, compute: LinearCost, sampled: Sequence[Sampled]) -> None:
     """Prints what was measured, and a table for a fixed batch of each device and one of all.
 
     Args:
-        config: of `plan`.
+        plan: of the training.
         compute: what was fitted to one device.
         sampled: what was measured of it.
     """
-    batch, per_worker = config.planned_batch_size, config.num_devices_planned
-    halves = 2 if config.exchange_dtype == "bfloat16" else 1
-    size_bytes = sampled[0].facts.gradient_bytes / halves
+    config, size_bytes = plan.config, plan.gradient_bytes
+    batch, per_worker = plan.batch, config.num_devices_planned
     console.say()
     _print_setting(config, sampled, size_bytes)
     links = Links(
@@ -73,7 +73,7 @@ def _print_setting(config: Config, sampled: Sequence[Sampled], size_bytes: float
     console.say(
         f"links: {config.bandwidth_gbps:g} Gb/s and {config.latency_us:g} µs between machines,"
         f" {config.device_bandwidth_gbps:g} Gb/s between devices of one;"
-        f" {size_bytes / 1e6:.1f} MB of gradients a step"
+        f" {size_bytes / 2**20:.2g} MiB of gradients a step"
     )
 
 

@@ -1,5 +1,6 @@
 """What a training would be, by arithmetic: steps, shards, exchange, memory, learning rate."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from app.recipes import MIN_WARMUP_STEPS, REFERENCE_GLOBAL_BATCH_SIZE, find_reci
 from app.speed.exchange_model import exchange_cost
 from app.validation import check_shards
 from models import MODELS
-from strategies.collectives import ALL_REDUCE_ALGORITHMS, shard_bounds
+from strategies.collectives import ALL_REDUCE_ALGORITHMS, shard_sizes
 from strategies.packing import Packing
 
 _FEW_STEPS = 50
@@ -77,7 +78,7 @@ class TrainingPlan:
     @property
     def num_examples(self) -> int:
         """Training images of an epoch."""
-        return self.config.num_train_examples or NUM_TRAIN_EXAMPLES
+        return _num_examples(self.config)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -96,11 +97,7 @@ class TrainingPlan:
 
     def shards(self, batch: int) -> dict[int, int]:
         """Returns size → how many replicas get a shard of it."""
-        sizes: dict[int, int] = {}
-        for replica_id in range(self.num_replicas):
-            start, end = shard_bounds(batch, self.num_replicas, replica_id)
-            sizes[end - start] = sizes.get(end - start, 0) + 1
-        return sizes
+        return collections.Counter(shard_sizes(batch, self.num_replicas))
 
     @property
     def largest_shard(self) -> int:
@@ -179,6 +176,9 @@ class TrainingPlan:
             )
 
 
+def _num_examples(config: Config) -> int:
+    return config.num_train_examples or NUM_TRAIN_EXAMPLES
+
+
 def _steps_per_epoch(config: Config) -> int:
-    num_examples = config.num_train_examples or NUM_TRAIN_EXAMPLES
-    return num_steps_per_epoch(num_examples, config.planned_batch_size, config.last_batch)
+    return num_steps_per_epoch(_num_examples(config), config.planned_batch_size, config.last_batch)
