@@ -11,7 +11,7 @@ from app import console
 from app.errors import DeviceError
 
 # What TensorFlow's kernels work with, and allocators round up, as seen on CPUs: LeNet with batches
-# of 256 and 4,096 took 1 % more or less than these say, ResNet-18 with 64 and 256 up to 10 % more.
+# of 256 and 4,096 took 1 % more or less than these say, ResNet-18 with 64 and 256 up to 16 % more.
 _WORK_BYTES, _WORK_SHARE = 16 << 20, 1.12
 # Only what is surely too much is refused: the estimate may be off by as much.
 _ACCURACY = 0.8
