@@ -116,11 +116,15 @@ def _check_planned_batch(config):
             f"--global_batch_size={batch} for {num_planned} devices — at least one image for each"
             f" is required; use {num_planned} or more"
         )
-    num_examples = config.num_train_examples or NUM_TRAIN_EXAMPLES
-    if config.last_batch == "drop" and num_examples < batch:
+    _check_has_step(config, batch, config.num_train_examples or NUM_TRAIN_EXAMPLES)
+
+
+def _check_has_step(config, global_batch_size, num_train_examples):
+    if config.last_batch == "drop" and num_train_examples < global_batch_size:
         raise ConfigError(
-            f"--last_batch=drop with {num_examples} training examples and"
-            f" --global_batch_size={batch} — an epoch would have no step; use a smaller batch"
+            f"--last_batch=drop with {num_train_examples} training examples and"
+            f" --global_batch_size={global_batch_size} — an epoch would have no step; use a smaller"
+            " batch"
         )
 
 
@@ -337,11 +341,7 @@ def check_shards(config: "Config", num_replicas: int, num_train_examples: int) -
             f" — each needs at least one example; use {num_replicas} or more"
         )
     rest = num_train_examples % size
-    if config.last_batch == "drop" and num_train_examples < size:
-        raise ConfigError(
-            f"--last_batch=drop with {num_train_examples} training examples and"
-            f" --global_batch_size={size} — an epoch would have no step; use a smaller batch"
-        )
+    _check_has_step(config, size, num_train_examples)
     if config.last_batch == "keep" and 0 < rest < num_replicas:
         raise ConfigError(
             f"--global_batch_size={size} leaves {rest} of {num_train_examples} training examples"

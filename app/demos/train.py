@@ -1,7 +1,7 @@
 """`demo train`: the book's table, LeNet and ResNet-18 on one device and on several, and ours."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from app import console
@@ -100,48 +100,17 @@ def _train(training: Config, number: int) -> Run:
 
 
 def print_results(runs: Sequence[Run], sampled: Sequence[Sampled]) -> None:
-    """Prints both tables and what to take from them."""
-    first, last = runs[0].summary, runs[-1].summary
-    num_images = first.num_train_examples
-    images = "all" if num_images == NUM_TRAIN_EXAMPLES else "a subset of"
-    console.say()
-    telling.show(
-        f"LeNet, batch {first.global_batch_size}, learning rate {first.learning_rate:g}; yours:"
-        f" {console.count(first.epochs, 'epoch')} of {images} {num_images:,} images"
-        f" ({first.dataset})",
-        ["program", "on", "test acc", "sec/epoch"],
-        [
-            *(
-                [
-                    f"yours, {run.summary.epochs} epochs",
-                    _devices(run.summary.devices),
-                    f"{run.summary.test_accuracy:.2f}",
-                    f"{run.summary.epoch_sec:.1f}",
-                ]
-                for run in runs
-            ),
-            *_book_rows("lenet"),
-        ],
-        simulated=last.simulated_devices,
-    )
+    """Prints the tables and what to take from them."""
     resnets = [s for s in sampled if s.point.config.model == "resnet18"]
-    telling.show(
+    simulated = runs[-1].summary.simulated_devices
+    console.say()
+    _show_beside_the_book(_title(runs[0].summary), map(_lenet_row, runs), "lenet", simulated)
+    _show_beside_the_book(
         "ResNet-18, measured for some steps but not trained, sec/epoch projected to"
         f" {NUM_TRAIN_EXAMPLES:,} images; the book's: batch 256 on one GPU, 512 on two",
-        ["program", "on", "test acc", "sec/epoch"],
-        [
-            *(
-                [
-                    f"yours, batch {s.facts.global_batch_size}",
-                    _devices(s.facts.devices),
-                    "not trained",
-                    f"{NUM_TRAIN_EXAMPLES / interval.median(s.rates).value:.0f} projected",
-                ]
-                for s in resnets
-            ),
-            *_book_rows("resnet18"),
-        ],
-        simulated=last.simulated_devices,
+        map(_resnet_row, resnets),
+        "resnet18",
+        simulated,
     )
     telling.show(
         f"images a second, medians of {_ROUNDS} rounds in turn, with 95 % intervals",
@@ -156,9 +125,43 @@ def print_results(runs: Sequence[Run], sampled: Sequence[Sampled]) -> None:
             ]
             for s in sampled
         ],
-        simulated=last.simulated_devices,
+        simulated=simulated,
     )
     _conclude(runs, resnets)
+
+
+def _show_beside_the_book(title: str, own: Iterable[list], model: str, simulated: bool) -> None:
+    header = ["program", "on", "test acc", "sec/epoch"]
+    telling.show(title, header, [*own, *_book_rows(model)], simulated=simulated)
+
+
+def _title(summary: Summary) -> str:
+    num_images = summary.num_train_examples
+    images = "all" if num_images == NUM_TRAIN_EXAMPLES else "a subset of"
+    return (
+        f"LeNet, batch {summary.global_batch_size}, learning rate {summary.learning_rate:g}; yours:"
+        f" {console.count(summary.epochs, 'epoch')} of {images} {num_images:,} images"
+        f" ({summary.dataset})"
+    )
+
+
+def _lenet_row(run: Run) -> list:
+    summary = run.summary
+    return [
+        f"yours, {summary.epochs} epochs",
+        _devices(summary.devices),
+        f"{summary.test_accuracy:.2f}",
+        f"{summary.epoch_sec:.1f}",
+    ]
+
+
+def _resnet_row(s: Sampled) -> list:
+    return [
+        f"yours, batch {s.facts.global_batch_size}",
+        _devices(s.facts.devices),
+        "not trained",
+        f"{NUM_TRAIN_EXAMPLES / interval.median(s.rates).value:.0f} projected",
+    ]
 
 
 def _conclude(runs: Sequence[Run], resnets: Sequence[Sampled]) -> None:

@@ -138,16 +138,22 @@ def _shards(strategies: dict) -> list[Text]:
     ]
 
 
+def _worst(measured: dict) -> dict[str, dict[int, float]]:
+    """Returns kind → step → the worst share of what is allowed, of all tensors and replicas."""
+    worst: dict[str, dict[int, float]] = {}
+    for (kind, *_), points in shares(measured).items():
+        of_kind = worst.setdefault(kind, {})
+        for step, share in points:
+            of_kind[step] = max(share, of_kind.get(step, 0.0))
+    return worst
+
+
 def _shares(found: dict) -> list[Figure]:
     """Returns, for every training that was checked, the worst share of what is allowed."""
-    per_training = []
-    for names, measured in distinct_trainings(found["strategies"]):
-        worst: dict[str, dict[int, float]] = {}
-        for (kind, *_), points in shares(measured).items():
-            of_kind = worst.setdefault(kind, {})
-            for step, share in points:
-                of_kind[step] = max(share, of_kind.get(step, 0.0))
-        per_training.append((" = ".join(names), worst))
+    per_training = [
+        (" = ".join(names), _worst(measured))
+        for names, measured in distinct_trainings(found["strategies"])
+    ]
     kinds = [
         kind
         for kind in {**PANELS, **IF_FALSE}
