@@ -18,8 +18,9 @@ if sys.version_info < (3, 11):  # Before anything is imported that an old Python
 
 from absl import app as absl_app  # `from absl import app` would hide our own package.
 
-from app import console, errors, fault_points, flags, interruption
+from app.cli import flags
 from app.config import Config
+from app.runtime import console, errors, fault_points, signals
 
 
 def parse(argv: list[str]) -> Config:
@@ -32,7 +33,7 @@ def parse(argv: list[str]) -> Config:
 
 def main(config: Config) -> int:
     """Runs the command and turns its outcome into an exit code."""
-    interruption.install()
+    signals.install()
     try:
         fault = fault_points.arm(os.environ)
         if fault:

@@ -3,8 +3,8 @@
 As a library: `from app import Config, run`; see `docs/library.md`.
 """
 
+from app.api import run
 from app.config import Config
-from app.errors import LockstepError
-from app.library import run
+from app.runtime.errors import LockstepError
 
 __all__ = ["Config", "LockstepError", "run"]

@@ -129,7 +129,7 @@ class BookTrainer:
         job: what to train.
     """
 
-    def __init__(self, job: protocol.Job):
+    def __init__(self, job: protocol.BenchmarkJob):
         self._job = job
         self._devices = create_devices(job.num_devices)
         data = job.data
@@ -209,7 +209,7 @@ class BookTrainer:
         return dataset.with_options(options)
 
 
-def main(job: protocol.Job) -> None:
+def main(job: protocol.BenchmarkJob) -> None:
     """Warms up, forgets that, and serves requests; `train_until` is one besides the usual."""
     trainer = BookTrainer(job)
     trainer.train_steps(protocol.NUM_WARMUP_STEPS)

@@ -12,8 +12,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from app import devices
 from app.config import Config
+from app.devices import device_setup
 
 NUM_SAVES, INTERVAL_SEC = 9, 300
 
@@ -35,10 +35,10 @@ def main(num_replicas: int) -> None:
         model="resnet18", global_batch_size=16, device="cpu", num_devices=num_replicas,
         dataset="synthetic", recipe="fast",
     )  # fmt: skip
-    prepared = devices.set_up(config)
+    prepared = device_setup.set_up(config)
     from app.data.synthetic import generate_synthetic
     from app.records.run_log import open_run_log
-    from app.training import Training
+    from app.training.loop import Training
 
     dataset = generate_synthetic(num_train=64, num_test=20)
     with tempfile.TemporaryDirectory() as folder, open_run_log(pathlib.Path(folder)) as log:

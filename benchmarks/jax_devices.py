@@ -109,7 +109,7 @@ class JaxTrainer:
         job: what to train.
     """
 
-    def __init__(self, job: protocol.Job):
+    def __init__(self, job: protocol.BenchmarkJob):
         self._job = job
         if jax.device_count() != job.num_devices:
             raise RuntimeError(f"{jax.device_count()} devices, not {job.num_devices}")
@@ -184,7 +184,7 @@ class JaxTrainer:
         ]
 
 
-def main(job: protocol.Job) -> None:
+def main(job: protocol.BenchmarkJob) -> None:
     """Warms up and serves requests."""
     trainer = JaxTrainer(job)
     trainer.warm_up()

@@ -139,7 +139,7 @@ class KerasTrainer:
         job: what to train.
     """
 
-    def __init__(self, job: protocol.Job):
+    def __init__(self, job: protocol.BenchmarkJob):
         self._job = job
         strategy = create_strategy(job.num_devices)
         keras.utils.set_random_seed(0)
@@ -234,7 +234,7 @@ class KerasTrainer:
         return dataset.map(fetch).prefetch(2).with_options(options)
 
 
-def main(job: protocol.Job) -> None:
+def main(job: protocol.BenchmarkJob) -> None:
     """Warms up and serves requests."""
     trainer = KerasTrainer(job)
     trainer.warm_up()

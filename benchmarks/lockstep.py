@@ -8,8 +8,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from app import devices
 from app.config import Config
+from app.devices import device_setup
 from protocol import claim_stdout, serve
 
 
@@ -29,15 +29,15 @@ def main() -> None:
     if options["strategy"] == "single":
         del options["num_devices"]
     config = Config(dataset="fashion_mnist", device="cpu", **options)
-    prepared = devices.set_up(config)
+    prepared = device_setup.set_up(config)
 
-    from app.evaluation import evaluate
-    from app.job import Job, load_data
-    from app.speed.flops import training_flops_per_example
-    from app.versions import versions
+    from app.performance.flops import training_flops_per_example
+    from app.runtime.versions import versions
+    from app.training.evaluation import evaluate
+    from app.training.training_spec import TrainingSpec, load_data
 
     dataset = load_data(config)
-    job = Job(config, dataset)
+    job = TrainingSpec(config, dataset)
     strategy = job.build_strategy(prepared)
     state = strategy.state()
     strategy.train_steps(strategy.distribute(job.batches()), 5)

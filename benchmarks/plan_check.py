@@ -17,18 +17,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from app.config import Config
-from app.devices import num_cores
-from app.progress import StepProgress
-from app.speed.cluster_plan import Links, predict
-from app.speed.exchange_model import ExchangeModel, LinearCost
-from app.speed.point import Point
-from app.speed.rounds import measure
+from app.devices.device_setup import num_cores
+from app.performance.all_reduce_model import AllReduceModel, LinearCost
+from app.performance.case import Case
+from app.performance.cluster_plan import Links, predict
+from app.performance.rounds import measure
+from app.runtime.progress_bar import StepProgress
 
 BATCH = 256
 COUNTS = (1, 2, 4)
 
 
-def points_of(model: str) -> tuple[dict[int, Point], list[Point]]:
+def points_of(model: str) -> tuple[dict[int, Case], list[Case]]:
     """Returns number of workers → the training, and one worker with the smaller shards."""
     config = Config(
         strategy="multi_worker",
@@ -40,11 +40,11 @@ def points_of(model: str) -> tuple[dict[int, Point], list[Point]]:
         num_train_examples=2000,
     )
     workers = {
-        n: Point(config.for_training("multi_worker", num_workers=n), cores=min(n, num_cores()))
+        n: Case(config.for_training("multi_worker", num_workers=n), cores=min(n, num_cores()))
         for n in COUNTS
     }
     alone = [
-        Point(
+        Case(
             config.for_training("multi_worker", num_workers=1, global_batch_size=BATCH // n),
             cores=1,
         )
@@ -65,11 +65,11 @@ def main() -> None:
             [*workers.values(), *alone],
             repeats=options.rounds,
             progress=progress,
-            exchanges_of=[workers[2]],
+            all_reduces_of=[workers[2]],
         )
-    steps = [float(np.median(s.step_secs)) for s in measured.sampled]
+    steps = [float(np.median(s.step_secs)) for s in measured.samples]
     compute = LinearCost.fit([BATCH, *(BATCH // n for n in COUNTS[1:])], [steps[0], *steps[3:]])
-    loopback = ExchangeModel.fit("ring", measured.exchange_times)
+    loopback = AllReduceModel.fit("ring", measured.all_reduce_times)
     print(
         f"{options.model}: compute {compute.fixed_sec * 1e3:.2f} ms +"
         f" {compute.example_sec * 1e6:.0f} µs an image; loopback"
@@ -83,10 +83,10 @@ def main() -> None:
             num_workers=n,
             devices_per_worker=1,
             global_batch_size=BATCH,
-            size_bytes=measured.sampled[0].facts.gradient_bytes,
+            size_bytes=measured.samples[0].facts.gradient_bytes,
         )
         turns = max(1.0, n / num_cores())
-        predicted = step.compute_sec * turns + step.exchange_sec
+        predicted = step.compute_sec * turns + step.all_reduce_sec
         print(
             f"  {n} workers: predicted {predicted * 1e3:.1f} ms, measured {step_sec * 1e3:.1f} ms:"
             f" {predicted / step_sec - 1:+.1%}"

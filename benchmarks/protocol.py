@@ -56,7 +56,7 @@ class FashionMnist:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class BenchmarkJob:
     """What a program is to train.
 
     Attributes:
@@ -113,7 +113,7 @@ class Job:
                 yield order[where]
 
 
-def open_job(models: Sequence[str]) -> Job:
+def open_job(models: Sequence[str]) -> BenchmarkJob:
     """Takes standard output for the answers, reads the flags and loads the data.
 
     Called before a framework is imported, which takes seconds and may print: wrong flags end the
@@ -136,7 +136,7 @@ def open_job(models: Sequence[str]) -> Job:
             f"--global_batch_size={flags.global_batch_size}: a multiple of"
             f" --num_devices={flags.num_devices} is required, for equal shards; use one"
         )
-    job = Job(
+    job = BenchmarkJob(
         flags.model, flags.global_batch_size, flags.num_devices, load_fashion_mnist(flags.data_dir)
     )
     if not job.epoch_slices:
@@ -200,7 +200,7 @@ def end_with_parent(parent_pid: int) -> None:
             sys.exit("error: the process that started this one is gone")
 
 
-def check_num_parameters(job: Job, num_parameters: int) -> None:
+def check_num_parameters(job: BenchmarkJob, num_parameters: int) -> None:
     """Raises an error unless the network that was built is the one that all programs train."""
     if num_parameters != NUM_PARAMETERS[job.model]:
         raise AssertionError(
@@ -209,7 +209,7 @@ def check_num_parameters(job: Job, num_parameters: int) -> None:
         )
 
 
-def describe(job: Job, **versions: str) -> dict:
+def describe(job: BenchmarkJob, **versions: str) -> dict:
     """Returns what a program says of itself when it is ready.
 
     Args:

@@ -13,15 +13,15 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from app import devices
 from app.config import Config
-from app.recipes import RECIPES
+from app.devices import device_setup
+from app.training.recipes import RECIPES
 
 # Variant → what is another in the recipe, and in the configuration.
 VARIANTS = {
     "fast": ({}, {}),
     "batch 128": ({}, {"global_batch_size": 128}),
-    "rate 0.3": ({"peak_rate": 0.3}, {}),
+    "rate 0.3": ({"peak_learning_rate": 0.3}, {}),
     "weight decay 1e-3": ({"weight_decay": 1e-3}, {}),
     "weight decay 5e-3": ({"weight_decay": 5e-3}, {}),
     "warm-up over a tenth": ({"warmup": 0.1}, {}),
@@ -40,9 +40,9 @@ def main() -> None:
     parser.add_argument("--data_dir")
     options = parser.parse_args()
     base = Config(strategy="single", device="cpu", recipe="fast", data_dir=options.data_dir)
-    prepared = devices.set_up(base)
-    from app.evaluation import evaluate
-    from app.job import Job, load_data
+    prepared = device_setup.set_up(base)
+    from app.training.evaluation import evaluate
+    from app.training.training_spec import TrainingSpec, load_data
 
     fast = RECIPES["fast"]["lenet"]
     dataset = load_data(base)
@@ -54,9 +54,9 @@ def main() -> None:
             config = dataclasses.replace(
                 base, seed=int(seed), epochs=options.epochs, **config_changes
             )
-            job = Job(config, dataset)
-            strategy = job.build_strategy(prepared)
-            strategy.train_steps(strategy.distribute(job.batches()), job.num_steps)
+            spec = TrainingSpec(config, dataset)
+            strategy = spec.build_strategy(prepared)
+            strategy.train_steps(strategy.distribute(spec.batches()), spec.num_steps)
             accuracies.append(evaluate(strategy, dataset).accuracy)
         mean, spread = statistics.mean(accuracies), statistics.pstdev(accuracies)
         shown = ", ".join(f"{accuracy:.4f}" for accuracy in accuracies)

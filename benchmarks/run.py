@@ -21,8 +21,8 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from app.speed import interval
-from app.speed.benchmark import processor_name
+from app.performance import interval
+from app.performance.benchmark_output import processor_name
 from programs import FOLDER, Program, Running
 
 LENET = ("--model=lenet", "--global_batch_size=256")

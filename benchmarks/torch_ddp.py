@@ -168,7 +168,7 @@ class TorchTrainer:
         group: the processes that train.
     """
 
-    def __init__(self, job: protocol.Job, group: Group):
+    def __init__(self, job: protocol.BenchmarkJob, group: Group):
         self._job, self._group = job, group
         torch.set_num_threads(max(1, protocol.num_cores() // group.num_processes))
         torch.manual_seed(0)
@@ -234,7 +234,7 @@ class TorchTrainer:
         return int((logits.argmax(1) == self._test_labels[where]).sum())
 
 
-def main(job: protocol.Job) -> None:
+def main(job: protocol.BenchmarkJob) -> None:
     """Joins the group, warms up and serves requests."""
     group = Group(job.num_devices)
     trainer = TorchTrainer(job, group)

@@ -16,15 +16,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from app.config import Config
-from app.progress import StepProgress
-from app.speed import interval
-from app.speed.point import Point
-from app.speed.rounds import measure
+from app.performance import interval
+from app.performance.case import Case
+from app.performance.rounds import measure
+from app.runtime.progress_bar import StepProgress
 
 BATCHES = {"lenet": 256, "resnet18": 64}
 
 
-def create_points(model: str, exchange_dtype: str) -> list[Point]:
+def create_cases(model: str, communication_dtype: str) -> list[Case]:
     """Returns one worker on one core, two on two, and two without their exchange."""
     config = Config(
         command="train",
@@ -35,10 +35,10 @@ def create_points(model: str, exchange_dtype: str) -> list[Point]:
         num_devices=1,
         last_batch="drop",
         num_train_examples=2000,
-        exchange_dtype=exchange_dtype,
+        communication_dtype=communication_dtype,
     )
-    one, two = (Point(with_workers(config, n), cores=n) for n in (1, 2))
-    return [one, two, Point(two.config, exchanges=False, cores=2)]
+    one, two = (Case(with_workers(config, n), cores=n) for n in (1, 2))
+    return [one, two, Case(two.config, no_sync=True, cores=2)]
 
 
 def with_workers(config: Config, num_workers: int) -> Config:
@@ -51,15 +51,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="lenet,resnet18")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--exchange_dtype", default="float32")
+    parser.add_argument("--communication_dtype", default="float32")
     options = parser.parse_args()
     for model in options.models.split(","):
-        points = create_points(model, options.exchange_dtype)
+        cases = create_cases(model, options.communication_dtype)
         with StepProgress(1) as progress:
-            sampled = measure(points, repeats=options.rounds, progress=progress).sampled
-        one, two, without = (s.step_secs for s in sampled)
+            samples = measure(cases, repeats=options.rounds, progress=progress).samples
+        one, two, without = (s.step_secs for s in samples)
         steps = (f"{np.median(secs) * 1e3:.1f}" for secs in (one, two, without))
-        print(f"{model}, batch {BATCHES[model]}, exchanged in {options.exchange_dtype}")
+        print(f"{model}, batch {BATCHES[model]}, exchanged in {options.communication_dtype}")
         print("  ms a step: one worker {}, two {}, two without exchange {}".format(*steps))
         print(f"  with exchange / without: {interval.ratio(two, without)}")
         efficiency = interval.combine(lambda a, b: a / b / 2, one, two)

@@ -1,9 +1,9 @@
 """The contract between the training loop and a strategy.
 
-The loop in `app/training.py` sees nothing but this. Whatever differs between two ways of training
-stands in a subclass; the compiled loops are the same code for all of them and stand here, and the
-reading and writing of state in `replicas.py`, so that a difference in results can only come from
-a subclass.
+The loop in `app/training/loop.py` sees nothing but this. Whatever differs between two ways of
+training stands in a subclass; the compiled loops are the same code for all of them and stand here,
+and the reading and writing of state in `replicas.py`, so that a difference in results can only come
+from a subclass.
 """
 
 import abc
@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from strategies.packing import Packing
+from strategies.gradient_buckets import GradientBuckets
+from strategies.observer import Observer
 from strategies.replicas import Replicas
-from strategies.witness import Witness
 from strategies.workers import Workers
 
 
@@ -69,9 +69,9 @@ class Strategy(Replicas):
         all_reduce: name of the algorithm that adds the gradients over the replicas, or "auto".
         workers: the processes that train together, each with as many of the devices; None for this
             one alone.
-        bucket_mb: gradients are exchanged in buckets of this size, in 2²⁰ bytes; 0 for each one by
+        bucket_mib: gradients are exchanged in buckets of this size, in 2²⁰ bytes; 0 for each one by
             itself, None for what is best.
-        exchange_dtype: in which they are exchanged, None for their own.
+        communication_dtype: in which they are exchanged, None for their own.
         jit_compile: let XLA compile what a replica computes by itself: loss and gradients.
         label_smoothing: see `strategies.loss.shard_loss`.
         loss_scale: see `strategies.loss.differentiate`.
@@ -89,8 +89,8 @@ class Strategy(Replicas):
         *,
         workers: Workers | None = None,
         all_reduce: str = "auto",
-        bucket_mb: float | None = None,
-        exchange_dtype: str | None = None,
+        bucket_mib: float | None = None,
+        communication_dtype: str | None = None,
         jit_compile: bool = False,
         label_smoothing: float = 0.0,
         loss_scale: float = 1.0,
@@ -98,14 +98,17 @@ class Strategy(Replicas):
         self.devices, self.workers = list(devices), workers or Workers()
         self.jit_compile = jit_compile
         self.label_smoothing, self.loss_scale = label_smoothing, loss_scale
-        bucket_mb = self.default_bucket_mb() if bucket_mb is None else bucket_mb
-        self._bucket_bytes, self._exchange_dtype = round(bucket_mb * 2**20), exchange_dtype
-        self.witness = Witness()  # To be replaced before the first step, if at all.
-        # To be set to False before the first step, to measure what the exchange costs: each replica
+        bucket_mib = self.default_bucket_mib() if bucket_mib is None else bucket_mib
+        self._bucket_bytes, self._communication_dtype = (
+            round(bucket_mib * 2**20),
+            communication_dtype,
+        )
+        self.observer = Observer()  # To be replaced before the first step, if at all.
+        # To be set before the first step, to measure what the all-reduce costs: each replica
         # then goes on with its own gradient.
-        self.exchanges = True
-        self.all_reduce = self.default_all_reduce() if all_reduce == "auto" else all_reduce
-        if self.all_reduce not in self.all_reduce_algorithms:
+        self.no_sync = False
+        self.algorithm = self.default_all_reduce() if all_reduce == "auto" else all_reduce
+        if self.algorithm not in self.all_reduce_algorithms:
             raise ValueError(
                 f"all_reduce={all_reduce} with strategy {self.name} — one of"
                 f" {', '.join(self.all_reduce_algorithms)} is required"
@@ -113,9 +116,9 @@ class Strategy(Replicas):
 
     def default_all_reduce(self) -> str:
         """Returns what "auto" stands for on these devices."""
-        return "sum_on_one"
+        return "reduce_to_one"
 
-    def default_bucket_mb(self) -> float:
+    def default_bucket_mib(self) -> float:
         """Returns the best size of buckets, 0 for each gradient by itself."""
         return 0.0
 
@@ -154,7 +157,7 @@ class Strategy(Replicas):
         """
 
     @abc.abstractmethod
-    def exchange(self, per_replica_tensors: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
+    def all_reduce(self, per_replica_tensors: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         """Adds tensors over the replicas by the very all-reduce that a training step uses.
 
         Args:
@@ -165,7 +168,7 @@ class Strategy(Replicas):
         """
 
     @abc.abstractmethod
-    def repeat_exchange(
+    def repeat_all_reduce(
         self, per_replica_tensors: list[list[tf.Tensor]], num_times: int
     ) -> list[list[tf.Tensor]]:
         """Makes `num_times` exchanges in one compiled call, each of what the last one returned.
@@ -177,9 +180,11 @@ class Strategy(Replicas):
             What the last one returned, for a caller to wait for.
         """
 
-    def packing(self, tensors: Sequence[tf.Tensor]) -> Packing:
+    def gradient_buckets(self, tensors: Sequence[tf.Tensor]) -> GradientBuckets:
         """Returns how a replica's tensors are packed for the exchange."""
-        return Packing(tensors, bucket_bytes=self._bucket_bytes, dtype=self._exchange_dtype)
+        return GradientBuckets(
+            tensors, bucket_bytes=self._bucket_bytes, dtype=self._communication_dtype
+        )
 
     def compiled(self, function: Callable) -> Callable:
         """Returns a replica's computation, which crosses to no other one, as XLA compiles it.

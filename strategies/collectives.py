@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from strategies.packing import Packing
+from strategies.gradient_buckets import GradientBuckets
 
 PerReplicaTensors = list[list[tf.Tensor]]
 
@@ -76,7 +76,9 @@ def add_in_order(copies: Sequence[tf.Tensor]) -> tf.Tensor:
     return functools.reduce(tf.add, copies)
 
 
-def sum_on_one(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
+def reduce_to_one(
+    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
+) -> PerReplicaTensors:
     """Adds on the first device, in replica order, and copies the totals back to all.
 
     Two steps. Of S bytes for each replica, the first device receives (R − 1) · S and sends as many:
@@ -141,12 +143,12 @@ def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
     return _join(chunks, per_replica_tensors, devices)
 
 
-def all_to_all(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
+def direct(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
     """Makes each replica add up one chunk for all of them, in replica order, and hand it round.
 
     Two steps; in each of them every replica sends S / R bytes to every other one: 2 · (R − 1) / R ·
     S bytes in all, as in a ring, but over R − 1 connections at once. For devices that are all
-    connected directly. It adds in the same order as `sum_on_one`: the same bits.
+    connected directly. It adds in the same order as `reduce_to_one`: the same bits.
 
     Reference: the "direct" reduce-scatter and all-gather of R. Thakur et al., as above.
     """
@@ -197,10 +199,10 @@ def _join(chunks, per_replica_tensors, devices) -> PerReplicaTensors:
 
 
 ALL_REDUCE_ALGORITHMS: dict[str, Callable[..., PerReplicaTensors]] = {
-    "sum_on_one": sum_on_one,
+    "reduce_to_one": reduce_to_one,
     "ring": ring,
     "tree": tree,
-    "all_to_all": all_to_all,
+    "direct": direct,
 }
 
 
@@ -208,8 +210,8 @@ def all_reduce(
     per_replica_tensors: PerReplicaTensors,
     devices: Sequence[str],
     *,
-    algorithm: str = "sum_on_one",
-    packing: Packing | None = None,
+    algorithm: str = "reduce_to_one",
+    gradient_buckets: GradientBuckets | None = None,
 ) -> PerReplicaTensors:
     """Adds each tensor over all replicas and gives every replica the total.
 
@@ -241,10 +243,14 @@ def all_reduce(
             raise ValueError(f"replicas disagree on a shape: {' and '.join(sorted(shapes))}")
     if len(devices) == 1:
         return [list(per_replica_tensors[0])]
-    if packing:
-        per_replica_tensors = _on_each(devices, packing.pack, per_replica_tensors)
+    if gradient_buckets:
+        per_replica_tensors = _on_each(devices, gradient_buckets.pack, per_replica_tensors)
     per_replica_totals = ALL_REDUCE_ALGORITHMS[algorithm](per_replica_tensors, devices)
-    return _on_each(devices, packing.unpack, per_replica_totals) if packing else per_replica_totals
+    return (
+        _on_each(devices, gradient_buckets.unpack, per_replica_totals)
+        if gradient_buckets
+        else per_replica_totals
+    )
 
 
 def _on_each(devices, function, per_replica_tensors) -> PerReplicaTensors:

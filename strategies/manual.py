@@ -27,7 +27,7 @@ import tensorflow as tf
 from strategies.base import StepTotals, Strategy, classify
 from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce, broadcast, split_batch
 from strategies.loss import differentiate, shard_loss
-from strategies.witness import Shard
+from strategies.observer import Shard
 
 
 class Replica(NamedTuple):
@@ -77,17 +77,19 @@ class ManualStrategy(Strategy):
                 loss, totals, gradients = gradients_of(images, labels, tf.size(global_labels))
                 # Here `verify` writes down what it proves; in a training nobody looks on.
                 shard = Shard(images, labels, tf.size(global_labels))
-                gradients = self.witness.before_exchange(replica.replica_id, shard, loss, gradients)
+                gradients = self.observer.before_all_reduce(
+                    replica.replica_id, shard, loss, gradients
+                )
             per_replica_gradients.append(gradients)
             per_replica_totals.append(totals)
 
         # 3. Every device gets the sum of all the gradients.
-        per_replica_sums = self.exchange(per_replica_gradients)
+        per_replica_sums = self.all_reduce(per_replica_gradients)
 
         # 4. The same update everywhere.
         for replica, sums in zip(self.replicas, per_replica_sums, strict=True):
             with tf.device(replica.device):
-                sums = self.witness.after_exchange(replica.replica_id, sums)
+                sums = self.observer.after_all_reduce(replica.replica_id, sums)
                 replica.optimizer.apply(sums, replica.model.trainable_variables)
         return StepTotals.sum(per_replica_totals)
 
@@ -107,23 +109,23 @@ class ManualStrategy(Strategy):
         gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
         return loss, totals, gradients
 
-    def exchange(self, per_replica_tensors):
-        if not self.exchanges:
+    def all_reduce(self, per_replica_tensors):
+        if self.no_sync:
             return per_replica_tensors
         return all_reduce(
             per_replica_tensors,
             self.devices,
-            algorithm=self.all_reduce,
-            packing=self.packing(per_replica_tensors[0]),
+            algorithm=self.algorithm,
+            gradient_buckets=self.gradient_buckets(per_replica_tensors[0]),
         )
 
-    def repeat_exchange(self, per_replica_tensors, num_times):
-        return self._exchange_loop(per_replica_tensors, tf.constant(num_times))
+    def repeat_all_reduce(self, per_replica_tensors, num_times):
+        return self._all_reduce_loop(per_replica_tensors, tf.constant(num_times))
 
     @tf.function
-    def _exchange_loop(self, per_replica_tensors, num_times):
+    def _all_reduce_loop(self, per_replica_tensors, num_times):
         for _ in tf.range(num_times):
-            per_replica_tensors = self.exchange(per_replica_tensors)
+            per_replica_tensors = self.all_reduce(per_replica_tensors)
         return per_replica_tensors
 
     def forward(self, iterator):

@@ -7,12 +7,12 @@ import tensorflow as tf
 from strategies.base import StepTotals, Strategy, classify
 from strategies.collectives import add_in_order, shard_bounds
 from strategies.loss import differentiate, shard_loss
-from strategies.witness import Shard
+from strategies.observer import Shard
 
-# TensorFlow's all-reduce of each name. `sum_on_one` adds in the order of our own, so that `manual`
-# and `mirrored` agree bit for bit. `ring` is what MirroredStrategy takes by itself on CPUs.
+# TensorFlow's all-reduce of each name. `reduce_to_one` adds in the order of our own, so that
+# `manual` and `mirrored` are bitwise identical. `ring` is MirroredStrategy's default on CPUs.
 CROSS_DEVICE_OPS = {
-    "sum_on_one": lambda: tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order),
+    "reduce_to_one": lambda: tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order),
     "nccl": tf.distribute.NcclAllReduce,
     "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
     "ring": lambda: None,
@@ -34,10 +34,10 @@ class MirroredStrategy(Strategy):
 
     def __init__(self, devices, **options):
         super().__init__(devices, **options)
-        kind = self.device_kinds.get(self.all_reduce)
+        kind = self.device_kinds.get(self.algorithm)
         if kind and not all(kind in device for device in self.devices):
             raise ValueError(
-                f"all_reduce={self.all_reduce} of {self.name} on {self.devices} — {kind}s are"
+                f"all_reduce={self.algorithm} of {self.name} on {self.devices} — {kind}s are"
                 " required"
             )
         self._tf_strategy = self._create_tf_strategy()
@@ -50,11 +50,11 @@ class MirroredStrategy(Strategy):
 
     def _create_tf_strategy(self) -> tf.distribute.Strategy:
         return tf.distribute.MirroredStrategy(
-            self.devices, cross_device_ops=CROSS_DEVICE_OPS[self.all_reduce]()
+            self.devices, cross_device_ops=CROSS_DEVICE_OPS[self.algorithm]()
         )
 
     def default_all_reduce(self):
-        return "nccl" if "GPU" in self.devices[0] and self.num_replicas > 1 else "sum_on_one"
+        return "nccl" if "GPU" in self.devices[0] and self.num_replicas > 1 else "reduce_to_one"
 
     def build(self, model_fn, optimizer_fn):
         with self._tf_strategy.scope():
@@ -93,8 +93,8 @@ class MirroredStrategy(Strategy):
             loss, totals, gradients = gradients_of(images, labels, num_global_examples)
             replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
             shard = Shard(images, labels, num_global_examples)
-            gradients = self.witness.before_exchange(replica_id, shard, loss, gradients)
-            sums = self.witness.after_exchange(replica_id, self._sum_over_replicas(gradients))
+            gradients = self.observer.before_all_reduce(replica_id, shard, loss, gradients)
+            sums = self.observer.after_all_reduce(replica_id, self._sum_over_replicas(gradients))
             self.optimizer.apply(sums, self.model.trainable_variables)
             return totals
 
@@ -111,12 +111,12 @@ class MirroredStrategy(Strategy):
         gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
         return loss, totals, gradients
 
-    def exchange(self, per_replica_tensors):
-        return self.repeat_exchange(per_replica_tensors, 1)
+    def all_reduce(self, per_replica_tensors):
+        return self.repeat_all_reduce(per_replica_tensors, 1)
 
-    def repeat_exchange(self, per_replica_tensors, num_times):
+    def repeat_all_reduce(self, per_replica_tensors, num_times):
         if len(per_replica_tensors) == 1:
-            return [list(self._exchange_loop(per_replica_tensors[0], tf.constant(num_times)))]
+            return [list(self._all_reduce_loop(per_replica_tensors[0], tf.constant(num_times)))]
         values = [
             self._tf_strategy.experimental_distribute_values_from_function(
                 lambda context, copies=copies: copies[
@@ -125,10 +125,10 @@ class MirroredStrategy(Strategy):
             )
             for copies in zip(*per_replica_tensors, strict=True)
         ]
-        return self._per_replica(self._exchange_loop(values, tf.constant(num_times)))
+        return self._per_replica(self._all_reduce_loop(values, tf.constant(num_times)))
 
     @tf.function
-    def _exchange_loop(self, values, num_times):
+    def _all_reduce_loop(self, values, num_times):
         def exchange(tensors):
             # `tf.distribute` asks where each tensor is, which an argument of a graph does not know.
             return self._sum_over_replicas([tf.identity(tensor) for tensor in tensors])
@@ -139,11 +139,14 @@ class MirroredStrategy(Strategy):
 
     def _sum_over_replicas(self, tensors):
         """Adds tensors over the replicas, in replica context, by TensorFlow's cross-device ops."""
-        if not self.exchanges:
+        if self.no_sync:
             return tensors
-        packing, context = self.packing(tensors), tf.distribute.get_replica_context()
-        buckets = context.all_reduce(tf.distribute.ReduceOp.SUM, packing.pack(tensors))
-        return packing.unpack(buckets)
+        gradient_buckets, context = (
+            self.gradient_buckets(tensors),
+            tf.distribute.get_replica_context(),
+        )
+        buckets = context.all_reduce(tf.distribute.ReduceOp.SUM, gradient_buckets.pack(tensors))
+        return gradient_buckets.unpack(buckets)
 
     def forward(self, iterator):
         def replica_forward(images, labels, num_global_examples):

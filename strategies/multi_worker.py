@@ -31,11 +31,13 @@ class MultiWorkerStrategy(MirroredStrategy):
         """Returns `default_all_reduce` of the devices."""
         return default_all_reduce(self.devices)
 
-    def default_bucket_mb(self) -> float:
+    def default_bucket_mib(self) -> float:
         """Returns one bucket for all gradients: each collective waits for the network."""
         return _WHOLE_MB
 
     def _create_tf_strategy(self):
-        from strategies.cluster import CollectiveStrategy  # Parts of TensorFlow that are its own.
+        from strategies.collective_cluster import (
+            CollectiveStrategy,  # Parts of TensorFlow that are its own.
+        )
 
-        return self.workers.strategy or CollectiveStrategy(self.devices, self.all_reduce)
+        return self.workers.strategy or CollectiveStrategy(self.devices, self.algorithm)

@@ -76,7 +76,7 @@ class Replicas(abc.ABC):
         variables = self.replica_variables()[0]
         return {name: v.numpy() for name, v in zip(self.variable_names, variables, strict=True)}
 
-    def follow_chief(self) -> None:
+    def broadcast_state(self) -> None:
         """Gives every replica what the chief's first one holds."""
         own = [v.numpy() for v in self.replica_variables()[0]]
         message = self.workers.broadcast(b"".join(array.tobytes() for array in own))
@@ -127,8 +127,8 @@ class Replicas(abc.ABC):
             for copies in own:
                 copies[position].assign(mean)
 
-    def replica_statistics(self) -> list[list[np.ndarray]]:
-        """Returns each replica's own moving statistics, R lists, for `load_replica_statistics`.
+    def per_replica_statistics(self) -> list[list[np.ndarray]]:
+        """Returns each replica's own moving statistics, R lists, for `load_per_replica_statistics`.
 
         With them a training goes on bit for bit where `state`, which averages, was read in
         mid-epoch. None of them where all replicas hold the same.
@@ -143,7 +143,9 @@ class Replicas(abc.ABC):
             return []
         return per_replica
 
-    def share_replica_statistics(self, per_replica_arrays: Sequence[Sequence[np.ndarray]]) -> None:
+    def share_per_replica_statistics(
+        self, per_replica_arrays: Sequence[Sequence[np.ndarray]]
+    ) -> None:
         """Gives each replica of every worker its own statistics back, from the chief's copy.
 
         Args:
@@ -158,9 +160,11 @@ class Replicas(abc.ABC):
             likes = [v.numpy() for v in self._statistics()[0]]
             arrays = split_bytes(message, likes * self.num_replicas)
             starts = range(0, len(arrays), len(likes))
-            self.load_replica_statistics([arrays[i : i + len(likes)] for i in starts])
+            self.load_per_replica_statistics([arrays[i : i + len(likes)] for i in starts])
 
-    def load_replica_statistics(self, per_replica_arrays: Sequence[Sequence[np.ndarray]]) -> None:
+    def load_per_replica_statistics(
+        self, per_replica_arrays: Sequence[Sequence[np.ndarray]]
+    ) -> None:
         """Gives each replica of this worker its own moving statistics back.
 
         Args:

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from strategies.base import Strategy, classify
 from strategies.loss import differentiate, shard_loss
-from strategies.witness import Shard
+from strategies.observer import Shard
 
 
 class SingleStrategy(Strategy):
@@ -31,8 +31,8 @@ class SingleStrategy(Strategy):
         with tf.device(self.devices[0]):
             loss, totals, gradients = self.compiled(self._gradients)(images, labels)
             shard = Shard(images, labels, tf.size(labels))
-            gradients = self.witness.before_exchange(0, shard, loss, gradients)
-            gradients = self.witness.after_exchange(0, gradients)  # Nothing to exchange it with.
+            gradients = self.observer.before_all_reduce(0, shard, loss, gradients)
+            gradients = self.observer.after_all_reduce(0, gradients)  # Nothing to exchange it with.
             self.optimizer.apply(gradients, self.model.trainable_variables)
         return totals
 
@@ -46,10 +46,10 @@ class SingleStrategy(Strategy):
         gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
         return loss, totals, gradients
 
-    def exchange(self, per_replica_tensors):
+    def all_reduce(self, per_replica_tensors):
         return per_replica_tensors
 
-    def repeat_exchange(self, per_replica_tensors, num_times):
+    def repeat_all_reduce(self, per_replica_tensors, num_times):
         return per_replica_tensors
 
     def forward(self, iterator):

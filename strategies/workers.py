@@ -1,7 +1,7 @@
 """The processes that train together, as each of them sees the others.
 
 A strategy on one machine is one process, and `Workers` is all that it needs. Where there are
-several, `strategies/cluster.py` connects them.
+several, `strategies/collective_cluster.py` connects them.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Workers:
         """Returns what the chief said; what others pass is not looked at."""
         return message
 
-    def agree(self, *numbers: float) -> list[float]:
+    def all_reduce_max(self, *numbers: float) -> list[float]:
         """Returns the largest of what the workers say, number by number.
 
         What depends on a clock, or on a signal, differs between processes: this settles it.

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.places import SHA256
+from app.data.data_sources import SHA256
 from app.data.synthetic import generate_synthetic
-from app.devices import keep_order_of_summation
+from app.devices.device_setup import keep_order_of_summation
 from idx_files import idx_bytes
 
 ROOT = pathlib.Path(__file__).parents[1]

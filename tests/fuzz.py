@@ -26,20 +26,20 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from app import flags
+from app.cli import flags
 from app.config import Config
+from app.config.options import COMMANDS
+from app.data.data_sources import SHA256
 from app.data.fashion_mnist import load_fashion_mnist
-from app.data.places import SHA256
-from app.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
-from app.options import COMMANDS
 from app.records import checkpoint as checkpoints
 from app.records.checkpoint import Checkpoint
 from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import EpochRecord
-from app.records.progress import Origin, Progress
 from app.records.run_directory import open_run_directory
-from app.resumption import find_changes
-from app.run_reader import SavedRun
+from app.records.run_metadata import Progress, RunMetadata
+from app.runtime.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
+from app.training.resume import find_changes
+from app.training.run_reader import SavedRun
 from idx_files import idx_bytes
 
 LIMIT_SEC = 10
@@ -177,7 +177,7 @@ def fuzz_gzip(inner, outer):
 
 
 _STATE = {"model/kernel": np.ones((2, 3), np.float32), "optimizer/iteration": np.array(7)}
-_ORIGIN = Origin(
+_ORIGIN = RunMetadata(
     json.loads(json.dumps(Config().result_fields())),
     *(0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"}),
 )
@@ -248,7 +248,7 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
             assert size < state.stat().st_size
             best = loaded.progress.best_epoch
             assert best is None or isinstance(best.test_accuracy, float | int)
-            find_changes(loaded.origin.config, _ORIGIN.config)
+            find_changes(loaded.metadata.config, _ORIGIN.config)
 
 
 _NAMES = [name for group in flags.GROUPS.values() for name in group]

@@ -4,8 +4,8 @@ import os
 import tempfile
 import time
 
-from app.doctor.examination import DevicesFound, Probed
-from app.errors import DiskFullError
+from app.doctor.examination import DevicesSeen, SelfTestResult
+from app.runtime.errors import DiskFullError
 
 
 def add(send, a, b):
@@ -44,12 +44,12 @@ def hang_in_driver(send, config, strategies):
 def hang_in_exchange(send, config, strategies):
     names = ("/device:GPU:0", "/device:GPU:1")
     send(("tensorflow", "there"))
-    send(("devices", DevicesFound(names, ("A", "B"), False, 2)))
+    send(("devices", DevicesSeen(names, ("A", "B"), False, 2)))
     for name in strategies:
         send(("stage", name))
         if name == "manual":
             time.sleep(3600)
-        send(("probed", (name, Probed(name, "nccl", 0.1))))
+        send(("probed", (name, SelfTestResult(name, "nccl", 0.1))))
 
 
 def vanish_in_examination(send, config, strategies):

@@ -3,22 +3,22 @@
 import dataclasses
 
 from app.config import Config
-from app.proof.comparison import PairVerdict as WeightVerdict
-from app.proof.difference import WeightDifference
-from app.proof.measurement import Measurement
-from app.proof.pairs import PairDifference
-from app.proof.verdict import Diagnosis, PairVerdict, Proof
+from app.performance.all_reduce_model import AllReduceModel, AllReduceTime, LinearCost
+from app.performance.benchmark_output import write_benchmark
+from app.performance.breakdown_output import write_explanation
+from app.performance.interval import Interval
+from app.performance.speed_comparison import all_comparisons
+from app.performance.step_time_breakdown import Part, Prediction, StepTimeBreakdown
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
-from app.speed.anatomy import Anatomy, Part, Prediction
-from app.speed.benchmark import write_benchmark
-from app.speed.comparison import all_comparisons
-from app.speed.exchange_model import ExchangeModel, ExchangeTime, LinearCost
-from app.speed.explain import write_explanation
-from app.speed.interval import Interval
-from app.verification import Recorded
-from app.verify_report import write_record
-from speed_samples import sampled
+from app.verification.difference import WeightDifference
+from app.verification.measurement import Measurement
+from app.verification.run_comparison import PairVerdict as WeightVerdict
+from app.verification.tasks import Recorded
+from app.verification.trace_comparison import PairDifference
+from app.verification.verdict import Diagnosis, PairVerdict, StrategyVerdict
+from app.verification.verify_output import write_record
+from speed_samples import samples
 from test_records import make_history, make_summary
 
 CPUS = ["/device:CPU:0", "/device:CPU:1"]
@@ -80,31 +80,31 @@ def write_verification(path, *, fault=None):
         ]
 
     false = Measurement(1, "sums", "conv1/kernel", 1, 0.125, 0.5, 9, 0.125, 5e7, 1.0)
-    proofs = {
-        "manual": Proof(
+    strategy_verdicts = {
+        "manual": StrategyVerdict(
             "manual",
             measured(0.25, 1e-9) + [false] * bool(fault),
             false if fault else None,
             Diagnosis("lost_gradient", "the sum is without replica 1") if fault else None,
             None,
         ),
-        "mirrored": Proof("mirrored", measured(0.5, 0.0), None, None, None),
+        "mirrored": StrategyVerdict("mirrored", measured(0.5, 0.0), None, None, None),
     }
     run = Recorded(CPUS, True, "synthetic", "cc" * 32, 0.2, 100, False, False, None, [], VERSIONS)
     apart = [
         PairDifference(step, "weights", "logits/kernel", 0, 3e-9 * step, 1e-7, 4, not fault)
         for step in (1, 2)
     ]
-    verdict = PairVerdict.of(proofs["manual"], proofs["mirrored"], apart)
-    write_record(path, config, dict.fromkeys(proofs, run), proofs, [verdict])
+    verdict = PairVerdict.of(strategy_verdicts["manual"], strategy_verdicts["mirrored"], apart)
+    write_record(path, config, dict.fromkeys(strategy_verdicts, run), strategy_verdicts, [verdict])
 
 
 def write_measured_points(path):
     """Leaves what `benchmark` leaves: two devices half again as fast as one."""
     config = Config(command="benchmark")
     write_config(path, config, command="benchmark")
-    points = [sampled("single", 1, (1.5,) * 5), sampled("manual", 2, (1.0,) * 5)]
-    write_benchmark(path, config, points, all_comparisons(points), {"float32": [1e9] * 5})
+    cases = [samples("single", 1, (1.5,) * 5), samples("manual", 2, (1.0,) * 5)]
+    write_benchmark(path, config, cases, all_comparisons(cases), {"float32": [1e9] * 5})
 
 
 def write_explained_step(path):
@@ -112,16 +112,16 @@ def write_explained_step(path):
     config = Config(command="explain")
     write_config(path, config, command="explain")
     third = Interval(0.001, 0.0005, 0.002)
-    anatomy = Anatomy(
+    breakdown = StepTimeBreakdown(
         parts=[
             Part(name, third, Interval(0.25, 0.1, 0.4))
             for name in ("compute", "all-reduce", "input", "everything else")
         ],
         step_sec=Interval(0.004, 0.003, 0.005),
-        exchange_times=[],
-        gradient_exchange={2: ExchangeTime(2, 1000, 0.0005)},
-        exchange=ExchangeModel.fit(
-            "ring", [ExchangeTime(n, size, n * 1e-4 + size * 1e-9) for n in (2, 3)
+        all_reduce_times=[],
+        gradient_all_reduce={2: AllReduceTime(2, 1000, 0.0005)},
+        exchange=AllReduceModel.fit(
+            "ring", [AllReduceTime(n, size, n * 1e-4 + size * 1e-9) for n in (2, 3)
                      for size in (100, 10_000)], shared=False,
         ),
         compute=LinearCost.fit([64, 128], [0.001, 0.002]),
@@ -130,12 +130,12 @@ def write_explained_step(path):
         break_even_batch=100.0,
         speed_up=Interval(1.5, 1.4, 1.6),
     )  # fmt: skip
-    story = {
+    step_profile = {
         "shards": [128, 128], "losses": [1.0, 1.25], "norms": [0.5, 0.75], "sum_norm": 1.0,
         "gradient_bytes": 1000, "num_tensors": 8, "learning_rate": 0.2, "update_norm": 0.1,
         "weight_norm": 2.0,
     }  # fmt: skip
-    write_explanation(path, config, story, anatomy, [sampled("manual", 2)])
+    write_explanation(path, config, step_profile, breakdown, [samples("manual", 2)])
 
 
 def write_everything(folder):

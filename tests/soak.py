@@ -21,13 +21,13 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
-from app.data.places import SHA256
+from app.data.data_sources import SHA256
 from app.data.synthetic import generate_synthetic
-from app.fault_points import POINTS, VARIABLE
 from app.records.checkpoint import NUM_NEWEST_KEPT, checkpoint_paths, load_checkpoint
 from app.records.history import load_history, load_summary
 from app.records.run_directory import RUN_LOG_FILE
 from app.records.run_log import CUT_OFF, check_log
+from app.runtime.fault_points import POINTS, VARIABLE
 from idx_files import write_idx
 
 NUM_TRAIN, NUM_TEST, EPOCHS = 500, 200, 6

@@ -3,8 +3,8 @@
 import dataclasses
 
 from app.config import Config
-from app.speed.held_memory import Held
-from app.speed.point import Block, Facts, Point, Sampled
+from app.performance.case import Block, Case, Facts, Sample
+from app.performance.peak_memory import PeakMemory
 
 FACTS = Facts(
     devices=["/device:CPU:0"],
@@ -15,7 +15,7 @@ FACTS = Facts(
     global_batch_size=256,
     compute_dtype="float32",
     jit_compile=False,
-    all_reduce="sum_on_one",
+    all_reduce="reduce_to_one",
     tensor_float_32=False,
     gradient_bytes=1000,
     flops_per_example=1e6,
@@ -24,7 +24,7 @@ FACTS = Facts(
 )
 
 
-def sampled(
+def samples(
     strategy="manual",
     num_replicas=1,
     step_secs=(1.0,) * 5,
@@ -54,4 +54,4 @@ def sampled(
         **facts,
     )
     blocks = [Block(10, 10 * global_batch_size, 10 * sec, tracings) for sec in step_secs]
-    return Sampled(Point(config), found, blocks, Held(1 << 20, 1 << 10))
+    return Sample(Case(config), found, blocks, PeakMemory(1 << 20, 1 << 10))

@@ -12,15 +12,15 @@ import zipfile
 import numpy as np
 import pytest
 
-from app import fault_points
-from app.errors import CheckpointError, ConfigError, DiskFullError, OutputError
 from app.records import checkpoint as checkpoints
 from app.records.arrays import ArraySpec, read_arrays, write_arrays
 from app.records.checkpoint import Checkpoint, save_checkpoint
 from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
 from app.records.history import EpochRecord
-from app.records.progress import Origin, Progress
 from app.records.run_directory import open_run_directory
+from app.records.run_metadata import Progress, RunMetadata
+from app.runtime import fault_points
+from app.runtime.errors import CheckpointError, ConfigError, DiskFullError, OutputError
 
 STATE = {
     "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -28,7 +28,7 @@ STATE = {
     "optimizer/iteration": np.array(7),
 }
 STATISTICS = [[np.float32([1, 2])], [np.float32([3, 4])]]
-ORIGIN = Origin({"model": "lenet"}, 0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"})
+ORIGIN = RunMetadata({"model": "lenet"}, 0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"})
 
 
 def record(epoch, *, accuracy=0.5, step=None):
@@ -60,11 +60,11 @@ def test_round_trip(tmp_path):
     found = find_newest_checkpoint(tmp_path)
     loaded = found.checkpoint
     assert found.path == path and found.damaged == [] and found.warning() is None
-    assert loaded.origin == ORIGIN and loaded.progress == saved.progress
+    assert loaded.metadata == ORIGIN and loaded.progress == saved.progress
     assert list(loaded.state) == list(STATE)
     for name, array in STATE.items():
         np.testing.assert_array_equal(loaded.state[name], array, strict=True)
-    np.testing.assert_array_equal(loaded.replica_statistics, STATISTICS)
+    np.testing.assert_array_equal(loaded.per_replica_statistics, STATISTICS)
     with np.load(path / "state.npz") as file:  # Plain arrays, for anyone to read.
         np.testing.assert_array_equal(file["00000"], STATE["model/conv/kernel"])
 
@@ -257,11 +257,11 @@ CRAFTED = {
         "steps do not rise",
     ),
     "more replicas than there are": (
-        lambda m: m.update(replica_statistics=[[]] * 5000), None, "5000 replicas",
+        lambda m: m.update(per_replica_statistics=[[]] * 5000), None, "5000 replicas",
     ),
-    "beyond the epoch": (lambda m: m["origin"].update(steps_per_epoch=3), None, "of the epoch 7"),
+    "beyond the epoch": (lambda m: m["metadata"].update(steps_per_epoch=3), None, "of the epoch 7"),
     "another version": (lambda m: m.update(format_version=1), None, "format version 1"),
-    "a list": (lambda m: m.update(origin=[]), None, "must be a mapping"),
+    "a list": (lambda m: m.update(metadata=[]), None, "must be a mapping"),
 }  # fmt: skip
 
 

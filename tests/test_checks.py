@@ -13,26 +13,26 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.pipeline import train_dataset
-from app.errors import ConfigError
-from app.fault import FAULTS, Fault
-from app.proof.checks import TraceChecker
-from app.proof.diagnosis import explain
-from app.proof.evidence import Evidence
-from app.proof.faults import inject, spoil_dataset
-from app.proof.measurement import first_false
-from app.proof.one_device import effect_of_shards, train_shard_by_shard
-from app.proof.pairs import compare_traces
-from app.proof.recorder import Recorder
-from app.proof.reference import Reference
-from app.proof.straggler import find_straggler
-from app.proof.trace import Trace, hash_examples
-from app.proof.verdict import DIFFERENT, EQUAL, IDENTICAL, PairVerdict, Proof
+from app.config.fault import FAULTS, Fault
+from app.data.input_pipeline import train_dataset
+from app.runtime.errors import ConfigError
+from app.training.fault_injection import inject_data_fault, inject_fault
+from app.verification.diagnosis import explain
+from app.verification.measurement import first_mismatch
+from app.verification.recorder import Recorder
+from app.verification.reference import Reference
+from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
+from app.verification.step_context import StepContext
+from app.verification.straggler import find_straggler
+from app.verification.trace import Trace, hash_examples
+from app.verification.trace_checker import TraceChecker
+from app.verification.trace_comparison import compare_traces
+from app.verification.verdict import DIFFERENT, EQUAL, IDENTICAL, PairVerdict, StrategyVerdict
 from conftest import CPUS, ROOT
 from small_models import seeded, small_network, small_resnet
 from strategies import STRATEGIES
 from strategies.manual import ManualStrategy
-from strategies.witness import Witness
+from strategies.observer import Observer
 
 NUM_STEPS = 3
 GLOBAL_BATCH_SIZE = 15  # Uneven shards for 2 and 4 replicas; 40 examples leave 10 in step 3.
@@ -60,13 +60,15 @@ class Case:
     def record(self, strategy, path, *, fault=None, functions=None, num_steps=NUM_STEPS):
         """Trains and returns the trace, and when replicas sent their gradients."""
         strategy.build(*(functions or self.functions))
-        dataset, witness = self.batches(), None
+        dataset, observer = self.batches(), None
         if fault:
-            witness = inject(
+            observer = inject_fault(
                 fault, strategy, batch_sizes={GLOBAL_BATCH_SIZE, 10}, num_steps=num_steps
             )
-            dataset = spoil_dataset(fault, self.batches, seed=3, num_replicas=strategy.num_replicas)
-        recorder = Recorder(strategy, witness)
+            dataset = inject_data_fault(
+                fault, self.batches, seed=3, num_replicas=strategy.num_replicas
+            )
+        recorder = Recorder(strategy, observer)
         send_sec = recorder.record(strategy.distribute(dataset), num_steps=num_steps, path=path)
         return Trace(path), send_sec
 
@@ -74,12 +76,12 @@ class Case:
         reference64, reference32 = (Reference(*self.functions, d) for d in ("float64", "float32"))
         checker = TraceChecker(reference64, reference32)
         measurements = checker.check(trace, self.batches().as_numpy_iterator())
-        false = first_false(measurements)
-        evidence = Evidence(
+        false = first_mismatch(measurements)
+        context = StepContext(
             trace, measurements, self.batch, lambda: hash_examples(*self.images), reference64
         )
-        diagnosis = false and explain(evidence, false)
-        return Proof(name, measurements, false, diagnosis, find_straggler(send_sec))
+        diagnosis = false and explain(context, false)
+        return StrategyVerdict(name, measurements, false, diagnosis, find_straggler(send_sec))
 
 
 @pytest.fixture
@@ -92,20 +94,25 @@ def case(images):
     [*((n, small_network) for n in (1, 2, 3, 4)), *((n, small_resnet) for n in (1, 3))],
 )
 def test_clean_trainings_hold(images, tmp_path, num_replicas, build):
-    case, proofs, traces = Case(images, build), {}, {}
+    case, strategy_verdicts, traces = Case(images, build), {}, {}
     for name in STRATEGIES:
         if name == "single" and build is small_resnet and num_replicas > 1:
             continue  # Another training: BatchNorm over the whole batch.
         strategy = STRATEGIES[name](CPUS[: 1 if name == "single" else num_replicas])
         traces[name], _ = case.record(strategy, tmp_path / f"{name}.npz")
-        proofs[name] = case.prove(traces[name], name)
-        assert proofs[name].first_false is None
+        strategy_verdicts[name] = case.prove(traces[name], name)
+        assert strategy_verdicts[name].first_mismatch is None
         assert traces[name].num_replicas == len(strategy.devices)
     pair = compare_traces(traces["manual"], traces["mirrored"])
-    assert PairVerdict.of(proofs["manual"], proofs["mirrored"], pair).outcome == IDENTICAL
+    assert (
+        PairVerdict.of(strategy_verdicts["manual"], strategy_verdicts["mirrored"], pair).outcome
+        == IDENTICAL
+    )
     if "single" in traces:
         pair = compare_traces(traces["single"], traces["manual"])
-        outcome = PairVerdict.of(proofs["single"], proofs["manual"], pair).outcome
+        outcome = PairVerdict.of(
+            strategy_verdicts["single"], strategy_verdicts["manual"], pair
+        ).outcome
         assert outcome == (IDENTICAL if num_replicas == 1 else EQUAL)
 
 
@@ -126,9 +133,9 @@ def test_a_training_whose_kernels_round_otherwise_holds(images, tmp_path, build)
         [sys.executable, "-c", script, tmp_path, ROOT, ROOT / "tests", build.__name__],
         env=os.environ | {"TF_ENABLE_ONEDNN_OPTS": "0"}, check=True, capture_output=True,
     )  # fmt: skip
-    proof = Case(images, build).prove(Trace(tmp_path / "t.npz"))
-    assert proof.first_false is None
-    computed = [m for m in proof.measurements if m.kind == "gradients"]
+    strategy_verdict = Case(images, build).prove(Trace(tmp_path / "t.npz"))
+    assert strategy_verdict.first_mismatch is None
+    computed = [m for m in strategy_verdict.measurements if m.kind == "gradients"]
     assert sum(m.absolute32 > 0 for m in computed) > len(computed) / 4
     assert max(m.error / m.limit for m in computed) < 0.9
 
@@ -155,7 +162,7 @@ CAUSES = {
     "shuffle_order": "other_order",
     "perturb_weight": "changed_by_itself",
     "local_batch_norm": "local_batch_norm",
-    "bf16_exchange": "reduced_precision",
+    "bf16_all_reduce": "reduced_precision",
 }
 
 
@@ -173,12 +180,12 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_repl
     trace, _ = case.record(
         STRATEGIES[strategy](CPUS[:num_replicas]), tmp_path / "t.npz", fault=Fault.parse(fault)
     )
-    proof = case.prove(trace)
-    assert proof.diagnosis.cause == CAUSES[fault]
-    assert proof.first_false.step == (3 if fault == "perturb_weight" else 1)
+    strategy_verdict = case.prove(trace)
+    assert strategy_verdict.diagnosis.cause == CAUSES[fault]
+    assert strategy_verdict.first_mismatch.step == (3 if fault == "perturb_weight" else 1)
     if "replica" in Fault.parse(fault).parameters:
-        assert "replica 1" in str(proof.findings()[0])
-    assert proof.outcome == DIFFERENT
+        assert "replica 1" in str(strategy_verdict.findings()[0])
+    assert strategy_verdict.outcome == DIFFERENT
 
 
 @pytest.mark.parametrize("strategy", PARALLEL)
@@ -187,9 +194,9 @@ def test_a_slow_replica_is_caught_and_named(case, tmp_path, strategy):
     trace, send_sec = case.record(
         STRATEGIES[strategy](CPUS[:2]), tmp_path / "t.npz", fault=fault, num_steps=6
     )
-    proof = case.prove(trace, send_sec=send_sec)
-    assert proof.first_false is None and not proof.holds
-    (finding,) = proof.findings()
+    strategy_verdict = case.prove(trace, send_sec=send_sec)
+    assert strategy_verdict.first_mismatch is None and not strategy_verdict.holds
+    (finding,) = strategy_verdict.findings()
     assert finding.cause == "slow_replica" and "replica 1" in finding.where
 
 
@@ -210,15 +217,15 @@ def test_factors_are_named(case, tmp_path):
 class NoExchange(ManualStrategy):
     """Every replica goes its own way."""
 
-    def exchange(self, per_replica_tensors):
+    def all_reduce(self, per_replica_tensors):
         return per_replica_tensors
 
 
 class CountsTwice(ManualStrategy):
     """Replica 1 is in the sum twice."""
 
-    def exchange(self, per_replica_tensors):
-        return super().exchange(
+    def all_reduce(self, per_replica_tensors):
+        return super().all_reduce(
             [*per_replica_tensors[:-1], [2 * g for g in per_replica_tensors[-1]]]
         )
 
@@ -226,25 +233,25 @@ class CountsTwice(ManualStrategy):
 class TakesMeans(ManualStrategy):
     """The mean over the replicas where the loss is divided by all examples already."""
 
-    def exchange(self, per_replica_tensors):
-        totals = super().exchange(per_replica_tensors)
+    def all_reduce(self, per_replica_tensors):
+        totals = super().all_reduce(per_replica_tensors)
         return [[t / self.num_replicas for t in tensors] for tensors in totals]
 
 
 class Half(ManualStrategy):
     """Adds up in float16."""
 
-    def exchange(self, per_replica_tensors):
+    def all_reduce(self, per_replica_tensors):
         halves = [[tf.cast(t, tf.float16) for t in tensors] for tensors in per_replica_tensors]
-        totals = super().exchange(halves)
+        totals = super().all_reduce(halves)
         return [[tf.cast(t, tf.float32) for t in tensors] for tensors in totals]
 
 
 class Clips(ManualStrategy):
     """Clips what it has summed: no sum of the gradients at all."""
 
-    def exchange(self, per_replica_tensors):
-        totals = super().exchange(per_replica_tensors)
+    def all_reduce(self, per_replica_tensors):
+        totals = super().all_reduce(per_replica_tensors)
         return [[tf.clip_by_value(t, -1e-3, 1e-3) for t in tensors] for tensors in totals]
 
 
@@ -265,18 +272,18 @@ def twice(apply):
     return apply_twice
 
 
-class Misreports(Witness):
+class Misreports(Observer):
     """Changes what a replica computes before anybody sees it."""
 
     def __init__(self, inner, change):
         self._inner, self._change = inner, change
 
-    def before_exchange(self, replica_id, shard, loss, gradients):
+    def before_all_reduce(self, replica_id, shard, loss, gradients):
         gradients = self._change(shard, gradients)
-        return self._inner.before_exchange(replica_id, shard, loss, gradients)
+        return self._inner.before_all_reduce(replica_id, shard, loss, gradients)
 
-    def after_exchange(self, replica_id, sums):
-        return self._inner.after_exchange(replica_id, sums)
+    def after_all_reduce(self, replica_id, sums):
+        return self._inner.after_all_reduce(replica_id, sums)
 
 
 def plain_sgd():
@@ -326,10 +333,10 @@ def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
     ],
 )
 def test_wrong_gradients_are_diagnosed(case, tmp_path, change, cause, said):
-    proof = case.prove(misreport(case, tmp_path / "t.npz", change))
-    assert proof.first_false.kind == "gradients"
-    assert proof.diagnosis.cause == cause
-    assert said in proof.diagnosis.text
+    strategy_verdict = case.prove(misreport(case, tmp_path / "t.npz", change))
+    assert strategy_verdict.first_mismatch.kind == "gradients"
+    assert strategy_verdict.diagnosis.cause == cause
+    assert said in strategy_verdict.diagnosis.text
 
 
 def misreport(case, path, change):
@@ -337,7 +344,7 @@ def misreport(case, path, change):
     strategy = ManualStrategy(CPUS[:2])
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
-    strategy.witness = Misreports(recorder, change)
+    strategy.observer = Misreports(recorder, change)
     recorder.record(strategy.distribute(case.batches()), num_steps=NUM_STEPS, path=path)
     return Trace(path)
 
@@ -349,25 +356,25 @@ def test_the_tolerance_of_gradients_is_no_blank_cheque(images, tmp_path, build, 
     """A ReLU that rounding tips over must not make room for what is wrong as a whole."""
     case = Case(images, build)
     trace = misreport(case, tmp_path / "t.npz", lambda shard, gs: [g * factor for g in gs])
-    proof = case.prove(trace)
-    assert proof.diagnosis.cause == "scaled_gradient"
-    assert f"{factor:g}" in proof.diagnosis.text
-    assert proof.first_false.step == 1
+    strategy_verdict = case.prove(trace)
+    assert strategy_verdict.diagnosis.cause == "scaled_gradient"
+    assert f"{factor:g}" in strategy_verdict.diagnosis.text
+    assert strategy_verdict.first_mismatch.step == 1
 
 
 def test_a_loss_that_is_merely_reported_falsely_is_named(case, tmp_path):
     class Doubles(Misreports):
-        def before_exchange(self, replica_id, shard, loss, gradients):
-            return self._inner.before_exchange(replica_id, shard, 2 * loss, gradients)
+        def before_all_reduce(self, replica_id, shard, loss, gradients):
+            return self._inner.before_all_reduce(replica_id, shard, 2 * loss, gradients)
 
     strategy = ManualStrategy(CPUS[:2])
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
-    strategy.witness = Doubles(recorder, None)
+    strategy.observer = Doubles(recorder, None)
     recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
-    proof = case.prove(Trace(tmp_path / "t.npz"))
-    assert proof.diagnosis.cause == "false_loss"
-    assert "reports 2 times" in proof.diagnosis.text
+    strategy_verdict = case.prove(Trace(tmp_path / "t.npz"))
+    assert strategy_verdict.diagnosis.cause == "false_loss"
+    assert "reports 2 times" in strategy_verdict.diagnosis.text
 
 
 def test_another_learning_rate_is_found_at_the_start(images, tmp_path):
@@ -376,16 +383,19 @@ def test_another_learning_rate_is_found_at_the_start(images, tmp_path):
         ManualStrategy(CPUS[:2]), tmp_path / "t.npz",
         functions=(case.functions[0], lambda: keras.optimizers.SGD(0.2)),
     )  # fmt: skip
-    proof = case.prove(trace)
-    assert proof.diagnosis.cause == "initial_state"
-    assert "optimizer variables" in proof.diagnosis.text and "learning_rate" in proof.diagnosis.text
+    strategy_verdict = case.prove(trace)
+    assert strategy_verdict.diagnosis.cause == "initial_state"
+    assert (
+        "optimizer variables" in strategy_verdict.diagnosis.text
+        and "learning_rate" in strategy_verdict.diagnosis.text
+    )
 
 
 class AddsInAnotherOrder(ManualStrategy):
     """Replica 1 adds from the last to the first."""
 
-    def exchange(self, per_replica_tensors):
-        totals = super().exchange(per_replica_tensors)
+    def all_reduce(self, per_replica_tensors):
+        totals = super().all_reduce(per_replica_tensors)
         copies = zip(*per_replica_tensors[::-1], strict=True)
         totals[1] = [functools.reduce(tf.add, tensors) for tensors in copies]
         return totals
@@ -393,9 +403,9 @@ class AddsInAnotherOrder(ManualStrategy):
 
 def test_sums_that_only_rounding_sets_apart_are_named(case, tmp_path):
     trace, _ = case.record(AddsInAnotherOrder(CPUS[:3]), tmp_path / "t.npz")
-    proof = case.prove(trace)
-    assert proof.diagnosis.cause == "unequal_sums"
-    assert "replica 1" in proof.findings()[0].where
+    strategy_verdict = case.prove(trace)
+    assert strategy_verdict.diagnosis.cause == "unequal_sums"
+    assert "replica 1" in strategy_verdict.findings()[0].where
 
 
 def test_examples_that_nobody_was_given_are_counted(case, tmp_path):
@@ -404,17 +414,17 @@ def test_examples_that_nobody_was_given_are_counted(case, tmp_path):
     strategy.build(*case.functions)
     batches = case.batches().map(lambda images, labels: (images[:14], labels[:14]))
     Recorder(strategy).record(strategy.distribute(batches), num_steps=2, path=tmp_path / "t.npz")
-    proof = case.prove(Trace(tmp_path / "t.npz"))
-    assert proof.diagnosis.cause == "left_out"
-    assert "1 of the batch's 15 examples" in proof.diagnosis.text
+    strategy_verdict = case.prove(Trace(tmp_path / "t.npz"))
+    assert strategy_verdict.diagnosis.cause == "left_out"
+    assert "1 of the batch's 15 examples" in strategy_verdict.diagnosis.text
 
 
 def test_updates_that_are_made_twice_are_counted(case, tmp_path):
     """With momentum, too."""
     trace, _ = case.record(AppliesTwice(CPUS[:2]), tmp_path / "t.npz")
-    proof = case.prove(trace)
-    assert proof.diagnosis.cause == "scaled_update"
-    assert "applied 2 times" in proof.diagnosis.text
+    strategy_verdict = case.prove(trace)
+    assert strategy_verdict.diagnosis.cause == "scaled_update"
+    assert "applied 2 times" in strategy_verdict.diagnosis.text
 
 
 def test_other_initial_weights_are_named(case, tmp_path):
@@ -422,10 +432,10 @@ def test_other_initial_weights_are_named(case, tmp_path):
     trace, _ = case.record(
         ManualStrategy(CPUS[:2]), tmp_path / "t.npz", functions=(small_network, sgd)
     )
-    proof = case.prove(trace)
-    assert proof.first_false.step == 0
-    assert proof.diagnosis.cause == "initial_weights"
-    assert "every replica starts" in proof.diagnosis.text
+    strategy_verdict = case.prove(trace)
+    assert strategy_verdict.first_mismatch.step == 0
+    assert strategy_verdict.diagnosis.cause == "initial_weights"
+    assert "every replica starts" in strategy_verdict.diagnosis.text
 
 
 def test_one_replica_that_starts_elsewhere_is_named(case, tmp_path):
@@ -433,9 +443,9 @@ def test_one_replica_that_starts_elsewhere_is_named(case, tmp_path):
         ManualStrategy(CPUS[:3]), tmp_path / "t.npz",
         fault=Fault.parse("perturb_weight:replica=2,step=0"),
     )  # fmt: skip
-    proof = case.prove(trace)
-    assert proof.diagnosis.cause == "initial_weights"
-    assert proof.diagnosis.text.startswith("replica 2 starts")
+    strategy_verdict = case.prove(trace)
+    assert strategy_verdict.diagnosis.cause == "initial_weights"
+    assert strategy_verdict.diagnosis.text.startswith("replica 2 starts")
 
 
 def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
@@ -448,26 +458,32 @@ def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
     train_shard_by_shard(reference, batches, num_shards=2, path=tmp_path / "one.npz")
     one = Trace(tmp_path / "one.npz")
     two, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "two.npz")
-    proofs = case.prove(one, "single"), case.prove(two, "manual")
-    assert [proof.first_false for proof in proofs] == [None, None]
-    assert PairVerdict.of(*proofs, compare_traces(one, two)).outcome in (IDENTICAL, EQUAL)
+    strategy_verdicts = case.prove(one, "single"), case.prove(two, "manual")
+    assert [strategy_verdict.first_mismatch for strategy_verdict in strategy_verdicts] == [
+        None,
+        None,
+    ]
+    assert PairVerdict.of(*strategy_verdicts, compare_traces(one, two)).outcome in (
+        IDENTICAL,
+        EQUAL,
+    )
     whole, _ = case.record(STRATEGIES["single"](CPUS[:1]), tmp_path / "whole.npz")
     apart = [d.relative for d in compare_traces(whole, two) if (d.step, d.kind) == (1, "sums")]
     assert max(apart) > 0.01
 
 
-class SynchronisedStatistics(Witness):
+class SynchronisedStatistics(Observer):
     """Passes off a share of the whole batch's gradient as each replica's own."""
 
     def __init__(self, inner, whole):
         self._inner, self._whole = inner, whole
 
-    def before_exchange(self, replica_id, shard, loss, gradients):
+    def before_all_reduce(self, replica_id, shard, loss, gradients):
         gradients = [tf.constant(g / 2) for g in self._whole.values()]
-        return self._inner.before_exchange(replica_id, shard, loss, gradients)
+        return self._inner.before_all_reduce(replica_id, shard, loss, gradients)
 
-    def after_exchange(self, replica_id, sums):
-        return self._inner.after_exchange(replica_id, sums)
+    def after_all_reduce(self, replica_id, sums):
+        return self._inner.after_all_reduce(replica_id, sums)
 
 
 def test_batch_norm_over_the_whole_batch_is_named(images, tmp_path):
@@ -478,7 +494,7 @@ def test_batch_norm_over_the_whole_batch_is_named(images, tmp_path):
     strategy = ManualStrategy(CPUS[:2])
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
-    strategy.witness = SynchronisedStatistics(recorder, whole.gradients)
+    strategy.observer = SynchronisedStatistics(recorder, whole.gradients)
     recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
     assert case.prove(Trace(tmp_path / "t.npz")).diagnosis.cause == "whole_batch_norm"
 
@@ -496,8 +512,8 @@ def test_a_strategy_that_keeps_its_steps_to_itself_is_told(case, tmp_path):
     strategy = ManualStrategy(CPUS[:2])
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
-    strategy.witness = Witness()
-    with pytest.raises(ConfigError, match=r"self\.witness\.before_exchange"):
+    strategy.observer = Observer()
+    with pytest.raises(ConfigError, match=r"self\.witness\.before_all_reduce"):
         recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
 
 

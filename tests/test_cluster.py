@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from app.cluster import find_cluster
-from app.errors import ConfigError
-from app.sharing import find_free_ports
+from app.cluster.environment import find_cluster
+from app.cluster.resource_split import find_free_ports
+from app.runtime.errors import ConfigError
 from conftest import run_main
 
 

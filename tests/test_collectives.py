@@ -12,7 +12,7 @@ from strategies.collectives import (
     shard_bounds,
     split_batch,
 )
-from strategies.packing import Packing
+from strategies.gradient_buckets import GradientBuckets
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4)]  # Nothing, one, a prime, more than replicas.
 DTYPES = [tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int64]
@@ -62,11 +62,13 @@ def test_compiled_in_buckets_it_is_the_same_sum(algorithm, num_replicas):
         [generator.integers(-31, 32, shape).astype(np.float32) for shape in SHAPES] for _ in devices
     ]
     per_replica_tensors = on_devices(arrays, devices)
-    packing = Packing(per_replica_tensors[0], bucket_bytes=64, dtype="bfloat16")
+    gradient_buckets = GradientBuckets(per_replica_tensors[0], bucket_bytes=64, dtype="bfloat16")
 
     @tf.function
     def reduce():
-        return all_reduce(per_replica_tensors, devices, algorithm=algorithm, packing=packing)
+        return all_reduce(
+            per_replica_tensors, devices, algorithm=algorithm, gradient_buckets=gradient_buckets
+        )
 
     for result in reduce():
         for position, total in enumerate(result):
@@ -83,7 +85,7 @@ def test_all_to_all_adds_in_the_order_of_sum_on_one(num_replicas):
     )
     first, second = (
         all_reduce(tensors, devices, algorithm=algorithm)[0][0].numpy()
-        for algorithm in ("sum_on_one", "all_to_all")
+        for algorithm in ("reduce_to_one", "direct")
     )
     np.testing.assert_array_equal(first, second)
 
@@ -118,7 +120,7 @@ def test_all_reduce_leaves_its_input_alone():
         ([[tf.constant(1.0)]], {}, "1 lists"),
         ([[tf.constant(1.0)], []], {}, "shorter"),
         ([[tf.constant(1.0)], [tf.constant([1.0, 2.0])]], {}, "shape"),
-        ([[tf.constant(1.0)]] * 2, {"algorithm": "magic"}, "sum_on_one"),
+        ([[tf.constant(1.0)]] * 2, {"algorithm": "magic"}, "reduce_to_one"),
     ],
 )
 def test_all_reduce_refuses(per_replica_tensors, options, match):

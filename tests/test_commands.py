@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from app.options import ON_ONE_MACHINE
+from app.config.options import ON_ONE_MACHINE
 from app.records.checkpoint_search import find_newest_checkpoint
-from app.records.events import EVENTS_FILE
+from app.records.event_file import EVENTS_FILE
 from app.records.history import load_summary
 from app.records.run_log import check_log
 from conftest import ROOT, program_environment, run_main, run_ok

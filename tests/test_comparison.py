@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from app.errors import DataError
-from app.proof.comparison import HEADER, compare_weights, table_rows
-from app.proof.difference import WeightDifference
 from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
 from app.records.history import write_summary
-from app.records.progress import Progress
+from app.records.run_metadata import Progress
+from app.runtime.errors import DataError
+from app.verification.difference import WeightDifference
+from app.verification.run_comparison import HEADER, compare_weights, table_rows
 from test_checkpoint import ORIGIN, STATE
 from test_records import make_summary
 

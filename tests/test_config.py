@@ -4,14 +4,13 @@ import dataclasses
 
 import pytest
 
-from app import options
-from app.config import Config
-from app.errors import ConfigError
-from app.flag_groups import GROUPS
-from app.help import COMMAND_HELP
-from app.options import COMMANDS
-from app.recipes import RECIPES
-from app.validation import check_shards
+from app.cli.usage import COMMAND_HELP
+from app.config import Config, options
+from app.config.constraints import check_shards
+from app.config.flag_groups import GROUPS
+from app.config.options import COMMANDS
+from app.runtime.errors import ConfigError
+from app.training.recipes import RECIPES
 from models import MODELS
 from strategies import STRATEGIES
 
@@ -54,7 +53,7 @@ def test_every_option_has_a_flag_and_a_command():
         ({"num_gpus": 2, "device": "cpu"}, "--num_gpus=2"),
         ({"num_gpus": 2, "num_devices": 3}, "--num_devices=3"),
         ({"strategy": "single", "num_devices": 2}, "--strategy=single"),
-        ({"strategy": "single", "all_reduce": "sum_on_one"}, "--all_reduce=sum_on_one"),
+        ({"strategy": "single", "all_reduce": "reduce_to_one"}, "--all_reduce=reduce_to_one"),
         ({"global_batch_size": 0}, "--global_batch_size=0"),
         ({"global_batch_size": 1, "num_devices": 2}, "--global_batch_size=1"),
         ({"learning_rate": 0.0}, "--learning_rate=0.0"),

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from app.data.dataset import ImageDataset
-from app.data.source import load_dataset, with_train_subset
+from app.data.dataset_loader import load_dataset, with_train_subset
 from app.data.synthetic import generate_synthetic
-from app.errors import DataError
+from app.runtime.errors import DataError
 
 
 def small(num_train=200, seed=0):
@@ -82,13 +82,13 @@ def test_a_subset_larger_than_the_set_is_refused():
 
 
 def test_auto_falls_back_with_a_warning_but_not_from_a_named_folder(monkeypatch, tmp_path):
-    from app.data import source
+    from app.data import dataset_loader
 
     def missing(data_dir, *, allow_unverified):
-        raise source.DataMissingError("nowhere — required; get it")
+        raise dataset_loader.DataMissingError("nowhere — required; get it")
 
-    monkeypatch.setattr(source, "load_fashion_mnist", missing)
-    monkeypatch.setattr(source, "generate_synthetic", small)
+    monkeypatch.setattr(dataset_loader, "load_fashion_mnist", missing)
+    monkeypatch.setattr(dataset_loader, "generate_synthetic", small)
     told = []
     options = {"allow_unverified": False, "warn": told.append}
     dataset = load_dataset("auto", data_dir=None, **options)
@@ -101,11 +101,11 @@ def test_auto_falls_back_with_a_warning_but_not_from_a_named_folder(monkeypatch,
 
 
 def test_auto_does_not_replace_damaged_data(monkeypatch):
-    from app.data import source
+    from app.data import dataset_loader
 
     def damaged(data_dir, *, allow_unverified):
         raise DataError("damaged — required; get it")
 
-    monkeypatch.setattr(source, "load_fashion_mnist", damaged)
+    monkeypatch.setattr(dataset_loader, "load_fashion_mnist", damaged)
     with pytest.raises(DataError, match="damaged"):
         load_dataset("auto", data_dir=None, allow_unverified=False, warn=print)

@@ -6,27 +6,26 @@ import importlib
 import numpy as np
 import pytest
 
-from app import devices
 from app.commands import demo
 from app.config import Config
+from app.config.options import COMMANDS
 from app.demos import (
     allreduce,
+    demo_setup,
     many_devices,
     order,
     replicate,
     slow_replica,
     split_batch,
-    stage,
-    train,
+    textbook_table,
 )
 from app.demos.registry import EXPERIMENTS, check_options, find_experiment
-from app.devices import Devices
-from app.errors import ConfigError
-from app.job import load_data
-from app.options import COMMANDS
+from app.devices.device_setup import Devices, device_setup
 from app.records.history import load_summary
+from app.runtime.errors import ConfigError
+from app.training.training_spec import load_data
 from conftest import CPUS, run_main
-from speed_samples import sampled
+from speed_samples import samples
 from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce
 
 MANUAL_ALGORITHMS = tuple(ALL_REDUCE_ALGORITHMS)
@@ -39,8 +38,8 @@ def prepared(monkeypatch):
     def set_up(config):
         return Devices(CPUS[: config.num_devices_asked], simulated=True)
 
-    monkeypatch.setattr(devices, "set_up", set_up)
-    monkeypatch.setattr(devices, "count_gpus", lambda config: 0)
+    monkeypatch.setattr(device_setup, "set_up", set_up)
+    monkeypatch.setattr(device_setup, "count_gpus", lambda config: 0)
     return Devices(CPUS, simulated=True)
 
 
@@ -110,9 +109,9 @@ def test_split_batch_tells_why_the_count_is_global(prepared, capsys):
 
 
 def test_weights_agree_after_the_update_and_gradients_before_do_not(prepared, data):
-    training = stage.training(config_of("replicate", **data))
+    training = demo_setup.training(config_of("replicate", **data))
     dataset = load_data(training)
-    job, strategy, iterator = stage.create(training, stage.first(prepared, 3), dataset)
+    spec, strategy, iterator = demo_setup.create(training, demo_setup.first(prepared, 3), dataset)
     moments, whole = replicate.watch_step(strategy, iterator)
     before, none, gradients, sums, after = (per_replica for _, per_replica in moments)
     assert whole.identical
@@ -120,7 +119,7 @@ def test_weights_agree_after_the_update_and_gradients_before_do_not(prepared, da
     assert [len({a.tobytes() for a in copies}) for copies in (before, sums, after)] == [1, 1, 1]
     assert len({g.tobytes() for g in gradients}) == 3
     np.testing.assert_array_equal(gradients[0] + gradients[1] + gradients[2], sums[0])
-    np.testing.assert_array_equal(before[0] - np.float32(job.learning_rate) * sums[0], after[0])
+    np.testing.assert_array_equal(before[0] - np.float32(spec.learning_rate) * sums[0], after[0])
 
 
 def test_replicate_reads_the_gradient(prepared, data, capsys):
@@ -154,11 +153,11 @@ def test_many_devices(prepared, data, capsys, monkeypatch):
     """Each number of devices trains; what is timed in processes of its own is made up here."""
     found = {}
 
-    def measure(points, **options):
-        found["counts"] = [point.config.num_devices for point in points]
+    def measure(cases, **options):
+        found["counts"] = [case.config.num_devices for case in cases]
         secs = (0.1, 0.11, 0.12, 0.11, 0.1)
-        many = [sampled("manual", n, secs, simulated=True) for n in found["counts"]]
-        return dataclasses.make_dataclass("Measured", ["sampled"])(many)
+        many = [samples("manual", n, secs, simulated=True) for n in found["counts"]]
+        return dataclasses.make_dataclass("Measured", ["samples"])(many)
 
     monkeypatch.setattr(many_devices, "measure", measure)
     output = run(config_of("many_devices", num_devices=4, **data), capsys)
@@ -212,7 +211,7 @@ def test_order_tells_equal_orders_from_others(data, capfd):
     output = capfd.readouterr().out
     rows = {" ".join(line.split()[:2]): line for line in output.splitlines() if " of 129," in line}
     same = {name for name, row in rows.items() if row.count("bit-identical") == 2}
-    assert same == {"manual sum_on_one", "manual all_to_all", "mirrored sum_on_one"}
+    assert same == {"manual reduce_to_one", "manual direct", "mirrored reduce_to_one"}
     assert {"manual tree", "manual ring", "mirrored ring"} == set(rows) - same
 
 
@@ -220,15 +219,15 @@ def test_train_has_the_book_s_table_beside_ours(data, capsys, monkeypatch, tmp_p
     """Real trainings, each a child; the speed of both models is made up here."""
     monkeypatch.chdir(tmp_path)
 
-    def measure(points, **options):
+    def measure(cases, **options):
         many = [
-            sampled("manual", p.config.num_devices, (1.0,) * 5, simulated=True,
+            samples("manual", p.config.num_devices, (1.0,) * 5, simulated=True,
                     model=p.config.model, global_batch_size=p.config.global_batch_size)
-            for p in points
+            for p in cases
         ]  # fmt: skip
-        return dataclasses.make_dataclass("Measured", ["sampled"])(many)
+        return dataclasses.make_dataclass("Measured", ["samples"])(many)
 
-    monkeypatch.setattr(train, "measure", measure)
+    monkeypatch.setattr(textbook_table, "measure", measure)
     config = config_of("train", device="cpu", epochs=1, num_train_examples=100, **data)
     output = run(config, capsys)
     summaries = [load_summary(path) for path in sorted((tmp_path / "runs").iterdir())]
@@ -293,9 +292,9 @@ def test_refused_before_tensorflow_is_loaded():
 
 def test_a_machine_with_one_gpu_gets_logical_cpus(monkeypatch):
     asked = []
-    monkeypatch.setattr(devices, "count_gpus", lambda config: 1)
-    monkeypatch.setattr(devices, "set_up", asked.append)
-    stage.set_up(config_of("order"))
-    stage.set_up(config_of("order", device="gpu"))
+    monkeypatch.setattr(device_setup, "count_gpus", lambda config: 1)
+    monkeypatch.setattr(device_setup, "set_up", asked.append)
+    demo_setup.set_up(config_of("order"))
+    demo_setup.set_up(config_of("order", device="gpu"))
     assert (asked[0].device, asked[0].num_devices) == ("cpu", 4)
     assert (asked[1].device, asked[1].num_devices) == ("gpu", None)

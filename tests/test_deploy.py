@@ -13,8 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from app import errors
-from app.cluster import find_cluster
+from app.cluster.environment import find_cluster
+from app.runtime import errors
 from conftest import ROOT
 
 DEPLOY = ROOT / "deploy"

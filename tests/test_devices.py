@@ -6,18 +6,18 @@ import sys
 
 import pytest
 
-from app import devices
 from app.config import Config
-from app.errors import DeviceError
+from app.devices import device_setup
+from app.runtime.errors import DeviceError
 from conftest import CPUS, ROOT, program_environment
 
 # Runs `set_up` with a pretended number of GPUs and prints what became of it.
 SCRIPT = """
 import json, sys
 num_gpus, options = int(sys.argv[1]), json.loads(sys.argv[2])
-from app import devices
+from app.devices import device_setup
 from app.config import Config
-from app.errors import DeviceError
+from app.runtime.errors import DeviceError
 tf = devices.import_tensorflow(-1)
 done = {"growth": 0}
 gpus = [f"gpu{i}" for i in range(num_gpus)]
@@ -106,7 +106,7 @@ def test_a_user_s_keras_settings_do_not_leak_in(tmp_path):
         '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
     )
     script = (
-        "from app import devices; from app.config import Config\n"
+        "from app import devices; from app.config.command_configs import Config\n"
         "devices.set_up(Config()); import keras\n"
         "print(keras.backend.backend(), keras.config.floatx(), keras.config.image_data_format())\n"
     )
@@ -123,7 +123,7 @@ def test_a_process_that_has_its_devices_already_gives_those():
     import tensorflow as tf
 
     tf.config.list_logical_devices()  # From here on they are fixed.
-    prepared = devices.set_up(Config(device="cpu", num_devices=3))
+    prepared = device_setup.set_up(Config(device="cpu", num_devices=3))
     assert prepared.names == CPUS[:3] and prepared.simulated
     with pytest.raises(DeviceError, match="5 devices asked for — this process has 4 devices"):
-        devices.set_up(Config(device="cpu", num_devices=5))
+        device_setup.set_up(Config(device="cpu", num_devices=5))

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from app.proof.difference import Difference
-from app.proof.measurement import Measurement
-from app.proof.straggler import find_straggler
-from app.proof.tolerance import Sample, with_limits
+from app.verification.difference import Difference
+from app.verification.measurement import Measurement
+from app.verification.straggler import find_straggler
+from app.verification.tolerance import Sample, with_limits
 
 
 def test_the_largest_element_counts():

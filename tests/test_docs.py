@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from app.fault import FAULTS
+from app.config.fault import FAULTS
 from conftest import ROOT, copy_program, program_environment
 
 DOCS = ROOT / "docs"
@@ -24,7 +24,8 @@ PROGRAM = r"^(?:\w+=\S+ |taskset -c 0 )*(?:\.venv/bin/)?python main\.py ?(.*)$"
 PARSER = """
 import contextlib, io, json, shlex, sys
 from absl import logging  # It defines --verbosity.
-from app import errors, flags
+from app.runtime import errors
+from app.cli import flags
 flags.define_flags()
 refusals = []
 for line in json.load(sys.stdin):
@@ -128,7 +129,7 @@ def test_one_s_own_model_is_verified_and_trained(copy, small_data):
     _, proved, _ = re.split("## 4|## 5", TEXTS["add_a_model"])
     assert_quoted(proved, output)
     output = run_ok(copy, command("add_a_model", "--out=runs/mlp"), small_data)
-    rate = re.search(r'"mlp": dataclasses.*peak_rate=([\d.]+)', TEXTS["add_a_model"])[1]
+    rate = re.search(r'"mlp": dataclasses.*peak_learning_rate=([\d.]+)', TEXTS["add_a_model"])[1]
     # 4 steps, of the 200 from which on the peak is the recipe's.
     assert f"recipe fast, batch 256, learning rate {float(rate) * 4 / 200:g}" in output
 

@@ -16,31 +16,34 @@ import sys
 import pytest
 
 import process_functions
-from app import cuda
 from app.commands import doctor
 from app.config import Config
-from app.cuda import LIBRARIES, Gpu, Seen, look
-from app.data.places import DOWNLOAD_URL, SHA256
-from app.doctor import advice, examination, output, software
+from app.data.data_sources import DOWNLOAD_URL, SHA256
+from app.devices import cuda
+from app.devices.cuda import LIBRARIES, Gpu, Seen, look
+from app.devices.gpu_obstacles import obstacles, why_no_gpu
+from app.doctor import advice, examination, output_check, software_check
 from app.doctor.check import ERROR, NOTE, OK, WARNING, Check, print_group
-from app.doctor.cluster import check_cluster
-from app.doctor.data import check_data, check_tfds
-from app.doctor.examination import DevicesFound, Findings, Probed, TensorFlow, examine
-from app.doctor.gpus import check_devices, check_exchange, check_gpus
-from app.doctor.output import check_output
-from app.doctor.processor import Processor, check_processor, cpu_quota
-from app.doctor.software import check_packages, check_python
-from app.errors import DataError, DeviceError, LockstepError
-from app.gpu_obstacles import obstacles, why_no_gpu
+from app.doctor.cluster_check import check_cluster
+from app.doctor.data_check import check_data, check_tfds
+from app.doctor.examination import DevicesSeen, Findings, SelfTestResult, TensorFlow, examine
+from app.doctor.gpu_check import check_all_reduce, check_devices, check_gpus
+from app.doctor.output_check import check_output
+from app.doctor.processor_check import Processor, check_processor, cpu_quota
+from app.doctor.software_check import check_packages, check_python
+from app.runtime.errors import DataError, DeviceError, LockstepError
 from conftest import ROOT, run_main, run_ok
 
 CONFIG = Config(command="doctor", strategies=("manual", "mirrored"))
 CUDA_BUILD = TensorFlow("2.21.0", True, "12.5.1", "9")
-TWO_CPUS = DevicesFound(("/device:CPU:0", "/device:CPU:1"), ("", ""), True, 0)
-TWO_GPUS = DevicesFound(("/device:GPU:0", "/device:GPU:1"), ("A, 8.9", "B, 8.9"), False, 2)
+TWO_CPUS = DevicesSeen(("/device:CPU:0", "/device:CPU:1"), ("", ""), True, 0)
+TWO_GPUS = DevicesSeen(("/device:GPU:0", "/device:GPU:1"), ("A, 8.9", "B, 8.9"), False, 2)
 NOTHING = Seen(None, 0, False, None, "no such file", 0, None, (), dict.fromkeys(LIBRARIES, ""))
 HEALTHY = Seen(None, 2, True, "550.54.14", None, 12040, None, (Gpu("A", 24 << 30, (8, 9)),) * 2, {})
-BOTH_WORK = {"manual": Probed("manual", "ring", 0.1), "mirrored": Probed("mirrored", "nccl", 0.2)}
+BOTH_WORK = {
+    "manual": SelfTestResult("manual", "ring", 0.1),
+    "mirrored": SelfTestResult("mirrored", "nccl", 0.2),
+}
 
 
 def findings(**changes):
@@ -84,8 +87,8 @@ def test_packages_are_held_against_their_pins(tmp_path):
 
 
 def test_the_project_s_own_pins_are_all_read():
-    lines = software.REQUIREMENTS.read_text().split()
-    assert [f"{n}=={v}" for n, v in software.read_pins("\n".join(lines)).items()] == lines
+    lines = software_check.REQUIREMENTS.read_text().split()
+    assert [f"{n}=={v}" for n, v in software_check.read_pins("\n".join(lines)).items()] == lines
 
 
 def test_without_a_list_nothing_is_compared(tmp_path):
@@ -142,7 +145,7 @@ def test_processor(tmp_path, monkeypatch, machine, text, model, told):
 def test_a_container_s_quota(tmp_path, monkeypatch, files, quota):
     write(tmp_path, files)
     assert cpu_quota(tmp_path) == quota
-    monkeypatch.setattr("app.doctor.processor.num_cores", lambda: 8)
+    monkeypatch.setattr("app.doctor.processor_check.num_cores", lambda: 8)
     cores = check_processor(tmp_path)[1]
     assert cores.state == (OK if quota is None else WARNING)
     if quota:
@@ -151,7 +154,7 @@ def test_a_container_s_quota(tmp_path, monkeypatch, files, quota):
 
 @pytest.mark.parametrize(("available", "state"), [(None, NOTE), (1 << 30, WARNING), (3 << 30, OK)])
 def test_memory(monkeypatch, available, state):
-    monkeypatch.setattr("app.doctor.processor.available_bytes", lambda: available)
+    monkeypatch.setattr("app.doctor.processor_check.available_bytes", lambda: available)
     assert check_processor()[-1].state == state
 
 
@@ -419,7 +422,7 @@ def test_room_for_checkpoints(tmp_path, monkeypatch, free, state, code):
     class Room:
         f_frsize, f_bavail = 1024, free // 1024
 
-    monkeypatch.setattr(output.os, "statvfs", lambda path: Room)
+    monkeypatch.setattr(output_check.os, "statvfs", lambda path: Room)
     check = check_output(dataclasses.replace(CONFIG, out=str(tmp_path)))
     assert (check.state, check.exit_code) == (state, code)
 
@@ -444,7 +447,7 @@ def test_cluster():
 def test_an_exchange_that_hangs_is_ended_and_the_others_are_tried(monkeypatch):
     monkeypatch.setattr(examination, "TIMEOUT_SEC", 5.0)
     found = examine(CONFIG, ("manual", "mirrored"), process_functions.hang_in_exchange)
-    hung, fine = check_exchange(found)
+    hung, fine = check_all_reduce(found)
     assert (hung.what, hung.state, hung.exit_code) == ("manual", ERROR, 6)
     assert "did not end within 5 s" in hung.value and "NCCL_P2P_DISABLE=1" in hung.advice
     assert (fine.what, fine.state) == ("mirrored", OK)
@@ -468,12 +471,12 @@ def test_whatever_ends_it_is_told(monkeypatch, function, told):
     (check,) = check_devices(found)
     assert check.state == ERROR and told in check.value
     assert check.exit_code == (8 if told == "no space" else 6)
-    assert check_exchange(found) == []
+    assert check_all_reduce(found) == []
 
 
 def test_one_replica_exchanges_nothing():
-    one = DevicesFound(("/device:CPU:0",), ("",), False, 0)
-    (check,) = check_exchange(findings(devices=one, probed={}))
+    one = DevicesSeen(("/device:CPU:0",), ("",), False, 0)
+    (check,) = check_all_reduce(findings(devices=one, probed={}))
     assert check.state == NOTE and "nothing is exchanged" in check.value
 
 
@@ -521,7 +524,7 @@ def broken(code_6_or_3):
         ),
         (
             {},
-            {"devices": DevicesFound(("/device:GPU:0",), ("A",), False, 1), "probed": {}},
+            {"devices": DevicesSeen(("/device:GPU:0",), ("A",), False, 1), "probed": {}},
             "--strategy=single --recipe=fast --epochs=10",
         ),
         ({}, {"probed": {}}, "--strategy=single --recipe=fast --epochs=1"),

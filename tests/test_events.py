@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from app.errors import DiskFullError, OutputError
-from app.records.events import EVENTS_FILE, EventFile
+from app.records.event_file import EVENTS_FILE, EventFile
+from app.runtime.errors import DiskFullError, OutputError
 
 
 def read(run_dir):

@@ -8,10 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from app.data import fashion_mnist, places
+from app.data import data_sources, fashion_mnist
+from app.data.data_sources import SHA256, DataMissingError
 from app.data.fashion_mnist import load_fashion_mnist
-from app.data.places import SHA256, DataMissingError
-from app.errors import DataError
+from app.runtime.errors import DataError
 from conftest import run_main
 from idx_files import idx_bytes
 
@@ -164,13 +164,13 @@ def test_the_connection_is_given_up(monkeypatch):
     """A server that takes the connection and never answers."""
     import socket
 
-    monkeypatch.setattr(places, "_CONNECT_TIMEOUT_SEC", 0.2)
+    monkeypatch.setattr(data_sources, "_CONNECT_TIMEOUT_SEC", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
         with pytest.raises(OSError):
-            places.check_connection(url)
+            data_sources.check_connection(url)
     with pytest.raises(OSError):
-        places.check_connection(url)  # Nobody listens any more.
+        data_sources.check_connection(url)  # Nobody listens any more.
 
 
 def test_a_damaged_prepared_directory_is_refused(tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 
 from app.config import Config
-from app.errors import ConfigError
-from app.fault import FAULTS, Fault
+from app.config.fault import FAULTS, Fault
+from app.runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -62,11 +62,11 @@ def test_refusals_name_what_is_required(text, named):
         {"all_reduce": "tree", "strategy": "mirrored"},
         {"all_reduce": "nccl", "strategy": "mirrored", "device": "cpu"},
         {"all_reduce": "tree", "strategy": "single"},
-        {"bucket_mb": 1.0, "strategy": "single"},
-        {"bucket_mb": -1.0},
-        {"bucket_mb": float("nan")},
-        {"exchange_dtype": "float16"},
-        {"exchange_dtype": "bfloat16", "strategy": "single"},
+        {"bucket_mib": 1.0, "strategy": "single"},
+        {"bucket_mib": -1.0},
+        {"bucket_mib": float("nan")},
+        {"communication_dtype": "float16"},
+        {"communication_dtype": "bfloat16", "strategy": "single"},
         {"precision": "bfloat16"},
         {"steps_per_call": 0},
     ],
@@ -84,7 +84,7 @@ def test_what_cannot_happen_is_refused(options):
         {"command": "verify", "all_reduce": "hierarchical", "strategies": ("single", "mirrored")},
         {"command": "verify", "strategies": ("mirrored",), "num_devices": 3},
         {"command": "verify", "all_reduce": "ring"},
-        {"bucket_mb": 25.0, "exchange_dtype": "bfloat16", "strategy": "mirrored"},
+        {"bucket_mib": 25.0, "communication_dtype": "bfloat16", "strategy": "mirrored"},
     ],
 )
 def test_what_can_happen_is_not(options):

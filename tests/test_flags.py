@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from app.flag_groups import GROUPS
-from app.help import COMMAND_HELP, help_text
-from app.options import COMMANDS
+from app.cli.usage import COMMAND_HELP, help_text
+from app.config.flag_groups import GROUPS
+from app.config.options import COMMANDS
 from conftest import ROOT, run_main
 
 
@@ -76,7 +76,7 @@ def test_the_help_of_a_command_shows_its_own_flags_and_no_others(command):
 
 
 def test_every_example_of_the_help_is_a_command_line():
-    parse = "import sys, shlex; from app import flags as f; f.define_flags()\n"
+    parse = "import sys, shlex; from app.cli import flags as f; f.define_flags()\n"
     parse += "for line in sys.argv[1:]:\n    f.FLAGS.unparse_flags(); f.parse_config("
     parse += "['main.py', *shlex.split(line)])\n    print(line)"
     examples = [f"{name} {e}" for name, (_, *examples) in COMMAND_HELP.items() for e in examples]

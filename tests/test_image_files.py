@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from app.data.image_files import load_image_files
-from app.errors import DataError
+from app.runtime.errors import DataError
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from app.speed import interval
+from app.performance import interval
 
 
 def test_a_median_lies_in_its_interval_and_outliers_do_not_move_it():

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from app import launcher
-from app.launcher import Failure
+from app.cluster import launcher
+from app.cluster.launcher import Failure
 
 
 class Worker:

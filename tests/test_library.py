@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from app import Config, LockstepError, run
-from app.errors import ConfigError, OutputError, TrainingFailedError
 from app.records.history import load_history, load_summary
+from app.runtime.errors import ConfigError, OutputError, TrainingFailedError
 from conftest import ROOT, program_environment, run_main
 
 

@@ -5,9 +5,10 @@ import re
 import keras
 import pytest
 
-from app import free_memory, memory
-from app.errors import DeviceError, is_out_of_memory
-from app.liveness import alive_in_step
+from app.devices import free_memory
+from app.runtime.errors import DeviceError, is_out_of_memory
+from app.training import memory_estimate
+from app.training.tensor_lifetimes import live_tensors_in_step
 from models import MODELS
 from small_models import small_network
 
@@ -19,13 +20,16 @@ def test_the_worst_moment_of_a_step_small_enough_to_count_by_hand():
     images = keras.Input((28, 28, 1), dtype="uint8")
     scaled = keras.layers.Rescaling(1 / 255)(images)
     logits = keras.layers.Dense(10, use_bias=False)(keras.layers.Flatten()(scaled))
-    alive = alive_in_step(keras.Model(images, logits))
+    alive = live_tensors_in_step(keras.Model(images, logits))
     assert 4 * (784 + 10) <= alive.image_bytes <= 4 * (2 * 784 + 40)
     assert alive.fixed_bytes <= 4 * 7840 + 1000
 
 
 def test_it_grows_with_the_layers_and_the_gradients_are_in_it():
-    small, large = alive_in_step(MODELS["lenet"]()), alive_in_step(MODELS["resnet18"]())
+    small, large = (
+        live_tensors_in_step(MODELS["lenet"]()),
+        live_tensors_in_step(MODELS["resnet18"]()),
+    )
     assert 100_000 < small.image_bytes < 250_000  # A batch of 4,096 was seen to take 0.7 GB.
     assert 2_500_000 < large.image_bytes < 4_500_000  # And one of 256 1.0 GB.
 
@@ -33,7 +37,7 @@ def test_it_grows_with_the_layers_and_the_gradients_are_in_it():
 def test_an_estimate_has_weights_and_what_the_optimizer_keeps():
     model, optimizer = small_network(), keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
-    estimate = memory.MemoryEstimate.of(model, optimizer)
+    estimate = memory_estimate.MemoryEstimate.of(model, optimizer)
     parameters = 3 * 25 + 3 + 108 * 10 + 10
     assert estimate.weights_bytes == 4 * parameters
     assert 4 * parameters <= estimate.slots_bytes < 4 * parameters + 100
@@ -42,10 +46,10 @@ def test_an_estimate_has_weights_and_what_the_optimizer_keeps():
 
 
 def test_half_precision_takes_about_half():
-    whole = memory.MemoryEstimate.of(MODELS["lenet"]())
+    whole = memory_estimate.MemoryEstimate.of(MODELS["lenet"]())
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        half = memory.MemoryEstimate.of(MODELS["lenet"]())
+        half = memory_estimate.MemoryEstimate.of(MODELS["lenet"]())
     finally:
         keras.config.set_dtype_policy("float32")
     assert 0.45 < half.image_bytes / whole.image_bytes < 0.65
@@ -55,8 +59,10 @@ def test_half_precision_takes_about_half():
 def test_the_bound_that_spares_the_estimate_is_above_it():
     for build in (MODELS["lenet"], MODELS["resnet18"], small_network):
         model = build()
-        needed = memory.MemoryEstimate.of(model).total_bytes(num_replicas=2, global_batch_size=64)
-        assert memory._upper_bound(model, 2, 64) > needed
+        needed = memory_estimate.MemoryEstimate.of(model).total_bytes(
+            num_replicas=2, global_batch_size=64
+        )
+        assert memory_estimate._upper_bound(model, 2, 64) > needed
 
 
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_can():
@@ -65,20 +71,20 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_can():
     with pytest.raises(
         DeviceError, match=r"60000, which is 30,000 images on each of 2 rep"
     ) as told:
-        memory.check_memory(
+        memory_estimate.check_memory(
             model, optimizer, num_replicas=2, global_batch_size=60_000, available=16 * GIB
         )
     assert "16.0 are free" in str(told.value)
     fits = int(re.search(r"use --global_batch_size=(\d+)", str(told.value))[1])
     assert 100 < fits < 10_000 and fits % 2 == 0
-    memory.check_memory(
+    memory_estimate.check_memory(
         model, optimizer, num_replicas=2, global_batch_size=fits, available=16 * GIB
     )
 
 
 def test_without_a_number_nothing_is_refused():
     sizes = {"num_replicas": 1, "global_batch_size": 60_000}
-    memory.check_memory(small_network(), None, **sizes, available=None)
+    memory_estimate.check_memory(small_network(), None, **sizes, available=None)
 
 
 def test_memory_of_this_machine_is_found():

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from app.recipes import RECIPES, find_recipe
+from app.training.recipes import RECIPES, find_recipe
 from models import MODELS
 from models.resnet import build_resnet
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from app.data.pipeline import eval_dataset, num_steps_per_epoch, train_dataset
+from app.data.input_pipeline import eval_dataset, num_steps_per_epoch, train_dataset
 
 
 def numbered(num_examples):

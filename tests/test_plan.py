@@ -3,9 +3,9 @@
 import pytest
 
 from app.config import Config
-from app.errors import ConfigError
-from app.speed.cluster_plan import Links, hierarchical, numbers_of_workers, predict, ring
-from app.speed.exchange_model import LinearCost
+from app.performance.all_reduce_model import LinearCost
+from app.performance.cluster_plan import Links, hierarchical, numbers_of_workers, predict, ring
+from app.runtime.errors import ConfigError
 
 # 1 GB/s and 1 ms between machines, 10 GB/s between the devices of one.
 LINKS = Links(1e9, 1e-3, 1e10)
@@ -47,7 +47,7 @@ def test_a_step_is_compute_and_the_faster_exchange():
     )
     assert step.num_replicas == 8
     assert step.compute_sec == pytest.approx(0.012)  # 2 ms and 100 images of 0.1 ms.
-    assert step.exchange_sec == step.hierarchical_sec < step.ring_sec
+    assert step.all_reduce_sec == step.hierarchical_sec < step.ring_sec
     assert step.step_sec == pytest.approx(0.02323)
     assert step.efficiency == pytest.approx(0.012 / 0.02323)
     # 8 ms of the backward pass can hide as much of the exchange.

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from app.optimizers import last_rate
-from app.recipes import RECIPES, find_recipe
+from app.training.optimizers import last_learning_rate
+from app.training.recipes import RECIPES, find_recipe
 from models import MODELS
 
 
@@ -64,5 +64,7 @@ def test_the_rate_that_is_told_is_that_of_the_last_step():
     optimizer.build([weight])
     for _ in range(3):
         optimizer.apply([keras.ops.ones([1])], [weight])
-    assert last_rate(optimizer) == pytest.approx(0.2 * 2 / 200)  # Step 2, counted from 0.
-    assert last_rate(RECIPES["d2l"]["lenet"].create_optimizer(0.3, 10)) == pytest.approx(0.3)
+    assert last_learning_rate(optimizer) == pytest.approx(0.2 * 2 / 200)  # Step 2, counted from 0.
+    assert last_learning_rate(RECIPES["d2l"]["lenet"].create_optimizer(0.3, 10)) == pytest.approx(
+        0.3
+    )

@@ -12,12 +12,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from app.errors import CheckpointError, DiskFullError, OutputError
 from app.records import history as histories
 from app.records.files import write_atomically, write_json
 from app.records.history import EpochRecord, Summary
-from app.records.plots import plot_accuracy
 from app.records.run_directory import load_run_config, open_run_directory
+from app.report.accuracy_plot import plot_accuracy
+from app.runtime.errors import CheckpointError, DiskFullError, OutputError
 from conftest import ROOT
 
 
@@ -249,10 +249,12 @@ class TestPlots:
         assert svg.rstrip().endswith("</svg>")
 
     def test_percents_on_the_axis_are_whole(self, tmp_path):
-        from app.records import plots
+        from app.report import accuracy_plot
 
         run_dir = self.make_run(tmp_path / "run", 1)
-        figure = plots._draw_one(histories.load_summary(run_dir), histories.load_history(run_dir))
+        figure = accuracy_plot._draw_one(
+            histories.load_summary(run_dir), histories.load_history(run_dir)
+        )
         (axes,) = figure.axes
         figure.canvas.draw()
         percents = 100 * axes.get_yticks()
@@ -289,7 +291,7 @@ class TestPlots:
     def test_drawing_needs_no_tensorflow(self, tmp_path):
         run_dir = self.make_run(tmp_path / "run")
         script = (
-            "import sys, pathlib; from app.records.plots import plot_accuracy\n"
+            "import sys, pathlib; from app.report.accuracy_plot import plot_accuracy\n"
             "path = pathlib.Path(sys.argv[1]); plot_accuracy([path], path)\n"
             "assert 'tensorflow' not in sys.modules\n"
         )

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.errors import DriftError, ExchangeError
-from app.proof.drift import check_replicas
-from app.proof.probe import explain, probe_exchange
+from app.runtime.errors import AllReduceError, ReplicaDivergenceError
+from app.training.all_reduce_self_test import explain, run_all_reduce_self_test
+from app.training.replica_divergence import check_replica_divergence
 from conftest import CPUS
 from small_models import create, seeded, small_network, small_resnet
 from strategies import STRATEGIES
@@ -22,19 +22,19 @@ from strategies.mirrored import MirroredStrategy
 def test_a_right_all_reduce_passes(name, num_replicas):
     if name == "single" and num_replicas > 1:
         pytest.skip("single has one replica")
-    assert probe_exchange(create(name, num_replicas)) is None  # It raises what it finds.
+    assert run_all_reduce_self_test(create(name, num_replicas)) is None  # It raises what it finds.
 
 
 def test_hierarchical_on_three_replicas_loses_the_last():
     """TensorFlow's own, in this version: wrong for odd counts, and alike on every replica."""
     strategy = MirroredStrategy(CPUS[:3], all_reduce="hierarchical")
     strategy.build(seeded(small_network), sgd)
-    with pytest.raises(ExchangeError, match="got 3 instead of 7: replica 2 was lost") as caught:
-        probe_exchange(strategy)
+    with pytest.raises(AllReduceError, match="got 3 instead of 7: replica 2 was lost") as caught:
+        run_all_reduce_self_test(strategy)
     assert caught.value.exit_code == 6
     even = MirroredStrategy(CPUS[:4], all_reduce="hierarchical")
     even.build(seeded(small_network), sgd)
-    probe_exchange(even)
+    run_all_reduce_self_test(even)
 
 
 def sgd():
@@ -46,12 +46,12 @@ class Spoiled(ManualStrategy):
 
     counts, where = (), 0
 
-    def exchange(self, per_replica_tensors):
+    def all_reduce(self, per_replica_tensors):
         totals = [
             sum(count * tensor for count, tensor in zip(self.counts, copies, strict=True))
             for copies in zip(*per_replica_tensors, strict=True)
         ]
-        right = super().exchange(per_replica_tensors)
+        right = super().all_reduce(per_replica_tensors)
         return [totals if r == self.where else right[r] for r in range(self.num_replicas)]
 
 
@@ -61,10 +61,10 @@ def test_the_probe_tells_every_case_apart(counts):
     strategy.counts, strategy.where = counts, 1
     strategy.build(seeded(small_network), sgd)
     if counts == (1, 1, 1):
-        probe_exchange(strategy)
+        run_all_reduce_self_test(strategy)
         return
-    with pytest.raises(ExchangeError) as caught:
-        probe_exchange(strategy)
+    with pytest.raises(AllReduceError) as caught:
+        run_all_reduce_self_test(strategy)
     text = str(caught.value)
     assert "replica 1 got" in text
     if counts == (2, 2, 2):
@@ -97,9 +97,9 @@ def change(strategy, replica_id, name, amount=0.5):
 @pytest.mark.parametrize("name", ["manual", "mirrored"])
 def test_replicas_in_step_pass(name):
     strategy = create(name, 3, small_resnet)
-    assert check_replicas(strategy).tensor == ""
+    assert check_replica_divergence(strategy).tensor == ""
     change(strategy, 1, "stem_norm/moving_mean")
-    drift = check_replicas(strategy)
+    drift = check_replica_divergence(strategy)
     assert (drift.tensor, drift.absolute) == ("stem_norm/moving_mean", 0.5)
 
 
@@ -107,8 +107,8 @@ def test_replicas_in_step_pass(name):
 def test_a_weight_that_differs_is_named_with_its_replicas(name):
     strategy = create(name, 3)
     change(strategy, 2, "logits/kernel", 0.25)
-    with pytest.raises(DriftError) as caught:
-        check_replicas(strategy)
+    with pytest.raises(ReplicaDivergenceError) as caught:
+        check_replica_divergence(strategy)
     text = str(caught.value)
     assert "logits/kernel on replica 2 is not what replica 0, 1 hold, by 0.25" in text
     assert caught.value.exit_code == 1
@@ -117,5 +117,5 @@ def test_a_weight_that_differs_is_named_with_its_replicas(name):
 def test_what_the_optimizer_keeps_counts_too():
     strategy = create("manual", 2)
     change(strategy, 1, "optimizer/iteration", 1)
-    with pytest.raises(DriftError, match="iteration on replica 1"):
-        check_replicas(strategy)
+    with pytest.raises(ReplicaDivergenceError, match="iteration on replica 1"):
+        check_replica_divergence(strategy)

@@ -15,10 +15,10 @@ import sys
 import pytest
 
 import report_samples
-from app.errors import OutputError
 from app.records.history import load_history, load_summary
-from app.records.report import REPORT_FILE, write_report
 from app.records.wording import DATASET_CAVEATS, TIMING_CAVEAT
+from app.report.page import REPORT_FILE, write_report
+from app.runtime.errors import OutputError
 from conftest import ROOT, run_main, run_ok
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -167,7 +167,7 @@ def test_a_verification_with_its_first_false_step(page):
 def test_speed_of_runs_points_and_parts(everything, page):
     rates = page.rows("Throughput of each point")
     record = json.loads((everything / "measured" / "benchmark.json").read_text())
-    for point in record["points"]:
+    for point in record["cases"]:
         row = rates[point["short_name"]]
         assert row["images/s"] == f"{point['images_per_sec']['value']:,.0f}"
     (scaling,) = page.rows("Speed-up: strong scaling").values()

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from app import fault_points
-from app.errors import DiskFullError, DivergedError, OutputError, Terminated
 from app.records.run_log import CUT_OFF, check_log, load_attempts, open_run_log
+from app.runtime import fault_points
+from app.runtime.errors import DiskFullError, DivergedError, OutputError, Terminated
 
 CONFIG = {"config": {"epochs": 2}, "num_replicas": 2, "devices": ["/device:CPU:0"]}
 DATA = {"name": "synthetic", "sha256": "ab", "num_train_examples": 1, "num_test_examples": 1}

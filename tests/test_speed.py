@@ -5,15 +5,15 @@ import json
 import pytest
 
 from app.config import Config
-from app.errors import ConfigError
-from app.records.benchmark_plot import plot_benchmark
-from app.speed.benchmark import create_points, write_benchmark
-from app.speed.comparison import all_comparisons
-from app.speed.flops import training_flops_per_example
-from app.speed.point import split_names
+from app.performance.benchmark_output import create_cases, write_benchmark
+from app.performance.case import split_names
+from app.performance.flops import training_flops_per_example
+from app.performance.speed_comparison import all_comparisons
+from app.report.benchmark_plot import plot_benchmark
+from app.runtime.errors import ConfigError
 from conftest import run_main, run_ok
 from models import MODELS
-from speed_samples import sampled
+from speed_samples import samples
 
 # Of the layers' shapes: conv1 26·26·9·20, conv2 9·9·25·20·50, then 800·128 and 128·10; twice each
 # for a multiplication and an addition, three passes, and no gradient of the images.
@@ -32,11 +32,11 @@ def test_points_are_all_combinations_and_single_has_one_device():
         strategies=("single", "manual"),
         all_reduce="ring",
     )
-    points = create_points(config)
-    assert len(points) == 6 and len({p.name for p in points}) == 6
-    assert {p.config.all_reduce for p in points if p.config.num_replicas_asked == 2} == {"ring"}
+    cases = create_cases(config)
+    assert len(cases) == 6 and len({p.name for p in cases}) == 6
+    assert {p.config.all_reduce for p in cases if p.config.num_replicas_asked == 2} == {"ring"}
     with pytest.raises(ConfigError, match="global_batch_size=1 is smaller"):
-        create_points(Config(command="benchmark", global_batch_sizes=(1,)))
+        create_cases(Config(command="benchmark", global_batch_sizes=(1,)))
 
 
 def test_names_keep_what_tells_points_apart():
@@ -46,15 +46,15 @@ def test_names_keep_what_tells_points_apart():
 
 
 def test_figures_are_drawn_from_the_record_alone(tmp_path):
-    points = [
-        sampled("single", 1, (1.0, 1.1, 0.9, 1.0, 1.0)),
-        sampled("manual", 2, (0.6, 0.5, 0.7, 0.6, 0.6)),
-        sampled("mirrored", 2, (0.6, 0.5, 0.7, 0.6, 0.6), precision="mixed_bfloat16"),
+    cases = [
+        samples("single", 1, (1.0, 1.1, 0.9, 1.0, 1.0)),
+        samples("manual", 2, (0.6, 0.5, 0.7, 0.6, 0.6)),
+        samples("mirrored", 2, (0.6, 0.5, 0.7, 0.6, 0.6), precision="mixed_bfloat16"),
     ]
-    write_benchmark(tmp_path, Config(), points, all_comparisons(points), {"float32": [1e9] * 5})
+    write_benchmark(tmp_path, Config(), cases, all_comparisons(cases), {"float32": [1e9] * 5})
     record = json.loads((tmp_path / "benchmark.json").read_text())
-    assert record["points"][0]["share_of_matrix_product_peak"]["value"] == pytest.approx(0.256)
-    assert record["points"][2]["share_of_matrix_product_peak"] is None
+    assert record["cases"][0]["share_of_matrix_product_peak"]["value"] == pytest.approx(0.256)
+    assert record["cases"][2]["share_of_matrix_product_peak"] is None
     assert record["comparisons"][0]["verdict"] == "faster"
     files = plot_benchmark(tmp_path / "benchmark.json", tmp_path)
     assert files == ["throughput.png", "throughput.svg", "speedup.png", "speedup.svg"]
@@ -70,13 +70,13 @@ def test_a_benchmark_measures_every_point_in_every_round(small_data, tmp_path):
         "--allow_unverified_data",
     )  # fmt: skip
     record = json.loads((out / "benchmark.json").read_text())
-    assert [p["strategy"] for p in record["points"]] == ["single", "manual"]
-    for point in record["points"]:
-        assert len(point["blocks"]) == 2
-        assert all(block["sec"] > 0 and block["tracings"] == 0 for block in point["blocks"])
-        assert 0 < point["share_of_matrix_product_peak"]["value"] < 1.5
-        assert point["peak_memory_bytes"] > 1 << 27
-        assert 1 << 20 < point["memory_of_steps_bytes"] < point["peak_memory_bytes"]
+    assert [p["strategy"] for p in record["cases"]] == ["single", "manual"]
+    for case in record["cases"]:
+        assert len(case["blocks"]) == 2
+        assert all(block["sec"] > 0 and block["tracings"] == 0 for block in case["blocks"])
+        assert 0 < case["share_of_matrix_product_peak"]["value"] < 1.5
+        assert case["peak_memory_bytes"] > 1 << 27
+        assert 1 << 20 < case["memory_of_steps_bytes"] < case["peak_memory_bytes"]
     assert [c["axis"] for c in record["comparisons"]] == ["strong scaling"]
     assert "fewer than 5 rounds" in result.stdout and "simulated devices" in result.stdout
     assert {path.name for path in out.iterdir()} >= {"throughput.png", "throughput.svg", "log.txt"}
@@ -93,9 +93,9 @@ def test_explain_tells_a_step_and_takes_it_apart(small_data, tmp_path):
         "--allow_unverified_data",
     )  # fmt: skip
     record = json.loads((out / "explain.json").read_text())
-    assert record["story"]["shards"] == [25, 25]
+    assert record["step_profile"]["shards"] == [25, 25]
     assert "Where the time of a step goes" in (out / "report.html").read_text(encoding="utf-8")
-    assert record["story"]["gradient_bytes"] == 4 * 129_068
+    assert record["step_profile"]["gradient_bytes"] == 4 * 129_068
     assert [p["num_replicas"] for p in record["predictions"]] == [2, 4, 8]
     assert sum(p["share"]["value"] for p in record["parts"]) == pytest.approx(1)
     for said in ("25 + 25", "in the fit", "break-even", "bus GB/s", "simulated devices"):

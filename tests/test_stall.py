@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from app import stall
+from app.runtime import watchdog
 from conftest import ROOT
 
 
@@ -47,8 +47,8 @@ def test_a_process_that_was_stopped_has_not_stalled():
 
 
 def test_zero_watches_nothing():
-    with stall.watch(0, lambda: None) as on_progress:
+    with watchdog.watch(0, lambda: None) as on_progress:
         on_progress()
         assert "watchdog" not in [thread.name for thread in threading.enumerate()]
-    with stall.watch(9, lambda: None):
+    with watchdog.watch(9, lambda: None):
         assert "watchdog" in [thread.name for thread in threading.enumerate()]

@@ -4,18 +4,18 @@ import keras
 import numpy as np
 import pytest
 
-from app.data.pipeline import train_dataset
+from app.data.input_pipeline import train_dataset
 from small_models import create, small_network, small_resnet
 from strategies import STRATEGIES
 from test_strategies import ROUNDING, assert_close, assert_same_bits, walk
 
 BFLOAT16, FLOAT16 = 2.0**-8, 2.0**-11
 EXCHANGES = [
-    ("manual", "sum_on_one", 0.001),
+    ("manual", "reduce_to_one", 0.001),
     ("manual", "ring", 0.001),
     ("manual", "tree", 0.0),
-    ("manual", "all_to_all", 0.0),
-    ("mirrored", "sum_on_one", 0.001),
+    ("manual", "direct", 0.0),
+    ("mirrored", "reduce_to_one", 0.001),
     ("mirrored", "ring", 0.0),
 ]
 
@@ -40,11 +40,11 @@ def last_state(images, name, num_replicas, build=small_network, **options):
     return state
 
 
-@pytest.mark.parametrize(("name", "all_reduce", "bucket_mb"), EXCHANGES)
-def test_every_exchange_is_the_same_training(images, name, all_reduce, bucket_mb):
+@pytest.mark.parametrize(("name", "all_reduce", "bucket_mib"), EXCHANGES)
+def test_every_exchange_is_the_same_training(images, name, all_reduce, bucket_mib):
     expected = last_state(images, "manual", 3)
-    state = last_state(images, name, 3, all_reduce=all_reduce, bucket_mb=bucket_mb)
-    if all_reduce in ("sum_on_one", "all_to_all"):  # They add in the same order.
+    state = last_state(images, name, 3, all_reduce=all_reduce, bucket_mib=bucket_mib)
+    if all_reduce in ("reduce_to_one", "direct"):  # They add in the same order.
         assert_same_bits(state, expected)
     else:
         assert_close(state, expected)
@@ -53,7 +53,7 @@ def test_every_exchange_is_the_same_training(images, name, all_reduce, bucket_mb
 @pytest.mark.parametrize("name", ["manual", "mirrored"])
 def test_an_exchange_in_bfloat16_rounds_as_bfloat16_does(images, name):
     exact = last_state(images, name, 3)
-    reduced = last_state(images, name, 3, exchange_dtype="bfloat16", bucket_mb=1)
+    reduced = last_state(images, name, 3, communication_dtype="bfloat16", bucket_mib=1)
     with pytest.raises(AssertionError):
         assert_close(reduced, exact)
     assert_close(reduced, exact, tolerance=BFLOAT16)

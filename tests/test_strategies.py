@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.pipeline import eval_dataset, train_dataset
-from app.optimizers import FusedSGD
+from app.data.input_pipeline import eval_dataset, train_dataset
+from app.training.optimizers import FusedSGD
 from conftest import CPUS
 from models import MODELS
 from small_models import create, small_resnet

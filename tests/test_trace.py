@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from app.proof.pairs import compare_traces
-from app.proof.trace import Trace, TraceWriter, hash_examples
+from app.verification.trace import Trace, TraceWriter, hash_examples
+from app.verification.trace_comparison import compare_traces
 
 
 def write_step(trace, step, *, scale=1.0, num_replicas=2):

@@ -7,29 +7,29 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from app import fault_points
 from app.config import Config
 from app.data.synthetic import generate_synthetic
-from app.devices import Devices
-from app.errors import (
-    CheckpointError,
-    DeviceError,
-    DiskFullError,
-    DivergedError,
-    DriftError,
-    Terminated,
-)
-from app.evaluation import evaluate
-from app.proof.comparison import compare_weights
+from app.devices.device_setup import Devices
 from app.records.checkpoint import checkpoint_paths
 from app.records.checkpoint_search import find_newest_checkpoint
-from app.records.events import EVENTS_FILE
+from app.records.event_file import EVENTS_FILE
 from app.records.files import write_file
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
 from app.records.run_log import check_log, load_attempts, open_run_log
-from app.run_reader import SavedRun
-from app.training import Training
+from app.runtime import fault_points
+from app.runtime.errors import (
+    CheckpointError,
+    DeviceError,
+    DiskFullError,
+    DivergedError,
+    ReplicaDivergenceError,
+    Terminated,
+)
+from app.training.evaluation import evaluate
+from app.training.loop import Training
+from app.training.run_reader import SavedRun
+from app.verification.run_comparison import compare_weights
 from conftest import CPUS
 from models import MODELS
 from small_models import build_dense_network, build_normalised_network
@@ -47,7 +47,7 @@ def _small_model(request, monkeypatch):
     """Trains a dense layer in place of LeNet and draws nothing: half the time goes into both."""
     if "whole_lenet" not in request.fixturenames:
         monkeypatch.setitem(MODELS, "lenet", build_dense_network)
-        monkeypatch.setattr("app.records.plots.plot_accuracy", plot_nothing)
+        monkeypatch.setattr("app.report.accuracy_plot.plot_accuracy", plot_nothing)
 
 
 def plot_nothing(run_dirs, out_dir):
@@ -67,18 +67,18 @@ def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
     num_replicas = 1 if strategy == "single" else num_replicas
     devices = Devices(CPUS[:num_replicas], simulated=num_replicas > 1)
     run_dir.mkdir(exist_ok=True)
-    training = Training(config, devices, dataset, run_dir)
-    training.start(anew=False)
-    assert training.strategy.num_replicas == num_replicas
-    return training
+    loop = Training(config, devices, dataset, run_dir)
+    loop.start(anew=False)
+    assert loop.strategy.num_replicas == num_replicas
+    return loop
 
 
 def train(dataset, run_dir, **options):
     """Makes a training and runs it with its log, which has to be right however it ends."""
-    training = make(dataset, run_dir, **options)
+    loop = make(dataset, run_dir, **options)
     try:
         with open_run_log(run_dir) as log:
-            return training.run(log)
+            return loop.run(log)
     finally:
         assert check_log(run_dir) == []
 
@@ -122,7 +122,9 @@ def test_a_run_leaves_its_records(dataset, tmp_path, strategy, whole_lenet):
     assert history[-1].train_loss < history[0].train_loss
     checkpoint = find_newest_checkpoint(tmp_path).checkpoint
     assert checkpoint.progress.step == 15 and checkpoint.progress.history == history
-    assert checkpoint.origin.config["model"] == "lenet" and checkpoint.origin.steps_per_epoch == 5
+    assert (
+        checkpoint.metadata.config["model"] == "lenet" and checkpoint.metadata.steps_per_epoch == 5
+    )
     (attempt,) = load_attempts(tmp_path)
     assert attempt.stop["status"] == "finished"
     assert [e["event"] for e in attempt.events] == [
@@ -164,7 +166,7 @@ def test_batch_norm_statistics_go_on_bit_for_bit(dataset, tmp_path, strategy, mo
     whole = train(dataset, tmp_path / "whole", **options)
     options |= {"checkpoint_every": 3}
     train_until(dataset, tmp_path / "cut", "step:4:raise", **options)
-    own = find_newest_checkpoint(tmp_path / "cut").checkpoint.replica_statistics
+    own = find_newest_checkpoint(tmp_path / "cut").checkpoint.per_replica_statistics
     assert len(own) == 2 and not np.array_equal(own[0][0], own[1][0])
     assert train(dataset, tmp_path / "cut", **options).weights_sha256 == whole.weights_sha256
 
@@ -178,18 +180,18 @@ def test_manual_and_mirrored_end_with_the_same_weights(dataset, tmp_path, whole_
 
 
 def test_steps_per_call_do_not_change_the_result(dataset, tmp_path, monkeypatch):
-    from app import training
+    from app.training import loop
 
     results = []
     for call_sec in (0.0, 1e9):  # One step a call; all that is left of the epoch after the first.
-        monkeypatch.setattr(training, "_CALL_SEC", call_sec)
+        monkeypatch.setattr(loop, "_CALL_SEC", call_sec)
         results.append(train(dataset, tmp_path / str(call_sec), epochs=1))
     assert results[0].weights_sha256 == results[1].weights_sha256
     assert results[0].train_loss == results[1].train_loss
 
 
 def test_checkpoints_come_by_the_clock_where_no_steps_are_given(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.training._CHECKPOINT_SEC", 0.0)
+    monkeypatch.setattr("app.training.loop._CHECKPOINT_SEC", 0.0)
     train(dataset, tmp_path, epochs=1, steps_per_call=2)
     assert [p.name[-1] for p in checkpoint_paths(tmp_path)] == ["2", "4", "5"]
 
@@ -218,7 +220,7 @@ def test_the_last_finite_checkpoint_is_kept(dataset, tmp_path):
 
 
 def test_replicas_that_part_are_not_saved(dataset, tmp_path):
-    with pytest.raises(DriftError, match="replica 1 is not what replica 0 holds"):
+    with pytest.raises(ReplicaDivergenceError, match="replica 1 is not what replica 0 holds"):
         train(
             dataset, tmp_path, inject="perturb_weight:step=2", checkpoint_every=3, steps_per_call=1
         )
@@ -230,7 +232,7 @@ def whole_run(dataset, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS, "lenet", build_dense_network)
-        patch.setattr("app.records.plots.plot_accuracy", plot_nothing)
+        patch.setattr("app.report.accuracy_plot.plot_accuracy", plot_nothing)
         train(dataset, run_dir, epochs=2)
     return run_dir
 
@@ -266,7 +268,7 @@ def test_a_full_disk_ends_the_run_and_what_is_saved_stays(dataset, tmp_path, poi
 
 def test_a_signal_saves_the_state_and_ends_the_run(dataset, tmp_path, monkeypatch):
     """In the middle of an epoch, and of its evaluation."""
-    from app import interruption
+    from app.runtime import signals
 
     whole = train(dataset, tmp_path / "whole", steps_per_call=1)
     run_dir = tmp_path / "cut"
@@ -278,7 +280,7 @@ def test_a_signal_saves_the_state_and_ends_the_run(dataset, tmp_path, monkeypatc
                 raise Terminated
 
         with monkeypatch.context() as patch:
-            patch.setattr(interruption, "check", check)
+            patch.setattr(signals, "check", check)
             with pytest.raises(Terminated):
                 train(dataset, run_dir, steps_per_call=1)
     saved = [a.events[-1] for a in load_attempts(run_dir)]
@@ -291,7 +293,7 @@ def test_a_signal_saves_the_state_and_ends_the_run(dataset, tmp_path, monkeypatc
 
 def test_a_signal_in_the_evaluation_does_not_change_the_record(dataset, tmp_path, monkeypatch):
     """The evaluation has averaged the statistics by then; how far apart they were is kept."""
-    from app import interruption
+    from app.runtime import signals
 
     monkeypatch.setitem(MODELS, "lenet", build_normalised_network)
     options = {"epochs": 1, "steps_per_call": 5}
@@ -303,7 +305,7 @@ def test_a_signal_in_the_evaluation_does_not_change_the_record(dataset, tmp_path
             raise Terminated
 
     with monkeypatch.context() as patch:
-        patch.setattr(interruption, "check", check)
+        patch.setattr(signals, "check", check)
         with pytest.raises(Terminated):
             train(dataset, tmp_path / "cut", **options)
     assert find_newest_checkpoint(tmp_path / "cut").checkpoint.progress.epoch_step == 5
@@ -409,7 +411,7 @@ def test_another_configuration_needs_to_be_forced(dataset, tmp_path, name, capsy
     with pytest.raises(CheckpointError, match=f"{name} .* → .*--force_resume"):
         make(dataset, tmp_path, **{**options, **FORCED[name]})
     options |= {**FORCED[name], "force_resume": True}
-    training = make(dataset, tmp_path, **options)
+    loop = make(dataset, tmp_path, **options)
     told = capsys.readouterr().err
     assert f"as --force_resume asks for: {name}" in told
     # The schedule is where the data are: both begin the epoch anew where its order is another.
@@ -417,11 +419,11 @@ def test_another_configuration_needs_to_be_forced(dataset, tmp_path, name, capsy
     assert ("epoch 2 begins anew" in told) == begins_anew
     steps_per_epoch = 10 if name == "global_batch_size" else 5
     position = steps_per_epoch + (0 if begins_anew else 3)
-    assert training.strategy.state()["optimizer/iteration"] == position
-    rate = training.strategy.state().get("optimizer/learning_rate")
-    assert rate is None or rate == np.float32(training.learning_rate)
+    assert loop.strategy.state()["optimizer/iteration"] == position
+    rate = loop.strategy.state().get("optimizer/learning_rate")
+    assert rate is None or rate == np.float32(loop.learning_rate)
     saved = find_newest_checkpoint(tmp_path).checkpoint
-    for key, array in training.strategy.state().items():
+    for key, array in loop.strategy.state().items():
         if key.startswith("model/"):
             np.testing.assert_array_equal(array, saved.state[key], err_msg=key)
     summary = train(dataset, tmp_path, **options)
@@ -453,7 +455,7 @@ def test_another_model_that_fits_is_another_training(dataset, tmp_path, monkeypa
 
 def test_other_versions_are_told(dataset, tmp_path, monkeypatch, capsys):
     train_until(dataset, tmp_path, "epoch:1:raise")
-    monkeypatch.setattr("app.training.versions", lambda: {"tensorflow": "9.9"})
+    monkeypatch.setattr("app.training.loop.versions", lambda: {"tensorflow": "9.9"})
     make(dataset, tmp_path)
     assert "tensorflow 2" in (told := capsys.readouterr().out) and "→ 9.9" in told
 
@@ -487,7 +489,7 @@ def test_memory_that_runs_out_names_a_batch_that_fits(dataset, tmp_path, monkeyp
 
 
 def test_a_batch_beyond_all_memory_is_refused_before_it_is_tried(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.training.available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr("app.training.loop.available_bytes", lambda: 1 << 10)
     with pytest.raises(DeviceError, match=r"0\.0 are free"):
         make(dataset, tmp_path)
 
@@ -498,7 +500,7 @@ def test_the_best_checkpoint_can_be_read(dataset, tmp_path, monkeypatch):
     def judged(*arguments):
         return StepTotals(70.0, round(100 * next(accuracies)), 100)
 
-    monkeypatch.setattr("app.training.evaluate", judged)
+    monkeypatch.setattr("app.training.loop.evaluate", judged)
     with open_run_directory(tmp_path, {}) as run_directory:
         run_directory.start(overwrite=False)
     train(dataset, tmp_path, epochs=5)

@@ -6,10 +6,10 @@ import pytest
 
 from app.commands import plan as command
 from app.config import Config
-from app.speed.plan_report import print_probe, print_training_plan
-from app.speed.training_plan import TrainingPlan
+from app.performance.plan_output import print_probe, print_training_plan
+from app.performance.training_plan import TrainingPlan
 from conftest import run_ok
-from speed_samples import sampled
+from speed_samples import samples
 
 
 def plan_of(**options):
@@ -34,15 +34,15 @@ def test_steps_and_shards(lenet):
 def test_what_is_exchanged(lenet):
     size = 4 * 129_068
     assert lenet.num_parameters == 129_068 and lenet.gradient_bytes == size
-    assert lenet.exchanges() == {
-        "sum_on_one": (2, 4 * size),
+    assert lenet.all_reduces() == {
+        "reduce_to_one": (2, 4 * size),
         "tree": (4, 4 * size),
         "ring": (4, pytest.approx(4 / 3 * size)),
-        "all_to_all": (2, pytest.approx(4 / 3 * size)),
+        "direct": (2, pytest.approx(4 / 3 * size)),
     }
-    halved = plan_of(exchange_dtype="bfloat16")
+    halved = plan_of(communication_dtype="bfloat16")
     assert halved.gradient_bytes == size / 2
-    assert set(plan_of(num_devices=1).exchanges().values()) == {(0, 0.0)}
+    assert set(plan_of(num_devices=1).all_reduces().values()) == {(0, 0.0)}
 
 
 def test_memory_is_that_of_the_largest_shard_with_the_optimizer_s(lenet):
@@ -79,7 +79,7 @@ def test_nothing_to_warn_of():
 
 
 def test_too_little_memory_is_told(monkeypatch):
-    monkeypatch.setattr("app.speed.training_plan.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("app.performance.training_plan.available_bytes", lambda: 1 << 20)
     plan = plan_of(num_devices=2)
     assert any("main memory are free" in warning for warning in plan.warnings(on_cpu=True))
     assert not any("main memory" in warning for warning in plan.warnings(on_cpu=False))
@@ -87,7 +87,7 @@ def test_too_little_memory_is_told(monkeypatch):
 
 def test_what_is_printed(lenet, capsys):
     print_training_plan(lenet)
-    print_probe(lenet, sampled("manual", 3, [0.1, 0.1, 0.1], simulated=True))
+    print_probe(lenet, samples("manual", 3, [0.1, 0.1, 0.1], simulated=True))
     shown = capsys.readouterr().out
     assert "on 3 devices" in shown and "100 images: 34 on 1 device, 33 on 2 devices" in shown
     assert "30 images: 10 on each device" in shown

@@ -2,9 +2,9 @@
 
 import pytest
 
-from app.speed.comparison import all_comparisons, compare
-from app.speed.validity import remarks, setup_remarks
-from speed_samples import sampled
+from app.performance.comparability import remarks, setup_caveats
+from app.performance.speed_comparison import all_comparisons, compare
+from speed_samples import samples
 
 
 @pytest.mark.parametrize(
@@ -22,47 +22,47 @@ from speed_samples import sampled
     ],
 )
 def test_unfair_comparisons_are_refused(axis, change, text):
-    first, second = sampled(), sampled("mirrored", **change)
+    first, second = samples(), samples("mirrored", **change)
     comparison = compare(axis, second, first)
     assert comparison.speed_up is None and comparison.verdict == "refused"
     assert any(text in remark.text for remark in comparison.remarks if remark.refuses)
 
 
 def test_the_same_global_batch_is_not_asked_of_weak_scaling():
-    assert remarks(sampled(), sampled(num_replicas=2, global_batch_size=512), "weak scaling") == []
+    assert remarks(samples(), samples(num_replicas=2, global_batch_size=512), "weak scaling") == []
 
 
 def test_shared_processors_and_rounded_float32_are_marked_not_refused():
-    simulated = compare("strong scaling", sampled(num_replicas=2, simulated=True), sampled())
+    simulated = compare("strong scaling", samples(num_replicas=2, simulated=True), samples())
     assert "2 share 2 cores" in simulated.remarks[0].text
     assert simulated.speed_up is not None
     tf32 = compare(
         "precision",
-        sampled(precision="mixed_bfloat16", tensor_float_32=True),
-        sampled(tensor_float_32=True),
+        samples(precision="mixed_bfloat16", tensor_float_32=True),
+        samples(tensor_float_32=True),
     )
     assert [r.refuses for r in tf32.remarks] == [False] and "TF32" in tf32.remarks[0].text
 
 
 def test_from_few_rounds_there_is_no_verdict():
-    few = sampled(step_secs=(1.0, 1.0)), sampled("mirrored", step_secs=(2.0, 2.0))
+    few = samples(step_secs=(1.0, 1.0)), samples("mirrored", step_secs=(2.0, 2.0))
     comparison = compare("strategy", *few)
     assert comparison.verdict == "refused" and "fewer than 5 rounds" in comparison.remarks[0].text
-    assert "fewer than 5 rounds" in setup_remarks(few)[0]
+    assert "fewer than 5 rounds" in setup_caveats(few)[0]
 
 
 def test_another_all_reduce_is_marked_but_one_device_has_none():
-    nccl, own = sampled("mirrored", 2, all_reduce="nccl"), sampled("manual", 2)
+    nccl, own = samples("mirrored", 2, all_reduce="nccl"), samples("manual", 2)
     assert [r.text for r in remarks(own, nccl, "strategy")] == [
-        "another all-reduce: sum_on_one and nccl"
+        "another all-reduce: reduce_to_one and nccl"
     ]
-    assert remarks(sampled("single", all_reduce="none"), sampled("manual"), "strategy") == []
+    assert remarks(samples("single", all_reduce="none"), samples("manual"), "strategy") == []
 
 
 def test_verdicts():
-    base = sampled(step_secs=(1.0, 1.1, 0.9, 1.05, 0.95))
-    same = sampled("mirrored", step_secs=(1.01, 1.0, 0.98, 1.06, 0.94))
-    faster = sampled("mirrored", step_secs=(0.5, 0.55, 0.45, 0.52, 0.48))
+    base = samples(step_secs=(1.0, 1.1, 0.9, 1.05, 0.95))
+    same = samples("mirrored", step_secs=(1.01, 1.0, 0.98, 1.06, 0.94))
+    faster = samples("mirrored", step_secs=(0.5, 0.55, 0.45, 0.52, 0.48))
     assert compare("strategy", same, base).verdict == "no difference found"
     found = compare("strategy", faster, base)
     assert found.verdict == "faster" and found.speed_up.value == pytest.approx(2.0)
@@ -70,16 +70,16 @@ def test_verdicts():
 
 
 def test_every_comparison_that_the_points_allow_is_made_once():
-    points = [
-        sampled("single"),
-        sampled("manual", 1),
-        sampled("manual", 2),
-        sampled("manual", 4),
-        sampled("manual", 2, global_batch_size=512),
-        sampled("mirrored", 2),
-        sampled("mirrored", 2, precision="mixed_bfloat16"),
+    cases = [
+        samples("single"),
+        samples("manual", 1),
+        samples("manual", 2),
+        samples("manual", 4),
+        samples("manual", 2, global_batch_size=512),
+        samples("mirrored", 2),
+        samples("mirrored", 2, precision="mixed_bfloat16"),
     ]
-    found = [(c.axis, c.point[:12], c.base[:12], c.ideal) for c in all_comparisons(points)]
+    found = [(c.axis, c.case[:12], c.base[:12], c.ideal) for c in all_comparisons(cases)]
     assert found == [
         ("strong scaling", "manual × 2, ", "single × 1, ", 2),
         ("strong scaling", "manual × 4, ", "single × 1, ", 4),
@@ -92,7 +92,7 @@ def test_every_comparison_that_the_points_allow_is_made_once():
 
 
 def test_what_concerns_everything_is_said_once():
-    lines = setup_remarks([sampled(num_replicas=2, simulated=True, dataset="synthetic")] * 2)
+    lines = setup_caveats([samples(num_replicas=2, simulated=True, dataset="synthetic")] * 2)
     assert len(lines) == 2
     assert "share 2 cores" in lines[0] and "generated" in lines[1]
-    assert setup_remarks([sampled()]) == []
+    assert setup_caveats([samples()]) == []

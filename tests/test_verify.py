@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app import verification
 from app.commands import verify
 from app.config import Config
-from app.errors import ConfigError
 from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import load_history, load_summary
-from app.records.verify_plot import plot_verification
-from app.verification import Recorded
+from app.report.verification_plot import plot_verification
+from app.runtime.errors import ConfigError
+from app.verification.tasks import Recorded, tasks
 from conftest import run_main, run_ok
 
 SMALL = [
@@ -128,11 +127,11 @@ def test_batch_norm_makes_single_work_shard_by_shard():
 
     config = Config(command="verify", num_devices=2, strategies=("single", "mirrored"))
     plain, child = verify._recording(config, "single", {"mirrored": recorded()})
-    assert plain is verification.record
+    assert plain is tasks.record
     assert (child.strategy, child.num_devices) == ("single", None)
     others = {"mirrored": recorded(has_batch_norm=True)}
     by_shards, child = verify._recording(config, "single", others)
-    assert by_shards is verification.record_on_one_device
+    assert by_shards is tasks.record_on_one_device
     assert (child.strategy, child.num_devices) == ("mirrored", 2)
     spoiled = dataclasses.replace(config, inject="scale_gradient:strategy=single")
     with pytest.raises(ConfigError, match="nothing can spoil"):
@@ -165,7 +164,7 @@ def test_every_file_of_a_spoiled_training_says_so(tmp_path):
     assert result.stderr.count(f"injected fault: {fault}") >= 2
     assert load_summary(out).injected_fault == fault
     assert [record.injected_fault for record in load_history(out)] == [fault]
-    assert find_newest_checkpoint(out).checkpoint.origin.config["inject"] == fault
+    assert find_newest_checkpoint(out).checkpoint.metadata.config["inject"] == fault
     for name in ("config.json", "log.txt"):
         assert fault in (out / name).read_text()
     assert fault in run_ok("evaluate", f"--run={out}", "--allow_unverified_data").stderr

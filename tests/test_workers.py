@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from app import devices
+from app.cluster.resource_split import WorkerResources, split_resources
+from app.cluster.worker_group import WorkerGroup
 from app.config import Config
-from app.errors import ConfigError, DeviceError
-from app.sharing import Share, share_out
-from app.worker_group import WorkerGroup
+from app.devices import device_setup
+from app.runtime.errors import ConfigError, DeviceError
 from strategies.workers import Workers
 
 CONFIG = Config(
@@ -24,7 +24,7 @@ CONFIG = Config(
 
 def run_group(function, *arguments, num_workers=2):
     config = dataclasses.replace(CONFIG, num_workers=num_workers)
-    with WorkerGroup(share_out(config), function, *arguments) as group:
+    with WorkerGroup(split_resources(config), function, *arguments) as group:
         while (message := group.receive())[0] == "message":
             pass
     return message[1]
@@ -32,11 +32,11 @@ def run_group(function, *arguments, num_workers=2):
 
 def talk(channel, config):
     """Runs in each worker: every kind of message, and the shards of three batches."""
-    prepared = devices.set_up(config)
+    prepared = device_setup.set_up(config)
     import tensorflow as tf
 
-    from app.build import build_strategy
-    from app.proof.probe import probe_exchange
+    from app.training.all_reduce_self_test import run_all_reduce_self_test
+    from app.training.strategy_builder import build_strategy
 
     workers, index = prepared.workers, prepared.workers.index
     said = {
@@ -45,11 +45,11 @@ def talk(channel, config):
         "empty": workers.gather(b""),
         "chief": workers.broadcast(b"from the chief" if index == 0 else b"ignored"),
         "nothing": workers.broadcast(),
-        "largest": workers.agree(index, -index, 0.1 + index),
+        "largest": workers.all_reduce_max(index, -index, 0.1 + index),
         "arrays": workers.gather_arrays([np.full((2, 3), index, np.float32), np.int64([index])]),
     }
     strategy = build_strategy(config, prepared, learning_rate=0.1, num_steps=3)
-    probe_exchange(strategy)
+    run_all_reduce_self_test(strategy)
     images = np.zeros((50, 28, 28, 1), np.uint8)
     images[:, 0, 0, 0] = np.arange(50)  # Each example shows its index.
     dataset = tf.data.Dataset.from_tensor_slices((images, np.zeros(50, np.int32)))
@@ -98,7 +98,7 @@ def train_with_batch_norm(strategy):
     pixels = np.random.default_rng(0).integers(0, 256, (60, 28, 28, 1), dtype=np.uint8)
     dataset = tf.data.Dataset.from_tensor_slices((pixels, np.arange(60, dtype=np.int32) % 10))
     totals = strategy.train_steps(strategy.distribute(dataset.batch(20).repeat()), 3)
-    own = strategy.replica_statistics()
+    own = strategy.per_replica_statistics()
     state = strategy.state()
     evaluated = strategy.evaluate(dataset.batch(25))
     return tuple(totals), own, state, tuple(evaluated), strategy.predict(pixels)
@@ -106,19 +106,19 @@ def train_with_batch_norm(strategy):
 
 def normalise(channel, config):
     """Runs in each worker."""
-    prepared = devices.set_up(config)
-    from app.proof.drift import check_replicas
+    prepared = device_setup.set_up(config)
+    from app.training.replica_divergence import check_replica_divergence
     from strategies import STRATEGIES
 
     strategy = STRATEGIES["multi_worker"](prepared.names, workers=prepared.workers)
     results = train_with_batch_norm(strategy)
     own = results[1]
-    averaged = strategy.replica_statistics()
-    strategy.share_replica_statistics(own if prepared.workers.is_chief else [])
-    drift = check_replicas(strategy)
-    given_back = strategy.replica_statistics()
+    averaged = strategy.per_replica_statistics()
+    strategy.share_per_replica_statistics(own if prepared.workers.is_chief else [])
+    drift = check_replica_divergence(strategy)
+    given_back = strategy.per_replica_statistics()
     strategy.load_state({name: array + 1 for name, array in results[2].items()})
-    strategy.follow_chief()
+    strategy.broadcast_state()
     return *results, averaged, given_back, drift.tensor
 
 
@@ -148,7 +148,7 @@ def differ(channel, config):
     import os
 
     rate = 0.1 if '"index": 0' in os.environ["TF_CONFIG"] else 0.2
-    devices.set_up(dataclasses.replace(config, learning_rate=rate))
+    device_setup.set_up(dataclasses.replace(config, learning_rate=rate))
 
 
 def test_workers_with_different_flags_are_refused():
@@ -160,21 +160,21 @@ def test_one_process_is_all_there_is():
     workers = Workers()
     assert workers.is_chief
     assert workers.gather(b"a") == [b"a"]
-    assert workers.agree(3, 0.5) == [3.0, 0.5]
+    assert workers.all_reduce_max(3, 0.5) == [3.0, 0.5]
     assert workers.broadcast(b"a") == b"a"
 
 
 def test_cores_are_shared_out(monkeypatch):
-    monkeypatch.setattr("app.sharing._cores", lambda: [0, 2, 4, 6])
-    two = share_out(dataclasses.replace(CONFIG, num_workers=2))
-    assert two == [Share((0, 2), None), Share((4, 6), None)]
-    six = share_out(dataclasses.replace(CONFIG, num_workers=6))
+    monkeypatch.setattr("app.cluster.resource_split._cores", lambda: [0, 2, 4, 6])
+    two = split_resources(dataclasses.replace(CONFIG, num_workers=2))
+    assert two == [WorkerResources((0, 2), None), WorkerResources((4, 6), None)]
+    six = split_resources(dataclasses.replace(CONFIG, num_workers=6))
     assert [share.cores for share in six] == [(0,), (2,), (4,), (6,), (0,), (2,)]
 
 
 def test_gpus_are_shared_out(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,GPU-abc")
     config = dataclasses.replace(CONFIG, device="auto", num_workers=3, num_devices=1)
-    assert [share.gpus for share in share_out(config)] == [("3",), ("1",), ("GPU-abc",)]
+    assert [share.gpus for share in split_resources(config)] == [("3",), ("1",), ("GPU-abc",)]
     with pytest.raises(DeviceError, match="3 GPUs — 4 are required"):
-        share_out(dataclasses.replace(config, num_workers=2, num_devices=2))
+        split_resources(dataclasses.replace(config, num_workers=2, num_devices=2))

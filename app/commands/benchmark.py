@@ -1,51 +1,51 @@
 """`benchmark`: strategies, device counts, batches and precisions, timed in turn."""
 
-from app import console
 from app.commands.train import default_out, open_log
 from app.config import Config
-from app.progress import StepProgress
-from app.records.report import REPORT_FILE, write_report
-from app.records.run_directory import RunDirectory, named_path, open_run_directory
-from app.speed.benchmark import (
+from app.performance.benchmark_output import (
     BENCHMARK_FILE,
-    create_points,
+    create_cases,
     print_benchmark,
     write_benchmark,
 )
-from app.speed.comparison import all_comparisons
-from app.speed.rounds import measure
+from app.performance.rounds import measure
+from app.performance.speed_comparison import all_comparisons
+from app.records.run_directory import RunDirectory, named_path, open_run_directory
+from app.report.page import REPORT_FILE, write_report
+from app.runtime import console
+from app.runtime.progress_bar import StepProgress
 
 
 def run(config: Config) -> None:
     """Measures every point, prints tables and remarks, and saves them with two figures."""
-    points = create_points(config)
+    cases = create_cases(config)
     path = named_path(config.out or default_out(config))
     with open_run_directory(path, {**_fields(config), "command": "benchmark"}) as run_directory:
         open_log(path)
         if not config.overwrite:
             run_directory.check_same_run()
-        _benchmark(config, points, run_directory)
+        _benchmark(config, cases, run_directory)
 
 
-def _benchmark(config: Config, points: list, run_directory: RunDirectory) -> None:
+def _benchmark(config: Config, cases: list, run_directory: RunDirectory) -> None:
     console.say(
-        f"{console.count(len(points), 'point')} in {console.count(config.repeats, 'round')}, each"
+        f"{console.count(len(cases), 'case')} in {console.count(config.repeats, 'round')}, each"
         " point in a process of its own"
     )
     peaks = [
-        points[0].config.for_training("single", precision=p)
+        cases[0].config.for_training("single", precision=p)
         for p in config.precisions
         if p != "mixed_float16"
     ]
     with StepProgress(1) as progress:
-        measured = measure(points, repeats=config.repeats, progress=progress, peaks=peaks)
-    sampled, limits = measured.sampled, measured.peaks
-    comparisons = all_comparisons(sampled)
+        measured = measure(cases, repeats=config.repeats, progress=progress, peaks=peaks)
+    samples, limits = measured.samples, measured.peaks
+    comparisons = all_comparisons(samples)
     run_directory.start(overwrite=config.overwrite)
     out_dir = run_directory.path
-    write_benchmark(out_dir, config, sampled, comparisons, limits)
-    print_benchmark(sampled, comparisons, limits)
-    from app.records.benchmark_plot import plot_benchmark
+    write_benchmark(out_dir, config, samples, comparisons, limits)
+    print_benchmark(samples, comparisons, limits)
+    from app.report.benchmark_plot import plot_benchmark
 
     files = [BENCHMARK_FILE, *plot_benchmark(out_dir / BENCHMARK_FILE, out_dir), REPORT_FILE]
     write_report([out_dir], out_dir / REPORT_FILE)

@@ -3,17 +3,17 @@
 import dataclasses
 import pathlib
 
-from app import console
-from app.caveats import caveats
 from app.commands.train import default_out, open_log
 from app.config import Config
-from app.errors import OutputError, TrainingFailedError
-from app.proof.comparison import HEADER, compare_weights, table_rows
+from app.records.caveats import caveats
 from app.records.files import write_json
 from app.records.history import Summary, load_summary
-from app.records.report import REPORT_FILE, write_report
 from app.records.run_directory import CONFIG_FILE, named_path, open_run_directory
-from app.subprogram import train_in_own_process
+from app.report.page import REPORT_FILE, write_report
+from app.runtime import console
+from app.runtime.errors import OutputError, TrainingFailedError
+from app.runtime.training_process import train_in_child_process
+from app.verification.run_comparison import HEADER, compare_weights, table_rows
 
 
 def run(config: Config) -> list[Summary]:
@@ -45,7 +45,7 @@ def run(config: Config) -> list[Summary]:
                     f"{path / strategy} is a symbolic link — a directory is required, for nothing"
                     " is written outside of --out; move what it leads to here"
                 )
-            exit_code = train_in_own_process(_words_for(config, strategy), path / strategy)
+            exit_code = train_in_child_process(_words_for(config, strategy), path / strategy)
             if exit_code:
                 if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: it is free again.
                     (path / CONFIG_FILE).unlink()
@@ -64,7 +64,7 @@ def _words_for(config: Config, strategy: str) -> list[str]:
 
 def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> list[Summary]:
     """Prints the table and what became of the weights; saves both, and one figure with all."""
-    from app.records.plots import plot_accuracy
+    from app.report.accuracy_plot import plot_accuracy
 
     summaries = [load_summary(path) for path in run_dirs]
     verdicts = compare_weights(run_dirs)

@@ -3,9 +3,9 @@
 import importlib
 import textwrap
 
-from app import console
 from app.config import Config
 from app.demos.registry import EXPERIMENTS, find_experiment
+from app.runtime import console
 
 _INDENTS = {"initial_indent": "  ", "subsequent_indent": "      "}
 

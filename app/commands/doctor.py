@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from app import console
 from app.config import Config
 from app.doctor.advice import what_to_run
 from app.doctor.check import Check, print_group
-from app.doctor.cluster import check_cluster
-from app.doctor.data import check_data
+from app.doctor.cluster_check import check_cluster
+from app.doctor.data_check import check_data
 from app.doctor.examination import examine
-from app.doctor.gpus import check_devices, check_exchange, check_gpus
-from app.doctor.output import check_output
-from app.doctor.processor import check_processor
-from app.doctor.software import check_packages, check_python
+from app.doctor.gpu_check import check_all_reduce, check_devices, check_gpus
+from app.doctor.output_check import check_output
+from app.doctor.processor_check import check_processor
+from app.doctor.software_check import check_packages, check_python
+from app.runtime import console
 
 
 def run(config: Config) -> None:
@@ -29,7 +29,9 @@ def run(config: Config) -> None:
     parallel = tuple(name for name in config.strategies if name != "single")
     findings = examine(config, parallel)
     gpus = _print("GPUs", check_gpus(config, findings))
-    devices = _print("Devices of a training", [*check_devices(findings), *check_exchange(findings)])
+    devices = _print(
+        "Devices of a training", [*check_devices(findings), *check_all_reduce(findings)]
+    )
     console.say("What to run")
     console.say(what_to_run(config, findings, software=software, data=data, output=output))
     for check in (*software, *processor, *data, *places, *gpus, *devices):

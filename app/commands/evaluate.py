@@ -1,18 +1,19 @@
 """`evaluate`: test accuracy of a run, on any strategy and number of devices."""
 
-from app import console, devices
-from app.caveats import DATASET_CAVEATS
 from app.config import Config
-from app.run_reader import SavedRun
+from app.devices import device_setup
+from app.records.caveats import DATASET_CAVEATS
+from app.runtime import console
+from app.training.run_reader import SavedRun
 
 
 def run(config: Config) -> float:
     """Prints loss and accuracy over the whole test set; returns the accuracy, a fraction."""
     saved = SavedRun.open(config)
-    prepared = devices.set_up(config)
+    prepared = device_setup.set_up(config)
     dataset = saved.load_dataset()
     strategy = saved.rebuild(prepared)
-    from app.evaluation import evaluate
+    from app.training.evaluation import evaluate
 
     totals = evaluate(strategy, dataset)
     step = saved.checkpoint.progress.step

@@ -1,15 +1,15 @@
 """`explain`: a step told with its numbers, where its time goes, what more devices would do."""
 
-from app import console
 from app.commands.train import default_out, open_log
 from app.config import Config
-from app.progress import StepProgress
-from app.records.report import REPORT_FILE, write_report
+from app.performance.breakdown_output import EXPLAIN_FILE, print_explanation, write_explanation
+from app.performance.rounds import measure
+from app.performance.step_profile import print_step_profile, profile_step
+from app.performance.step_time_breakdown import Design, break_down_step
 from app.records.run_directory import RunDirectory, named_path, open_run_directory
-from app.speed.anatomy import Design, dissect
-from app.speed.explain import EXPLAIN_FILE, print_explanation, write_explanation
-from app.speed.rounds import measure
-from app.speed.story import print_story, tell_step
+from app.report.page import REPORT_FILE, write_report
+from app.runtime import console
+from app.runtime.progress_bar import StepProgress
 
 
 def run(config: Config) -> None:
@@ -28,19 +28,19 @@ def _explain(config: Config, run_directory: RunDirectory) -> None:
     first = config.for_training(config.strategy, num_devices=config.counts[0], steps=1)
     with StepProgress(1) as progress:
         progress.start("making one step")
-        story, simulated = tell_step(first, progress.message)
+        profile, simulated = profile_step(first, progress.message)
         design = Design.of(config, simulated=simulated)
         measured = measure(
-            design.points,
+            design.cases,
             repeats=config.repeats,
             progress=progress,
-            exchanges_of=list(design.full.values()),
+            all_reduces_of=list(design.full.values()),
         )
-    anatomy = dissect(design, measured)
+    breakdown = break_down_step(design, measured)
     run_directory.start(overwrite=config.overwrite)
     out_dir = run_directory.path
-    write_explanation(out_dir, config, story, anatomy, measured.sampled)
-    print_story(config, story)
-    print_explanation(config, anatomy, measured.sampled)
+    write_explanation(out_dir, config, profile, breakdown, measured.samples)
+    print_step_profile(config, profile)
+    print_explanation(config, breakdown, measured.samples)
     write_report([out_dir], out_dir / REPORT_FILE)
     console.say(f"saved in {out_dir}: {EXPLAIN_FILE}, {REPORT_FILE}")

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from app import console
-from app.caveats import caveats
+from app.cluster.launcher import Launcher
+from app.cluster.resource_split import split_resources
 from app.commands.train import default_out
 from app.config import Config
-from app.launcher import Launcher
+from app.records.caveats import caveats
 from app.records.history import Summary, load_summary
 from app.records.run_directory import named_path
-from app.sharing import share_out
+from app.runtime import console
 
 
 def run(config: Config) -> Summary:
@@ -23,7 +23,7 @@ def run(config: Config) -> Summary:
     path = named_path(config.out or default_out(config))
     console.set_run_directory(path)
     console.set_overwriting(config.overwrite)
-    shares = share_out(config)
+    shares = split_resources(config)
     cores = console.count(len(shares[0].cores), "core")
     gpus = f", {console.count(len(shares[0].gpus), 'GPU')}" if shares[0].gpus else ""
     console.say(f"{console.count(len(shares), 'worker')} on this machine, {cores}{gpus} each")

@@ -4,14 +4,15 @@ import dataclasses
 
 import numpy as np
 
-from app import console, devices
+from app.cluster.resource_split import visible_gpus
 from app.config import Config
-from app.options import NUM_TRAIN_EXAMPLES
-from app.progress import StepProgress
-from app.sharing import visible_gpus
-from app.speed.exchange_model import LinearCost
-from app.speed.point import Point, Sampled
-from app.speed.rounds import measure
+from app.config.options import NUM_TRAIN_EXAMPLES
+from app.devices import device_setup
+from app.performance.all_reduce_model import LinearCost
+from app.performance.case import Case, Sample
+from app.performance.rounds import measure
+from app.runtime import console
+from app.runtime.progress_bar import StepProgress
 
 _ROUNDS, _PROBE_ROUNDS = 5, 3
 _LARGEST_SHARD = 256  # A step's time is a straight line in the shard: no larger one is measured.
@@ -20,22 +21,22 @@ _LARGEST_SHARD = 256  # A step's time is a straight line in the shard: no larger
 def run(config: Config) -> None:
     """Prints the plan; trains and writes nothing."""
     config = _with_all_gpus(config)
-    sampled = _sample_shards(config) if config.plans_cluster else _probe(config)
-    devices.set_up(_training(config, "single", device="cpu"))  # Building needs no GPU.
-    from app.speed.cluster_report import print_cluster
-    from app.speed.plan_report import print_probe, print_training_plan
-    from app.speed.training_plan import TrainingPlan
+    samples = _sample_shards(config) if config.plans_cluster else _probe(config)
+    device_setup.set_up(_training(config, "single", device="cpu"))  # Building needs no GPU.
+    from app.performance.cluster_plan_output import print_cluster
+    from app.performance.plan_output import print_probe, print_training_plan
+    from app.performance.training_plan import TrainingPlan
 
     plan = TrainingPlan.of(config)
     print_training_plan(plan)
     if config.plans_cluster:
         compute = LinearCost.fit(
-            [s.facts.global_batch_size for s in sampled],
-            [float(np.median(s.step_secs)) for s in sampled],
+            [s.facts.global_batch_size for s in samples],
+            [float(np.median(s.step_secs)) for s in samples],
         )
-        print_cluster(plan, compute, sampled)
-    elif sampled:
-        print_probe(plan, sampled[0])
+        print_cluster(plan, compute, samples)
+    elif samples:
+        print_probe(plan, samples[0])
     on_cpu = not config.plans_cluster and (config.device == "cpu" or not visible_gpus())
     for warning in plan.warnings(on_cpu=on_cpu):
         console.warn(warning)
@@ -48,7 +49,7 @@ def _with_all_gpus(config: Config) -> Config:
     return dataclasses.replace(config, num_gpus=number) if number else config
 
 
-def _probe(config: Config) -> list[Sampled]:
+def _probe(config: Config) -> list[Sample]:
     """Makes some steps of the training that is planned, where that is asked for."""
     if not config.probe:
         return []
@@ -57,7 +58,7 @@ def _probe(config: Config) -> list[Sampled]:
     return _measure([_point(config, name, batch)], _PROBE_ROUNDS)
 
 
-def _sample_shards(config: Config) -> list[Sampled]:
+def _sample_shards(config: Config) -> list[Sample]:
     """Measures one device with shards of a cluster, and with larger ones."""
     num_replicas = config.num_workers * config.num_devices_planned
     first = min(-(-config.planned_batch_size // num_replicas), _LARGEST_SHARD)
@@ -65,10 +66,10 @@ def _sample_shards(config: Config) -> list[Sampled]:
     return _measure([_point(config, "single", size) for size in sizes], _ROUNDS)
 
 
-def _point(config: Config, name: str, batch: int) -> Point:
+def _point(config: Config, name: str, batch: int) -> Case:
     """Returns a training on generated images, one batch again and again."""
     options = {"num_train_examples": batch, "global_batch_size": batch, "dataset": "synthetic"}
-    return Point(_training(config, name, **options), reads_input=False)
+    return Case(_training(config, name, **options), reads_input=False)
 
 
 def _training(config: Config, name: str, **options) -> Config:
@@ -76,6 +77,6 @@ def _training(config: Config, name: str, **options) -> Config:
     return config.for_training(name, num_workers=Config.num_workers, **options)
 
 
-def _measure(points: list[Point], repeats: int) -> list[Sampled]:
+def _measure(cases: list[Case], repeats: int) -> list[Sample]:
     with StepProgress(1) as progress:
-        return measure(points, repeats=repeats, progress=progress).sampled
+        return measure(cases, repeats=repeats, progress=progress).samples

@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from app import console, devices
-from app.caveats import DATASET_CAVEATS
 from app.config import Config
 from app.data.dataset import CLASS_NAMES
 from app.data.image_files import load_image_files
-from app.run_reader import SavedRun
+from app.devices import device_setup
+from app.records.caveats import DATASET_CAVEATS
+from app.runtime import console
+from app.training.run_reader import SavedRun
 
 _NUM_TEST_IMAGES = 10
 
@@ -15,7 +16,7 @@ _NUM_TEST_IMAGES = 10
 def run(config: Config) -> np.ndarray:
     """Prints a row for each image, in the order given; returns the probabilities `(N, 10)`."""
     saved = SavedRun.open(config)
-    prepared = devices.set_up(config)
+    prepared = device_setup.set_up(config)
     if config.images:
         names, images = load_image_files(config.images)
         header = ["image", "class", "probability"]
@@ -28,7 +29,7 @@ def run(config: Config) -> np.ndarray:
         truths = [CLASS_NAMES[label] for label in labels[: len(images)]]
         if dataset.name in DATASET_CAVEATS:
             console.warn(DATASET_CAVEATS[dataset.name])
-    from app.evaluation import softmax
+    from app.training.evaluation import softmax
 
     strategy = saved.rebuild(prepared)
     probabilities = softmax(strategy.predict(images))

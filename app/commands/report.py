@@ -2,10 +2,10 @@
 
 import pathlib
 
-from app import console
 from app.config import Config
-from app.records.report import REPORT_FILE, write_report
 from app.records.run_directory import named_path
+from app.report.page import REPORT_FILE, write_report
+from app.runtime import console
 
 
 def run(config: Config) -> None:

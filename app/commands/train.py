@@ -7,17 +7,18 @@ import os
 import pathlib
 import time
 
-from app import console, devices, stall
-from app.caveats import caveats, injected_fault_caveat
-from app.cluster import find_cluster
+from app.cluster.environment import find_cluster
 from app.config import Config
-from app.errors import CheckpointError, OutputError, StalledError
+from app.config.constraints import check_shards
+from app.devices import device_setup
+from app.records.caveats import caveats, injected_fault_caveat
 from app.records.files import write_error
 from app.records.history import Summary, load_summary
 from app.records.run_directory import LOG_FILE, RunDirectory, named_path, open_run_directory
 from app.records.run_log import RunLog, open_run_log
-from app.resumption import find_changes
-from app.validation import check_shards
+from app.runtime import console, watchdog
+from app.runtime.errors import CheckpointError, OutputError, StalledError
+from app.training.resume import find_changes
 
 
 def run(config: Config) -> Summary | None:
@@ -36,7 +37,7 @@ def run(config: Config) -> Summary | None:
         if summary:
             console.say(f"{path} is already finished; this is its result")
             if config.strategy == "multi_worker":  # The others wait for what we do.
-                _announce_to_others(devices.set_up(config), _FINISHED)
+                _announce_to_others(device_setup.set_up(config), _FINISHED)
         else:
             summary = _train(config, run_directory)
             console.say(f"saved in {path}: accuracy.png, history.jsonl, summary.json")
@@ -82,18 +83,18 @@ def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
 
 
 def _train(config: Config, run_directory: RunDirectory) -> Summary:
-    prepared = devices.set_up(config)
+    prepared = device_setup.set_up(config)
     _announce_to_others(prepared, _TRAIN)
     dataset = _load_data(config, prepared)
     path = run_directory.path
     with (
         open_run_log(path) as log,
-        stall.watch(
+        watchdog.watch(
             config.stall_timeout_sec, lambda: _report_stall(config, path, log)
         ) as on_progress,
-        _telling_of_peers(prepared),
+        _naming_lost_peers(prepared),
     ):
-        from app.training import Training
+        from app.training.loop import Training
 
         training = Training(config, prepared, dataset, path, on_progress)
         training.start(anew=config.overwrite)
@@ -110,15 +111,15 @@ _TRAIN, _FINISHED = b"train", b"finished"
 def _assist(config: Config) -> None:
     """Trains as a worker that is not the chief."""
     console.be_part()
-    prepared = devices.set_up(config)
+    prepared = device_setup.set_up(config)
     workers = prepared.workers
-    with _telling_of_peers(prepared):
+    with _naming_lost_peers(prepared):
         if workers.broadcast() == _FINISHED:
             console.say("the training is finished already")
             return
         dataset = _load_data(config, prepared)
-        with stall.watch(config.stall_timeout_sec, lambda: _report_stall(config)) as on_progress:
-            from app.training import Training
+        with watchdog.watch(config.stall_timeout_sec, lambda: _report_stall(config)) as on_progress:
+            from app.training.loop import Training
 
             training = Training(config, prepared, dataset, None, on_progress)
             training.start(anew=config.overwrite)
@@ -127,30 +128,30 @@ def _assist(config: Config) -> None:
     console.say(f"worker {workers.index}: done")
 
 
-def _telling_of_peers(prepared: devices.Devices):
+def _naming_lost_peers(prepared: device_setup.Devices):
     """Within it a worker that is lost is named."""
     if prepared.cluster is None:
         return contextlib.nullcontext()
-    from app.joining import telling_of_peers
+    from app.cluster.rendezvous import naming_lost_peers
 
-    return telling_of_peers(prepared.cluster)
+    return naming_lost_peers(prepared.cluster)
 
 
-def _announce_to_others(prepared: devices.Devices, what: bytes) -> None:
+def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
     if prepared.workers:
-        with _telling_of_peers(prepared):
+        with _naming_lost_peers(prepared):
             prepared.workers.broadcast(what)
 
 
-def _load_data(config: Config, prepared: devices.Devices):
-    from app.job import load_data
+def _load_data(config: Config, prepared: device_setup.Devices):
+    from app.training.training_spec import load_data
 
     dataset = load_data(config)
     check_shards(config, len(prepared.names), len(dataset.train_images))
     return dataset
 
 
-def _announce(config: Config, prepared: devices.Devices, training) -> None:
+def _announce(config: Config, prepared: device_setup.Devices, training) -> None:
     dataset = training.dataset
     console.say(
         f"{config.strategy}: {config.model} on {dataset.name},"
@@ -180,10 +181,10 @@ def _report_stall(
         f" are {stacks}"
     )
     if not path:
-        stall.dump_stacks(None)
+        watchdog.dump_stacks(None)
     console.report_error(error)  # First: the disk may be what hangs.
     if path:
-        stall.dump_stacks(path / LOG_FILE)
+        watchdog.dump_stacks(path / LOG_FILE)
         log.stop(error.exit_code, error=str(error))
 
 

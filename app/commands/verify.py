@@ -4,16 +4,16 @@ import itertools
 import pathlib
 import shutil
 
-from app import console, verification
 from app.commands.train import default_out, open_log
 from app.config import Config
-from app.errors import ConfigError, DifferentError
-from app.processes import call_in_own_process
-from app.progress import StepProgress
 from app.records.files import temporary_path
-from app.records.report import REPORT_FILE, write_report
 from app.records.run_directory import RunDirectory, named_path, open_run_directory
-from app.verification import Recorded
+from app.report.page import REPORT_FILE, write_report
+from app.runtime import console
+from app.runtime.errors import ConfigError, MismatchError
+from app.runtime.processes import call_in_child_process
+from app.runtime.progress_bar import StepProgress
+from app.verification.tasks import Recorded, tasks
 
 
 def run(config: Config) -> list:
@@ -22,7 +22,7 @@ def run(config: Config) -> list:
     Returns a `PairVerdict` for each pair of strategies.
 
     Raises:
-        DifferentError: a step is false, or a replica keeps the others waiting.
+        MismatchError: a step is false, or a replica keeps the others waiting.
     """
     path = named_path(config.out or default_out(config))
     fields = {
@@ -53,20 +53,20 @@ def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -
             progress.start(f"recording {name}")
             trace = traces / f"{name}.npz"
             if name == "multi_worker":
-                recorded[name] = verification.record_on_workers(progress.message, child, trace)
+                recorded[name] = tasks.record_on_workers(progress.message, child, trace)
             else:
-                recorded[name] = call_in_own_process(
+                recorded[name] = call_in_child_process(
                     function, child, trace, on_message=progress.message
                 )
         recorded = {name: recorded[name] for name in config.strategies}
         progress.start("comparing")
         differences = _compare(recorded, traces)
-        proofs = _prove(config, recorded, differences, traces, progress)
+        strategy_verdicts = _check_traces(config, recorded, differences, traces, progress)
     run_directory.start(overwrite=config.overwrite)
     run_directory.remove("traces")
     if config.keep_traces:
         traces.rename(run_directory.path / "traces")
-    return _report(config, run_directory.path, recorded, proofs, differences)
+    return _report(config, run_directory.path, recorded, strategy_verdicts, differences)
 
 
 def _recording(config: Config, name: str, recorded: dict[str, Recorded]):
@@ -87,8 +87,8 @@ def _recording(config: Config, name: str, recorded: dict[str, Recorded]):
                 f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
                 f" which nothing can spoil; use strategy={parallel[0]}"
             )
-        return verification.record_on_one_device, _on_one_machine(config)
-    return verification.record, config.for_training(name, inject=inject)
+        return tasks.record_on_one_device, _on_one_machine(config)
+    return tasks.record, config.for_training(name, inject=inject)
 
 
 def _on_one_machine(config: Config) -> Config:
@@ -97,14 +97,14 @@ def _on_one_machine(config: Config) -> Config:
         if name not in ("single", "multi_worker"):
             return config.for_training(name, inject=None)
     if "multi_worker" in config.strategies:
-        return config.for_training("manual", inject=None, all_reduce="auto", bucket_mb=None)
+        return config.for_training("manual", inject=None, all_reduce="auto", bucket_mib=None)
     return config.for_training("single", inject=None)
 
 
 def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
     """Returns pair of names → the differences of their traces."""
-    from app.proof.pairs import compare_traces
-    from app.proof.trace import Trace
+    from app.verification.trace import Trace
+    from app.verification.trace_comparison import compare_traces
 
     differences = {}
     for pair in itertools.combinations(recorded, 2):
@@ -114,10 +114,10 @@ def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
     return differences
 
 
-def _prove(config: Config, recorded: dict, differences: dict, traces, progress) -> dict:
+def _check_traces(config: Config, recorded: dict, differences: dict, traces, progress) -> dict:
     """Returns name → proof. Of traces that hold the same bits one is checked, for all of them."""
-    from app.proof.straggler import find_straggler
-    from app.proof.verdict import Proof
+    from app.verification.straggler import find_straggler
+    from app.verification.verdict import StrategyVerdict
 
     stands_for = {}
     for name in recorded:
@@ -130,49 +130,49 @@ def _prove(config: Config, recorded: dict, differences: dict, traces, progress) 
         stands_for[name] = same[0] if same else name
     distinct = sorted({name for name in stands_for.values() if not recorded[name].is_reference})
     progress.start("checking every step", config.steps * len(distinct))
-    checked = call_in_own_process(
-        verification.check,
+    checked = call_in_child_process(
+        tasks.check,
         _on_one_machine(config),
         [traces / f"{name}.npz" for name in distinct],
         on_message=progress.message,
     )
     results = dict(zip(distinct, checked, strict=True))
-    unchecked = verification.Checked([], None, None)
-    proofs = {}
+    unchecked = tasks.Checked([], None, None)
+    strategy_verdicts = {}
     for name, run in recorded.items():
         result = results.get(stands_for[name], unchecked)
-        proofs[name] = Proof(
+        strategy_verdicts[name] = StrategyVerdict(
             name,
             result.measurements,
-            result.first_false,
+            result.first_mismatch,
             result.diagnosis,
             find_straggler(run.send_sec),
         )
-    return proofs
+    return strategy_verdicts
 
 
-def _report(config: Config, path: pathlib.Path, recorded, proofs, differences) -> list:
-    from app.proof.verdict import PairVerdict
-    from app.records.verify_plot import plot_verification
-    from app.verify_report import conclusions, print_report, write_record
+def _report(config: Config, path: pathlib.Path, recorded, strategy_verdicts, differences) -> list:
+    from app.report.verification_plot import plot_verification
+    from app.verification.verdict import PairVerdict
+    from app.verification.verify_output import conclusions, print_report, write_record
 
     verdicts = [
-        PairVerdict.of(proofs[first], proofs[second], found)
+        PairVerdict.of(strategy_verdicts[first], strategy_verdicts[second], found)
         for (first, second), found in differences.items()
     ]
-    write_record(path, config, recorded, proofs, verdicts)
+    write_record(path, config, recorded, strategy_verdicts, verdicts)
     plot_verification(path)
-    print_report(config, recorded, proofs, verdicts)
+    print_report(config, recorded, strategy_verdicts, verdicts)
     kept = ", traces" if config.keep_traces else ""
     write_report([path], path / REPORT_FILE)
     console.say(f"saved in {path}: verify.json, verify.png, verify.svg, {REPORT_FILE}{kept}")
-    for line in conclusions(config, proofs, verdicts):
+    for line in conclusions(config, strategy_verdicts, verdicts):
         console.say(line)
-    for proof in proofs.values():
-        for finding in proof.findings():
-            what = "different" if proof.first_false else "held up"
-            raise DifferentError(
-                f"{proof.strategy} is {what}: {finding} — every replica has to do the right thing"
-                f" in time; see {path}/verify.json"
+    for strategy_verdict in strategy_verdicts.values():
+        for finding in strategy_verdict.findings():
+            what = "different" if strategy_verdict.first_mismatch else "held up"
+            raise MismatchError(
+                f"{strategy_verdict.strategy} is {what}: {finding} — every replica has to do the"
+                f" right thing in time; see {path}/verify.json"
             )
     return verdicts

@@ -15,20 +15,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from app.data.dataset import IMAGE_SHAPE, ImageDataset
-from app.data.places import (
+from app.data.data_sources import (
     FILES,
     HOW_TO_GET,
     PREPARED,
     SHA256,
     TO_DOWNLOAD,
     DataMissingError,
-    Place,
+    DataSource,
     check_connection,
-    find_place,
+    find_data_source,
     manual_dir,
 )
-from app.errors import DataError, reason_of
+from app.data.dataset import IMAGE_SHAPE, ImageDataset
+from app.runtime.errors import DataError, reason_of
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801
 _MAX_FILE_BYTES = 64 << 20
@@ -53,7 +53,7 @@ def load_fashion_mnist(
         DataMissingError: it is in none of the places, and cannot be downloaded.
         DataError: what was found is damaged, or is not Fashion-MNIST.
     """
-    place = find_place(data_dir, environ)
+    place = find_data_source(data_dir, environ)
     if place.kind == FILES:
         return load_files(place.paths, allow_unverified=allow_unverified)
     if place.kind != PREPARED:
@@ -207,7 +207,7 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
     return _assemble(arrays, hashes, dict.fromkeys(arrays, tfds_dir), allow_unverified)
 
 
-def _prepare(place: Place) -> None:
+def _prepare(place: DataSource) -> None:
     """Lets TFDS prepare the set in its folder, from files that lie there or from the network.
 
     Files that lie in `downloads/manual` below it are taken from there, checksums verified, without

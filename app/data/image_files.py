@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.data.dataset import IMAGE_SHAPE
-from app.errors import DataError, reason_of
+from app.runtime.errors import DataError, reason_of
 
 # Luminance of linear RGB; reference: ITU-R BT.601.
 _LUMINANCE = np.array([0.299, 0.587, 0.114])

@@ -1,42 +1,42 @@
 """`demo allreduce`: every device gets the sum of what all of them hold."""
 
 from app.config import Config
-from app.demos import stage, telling
-from app.devices import Devices
+from app.demos import demo_setup, presentation
+from app.devices.device_setup import Devices
 
 _MANY = 8
 
 
 def run(config: Config) -> None:
     """Adds the book's two little tensors, by every algorithm."""
-    prepared = stage.set_up(config)
+    prepared = demo_setup.set_up(config)
     from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce
 
     names = prepared.names
-    default = "sum_on_one" if config.all_reduce == "auto" else config.all_reduce
-    telling.begin(
+    default = "reduce_to_one" if config.all_reduce == "auto" else config.all_reduce
+    presentation.begin(
         "After an all-reduce every device holds the sum of what all of them held. Device i starts"
         " with a tensor full of i + 1, as in the book.",
         prepared,
     )
     before = tensors_to_add(names)
     after = all_reduce(before, names, algorithm=default)
-    telling.show(
+    presentation.show(
         f"all_reduce, algorithm {default}",
         ["it is on", "before", "after"],
         [
-            [telling.held_on(new), telling.numbers(old, 0), telling.numbers(new, 0)]
+            [presentation.held_on(new), presentation.numbers(old, 0), presentation.numbers(new, 0)]
             for (old,), (new,) in zip(before, after, strict=True)
         ],
     )
     results = {name: all_reduce(before, names, algorithm=name) for name in ALL_REDUCE_ALGORITHMS}
     _compare_costs(prepared, results)
-    telling.end(
+    presentation.end(
         "A training step does this with the gradients: each device brings the gradient of its own"
         " shard, and goes on with the sum of all of them. So all make the same update.",
-        "The algorithms differ in who talks to whom. sum_on_one is the book's: one device receives"
-        " everything and sends everything back, which is simple, and a bottleneck with many"
-        " devices. ring and all_to_all keep what a connection carries below twice a device's bytes,"
+        "The algorithms differ in who talks to whom. reduce_to_one is the book's: one device"
+        " receives everything and sends everything back: simple, and a bottleneck with many"
+        " devices. ring and direct keep what a connection carries below twice a device's bytes,"
         " however many devices there are; ring pays with steps. tree takes few steps of whole"
         " tensors.",
         then=[
@@ -59,7 +59,7 @@ def tensors_to_add(names: list[str]) -> list[list]:
 
 def _compare_costs(prepared: Devices, results: dict) -> None:
     """Prints what each algorithm gave here, and what it costs for the gradients of LeNet."""
-    from app.speed.exchange_model import exchange_cost
+    from app.performance.all_reduce_model import all_reduce_cost
     from models import MODELS
 
     num_numbers = MODELS["lenet"]().count_params()
@@ -67,16 +67,16 @@ def _compare_costs(prepared: Devices, results: dict) -> None:
     counts = sorted({len(prepared.names), _MANY})
     rows = []
     for name, per_replica_totals in results.items():
-        values = {telling.numbers(total, 0) for (total,) in per_replica_totals}
+        values = {presentation.numbers(total, 0) for (total,) in per_replica_totals}
         row = [name, " and ".join(sorted(values))]
         for count in counts:
-            steps, passes = exchange_cost(name, count)
+            steps, passes = all_reduce_cost(name, count)
             row += [steps, f"{passes * size_bytes:,.0f}"]
         rows.append(row)
     header = ["algorithm", "each device has"]
     for count in counts:
         header += [f"steps, {count} devices", "bytes"]
-    telling.show(
+    presentation.show(
         f"the same by every algorithm; steps, and bytes through the busiest connection, for LeNet's"
         f" gradient ({num_numbers:,} numbers, {size_bytes:,} bytes)",
         header,

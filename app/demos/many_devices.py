@@ -2,30 +2,30 @@
 
 import numpy as np
 
-from app import console
 from app.config import Config
-from app.demos import stage, telling
-from app.progress import StepProgress
-from app.proof.difference import WeightDifference
-from app.speed import interval
-from app.speed.exchange_model import exchange_cost
-from app.speed.point import Point, Sampled
-from app.speed.rounds import measure
+from app.demos import demo_setup, presentation
+from app.performance import interval
+from app.performance.all_reduce_model import all_reduce_cost
+from app.performance.case import Case, Sample
+from app.performance.rounds import measure
+from app.runtime import console
+from app.runtime.progress_bar import StepProgress
+from app.verification.difference import WeightDifference
 
 _STEPS = 5, 20  # After how many steps weights are compared.
 _ROUNDS = 5
-_ALGORITHMS = ("sum_on_one", "ring", "tree", "all_to_all")
+_ALGORITHMS = ("reduce_to_one", "ring", "tree", "direct")
 
 
 def run(config: Config) -> None:
     """Trains on 1, 2, 4, … devices, compares the weights and times a step."""
-    prepared = stage.set_up(config)
-    from app.job import load_data
+    prepared = demo_setup.set_up(config)
+    from app.training.training_spec import load_data
 
     counts = counts_up_to(len(prepared.names))
-    training = stage.training(config, recipe="fast", epochs=1)
+    training = demo_setup.training(config, recipe="fast", epochs=1)
     dataset = load_data(training)
-    telling.begin(
+    presentation.begin(
         f"The batch stays {training.global_batch_size}; more and more devices share it. The"
         " arithmetic does not change, so the training should not either.",
         prepared,
@@ -51,21 +51,21 @@ def train_on_each(
         For each number of devices the weights after each of `_STEPS`.
 
     Raises:
-        DriftError: the replicas of one of them differ from each other.
+        ReplicaDivergenceError: the replicas of one of them differ from each other.
     """
-    from app.proof.drift import check_replicas
+    from app.training.replica_divergence import check_replica_divergence
 
     weights = []
     with StepProgress(_STEPS[-1]) as progress:
         for count in counts:
             progress.start(f"{_STEPS[-1]} steps on {console.count(count, 'device')}")
-            devices = stage.first(prepared, count)
-            _, strategy, iterator = stage.create(training, devices, dataset)
+            devices = demo_setup.first(prepared, count)
+            _, strategy, iterator = demo_setup.create(training, devices, dataset)
             done, held = 0, []
             for num_steps in _STEPS:
-                stage.make_steps(strategy, iterator, num_steps - done)
-                check_replicas(strategy)
-                held.append(stage.state(strategy))
+                demo_setup.make_steps(strategy, iterator, num_steps - done)
+                check_replica_divergence(strategy)
+                held.append(demo_setup.state(strategy))
                 done = num_steps
                 progress.message(("step", done))
             weights.append(held)
@@ -77,7 +77,7 @@ def _show_weights(counts: list[int], size: int, weights: list[list[dict]]) -> No
     for count, own in zip(counts, weights, strict=True):
         smallest, largest = size // count, -(-size // count)
         shard = str(largest) if smallest == largest else f"{smallest} or {largest}"
-        # `check_replicas` has compared every bit.
+        # `check_replica_divergence` has compared every bit.
         row = [count, shard, "yes"]
         for held, reference in zip(own, weights[0], strict=True):
             difference = WeightDifference.between(held, reference)
@@ -85,7 +85,7 @@ def _show_weights(counts: list[int], size: int, weights: list[list[dict]]) -> No
             row.append("" if count == 1 else apart)
         rows.append(row)
     console.say()
-    telling.show(
+    presentation.show(
         f"LeNet, batch {size}: largest difference of a weight from the training on one device",
         ["devices", "images on each", "its devices equal?", *(f"after {n} steps" for n in _STEPS)],
         rows,
@@ -94,11 +94,11 @@ def _show_weights(counts: list[int], size: int, weights: list[list[dict]]) -> No
 
 def _show_exchange(counts: list[int], size_bytes: int) -> None:
     rows = [
-        [count, *(f"{exchange_cost(name, count)[1] * size_bytes:,.0f}" for name in _ALGORITHMS)]
+        [count, *(f"{all_reduce_cost(name, count)[1] * size_bytes:,.0f}" for name in _ALGORITHMS)]
         for count in counts
         if count > 1
     ]
-    telling.show(
+    presentation.show(
         f"bytes through the busiest connection in a step (a gradient has {size_bytes:,})",
         ["devices", *_ALGORITHMS],
         rows,
@@ -108,39 +108,39 @@ def _show_exchange(counts: list[int], size_bytes: int) -> None:
 def _show_times(config: Config, counts: list[int], simulated: bool) -> None:
     """Measures a step on each number of devices, in turn, and says what to take from it all."""
     with StepProgress(1) as progress:
-        sampled = measure(
-            create_points(config, counts, simulated), repeats=_ROUNDS, progress=progress
-        ).sampled
-    print_times(sampled)
+        samples = measure(
+            create_cases(config, counts, simulated), repeats=_ROUNDS, progress=progress
+        ).samples
+    print_times(samples)
 
 
-def create_points(config: Config, counts: list[int], simulated: bool) -> list[Point]:
+def create_cases(config: Config, counts: list[int], simulated: bool) -> list[Case]:
     """Returns a training on each number of devices, of the kind that was chosen before."""
     options = {"device": "cpu" if simulated else "gpu", "num_gpus": None, "recipe": "fast"}
     return [
-        Point(config.for_training("manual", num_devices=count, last_batch="drop", **options))
+        Case(config.for_training("manual", num_devices=count, last_batch="drop", **options))
         for count in counts
     ]
 
 
-def print_times(sampled: list[Sampled]) -> None:
+def print_times(samples: list[Sample]) -> None:
     """Prints the time of a step on each number of devices, and what to take from the experiment."""
-    simulated = any(s.facts.simulated_devices for s in sampled)
+    simulated = any(s.facts.simulated_devices for s in samples)
     rows = []
-    for s in sampled:
-        ratio = interval.ratio(s.rates, sampled[0].rates)
+    for s in samples:
+        ratio = interval.ratio(s.rates, samples[0].rates)
         step_ms = interval.median([1000 * sec for sec in s.step_secs])
         rows.append(
-            [s.facts.num_replicas, telling.whole(step_ms), "" if s is sampled[0] else ratio]
+            [s.facts.num_replicas, presentation.whole(step_ms), "" if s is samples[0] else ratio]
         )
     console.say()
-    telling.show(
+    presentation.show(
         f"milliseconds of a step, medians of {_ROUNDS} rounds in turn, with 95 % intervals",
         ["devices", "ms of a step", "times as fast as the first"],
         rows,
         simulated=simulated,
     )
-    telling.end(
+    presentation.end(
         "Within one training all devices hold the same bits, always. Between two trainings the"
         " last digits differ, for more shards mean sums in another order, and training enlarges"
         " that: early steps can nearly double it each time. The curves of accuracy meet all the"
@@ -148,7 +148,7 @@ def print_times(sampled: list[Sampled]) -> None:
         *(
             [
                 "The times say nothing of 16 real devices: these share"
-                f" {console.count(sampled[0].facts.cores, 'core')}. What grows here is what every"
+                f" {console.count(samples[0].facts.cores, 'core')}. What grows here is what every"
                 " device costs besides its images: a copy of each operation, and the exchange. On"
                 " real devices that same cost meets a shard that has become small: with 16 images"
                 " on each there is hardly any work left to share out. More devices want a larger"

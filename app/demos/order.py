@@ -6,10 +6,10 @@ from collections.abc import Callable
 import numpy as np
 
 from app.config import Config
-from app.demos import stage, telling
-from app.processes import call_in_own_process
-from app.progress import StepProgress
-from app.proof.difference import Difference
+from app.demos import demo_setup, presentation
+from app.runtime.processes import call_in_child_process
+from app.runtime.progress_bar import StepProgress
+from app.verification.difference import Difference
 
 _STEPS = 20
 
@@ -19,32 +19,32 @@ def run(config: Config) -> None:
 
     In a process of its own: taking an iterator of MirroredStrategy apart was seen to wait for 30 s.
     """
-    call_in_own_process(tell, config)
+    call_in_child_process(tell, config)
 
 
 def tell(send: Callable, config: Config) -> None:
     """Does so in this process."""
-    prepared = stage.set_up(config)
-    from app.job import load_data
+    prepared = demo_setup.set_up(config)
+    from app.training.training_spec import load_data
 
-    telling.begin(
+    presentation.begin(
         "Computers round every sum. So (a + b) + c need not be a + (b + c), and an all-reduce that"
         " adds in another order gives other last digits. Here with the gradients of LeNet's first"
         f" step, and with what {_STEPS} steps make of it.",
         prepared,
     )
-    training = stage.training(config, recipe="fast", epochs=1)
+    training = demo_setup.training(config, recipe="fast", epochs=1)
     dataset = load_data(training)
     gradients = first_gradients(training, prepared, dataset)
     _show_one_number(gradients, prepared.names)
     rows = compare_orders(training, prepared, dataset, gradients)
-    telling.show(
-        f"LeNet on {dataset.name}: how far from manual with sum_on_one, which adds device 0, 1,"
+    presentation.show(
+        f"LeNet on {dataset.name}: how far from manual with reduce_to_one, which adds device 0, 1,"
         " 2, … in turn",
         ["all-reduce", "sums that differ", "by at most", f"weights, {_STEPS} steps", "by at most"],
         rows,
     )
-    telling.end(
+    presentation.end(
         "All of these sums are right, each within rounding, and within one training all devices get"
         " the very same one: the replicas stay equal. But two trainings that add in other orders"
         " part, a little more with every step, for training enlarges small differences.",
@@ -60,8 +60,8 @@ def tell(send: Callable, config: Config) -> None:
 
 def first_gradients(training: Config, prepared, dataset) -> list[list[np.ndarray]]:
     """Returns what each device has computed in the first step, before any exchange."""
-    _, strategy, iterator = stage.create(training, prepared, dataset)
-    with stage.recorded(strategy, iterator, num_steps=1) as (trace, _):
+    _, strategy, iterator = demo_setup.create(training, prepared, dataset)
+    with demo_setup.recorded(strategy, iterator, num_steps=1) as (trace, _):
         names = trace.tensors(1, "gradients")
         return [
             [trace.read(1, "gradients", replica_id, name) for name in names]
@@ -83,7 +83,7 @@ def find_telling_number(gradients: list[list[np.ndarray]]) -> list[np.float32] |
 def _show_one_number(gradients: list[list[np.ndarray]], names: list[str]) -> None:
     found = find_telling_number(gradients)
     if found is None:
-        telling.say("Of the first three devices both sums of every element are equal here.")
+        presentation.say("Of the first three devices both sums of every element are equal here.")
         return
     a, b, c = found
     rows = [
@@ -92,7 +92,7 @@ def _show_one_number(gradients: list[list[np.ndarray]], names: list[str]) -> Non
     ]
     rows += [["", "(a + b) + c", f"{(a + b) + c:.10g}"]]
     rows += [["", "a + (b + c)", f"{a + (b + c):.10g}"]]
-    telling.show("one number of the gradient", ["on", "", "value"], rows)
+    presentation.show("one number of the gradient", ["on", "", "value"], rows)
 
 
 def compare_orders(training: Config, prepared, dataset, gradients) -> list[list]:
@@ -106,12 +106,12 @@ def compare_orders(training: Config, prepared, dataset, gradients) -> list[list]
     for name, arrays in zip(prepared.names, gradients, strict=True):
         with tf.device(name):
             per_replica.append([tf.constant(array) for array in arrays])
-    others = [("manual", "all_to_all"), ("manual", "tree"), ("manual", "ring")]
+    others = [("manual", "direct"), ("manual", "tree"), ("manual", "ring")]
     on_gpus = "GPU" in prepared.names[0]
-    others += [("mirrored", "sum_on_one"), ("mirrored", "nccl" if on_gpus else "ring")]
+    others += [("mirrored", "reduce_to_one"), ("mirrored", "nccl" if on_gpus else "ring")]
     rows, first = [], None
     with StepProgress(_STEPS) as progress:
-        for strategy_name, algorithm in [("manual", "sum_on_one"), *others]:
+        for strategy_name, algorithm in [("manual", "reduce_to_one"), *others]:
             progress.start(f"training {_STEPS} steps: {strategy_name}, {algorithm}")
             config = dataclasses.replace(training, strategy=strategy_name, all_reduce=algorithm)
             sums, weights = _sums_and_weights(config, prepared, dataset, per_replica)
@@ -129,13 +129,13 @@ _KEPT = []  # Of MirroredStrategy: nothing of it is taken apart before the proce
 
 def _sums_and_weights(config: Config, prepared, dataset, per_replica) -> tuple:
     """Returns the sums of given gradients, and the weights after some steps, each as one vector."""
-    _, strategy, iterator = stage.create(config, prepared, dataset)
+    _, strategy, iterator = demo_setup.create(config, prepared, dataset)
     _KEPT.append((strategy, iterator))
-    sums = [total.numpy() for total in strategy.exchange(per_replica)[0]]
-    stage.make_steps(strategy, iterator, _STEPS)
+    sums = [total.numpy() for total in strategy.all_reduce(per_replica)[0]]
+    demo_setup.make_steps(strategy, iterator, _STEPS)
     return tuple(
         np.concatenate([array.ravel() for array in arrays])
-        for arrays in (sums, stage.state(strategy).values())
+        for arrays in (sums, demo_setup.state(strategy).values())
     )
 
 

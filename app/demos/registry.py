@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterable
 
 from app.config import Config
-from app.errors import ConfigError
+from app.runtime.errors import ConfigError
 
 _DEVICES = {"num_devices", "num_gpus", "device", "verbosity"}
 _DATA = {"dataset", "data_dir", "allow_unverified_data", "seed"}

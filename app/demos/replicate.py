@@ -1,8 +1,8 @@
 """`demo replicate`: one weight and its gradient on each device, all through one step."""
 
-from app import console
 from app.config import Config
-from app.demos import stage, telling
+from app.demos import demo_setup, presentation
+from app.runtime import console
 
 _TENSOR = "logits/bias"
 _SHOWN = 4  # Of its ten numbers.
@@ -10,34 +10,34 @@ _SHOWN = 4  # Of its ten numbers.
 
 def run(config: Config) -> None:
     """Makes the first step of the book's training and shows what each device holds."""
-    prepared = stage.set_up(config)
+    prepared = demo_setup.set_up(config)
     from app.data.dataset import CLASS_NAMES
-    from app.job import load_data
+    from app.training.training_spec import load_data
 
-    training = stage.training(config)
+    training = demo_setup.training(config)
     dataset = load_data(training)
-    telling.begin(
+    presentation.begin(
         "Every device has a full copy of LeNet. One training step, with a shard of its own for each"
         f" device, seen in one small tensor, {_TENSOR}: a number for each class, of which"
         f" {', '.join(CLASS_NAMES[:_SHOWN])} are shown.",
         prepared,
     )
-    job, strategy, iterator = stage.create(training, prepared, dataset)
+    spec, strategy, iterator = demo_setup.create(training, prepared, dataset)
     moments, whole = watch_step(strategy, iterator)
     rows = []
     for moment, per_replica in moments:
         for replica_id, array in enumerate(per_replica):
-            shown = "none yet" if array is None else telling.numbers(array[:_SHOWN], 6)
+            shown = "none yet" if array is None else presentation.numbers(array[:_SHOWN], 6)
             label = "" if replica_id else moment
             rows.append([label, prepared.names[replica_id], shown, _agreement(per_replica)])
-    telling.show(
-        f"the first step, batch {training.global_batch_size}, learning rate {job.learning_rate:g}",
+    presentation.show(
+        f"the first step, batch {training.global_batch_size}, learning rate {spec.learning_rate:g}",
         ["moment", "on", _TENSOR, "devices agree?"],
         rows,
     )
     verdict = "hold the same bits" if whole.identical else f"differ by {whole.absolute:.3g}"
-    _read_gradient(job, prepared.names, moments[2][1])
-    telling.end(
+    _read_gradient(spec, prepared.names, moments[2][1])
+    presentation.end(
         f"After the step the whole models, {strategy.model.count_params():,} weights on each of"
         f" {console.count(len(prepared.names), 'device')}, {verdict}. Weights are"
         " copied once, before the first step, and never again: equal weights and equal sums make"
@@ -57,9 +57,9 @@ def watch_step(strategy, iterator):
         Pairs of a moment and, for each replica, the small tensor at that moment or None; and the
         largest difference between replica 0 and any other in the whole model after the step.
     """
-    from app.proof.difference import WeightDifference
+    from app.verification.difference import WeightDifference
 
-    with stage.recorded(strategy, iterator, num_steps=1) as (trace, _):
+    with demo_setup.recorded(strategy, iterator, num_steps=1) as (trace, _):
 
         def held(step: int, kind: str) -> list:
             (name,) = [t for t in trace.tensors(step, kind) if t.endswith(_TENSOR)]
@@ -77,13 +77,13 @@ def watch_step(strategy, iterator):
     return moments, max(differences, key=lambda d: (not d.identical, d.absolute))
 
 
-def _read_gradient(job, names: list[str], per_replica_gradients: list) -> None:
+def _read_gradient(spec, names: list[str], per_replica_gradients: list) -> None:
     """Says what the first number of each gradient is made of: images of the first class."""
     from app.data.dataset import CLASS_NAMES
     from strategies.collectives import shard_bounds
 
-    _, labels = next(job.batches().as_numpy_iterator())
-    telling.say(
+    _, labels = next(spec.batches().as_numpy_iterator())
+    presentation.say(
         "This gradient can be read. The network expects each class in a tenth of the images at"
         " first; it is told how many more that is than there are, over the size of the whole batch:"
     )

@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-from app import console
 from app.config import Config
-from app.demos import stage, telling
-from app.devices import Devices
-from app.progress import StepProgress
+from app.demos import demo_setup, presentation
+from app.devices.device_setup import Devices
+from app.runtime import console
+from app.runtime.progress_bar import StepProgress
 
 # Of the rates that were tried, the one where the rule shows best: it is far from the largest one
 # that works. What is printed says so.
@@ -29,13 +29,13 @@ class Variant(NamedTuple):
 
 def run(config: Config) -> None:
     """Trains LeNet in three ways: as it is, and with a larger batch, with and without its rate."""
-    prepared = stage.set_up(config)
-    from app.job import load_data
+    prepared = demo_setup.set_up(config)
+    from app.training.training_spec import load_data
 
     variants = create_variants(config, len(prepared.names))
     dataset = load_data(variants[0].training)
     epochs = variants[0].training.epochs
-    telling.begin(
+    presentation.begin(
         f"Each device keeps a shard of {variants[0].training.global_batch_size}, so"
         f" {len(prepared.names)} devices have a batch {len(prepared.names)} times as large, and an"
         " epoch that many times fewer steps. Is it still the same training?",
@@ -45,7 +45,7 @@ def run(config: Config) -> None:
         f"LeNet on {len(dataset.train_images):,} images of {dataset.name},"
         f" {console.count(epochs, 'epoch')}, recipe fast with a small learning rate"
     )
-    telling.show(
+    presentation.show(
         "test accuracy after each epoch",
         ["devices", "batch", "rate", "", "steps/epoch", *(f"epoch {i + 1}" for i in range(epochs))],
         [_row(variant, *train(variant, prepared, dataset)) for variant in variants],
@@ -65,7 +65,7 @@ def _row(variant: Variant, steps_per_epoch: int, accuracies: list[float]) -> lis
 
 
 def _conclude() -> None:
-    telling.end(
+    presentation.end(
         "A gradient averaged over more examples is a better one, not a longer one: with the same"
         " rate each step goes as far as before, and an epoch has fewer of them. So in as many"
         " epochs the training gets less far (last row).",
@@ -86,7 +86,7 @@ def _conclude() -> None:
 
 def create_variants(config: Config, num_devices: int) -> list[Variant]:
     """Returns one device; more of them with batch and rate to match; the same with one's rate."""
-    base = stage.training(
+    base = demo_setup.training(
         config,
         recipe="fast",
         epochs=config.epochs,
@@ -95,7 +95,7 @@ def create_variants(config: Config, num_devices: int) -> list[Variant]:
     size, rate = base.global_batch_size, config.learning_rate or _RATE
 
     def variant(count: int, rate: float, remark: str) -> Variant:
-        training = stage.training(base, global_batch_size=size * count, learning_rate=rate)
+        training = demo_setup.training(base, global_batch_size=size * count, learning_rate=rate)
         return Variant(count, training, remark)
 
     return [
@@ -107,17 +107,17 @@ def create_variants(config: Config, num_devices: int) -> list[Variant]:
 
 def train(variant: Variant, prepared: Devices, dataset) -> tuple[int, list[float]]:
     """Trains a variant; returns steps of an epoch and the test accuracy after each epoch."""
-    from app.evaluation import evaluate
+    from app.training.evaluation import evaluate
 
-    devices = stage.first(prepared, variant.num_devices)
-    job, strategy, iterator = stage.create(variant.training, devices, dataset)
+    devices = demo_setup.first(prepared, variant.num_devices)
+    spec, strategy, iterator = demo_setup.create(variant.training, devices, dataset)
     accuracies = []
-    with StepProgress(job.steps_per_epoch) as progress:
+    with StepProgress(spec.steps_per_epoch) as progress:
         for epoch in range(1, variant.training.epochs + 1):
             progress.start(
                 f"{console.count(variant.num_devices, 'device')}, batch"
-                f" {variant.training.global_batch_size}, rate {job.learning_rate:g}, epoch {epoch}"
+                f" {variant.training.global_batch_size}, rate {spec.learning_rate:g}, epoch {epoch}"
             )
-            stage.make_steps(strategy, iterator, job.steps_per_epoch, progress)
+            demo_setup.make_steps(strategy, iterator, spec.steps_per_epoch, progress)
             accuracies.append(evaluate(strategy, dataset).accuracy)
-    return job.steps_per_epoch, accuracies
+    return spec.steps_per_epoch, accuracies

@@ -4,13 +4,13 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from app import console
 from app.config import Config
-from app.demos import stage, telling
-from app.fault import MIN_STEPS, Fault
-from app.progress import StepProgress
-from app.speed import interval
-from app.speed.interval import Interval
+from app.config.fault import MIN_STEPS, Fault
+from app.demos import demo_setup, presentation
+from app.performance import interval
+from app.performance.interval import Interval
+from app.runtime import console
+from app.runtime.progress_bar import StepProgress
 
 _ROUNDS = 8
 _STEPS_PER_BLOCK = 10
@@ -19,22 +19,22 @@ _RECORDED_STEPS = 2 * MIN_STEPS + 1  # The first one compiles.
 
 def run(config: Config) -> None:
     """Times steps with and without a device that takes twice as long."""
-    prepared = stage.set_up(config)
-    from app.job import load_data
+    prepared = demo_setup.set_up(config)
+    from app.training.training_spec import load_data
 
-    training = stage.training(config)
+    training = demo_setup.training(config)
     dataset = load_data(training)
     slow = len(prepared.names) - 1
-    telling.begin(
+    presentation.begin(
         f"One device, {prepared.names[slow]}, is made to take about twice as long for its shard as"
         " the others. What does that cost the training?",
         prepared,
     )
-    plain, plain_iterator = stage.create(training, prepared, dataset)[1:]
+    plain, plain_iterator = demo_setup.create(training, prepared, dataset)[1:]
     send_secs = record_send_times(training, prepared, dataset, None)
     wait_ms = max(1, round(1000 * max(send_secs)))
     fault = Fault("slow_replica", {"replica": slow, "ms": wait_ms})
-    spoiled, spoiled_iterator = create_spoiled(training, prepared, dataset, fault)
+    spoiled, spoiled_iterator = create_faulty(training, prepared, dataset, fault)
     plain_ms, slow_ms = time_in_turn([(plain, plain_iterator), (spoiled, spoiled_iterator)])
     send_secs = record_send_times(training, prepared, dataset, fault)
     _show_step(fault, plain_ms, slow_ms, prepared.simulated)
@@ -44,12 +44,12 @@ def run(config: Config) -> None:
     _show_division(prepared, shards, send_secs)
 
 
-def create_spoiled(training: Config, prepared, dataset, fault: Fault):
+def create_faulty(training: Config, prepared, dataset, fault: Fault):
     """Returns a strategy with a slow replica, and its iterator."""
-    from app.proof.faults import inject
+    from app.training.fault_injection import inject_fault
 
-    job, strategy, iterator = stage.create(training, prepared, dataset)
-    inject(fault, strategy, batch_sizes=job.batch_sizes(), num_steps=job.num_steps)
+    spec, strategy, iterator = demo_setup.create(training, prepared, dataset)
+    inject_fault(fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=spec.num_steps)
     return strategy, iterator
 
 
@@ -59,11 +59,14 @@ def record_send_times(training: Config, prepared, dataset, fault: Fault | None) 
     Medians over some steps of a training of their own, whose recording takes time, too, but not
     between these two moments.
     """
-    from app.proof.faults import FaultyWitness
+    from app.training.fault_injection import FaultyObserver
 
-    _, strategy, iterator = stage.create(training, prepared, dataset)
-    inner = FaultyWitness(fault, strategy.num_replicas) if fault else None
-    with stage.recorded(strategy, iterator, num_steps=_RECORDED_STEPS, inner=inner) as (_, times):
+    _, strategy, iterator = demo_setup.create(training, prepared, dataset)
+    inner = FaultyObserver(fault, strategy.num_replicas) if fault else None
+    with demo_setup.recorded(strategy, iterator, num_steps=_RECORDED_STEPS, inner=inner) as (
+        _,
+        times,
+    ):
         return [statistics.median(sec for sec, _ in of) for of in zip(*times[1:], strict=True)]
 
 
@@ -108,14 +111,14 @@ def divide_by_rate(shards: Sequence[int], secs: Sequence[float]) -> tuple[list[i
 
 
 def _show_step(fault: Fault, plain: Interval, slow: Interval, simulated: bool) -> None:
-    telling.show(
+    presentation.show(
         f"milliseconds of a step, medians of {_ROUNDS} blocks in turn, with 95 % intervals",
         ["training", "ms of a step"],
         [
-            ["all devices alike", telling.whole(plain)],
+            ["all devices alike", presentation.whole(plain)],
             [
                 f"replica {fault.parameters['replica']} waits {fault.parameters['ms']} ms",
-                telling.whole(slow),
+                presentation.whole(slow),
             ],
         ],
         simulated=simulated,
@@ -138,13 +141,13 @@ def _show_division(prepared, shards: list[int], send_secs: list[float]) -> None:
         ]
         for name, shard, sec, size in zip(prepared.names, shards, send_secs, sizes, strict=True)
     ]
-    telling.show(
+    presentation.show(
         "until each device sends its gradient, and a division of the batch that would end together",
         ["on", "images", "sends after, ms", "then waits, ms", "images/s", "better", "after, ms"],
         rows,
         simulated=prepared.simulated,
     )
-    telling.end(
+    presentation.end(
         "The all-reduce needs everybody's gradient, so a step takes as long as its slowest device:"
         " all others wait, in every step. A slow device among many costs the speed of many.",
         f"Divided by the measured rates, {' and '.join(map(str, sizes))} images in place of"

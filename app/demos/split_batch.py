@@ -2,28 +2,28 @@
 
 import numpy as np
 
-from app import console
 from app.config import Config
-from app.demos import stage, telling
-from app.devices import Devices
+from app.demos import demo_setup, presentation
+from app.devices.device_setup import Devices
+from app.runtime import console
 
 _NUM_ROWS, _NUM_COLUMNS = 4, 5
 
 
 def run(config: Config) -> None:
     """Cuts the book's batch of 0 to 19 over the devices."""
-    prepared = stage.set_up(config)
-    telling.begin(
+    prepared = demo_setup.set_up(config)
+    presentation.begin(
         f"A batch of {_NUM_ROWS} examples, the rows 0 to 19 of the book, is cut into one shard for"
         " each device: as equal as can be, in order, every row once.",
         prepared,
     )
     asked = config.num_devices or config.num_gpus
     for count in [len(prepared.names)] if asked else sorted({2, len(prepared.names)}):
-        shards = split(stage.first(prepared, count))
+        shards = split(demo_setup.first(prepared, count))
         _show_shards(shards)
     _tell_scaling(shards)
-    telling.end(
+    presentation.end(
         "So no device may divide by the size of its own shard. Each divides its sum by the number"
         " of examples of the whole batch, and the all-reduce adds: exact for uneven shards too, and"
         " for the short batch at the end of an epoch. strategies/loss.py is the one place that"
@@ -51,12 +51,12 @@ def _show_shards(shards: list) -> None:
     rows, start = [], 0
     for shard in shards:
         for position, row in enumerate(shard.numpy()):
-            name = "" if position else telling.held_on(shard)
-            rows.append([name, start + position, telling.numbers(row, 0)])
+            name = "" if position else presentation.held_on(shard)
+            rows.append([name, start + position, presentation.numbers(row, 0)])
         if not len(shard):
-            rows.append([telling.held_on(shard), "none", ""])
+            rows.append([presentation.held_on(shard), "none", ""])
         start += len(shard)
-    telling.show(
+    presentation.show(
         f"{console.count(len(shards), 'device')}: shards of {sizes}",
         ["it is on", "row", "values"],
         rows,
@@ -71,8 +71,8 @@ def _tell_scaling(shards: list) -> None:
     with_examples = [loss.mean() for loss in losses if len(loss)]
     parts = [loss.sum() / len(everyone) for loss in losses]
     sizes = {len(loss) for loss in losses if len(loss)}
-    telling.say(
-        f"Take the mean of a row for the loss of that example: {telling.numbers(everyone, 1)}."
+    presentation.say(
+        f"Take the mean of a row for the loss of that example: {presentation.numbers(everyone, 1)}."
         f" Their mean is {everyone.mean():g}. The mean of the devices' own means"
         f" ({', '.join(means)}) is {np.mean(with_examples):.4g}"
         + (

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from app.config import Config
 from app.doctor.check import Check
-from app.doctor.examination import DevicesFound, Findings, Probed
-from app.doctor.software import install_all, install_cuda, python, shown_path
+from app.doctor.examination import DevicesSeen, Findings, SelfTestResult
+from app.doctor.software_check import install_all, install_cuda, python, shown_path
 
 _MAIN = pathlib.Path(__file__).parents[2] / "main.py"
 
@@ -63,7 +63,9 @@ def _devices(config: Config, findings: Findings) -> list[str]:
     on_cpu = [] if on_gpus or config.device != "cpu" else ["--device=cpu"]
     if number == 1:
         return ["--strategy=single", *on_cpu]
-    working = [name for name, probed in findings.probed.items() if isinstance(probed, Probed)]
+    working = [
+        name for name, probed in findings.probed.items() if isinstance(probed, SelfTestResult)
+    ]
     if not working:
         return ["--strategy=single", *on_cpu]
     strategy = "mirrored" if "mirrored" in working and on_gpus else working[0]
@@ -80,7 +82,7 @@ def _count(flag: str, number: int | None) -> list[str]:
     return [f"--{flag}={number}"] if number else []
 
 
-def _length(devices: DevicesFound | None) -> list[str]:
+def _length(devices: DevicesSeen | None) -> list[str]:
     """Returns the flags of a training that is done in about a minute on a processor."""
     on_gpus = devices and "GPU" in devices.names[0]
     return ["--recipe=fast", f"--epochs={10 if on_gpus else 1}"]

@@ -5,8 +5,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from app import console
-from app.errors import LockstepError
+from app.runtime import console
+from app.runtime.errors import LockstepError
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 _MARKS = {OK: "✓", NOTE: "·", WARNING: "!", ERROR: "✗"}

@@ -9,16 +9,17 @@ import os
 import time
 from typing import NamedTuple
 
-from app import console, cuda
 from app.config import Config
-from app.errors import DeviceError, LockstepError, reason_of
-from app.options import STRATEGY_NAMES
-from app.processes import call_in_own_process
+from app.config.options import STRATEGY_NAMES
+from app.devices import cuda
+from app.runtime import console
+from app.runtime.errors import DeviceError, LockstepError, reason_of
+from app.runtime.processes import call_in_child_process
 
 TIMEOUT_SEC = 90.0
 _NCCL_ADVICE = (
     "set NCCL_DEBUG=INFO to see where it waits, NCCL_P2P_DISABLE=1 where GPUs cannot reach each"
-    " other's memory, or use --all_reduce=sum_on_one"
+    " other's memory, or use --all_reduce=reduce_to_one"
 )
 
 
@@ -38,7 +39,7 @@ class TensorFlow(NamedTuple):
     cudnn_version: str
 
 
-class DevicesFound(NamedTuple):
+class DevicesSeen(NamedTuple):
     """What a training would run on.
 
     Attributes:
@@ -54,7 +55,7 @@ class DevicesFound(NamedTuple):
     num_gpus: int
 
 
-class Probed(NamedTuple):
+class SelfTestResult(NamedTuple):
     """How the all-reduce of a strategy has gone.
 
     Attributes:
@@ -83,9 +84,9 @@ class Findings:
 
     seen: cuda.Seen | None = None
     tensorflow: TensorFlow | None = None
-    devices: DevicesFound | None = None
+    device_setup: DevicesSeen | None = None
     warnings: list[str] = dataclasses.field(default_factory=list)
-    probed: dict[str, Probed | LockstepError] = dataclasses.field(default_factory=dict)
+    probed: dict[str, SelfTestResult | LockstepError] = dataclasses.field(default_factory=dict)
     error: LockstepError | None = None
 
 
@@ -95,12 +96,12 @@ def examine(config: Config, strategies: tuple[str, ...], function=None) -> Findi
     Args:
         config: the flags.
         strategies: whose exchange is probed.
-        function: what runs in the process, in place of `look_and_probe`; for tests.
+        function: what runs in the process, in place of `examine_tensorflow`; for tests.
     """
     findings = Findings()
     while True:
         left = tuple(name for name in strategies if name not in findings.probed)
-        if not _examine_once(findings, config, left, function or look_and_probe):
+        if not _examine_once(findings, config, left, function or examine_tensorflow):
             return findings
 
 
@@ -121,7 +122,9 @@ def _examine_once(findings: Findings, config: Config, strategies, function) -> b
             setattr(findings, kind, value)
 
     try:
-        call_in_own_process(function, config, strategies, on_message=note, timeout_sec=TIMEOUT_SEC)
+        call_in_child_process(
+            function, config, strategies, on_message=note, timeout_sec=TIMEOUT_SEC
+        )
         return False
     except TimeoutError:
         error = _hung(stage)
@@ -151,19 +154,19 @@ def _hung(stage: str) -> DeviceError:
     )
 
 
-def look_and_probe(send, config: Config, strategies: tuple[str, ...]) -> None:
+def examine_tensorflow(send, config: Config, strategies: tuple[str, ...]) -> None:
     """Runs in the process: sends each attribute of `Findings` as soon as it is known."""
     os.environ.pop("TF_CONFIG", None)  # `check_cluster` tells of it.
     console.forward_warnings(lambda text: send(("warning", text)))
     if config.device != "cpu":
         send(("seen", cuda.look()))
-    from app import devices
+    from app.devices import device_setup
 
     send(("stage", "importing TensorFlow"))
-    tf = devices.import_tensorflow(config.verbosity)
+    tf = device_setup.import_tensorflow(config.verbosity)
     send(("tensorflow", _describe(tf)))
     send(("stage", "setting up devices"))
-    prepared = devices.set_up(config)
+    prepared = device_setup.set_up(config)
     send(("devices", _describe_devices(tf, prepared)))
     for name in strategies:
         send(("stage", name))
@@ -180,7 +183,7 @@ def _describe(tf) -> TensorFlow:
     )
 
 
-def _describe_devices(tf, prepared) -> DevicesFound:
+def _describe_devices(tf, prepared) -> DevicesSeen:
     gpus = tf.config.list_physical_devices("GPU")
     descriptions = [""] * len(prepared.names)
     if "GPU" in prepared.names[0]:
@@ -189,19 +192,19 @@ def _describe_devices(tf, prepared) -> DevicesFound:
             capability = ".".join(map(str, details.get("compute_capability", ("unknown",))))
             name = details.get("device_name", "a GPU without a name")
             descriptions[index] = f"{name}, compute capability {capability}"
-    return DevicesFound(tuple(prepared.names), tuple(descriptions), prepared.simulated, len(gpus))
+    return DevicesSeen(tuple(prepared.names), tuple(descriptions), prepared.simulated, len(gpus))
 
 
-def _probe(config: Config, prepared, name: str) -> Probed | LockstepError:
+def _probe(config: Config, prepared, name: str) -> SelfTestResult | LockstepError:
     """Builds LeNet on the devices and lets its all-reduce add known numbers, as a training does."""
-    from app.build import build_strategy
-    from app.proof.probe import probe_exchange
+    from app.training.all_reduce_self_test import run_all_reduce_self_test
+    from app.training.strategy_builder import build_strategy
 
     start = time.monotonic()
     try:
         training = config.for_training(name)
         strategy = build_strategy(training, prepared, learning_rate=0.1, num_steps=1)
-        probe_exchange(strategy)
+        run_all_reduce_self_test(strategy)
     except LockstepError as error:
         return error
     except Exception as error:  # TensorFlow and NCCL raise many kinds.
@@ -209,4 +212,4 @@ def _probe(config: Config, prepared, name: str) -> Probed | LockstepError:
             f"the exchange of {name} failed ({reason_of(error)}) — an all-reduce that works is"
             f" required; {_NCCL_ADVICE}"
         )
-    return Probed(name, strategy.all_reduce, time.monotonic() - start)
+    return SelfTestResult(name, strategy.algorithm, time.monotonic() - start)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.fault_points import fault_point
 from app.records.files import open_regular
+from app.runtime.fault_points import fault_point
 
 # What variables of models and optimizers can be. No objects: those would be pickled.
 DTYPES = {

@@ -17,19 +17,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from app.errors import CheckpointError, OutputError, reason_of
-from app.fault_points import fault_point
 from app.records.arrays import ArraySpec, read_arrays, write_arrays
-from app.records.files import (
-    fsync,
-    open_regular,
-    read_json,
-    remove,
-    told_of,
-    write_atomically,
-)
+from app.records.files import fsync, io_errors_as, open_regular, read_json, remove, write_atomically
 from app.records.history import checked_record
-from app.records.progress import Origin, Progress
+from app.records.run_metadata import Progress, RunMetadata
+from app.runtime.errors import CheckpointError, OutputError, reason_of
+from app.runtime.fault_points import fault_point
 
 FORMAT_VERSION = 2
 NUM_NEWEST_KEPT = 3
@@ -52,13 +45,14 @@ class Checkpoint:
         origin: what is trained on what.
         progress: how far it is.
         state: name → array, in the order of the variables: model first, then optimizer.
-        replica_statistics: each replica's own moving statistics; empty where they keep none apart.
+        per_replica_statistics: each replica's own moving statistics; empty where they do not
+            differ.
     """
 
-    origin: Origin
+    metadata: RunMetadata
     progress: Progress
     state: dict[str, np.ndarray]
-    replica_statistics: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
+    per_replica_statistics: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
 
 
 def weights_sha256(state: Mapping[str, np.ndarray]) -> str:
@@ -80,13 +74,13 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
         OutputError: it cannot be written there.
     """
     parent = _parent(run_dir)
-    with told_of(parent):
+    with io_errors_as(parent):
         fault_point("checkpoint.directory")
         if not parent.is_dir():
             parent.mkdir()
             fsync(run_dir)
     path = parent / _name(checkpoint.progress.step)
-    arrays = [*checkpoint.state.values(), *itertools.chain(*checkpoint.replica_statistics)]
+    arrays = [*checkpoint.state.values(), *itertools.chain(*checkpoint.per_replica_statistics)]
 
     def write(directory: pathlib.Path) -> None:
         directory.mkdir()
@@ -107,7 +101,7 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
 def _discard(path: pathlib.Path) -> None:
     """Removes a checkpoint; renamed first, so that nothing half-deleted is seen under its name."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with told_of(path):
+    with io_errors_as(path):
         fault_point("checkpoint.before_delete")
         remove(temporary)
         remove(path.rename(temporary))
@@ -118,15 +112,15 @@ def _describe(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:
     manifest = {
         "format_version": FORMAT_VERSION,
         "epoch": checkpoint.progress.epoch,
-        "origin": dataclasses.asdict(checkpoint.origin),
+        "metadata": dataclasses.asdict(checkpoint.metadata),
         "progress": dataclasses.asdict(checkpoint.progress),
         "arrays": [
             {"name": name, **ArraySpec.of(array)._asdict()}
             for name, array in checkpoint.state.items()
         ],
-        "replica_statistics": [
+        "per_replica_statistics": [
             [ArraySpec.of(array)._asdict() for array in arrays]
-            for arrays in checkpoint.replica_statistics
+            for arrays in checkpoint.per_replica_statistics
         ],
         "files": {
             _STATE_FILE: {
@@ -192,23 +186,23 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
 
 
 def _load(path: pathlib.Path) -> Checkpoint:
-    origin, progress, manifest = load_manifest(path)
+    metadata, progress, manifest = load_manifest(path)
     names = [described["name"] for described in manifest["arrays"]]
     if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
         raise ValueError("arrays without a name of their own")
     specs = _parse_specs(manifest["arrays"])
-    if len(manifest["replica_statistics"]) > _MAX_REPLICAS:
-        raise ValueError(f"{len(manifest['replica_statistics'])} replicas")
-    per_replica_specs = [_parse_specs(list_) for list_ in manifest["replica_statistics"]]
+    if len(manifest["per_replica_statistics"]) > _MAX_REPLICAS:
+        raise ValueError(f"{len(manifest['per_replica_statistics'])} replicas")
+    per_replica_specs = [_parse_specs(list_) for list_ in manifest["per_replica_statistics"]]
     _verify_file(path / _STATE_FILE, **manifest["files"][_STATE_FILE])
     all_specs = [*specs, *itertools.chain(*per_replica_specs)]
     arrays = iter(read_arrays(path / _STATE_FILE, all_specs))
     state = {name: next(arrays) for name in names}
     statistics = [[next(arrays) for _ in list_] for list_ in per_replica_specs]
-    return Checkpoint(origin, progress, state, statistics)
+    return Checkpoint(metadata, progress, state, statistics)
 
 
-def load_manifest(path: pathlib.Path) -> tuple[Origin, Progress, dict]:
+def load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
     """Returns what a manifest tells, checked as far as it goes without the arrays.
 
     Raises:
@@ -224,11 +218,11 @@ def load_manifest(path: pathlib.Path) -> tuple[Origin, Progress, dict]:
         )
     if manifest.pop("sha256") != _manifest_sha256(manifest):
         raise ValueError(f"{_MANIFEST_FILE} has another SHA-256 than it says")
-    origin = checked_record(Origin, manifest["origin"])
-    progress = Progress.parse(manifest["progress"], origin.steps_per_epoch)
+    metadata = checked_record(RunMetadata, manifest["metadata"])
+    progress = Progress.parse(manifest["progress"], metadata.steps_per_epoch)
     if path.name != _name(progress.step):
         raise ValueError(f"{_MANIFEST_FILE} says step {progress.step}")
-    return origin, progress, manifest
+    return metadata, progress, manifest
 
 
 def _parse_specs(described: Sequence[Mapping]) -> list[ArraySpec]:

@@ -4,15 +4,15 @@ import os
 import pathlib
 from typing import NamedTuple
 
-from app.errors import CheckpointError, reason_of
 from app.records.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint, load_manifest
-from app.records.files import remove, told_of
+from app.records.files import io_errors_as, remove
+from app.runtime.errors import CheckpointError, reason_of
 
 # A run that goes on may replace what is being read, this often at most.
 _MAX_TRIES = 5
 
 
-class Found(NamedTuple):
+class CheckpointSearchResult(NamedTuple):
     """What a search for a checkpoint came to.
 
     Attributes:
@@ -33,7 +33,7 @@ class Found(NamedTuple):
         return f"damaged checkpoint: {told}. {self.path} is used, which verifies"
 
 
-def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
+def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None:
     """Loads the newest checkpoint of a run that verifies; None where it has none at all.
 
     Raises:
@@ -43,7 +43,7 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
         damaged: list[tuple[pathlib.Path, str]] = []
         for path in reversed(checkpoint_paths(run_dir)):
             try:
-                return Found(load_checkpoint(path), path, damaged)
+                return CheckpointSearchResult(load_checkpoint(path), path, damaged)
             except CheckpointError as error:
                 damaged.append((path, reason_of(error.__cause__)))
         if not damaged:
@@ -58,7 +58,7 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> Found | None:
     )
 
 
-def find_best_checkpoint(run_dir: pathlib.Path) -> Found | None:
+def find_best_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None:
     """Loads the checkpoint with the highest test accuracy of those that end an epoch and verify.
 
     The newest one where none ends an epoch; None where there is none at all.
@@ -77,15 +77,15 @@ def find_best_checkpoint(run_dir: pathlib.Path) -> Found | None:
             accuracies[path] = progress.history[-1].test_accuracy
     for path in sorted(accuracies, key=accuracies.get, reverse=True):
         try:
-            return Found(load_checkpoint(path), path, damaged)
+            return CheckpointSearchResult(load_checkpoint(path), path, damaged)
         except CheckpointError as error:
             damaged.append((path, reason_of(error.__cause__)))
     return find_newest_checkpoint(run_dir)
 
 
-def set_aside(path: pathlib.Path) -> None:
+def quarantine(path: pathlib.Path) -> None:
     """Gives a damaged checkpoint a name under which nothing will look for it again."""
     aside = path.with_name(f"damaged-{path.name}")
-    with told_of(path):
+    with io_errors_as(path):
         remove(aside)
         path.rename(aside)

@@ -9,8 +9,8 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 
-from app.errors import DiskFullError, LockstepError, OutputError
-from app.fault_points import fault_point
+from app.runtime.errors import DiskFullError, LockstepError, OutputError
+from app.runtime.fault_points import fault_point
 
 _MAX_JSON_BYTES = 64 << 20
 
@@ -182,7 +182,7 @@ def remove(path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def told_of(path: pathlib.Path) -> Iterator[None]:
+def io_errors_as(path: pathlib.Path) -> Iterator[None]:
     """Turns whatever keeps something at `path` from being changed into an error of ours.
 
     Raises:

@@ -5,8 +5,8 @@ import json
 import pathlib
 import typing
 
-from app.errors import OutputError, reason_of
 from app.records.files import read_json, read_text, write_file, write_json
+from app.runtime.errors import OutputError, reason_of
 
 _LARGEST = 1e300
 HISTORY_FILE, SUMMARY_FILE = "history.jsonl", "summary.json"

@@ -10,18 +10,18 @@ import re
 import stat
 from collections.abc import Iterator
 
-from app.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
-from app.records.events import EVENTS_FILE
+from app.records.event_file import EVENTS_FILE
 from app.records.files import (
+    io_errors_as,
     make_directory,
     read_json,
     recover_replaced,
     remove,
     temporary_path,
-    told_of,
     write_error,
     write_json,
 )
+from app.runtime.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 RUN_LOG_FILE = "log.jsonl"
@@ -105,7 +105,7 @@ class RunDirectory:
             OutputError: it cannot be removed.
         """
         path = self.path / name
-        with told_of(path):
+        with io_errors_as(path):
             if path.is_dir() and not path.is_symlink():
                 path = path.rename(temporary_path(path))
             remove(path)
@@ -156,7 +156,7 @@ def _is_empty(path: pathlib.Path) -> bool:
 def _clear_leftovers(path: pathlib.Path) -> None:
     """Removes what a process that is no more was writing: the lock was free."""
     checkpoints = path / "checkpoints"
-    with told_of(path):
+    with io_errors_as(path):
         for leftover in path.iterdir():
             if _LEFTOVER.fullmatch(leftover.name):
                 remove(leftover)

@@ -14,7 +14,9 @@ import pathlib
 import time
 from collections.abc import Iterator
 
-from app.errors import (
+from app.records.files import read_text, write_error
+from app.records.run_directory import RUN_LOG_FILE
+from app.runtime.errors import (
     INTERRUPTED_EXIT_CODE,
     TERMINATED_EXIT_CODE,
     DeviceError,
@@ -23,9 +25,7 @@ from app.errors import (
     is_out_of_memory,
     reason_of,
 )
-from app.fault_points import fault_point
-from app.records.files import read_text, write_error
-from app.records.run_directory import RUN_LOG_FILE
+from app.runtime.fault_points import fault_point
 
 CUT_OFF = "the last line is cut off"
 _TRAINING = {"epoch", "checkpoint"}

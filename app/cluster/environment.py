@@ -1,0 +1,202 @@
+"""Which processes train together: read from the environment and checked before TensorFlow is."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+
+from app.runtime.console import PART_VARIABLE
+from app.runtime.errors import ConfigError
+
+_JOBS = ("chief", "worker")
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+_FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 10_000
+_TASKS_OF_A_JOB = 64  # So far apart are the ports of jobs that follow each other.
+_LARGEST_PORT = 65_535
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The processes that train together.
+
+    Attributes:
+        addresses: "host:port" of each worker, the chief first.
+        index: which of them this process is.
+        source: what said so, for people.
+    """
+
+    addresses: tuple[str, ...]
+    index: int
+    source: str = ""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the worker that writes."""
+        return self.index == 0
+
+    @property
+    def address(self) -> str:
+        """Where this worker is reached."""
+        return self.addresses[self.index]
+
+    @property
+    def num_machines(self) -> int:
+        """On how many machines the workers are, by their hosts."""
+        return len({host_and_port(address)[0] for address in self.addresses})
+
+    @property
+    def shares_machines(self) -> bool:
+        """Whether several workers share a machine, so that times say nothing of scaling."""
+        return self.num_machines < len(self.addresses)
+
+    def as_tf_config(self) -> str:
+        """Returns what TF_CONFIG has to be for `find_cluster` to find this cluster."""
+        task = {"type": "worker", "index": self.index}
+        return json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
+
+
+def find_cluster(environ: Mapping[str, str]) -> Cluster:
+    """Reads the cluster from TF_CONFIG or, within `srun`, from SLURM's variables.
+
+    Raises:
+        ConfigError: there is none, or something is wrong with it; the bad key is named.
+    """
+    if environ.get("TF_CONFIG"):
+        source = "launch" if PART_VARIABLE in environ else "TF_CONFIG"
+        return _from_tf_config(environ["TF_CONFIG"], source)
+    if all(environ.get(name) for name in SLURM_VARIABLES):
+        return _from_slurm(environ)
+    raise ConfigError(
+        "--strategy=multi_worker without a cluster — TF_CONFIG, or SLURM's variables within srun,"
+        " are required; on one machine use: python main.py launch --num_workers=2"
+    )
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Splits "host:port"; an IPv6 host stands in brackets.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})", address)
+    if not match or not 1 <= int(match[2]) <= _LARGEST_PORT:
+        raise ValueError(f"{address!r} is not host:port")
+    return match[1].strip("[]"), int(match[2])
+
+
+def _from_tf_config(text: str, source: str) -> Cluster:
+    def refuse(key: str, value, required: str):
+        shown = json.dumps(value) if not isinstance(value, str) else value
+        shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+        return ConfigError(
+            f"TF_CONFIG: {key} {shown} — {required} is required; correct the variable, or unset it"
+            " and use launch"
+        )
+
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise refuse("is not JSON:", text, "a JSON object") from error
+    if not isinstance(config, dict):
+        raise refuse("is", config, "a JSON object")
+    jobs, task = config.get("cluster"), config.get("task")
+    if not isinstance(jobs, dict) or not jobs:
+        raise refuse("cluster is", jobs, 'an object such as {"worker": ["host:port"]}')
+    if not isinstance(task, dict):
+        raise refuse("task is", task, 'an object such as {"type": "worker", "index": 0}')
+    for job, addresses in jobs.items():
+        if job not in _JOBS:
+            raise refuse("cluster has the job", job, f"one of {', '.join(_JOBS)}")
+        if not isinstance(addresses, list) or not addresses:
+            raise refuse(f"cluster.{job} is", addresses, "a list of host:port")
+        for position, address in enumerate(addresses):
+            key = f"cluster.{job}[{position}]"
+            try:
+                host_and_port(address)
+            except (TypeError, ValueError) as error:
+                raise refuse(f"{key} is", address, "host:port") from error
+    if len(jobs.get("chief", ["one"])) != 1:
+        raise refuse("cluster.chief is", jobs["chief"], "one chief")
+    addresses = [address for job in _JOBS for address in jobs.get(job, [])]
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise refuse("cluster has twice", address, "an address of its own for each worker")
+    kind, index = task.get("type"), task.get("index")
+    if not isinstance(kind, str) or kind not in jobs:
+        raise refuse("task.type is", kind, f"one of {', '.join(jobs)}")
+    if type(index) is not int or not 0 <= index < len(jobs[kind]):
+        raise refuse("task.index is", index, f"0 to {len(jobs[kind]) - 1}")
+    before = len(jobs.get("chief", [])) if kind == "worker" else 0
+    return Cluster(tuple(addresses), before + index, source)
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Cluster:
+    """Reads what `srun` tells each task; the port follows from the job, so that all agree on it."""
+
+    def number(name: str) -> int:
+        value = environ.get(name, "")
+        if not re.fullmatch("[0-9]{1,9}", value):
+            raise ConfigError(
+                f"{name}={value} — a whole number is required; start the workers with srun"
+            )
+        return int(value)
+
+    index, count = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS")
+    hosts = _expand_hosts(environ["SLURM_STEP_NODELIST"])
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", f"1(x{count})" if count == len(hosts) else "")
+    per_host = _expand_counts(tasks)
+    if len(per_host) != len(hosts) or sum(per_host) != count or index >= count:
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={tasks} on SLURM_STEP_NODELIST="
+            f"{environ['SLURM_STEP_NODELIST']} with SLURM_STEP_NUM_TASKS={count} and"
+            f" SLURM_PROCID={index} — numbers that belong together are required; start the workers"
+            " with srun, which sets all of them"
+        )
+    job = number("SLURM_JOB_ID") if environ.get("SLURM_JOB_ID") else 0
+    first = _FIRST_SLURM_PORT + job * _TASKS_OF_A_JOB % _NUM_SLURM_PORTS
+    addresses = tuple(
+        f"{host}:{first + task}"
+        for host, n in zip(hosts, per_host, strict=True)
+        for task in range(n)
+    )
+    return Cluster(addresses, index, "SLURM")
+
+
+def _expand_hosts(text: str) -> list[str]:
+    """Expands "a[01-03,7],b" into its hosts."""
+    hosts = []
+    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        match = re.fullmatch(r"([^\[\]]*)\[([0-9,\-]+)\]([^\[\]]*)", word)
+        if not match:
+            if not re.fullmatch(r"[\w.\-]+", word):
+                raise _bad_hosts(text)
+            hosts.append(word)
+            continue
+        for part in match[2].split(","):
+            bounds = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+            if not bounds or int(bounds[2] or bounds[1]) - int(bounds[1]) not in range(100_000):
+                raise _bad_hosts(text)
+            first, last = bounds[1], bounds[2] or bounds[1]
+            hosts += [
+                f"{match[1]}{number:0{len(first)}d}{match[3]}"
+                for number in range(int(first), int(last) + 1)
+            ]
+    return hosts
+
+
+def _bad_hosts(text: str) -> ConfigError:
+    return ConfigError(
+        f"SLURM_STEP_NODELIST={text} — names such as node[01-04],gpu7 are required; give TF_CONFIG"
+        " instead"
+    )
+
+
+def _expand_counts(text: str) -> list[int]:
+    """Expands "2(x3),1" into 2, 2, 2, 1; nothing where it is of another form."""
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if not match:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

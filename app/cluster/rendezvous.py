@@ -1,0 +1,247 @@
+"""Brings the workers of a cluster together, and says who is missing while it waits."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from app.cluster.environment import Cluster, host_and_port
+from app.config import Config
+from app.runtime import console, signals
+from app.runtime.errors import ConfigError, PeerLostError, reason_of
+from app.runtime.versions import versions
+from strategies.collective_cluster import ClusterWorkers
+from strategies.multi_worker import default_all_reduce
+
+_SEC_BETWEEN_LINES = 10.0
+_PROBE_SEC = 0.5
+# What TensorFlow raises in a worker whose peer is gone, killed or frozen; by name, so that
+# TensorFlow is not imported for this.
+_LOST = ("UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError")
+# What may differ between workers: where each finds and leaves things.
+_OWN = ("out", "overwrite", "data_dir", "verbosity", "start_timeout_sec", "stall_timeout_sec")
+
+
+def join(cluster: Cluster, local_devices: Sequence[str], config: Config) -> ClusterWorkers:
+    """Connects this worker with the others; called before TensorFlow computes anything.
+
+    Args:
+        cluster: who belongs to it.
+        local_devices: of this worker.
+        config: the same on each of them, but for paths and display.
+
+    Raises:
+        ConfigError: the port is in use, or workers have different flags, devices or versions.
+        PeerLostError: a worker did not come within `config.start_timeout_sec`, or was lost.
+    """
+    if cluster.is_chief:
+        console.say(
+            f"cluster of {console.count(len(cluster.addresses), 'worker')} from {cluster.source}:"
+            f" {', '.join(cluster.addresses)}"
+        )
+    _meet(cluster, config.start_timeout_sec)
+    auto = config.all_reduce == "auto"
+    all_reduce = default_all_reduce(local_devices) if auto else config.all_reduce
+    with naming_lost_peers(cluster), _ended_after(config.start_timeout_sec):
+        workers = ClusterWorkers(cluster.addresses, cluster.index, local_devices, all_reduce)
+    signals.reinstall()
+    with naming_lost_peers(cluster):
+        posted = workers.post(json.dumps(_settings(config, local_devices)))
+        workers.post("read")  # Whoever refuses ends: not before all know why.
+        _check_same(cluster, posted)
+    return workers
+
+
+def _meet(cluster: Cluster, timeout_sec: float) -> None:
+    """Waits until every worker has been there: somebody answers at its address.
+
+    TensorFlow's own call would wait without a word, and without an end, and nothing else of the
+    process would run meanwhile. One worker speaks: the first of those that are there.
+
+    Raises:
+        ConfigError: our own port is in use.
+        PeerLostError: a worker does not come in time.
+    """
+    start = time.monotonic()
+    num_lines = 0
+    with _answering(cluster.address), _probing(cluster) as missing:
+        while missing:
+            waited_sec = time.monotonic() - start
+            names = _names(cluster, sorted(missing))
+            if waited_sec >= timeout_sec:
+                raise PeerLostError(
+                    f"--start_timeout_sec={timeout_sec}: {names} did not come —"
+                    " every worker is required, with the same list of addresses; start it, or see"
+                    " in its own last line why it ended, and run the same command again"
+                )
+            if waited_sec >= (num_lines + 1) * _SEC_BETWEEN_LINES:
+                num_lines += 1
+                if all(index in missing for index in range(cluster.index)):
+                    console.say(f"waiting for {names}, {waited_sec:.0f} s of {timeout_sec} s")
+            time.sleep(_PROBE_SEC)
+
+
+@contextlib.contextmanager
+def _answering(address: str) -> Iterator[None]:
+    """Accepts connections at our address, and does nothing else with them.
+
+    Raises:
+        ConfigError: somebody listens there already. TensorFlow would share the port with it.
+    """
+    _, port = host_and_port(address)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if both:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind(("", port))
+            listener.listen()
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} of {address}: {reason_of(error)} — a free port is required for this"
+                " worker; end what uses it, or name another port on every worker"
+            ) from error
+
+        def accept():
+            with contextlib.suppress(OSError):  # It is closed.
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.settimeout(_PROBE_SEC)
+                        with contextlib.suppress(OSError):
+                            connection.recv(1)  # Until the other side closes: it does so first.
+
+        thread = threading.Thread(target=accept, daemon=True, name="answering")
+        thread.start()
+        yield
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        thread.join(2 * _PROBE_SEC)
+
+
+@contextlib.contextmanager
+def _probing(cluster: Cluster) -> Iterator[set[int]]:
+    """Tries to reach every other worker until it is there, each in a thread of its own.
+
+    Yields:
+        Those that have not been reached yet: it shrinks. A slow name server delays one alone.
+    """
+    missing = {i for i in range(len(cluster.addresses)) if i != cluster.index}
+    ended = threading.Event()
+
+    def probe(index):
+        address = host_and_port(cluster.addresses[index])
+        while not ended.is_set():
+            with contextlib.suppress(OSError):
+                socket.create_connection(address, timeout=_PROBE_SEC).close()
+                missing.discard(index)
+                return
+            ended.wait(_PROBE_SEC)
+
+    for index in list(missing):
+        threading.Thread(target=probe, args=(index,), daemon=True).start()
+    try:
+        yield missing
+    finally:
+        ended.set()
+
+
+_WATCHER = """
+import os, signal, sys, time
+time.sleep(float(sys.argv[2]))
+sys.stderr.write(sys.argv[3])
+sys.stderr.flush()
+os.kill(int(sys.argv[1]), signal.SIGKILL)
+"""
+
+
+@contextlib.contextmanager
+def _ended_after(timeout_sec: float) -> Iterator[None]:
+    """Ends this process from outside if what it does takes too long.
+
+    A worker that is lost just after it came leaves TensorFlow's call waiting, which holds Python's
+    lock: no thread of ours could end it.
+    """
+    text = (
+        f"error: --start_timeout_sec={timeout_sec}: a worker came and was lost again — every worker"
+        " is required; run the same command again\n"
+    )
+    watcher = subprocess.Popen(
+        [sys.executable, "-IS", "-c", _WATCHER, str(os.getpid()), str(timeout_sec), text],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signals.end_with_parent(signal.SIGKILL),
+    )
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.wait()
+
+
+def _names(cluster: Cluster, indices: Sequence[int]) -> str:
+    return ", ".join(f"worker {index} ({cluster.addresses[index]})" for index in indices)
+
+
+def _settings(config: Config, local_devices: Sequence[str]) -> dict:
+    """Returns what has to be the same everywhere."""
+    flags = {f"--{name}": value for name, value in vars(config).items() if name not in _OWN}
+    kind = "GPU" if "GPU" in local_devices[0] else "CPU"
+    own = {f"version of {name}": version for name, version in versions().items()}
+    return {**flags, "devices": f"{len(local_devices)} {kind}", **own}
+
+
+def _check_same(cluster: Cluster, posted: Sequence[str]) -> None:
+    """Refuses workers that would not make the same steps.
+
+    Raises:
+        ConfigError: some have other flags, devices or versions than the chief.
+    """
+    chief, *others = (json.loads(text) for text in posted)
+    differing = [
+        f"{name}: worker 0 has {chief.get(name)}, worker {index} has {other.get(name)}"
+        for index, other in enumerate(others, start=1)
+        for name in {**chief, **other}
+        if chief.get(name) != other.get(name)
+    ]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ConfigError(
+            f"workers differ ({'; '.join(differing[:3])}{more}) — the same flags, devices and"
+            " versions are required on every worker; start all of them with one command"
+        )
+
+
+@contextlib.contextmanager
+def naming_lost_peers(cluster: Cluster | None) -> Iterator[None]:
+    """Turns what TensorFlow raises when a worker is gone into one line that names it.
+
+    Raises:
+        PeerLostError: it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        if cluster is None or type(error).__name__ not in _LOST:
+            raise
+        raise _lost(cluster, str(error)) from error
+
+
+def _lost(cluster: Cluster, text: str) -> PeerLostError:
+    tasks = {int(task) for task in re.findall(r"/task:([0-9]+)", text)} - {cluster.index}
+    known = sorted(task for task in tasks if task < len(cluster.addresses))
+    who = _names(cluster, known) if known else "a worker"
+    return PeerLostError(
+        f"worker {cluster.index} has lost {who} — every worker is required in every step; start all"
+        " of them again with the same command: it goes on from the last checkpoint"
+    )

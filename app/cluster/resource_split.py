@@ -1,0 +1,92 @@
+"""Shares this machine out to workers: cores, GPUs and ports."""
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+from typing import NamedTuple
+
+from app.config import Config
+from app.runtime.errors import DeviceError
+
+_DRIVER_GPUS = "/proc/driver/nvidia/gpus"
+
+
+class WorkerResources(NamedTuple):
+    """What of the machine a worker is given.
+
+    Attributes:
+        cores: numbers of processor cores.
+        gpus: names for CUDA_VISIBLE_DEVICES, None where no GPU is used.
+    """
+
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...] | None
+
+
+def split_resources(config: Config, *, num_cores: int | None = None) -> list[WorkerResources]:
+    """Returns what each worker is given: cores of its own where there are enough, and GPUs.
+
+    Args:
+        config: says how many workers there are, and what each asks for.
+        num_cores: share out no more than these.
+
+    Raises:
+        DeviceError: fewer GPUs than the workers need.
+    """
+    cores = _cores()[:num_cores]
+    num_workers = config.num_workers
+    size = max(1, len(cores) // num_workers)
+    starts = [index * size % len(cores) for index in range(num_workers)]
+    per_worker_gpus = _share_gpus(config)
+    return [
+        WorkerResources(tuple(cores[start : start + size]), gpus)
+        for start, gpus in zip(starts, per_worker_gpus, strict=True)
+    ]
+
+
+def _share_gpus(config: Config) -> list[tuple[str, ...] | None]:
+    gpus = [] if config.device == "cpu" else visible_gpus()
+    if not gpus:  # The workers say so, as `train` does.
+        return [None] * config.num_workers
+    asked = config.num_devices_asked
+    each = asked or len(gpus) // config.num_workers
+    if each * config.num_workers > len(gpus) or not each:
+        needed = each * config.num_workers or config.num_workers
+        each_asked = f" with {asked} each" if asked else ""
+        raise DeviceError(
+            f"--num_workers={config.num_workers}{each_asked} on {len(gpus)} GPUs — {needed} are"
+            " required, as each worker has its own; use fewer workers, or --device=cpu"
+        )
+    return [tuple(gpus[i * each : (i + 1) * each]) for i in range(config.num_workers)]
+
+
+def visible_gpus() -> list[str]:
+    """Returns how CUDA names the GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        # No such program in many a container: NVIDIA's driver has a directory for each GPU.
+        return [str(i) for i, _ in enumerate(pathlib.Path(_DRIVER_GPUS).glob("*"))]
+    return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def find_free_ports(count: int) -> list[int]:
+    """Returns ports of the loopback that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]

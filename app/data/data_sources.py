@@ -1,0 +1,177 @@
+"""Where Fashion-MNIST can come from: each place is looked at, and nothing is read yet.
+
+Looked for in the folder that was named, in `$FASHION_MNIST_DIR`, in a prepared TensorFlow Datasets
+directory, and last on the network.
+"""
+
+import dataclasses
+import os
+import pathlib
+import threading
+from collections.abc import Mapping
+
+from app.runtime.errors import DataError, reason_of
+
+# Name of each original file → SHA-256 of its decompressed bytes.
+# Reference: H. Xiao et al., "Fashion-MNIST: a Novel Image Dataset", 2017.
+SHA256 = {
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+HOW_TO_GET = (
+    "put train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz and"
+    " t10k-labels-idx1-ubyte.gz into a folder and give it as --data_dir"
+)
+# Where TFDS 4.9.10 gets it.
+DOWNLOAD_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+FILES, PREPARED, TO_PREPARE, TO_DOWNLOAD = "files", "prepared", "to prepare", "to download"
+_CONNECT_TIMEOUT_SEC = 8
+
+
+class DataMissingError(DataError):
+    """Real Fashion-MNIST is nowhere to be had; damaged data is another matter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSource:
+    """The place that Fashion-MNIST is taken from.
+
+    Attributes:
+        kind: `FILES` for the four original files, `PREPARED` for a directory that TFDS has
+            prepared, `TO_PREPARE` for one in which it can do so from files that lie there,
+            `TO_DOWNLOAD` for one in which it needs the network.
+        folder: of the files, or TFDS's data directory.
+        named_by: the flag or the variable that names it, or "TFDS".
+        paths: name of each original file → where it is; none where they are not there.
+        looked: the places before it, where it is not.
+    """
+
+    kind: str
+    folder: pathlib.Path
+    named_by: str
+    paths: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=dict)
+    looked: tuple[str, ...] = ()
+
+
+def find_data_source(data_dir: str | None, environ: Mapping[str, str] = os.environ) -> DataSource:
+    """Finds the first place that has Fashion-MNIST, or can have it.
+
+    Args:
+        data_dir: a folder with the four files, compressed or not, or a TFDS data directory. Where
+            it is given, nowhere else is looked.
+        environ: environment variables.
+
+    Raises:
+        DataMissingError: it is not in `data_dir`.
+        DataError: a place may not be read.
+    """
+    try:
+        return _find(data_dir, environ)
+    except PermissionError as error:
+        raise DataError(
+            f"{error.filename}: {reason_of(error)} — a folder that can be read is required; check"
+            " its permissions"
+        ) from error
+
+
+def _find(data_dir: str | None, environ: Mapping[str, str]) -> DataSource:
+    if data_dir:
+        return _find_in(_folder(data_dir), "--data_dir")
+    looked = []
+    if environ.get("FASHION_MNIST_DIR"):
+        folder = _folder(environ["FASHION_MNIST_DIR"])
+        try:
+            return _find_in(folder, "FASHION_MNIST_DIR")
+        except DataMissingError:
+            looked.append(f"FASHION_MNIST_DIR={folder}")
+    folder = tfds_folder(environ)
+    if is_prepared(folder):
+        return DataSource(PREPARED, folder, "TFDS", looked=tuple(looked))
+    manual = manual_dir(folder)
+    paths = {name: manual / f"{name}.gz" for name in SHA256}
+    looked = (*looked, f"{folder}/fashion_mnist", str(manual))
+    if all(path.is_file() for path in paths.values()):
+        return DataSource(TO_PREPARE, folder, "TFDS", paths, looked)
+    return DataSource(TO_DOWNLOAD, folder, "TFDS", looked=looked)
+
+
+def tfds_folder(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
+    """Returns TFDS's data directory."""
+    return _folder(environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+
+
+def manual_dir(tfds_dir: pathlib.Path) -> pathlib.Path:
+    """Returns where the four files can be laid for TFDS to prepare itself from."""
+    return tfds_dir / "downloads" / "manual"
+
+
+def is_prepared(tfds_dir: pathlib.Path) -> bool:
+    """Tells, without importing TFDS, whether it has prepared Fashion-MNIST there."""
+    return any(tfds_dir.glob("fashion_mnist/*/dataset_info.json"))
+
+
+def check_connection(url: str, timeout_sec: float | None = None) -> None:
+    """Raises `OSError` within 10 s unless the server answers; TFDS itself would try for minutes.
+
+    In a thread of its own, because the look-up of a name takes no time limit.
+
+    Args:
+        url: of the server.
+        timeout_sec: give up sooner or later than that.
+    """
+    import urllib.error
+    import urllib.request
+
+    timeout_sec = timeout_sec or _CONNECT_TIMEOUT_SEC
+    outcome: list[Exception] = []
+
+    def connect():
+        try:
+            urllib.request.urlopen(url, timeout=timeout_sec).close()
+        except urllib.error.HTTPError as answer:
+            answer.close()  # Not the page, but an answer: the server is there.
+        except (OSError, ValueError) as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout_sec + 1)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer from {url} within {timeout_sec + 1:g} s")
+    if outcome:
+        raise outcome[0]
+
+
+def _find_in(folder: pathlib.Path, named_by: str) -> DataSource:
+    """Finds it in a folder that the user named: the original files, or what TFDS prepared."""
+    paths = {name: _find_file(folder, name) for name in SHA256}
+    missing = [name for name, path in paths.items() if path is None]
+    if not missing:
+        return DataSource(FILES, folder, named_by, paths)
+    if is_prepared(folder):
+        return DataSource(PREPARED, folder, named_by)
+    what = "no such folder" if not folder.is_dir() else f"{', '.join(missing)} missing there"
+    raise DataMissingError(
+        f"{named_by}={folder}: {what} — the four Fashion-MNIST files (.gz or unpacked)"
+        f" are required; {HOW_TO_GET}"
+    )
+
+
+def _folder(name: str) -> pathlib.Path:
+    try:
+        folder = pathlib.Path(name).expanduser()
+        folder.is_dir()
+        return folder
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataMissingError(
+            f"{name}: not a folder ({error}) — a folder with the data is required; {HOW_TO_GET}"
+        ) from error
+
+
+def _find_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
+    for path in (folder / f"{name}.gz", folder / name):
+        if path.is_file():
+            return path
+    return None

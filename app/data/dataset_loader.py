@@ -1,0 +1,61 @@
+"""Chooses the images of a run: real ones wherever they can be had, generated ones otherwise."""
+
+from collections.abc import Callable
+
+from app.data.data_sources import HOW_TO_GET, DataMissingError
+from app.data.dataset import ImageDataset
+from app.data.fashion_mnist import load_fashion_mnist
+from app.data.synthetic import generate_synthetic
+from app.runtime.errors import DataError
+
+
+def load_dataset(
+    name: str,
+    *,
+    data_dir: str | None,
+    allow_unverified: bool,
+    warn: Callable[[str], None],
+) -> ImageDataset:
+    """Loads a data set by name.
+
+    Args:
+        name: "fashion_mnist", "synthetic", or "auto" for the first that can be had. A folder that
+            was named, and data that is damaged, are never replaced by generated images.
+        data_dir: where to look, and then nowhere else.
+        allow_unverified: accept real data whose hash differs.
+        warn: told when generated images take the place of real ones, or others are accepted.
+
+    Raises:
+        DataError: missing or damaged.
+    """
+    if name == "synthetic":
+        return generate_synthetic()
+    try:
+        dataset = load_fashion_mnist(data_dir, allow_unverified=allow_unverified)
+        if dataset.name == "unverified":
+            warn("UNVERIFIED images, not those of Fashion-MNIST: as --allow_unverified_data allows")
+        return dataset
+    except DataMissingError as error:
+        if name == "fashion_mnist" or data_dir:
+            raise
+        warn(
+            "GENERATED images in place of Fashion-MNIST: accuracies are not comparable."
+            f" {str(error).split(' — ')[0]}. For the real data, {HOW_TO_GET}"
+        )
+        return generate_synthetic()
+
+
+def with_train_subset(dataset: ImageDataset, num_examples: int | None, seed: int) -> ImageDataset:
+    """Returns the set with `num_examples` of its training images, all of them where it is None.
+
+    Raises:
+        DataError: there are fewer.
+    """
+    if num_examples is None:
+        return dataset
+    if num_examples > len(dataset.train_images):
+        raise DataError(
+            f"--num_train_examples={num_examples} — the set has {len(dataset.train_images)};"
+            " use at most as many"
+        )
+    return dataset.with_train_subset(num_examples, seed)

@@ -1,0 +1,109 @@
+"""What experiments need on the stage: devices, images, and trainings that start alike."""
+
+import contextlib
+import dataclasses
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+from app.config import Config
+from app.config.constraints import check_shards
+from app.demos.registry import find_experiment
+from app.devices.device_setup import Devices, device_setup
+from app.runtime import console
+from app.runtime.progress_bar import StepProgress
+
+_STEPS_PER_CALL = 20  # So that a bar moves, and Ctrl-C is heard.
+
+
+def set_up(config: Config) -> Devices:
+    """Sets up the devices that are asked for, else as many as the experiment has by itself.
+
+    Where nothing is asked for, GPUs are taken only if there are enough of them.
+
+    Raises:
+        DeviceError: GPUs are required and there are too few.
+    """
+    own = find_experiment(config).num_devices
+    asked = config.num_devices or config.num_gpus
+    if not asked and config.device == "auto":
+        num_gpus = device_setup.count_gpus(config)
+        if 0 < num_gpus < own:
+            console.say(
+                f"{console.count(num_gpus, 'GPU')} here, and {own} devices are needed: logical CPU"
+                " devices instead; --device=gpu insists"
+            )
+        if num_gpus < own:
+            config = dataclasses.replace(config, device="cpu", num_devices=own)
+    elif not asked and config.device == "cpu":
+        config = dataclasses.replace(config, num_devices=own)
+    return device_setup.set_up(config)
+
+
+def first(prepared: Devices, num_devices: int) -> Devices:
+    """Returns the first few of some devices."""
+    return dataclasses.replace(prepared, names=prepared.names[:num_devices])
+
+
+def training(config: Config, **options) -> Config:
+    """Returns the configuration of a training by hand, on devices that are there already."""
+    return config.for_training("manual", num_devices=None, num_gpus=None, **options)
+
+
+def create(config: Config, prepared: Devices, dataset):
+    """Builds what `config` trains; returns the job, the strategy, and the iterator of its steps.
+
+    Raises:
+        ConfigError: a replica would get no example of some batch.
+    """
+    from app.training.all_reduce_self_test import run_all_reduce_self_test
+    from app.training.training_spec import TrainingSpec
+
+    check_shards(config, len(prepared.names), len(dataset.train_images))
+    spec = TrainingSpec(config, dataset)
+    strategy = spec.build_strategy(prepared)
+    run_all_reduce_self_test(strategy)
+    return spec, strategy, strategy.distribute(spec.batches())
+
+
+def make_steps(strategy, iterator, num_steps: int, progress: StepProgress | None = None):
+    """Makes optimizer steps, a few in each call; returns the totals of all of them."""
+    from strategies.base import StepTotals
+
+    totals, done = StepTotals(0.0, 0, 0), 0
+    while done < num_steps:
+        chunk = min(_STEPS_PER_CALL, num_steps - done)
+        totals = totals.plus(strategy.train_steps(iterator, chunk))
+        done += chunk
+        if progress:
+            progress.message(("step", done))
+    return totals
+
+
+def state(strategy) -> dict:
+    """Returns the model of a strategy, array by array, without what its optimizer keeps."""
+    return {k: v for k, v in strategy.state().items() if k.startswith("model/")}
+
+
+@contextlib.contextmanager
+def recorded(strategy, iterator, *, num_steps: int, inner=None) -> Iterator[tuple]:
+    """Makes steps of a strategy that has made none, and writes down what each replica computes.
+
+    Args:
+        strategy: built.
+        iterator: of its steps.
+        num_steps: how many.
+        inner: a witness that looks on, too, and may interfere.
+
+    Yields:
+        The trace, which is gone afterwards; and for each step and replica when it sent its
+        gradients.
+    """
+    from app.verification.recorder import Recorder
+    from app.verification.trace import Trace
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "steps.npz"
+        times = Recorder(strategy, inner).record(iterator, num_steps=num_steps, path=path)
+        with Trace(path) as trace:
+            yield trace, times

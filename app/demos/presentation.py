@@ -1,0 +1,64 @@
+"""How an experiment is told: a sentence, tables, what to take from it, what to try next."""
+
+import textwrap
+from collections.abc import Iterable
+
+import numpy as np
+
+from app.devices.device_setup import Devices
+from app.performance.interval import Interval
+from app.records.wording import TIMING_CAVEAT
+from app.runtime import console
+
+_WIDTH = 98
+
+
+def say(text: str) -> None:
+    """Prints a paragraph, folded."""
+    console.say(textwrap.fill(text, _WIDTH))
+
+
+def begin(text: str, devices: Devices | None = None) -> None:
+    """Prints what the experiment shows, and on which devices."""
+    say(text)
+    if devices:
+        simulated = f" — {TIMING_CAVEAT}" if devices.simulated else ""
+        names = ", ".join(devices.names[:4]) + (", …" if len(devices.names) > 4 else "")
+        say(f"{console.count(len(devices.names), 'device')}: {names}{simulated}")
+    console.say()
+
+
+def show(
+    title: str, header: list[str], rows: Iterable[Iterable], *, simulated: bool = False
+) -> None:
+    """Prints a table; one that holds times says so where devices share a processor."""
+    title = f"{title} ({TIMING_CAVEAT})" if simulated else title
+    console.print_table(title, header, [[str(cell) for cell in row] for row in rows])
+    console.say()
+
+
+def end(*lessons: str, then: Iterable[str] = ()) -> None:
+    """Prints what to take from an experiment, a paragraph each, and the next commands to try."""
+    for lesson in lessons:
+        say(lesson)
+    console.say()
+    for number, words in enumerate(then):
+        console.say(f"{'Try:' if number == 0 else '    '} python main.py {words}")
+
+
+def numbers(array, digits: int = 4) -> str:
+    """Returns an array in one line, as NumPy would print it."""
+    array = np.asarray(array)
+    form = {"float_kind": lambda x: f"{x:.{digits}f}"} if digits else None
+    text = np.array2string(array, formatter=form, max_line_width=10_000)
+    return text.replace("\n", "")
+
+
+def held_on(tensor) -> str:
+    """Returns the device that a tensor really is on, as in "/device:CPU:1"."""
+    return "/device:" + tensor.device.rpartition("device:")[2]
+
+
+def whole(interval: Interval) -> str:
+    """Returns an interval of numbers that are large enough to be told without decimals."""
+    return f"{interval.value:,.0f} ({interval.low:,.0f}–{interval.high:,.0f})"

@@ -1,0 +1,1 @@
+"""Devices: chosen, limited and set up."""

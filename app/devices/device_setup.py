@@ -1,0 +1,285 @@
+"""Sets TensorFlow up: which devices, how many, how many threads. Called before anything else."""
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import logging
+import os
+import shutil
+import tempfile
+from typing import TYPE_CHECKING
+
+from app.cluster.environment import Cluster, find_cluster
+from app.config import Config
+from app.config.options import DEFAULT_LOGICAL_CPUS
+from app.devices.gpu_obstacles import why_no_gpu
+from app.runtime import console
+from app.runtime.errors import DeviceError, DiskFullError, reason_of
+
+if TYPE_CHECKING:
+    from strategies.workers import Workers  # With it comes TensorFlow.
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices that replicas are put on.
+
+    Attributes:
+        names: for example `["/device:GPU:0", "/device:GPU:1"]`, one for each replica, those of all
+            workers.
+        simulated: several logical devices share one processor, so times say nothing of scaling.
+        intra_op_threads: threads of one operation on a CPU, 0 for TensorFlow's own choice.
+        workers: the processes that train together, None for this one alone.
+        cluster: where they are, None for this one alone.
+    """
+
+    names: list[str]
+    simulated: bool
+    intra_op_threads: int = 0
+    workers: "Workers | None" = None
+    cluster: Cluster | None = None
+
+
+def set_up(config: Config) -> Devices:
+    """Chooses and prepares the devices that `config` asks for; the first call into TensorFlow.
+
+    GPUs get memory growth, so that two programs can share one. One CPU is cut into logical devices
+    that share its cores: the threads of an operation are limited so that the replicas' operations
+    run side by side instead of one after another (measured on 2 cores: 6.8 s an epoch, not 8).
+
+    With `multi_worker` it returns once all workers of the cluster have come.
+
+    Raises:
+        ConfigError: the cluster is not one, or its workers do not fit together.
+        DeviceError: GPUs are required and there are too few.
+        PeerLostError: a worker was lost meanwhile.
+    """
+    cluster = find_cluster(os.environ) if config.strategy == "multi_worker" else None
+    if cluster:
+        _keep_freed_memory()
+    if os.environ.pop("TF_CONFIG", None) and not cluster:
+        console.warn(f"TF_CONFIG is set, but {config.strategy} runs on one machine: not used")
+    tf = import_tensorflow(config.verbosity)
+    _settle_keras()
+    gpus = tf.config.list_physical_devices("GPU") if config.device != "cpu" else []
+    wanted = config.num_devices_asked
+    _check_gpus(config, gpus, wanted)
+    if config.num_gpus and not gpus:
+        console.warn(
+            f"--num_gpus={config.num_gpus}, but this machine has no GPU that TensorFlow can use:"
+            f" {console.count(wanted, 'replica')} on logical CPU devices instead"
+        )
+    default = len(gpus) or (1 if cluster else DEFAULT_LOGICAL_CPUS)
+    devices = _prepare(gpus[: wanted or default], wanted or default, cluster)
+    keep_order_of_summation()
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    return _of_all_workers(devices, cluster, config) if cluster else devices
+
+
+def _prepare(gpus: list, num_devices: int, cluster: Cluster | None) -> Devices:
+    """Prepares GPUs, or logical CPU devices; takes those that there are if it is too late for that.
+
+    TensorFlow does not change its devices once it has used one: in a notebook, say.
+    """
+    try:
+        return _set_up_gpus(gpus) if gpus else _set_up_logical_cpus(num_devices, cluster)
+    except RuntimeError:
+        if cluster:  # It is joined before anything else, or not at all.
+            raise
+        return _take_devices("GPU" if gpus else "CPU", num_devices)
+
+
+def _take_devices(kind: str, num_devices: int) -> Devices:
+    import tensorflow as tf
+
+    names = [f"/device:{kind}:{i}" for i in range(len(tf.config.list_logical_devices(kind)))]
+    if len(names) < num_devices:
+        raise DeviceError(
+            f"{console.count(num_devices, 'device')} asked for — this process has"
+            f" {console.count(len(names), 'device')} since TensorFlow was first used in it; begin"
+            " with the largest number, or call app.run, which has a process for each command"
+        )
+    return Devices(
+        names[:num_devices],
+        simulated=kind == "CPU" and num_devices > 1,
+        intra_op_threads=tf.config.threading.get_intra_op_parallelism_threads(),
+    )
+
+
+def count_gpus(config: Config) -> int:
+    """Returns how many GPUs TensorFlow sees; may be called before `set_up`, and decides nothing."""
+    return len(import_tensorflow(config.verbosity).config.list_physical_devices("GPU"))
+
+
+def num_cores() -> int:
+    """Returns how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def import_tensorflow(verbosity: int):
+    """Imports TensorFlow and returns it, its own messages held back unless `verbosity` >= 0.
+
+    Its native code reads the environment once, and writes some lines before it has done so: for
+    the time of the import standard error goes into a file, which is shown if the import fails.
+
+    Raises:
+        DeviceError: it cannot be loaded.
+        DiskFullError: there is no place for temporary files.
+    """
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    _use_own_temporary_directory()
+    try:
+        return _import_quietly(verbosity)
+    except ImportError as error:
+        raise DeviceError(
+            f"TensorFlow cannot be loaded ({reason_of(error)}) — an installation as in BUILD.md,"
+            " and a gigabyte of memory, are required; install it again, or lift the limit"
+        ) from error
+
+
+@functools.cache  # Once for the process.
+def _use_own_temporary_directory() -> None:
+    """Keeps temporary files in a directory that is removed at the end of the program.
+
+    TensorFlow writes the code that it generates into some twenty files and leaves them there.
+    """
+    try:
+        folder = tempfile.mkdtemp(prefix="lockstep-")
+    except OSError as error:
+        raise DiskFullError(
+            f"{reason_of(error)} — a directory for temporary files is required; make room, or name"
+            " one with TMPDIR"
+        ) from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    console.before_leaving(lambda: shutil.rmtree(folder, ignore_errors=True))
+    tempfile.tempdir = os.environ["TMPDIR"] = folder  # The latter for processes of ours.
+
+
+def _import_quietly(verbosity: int):
+    if verbosity >= 0:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if verbosity > 0 else "1")
+        import tensorflow
+
+        return tensorflow
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)
+    with tempfile.TemporaryFile() as held_back:
+        saved = os.dup(2)
+        os.dup2(held_back.fileno(), 2)
+        try:
+            import tensorflow
+        except BaseException:
+            held_back.seek(0)
+            os.write(saved, held_back.read())
+            raise
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+    return tensorflow
+
+
+def _settle_keras() -> None:
+    """Sets what a user's own keras.json may have changed, and what all models here rely on."""
+    import keras
+
+    keras.config.set_floatx("float32")
+    keras.config.set_image_data_format("channels_last")
+
+
+def keep_order_of_summation() -> None:
+    """Forbids TensorFlow to rewrite sums, so that (a + b) + c is computed as it stands.
+
+    Its graph optimizer turns a chain of additions into one `AddN`, which adds in an order of its
+    own: with three replicas or more the gradients of `manual` and `mirrored` then differ in the
+    last bit. Measured: an epoch takes as long with as without.
+    """
+    import tensorflow as tf
+
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+
+
+def _check_gpus(config: Config, gpus: list, wanted: int | None) -> None:
+    """Refuses what GPUs cannot give; without any GPU, only `--device=gpu` insists on one."""
+    if config.device == "gpu" and not gpus:
+        import tensorflow as tf
+
+        why = why_no_gpu(is_cuda_build=bool(tf.sysconfig.get_build_info().get("is_cuda_build")))
+        raise DeviceError(
+            f"--device=gpu — TensorFlow sees no GPU here: {why};"
+            f" use --device=cpu --num_devices={wanted or DEFAULT_LOGICAL_CPUS}"
+        )
+    if gpus and wanted and wanted > len(gpus):
+        raise DeviceError(
+            f"{console.count(wanted, 'device')} asked for — TensorFlow sees"
+            f" {console.count(len(gpus), 'GPU')};"
+            f" use --num_gpus={len(gpus)}, or --device=cpu --num_devices={wanted}"
+        )
+
+
+def _set_up_gpus(gpus: list) -> Devices:
+    import tensorflow as tf
+
+    tf.config.set_visible_devices(gpus, "GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    return Devices([f"/device:GPU:{i}" for i in range(len(gpus))], simulated=False)
+
+
+# glibc's M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: blocks of up to 1 GiB come from memory
+# that the process keeps, and asks for by 64 MiB. A glibc that refuses one goes on without.
+_MALLOC_OPTIONS = {-3: 1 << 30, -1: 2_000_000_000, -2: 64 << 20}
+
+
+def _keep_freed_memory() -> None:
+    """Lets the process keep the memory that it frees, in place of asking for it in every step.
+
+    A collective allocates its buffers anew each time, and new memory costs a page fault for each
+    4 KiB: a step of ResNet-18 with two workers took 1,126 ms, and 964 with memory that is kept. For
+    strategies of one machine it made no difference.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # Another C library.
+        libc = ctypes.CDLL(None)
+        for number, value in _MALLOC_OPTIONS.items():
+            libc.mallopt(number, value)
+
+
+def _of_all_workers(local: Devices, cluster: Cluster, config: Config) -> Devices:
+    """Joins the cluster; returns the devices of all its workers, each with as many as this one."""
+    from app.cluster.rendezvous import join
+
+    workers = join(cluster, local.names, config)
+    return dataclasses.replace(
+        local,
+        names=[
+            f"/job:worker/replica:0/task:{index}{name}"
+            for index in range(workers.count)
+            for name in local.names
+        ],
+        simulated=local.simulated or (cluster.shares_machines and "CPU" in local.names[0]),
+        workers=workers,
+        cluster=cluster,
+    )
+
+
+def _set_up_logical_cpus(num_devices: int, cluster: Cluster | None) -> Devices:
+    import tensorflow as tf
+
+    tf.config.set_visible_devices([], "GPU")
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(num_devices)]
+    )
+    cores = num_cores()
+    intra_op_threads = max(1, cores // num_devices)
+    tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
+    # A worker's collectives have threads of their own. On one core a second thread for operations
+    # would only push the first one aside: ResNet-18 took 6 % longer with it.
+    least = num_devices if cluster else 2
+    tf.config.threading.set_inter_op_parallelism_threads(max(least, cores))
+    names = [f"/device:CPU:{i}" for i in range(num_devices)]
+    return Devices(names, simulated=num_devices > 1, intra_op_threads=intra_op_threads)

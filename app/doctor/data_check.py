@@ -1,0 +1,150 @@
+"""Where the images of a training would come from, verified where they are there."""
+
+import os
+import urllib.parse
+from collections.abc import Callable, Mapping
+
+from app.config import Config
+from app.data.data_sources import (
+    DOWNLOAD_URL,
+    FILES,
+    HOW_TO_GET,
+    PREPARED,
+    TO_PREPARE,
+    DataMissingError,
+    DataSource,
+    check_connection,
+    find_data_source,
+    is_prepared,
+    manual_dir,
+    tfds_folder,
+)
+from app.data.fashion_mnist import load_fashion_mnist, load_files
+from app.doctor.check import NOTE, WARNING, Check
+from app.runtime.errors import DataError, LockstepError
+from app.runtime.processes import call_in_child_process
+
+_CONNECT_TIMEOUT_SEC = 1.0  # A thread that waits for it gives up after one more.
+_LOAD_TIMEOUT_SEC = 180  # Half a minute on a busy machine.
+_GENERATED = "GENERATED images take its place"
+_WHAT = "Fashion-MNIST"
+
+
+def check_data(
+    config: Config,
+    environ: Mapping[str, str] = os.environ,
+    connect: Callable[[str, float], None] = check_connection,
+) -> list[Check]:
+    """Finds the images that `--dataset` stands for, and verifies them as a training does.
+
+    Nothing is downloaded or prepared.
+
+    Args:
+        config: the flags.
+        environ: environment variables.
+        connect: raises `OSError` unless a server answers in time.
+    """
+    if config.dataset == "synthetic":
+        return [Check(_WHAT, "not needed: --dataset=synthetic makes images by itself", NOTE)]
+    try:
+        place = find_data_source(config.data_dir, environ)
+    except DataMissingError as error:
+        if config.data_dir or config.dataset == "fashion_mnist":
+            return [Check.of_error(_WHAT, error)]
+        told, _, advice = str(error).partition(" — ")
+        return [Check(_WHAT, f"{told}: {_GENERATED}", WARNING, advice)]
+    except DataError as error:
+        return [Check.of_error(_WHAT, error)]
+    unusable = [
+        Check("FASHION_MNIST_DIR", f"{environ['FASHION_MNIST_DIR']}: not all files are there", NOTE)
+        for looked in place.looked
+        if looked.startswith("FASHION_MNIST_DIR=")
+    ]
+    found = _check_source(config, place, connect)
+    return [*unusable, found, *([] if config.data_dir else [check_tfds(environ)])]
+
+
+def check_tfds(environ: Mapping[str, str] = os.environ) -> Check:
+    """Tells what TensorFlow Datasets has in its directory."""
+    try:
+        folder = tfds_folder(environ)
+    except DataMissingError as error:
+        return Check("TFDS", str(error).partition(" — ")[0], NOTE)
+    if is_prepared(folder):
+        return Check("TFDS", f"{folder}: prepared", NOTE)
+    files = "with files" if any(manual_dir(folder).glob("*")) else "without files"
+    return Check("TFDS", f"{folder}: not prepared, {files} in downloads/manual", NOTE)
+
+
+def _check_source(config: Config, place: DataSource, connect) -> Check:
+    try:
+        if place.kind in (FILES, TO_PREPARE):
+            return _check_files(config, place)
+        if place.kind == PREPARED:
+            return _check_prepared(config, place)
+    except TimeoutError:
+        error = DataError(
+            f"{place.folder}: not read within {_LOAD_TIMEOUT_SEC} s — a disk that answers is"
+            " required; choose another --data_dir"
+        )
+        return Check.of_error(_WHAT, error)
+    except LockstepError as error:
+        return Check.of_error(_WHAT, error)
+    return _check_download(config, place, connect)
+
+
+def _check_files(config: Config, place: DataSource) -> Check:
+    dataset = load_files(place.paths, allow_unverified=config.allow_unverified_data)
+    if dataset.name == "unverified":
+        return _unverified(place)
+    folder = manual_dir(place.folder) if place.kind == TO_PREPARE else place.folder
+    told = f"{place.named_by}: the four files in {folder}, SHA-256 verified"
+    if place.kind == TO_PREPARE:
+        told += "; the first training has TFDS prepare itself from them, without a network"
+    return Check(_WHAT, told)
+
+
+def _check_prepared(config: Config, place: DataSource) -> Check:
+    name = call_in_child_process(
+        _name_of_prepared,
+        str(place.folder),
+        config.allow_unverified_data,
+        timeout_sec=_LOAD_TIMEOUT_SEC,
+    )
+    if name == "unverified":
+        return _unverified(place)
+    return Check(_WHAT, f"{place.named_by}: prepared in {place.folder}, SHA-256 verified")
+
+
+def _name_of_prepared(send, folder: str, allow_unverified: bool) -> str:
+    """Runs in a process of its own: TFDS reads with TensorFlow."""
+    from app.devices.device_setup import import_tensorflow
+
+    import_tensorflow(-1)
+    return load_fashion_mnist(folder, allow_unverified=allow_unverified).name
+
+
+def _unverified(place: DataSource) -> Check:
+    told = f"{place.named_by}: UNVERIFIED images in {place.folder}, as --allow_unverified_data asks"
+    return Check(_WHAT, told, WARNING, "accuracies are not those of Fashion-MNIST")
+
+
+def _check_download(config: Config, place: DataSource, connect) -> Check:
+    host = urllib.parse.urlsplit(DOWNLOAD_URL).hostname
+    try:
+        connect(DOWNLOAD_URL, _CONNECT_TIMEOUT_SEC)
+    except OSError as error:
+        told = f"nowhere here, and {host} does not answer"
+        missing = DataMissingError(
+            f"{told} ({_reason(error)}) — the data is required; {HOW_TO_GET}"
+        )
+        if config.dataset == "fashion_mnist":
+            return Check.of_error(_WHAT, missing)
+        value = f"{told}: {_GENERATED}, and accuracies are not comparable"
+        return Check(_WHAT, value, WARNING, f"for the real images, {HOW_TO_GET}")
+    told = f"not here yet: the first training downloads 30 MB from {host} into {place.folder}"
+    return Check(_WHAT, told)
+
+
+def _reason(error: OSError) -> str:
+    return str(getattr(error, "reason", error))

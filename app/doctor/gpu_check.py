@@ -1,0 +1,114 @@
+"""What was found of GPUs, devices and the exchange, as lines for a person."""
+
+from app.config import Config
+from app.devices.cuda import LIBRARIES, Seen
+from app.devices.gpu_obstacles import INSTALL, Obstacle, obstacles, shown_version
+from app.doctor.check import NOTE, WARNING, Check
+from app.doctor.examination import Findings, SelfTestResult
+from app.runtime import console
+
+_SHOWN_DEVICES = 8
+
+
+def check_gpus(config: Config, findings: Findings) -> list[Check]:
+    """Tells what there is of GPUs, and each thing that keeps TensorFlow from them.
+
+    Without any hardware of NVIDIA's nothing of that is wrong.
+    """
+    seen = findings.seen
+    if config.device == "cpu":
+        return [Check("GPUs", "not looked for: --device=cpu", NOTE)]
+    if seen is None:
+        return []
+    built = findings.tensorflow
+    found = obstacles(seen, is_cuda_build=built is None or built.is_cuda_build)
+    by_name = {obstacle.what: obstacle for obstacle in found}
+    checks = [_check_driver(seen, by_name), _check_visible(seen)]
+    if built:
+        checks.append(_check_build(built, by_name))
+    return [*checks, *_check_libraries(seen, by_name)]
+
+
+def _check_driver(seen: Seen, by_name: dict[str, Obstacle]) -> Check:
+    obstacle = by_name.get("driver")
+    if not seen.has_hardware:
+        return Check("driver", "no GPU of NVIDIA's, and no driver for one", NOTE)
+    if obstacle:
+        on_bus = f" ({console.count(seen.num_on_bus, 'GPU')} on the bus)" if seen.num_on_bus else ""
+        return Check("driver", f"{obstacle.found}{on_bus}", WARNING, obstacle.advice)
+    version = seen.kernel_driver or "of unknown version"
+    return Check("driver", f"{version}, for CUDA up to {shown_version(seen.driver_cuda)}")
+
+
+def _check_visible(seen: Seen) -> Check:
+    what = "CUDA_VISIBLE_DEVICES"
+    if seen.visible is None:
+        return Check(what, "not set: every GPU may be used", NOTE)
+    if seen.hides_all:
+        state = WARNING if seen.has_hardware else NOTE
+        return Check(what, f'"{seen.visible}" hides every GPU', state, f"to use GPUs, unset {what}")
+    return Check(what, seen.visible, NOTE)
+
+
+def _check_build(built, by_name: dict[str, Obstacle]) -> Check:
+    obstacle = by_name.get("TensorFlow")
+    if obstacle:
+        return Check("TensorFlow", f"{built.version}, built without CUDA", NOTE, obstacle.advice)
+    told = f"{built.version}, built for CUDA {built.cuda_version} and cuDNN {built.cudnn_version}"
+    return Check("TensorFlow", told)
+
+
+def _check_libraries(seen: Seen, by_name: dict[str, Obstacle]) -> list[Check]:
+    what, number = "CUDA libraries", len(LIBRARIES)
+    if not seen.missing:
+        return [Check(what, f"all {number} can be loaded")]
+    if not seen.has_hardware:  # One line: nothing here needs them.
+        names = ", ".join(seen.missing)
+        return [Check(what, f"not needed without a GPU; missing are {names}", NOTE)]
+    there = number - len(seen.missing)
+    checks = [Check(what, f"{there} of {number} can be loaded", WARNING, INSTALL)]
+    for name in seen.missing:
+        found = by_name[name].found.removeprefix(f"the library {name} ")
+        told = found.removeprefix("is ")
+        checks.append(Check(name, f"{told}; it comes with {LIBRARIES[name]}", WARNING))
+    return checks
+
+
+def check_devices(findings: Findings) -> list[Check]:
+    """Tells what a training would run on."""
+    checks = [Check("devices", text, WARNING) for text in findings.warnings]
+    if findings.error:
+        return [*checks, Check.of_error("devices", findings.error)]
+    devices = findings.devices
+    if devices.simulated:
+        told = f"{console.count(len(devices.names), 'logical CPU device')}, simulated: they share"
+        return [*checks, Check("devices", f"{told} one processor, timing is not scaling")]
+    if "GPU" not in devices.names[0]:
+        return [*checks, Check("devices", "the processor, as one device")]
+    checks += [_check_gpu(findings, index) for index in range(len(devices.names))]
+    unused = devices.num_gpus - len(devices.names)
+    if unused:
+        checks.append(Check("not used", console.count(unused, "GPU more"), NOTE))
+    return checks
+
+
+def _check_gpu(findings: Findings, index: int) -> Check:
+    name = findings.devices.names[index].removeprefix("/device:")
+    told, gpus = findings.devices.descriptions[index], findings.seen.gpus
+    if index < len(gpus):
+        told += f", {gpus[index].memory_bytes / 2**30:.1f} GiB"
+    return Check(name, told)
+
+
+def check_all_reduce(findings: Findings) -> list[Check]:
+    """Tells how the all-reduce of each strategy has gone on these devices."""
+    if findings.devices and len(findings.devices.names) == 1:
+        return [Check("all-reduce", "one replica: nothing is exchanged", NOTE)]
+    checks = []
+    for name, probed in findings.probed.items():
+        if isinstance(probed, SelfTestResult):
+            told = f"{probed.all_reduce} adds every replica once ({probed.sec:.1f} s with set-up)"
+            checks.append(Check(name, told))
+        else:
+            checks.append(Check.of_error(name, probed))
+    return checks

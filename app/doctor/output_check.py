@@ -1,0 +1,66 @@
+"""The place where runs go: whether it can be written, and its room. Nothing stays there."""
+
+import os
+import pathlib
+import tempfile
+
+from app.config import Config
+from app.doctor.check import WARNING, Check
+from app.records.run_directory import check_not_foreign, named_path
+from app.runtime.errors import DiskFullError, LockstepError, OutputError, reason_of
+
+_DEFAULT = "runs"
+# Of a checkpoint: weights and momentum, in float32. While the next one is written there are three.
+_NEEDED_BYTES = {"lenet": 3 << 20, "resnet18": 270 << 20}
+
+
+def check_output(config: Config) -> Check:
+    """Checks that a run's directory can be made where it would go."""
+    name = config.out or _DEFAULT
+    try:
+        path = named_path(name)
+        there = _nearest(path)
+        if config.out and path.is_dir():
+            check_not_foreign(path)
+        _try(there)
+        free = os.statvfs(there)
+    except LockstepError as error:
+        return Check.of_error("output", error)
+    except OSError as error:
+        return Check.of_error("output", _unusable(name, error))
+    return _check_room(path, free.f_bavail * free.f_frsize)
+
+
+def _nearest(path: pathlib.Path) -> pathlib.Path:
+    """Returns the directory in which something would be made first."""
+    absolute = path.absolute()
+    return next(place for place in (absolute, *absolute.parents) if os.path.lexists(place))
+
+
+def _try(there: pathlib.Path) -> None:
+    """Writes a byte there: permissions do not tell of a file system that is read-only."""
+    # Where the kernel can do so, this file never has a name.
+    with tempfile.TemporaryFile(dir=there) as file:
+        file.write(b"1")
+
+
+def _unusable(name: str, error: OSError) -> OutputError:
+    return OutputError(
+        f"--out={name}: {reason_of(error)} — a directory that can be made and written to is"
+        " required; choose another place with --out"
+    )
+
+
+def _check_room(path: pathlib.Path, free_bytes: int) -> Check:
+    lenet, resnet = _NEEDED_BYTES["lenet"], _NEEDED_BYTES["resnet18"]
+    shown = f"{path}: can be written, {free_bytes / 1e9:,.1f} GB free"
+    if free_bytes < lenet:
+        error = DiskFullError(
+            f"{path}: {free_bytes:,} bytes are free — {lenet:,} are required for checkpoints of"
+            " LeNet; make room, or choose another place with --out"
+        )
+        return Check.of_error("output", error)
+    if free_bytes < resnet:
+        advice = f"{resnet:,} bytes are required for checkpoints of ResNet-18; LeNet has room"
+        return Check("output", shown, WARNING, advice)
+    return Check("output", f"{shown}; checkpoints take 3 MB (LeNet) to 270 MB (ResNet-18)")

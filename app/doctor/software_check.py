@@ -1,0 +1,102 @@
+"""Python and the packages, against what they have to be."""
+
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+
+from app.devices.gpu_obstacles import CUDA_PACKAGES
+from app.doctor.check import NOTE, WARNING, Check
+from app.runtime.errors import DeviceError
+
+REQUIREMENTS = pathlib.Path(__file__).parents[2] / "requirements.txt"
+_OLDEST, _NEWEST = (3, 11), (3, 13)
+
+
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
+    """Checks the version of Python; `main.py` has refused those that are too old."""
+    shown = f"{platform.python_version()} ({sys.executable})"
+    if _OLDEST <= version <= _NEWEST:
+        return Check("Python", shown)
+    return Check("Python", shown, WARNING, "3.11, 3.12 or 3.13 is required; use one of them")
+
+
+def check_packages(
+    requirements: pathlib.Path = REQUIREMENTS,
+    find_version: Callable[[str], str] = importlib.metadata.version,
+) -> list[Check]:
+    """Holds the installed packages against the versions that are pinned.
+
+    Args:
+        requirements: a file with lines such as `numpy==2.4.6`.
+        find_version: returns the version of an installed package, or raises
+            `PackageNotFoundError`.
+
+    Returns:
+        One check for all that are as pinned, and one for each other package.
+    """
+    try:
+        pins = read_pins(requirements.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return [Check("packages", f"{requirements.name} is not beside main.py: not compared", NOTE)]
+    right, others = [], []
+    for name, pinned in pins.items():
+        try:
+            found = find_version(name)
+        except importlib.metadata.PackageNotFoundError:
+            others.append(_missing(name, pinned, requirements))
+            continue
+        if found == pinned:
+            right.append(f"{name} {found}")
+        else:
+            how = f"{pinned} is what this was tried with; {_pip_install(f'{name}=={pinned}')}"
+            others.append(Check(name, found, WARNING, how))
+    return [Check("packages", ", ".join(right) or "none as pinned"), *others]
+
+
+def read_pins(text: str) -> dict[str, str]:
+    """Returns name → version of each line `name==version`; what is behind that is left out."""
+    pins = re.findall(r"^([\w.-]+)(?:\[[^\]]*\])?==([^\s;#]+)", text, re.MULTILINE)
+    return dict(pins)
+
+
+def install_all(requirements: pathlib.Path = REQUIREMENTS) -> str:
+    """Returns the command that installs everything."""
+    return _pip_install("-r", shown_path(str(requirements)))
+
+
+def _missing(name: str, pinned: str, requirements: pathlib.Path) -> Check:
+    error = DeviceError(
+        f"{name} is not installed — {name}=={pinned} is required; {install_all(requirements)}"
+    )
+    return dataclasses.replace(Check.of_error(name, error), value="not installed")
+
+
+def _pip_install(*words: str) -> str:
+    return shlex.join([python(), "-m", "pip", "install", *words])
+
+
+def install_cuda() -> str:
+    """Returns the command that installs what TensorFlow needs for GPUs."""
+    return _pip_install(CUDA_PACKAGES)
+
+
+def python() -> str:
+    """Returns how to call this Python: the short name where it is the one that is found."""
+    # Not by what links lead to: that is the same Python for every virtual environment.
+    return "python" if shutil.which("python") == sys.executable else shown_path(sys.executable)
+
+
+def shown_path(path: str) -> str:
+    """Returns a path as it is written here: below the current directory, or in full."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # The current directory is gone.
+        return path
+    return os.path.abspath(path) if relative.startswith("..") else relative

@@ -1,0 +1,131 @@
+"""What an all-reduce costs: latency and bandwidth, fitted, and carried over to more devices."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+# Algorithm → for R replicas: steps one after another, and how often a replica's bytes pass through
+# the busiest connection. The docstrings in `strategies/collectives.py` say why.
+_COSTS = {
+    "reduce_to_one": lambda r: (2, 2 * (r - 1)),
+    "tree": lambda r: (2 * math.ceil(math.log2(r)), 2 * math.ceil(math.log2(r))),
+    "ring": lambda r: (2 * (r - 1), 2 * (r - 1) / r),
+    "direct": lambda r: (2, 2 * (r - 1) / r),
+}
+_COSTS["nccl"] = _COSTS["ring"]  # TensorFlow's hierarchical one has no formula here.
+
+
+def all_reduce_cost(algorithm: str, num_replicas: int) -> tuple[int, float]:
+    """Returns what one all-reduce takes, whatever the devices.
+
+    Returns:
+        Messages one after another; and how often what a replica holds passes through the busiest
+        connection.
+    """
+    return _COSTS[algorithm](num_replicas) if num_replicas > 1 else (0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduceTime:
+    """How long one all-reduce took, with nothing else going on.
+
+    Attributes:
+        num_replicas: R.
+        size_bytes: what each replica sent.
+        sec: how long.
+    """
+
+    num_replicas: int
+    size_bytes: int
+    sec: float
+
+    @property
+    def bus_bytes_per_sec(self) -> float:
+        """Bytes over time, times 2 (R − 1) / R: comparable between numbers of replicas.
+
+        What a connection has to carry at least, whatever the algorithm: NCCL's tests call it
+        "busbw".
+        """
+        return self.size_bytes * 2 * (self.num_replicas - 1) / self.num_replicas / self.sec
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduceModel:
+    """time = steps · latency + bytes through the busiest connection / bandwidth.
+
+    Attributes:
+        algorithm: that was measured.
+        shared: whether all connections are one and the same, the memory of a processor: then all
+            bytes pass through it, 2 (R − 1) times what a replica sends, whatever the algorithm.
+        latency_sec: of a step.
+        sec_per_byte: of the busiest connection.
+    """
+
+    algorithm: str
+    shared: bool
+    latency_sec: float
+    sec_per_byte: float
+
+    def sec(self, num_replicas: int, size_bytes: float) -> float:
+        """Predicts the time of one all-reduce."""
+        steps, passes = _cost(self.algorithm, num_replicas, self.shared)
+        return steps * self.latency_sec + passes * size_bytes * self.sec_per_byte
+
+    @classmethod
+    def fit(
+        cls, algorithm: str, times: Sequence[AllReduceTime], *, shared: bool = False
+    ) -> "AllReduceModel":
+        """Fits both numbers so that relative errors are small; neither is negative."""
+        costs = [_cost(algorithm, t.num_replicas, shared) for t in times]
+        rows = np.array(
+            [
+                [steps / t.sec, passes * t.size_bytes / t.sec]
+                for (steps, passes), t in zip(costs, times, strict=True)
+            ]
+        )
+        latency, sec_per_byte = _least_squares(rows, np.ones(len(rows)))
+        return cls(algorithm, shared, latency, sec_per_byte)
+
+
+def _cost(algorithm: str, num_replicas: int, shared: bool) -> tuple[float, float]:
+    steps, passes = all_reduce_cost(algorithm, num_replicas)
+    return steps, 2 * (num_replicas - 1) if shared else passes
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCost:
+    """time = fixed + each · examples: what a replica's own computation takes.
+
+    Attributes:
+        fixed_sec: whatever the shard.
+        example_sec: for each example.
+    """
+
+    fixed_sec: float
+    example_sec: float
+
+    def sec(self, num_examples: float) -> float:
+        """Predicts the time of a shard."""
+        return self.fixed_sec + self.example_sec * num_examples
+
+    @classmethod
+    def fit(cls, num_examples: Sequence[float], secs: Sequence[float]) -> "LinearCost":
+        """Fits both numbers so that relative errors are small; neither is negative."""
+        secs = np.asarray(secs, np.float64)
+        rows = np.stack([1 / secs, np.asarray(num_examples) / secs], axis=1)
+        return cls(*_least_squares(rows, np.ones(len(rows))))
+
+
+def _least_squares(rows: np.ndarray, targets: np.ndarray) -> tuple[float, float]:
+    """Returns the two numbers, neither negative, for which rows · numbers is nearest to targets."""
+    best = np.linalg.lstsq(rows, targets, rcond=None)[0]
+    if np.any(best < 0):  # The best one on the border: one of them is 0.
+        alone = [float(column @ targets / (column @ column)) for column in rows.T]
+        errors = [
+            np.sum((column * x - targets) ** 2) for column, x in zip(rows.T, alone, strict=True)
+        ]
+        keep = int(np.argmin(errors))
+        best = [alone[keep] if i == keep else 0.0 for i in range(2)]
+    return float(best[0]), float(best[1])

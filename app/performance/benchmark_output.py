@@ -1,0 +1,182 @@
+"""The points of a benchmark, and what is reported of them."""
+
+import dataclasses
+import itertools
+import pathlib
+import platform
+import time
+from collections.abc import Mapping, Sequence
+
+from app.config import Config
+from app.performance import interval
+from app.performance.case import Case, Sample, split_names
+from app.performance.comparability import setup_caveats
+from app.performance.speed_comparison import Comparison
+from app.records.files import write_json
+from app.runtime import console
+
+BENCHMARK_FILE = "benchmark.json"
+
+
+def create_cases(config: Config) -> list[Case]:
+    """Returns a point for each combination; `single` has but one device.
+
+    Raises:
+        ConfigError: one of them cannot be trained.
+    """
+    cases = []
+    for model, precision, size, strategy, count in itertools.product(
+        config.models,
+        config.precisions,
+        config.global_batch_sizes,
+        config.strategies,
+        config.counts,
+    ):
+        single = strategy == "single"
+        if single and count != config.counts[0]:
+            continue
+        options = {"model": model, "precision": precision, "global_batch_size": size}
+        options["last_batch"] = "drop"  # A step is a step.
+        if strategy == "multi_worker":
+            options |= {"num_workers": count, "num_devices": 1}
+        elif not single:
+            options["num_devices"] = count
+        training = config.for_training(strategy, **options)
+        cases.append(Case(training))
+    return cases
+
+
+def write_benchmark(
+    out_dir: pathlib.Path,
+    config: Config,
+    samples: Sequence[Sample],
+    comparisons: Sequence[Comparison],
+    peaks: Mapping[str, Sequence[float]],
+) -> None:
+    """Writes `benchmark.json`: every block of every point, and what follows from them."""
+    common, short = split_names([s.case.name for s in samples])
+    write_json(
+        out_dir / BENCHMARK_FILE,
+        {
+            "command": "benchmark",
+            "config": config.result_fields(),
+            "common": common,
+            "written_by": "lockstep",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": {"processor": processor_name(), "system": platform.platform()},
+            "caveats": setup_caveats(samples),
+            "matrix_product_flops_per_sec": {p: list(rates) for p, rates in peaks.items()},
+            "cases": [
+                {"short_name": short[s.case.name], **_point_record(s, peaks)} for s in samples
+            ],
+            "comparisons": [{**dataclasses.asdict(c), "verdict": c.verdict} for c in comparisons],
+        },
+    )
+
+
+def _point_record(s: Sample, peaks: Mapping[str, Sequence[float]]) -> dict:
+    config = s.case.config
+    share = share_of_peak(s, peaks)
+    return {
+        "name": s.case.name,
+        "strategy": config.strategy,
+        "model": config.model,
+        "precision": config.precision,
+        "num_replicas": s.facts.num_replicas,
+        **dataclasses.asdict(s.facts),
+        "images_per_sec": dataclasses.asdict(interval.median(s.rates)),
+        "step_sec": dataclasses.asdict(interval.median(s.step_secs)),
+        "share_of_matrix_product_peak": share and dataclasses.asdict(share),
+        "peak_memory_bytes": s.memory.peak_bytes,
+        "memory_of_steps_bytes": s.memory.steps_bytes,
+        "blocks": [dataclasses.asdict(block) for block in s.blocks],
+    }
+
+
+def share_of_peak(s: Sample, peaks: Mapping[str, Sequence[float]]) -> interval.Interval | None:
+    """Returns achieved floating-point operations a second over those of a matrix product.
+
+    The limit is that of one device with all cores: where devices are real and several, each has a
+    limit of its own, and the share is one of all of them.
+    """
+    if s.case.config.precision not in peaks:
+        return None
+    num_limits = 1 if "CPU" in s.facts.devices[0] else s.facts.num_replicas
+    achieved = [rate * s.facts.flops_per_example / num_limits for rate in s.rates]
+    return interval.ratio(achieved, peaks[s.case.config.precision])
+
+
+def print_benchmark(
+    samples: Sequence[Sample],
+    comparisons: Sequence[Comparison],
+    peaks: Mapping[str, Sequence[float]],
+) -> None:
+    """Prints the points, then what their comparison says, then what a reader has to know."""
+    common, short = split_names([s.case.name for s in samples])
+    console.say()
+    console.print_table(
+        f"{common} on {samples[0].facts.dataset}: medians of"
+        f" {console.count(len(samples[0].blocks), 'round')} with 95 % intervals, warm-up apart",
+        ["", "images/s", "interval", "ms a step", "of peak", "peak memory", "until compiled"],
+        [_row(short[s.case.name], s, peaks) for s in samples],
+    )
+    for precision, rates in peaks.items():
+        limit = interval.median(rates)
+        console.say(f"peak: matrix products in {precision} at {limit.value / 1e9:,.0f} GFLOP/s")
+    for axis, group in itertools.groupby(comparisons, key=lambda c: c.axis):
+        console.say()
+        console.print_table(
+            AXIS_TITLES[axis],
+            ["", "against", "speed-up", "interval", "ideal", "verdict"],
+            [_comparison_row(short, c) for c in group],
+        )
+    said = dict.fromkeys(
+        f"{c.axis}{' refused' if r.refuses else ''}: {r.text}"
+        for c in comparisons
+        for r in c.remarks
+    )
+    for line in [*setup_caveats(samples), *said]:
+        console.say(line)
+
+
+AXIS_TITLES = {
+    "strong scaling": "strong scaling: the same global batch, cut into more shards",
+    "weak scaling": "weak scaling: the same batch for each replica",
+    "strategy": "strategies: the same training on as many devices",
+    "precision": "precisions: the same training, computed in other types",
+}
+
+
+def _row(name: str, s: Sample, peaks) -> list[str]:
+    rate, step = interval.median(s.rates), interval.median(s.step_secs)
+    share = share_of_peak(s, peaks)
+    return [
+        name,
+        f"{rate.value:,.0f}",
+        f"{rate.low:,.0f}–{rate.high:,.0f}",
+        f"{step.value * 1e3:.1f}",
+        f"{share.value:.0%}" if share else "–",
+        f"{s.memory.peak_bytes / 2**20:,.0f} MiB",
+        f"{s.facts.compile_sec:.1f} s",
+    ]
+
+
+def _comparison_row(short: Mapping[str, str], c: Comparison) -> list[str]:
+    return [
+        short[c.case],
+        short[c.base],
+        f"{c.speed_up.value:.3f}" if c.speed_up else "–",
+        f"{c.speed_up.low:.3f}–{c.speed_up.high:.3f}" if c.speed_up else "–",
+        f"{c.ideal:g}" if c.ideal else "–",
+        c.verdict,
+    ]
+
+
+def processor_name() -> str:
+    """Returns what the processor calls itself."""
+    cpu_info = pathlib.Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

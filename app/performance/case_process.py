@@ -1,0 +1,158 @@
+"""The process of one point: builds a training, warms it up, and times blocks of steps on demand."""
+
+import os
+import statistics
+import time
+
+from app.config.constraints import check_shards
+from app.devices import device_setup
+from app.performance.all_reduce_model import AllReduceTime
+from app.performance.case import Block, Case, Facts
+from app.performance.peak_memory import PeakMemory, PeakMemoryMeter
+from app.runtime import console
+from app.runtime.processes import Channel
+
+_WARM_UP_STEPS = 3
+_SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
+_LARGEST_EXCHANGE_BYTES = 64 << 20
+_EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.1, 5
+# Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: the process ends before.
+_KEPT = []
+_BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
+
+
+def sample(channel: Channel, case: Case) -> PeakMemory:
+    """Times blocks until it is told to stop.
+
+    Sends `Facts` and how many steps a block should have; then, for each number of steps that it
+    receives, a `Block`; for "all_reduce", a list of `AllReduceTime`; for None it ends.
+
+    Returns:
+        The memory that it held at most.
+    """
+    start = time.monotonic()
+    if case.cores and hasattr(os, "sched_setaffinity"):  # Before TensorFlow counts them.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case.cores])
+    console.forward_warnings(lambda text: channel.send(("warning", text)))
+    prepared = device_setup.set_up(case.config)
+
+    from app.training.all_reduce_self_test import run_all_reduce_self_test
+    from app.training.training_spec import TrainingSpec, load_data
+
+    dataset = load_data(case.config)
+    check_shards(case.config, len(prepared.names), len(dataset.train_images))
+    spec = TrainingSpec(case.config, dataset)
+    strategy = spec.build_strategy(prepared)
+    run_all_reduce_self_test(strategy)
+    strategy.no_sync = case.no_sync
+    batches = spec.batches() if case.reads_input else repeat_one_batch(spec)
+    iterator = strategy.distribute(batches)
+    strategy.train_steps(iterator, 0)
+    memory = PeakMemoryMeter(strategy.local_devices)
+    strategy.train_steps(iterator, 1)  # A real one: XLA compiles no sooner.
+    compile_sec = time.monotonic() - start
+    channel.send(("facts", _facts(spec, strategy, prepared, compile_sec)))
+
+    step_sec = _warm_up(strategy, iterator)
+    channel.send(("ready", max(1, round(_BLOCK_SEC / step_sec))))
+    while request := channel.receive():
+        if request == "all_reduce":
+            channel.send(("all_reduce", time_all_reduce(strategy)))
+        else:
+            channel.send(("block", _time_block(strategy, iterator, request)))
+    _KEPT.append(iterator)
+    return memory.held()
+
+
+def repeat_one_batch(spec):
+    """Returns a set in which the first batch of a job comes again and again, at no cost."""
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    (batch,) = spec.batches().take(1)
+    return tf.data.Dataset.from_tensors(batch).repeat().with_options(options)
+
+
+def _warm_up(strategy, iterator) -> float:
+    """Makes the first steps, which cost more than others; returns the seconds of a later one."""
+    strategy.train_steps(iterator, _WARM_UP_STEPS)
+    return _time_block(strategy, iterator, _WARM_UP_STEPS).step_sec
+
+
+def _time_block(strategy, iterator, num_steps: int) -> Block:
+    tracings = strategy.num_tracings
+    start = time.perf_counter()
+    totals = strategy.train_steps(iterator, num_steps)  # Numbers: the last step is done.
+    # Workers that do not exchange do not wait: a training takes what the slowest of them does.
+    (sec,) = strategy.workers.all_reduce_max(time.perf_counter() - start)
+    return Block(num_steps, totals.examples, sec, strategy.num_tracings - tracings)
+
+
+def time_all_reduce(strategy) -> list[AllReduceTime]:
+    """Times all-reduces of the model's gradients alone, scaled to several sizes.
+
+    The last one has their own size, and is the only one where they are packed: other sizes would
+    be other numbers of buckets.
+    """
+    weights = [w.value for w in strategy.model.trainable_variables]
+    packing = strategy.packing(weights)
+    scales = [s for s in _SCALES if s * packing.size_bytes <= _LARGEST_EXCHANGE_BYTES]
+    if len(packing.buckets) < len(weights):
+        scales = []
+    return [_time_exchange_of(strategy, weights, scale) for scale in (*scales, 1.0)]
+
+
+def _time_exchange_of(strategy, weights, scale: float) -> AllReduceTime:
+    import tensorflow as tf
+
+    tensors = []
+    for device in strategy.local_devices:
+        with tf.device(device):
+            shapes = [w.shape if scale == 1 else _scaled(w, scale) for w in weights]
+            tensors.append(
+                [tf.zeros(shape, w.dtype) for shape, w in zip(shapes, weights, strict=True)]
+            )
+    size_bytes = strategy.packing(tensors[0]).size_bytes
+    num_times, secs = 1, []
+    strategy.repeat_all_reduce(tensors, num_times)
+    while len(secs) < _EXCHANGE_REPEATS:
+        start = time.perf_counter()
+        for tensor in strategy.repeat_all_reduce(tensors, num_times)[-1]:
+            tensor.numpy()
+        sec = strategy.workers.all_reduce_max(time.perf_counter() - start)[0]
+        if sec < _EXCHANGE_SEC and not secs:
+            num_times *= 2
+        else:
+            secs.append(sec / num_times)
+    return AllReduceTime(strategy.num_replicas, size_bytes, statistics.median(secs))
+
+
+def _scaled(weight, scale: float) -> list[int]:
+    return [max(1, round(weight.shape.num_elements() * scale))]
+
+
+def _facts(spec, strategy, prepared, compile_sec: float) -> Facts:
+    import tensorflow as tf
+
+    from app.performance.flops import product_layers, training_flops_per_example
+    from app.runtime.versions import versions
+
+    weights = strategy.model.trainable_variables
+    return Facts(
+        device_setup=strategy.devices,
+        simulated_devices=prepared.simulated,
+        cores=device_setup.num_cores(),
+        intra_op_threads=prepared.intra_op_threads,
+        dataset=spec.dataset.name,
+        global_batch_size=spec.config.global_batch_size,
+        compute_dtype=next(product_layers(strategy.model)).compute_dtype,
+        jit_compile=strategy.jit_compile,
+        all_reduce=strategy.algorithm,
+        tensor_float_32="GPU" in strategy.devices[0]
+        and tf.config.experimental.tensor_float_32_execution_enabled(),
+        gradient_bytes=strategy.packing([w.value for w in weights]).size_bytes,
+        flops_per_example=training_flops_per_example(strategy.model),
+        compile_sec=compile_sec,
+        versions=versions(),
+    )

@@ -1,0 +1,160 @@
+"""What a cluster that is not there would do: compute is measured, the exchange computed."""
+
+import dataclasses
+
+from app.performance.all_reduce_model import LinearCost
+
+# A message between devices of one machine; NCCL's own model has 3 to 7 µs for it.
+_DEVICE_LATENCY_SEC = 5e-6
+# Of a step's compute, the part in which gradients are made, and can be sent: two of three products.
+_BACKWARD = 2 / 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What connects devices.
+
+    Attributes:
+        bytes_per_sec: of a machine's network, in one direction.
+        latency_sec: of a message between machines.
+        device_bytes_per_sec: of a device's link within its machine, in one direction.
+    """
+
+    bytes_per_sec: float
+    latency_sec: float
+    device_bytes_per_sec: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterStep:
+    """A step of a cluster.
+
+    Attributes:
+        num_workers: machines.
+        devices_per_worker: in each.
+        global_batch_size: examples of a step.
+        compute_sec: of one device, with its shard.
+        ring_sec: of the exchange, by one ring through all devices.
+        hierarchical_sec: of the same, by rings within machines and between them.
+        one_device_sec: of one device with the whole batch.
+    """
+
+    num_workers: int
+    devices_per_worker: int
+    global_batch_size: int
+    compute_sec: float
+    ring_sec: float
+    hierarchical_sec: float
+    one_device_sec: float
+
+    @property
+    def num_replicas(self) -> int:
+        """Devices in all."""
+        return self.num_workers * self.devices_per_worker
+
+    @property
+    def all_reduce_sec(self) -> float:
+        """Seconds of the faster exchange, with nothing else going on."""
+        return min(self.ring_sec, self.hierarchical_sec)
+
+    @property
+    def step_sec(self) -> float:
+        """Seconds of a step that exchanges when all gradients are there."""
+        return self.compute_sec + self.all_reduce_sec
+
+    @property
+    def overlapped_sec(self) -> float:
+        """Seconds of a step at best: with the exchange behind the backward pass."""
+        hidden = min(self.all_reduce_sec, _BACKWARD * self.compute_sec)
+        return self.step_sec - hidden
+
+    @property
+    def images_per_sec(self) -> float:
+        """Images a second, without overlap."""
+        return self.global_batch_size / self.step_sec
+
+    @property
+    def efficiency(self) -> float:
+        """Part of the time in which devices compute, without overlap."""
+        return self.compute_sec / self.step_sec
+
+    @property
+    def best_efficiency(self) -> float:
+        """The same with overlap."""
+        return self.compute_sec / self.overlapped_sec
+
+    @property
+    def speed_up(self) -> float:
+        """Against one device with the whole batch."""
+        return self.one_device_sec / self.step_sec
+
+
+def ring(num_workers: int, devices_per_worker: int, size_bytes: float, links: Links) -> float:
+    """Returns the seconds of one ring through all devices, a machine's next to each other.
+
+    2 (R − 1) messages one after another, of 1/R of the gradients each; the slowest link sets the
+    pace.
+
+    Reference: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", 2009.
+    """
+    r = num_workers * devices_per_worker
+    spans = num_workers > 1
+    rate = links.bytes_per_sec if spans else links.device_bytes_per_sec
+    latency = links.latency_sec if spans else _DEVICE_LATENCY_SEC
+    return 2 * (r - 1) * (latency + size_bytes / r / rate)
+
+
+def hierarchical(
+    num_workers: int, devices_per_worker: int, size_bytes: float, links: Links
+) -> float:
+    """Returns the seconds of rings within machines, between them, and within them again.
+
+    Each device ends the first with 1/D of its machine's sum; the D rings between machines share
+    its network, which carries 2 (W − 1) / W of the gradients, as in one ring, in fewer messages.
+
+    Reference: X. Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision",
+    2018, section 4.
+    """
+    w, d = num_workers, devices_per_worker
+    within = 2 * (d - 1) * (_DEVICE_LATENCY_SEC + size_bytes / d / links.device_bytes_per_sec)
+    between = 2 * (w - 1) * (links.latency_sec + size_bytes / w / links.bytes_per_sec)
+    return within + between
+
+
+def predict(
+    compute: LinearCost,
+    links: Links,
+    *,
+    num_workers: int,
+    devices_per_worker: int,
+    global_batch_size: int,
+    size_bytes: float,
+) -> ClusterStep:
+    """Predicts a step with the faster of the two exchanges.
+
+    Args:
+        compute: what a step without exchange takes on one device.
+        links: between devices and machines.
+        num_workers: machines.
+        devices_per_worker: in each.
+        global_batch_size: examples of a step over all devices.
+        size_bytes: of the gradients.
+    """
+    return ClusterStep(
+        num_workers,
+        devices_per_worker,
+        global_batch_size,
+        compute.sec(-(-global_batch_size // (num_workers * devices_per_worker))),
+        ring(num_workers, devices_per_worker, size_bytes, links),
+        hierarchical(num_workers, devices_per_worker, size_bytes, links),
+        compute.sec(global_batch_size),
+    )
+
+
+def numbers_of_workers(num_workers: int) -> list[int]:
+    """Returns 1, 2, 4, … and the number itself."""
+    numbers = [1]
+    while 2 * numbers[-1] < num_workers:
+        numbers.append(2 * numbers[-1])
+    return sorted({*numbers, num_workers})

@@ -1,0 +1,79 @@
+"""How much memory a process, or the GPUs that it uses, hold at most."""
+
+import contextlib
+import pathlib
+import re
+import resource
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class PeakMemory(NamedTuple):
+    """The most that was held.
+
+    Attributes:
+        peak_bytes: at any time; by the process, or by all its GPUs together.
+        steps_bytes: by steps, beyond what was held before the first one; None where nobody knows.
+    """
+
+    peak_bytes: int
+    steps_bytes: int | None
+
+    def plus(self, other: "PeakMemory") -> "PeakMemory":
+        """Returns what two processes held together."""
+        known = self.steps_bytes is not None and other.steps_bytes is not None
+        steps_bytes = self.steps_bytes + other.steps_bytes if known else None
+        return PeakMemory(self.peak_bytes + other.peak_bytes, steps_bytes)
+
+
+class PeakMemoryMeter:
+    """Measures it, from just before the first step on.
+
+    Args:
+        devices: of this process's replicas.
+    """
+
+    def __init__(self, devices: Sequence[str]):
+        self._gpus = [name.rpartition("/device:")[2] for name in devices if "GPU" in name]
+        self._earlier_bytes, self._before = _process_peak_bytes(), self._start()
+
+    def _start(self) -> int | None:
+        """Forgets the peak so far; returns what is held now, None where nobody knows."""
+        if self._gpus:
+            import tensorflow as tf
+
+            for name in self._gpus:
+                tf.config.experimental.reset_memory_stats(name)
+            return self._of_gpus("current")
+        with contextlib.suppress(OSError):  # Not Linux, or a kernel that does not let us.
+            pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            return _status_bytes("VmRSS")
+        return None
+
+    def held(self) -> PeakMemory:
+        """Returns the most that was held until now."""
+        if self._gpus:
+            peak = self._of_gpus("peak")
+            return PeakMemory(peak, peak - self._before)
+        peak = max(self._earlier_bytes, _process_peak_bytes())
+        if self._before is None:
+            return PeakMemory(peak, None)
+        return PeakMemory(peak, max(0, _status_bytes("VmHWM") - self._before))
+
+    def _of_gpus(self, what: str) -> int:
+        import tensorflow as tf
+
+        return sum(tf.config.experimental.get_memory_info(name)[what] for name in self._gpus)
+
+
+def _process_peak_bytes() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return _status_bytes("VmHWM")
+    # Without /proc. A new process begins with what its parent held.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB.
+
+
+def _status_bytes(name: str) -> int:
+    text = pathlib.Path("/proc/self/status").read_text(encoding="ascii")
+    (size,) = re.findall(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(size) * 1024

@@ -1,0 +1,143 @@
+"""What `plan` prints of a training."""
+
+from app.performance import interval
+from app.performance.case import Sample
+from app.performance.training_plan import TrainingPlan
+from app.runtime import console
+from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
+
+_WIDTH = 12
+
+
+def print_training_plan(plan: TrainingPlan) -> None:
+    """Prints the arithmetic of a training, a line for each thing, and its exchange as a table."""
+    config = plan.config
+    devices = console.count(plan.num_replicas, "device")
+    if config.plans_cluster:
+        devices += f", {config.num_devices_planned} on each of {config.num_workers} machines"
+    console.say(f"{config.model}, recipe {config.recipe}, {config.precision}, on {devices}")
+    lines = {
+        "parameters": f"{plan.num_parameters:,}; {_mib(plan.gradient_bytes)} of gradients"
+        f" in {config.communication_dtype} for each device to exchange",
+        "batch": f"{plan.batch:,} images: {_shards(plan, plan.batch)}",
+        "last batch": _last_batch(plan),
+        "steps": _steps(plan),
+        "rate": _rate(plan),
+        "memory": _memory(plan),
+    }
+    for name, text in lines.items():
+        console.say(f"  {name:<{_WIDTH}}{text}")
+    if plan.num_replicas > 1:
+        console.say()
+        _print_exchanges(plan)
+
+
+def _shards(plan: TrainingPlan, batch: int) -> str:
+    if plan.num_replicas == 1:
+        return "all of them on the one device"
+    shards = plan.shards(batch)
+    if len(shards) == 1:
+        return f"{next(iter(shards)):,} on each device"
+    return ", ".join(
+        f"{size:,} on {console.count(number, 'device')}" for size, number in shards.items()
+    )
+
+
+def _last_batch(plan: TrainingPlan) -> str:
+    if plan.last_batch:
+        return f"{plan.last_batch:,} images: {_shards(plan, plan.last_batch)}"
+    if plan.config.last_batch == "drop" and (rest := plan.num_examples % plan.batch):
+        return f"dropped: {rest:,} other images are left out in each epoch"
+    return "as large as the others"
+
+
+def _steps(plan: TrainingPlan) -> str:
+    epochs = plan.config.epochs
+    return (
+        f"{plan.steps_per_epoch:,} an epoch of {plan.num_examples:,} images,"
+        f" {epochs * plan.steps_per_epoch:,} in {console.count(epochs, 'epoch')}"
+    )
+
+
+def _rate(plan: TrainingPlan) -> str:
+    recipe = find_recipe(plan.config.recipe, plan.config.model)
+    own = plan.config.learning_rate
+    given = f"{own:g}, as --learning_rate says; the recipe would have " if own else ""
+    warmup = f", risen to in {recipe.warmup:.0%} of the steps" if recipe.warmup is not None else ""
+    return (
+        f"{given}{plan.recipe_rate:.4g}{warmup}: the recipe's {recipe.peak_learning_rate:g} for"
+        f" {REFERENCE_GLOBAL_BATCH_SIZE} images, in proportion to the batch"
+    )
+
+
+def _memory(plan: TrainingPlan) -> str:
+    memory = plan.memory
+    step = plan.memory_bytes - memory.weights_bytes - memory.slots_bytes
+    return (
+        f"{_mib(plan.memory_bytes)} on each device by estimate: weights"
+        f" {_mib(memory.weights_bytes)}, optimizer {_mib(memory.slots_bytes)}, a step {_mib(step)}"
+    )
+
+
+def _mib(size_bytes: float) -> str:
+    size = size_bytes / 2**20
+    if size >= 9.95:
+        return f"{size:,.0f} MiB"
+    return f"{size:.2g} MiB" if size >= 0.01 else "0 MiB"
+
+
+def _print_exchanges(plan: TrainingPlan) -> None:
+    rows = [
+        [
+            name,
+            str(messages),
+            _mib(size_bytes),
+            f"{size_bytes * plan.steps_per_epoch / 2**30:,.2f} GiB",
+        ]
+        for name, (messages, size_bytes) in plan.all_reduces().items()
+    ]
+    console.print_table(
+        "The exchange of a step, by algorithm",
+        ["--all_reduce", "messages in a row", "through the busiest connection", "in an epoch"],
+        rows,
+    )
+
+
+def print_probe(plan: TrainingPlan, samples: Sample) -> None:
+    """Prints what a training of this kind was seen to take here, and the estimate beside it."""
+    step, facts = interval.median(samples.step_secs), samples.facts
+    epoch_sec = plan.steps_per_epoch * step.value
+    epochs = plan.config.epochs
+    console.say()
+    console.say(
+        f"measured here, {samples.case.config.strategy} on {', '.join(facts.devices)}:"
+        f" {step.value * 1e3:,.1f} ms a step ({step.low * 1e3:,.1f}–{step.high * 1e3:,.1f} in"
+        f" {console.count(len(samples.blocks), 'round')})"
+    )
+    console.say(
+        f"  an epoch  {_duration(epoch_sec)}, {console.count(epochs, 'epoch')}"
+        f" {_duration(epochs * epoch_sec)}; compiling takes {facts.compile_sec:.0f} s more, and"
+        " evaluation a tenth of an epoch or less"
+    )
+    if samples.memory.steps_bytes is not None:
+        _print_memory(plan, samples)
+    if facts.simulated_devices:
+        console.say("  simulated devices: they share one processor, timing is not scaling")
+
+
+def _print_memory(plan: TrainingPlan, samples: Sample) -> None:
+    num_devices = len(samples.facts.devices)
+    memory = plan.memory
+    held = samples.memory.steps_bytes / num_devices + memory.weights_bytes + memory.slots_bytes
+    apart = plan.memory_bytes / held - 1
+    console.say(
+        f"  memory    {_mib(held)} on each device measured, {_mib(plan.memory_bytes)} estimated:"
+        f" {apart:+.0%}; the process with all that it has loaded"
+        f" {_mib(samples.memory.peak_bytes)}"
+    )
+
+
+def _duration(sec: float) -> str:
+    if sec < 120:
+        return f"{sec:,.1f} s"
+    return f"{sec / 60:,.0f} min" if sec < 7200 else f"{sec / 3600:,.1f} h"

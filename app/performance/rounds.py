@@ -1,0 +1,162 @@
+"""Processes that are measured in turn, A B A B …: whatever slows the machine slows all of them."""
+
+import contextlib
+import functools
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from app.cluster.resource_split import split_resources
+from app.cluster.worker_group import WorkerGroup
+from app.config import Config
+from app.devices.free_memory import available_bytes
+from app.performance.all_reduce_model import AllReduceTime
+from app.performance.case import Block, Case, Sample
+from app.performance.case_process import sample
+from app.performance.matmul_peak import sample_peak
+from app.performance.peak_memory import PeakMemory
+from app.runtime.errors import DeviceError
+from app.runtime.processes import ChildProcess
+from app.runtime.progress_bar import StepProgress
+
+_PEAK_PRODUCTS = 2  # In a block: seconds on a small CPU, a few milliseconds on a GPU.
+
+
+class Measured(NamedTuple):
+    """What was measured in the same rounds.
+
+    Attributes:
+        sampled: the points.
+        peaks: precision → the machine's limit in each round, in floating-point operations a second.
+        all_reduce_times: of all-reduces by themselves.
+    """
+
+    samples: list[Sample]
+    peaks: dict[str, list[float]]
+    all_reduce_times: list[AllReduceTime]
+
+
+def measure(
+    cases: Sequence[Case],
+    *,
+    repeats: int,
+    progress: StepProgress,
+    peaks: Sequence[Config] = (),
+    all_reduces_of: Sequence[Case] = (),
+) -> Measured:
+    """Measures points in `repeats` rounds, a block of each in every round.
+
+    Each point lives in a process of its own, which sleeps while others are timed. In every other
+    round they come in the opposite order, so that none always follows the same one.
+
+    Args:
+        points: what to measure.
+        repeats: how many rounds.
+        progress: shows how far it is.
+        peaks: configurations for whose precision the machine's limit is measured in the same
+            rounds.
+        all_reduces_of: points whose all-reduce is timed by itself, after the last round.
+
+    Raises:
+        LockstepError: a point cannot be trained; nothing was measured.
+        DeviceError: too little memory for so many processes.
+    """
+    with contextlib.ExitStack() as stack:
+        samplers = []
+        for number, case in enumerate(cases, start=1):
+            progress.start(f"preparing {number} of {len(cases)}: {case.name}")
+            samplers.append(_Sampler(stack, progress, sample, case))
+            _check_memory(len(cases) - number, max(s.held_bytes for s in samplers))
+        limits = {
+            config.precision: _Sampler(stack, progress, sample_peak, config) for config in peaks
+        }
+        for sampler in limits.values():
+            sampler.num_steps = _PEAK_PRODUCTS
+        everyone = [*samplers, *limits.values()]
+        progress.start("measuring", repeats * len(everyone))
+        done = 0
+        for round_number in range(repeats):
+            for sampler in everyone if round_number % 2 == 0 else reversed(everyone):
+                sampler.measure()
+                done += 1
+                progress.message(("step", done))
+        all_reduce_times = []
+        for case, sampler in zip(cases, samplers, strict=True):
+            if case in all_reduces_of:
+                progress.start(f"timing the all-reduce of {case.name}")
+                all_reduce_times += sampler.time_all_reduce()
+        samples = [
+            Sample(case, sampler.facts, sampler.blocks, sampler.finish())
+            for case, sampler in zip(cases, samplers, strict=True)
+        ]
+        rates = {}
+        for precision, sampler in limits.items():
+            flops = sampler.finish()
+            rates[precision] = [flops / block.step_sec for block in sampler.blocks]
+        return Measured(samples, rates, all_reduce_times)
+
+
+class _Sampler:
+    """Our end of a process that times blocks; it is ready when this is made."""
+
+    def __init__(self, stack, progress, function: Callable, argument):
+        self._process = stack.enter_context(_create_process(function, argument))
+        self._progress = progress
+        self.facts = None
+        self.blocks: list[Block] = []
+        while (message := self._message())[0] != "ready":
+            if message[0] == "facts":
+                self.facts = message[1]
+        self.num_steps = message[1]
+
+    def _message(self) -> tuple:
+        """Returns the next message that is not for the person who waits."""
+        while True:
+            _, message = self._process.receive()
+            if message[0] in ("facts", "ready", "block", "all_reduce"):
+                return message
+            self._progress.message(message)
+
+    @property
+    def held_bytes(self) -> int:
+        """The most memory that the process has held so far."""
+        status = pathlib.Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+        return int(peak) * 1024
+
+    def measure(self) -> None:
+        self._process.send(self.num_steps)
+        self.blocks.append(self._message()[1])
+
+    def time_all_reduce(self) -> list[AllReduceTime]:
+        self._process.send("all_reduce")
+        return self._message()[1]
+
+    def finish(self):
+        """Returns what the function returned, over all processes; they end."""
+        self._process.send(None)
+        result = self._process.receive()[1]
+        return functools.reduce(PeakMemory.plus, result) if isinstance(result, list) else result
+
+
+def _create_process(function: Callable, argument) -> ChildProcess | WorkerGroup:
+    if isinstance(argument, Case) and argument.config.strategy == "multi_worker":
+        return WorkerGroup(
+            split_resources(argument.config, num_cores=argument.cores), function, argument
+        )
+    return ChildProcess(function, argument)
+
+
+def _check_memory(num_missing: int, largest_bytes: int) -> None:
+    """Refuses to go on where the next process would not fit beside those that are there.
+
+    It is taken to need as much as the largest of them, and half of that again to work with.
+    """
+    available, needed = available_bytes(), 3 * largest_bytes // 2
+    if num_missing and available is not None and available < needed:
+        missing = "1 more process" if num_missing == 1 else f"{num_missing} more processes"
+        raise DeviceError(
+            f"{available / 2**20:,.0f} MiB of memory are left for {missing} —"
+            f" {needed / 2**20:,.0f} MiB are required for each; measure fewer points at once"
+        )

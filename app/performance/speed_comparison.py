@@ -1,0 +1,110 @@
+"""Measured points side by side: what a second device, another strategy or precision brings."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from app.performance import interval
+from app.performance.case import Sample
+from app.performance.comparability import Caveat, remarks
+from app.performance.interval import Interval
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How much faster one point is than another.
+
+    Attributes:
+        axis: one of `validity.AXES`.
+        point: its name.
+        base: the name of what it is compared with.
+        ideal: the ratio that could be hoped for; for scaling, the number of times more devices.
+        speed_up: images a second over those of the base; None where that is refused.
+        remarks: what a reader has to be told.
+    """
+
+    axis: str
+    case: str
+    base: str
+    ideal: float | None
+    speed_up: Interval | None
+    remarks: list[Caveat]
+
+    @property
+    def verdict(self) -> str:
+        """Says what was found, which may be nothing."""
+        if self.speed_up is None:
+            return "refused"
+        if self.speed_up.contains(1.0):
+            return "no difference found"
+        return "faster" if self.speed_up.value > 1 else "slower"
+
+
+def compare(axis: str, samples: Sample, base: Sample, ideal: float | None = None) -> Comparison:
+    """Compares two points along an axis, unless that would be unfair."""
+    found = remarks(base, samples, axis)
+    refused = any(remark.refuses for remark in found)
+    speed_up = None if refused else interval.ratio(samples.rates, base.rates)
+    return Comparison(axis, samples.case.name, base.case.name, ideal, speed_up, found)
+
+
+def all_comparisons(samples: Sequence[Sample]) -> list[Comparison]:
+    """Returns every comparison that the points allow, scaling first."""
+    return [
+        *_scaling(samples, "strong scaling"),
+        *_scaling(samples, "weak scaling"),
+        *_other_strategies(samples),
+        *_other_precisions(samples),
+    ]
+
+
+def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
+    """More devices against the fewest, with one global batch or one batch for each replica.
+
+    `single` stands for one device of any strategy where it was measured.
+    """
+    for s in samples:
+        bases = [
+            base
+            for base in samples
+            if _key(base, axis) == _key(s, axis)
+            and base.facts.num_replicas < s.facts.num_replicas
+            and base.case.config.strategy in ("single", s.case.config.strategy)
+        ]
+        if bases:
+            base = min(
+                bases,
+                key=lambda b: (b.facts.num_replicas, b.case.config.strategy != "single"),
+            )
+            ideal = s.facts.num_replicas / base.facts.num_replicas
+            if s.facts.simulated_devices:
+                # The cores that a single device has to itself are shared out.
+                ideal = 1.0
+            yield compare(axis, s, base, ideal)
+
+
+def _key(s: Sample, axis: str) -> tuple:
+    config, facts = s.case.config, s.facts
+    weak = axis == "weak scaling"
+    batch = facts.global_batch_size / facts.num_replicas if weak else facts.global_batch_size
+    return config.model, config.precision, batch
+
+
+def _other_strategies(samples: Sequence[Sample]) -> Iterator[Comparison]:
+    """Each strategy against the first one on as many devices."""
+    first = {}
+    for s in samples:
+        key = (*_key(s, "strategy"), s.facts.num_replicas)
+        if key in first:
+            yield compare("strategy", s, first[key])
+        first.setdefault(key, s)
+
+
+def _other_precisions(samples: Sequence[Sample]) -> Iterator[Comparison]:
+    """Each precision against the first one measured, all else being equal."""
+    first = {}
+    for s in samples:
+        config = s.case.config
+        key = config.strategy, s.facts.num_replicas, config.model, s.facts.global_batch_size
+        if key in first:
+            yield compare("precision", s, first[key])
+        first.setdefault(key, s)

@@ -1,0 +1,83 @@
+"""One real step, told with its numbers."""
+
+import pathlib
+import tempfile
+from collections.abc import Mapping
+
+import numpy as np
+
+from app.config import Config
+from app.runtime import console
+from app.runtime.processes import call_in_child_process
+from app.verification import tasks
+from app.verification.trace import Trace
+
+
+def profile_step(config: Config, on_message) -> tuple[dict, bool]:
+    """Makes the first step of a training in a process of its own and returns what happened in it.
+
+    Args:
+        config: of a training on several devices.
+        on_message: takes what the process sends.
+
+    Returns:
+        `shards` (examples of each replica), `losses` (each replica's part in the mean loss),
+        `norms` (of each replica's gradient), `sum_norm` (of the sum), `gradient_bytes` (what each
+        sends), `num_tensors`, `learning_rate`, `update_norm` and `weight_norm`; and whether the
+        devices are simulated.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "step.npz"
+        recorded = call_in_child_process(tasks.record, config, path, on_message=on_message)
+        with Trace(path) as trace:
+
+            def arrays(kind, replica_id=0, step=1):
+                return {t: trace.read(step, kind, replica_id, t) for t in trace.tensors(step, kind)}
+
+            replicas = range(trace.num_replicas)
+            sums = arrays("sums")
+            itemsize = 2 if config.communication_dtype == "bfloat16" else 4
+            profile = {
+                "shards": [len(arrays("examples", r)["examples"]) for r in replicas],
+                "losses": [float(arrays("loss", r)["loss"]) for r in replicas],
+                "norms": [_norm(arrays("gradients", r)) for r in replicas],
+                "sum_norm": _norm(sums),
+                "gradient_bytes": sum(a.nbytes for a in sums.values()) * itemsize // 4,
+                "num_tensors": len(sums),
+                "learning_rate": recorded.learning_rate,
+                "update_norm": _norm(arrays("updates")),
+                "weight_norm": _norm(arrays("weights", step=0)),
+            }
+    return profile, recorded.simulated_devices
+
+
+def print_step_profile(config: Config, profile: dict) -> None:
+    """Prints it, a line for each stage."""
+    count, shards = console.count, profile["shards"]
+    console.say(f"one step of {config.strategy}, the first of this training")
+    console.say(f"  1. the global batch of {sum(shards)} is cut into shards of {_listed(shards)}")
+    losses = _listed(profile["losses"], ".4f")
+    console.say(
+        f"  2. each replica adds up the losses of its own shard and divides by {sum(shards)}:"
+        f" {losses}, which is {sum(profile['losses']):.4f} in all"
+    )
+    console.say(
+        f"     and differentiates its part: gradients with norms {_listed(profile['norms'], '.4g')}"
+    )
+    console.say(
+        f"  3. the all-reduce adds them: {count(profile['num_tensors'], 'tensor')},"
+        f" {profile['gradient_bytes']:,} bytes from each replica; the sum has the norm"
+        f" {profile['sum_norm']:.4g}, less than {sum(profile['norms']):.4g} where they point apart"
+    )
+    console.say(
+        f"  4. each replica makes the same update, of norm {profile['update_norm']:.4g}, to weights"
+        f" of norm {profile['weight_norm']:.4g} (peak learning rate {profile['learning_rate']:g})"
+    )
+
+
+def _listed(values, form: str = "d") -> str:
+    return " + ".join(format(value, form) for value in values)
+
+
+def _norm(arrays: Mapping[str, np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(a, dtype=np.float64)) for a in arrays.values())))

@@ -1,0 +1,184 @@
+"""What a training would be, by arithmetic: steps, shards, exchange, memory, learning rate."""
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+
+from app.config import Config
+from app.config.constraints import check_shards
+from app.config.options import NUM_TRAIN_EXAMPLES
+from app.data.input_pipeline import num_steps_per_epoch
+from app.devices.free_memory import available_bytes
+from app.performance.all_reduce_model import all_reduce_cost
+from app.runtime import console
+from app.runtime.errors import ConfigError
+from app.training.memory_estimate import MemoryEstimate
+from app.training.recipes import MIN_WARMUP_STEPS, REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
+from models import MODELS
+from strategies.collectives import ALL_REDUCE_ALGORITHMS, shard_sizes
+from strategies.gradient_buckets import GradientBuckets
+
+_FEW_STEPS = 50
+# Below it a device spends most of a step on what does not depend on the shard, and BatchNorm's
+# statistics are those of a handful of images.
+_SMALL_SHARD = 8
+# Up to here the linear rule, with a warm-up, was seen to lose nothing (Goyal et al., 2017).
+_LARGE_BATCH = 8192
+_FAR_FROM_RULE = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPlan:
+    """A training that has not been made.
+
+    Attributes:
+        config: of `plan`.
+        num_replicas: on as many devices.
+        num_parameters: of the model, those that are trained.
+        gradient_bytes: what each replica has to exchange in a step.
+        memory: of a replica, by estimate.
+        recipe_rate: the learning rate that the recipe has for this batch.
+    """
+
+    config: Config
+    num_replicas: int
+    num_parameters: int
+    gradient_bytes: int
+    memory: MemoryEstimate
+    recipe_rate: float
+
+    @classmethod
+    def of(cls, config: Config) -> "TrainingPlan":
+        """Builds the model and traces one step; trains nothing."""
+        import keras
+
+        keras.config.set_dtype_policy(config.precision)
+        recipe = find_recipe(config.recipe, config.model)
+        model = recipe.build_model(MODELS[config.model], config.seed)
+        steps = config.epochs * _steps_per_epoch(config)
+        rate = recipe.learning_rate(global_batch_size=config.planned_batch_size, num_steps=steps)
+        optimizer = recipe.create_optimizer(rate, steps)
+        optimizer.build(model.trainable_variables)
+        dtype = None if config.communication_dtype == "float32" else config.communication_dtype
+        weights = [weight.value for weight in model.trainable_variables]
+        return cls(
+            config,
+            config.num_workers * config.num_devices_planned,
+            sum(weight.shape.num_elements() for weight in weights),
+            GradientBuckets(weights, dtype=dtype).size_bytes,
+            MemoryEstimate.of(model, optimizer),
+            rate,
+        )
+
+    @property
+    def batch(self) -> int:
+        """Images of a step over all devices."""
+        return self.config.planned_batch_size
+
+    @property
+    def num_examples(self) -> int:
+        """Training images of an epoch."""
+        return _num_examples(self.config)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return _steps_per_epoch(self.config)
+
+    @property
+    def last_batch(self) -> int:
+        """Images of the short batch at the end of an epoch; 0 where there is none."""
+        return self.num_examples % self.batch if self.config.last_batch == "keep" else 0
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak."""
+        return self.config.learning_rate or self.recipe_rate
+
+    def shards(self, batch: int) -> dict[int, int]:
+        """Returns size → how many replicas get a shard of it."""
+        return collections.Counter(shard_sizes(batch, self.num_replicas))
+
+    @property
+    def largest_shard(self) -> int:
+        """Images of the largest shard."""
+        return max(self.shards(min(self.batch, self.num_examples)))
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of each device, by estimate."""
+        return self.memory.total_bytes(num_replicas=1, global_batch_size=self.largest_shard)
+
+    def all_reduces(self) -> dict[str, tuple[int, float]]:
+        """Returns algorithm → messages one after another, bytes through the busiest connection."""
+        costs = {name: all_reduce_cost(name, self.num_replicas) for name in ALL_REDUCE_ALGORITHMS}
+        return {
+            name: (steps, passes * self.gradient_bytes) for name, (steps, passes) in costs.items()
+        }
+
+    def warnings(self, *, on_cpu: bool) -> Iterator[str]:
+        """Yields what somebody should know before this is trained.
+
+        Args:
+            on_cpu: whether all replicas share this machine's main memory.
+        """
+        batch = self.batch
+        try:
+            sized = dataclasses.replace(
+                self.config, global_batch_size=min(batch, NUM_TRAIN_EXAMPLES)
+            )
+            check_shards(sized, self.num_replicas, self.num_examples)
+        except ConfigError as error:
+            yield f"train would refuse this: {error}"
+        if self.steps_per_epoch < _FEW_STEPS:
+            yield (
+                f"a global batch of {batch:,} leaves {console.count(self.steps_per_epoch, 'step')}"
+                f" an epoch of {self.num_examples:,} images: few to learn from; use fewer devices,"
+                " a smaller batch or more epochs"
+            )
+        if self.largest_shard < _SMALL_SHARD:
+            yield (
+                f"{console.count(self.largest_shard, 'image')} on each device: the devices would"
+                f" mostly wait; use fewer of them, or a batch of {16 * self.num_replicas} or more"
+            )
+        if 0 < self.last_batch < batch / 4:
+            yield (
+                f"the last batch of each epoch has {self.last_batch} of {batch:,} images, and its"
+                " step weighs as much as any other; --last_batch=drop leaves it out"
+            )
+        yield from self._warnings_of_rate()
+        total = self.num_replicas * self.memory_bytes
+        available = available_bytes() if on_cpu else None
+        if available is not None and total > available:
+            yield (
+                f"{total / 2**30:.1f} GiB for all devices by estimate, {available / 2**30:.1f} GiB"
+                " of main memory are free: use a smaller batch or fewer devices"
+            )
+
+    def _warnings_of_rate(self) -> Iterator[str]:
+        if self.batch > _LARGE_BATCH:
+            yield (
+                f"a global batch of {self.batch:,}: beyond {_LARGE_BATCH:,} the linear rule was"
+                " seen to lose accuracy; use a smaller batch"
+            )
+        apart = self.learning_rate / self.recipe_rate
+        if not 1 / _FAR_FROM_RULE <= apart <= _FAR_FROM_RULE:
+            yield (
+                f"--learning_rate={self.learning_rate:g} is {apart:.2g} times what the rule says"
+                f" for this batch, {self.recipe_rate:g}"
+            )
+        needs_warm_up = find_recipe(self.config.recipe, self.config.model).warmup is None
+        if needs_warm_up and self.batch >= 4 * REFERENCE_GLOBAL_BATCH_SIZE:
+            yield (
+                f"recipe {self.config.recipe} has no warm-up, which a rate of"
+                f" {self.learning_rate:g} may need; --recipe=fast rises to it in"
+                f" {MIN_WARMUP_STEPS} steps or more"
+            )
+
+
+def _num_examples(config: Config) -> int:
+    return config.num_train_examples or NUM_TRAIN_EXAMPLES
+
+
+def _steps_per_epoch(config: Config) -> int:
+    return num_steps_per_epoch(_num_examples(config), config.planned_batch_size, config.last_batch)

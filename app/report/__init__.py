@@ -1,0 +1,1 @@
+"""Plots and `report.html`, from records on disk alone."""

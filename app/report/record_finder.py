@@ -1,0 +1,136 @@
+"""Which records a report is made of: directories of runs, found and named."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from app.records.files import read_json
+from app.records.run_directory import CONFIG_FILE, load_run_config
+from app.runtime.errors import OutputError, reason_of
+
+MEASURED = ("verify", "benchmark", "explain")
+# The measurements of a long verification are larger than any other record.
+_MAX_BYTES = 1 << 30
+_ERRORS = (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The directory of one run.
+
+    Attributes:
+        path: where it is.
+        label: what it is called on the page, no two alike.
+        kind: "train", "compare" or one of `MEASURED`.
+        config: as it stands in `config.json`.
+    """
+
+    path: pathlib.Path
+    label: str
+    kind: str
+    config: dict
+
+    def load(self, name: str):
+        """Reads a JSON file of this run, None where it is not there.
+
+        Raises:
+            OutputError: it is there, but cannot be read.
+        """
+        path = self.path / name
+        if not path.exists():
+            return None
+        with reading(path):
+            return read_json(path, max_bytes=_MAX_BYTES)
+
+
+@contextlib.contextmanager
+def reading(path: pathlib.Path) -> Iterator[None]:
+    """Turns whatever a damaged record leads to into an error of ours.
+
+    Raises:
+        OutputError: it is not what a run writes.
+    """
+    try:
+        yield
+    except (*_ERRORS, RecursionError) as error:
+        raise OutputError(
+            f"{path}: not readable as {path.name} ({reason_of(error)}) — a file that a run wrote is"
+            " required; make it anew with --overwrite, or leave this directory out"
+        ) from error
+
+
+def find_records(directories: Sequence[pathlib.Path]) -> list[Record]:
+    """Returns the runs that directories stand for, each once, in the order in which they come.
+
+    A comparison stands for itself and the runs within it; a folder that is no run but holds some
+    stands for all of them, by name.
+
+    Raises:
+        OutputError: one is not there, or neither is a run nor holds one.
+    """
+    found: dict[pathlib.Path, tuple[str, dict]] = {}
+    for directory in directories:
+        for path, kind, config in _stands_for(directory):
+            found.setdefault(path.resolve(), (kind, config))
+    top = os.path.commonpath([path.parent for path in found])
+    return [
+        Record(path, _shown(os.path.relpath(path, top)), kind, config)
+        for path, (kind, config) in found.items()
+    ]
+
+
+def _stands_for(directory: pathlib.Path) -> list[tuple[pathlib.Path, str, dict]]:
+    if not directory.is_dir():
+        raise OutputError(
+            f"{directory}: no such directory — that of a run is required; see runs/"
+            if not directory.exists()
+            else f"{directory}: not a directory — that of a run is required; see runs/"
+        )
+    if (directory / CONFIG_FILE).exists():
+        return list(_run_and_its_own(directory))
+    children = [child for child in _holding_configs(directory) if _is_run(child)]
+    if not children:
+        load_run_config(directory)  # Which says what is missing.
+    return [each for child in children for each in _run_and_its_own(child)]
+
+
+def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, dict]]:
+    """Yields path, kind and configuration of a run; of a comparison those of its runs as well."""
+    config = load_run_config(path)
+    strategies = str(config.get("strategy")).split(",")
+    if config.get("command") in MEASURED:
+        yield path, config["command"], config
+    elif len(strategies) > 1 or (path / "compare.json").exists():
+        yield path, "compare", config
+        # What else lies there was left by a comparison of other strategies.
+        children = [child for child in _holding_configs(path) if child.name in strategies]
+        for child in sorted(children, key=lambda child: strategies.index(child.name)):
+            yield child, "train", load_run_config(child)
+    else:
+        yield path, "train", config
+
+
+def _holding_configs(path: pathlib.Path) -> list[pathlib.Path]:
+    try:
+        return sorted(child.parent for child in path.glob(f"*/{CONFIG_FILE}"))
+    except OSError as error:
+        raise OutputError(
+            f"{path}: {reason_of(error)} — a directory that can be read is required;"
+            " choose another one"
+        ) from error
+
+
+def _is_run(path: pathlib.Path) -> bool:
+    """Tells whether a run of ours was started here; other programs have a `config.json`, too."""
+    try:
+        load_run_config(path)
+    except OutputError:
+        return False
+    return True
+
+
+def _shown(name: str) -> str:
+    """Returns a file name as text, whatever bytes it has."""
+    return name.encode("utf-8", "replace").decode()

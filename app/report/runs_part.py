@@ -1,0 +1,279 @@
+"""What a report says of trainings: their results, curves, speed and weights."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from app.records.history import EpochRecord, Summary, load_history, load_summary
+from app.records.wording import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title, injected_fault_caveat
+from app.report.charts import Figure, Look, bar_chart, line_chart
+from app.report.page_parts import Cell, Part, Table, Text, count, devices_text, number, whole
+from app.report.record_finder import Record, reading
+
+_CURVES = {
+    "test_accuracy": ("test accuracy", ".2f", 1.0),
+    "train_accuracy": ("train accuracy", ".2f", 1.0),
+    "test_loss": ("test loss", ".3g", float("inf")),
+    "train_loss": ("train loss", ".3g", float("inf")),
+}
+_SHORT_HASH = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        label: what it is called on the page.
+        config: what it was asked to do.
+        summary: None until its first epoch is finished.
+        history: the epochs that are.
+    """
+
+    label: str
+    config: dict
+    summary: Summary | None
+    history: list[EpochRecord]
+
+    @classmethod
+    def load(cls, record: Record) -> "Run":
+        """Reads the records of a training.
+
+        Raises:
+            OutputError: one of them is damaged.
+        """
+        summary, history = load_summary(record.path), load_history(record.path)
+        with reading(record.path / "history.jsonl"):
+            if [each.epoch for each in history] != list(range(1, len(history) + 1)):
+                raise ValueError("epochs that do not follow one another")
+        if summary:
+            with reading(record.path / "summary.json"):
+                _check_texts(summary.devices + summary.changes + list(summary.versions.values()))
+        return cls(record.label, record.config, summary, history)
+
+    def part(self) -> Part:
+        """Returns what a reader must know of the run, wherever it is shown."""
+        if self.summary is None:
+            return Part(self.label, [], [], {})
+        summary = self.summary
+        caveats = [injected_fault_caveat(summary.injected_fault)] * bool(summary.injected_fault)
+        caveats += [DATASET_CAVEATS[d] for d in [summary.dataset] if d in DATASET_CAVEATS]
+        caveats += [TIMING_CAVEAT] * summary.simulated_devices
+        environment = {
+            "devices": devices_text(summary.devices, summary.simulated_devices),
+            "threads of an operation": str(summary.intra_op_threads or "TensorFlow's choice"),
+            **summary.versions,
+            "images": dataset_title(summary.dataset),
+            "SHA-256 of the images": summary.dataset_sha256,
+        }
+        return Part(self.label, [], caveats, environment, summary.changes)
+
+    def fields(self) -> dict[str, str]:
+        """Returns how the run was set up: what it found where it says so, else what was asked."""
+        names = [name for name in self.config if name not in ("written_by", "inject")]
+        fields = {name: self.config[name] for name in names}
+        if self.summary:
+            known = dataclasses.asdict(self.summary)
+            more = ("num_replicas", "devices", "simulated_devices", "intra_op_threads")
+            fields |= {name: known[name] for name in (*names, *more) if name in known}
+            fields["injected_fault"] = self.summary.injected_fault or "none"
+        return {name: _shown(value) for name, value in fields.items()}
+
+
+def _check_texts(values: Sequence) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise TypeError(f"{value!r:.80} in place of a text")
+
+
+def _shown(value) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def summary_table(runs: Sequence[Run]) -> Table:
+    """Returns a row for each run, with the numbers of its `summary.json`."""
+    header = (
+        *("run", "strategy", "replicas", "devices", "test accuracy", "best", "recipe", "epochs"),
+        *("sec/epoch", "images/s", "status", "model", "images", "batch", "learning rate"),
+        "weights",
+    )
+    rows = [_summary_row(run) for run in runs]
+    return Table("Every training with its result", header, "llrlrrllrrlllrrl", rows)
+
+
+def _summary_row(run: Run) -> list[Cell | str]:
+    s = run.summary
+    if s is None:
+        return _row_without_result(run)
+    status = Cell(s.status) if s.status == "finished" else Cell("not finished", "differs")
+    return [
+        run.label,
+        s.strategy,
+        whole(s.num_replicas),
+        Cell(devices_text(s.devices, s.simulated_devices), title=", ".join(s.devices)),
+        number(s.test_accuracy, ".4f"),
+        number(s.best_test_accuracy, ".4f"),
+        s.recipe,
+        f"{len(run.history)} of {s.epochs}",
+        number(s.epoch_sec, ".2f"),
+        number(s.images_per_sec),
+        Cell("spoiled on purpose", "bad") if s.injected_fault else status,
+        s.model,
+        f"{dataset_title(s.dataset)}, {s.num_train_examples:,}",
+        whole(s.global_batch_size),
+        number(s.learning_rate, "g"),
+        Cell(s.weights_sha256[:_SHORT_HASH], title=s.weights_sha256),
+    ]
+
+
+def _row_without_result(run: Run) -> list[Cell | str]:
+    asked = run.fields()
+
+    def shown(*names: str) -> list[str]:
+        return [asked.get(name, "–") for name in names]
+
+    return [
+        run.label,
+        *shown("strategy", "num_replicas"),
+        *["–"] * 3,
+        *shown("recipe"),
+        f"0 of {asked.get('epochs', '–')}",
+        *["–"] * 2,
+        Cell("no epoch finished", "differs"),
+        *shown("model", "dataset", "global_batch_size", "learning_rate"),
+        "–",
+    ]
+
+
+def curves(runs: Sequence[Run]) -> list:
+    """Returns one figure with accuracy and loss over the epochs, and its numbers."""
+    drawn = [run for run in runs if run.history]
+    blocks: list = [
+        Text(f"{run.label}: no epoch is finished, so there is nothing to draw yet.")
+        for run in runs
+        if not run.history
+    ]
+    if not drawn:
+        return blocks
+    charts = [
+        line_chart(
+            title,
+            {run.label: [(r.epoch, getattr(r, field)) for r in run.history] for run in drawn},
+            x_label="epoch",
+            form=form,
+            most=most,
+            least_span=0.1,
+        )
+        for field, (title, form, most) in _CURVES.items()
+    ]
+    rows = [
+        [run.label, str(r.epoch), *(number(getattr(r, field), ".4f") for field in _CURVES)]
+        for run in drawn
+        for r in run.history
+    ]
+    table = Table(
+        "Accuracy and loss after each epoch",
+        ["run", "epoch", *(title for title, *_ in _CURVES.values())],
+        "lrrrrr",
+        rows,
+    )
+    legend = [(Look.of(index), run.label) for index, run in enumerate(drawn)]
+    note = "Training values are means over the epoch, test values are those after it."
+    title = "Accuracy and loss over the epochs"
+    return [*blocks, Figure(title, charts, legend, [table], note)]
+
+
+def speed(runs: Sequence[Run]) -> list:
+    """Returns a figure with the time of an epoch and the images a second of each run."""
+    measured = [run for run in runs if run.summary]
+    if not measured:
+        return []
+    charts = [
+        bar_chart(
+            "seconds for an epoch",
+            [(run.label, run.summary.epoch_sec, None, None) for run in measured],
+            form=".2f",
+            unit="s",
+        ),
+        bar_chart(
+            "images a second",
+            [(run.label, run.summary.images_per_sec, None, None) for run in measured],
+            form=",.0f",
+            unit="",
+        ),
+    ]
+    rows = [
+        [
+            run.label,
+            number(run.summary.epoch_sec, ".2f"),
+            number(run.summary.images_per_sec),
+            number(run.summary.compile_sec, ".2f"),
+            number(run.summary.total_sec, ".1f"),
+        ]
+        for run in measured
+    ]
+    header = ["run", "sec/epoch", "images/s", "sec until compiled", "sec in all"]
+    table = Table("Times of each training", header, "lrrrr", rows)
+    note = "Medians over the epochs of one run each; tracing and evaluation are left out."
+    if any(run.summary.simulated_devices for run in measured):
+        note += f" There are {TIMING_CAVEAT}."
+    return [Figure("Speed of each training", charts, [], [table], note)]
+
+
+def same_weights(runs: Sequence[Run]) -> list:
+    """Returns which runs ended with the same bits, by the hash of their weights."""
+    groups: dict[str, list[str]] = {}
+    for run in runs:
+        if run.summary:
+            groups.setdefault(run.summary.weights_sha256, []).append(run.label)
+    if sum(map(len, groups.values())) < 2:
+        return []
+    same = {digest: labels for digest, labels in groups.items() if len(labels) > 1}
+    if not same:
+        return [Text("No two of these trainings ended with the same bits in all weights.")]
+    rows = [
+        [", ".join(labels), count(len(labels), "run"), Cell(digest[:_SHORT_HASH], title=digest)]
+        for digest, labels in same.items()
+    ]
+    header = ["trainings", "how many", "SHA-256 of the weights"]
+    return [Table("Trainings that ended with the same bits in every weight", header, "lrl", rows)]
+
+
+def verdicts(record: Record) -> list:
+    """Returns what `compare.json` says of each pair of a comparison.
+
+    Raises:
+        OutputError: it is damaged.
+    """
+    compared = record.load("compare.json")
+    if compared is None:
+        return [Text(f"{record.label}: the comparison is not finished, there is no verdict yet.")]
+    with reading(record.path / "compare.json"):
+        rows = [_verdict_row(verdict) for verdict in compared["verdicts"]]
+        explanations: dict[str, list[str]] = {}
+        for verdict in compared["verdicts"]:
+            if verdict["explanation"] and verdict["difference"]["tensor"]:
+                pair = " – ".join(verdict["strategies"])
+                explanations.setdefault(verdict["explanation"], []).append(pair)
+    header = ["pair", "steps", "weights", "apart by", "relative", "in"]
+    table = Table(f"{record.label}: the weights of each pair", header, "lrlrrl", rows)
+    return [table, *(Text(f"{', '.join(of)}: {text}") for text, of in explanations.items())]
+
+
+def _verdict_row(verdict: dict) -> list[Cell | str]:
+    first, second = verdict["strategies"]
+    difference = verdict["difference"]
+    same = difference["tensor"] == ""
+    return [
+        f"{first} – {second}",
+        whole(verdict["num_steps"]),
+        Cell("bit-identical", "good") if same else Cell("not the same bits", "differs"),
+        "0" if same else number(difference["absolute"], ".2g"),
+        "0" if same else number(difference["relative"], ".2g"),
+        "" if same else str(difference["tensor"]),
+    ]

@@ -1,0 +1,97 @@
+"""The figure of `verify`, drawn from `verify.json` alone."""
+
+import json
+import pathlib
+import textwrap
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from app.records.wording import dataset_title
+from app.report.accuracy_plot import save_figure
+from app.report.tolerance_shares import (
+    FLOOR,
+    IF_FALSE,
+    PANELS,
+    distinct_trainings,
+    is_mismatch,
+    shares,
+)
+
+_RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"
+
+
+def plot_verification(path: pathlib.Path) -> None:
+    """Draws `verify.png` and `verify.svg` into the directory that holds `verify.json`."""
+    record = json.loads((path / "verify.json").read_text(encoding="utf-8"))
+    figure = _draw(record)
+    save_figure(figure, path, "verify")
+
+
+def _draw(record: dict) -> Figure:
+    strategies = record["strategies"]
+    lines = [shares(run["measurements"]) for run in strategies.values()]
+    kinds = [kind for kind in PANELS if any(k == kind for each in lines for k, *_ in each)]
+    kinds += [
+        kind for kind in IF_FALSE
+        if any(key[0] == kind and is_mismatch(each[key]) for each in lines for key in each)
+    ]  # fmt: skip
+    rows = distinct_trainings(strategies)
+    size = 2.6 * len(kinds) + 0.8, 2.3 * len(rows) + 1.2
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(rows), len(kinds), sharex=True, sharey=True, squeeze=False)
+    for row, (names, measured) in zip(panels, rows, strict=True):
+        for axes, kind in zip(row, kinds, strict=True):
+            _draw_panel(axes, measured, kind, record["steps"])
+        row[0].set_ylabel(f"{' = '.join(names)}\nerror / what is allowed")
+    drawn = [share for axes in panels.flat for line in axes.lines for share in line.get_ydata()]
+    panels[0, 0].set_ylim(FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share it.
+    for axes, kind in zip(panels[0], kinds, strict=True):
+        axes.set_title({**PANELS, **IF_FALSE}[kind], fontsize=9)
+    for axes in panels[-1]:
+        axes.set_xlabel("step")
+    figure.suptitle("\n".join(_title(record)), fontsize=9, ha="left", x=0.01, linespacing=1.4)
+    return figure
+
+
+def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
+    """Draws a line for each tensor and replica; the band is the computed tolerance."""
+    lines = [points for (k, *_), points in shares(measured).items() if k == kind]
+    axes.axhspan(FLOOR / 10, 1, color=_BAND, alpha=0.13, linewidth=0)
+    for points in lines:
+        wrong = is_mismatch(points)
+        axes.plot(
+            *zip(*points, strict=True),
+            color=_WRONG if wrong else _RIGHT,
+            alpha=0.9 if wrong else max(0.12, min(0.8, 6 / len(lines))),
+            linewidth=1.6 if wrong else 1.0,
+            marker="o" if num_steps < 8 or wrong else "",
+            markersize=3,
+        )
+    axes.axhline(1, color=_BAND, linewidth=1.2)
+    axes.set_yscale("log")
+    first = 0 if any(step == 0 for points in lines for step, _ in points) else 1
+    axes.set_xlim(first - 0.5, num_steps + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(True, color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _title(record: dict) -> list[str]:
+    dataset = dataset_title(record["dataset"])
+    replicas = max(len(run["devices"]) for run in record["strategies"].values())
+    lines = [f"INJECTED FAULT: {record['injected_fault']}"] if record["injected_fault"] else []
+    lines += [f"{' and '.join(pair['strategies'])}: {pair['outcome']}" for pair in record["pairs"]]
+    for name, run in record["strategies"].items():
+        for finding in run["findings"]:
+            cause = finding["cause"].replace("_", " ")
+            text = f"{name}: {cause}, {finding['where']}: {finding['text']}"
+            lines += textwrap.wrap(text, 120)
+    return [
+        *lines,
+        f"{record['model']} on {dataset}, recipe {record['recipe']}, batch"
+        f" {record['global_batch_size']}, {replicas} replica{'s' * (replicas > 1)},"
+        f" {record['precision']}",
+        "each step against one device in float64, a line for each tensor and replica; the green"
+        " band is what rounding can do; below 1e-4 all is drawn on the lower edge",
+    ]

@@ -1,0 +1,149 @@
+"""The exceptions that end a command, each with its exit code.
+
+Every message has three parts: the name with the value received — what is required — what to do.
+"""
+
+_MAX_REASON = 160
+
+
+class LockstepError(Exception):
+    """A failure that is told in one line; any other exception is a bug (exit code 1)."""
+
+    exit_code = 1
+
+    def __reduce__(self):
+        """Lets it travel between processes, whatever arguments its class takes."""
+        return _restore, (type(self), str(self), self.exit_code)
+
+
+def _restore(error_class: type[LockstepError], message: str, exit_code: int) -> LockstepError:
+    error = error_class.__new__(error_class, message)
+    error.args, error.exit_code = (message,), exit_code
+    return error
+
+
+class ConfigError(LockstepError):
+    """A flag, or a combination of flags, that cannot be meant."""
+
+    exit_code = 2
+
+
+class DataError(LockstepError):
+    """The data set is missing, damaged or not what it should be."""
+
+    exit_code = 3
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint is unusable or belongs to another configuration."""
+
+    exit_code = 4
+
+
+class OutputError(LockstepError):
+    """The output directory cannot be used."""
+
+    exit_code = 5
+
+
+class DeviceError(LockstepError):
+    """The devices asked for are not there."""
+
+    exit_code = 6
+
+
+class AllReduceError(LockstepError):
+    """A collective loses or repeats what replicas send."""
+
+    exit_code = 6
+
+
+class ReplicaDivergenceError(LockstepError):
+    """Replicas hold different weights."""
+
+    exit_code = 1
+
+
+class DivergedError(LockstepError):
+    """The loss or a weight is not finite any more."""
+
+    exit_code = 7
+
+
+class DiskFullError(LockstepError):
+    """The disk is full while a record is written."""
+
+    exit_code = 8
+
+
+class MismatchError(LockstepError):
+    """`verify` has found a training that is not what it should be."""
+
+    exit_code = 9
+
+
+class PeerLostError(LockstepError):
+    """A worker was lost or did not come in time; another try makes sense."""
+
+    exit_code = 138
+
+
+class StalledError(LockstepError):
+    """Nothing moves any more; another try makes sense."""
+
+    exit_code = 138
+
+
+class TrainingFailedError(LockstepError):
+    """A training in a process of its own did not finish; its exit code is passed on."""
+
+    def __init__(self, strategy: str, exit_code: int):
+        super().__init__(
+            f"the training with {strategy} ended with exit code {exit_code} — every training has"
+            " to finish; mend what it said above and run the same command again"
+        )
+        self.exit_code = exit_code
+
+
+class WorkerFailedError(LockstepError):
+    """A worker has failed in a way that another try does not mend; its exit code is passed on."""
+
+    def __init__(self, index: int, exit_code: int, reason: str):
+        super().__init__(
+            f"worker {index}: {reason}"
+            if reason
+            else f"worker {index} ended with exit code {exit_code} — every worker has to finish;"
+            " mend what it said above and run the same command again"
+        )
+        self.exit_code = exit_code
+
+
+class Terminated(BaseException):
+    """SIGTERM came in. Not an `Exception`, as `KeyboardInterrupt` is none: nobody handles it."""
+
+
+INTERRUPTED_EXIT_CODE = 130
+TERMINATED_EXIT_CODE = 143
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tells whether an exception, TensorFlow's or Python's, says that memory ran out."""
+    # By its name: TensorFlow's own error is not imported for this.
+    return isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError"
+
+
+def out_of_memory(error: BaseException) -> DeviceError:
+    """Returns what to raise for an exception that says so, where nothing closer is known."""
+    return DeviceError(
+        f"out of memory ({reason_of(error)}) — memory for the model and its copies is required; use"
+        " a smaller --global_batch_size or fewer devices"
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns why something failed, short enough to stand within a line of ours."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"{text} is missing"
+    line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}…"

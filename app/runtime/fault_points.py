@@ -1,0 +1,116 @@
+"""Points at which a test can make the program fail: `LOCKSTEP_FAULT=POINT:N:ACTION`.
+
+The action happens when the point is passed for the Nth time. Without the variable, passing a point
+is a call that does nothing.
+"""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+
+from app.runtime.errors import ConfigError
+
+VARIABLE = "LOCKSTEP_FAULT"
+
+# Of every file or directory that appears under its final name as a whole.
+_STAGES = ("made", "before_fsync", "before_rename", "after_rename")
+_OF_THE_LOOP = ("compile", "step", "evaluate", "epoch")
+POINTS = (
+    *(f"{kind}.{stage}" for kind in ("checkpoint", "history", "summary") for stage in _STAGES),
+    *(f"{kind}.{stage}" for kind in ("config", "accuracy") for stage in _STAGES),
+    *("checkpoint.directory", "checkpoint.mid_file", "checkpoint.between"),
+    *("checkpoint.before_delete", "log"),
+    *_OF_THE_LOOP,
+)
+_DELAY_SEC = 3600.0
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise() -> None:
+    raise RuntimeError(f"{VARIABLE}={os.environ.get(VARIABLE)}")
+
+
+def _fill_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "kill": _kill,
+    "raise": _raise,
+    "delay": lambda: time.sleep(_DELAY_SEC),
+    "enospc": _fill_disk,
+}
+
+
+class _Armed:
+    """The one point that is armed, and how often it still has to be passed."""
+
+    def __init__(self, point: str, count: int, action: Callable[[], None]):
+        self.point, self._left, self._action = point, count, action
+
+    def pass_point(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._action()
+
+
+_armed: _Armed | None = None
+
+
+def arm(environ: Mapping[str, str]) -> str | None:
+    """Reads the variable; returns what it says, None where it is unset.
+
+    Raises:
+        ConfigError: it names no point or action, or no count.
+    """
+    global _armed
+    _armed, text = None, environ.get(VARIABLE)
+    if not text:
+        return None
+    point, _, rest = text.partition(":")
+    count, _, action = rest.partition(":")
+    action, _, seconds = action.partition("=")
+    if (
+        point not in POINTS
+        or action not in ACTIONS
+        or not (count.isascii() and count.isdecimal())
+        or int(count) < 1
+    ):
+        raise ConfigError(
+            f"{VARIABLE}={text} — POINT:N:ACTION is required, a point of {', '.join(POINTS)} and an"
+            f" action of {', '.join(ACTIONS)}; unset it to train"
+        )
+    if action == "enospc" and point in _OF_THE_LOOP:
+        raise ConfigError(
+            f"{VARIABLE}={text} — a point at which something is written is required for enospc, not"
+            f" one of {', '.join(_OF_THE_LOOP)}; choose another"
+        )
+    perform = ACTIONS[action]
+    if seconds:
+        perform = _delay(text, action, seconds)
+    _armed = _Armed(point, int(count), perform)
+    return text
+
+
+def _delay(text: str, action: str, seconds: str) -> Callable[[], None]:
+    try:
+        delay_sec = float(seconds)
+        if action != "delay" or not 0 <= delay_sec <= _DELAY_SEC:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"{VARIABLE}={text} — delay=SECONDS, up to {_DELAY_SEC:g}, is required; unset it to"
+            " train"
+        ) from None
+    return lambda: time.sleep(delay_sec)
+
+
+def fault_point(point: str) -> None:
+    """Marks a point; does what is armed for it, if anything is."""
+    if _armed and _armed.point == point:
+        _armed.pass_point()

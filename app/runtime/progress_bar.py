@@ -1,0 +1,168 @@
+"""How far the work is: a live bar on a terminal, lines elsewhere."""
+
+import json
+import os
+import sys
+import time
+
+from app.runtime import console
+
+_SEC_BETWEEN_LINES = 15
+# Where it names a file descriptor, progress goes there, for the process that started this one and
+# has the terminal: a line for each state of the bar, in JSON.
+PROGRESS_VARIABLE = "LOCKSTEP_PROGRESS_FD"
+
+
+class TrainingProgress:
+    """Shows how far a training is: a live bar on a terminal, now and then a line elsewhere.
+
+    Args:
+        epochs: how many epochs the run has.
+        steps_per_epoch: how many steps each has.
+        first_step: steps done before, by the run that this one resumes.
+        shown: False shows nothing: another worker does.
+    """
+
+    def __init__(
+        self, epochs: int, steps_per_epoch: int, first_step: int = 0, *, shown: bool = True
+    ):
+        self._epochs, self._steps_per_epoch, self._shown = epochs, steps_per_epoch, shown
+        self._total = epochs * steps_per_epoch
+        self._parent = int(os.environ.get(PROGRESS_VARIABLE, -1)) if shown else -1
+        has_bar = shown and self._parent < 0 and sys.stdout.isatty()
+        self._bar = Bar(self._total) if has_bar else None
+        self._completed, self._last_line = first_step, time.monotonic()
+        self._update(first_step, "compiling")
+
+    def __enter__(self):
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception):
+        if self._bar:
+            self._bar.stop()
+
+    def _update(self, completed: int, status: str) -> None:
+        self._completed = completed
+        if self._bar:
+            self._bar.update(completed=completed, status=status)
+        elif self._parent >= 0:
+            state = {"total": self._total, "completed": completed, "status": status}
+            try:
+                os.write(self._parent, f"{json.dumps(state)}\n".encode())
+            except OSError:  # Nobody is there any more.
+                self._parent = -1
+
+    def step(self, step: int, totals, images_per_sec: float) -> None:
+        """Shows `step`; `totals` are those of the epoch so far."""
+        epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
+        status = (
+            f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}"
+            f"  accuracy {totals.accuracy:.3f}  {images_per_sec:,.0f} images/s"
+        )
+        self._update(step, status)
+        is_due = time.monotonic() > self._last_line + _SEC_BETWEEN_LINES
+        if self._shown and not self._bar and self._parent < 0 and is_due:
+            console.say(f"{status}  step {step}/{self._total}")
+            self._last_line = time.monotonic()
+
+    def evaluating(self) -> None:
+        """Says that the test set is being classified."""
+        self._update(self._completed, "evaluating")
+
+    def epoch(self, record) -> None:
+        """Prints the line of a finished epoch; the bar stays below it."""
+        line = (
+            f"epoch {record.epoch:>{len(str(self._epochs))}}/{self._epochs}"
+            f"  loss {record.train_loss:.4f}  train {record.train_accuracy:.4f}"
+            f"  test {record.test_accuracy:.4f}  {record.epoch_sec:.2f} s"
+            f"  {record.images_per_sec:,.0f} images/s"
+        )
+        if self._bar:
+            self._bar.say(line)
+        elif self._shown:
+            console.say(line)
+            self._last_line = time.monotonic()
+
+
+class StepProgress:
+    """Shows what another process does: a live bar on a terminal, a line for each task elsewhere.
+
+    Args:
+        num_steps: of a task, where it has no number of its own.
+    """
+
+    def __init__(self, num_steps: int):
+        self._num_steps = num_steps
+        self._bar = _create_bar() if sys.stdout.isatty() else None
+        self._warned = set()
+
+    def __enter__(self):
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._num_steps, status="")
+        return self
+
+    def __exit__(self, *exception):
+        if self._bar:
+            self._bar.stop()
+
+    def start(self, what: str, num_steps: int | None = None) -> None:
+        """Shows a new task."""
+        if self._bar:
+            self._bar.reset(self._task, total=num_steps or self._num_steps, status=what)
+            console.log(what)
+        else:
+            console.say(what)
+
+    def message(self, message: tuple) -> None:
+        """Takes `("step", n)`, or `("warning", text)`, which is shown once."""
+        kind, value = message
+        if kind == "step" and self._bar:
+            self._bar.update(self._task, completed=value)
+        elif kind == "warning" and value not in self._warned:
+            self._warned.add(value)
+            console.warn(value)
+
+
+class Bar:
+    """A live bar on the terminal, below the lines that it is given.
+
+    Args:
+        total: how many steps there are, None where that is not known yet.
+    """
+
+    def __init__(self, total: int | None = None):
+        self._bar = _create_bar()
+        self._task = self._bar.add_task("", total=total, status="")
+
+    def start(self) -> None:
+        """Shows it."""
+        self._bar.start()
+
+    def stop(self) -> None:
+        """Takes it away."""
+        self._bar.stop()
+
+    def update(self, *, completed: int, status: str, total: int | None = None) -> None:
+        """Shows how far the work is, and a word about it."""
+        self._bar.update(self._task, completed=completed, status=status, total=total)
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        console.log(line)
+        self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _create_bar():
+    from rich import progress  # Costs 0.1 s, which a flag error should not pay.
+
+    return progress.Progress(
+        progress.TextColumn("{task.fields[status]}"),
+        progress.BarColumn(bar_width=None),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(compact=True),
+        transient=True,
+        expand=True,
+    )

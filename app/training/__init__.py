@@ -1,0 +1,1 @@
+"""One training, from its specification to its last checkpoint."""

@@ -1,0 +1,79 @@
+"""A collective is tried out before anything is trained with it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from app.runtime.errors import AllReduceError
+from strategies.base import Strategy
+
+_DIGITS = 8  # Whole numbers up to 2⁸ are exact in bfloat16 too.
+
+
+def run_all_reduce_self_test(strategy: Strategy) -> None:
+    """Lets replica i send 2ⁱ: the binary digits of the sum say whose number is in it.
+
+    Beside it, each replica sends a 1 at a place of its own, so that what was lost, and what was
+    counted twice, can be told apart in every case. A sum that loses a replica is wrong in the same
+    way on every replica: nothing else would show it, for all weights stay equal.
+
+    Takes milliseconds, for each dtype in which gradients are exchanged.
+
+    Raises:
+        AllReduceError: a replica got another sum.
+    """
+    num_replicas = strategy.num_replicas
+    if num_replicas == 1:
+        return
+    for dtype in sorted({str(v.dtype) for v in strategy.model.trainable_variables}):
+        sent = [_message(replica_id, num_replicas) for replica_id in range(num_replicas)]
+        expected = np.sum(sent, axis=0)
+        tensors = []
+        ids = strategy.local_replica_ids
+        for replica_id, device in zip(ids, strategy.local_devices, strict=True):
+            with tf.device(device):
+                tensors.append([tf.constant(sent[replica_id], dtype)])
+        for replica_id, (total,) in zip(ids, strategy.all_reduce(tensors), strict=True):
+            got = tf.cast(total, tf.float64).numpy()
+            if not np.array_equal(got, expected):
+                chosen = strategy.algorithm != strategy.default_all_reduce()
+                raise AllReduceError(
+                    f"all-reduce {strategy.algorithm} of {strategy.name} on {num_replicas}"
+                    f" replicas ({dtype}): {explain(got, replica_id, num_replicas)} — every"
+                    " gradient has to be in the sum once;"
+                    f" {'use --all_reduce=auto' if chosen else 'mend its exchange'}"
+                )
+
+
+def explain(got: Sequence[float], replica_id: int, num_replicas: int) -> str:
+    """Says which replicas a false sum is without, and which it holds more than once.
+
+    Args:
+        got: the sum of all messages, as it arrived.
+        replica_id: where it arrived.
+        num_replicas: R.
+    """
+    counts, digits = got[:num_replicas], got[num_replicas:]
+    expected = np.sum([_message(r, num_replicas) for r in range(num_replicas)], axis=0)
+    shown = " ".join(f"{digit:g}" for digit in digits)
+    wanted = " ".join(f"{digit:g}" for digit in expected[num_replicas:])
+    text = f"replica i sent 2^i, and replica {replica_id} got {shown} instead of {wanted}"
+    lost = [r for r, count in enumerate(counts) if count == 0]
+    repeated = [r for r, count in enumerate(counts) if count > 1]
+    if counts[0] not in (0, 1) and all(count == counts[0] for count in counts):
+        mean = " (a mean in place of the sum)" if counts[0] == 1 / num_replicas else ""
+        return f"{text}: each replica counts {counts[0]:g} times{mean}"
+    for replicas, what in ((lost, "lost"), (repeated, "counted more than once")):
+        if replicas:
+            names = ", ".join(map(str, replicas))
+            text += f": replica {names} was {what}"
+    return text
+
+
+def _message(replica_id: int, num_replicas: int) -> np.ndarray:
+    """Returns what a replica sends: a 1 at its own place, and 2ⁱ, counted anew every 8 replicas."""
+    message = np.zeros(num_replicas + (num_replicas + _DIGITS - 1) // _DIGITS)
+    message[replica_id] = 1
+    message[num_replicas + replica_id // _DIGITS] = 2.0 ** (replica_id % _DIGITS)
+    return message

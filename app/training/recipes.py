@@ -1,0 +1,133 @@
+"""How a model is trained, under a name: initialisation, input scaling, optimizer, schedule."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import keras
+
+from app.training.optimizers import FusedSGD
+
+REFERENCE_GLOBAL_BATCH_SIZE = 256
+MIN_WARMUP_STEPS = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a training consists of besides the architecture.
+
+    Attributes:
+        kernel_initializer: name or configuration of a Keras initializer; biases start at 0.
+        pixel_mean: subtracted from pixels of 0 to 255.
+        pixel_std: what they are divided by then.
+        peak_learning_rate: peak learning rate at a global batch of 256.
+        label_smoothing: what part of the target is spread evenly over all classes.
+        flip: whether training images are mirrored left to right, each in about every other epoch.
+        momentum: of stochastic gradient descent; Nesterov's, where it is not 0.
+        weight_decay: fraction of a weight, times the learning rate, taken off in each step.
+        warmup: fraction of all steps in which the rate rises to its peak, before it falls along a
+            cosine to 0; None for a constant rate. It rises in 100 steps at least, or in half of
+            all steps where there are fewer than 200.
+    """
+
+    kernel_initializer: str | Mapping
+    pixel_mean: float
+    pixel_std: float
+    peak_learning_rate: float
+    label_smoothing: float = 0.0
+    flip: bool = False
+    momentum: float = 0.0
+    weight_decay: float | None = None
+    warmup: float | None = None
+
+    def learning_rate(self, *, global_batch_size: int, num_steps: int) -> float:
+        """Returns the peak learning rate, in proportion to the global batch.
+
+        With a warm-up, a run of fewer than 200 steps has no time to rise to the full peak: its peak
+        is lower in the same proportion. (LeNet, rate 0.2: 79 steps end at 0.48 instead of 0.79, and
+        40 at 0.12 instead of 0.70 without this.)
+
+        Reference: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017: the linear scaling rule.
+        """
+        rate = self.peak_learning_rate * global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
+        return rate if self.warmup is None else rate * min(1.0, num_steps / (2 * MIN_WARMUP_STEPS))
+
+    def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
+        """Creates the optimizer of a training of `num_steps` steps in all."""
+        schedule = learning_rate
+        if self.warmup is not None:
+            warmup_steps = max(
+                round(self.warmup * num_steps), min(MIN_WARMUP_STEPS, num_steps // 2)
+            )
+            schedule = keras.optimizers.schedules.CosineDecay(
+                0.0,
+                max(1, num_steps - warmup_steps),
+                warmup_target=learning_rate,
+                warmup_steps=warmup_steps,
+            )
+        return FusedSGD(
+            schedule,
+            momentum=self.momentum,
+            nesterov=self.momentum > 0,
+            weight_decay=self.weight_decay,
+        )
+
+    def build_model(self, build_network, seed: int) -> keras.Model:
+        """Builds a network that takes uint8 images; its weights follow from `seed` alone.
+
+        Every layer makes an initializer of its own from `kernel_initializer`, and takes its seed
+        from the stream that `set_random_seed` starts: two layers of one shape get other numbers,
+        and two replicas the same.
+
+        Args:
+            build_network: one of `models.MODELS`.
+            seed: 0 to 2³² − 1.
+        """
+        keras.utils.set_random_seed(seed)
+        network = build_network(kernel_initializer=self.kernel_initializer)
+        images = keras.Input((28, 28, 1), dtype="uint8")
+        scaled = keras.layers.Rescaling(
+            1 / self.pixel_std,
+            -self.pixel_mean / self.pixel_std,
+            dtype=keras.config.floatx(),
+        )(images)
+        return keras.Model(images, network(scaled), name=network.name)
+
+
+# The book's chapters on several GPUs.
+_D2L = Recipe(
+    kernel_initializer={"class_name": "RandomNormal", "config": {"stddev": 0.01}},
+    pixel_mean=0.0,
+    pixel_std=255.0,
+    peak_learning_rate=0.1,
+)
+# Chosen by measurement: see `benchmarks/recipe_study.py`.
+_FAST = Recipe(
+    kernel_initializer="he_normal",
+    pixel_mean=72.94,
+    pixel_std=90.02,
+    peak_learning_rate=0.1,
+    momentum=0.9,
+    weight_decay=5e-4,
+    warmup=0.2,
+)
+# Recipe → model → how it is trained; "other" for models that are not named.
+RECIPES = {
+    "d2l": {"lenet": dataclasses.replace(_D2L, peak_learning_rate=0.2), "other": _D2L},
+    "fast": {
+        "lenet": dataclasses.replace(_FAST, peak_learning_rate=0.2),
+        "resnet18": dataclasses.replace(
+            _FAST, peak_learning_rate=0.2, weight_decay=5e-3, label_smoothing=0.1, flip=True
+        ),
+        "other": _FAST,
+    },
+}
+
+
+def find_recipe(name: str, model: str) -> Recipe:
+    """Returns how a recipe trains a model.
+
+    Args:
+        name: a key of `RECIPES`.
+        model: of a model, which need not be named there.
+    """
+    return RECIPES[name].get(model, RECIPES[name]["other"])

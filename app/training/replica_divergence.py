@@ -1,0 +1,73 @@
+"""Do the replicas still hold the same?"""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from app.runtime.errors import ReplicaDivergenceError
+from strategies.base import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaDivergence:
+    """How far apart what each replica keeps for itself is, as BatchNorm's moving statistics are.
+
+    Attributes:
+        tensor: where it is largest, "" where all replicas hold the same bits.
+        absolute: the largest difference between two replicas there.
+    """
+
+    tensor: str
+    absolute: float
+
+
+def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
+    """Compares a hash of each variable on each replica.
+
+    What is trained, and what the optimizer keeps, have to be the same bits everywhere.
+
+    Raises:
+        ReplicaDivergenceError: they are not; it names the tensor and the replicas.
+    """
+    names, held = strategy.variable_names, strategy.replica_variables()
+    own = {
+        f"model/{v.path}" for v in strategy.model.variables if not v.trainable
+    }  # What replicas may hold each for itself.
+    drift = ReplicaDivergence("", 0.0)
+    per_replica_hashes = strategy.gather_replicas([_hash(variables) for variables in held])
+    for position, (name, hashes) in enumerate(
+        zip(names, zip(*per_replica_hashes, strict=True), strict=True)
+    ):
+        groups: dict[bytes, list[int]] = {}
+        for replica_id, digest in enumerate(hashes):
+            groups.setdefault(digest.tobytes(), []).append(replica_id)
+        if len(groups) == 1:
+            continue
+        # What differs is known to every worker: all of them get here for the same tensor.
+        copies = strategy.gather_replicas([[variables[position].numpy()] for variables in held])
+        arrays = [array for (array,) in copies]
+        apart = float(np.max(np.ptp(np.asarray(arrays, np.float64), axis=0)))
+        if name not in own:
+            raise ReplicaDivergenceError(_describe(name, list(groups.values()), apart))
+        if np.isnan(apart) or apart > drift.absolute:
+            drift = ReplicaDivergence(name.removeprefix("model/"), apart)
+    return drift
+
+
+def _hash(variables) -> list[np.ndarray]:
+    """Returns 32 bytes for each variable."""
+    digests = [hashlib.sha256(variable.numpy().tobytes()).digest() for variable in variables]
+    return [np.frombuffer(digest, np.uint8) for digest in digests]
+
+
+def _describe(name: str, groups: list[list[int]], apart: float) -> str:
+    largest = max(groups, key=len)
+    others = [replica for group in groups if group is not largest for replica in group]
+    who = f"replica {', '.join(map(str, sorted(others)))}"
+    return (
+        f"{name.partition('/')[2]} on {who} is not what replica"
+        f" {', '.join(map(str, largest))} hold{'s' * (len(largest) == 1)}, by {apart:.3g} — after"
+        " each step all replicas have to hold the same bits; run verify with the same flags to"
+        " find the first false step"
+    )

@@ -1,0 +1,179 @@
+"""Where a run goes on, and what may be different when it does."""
+
+import dataclasses
+import pathlib
+from typing import NamedTuple
+
+from app.config import Config
+from app.records.checkpoint import Checkpoint
+from app.records.checkpoint_search import CheckpointSearchResult, find_newest_checkpoint
+from app.records.history import HISTORY_FILE
+from app.records.run_metadata import Progress, RunMetadata
+from app.runtime import console
+from app.runtime.errors import CheckpointError
+
+# Another way to make the same steps: what it trains is the same but for rounding.
+_HOW = {
+    *("strategy", "all_reduce", "bucket_mib", "deterministic", "jit_compile"),
+    *("python", "tensorflow", "keras", "numpy"),  # Their versions.
+}
+# What the order of the examples follows from, and so the position in it.
+_ORDER = {"seed", "global_batch_size", "last_batch", "num_train_examples", "dataset_sha256"}
+
+
+class Changes(NamedTuple):
+    """What is different from the run that is to go on, each as "name old → new".
+
+    Attributes:
+        how: another way to the same; accepted, and told.
+        more_epochs: more of the same; accepted, and told.
+        serious: another training; accepted only with `--force_resume`.
+        names: of all that is different.
+    """
+
+    how: list[str]
+    more_epochs: list[str]
+    serious: list[str]
+    names: set[str]
+
+    @property
+    def keep_order(self) -> bool:
+        """Whether the examples come in the order in which they would have come."""
+        return not self.names & _ORDER
+
+    def check(self, run_dir: pathlib.Path, *, force: bool) -> None:
+        """Refuses serious changes, unless somebody insists on them.
+
+        Raises:
+            CheckpointError: nobody does.
+        """
+        if self.serious and not force:
+            raise CheckpointError(
+                f"--out={run_dir} holds a run of another configuration"
+                f" ({'; '.join(self.serious)}) — the same one is required to go on with it; choose"
+                " another directory, --force_resume to go on with the new values, or --overwrite"
+                " to start anew"
+            )
+
+
+def find_changes(old: dict, new: dict) -> Changes:
+    """Compares what a run was started with and what is asked for now, both plain values."""
+    changes = Changes([], [], [], set())
+    for name in {**old, **new}:
+        before, now = old.get(name), new.get(name)
+        if before == now:
+            continue
+        changes.names.add(name)
+        line = f"{name} {_shown(before)} → {_shown(now)}"
+        if name in _HOW:
+            changes.how.append(line)
+        elif name == "epochs" and isinstance(before, int) and before < now:
+            changes.more_epochs.append(line)
+        else:
+            changes.serious.append(line)
+    return changes
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """What a training goes on with.
+
+    Attributes:
+        checkpoint: the state, with the progress as it is to go on.
+        found: the checkpoint as it was found, and damaged ones that are newer.
+        changes: what is different now.
+    """
+
+    checkpoint: Checkpoint
+    found: CheckpointSearchResult
+    changes: Changes
+
+    def tell(self, metadata: RunMetadata, *, has_schedule: bool) -> None:
+        """Says where the training goes on, and what is different.
+
+        Args:
+            origin: of the training that goes on.
+            has_schedule: whether the learning rate follows from the number of epochs.
+        """
+        progress, changes = self.checkpoint.progress, self.changes
+        if self.found.damaged:
+            console.warn(self.found.warning())
+        within = f" and {console.count(progress.epoch_step, 'step')}" if progress.epoch_step else ""
+        console.say(f"resuming after epoch {progress.epoch}{within}, step {progress.step}")
+        if changes.serious:
+            console.warn(
+                "this is another training from here on, as --force_resume asks for:"
+                f" {'; '.join(changes.serious)}"
+            )
+            if progress.epoch_step < self.found.checkpoint.progress.epoch_step:
+                console.warn(f"epoch {progress.epoch + 1} begins anew: its examples are others now")
+        before, now = self.found.checkpoint.metadata.num_replicas, metadata.num_replicas
+        how = [*changes.how, *([f"replicas {before} → {now}"] if before != now else [])]
+        if how:
+            console.say(
+                f"{'; '.join(how)}: global batch {metadata.config['global_batch_size']} and"
+                f" learning rate {metadata.learning_rate:g} stay, so it is the same training but"
+                " for rounding and BatchNorm's shards"
+            )
+        if changes.more_epochs and has_schedule:
+            console.warn(
+                f"{changes.more_epochs[0]}: the learning rate goes on along the schedule of the new"
+                " number, which is not what training them from the start would give"
+            )
+
+
+def find_state(run_dir: pathlib.Path, config: Config, metadata: RunMetadata) -> Resumed | None:
+    """Finds what a training can go on with; None where nothing was saved.
+
+    What is different is found, not judged: see `Changes.check`.
+
+    Args:
+        run_dir: the directory of the run.
+        config: what is to go on.
+        origin: what it is trained on.
+
+    Raises:
+        CheckpointError: no checkpoint verifies, or it is beyond the epochs asked for.
+    """
+    found = find_newest_checkpoint(run_dir)
+    if found is None:
+        if (run_dir / HISTORY_FILE).exists():
+            raise CheckpointError(
+                f"{run_dir}: a history, but no checkpoint — the checkpoints of the run are required"
+                " to go on with it; restore them, or use --overwrite"
+            )
+        return None
+    saved = found.checkpoint
+    changes = find_changes(_identity(saved.metadata), _identity(metadata))
+    begun = saved.progress.epoch + (saved.progress.epoch_step > 0)
+    if begun > config.epochs:
+        raise CheckpointError(
+            f"--epochs={config.epochs} — epoch {begun} of it is begun already; use"
+            f" --epochs={begun} or more, or another directory"
+        )
+    progress = _with_changes(saved.progress, changes)
+    return Resumed(dataclasses.replace(saved, progress=progress), found, changes)
+
+
+def _identity(metadata: RunMetadata) -> dict:
+    return {
+        **metadata.config,
+        "dataset_sha256": metadata.dataset_sha256,
+        **metadata.versions,
+    }
+
+
+def _with_changes(progress: Progress, changes: Changes) -> Progress:
+    """Returns the progress with a note of what is changed from here on."""
+    lines = [*changes.how, *changes.more_epochs, *changes.serious]
+    noted = [*progress.changes, *(f"step {progress.step}: {line}" for line in lines)]
+    if changes.keep_order:
+        return dataclasses.replace(progress, changes=noted)
+    return Progress(  # The epoch under way begins anew.
+        step=progress.step, total_sec=progress.total_sec, history=progress.history, changes=noted
+    )
+
+
+def _shown(value) -> str:
+    text = str(value)
+    return f"{text[:12]}…" if len(text) == 64 else text

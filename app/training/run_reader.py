@@ -1,0 +1,108 @@
+"""A run on disk, brought back on any strategy and any devices."""
+
+import dataclasses
+
+from app.config import Config
+from app.data.dataset import ImageDataset
+from app.data.dataset_loader import load_dataset
+from app.devices.device_setup import Devices
+from app.records.caveats import injected_fault_caveat
+from app.records.checkpoint import Checkpoint
+from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
+from app.records.run_directory import load_run_config, named_path
+from app.runtime import console
+from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
+
+# What the saved state stands for; everything else (strategy, devices) is free to be another.
+_KEPT = ("model", "recipe", "seed", "precision")
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint with the configuration that it can be rebuilt with.
+
+    Attributes:
+        config: the command's own, with the model and recipe of the run.
+        checkpoint: the newest of the run.
+    """
+
+    config: Config
+    checkpoint: Checkpoint
+
+    @classmethod
+    def open(cls, config: Config) -> "SavedRun":
+        """Reads the run that `config.run` names.
+
+        Raises:
+            OutputError: there is no run.
+            CheckpointError: it has no usable checkpoint.
+        """
+        run_dir = named_path(config.run)
+        run_config = load_run_config(run_dir)
+        if run_config.get("command") == "verify":
+            raise OutputError(
+                f"--run={run_dir} is a verification, which keeps no weights — a training is"
+                " required; name a run of train"
+            )
+        if "," in str(run_config.get("strategy")):
+            first = str(run_config["strategy"]).split(",")[0]
+            raise OutputError(
+                f"--run={run_dir} is a comparison — one of its runs is required;"
+                f" for example --run={run_dir / first}"
+            )
+        find = find_best_checkpoint if config.checkpoint == "best" else find_newest_checkpoint
+        found = find(run_dir)
+        if found is None:
+            raise CheckpointError(
+                f"{run_dir}: no checkpoint — a run that has saved one is required;"
+                " finish it with the command that started it"
+            )
+        if found.damaged:
+            console.warn(found.warning())
+        trained = found.checkpoint.metadata.config
+        if trained.get("inject"):
+            console.warn(injected_fault_caveat(str(trained["inject"])))
+        try:
+            kept = {name: trained[name] for name in _KEPT}
+            return cls(dataclasses.replace(config, **kept), found.checkpoint)
+        except (ConfigError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{found.path}: of a training that is unknown here ({error}) — one of this program"
+                " is required; choose another run"
+            ) from error
+
+    def load_dataset(self) -> ImageDataset:
+        """Loads the images that the run was tested on.
+
+        Raises:
+            ConfigError: they are generated, but real ones were named.
+            DataError: missing, damaged, or others than the run's.
+        """
+        metadata = self.checkpoint.metadata
+        name = metadata.dataset
+        if name == "synthetic" and self.config.data_dir:
+            raise ConfigError(
+                f"--data_dir={self.config.data_dir} with a run on generated images — no data is"
+                " read for it; leave the flag out"
+            )
+        dataset = load_dataset(
+            name,
+            data_dir=self.config.data_dir,
+            allow_unverified=self.config.allow_unverified_data,
+            warn=console.warn,
+        )
+        if dataset.sha256_of_test_part() != metadata.test_part_sha256:
+            raise DataError(
+                f"the test images found are not those of {self.config.run} (its data set:"
+                f" {name}) — the same images are required; name their folder with --data_dir"
+            )
+        return dataset
+
+    def rebuild(self, devices: Devices):
+        """Builds the strategy on `devices` and gives every replica the saved state."""
+        from app.training.strategy_builder import build_strategy, restore
+
+        # No step is made, so rate and number of steps do not matter.
+        strategy = build_strategy(self.config, devices, learning_rate=1.0, num_steps=1)
+        restore(strategy, self.checkpoint)
+        return strategy

@@ -1,0 +1,217 @@
+"""Writes what a run leaves: its checkpoints first, then all that follows from them."""
+
+import dataclasses
+import math
+import pathlib
+import statistics
+import time
+
+from app.config import Config
+from app.data.dataset import ImageDataset
+from app.devices.device_setup import Devices
+from app.records import history as histories
+from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
+from app.records.checkpoint_search import quarantine
+from app.records.event_file import EventFile
+from app.records.files import io_errors_as
+from app.records.history import SUMMARY_FILE, EpochRecord, Summary
+from app.records.run_log import RunLog
+from app.records.run_metadata import RunMetadata
+from app.report import accuracy_plot
+from app.training.resume import Resumed
+from strategies.base import StepTotals, Strategy
+
+
+class RunWriter:
+    """What is on disk of one run.
+
+    A checkpoint is all of a training. History, summary and figure are made from it, so whatever was
+    cut off between them is made good by the attempt that follows.
+
+    Args:
+        run_dir: the directory of the run, locked.
+        log: its log.
+        template: a summary with all that does not change in a run.
+    """
+
+    def __init__(self, run_dir: pathlib.Path, log: RunLog, template: Summary):
+        self._run_dir, self._log, self._summary = run_dir, log, template
+        self._events, self._saving_sec = EventFile(run_dir), 0.0
+
+    def begin(self, metadata: RunMetadata) -> None:
+        """Logs what is trained."""
+        summary = self._summary
+        self._log.start(versions=metadata.versions, command=summary.command)
+        self._log.event(
+            "config",
+            config=metadata.config,
+            num_replicas=summary.num_replicas,
+            devices=summary.devices,
+        )
+        self._log.event(
+            "data",
+            name=summary.dataset,
+            sha256=summary.dataset_sha256,
+            num_train_examples=summary.num_train_examples,
+            num_test_examples=summary.num_test_examples,
+        )
+
+    def go_on(self, resumed: Resumed) -> None:
+        """Logs where the training goes on; brings the records in line with the checkpoint."""
+        progress = resumed.checkpoint.progress
+        self._log.event(
+            "resume",
+            step=progress.step,
+            epoch=progress.epoch,
+            damaged=[path.name for path, _ in resumed.found.damaged],
+            changes=progress.changes,
+        )
+        for path, _ in resumed.found.damaged:
+            quarantine(path)
+        self._events.go_on(
+            progress.step, {record.step: _scalars(record) for record in progress.history}
+        )
+        histories.write_history(self._run_dir, progress.history)
+        if not progress.epoch_step and progress.history:
+            self._write_records(resumed.checkpoint, compile_sec=0.0)
+        elif resumed.found.damaged:  # These may tell of an epoch that is lost.
+            for name in (SUMMARY_FILE, "accuracy.png", "accuracy.svg"):
+                with io_errors_as(self._run_dir / name):
+                    (self._run_dir / name).unlink(missing_ok=True)
+
+    def steps(
+        self, step: int, totals: StepTotals, *, images_per_sec: float, learning_rate: float
+    ) -> None:
+        """Tells TensorBoard of the steps of one call.
+
+        Args:
+            step: the last of them, since the start of the run.
+            totals: over their examples.
+            images_per_sec: in them.
+            learning_rate: of the last of them.
+        """
+        scalars = {
+            "steps/loss": totals.loss,
+            "steps/accuracy": totals.accuracy,
+            "steps/images_per_sec": images_per_sec,
+            "steps/learning_rate": learning_rate,
+        }
+        self._events.add(step, scalars)
+
+    def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
+        """Saves a checkpoint and, where it ends an epoch, what is to be read of that epoch.
+
+        Raises:
+            DiskFullError, OutputError: something cannot be written; what was there is left.
+        """
+        progress, start = checkpoint.progress, time.monotonic()
+        save_checkpoint(self._run_dir, checkpoint)
+        self._saving_sec += time.monotonic() - start
+        if progress.history and not progress.epoch_step:
+            histories.write_history(self._run_dir, progress.history)
+            self._write_records(checkpoint, compile_sec=compile_sec)
+            last = progress.history[-1]
+            names = ("epoch", "step", "train_loss", "test_accuracy", "epoch_sec")
+            self._log.event("epoch", **{name: getattr(last, name) for name in names})
+            self._events.add(last.step, _scalars(last) | {"time/saving_sec": self._saving_sec})
+            self._saving_sec = 0.0
+        self._log.event("checkpoint", step=progress.step, epoch=progress.epoch)
+
+    def finish(self) -> Summary:
+        """Marks the run as finished, last of all; returns its summary."""
+        self._summary = dataclasses.replace(self._summary, status="finished")
+        histories.write_summary(self._run_dir, self._summary)
+        return self._summary
+
+    def _write_records(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
+        """Writes summary and figure as they are at the end of an epoch."""
+        progress = checkpoint.progress
+        history, last = progress.history, progress.history[-1]
+        self._summary = dataclasses.replace(
+            self._summary,
+            steps=progress.step,
+            train_loss=last.train_loss,
+            test_loss=last.test_loss,
+            test_accuracy=last.test_accuracy,
+            best_test_accuracy=progress.best_epoch.test_accuracy,
+            epoch_sec=statistics.median(record.epoch_sec for record in history),
+            images_per_sec=statistics.median(record.images_per_sec for record in history),
+            compile_sec=compile_sec,
+            total_sec=progress.total_sec,
+            weights_sha256=weights_sha256(checkpoint.state),
+            changes=progress.changes,
+        )
+        histories.write_summary(self._run_dir, self._summary)
+        accuracy_plot.plot_accuracy([self._run_dir], self._run_dir)
+
+
+def _scalars(record: EpochRecord) -> dict[str, float]:
+    """Returns what TensorBoard is told of an epoch."""
+    return {
+        "epochs/train_loss": record.train_loss,
+        "epochs/test_loss": record.test_loss,
+        "epochs/train_accuracy": record.train_accuracy,
+        "epochs/test_accuracy": record.test_accuracy,
+        "epochs/images_per_sec": record.images_per_sec,
+        "time/training_sec": record.epoch_sec,
+        "time/evaluation_sec": record.evaluation_sec,
+    }
+
+
+class NullRunWriter:
+    """A `RunWriter` that writes nothing: that of a worker which is not the chief."""
+
+    def begin(self, metadata: RunMetadata) -> None:
+        """Does nothing."""
+
+    def steps(
+        self, step: int, totals: StepTotals, *, images_per_sec: float, learning_rate: float
+    ) -> None:
+        """Does nothing."""
+
+    def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
+        """Does nothing."""
+
+    def finish(self) -> None:
+        """Does nothing."""
+
+
+def summary_template(
+    config: Config,
+    devices: Devices,
+    dataset: ImageDataset,
+    strategy: Strategy,
+    metadata: RunMetadata,
+) -> Summary:
+    """Returns a summary with all that does not change in a run; results are not there yet."""
+    results = {field.name: math.nan for field in dataclasses.fields(Summary) if field.type is float}
+    return Summary(
+        **{
+            **results,
+            "status": "running",
+            "command": config.command,
+            "strategy": strategy.name,
+            "num_replicas": strategy.num_replicas,
+            "devices": strategy.devices,
+            "simulated_devices": devices.simulated,
+            "intra_op_threads": devices.intra_op_threads,
+            "all_reduce": strategy.algorithm,
+            "model": config.model,
+            "num_parameters": strategy.model.count_params(),
+            "dataset": metadata.dataset,
+            "dataset_sha256": metadata.dataset_sha256,
+            "recipe": config.recipe,
+            "global_batch_size": config.global_batch_size,
+            "learning_rate": metadata.learning_rate,
+            "precision": config.precision,
+            "jit_compile": config.jit_compile,
+            "seed": config.seed,
+            "epochs": config.epochs,
+            "steps": 0,
+            "num_train_examples": len(dataset.train_images),
+            "num_test_examples": len(dataset.test_images),
+            "weights_sha256": "",
+            "versions": metadata.versions,
+            "injected_fault": str(config.fault or ""),
+        }
+    )

@@ -1,0 +1,96 @@
+"""Puts recipe, model and strategy together: replicas on devices, new or from a checkpoint."""
+
+import keras
+import numpy as np
+
+from app.config import Config
+from app.devices.device_setup import Devices
+from app.records.checkpoint import Checkpoint
+from app.runtime.errors import CheckpointError, ConfigError
+from app.training.recipes import find_recipe
+from models import MODELS
+from strategies import STRATEGIES
+from strategies.base import Strategy
+from strategies.replicas import State
+
+# Gradients of a mean loss above 64 would overflow; they are far below in any training that works.
+FLOAT16_LOSS_SCALE = 1024.0
+# What Keras calls them.
+_STEP, _RATE = "optimizer/iteration", "optimizer/learning_rate"
+
+
+def build_strategy(
+    config: Config, devices: Devices, *, learning_rate: float, num_steps: int
+) -> Strategy:
+    """Builds the strategy of `config` with its model and optimizer on every device.
+
+    Args:
+        config: names the strategy, the model and the recipe.
+        devices: where the replicas go.
+        learning_rate: the peak.
+        num_steps: of the whole training, for schedules.
+
+    Raises:
+        ConfigError: the strategy has no such all-reduce on these devices.
+    """
+    recipe = find_recipe(config.recipe, config.model)
+    try:
+        strategy = STRATEGIES[config.strategy](
+            devices.names,
+            workers=devices.workers,
+            all_reduce=config.all_reduce,
+            bucket_mib=config.bucket_mib,
+            communication_dtype=None
+            if config.communication_dtype == "float32"
+            else config.communication_dtype,
+            jit_compile=config.jit_compile,
+            label_smoothing=recipe.label_smoothing,
+            loss_scale=FLOAT16_LOSS_SCALE if config.precision == "mixed_float16" else 1.0,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error}; choose other devices or --all_reduce=auto") from error
+    keras.config.set_dtype_policy(config.precision)
+    strategy.build(
+        lambda: recipe.build_model(MODELS[config.model], config.seed),
+        lambda: recipe.create_optimizer(learning_rate, num_steps),
+    )
+    return strategy
+
+
+def restore(
+    strategy: Strategy, checkpoint: Checkpoint, *, new_schedule_step: int | None = None
+) -> None:
+    """Gives every replica the state of a checkpoint, and its own statistics where they fit.
+
+    Args:
+        strategy: built; the same model, on as many replicas as it likes.
+        checkpoint: what to give it.
+        new_schedule_step: where the training goes on with another recipe, rate or batch: the step
+            of its schedule. The optimizer then keeps of the checkpoint what fits, and no rate.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    state = checkpoint.state
+    if new_schedule_step is not None:
+        state = _with_new_schedule(state, strategy.state(), new_schedule_step)
+    try:
+        strategy.load_state(state)
+        if len(checkpoint.per_replica_statistics) == strategy.num_replicas:
+            strategy.load_per_replica_statistics(checkpoint.per_replica_statistics)
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint of step {checkpoint.progress.step}: {error} — one of the same model is"
+            " required; choose another run"
+        ) from error
+
+
+def _with_new_schedule(saved: State, own: State, step: int) -> State:
+    """Returns the saved model with an optimizer of the strategy's own making, at `step`."""
+    model = {name: array for name, array in saved.items() if name.startswith("model/")}
+    optimizer = {name: array for name, array in own.items() if name.startswith("optimizer/")}
+    for name, array in optimizer.items():
+        fits = name in saved and saved[name].shape == array.shape and name != _RATE
+        optimizer[name] = saved[name] if fits else array
+    optimizer[_STEP] = np.array(step, optimizer[_STEP].dtype)
+    return {**model, **optimizer}

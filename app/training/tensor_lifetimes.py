@@ -1,0 +1,106 @@
+"""Which tensors of a training step are alive at its worst moment, and how large they are."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from strategies.loss import shard_loss
+
+# No dimension of a network: what it divides belongs to the images of a shard.
+_NUM_IMAGES = 97
+# Kernels that hand on their input as it is. (That others may write over an input that nobody
+# needs any more saves next to nothing: oneDNN's do not, or what they could save is not at the
+# worst moment.)
+_VIEWS = {"ExpandDims", "Identity", "ReadVariableOp", "Reshape", "Squeeze", "StopGradient"}
+_GIVEN = {"Const", "Placeholder"}  # Weights, the batch itself: there all the time.
+
+
+class LiveTensors(NamedTuple):
+    """Bytes at the moment of a step at which most is alive.
+
+    Attributes:
+        fixed_bytes: whatever the shard; most of it the gradients that are there by then.
+        image_bytes: for each image of a shard.
+    """
+
+    fixed_bytes: int
+    image_bytes: float
+
+
+def live_tensors_in_step(model: keras.Model) -> LiveTensors:
+    """Traces loss and gradient of a shard, computes nothing, and walks through the graph.
+
+    A tensor is alive from the operation that makes it to the last one that reads it; gradients are
+    alive to the end. Operations are taken in the order in which they were traced.
+
+    Args:
+        model: takes uint8 images `(n, 28, 28, 1)`; unchanged.
+    """
+
+    def gradients_of(images, labels):
+        with tf.GradientTape() as tape:
+            loss, _ = shard_loss(model(images, training=True), labels, tf.size(labels))
+        return tape.gradient(loss, model.trainable_variables)
+
+    graph = (
+        tf.function(gradients_of)
+        .get_concrete_function(
+            tf.TensorSpec((_NUM_IMAGES, 28, 28, 1), tf.uint8),
+            tf.TensorSpec((_NUM_IMAGES,), tf.int32),
+        )
+        .graph
+    )
+    return _split(_largest_set(graph))
+
+
+def _largest_set(graph) -> list[tf.Tensor]:
+    """Returns the tensors of the worst moment."""
+    operations = graph.get_operations()
+    owner = _owners(operations)
+    last_use = {}
+    for position, operation in enumerate(operations):
+        for tensor in operation.inputs:
+            last_use[owner[tensor.ref()]] = position
+    last_use |= {owner[tensor.ref()]: len(operations) for tensor in graph.outputs}
+
+    alive, size, largest, most = {}, 0, [], 0
+    for position, operation in enumerate(operations):
+        if operation.type in _GIVEN:
+            continue
+        for tensor in operation.outputs:
+            if owner[tensor.ref()] == tensor.ref() and _size_bytes(tensor):
+                alive[tensor.ref()] = tensor
+                size += _size_bytes(tensor)
+        if size > most:
+            largest, most = list(alive.values()), size
+        for ref in [ref for ref in alive if last_use.get(ref, position) <= position]:
+            size -= _size_bytes(alive.pop(ref))
+    return largest
+
+
+def _owners(operations: Iterable) -> dict:
+    """Returns tensor → the tensor whose memory it is."""
+    owner = {}
+    for operation in operations:
+        for tensor in operation.outputs:
+            is_view = operation.type in _VIEWS and len(operation.inputs) > 0
+            owner[tensor.ref()] = owner[operation.inputs[0].ref()] if is_view else tensor.ref()
+    return owner
+
+
+def _split(tensors: Iterable[tf.Tensor]) -> LiveTensors:
+    fixed_bytes = image_bytes = 0
+    for tensor in tensors:
+        if tensor.shape.num_elements() % _NUM_IMAGES == 0:
+            image_bytes += _size_bytes(tensor) / _NUM_IMAGES
+        else:
+            fixed_bytes += _size_bytes(tensor)
+    return LiveTensors(fixed_bytes, image_bytes)
+
+
+def _size_bytes(tensor: tf.Tensor) -> int:
+    if tensor.dtype in (tf.resource, tf.variant) or not tensor.shape.is_fully_defined():
+        return 0
+    return tensor.shape.num_elements() * tensor.dtype.size

@@ -1,0 +1,99 @@
+"""A training as its configuration and data define it: batches, steps, rate, model, optimizer."""
+
+from app.config import Config
+from app.data.dataset import ImageDataset
+from app.data.dataset_loader import load_dataset, with_train_subset
+from app.data.input_pipeline import num_steps_per_epoch, train_dataset
+from app.devices.device_setup import Devices
+from app.runtime import console
+from app.training.recipes import find_recipe
+from app.training.strategy_builder import build_strategy
+from models import MODELS
+from strategies.base import Strategy
+
+
+def load_data(config: Config) -> ImageDataset:
+    """Loads the images that `config` asks for.
+
+    Raises:
+        DataError: missing, damaged, or too few.
+    """
+    dataset = load_dataset(
+        config.dataset,
+        data_dir=config.data_dir,
+        allow_unverified=config.allow_unverified_data,
+        warn=console.warn,
+    )
+    return with_train_subset(dataset, config.num_train_examples, config.seed)
+
+
+class TrainingSpec:
+    """What is trained and how, whoever trains it.
+
+    Args:
+        config: the flags.
+        dataset: the images.
+
+    Attributes:
+        steps_per_epoch: batches of an epoch.
+        num_steps: of the whole training, which schedules depend on.
+        learning_rate: the peak.
+    """
+
+    def __init__(self, config: Config, dataset: ImageDataset):
+        self.config, self.dataset = config, dataset
+        self.steps_per_epoch = num_steps_per_epoch(
+            len(dataset.train_images), config.global_batch_size, config.last_batch
+        )
+        self.num_steps = config.epochs * self.steps_per_epoch
+        self._recipe = find_recipe(config.recipe, config.model)
+        self.learning_rate = config.learning_rate or self._recipe.learning_rate(
+            global_batch_size=config.global_batch_size, num_steps=self.num_steps
+        )
+
+    def build_strategy(self, devices: Devices) -> Strategy:
+        """Builds the strategy of `config` with its model and optimizer on every device."""
+        return build_strategy(
+            self.config, devices, learning_rate=self.learning_rate, num_steps=self.num_steps
+        )
+
+    @property
+    def label_smoothing(self) -> float:
+        """What part of the target is spread evenly over all classes."""
+        return self._recipe.label_smoothing
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the learning rate follows from the number of steps of the whole training."""
+        return self._recipe.warmup is not None
+
+    @property
+    def flips(self) -> bool:
+        """Whether training images are mirrored now and then."""
+        return self._recipe.flip
+
+    def build_model(self):
+        """Builds the model with its initial weights."""
+        return self._recipe.build_model(MODELS[self.config.model], self.config.seed)
+
+    def create_optimizer(self):
+        """Creates the optimizer."""
+        return self._recipe.create_optimizer(self.learning_rate, self.num_steps)
+
+    def batches(self, *, seed: int | None = None, start_step: int = 0):
+        """Returns the endless set of global batches from `start_step` on, in the seed's order."""
+        return train_dataset(
+            self.dataset.train_images,
+            self.dataset.train_labels,
+            seed=self.config.seed if seed is None else seed,
+            global_batch_size=self.config.global_batch_size,
+            last_batch=self.config.last_batch,
+            start_step=start_step,
+            flip=self.flips,
+        )
+
+    def batch_sizes(self) -> set[int]:
+        """Returns the sizes that batches have: the global one and that of a short last batch."""
+        size, num_examples = self.config.global_batch_size, len(self.dataset.train_images)
+        rest = num_examples % size if self.config.last_batch == "keep" else 0
+        return {size for size in (min(size, num_examples), rest) if size}

@@ -1,0 +1,106 @@
+"""What hypotheses are tested with: is an array this sum of those, within rounding?"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from app.verification.measurement import SMALLEST, UNIT_ROUNDOFF
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def _to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Rounds float32 to nearest, ties to even: the upper half of the bits remains."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32).reshape(array.shape)
+
+
+def _to_float16(array: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return array.astype(np.float16).astype(array.dtype)
+
+
+# Name → how a float32 array is rounded, relative error of one rounding, smallest number.
+REDUCED_PRECISIONS = {
+    "bfloat16": (_to_bfloat16, 2.0**-8, SMALLEST),
+    "float16": (_to_float16, 2.0**-11, 2.0**-25),
+}
+
+
+def is_weighted_sum(
+    got: Arrays,
+    parts: Sequence[Arrays],
+    weights: Sequence[float],
+    *,
+    rounding: Callable[[np.ndarray], np.ndarray] = lambda array: array,
+) -> bool:
+    """Tells whether every array is Σ weight · part, as float32 computes it.
+
+    Args:
+        got: tensor → array.
+        parts: R times the same.
+        weights: R numbers.
+        rounding: what is done to each part before.
+    """
+    for tensor, array in got.items():
+        terms = [
+            weight * rounding(part[tensor]).astype(np.float64)
+            for weight, part in zip(weights, parts, strict=True)
+        ]
+        bound = (len(terms) + 2) * UNIT_ROUNDOFF * sum(map(np.abs, terms)) + SMALLEST
+        if not np.all(np.abs(array - sum(terms)) <= bound):
+            return False
+    return True
+
+
+def is_reduced(got: Arrays, parts: Sequence[Arrays], name: str) -> bool:
+    """Tells whether every array is the sum of the parts, computed in a reduced precision."""
+    rounding, unit, smallest = REDUCED_PRECISIONS[name]
+    if is_weighted_sum(got, parts, [1.0] * len(parts), rounding=rounding):
+        return True
+    for tensor, array in got.items():
+        terms = [part[tensor].astype(np.float64) for part in parts]
+        bound = len(terms) * (unit * sum(map(np.abs, terms)) + smallest)
+        if not (has_values_of(array, name) and np.all(np.abs(array - sum(terms)) <= bound)):
+            return False
+    return True
+
+
+def has_values_of(array: np.ndarray, name: str) -> bool:
+    """Tells whether a reduced precision can hold every element as it is."""
+    rounding = REDUCED_PRECISIONS[name][0]
+    return np.array_equal(array, rounding(array))
+
+
+def fit(got: Arrays, parts: Sequence[Arrays]) -> np.ndarray:
+    """Returns the R weights for which Σ weight · part is nearest to `got`, over all tensors."""
+    gram, projections = np.zeros((len(parts), len(parts))), np.zeros(len(parts))
+    for tensor, array in got.items():
+        rows = np.stack([np.asarray(part[tensor], np.float64).ravel() for part in parts])
+        gram += rows @ rows.T
+        projections += rows @ np.asarray(array, np.float64).ravel()
+    return np.linalg.lstsq(gram, projections, rcond=None)[0]
+
+
+def telling_factors(sizes: Sequence[int]) -> Iterator[tuple[list[float], str]]:
+    """Yields by what each replica's gradient is too large where scaling goes wrong, and how.
+
+    Args:
+        sizes: examples of each replica's shard.
+    """
+    replicas, examples = len(sizes), sum(sizes)
+    if replicas > 1:
+        many = f"{replicas} is the number of replicas"
+        yield [replicas] * replicas, f"{many}, scaled once too often or not at all"
+        yield [1 / replicas] * replicas, f"{many}, divided by once too often"
+        shown = " and ".join(map(str, sorted(set(sizes), reverse=True)))
+        yield (
+            [examples / size for size in sizes],
+            f"divided by the {shown} examples of a shard, not by the {examples} of the batch",
+        )
+    yield [examples] * replicas, f"not divided by the {examples} examples of the batch"
+    yield (
+        [1 / examples] * replicas,
+        f"divided twice by the {examples} examples of the batch",
+    )

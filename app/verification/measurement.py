@@ -1,0 +1,124 @@
+"""One comparison of one array of one step, and how exact it had to be."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.verification.difference import Difference
+from app.verification.trace import KINDS
+
+UNIT_ROUNDOFF = np.finfo(np.float32).eps / 2  # Relative error of one rounding to nearest.
+SMALLEST = np.finfo(np.float32).tiny  # Smaller numbers may be flushed to 0.
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """How far one array of one step is from what it should be.
+
+    Attributes:
+        step: from 1; 0 for what a training starts from.
+        kind: a key of `trace.KINDS`.
+        tensor: its name.
+        replica_id: whose.
+        absolute: largest difference from the float64 reference; for "examples", how many are wrong.
+        relative: the same, over the largest magnitude in the array.
+        ulps: the same, in float32 steps.
+        absolute32: largest difference from the float32 reference; 0 if bit-identical to it.
+        error: what is judged. Of what a replica computes, the relative error in the Euclidean norm;
+            where each element has a bound of its own, the largest share of it that is used.
+        limit: how large `error` may be.
+    """
+
+    step: int
+    kind: str
+    tensor: str
+    replica_id: int
+    absolute: float
+    relative: float
+    ulps: int
+    absolute32: float
+    error: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the array is right: the very bits of the reference, or within rounding."""
+        return self.absolute32 == 0 or self.error <= self.limit
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """When it was computed: what is false first explains what is false after it."""
+        return self.step, list(KINDS).index(self.kind)
+
+    @property
+    def excess(self) -> float:
+        """The error over what it may be, infinite for what may not differ at all."""
+        if math.isnan(self.error):
+            return math.inf
+        if self.limit:
+            return self.error / self.limit
+        return math.inf if self.error else 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """What `absolute` could be at most, were all differences scaled alike."""
+        return self.absolute / self.excess if self.excess else math.nan
+
+    @classmethod
+    def of(cls, where: tuple, held, true, float32=None) -> "Measurement":
+        """Measures an array that has to be right to the bit, or whose limit is yet to come.
+
+        Args:
+            where: step, kind, tensor and replica.
+            held: what the trace holds.
+            true: the float64 reference.
+            float32: the float32 reference, where it is another one.
+        """
+        difference = Difference.between(held, true)
+        absolute32 = (
+            difference.absolute if float32 is None else Difference.between(held, float32).absolute
+        )
+        return cls(
+            *where,
+            **dataclasses.asdict(difference),
+            absolute32=absolute32,
+            error=relative_error(held, true),
+            limit=0.0,
+        )
+
+    @classmethod
+    def bounded(cls, where: tuple, held, true, float32, bound) -> "Measurement":
+        """Measures an array with a bound for each element.
+
+        Args:
+            where: step, kind, tensor and replica.
+            held: what the trace holds.
+            true: the float64 reference.
+            float32: the float32 reference.
+            bound: of the error of each element, above 0.
+        """
+        share = float(np.max(np.abs(np.asarray(held, np.float64) - true) / bound))
+        return dataclasses.replace(cls.of(where, held, true, float32), error=share, limit=1.0)
+
+    @classmethod
+    def counted(cls, where: tuple, count: int) -> "Measurement":
+        """Returns a number of things that are wrong, none of which may be."""
+        return cls(*where, float(count), 0.0, 0, float(count), error=float(count), limit=0.0)
+
+
+def relative_error(held: np.ndarray, true: np.ndarray) -> float:
+    """Returns ‖held − true‖ / ‖true‖; over the smallest number where `true` is 0."""
+    true = np.asarray(true, np.float64).ravel()
+    apart = np.linalg.norm(np.asarray(held, np.float64).ravel() - true)
+    return float(apart / max(np.linalg.norm(true), SMALLEST))
+
+
+def first_mismatch(measurements: Sequence[Measurement]) -> Measurement | None:
+    """Returns what is out of tolerance first, and of what was computed together the worst."""
+    false = [m for m in measurements if not m.holds]
+    if not false:
+        return None
+    first = min(m.order for m in false)
+    return max((m for m in false if m.order == first), key=lambda m: m.excess)

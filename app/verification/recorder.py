@@ -1,0 +1,169 @@
+"""Writes down what a training computes, step by step, whatever its strategy."""
+
+import pathlib
+import time
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from app.runtime.errors import ConfigError, DivergedError
+from app.verification.straggler import SendTime
+from app.verification.trace import TraceWriter, hash_examples
+from strategies.base import Strategy
+from strategies.observer import Observer
+from strategies.replicas import State
+
+
+class Recorder(Observer):
+    """Looks on at a strategy and writes down each of its steps.
+
+    Args:
+        strategy: built, and no step made: its witness is replaced by this one.
+        inner: looks on too, and may interfere: what a replica computed is kept before it does,
+            what was exchanged after.
+    """
+
+    def __init__(self, strategy: Strategy, inner: Observer | None = None):
+        self._strategy, self._inner = strategy, inner or Observer()
+        self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
+        strategy.observer = self
+
+    def record(
+        self,
+        iterator,
+        *,
+        num_steps: int,
+        path: pathlib.Path,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> list[list[SendTime]]:
+        """Trains `num_steps` steps and leaves their trace in `path`.
+
+        Moving statistics are averaged over the replicas after every step, and not just when they
+        are needed: the average moves linearly, so this is the same training but for rounding.
+
+        Args:
+            iterator: what `strategy.distribute` returned.
+            num_steps: how many.
+            path: where the trace goes.
+            on_step: called after each step.
+
+        Returns:
+            For each step and replica, when it sent its gradients.
+
+        Raises:
+            ConfigError: steps of this strategy, or of this model, cannot be checked.
+            DivergedError: something that was computed is not finite.
+            DiskFullError: no space for the trace.
+        """
+        check_repeatable(self._strategy.model)
+        trainable = [variable.path for variable in self._strategy.model.trainable_variables]
+        times = []
+        with TraceWriter(path) as trace:
+            self._write_states(trace, 0)
+            for step in range(1, num_steps + 1):
+                start, busy = time.monotonic(), time.process_time()
+                self._strategy.train_steps(iterator, 1)
+                shards = self._take("shard")
+                _check_finite(step, "loss", [{"loss": loss} for *_, loss in shards])
+                trace.write(
+                    step,
+                    "examples",
+                    [{"examples": hash_examples(images, labels)} for images, labels, _ in shards],
+                )
+                trace.write(step, "loss", [{"loss": loss} for *_, loss in shards])
+                for kind in ("gradients", "sums"):
+                    per_replica = [
+                        dict(zip(trainable, arrays, strict=True)) for arrays in self._take(kind)
+                    ]
+                    _check_finite(step, kind, per_replica)
+                    trace.write(step, kind, per_replica)
+                self._write_states(trace, step)
+                times.append([(sent - start, cpu - busy) for sent, cpu in self._take("times")])
+                on_step(step)
+        return times
+
+    def before_all_reduce(self, replica_id, shard, loss, gradients):
+        """Keeps examples, loss and gradients, and when they were sent."""
+        self._keep("shard", replica_id, [shard.images, shard.labels, loss])
+        self._keep("gradients", replica_id, gradients)
+        sent = self._inner.before_all_reduce(replica_id, shard, loss, gradients)
+        with tf.control_dependencies(sent):
+            tf.numpy_function(self._keep_time, [replica_id], [])
+        return sent
+
+    def after_all_reduce(self, replica_id, sums):
+        """Keeps the sums."""
+        sums = self._inner.after_all_reduce(replica_id, sums)
+        self._keep("sums", replica_id, sums)
+        return sums
+
+    def _keep(self, what: str, replica_id, tensors) -> None:
+        def keep(replica_id, *arrays):
+            self._kept[what, int(replica_id)] = [np.array(array) for array in arrays]
+
+        tf.numpy_function(keep, [replica_id, *tensors], [])
+
+    def _keep_time(self, replica_id) -> None:
+        self._kept["times", int(replica_id)] = [time.monotonic(), time.process_time()]
+
+    def _take(self, what: str) -> list[list[np.ndarray]]:
+        """Returns what was kept under this name in the last step, a list for each replica."""
+        taken = {key: self._kept.pop(key) for key in list(self._kept) if key[0] == what}
+        ids = self._strategy.local_replica_ids
+        if set(taken) != {(what, replica_id) for replica_id in ids}:
+            found = ", ".join(str(r) for _, r in sorted(taken)) or "none"
+            raise ConfigError(
+                f"strategy {self._strategy.name} reported the {what} of these replicas: {found} —"
+                " its train_step has to call self.observer.before_all_reduce and after_all_reduce"
+                " for each; see docs/add_a_strategy.md"
+            )
+        return [taken[what, replica_id] for replica_id in ids]
+
+    def _write_states(self, trace: TraceWriter, step: int) -> None:
+        strategy = self._strategy
+        own = strategy.replica_states()
+        _check_finite(step, "state", own)
+        for kind in ("slots", "weights"):
+            trace.write(step, kind, [_part(state, kind, strategy) for state in own])
+        trace.write(step, "own statistics", [_part(state, "statistics", strategy) for state in own])
+        trace.write(step, "statistics", [_part(strategy.state(), "statistics", strategy)])
+
+
+def _check_finite(step: int, kind: str, per_replica: list[dict[str, np.ndarray]]) -> None:
+    for replica_id, arrays in enumerate(per_replica):
+        for tensor, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise DivergedError(
+                    f"{kind} of {tensor} on replica {replica_id} is not finite at step {step} —"
+                    " finite numbers are required; use a smaller --learning_rate, or fewer --steps"
+                )
+
+
+def check_repeatable(model: keras.Model) -> None:
+    """Checks that a step is a function of weights and examples alone.
+
+    Raises:
+        ConfigError: a layer draws random numbers in training.
+    """
+    seeds = [v.path for v in model.variables if not np.issubdtype(np.dtype(v.dtype), np.floating)]
+    if seeds:
+        raise ConfigError(
+            f"model {model.name} draws random numbers in training ({seeds[0]}) — a step that only"
+            " depends on weights and examples is required; leave layers such as Dropout out"
+        )
+
+
+def _part(state: State, kind: str, strategy: Strategy) -> State:
+    """Returns the arrays of one kind, without the prefix of their names."""
+    if kind == "slots":
+        names = [name for name in state if name.startswith("optimizer/")]
+    else:
+        names = [
+            f"model/{variable.path}"
+            for variable in strategy.model.variables
+            if variable.trainable == (kind == "weights")
+            and np.issubdtype(np.dtype(variable.dtype), np.floating)
+        ]
+    return {name.partition("/")[2]: state[name] for name in names}

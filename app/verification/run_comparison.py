@@ -1,0 +1,124 @@
+"""What finished runs say side by side, from their records on disk alone."""
+
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Sequence
+
+from app.records.checkpoint import weights_sha256
+from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.history import Summary, load_summary
+from app.runtime.errors import CheckpointError, DataError
+from app.verification.difference import WeightDifference
+
+HEADER = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PairVerdict:
+    """What became of the weights of two runs that started from the same.
+
+    Attributes:
+        strategies: names of the two.
+        num_steps: optimizer steps that both made.
+        difference: between their final weights.
+        explanation: what sets the two trainings apart by design, "" where nothing does.
+    """
+
+    strategies: tuple[str, str]
+    num_steps: int
+    difference: WeightDifference
+    explanation: str
+
+    def __str__(self):
+        first, second = self.strategies
+        after = f"after {self.num_steps} step" + ("s" if self.num_steps > 1 else "")
+        if self.difference.identical:
+            return f"{first} and {second}: bit-identical weights {after}"
+        return (
+            f"{first} and {second}: weights {after} differ by at most"
+            f" {self.difference.absolute:.2g} ({self.difference.relative:.2g} of the largest, in"
+            f" {self.difference.tensor}). {self.explanation}"
+        )
+
+
+def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
+    """Compares the final weights of each pair of runs.
+
+    Raises:
+        DataError: they were not trained on the same images.
+        CheckpointError: a run has no weights, or unusable ones.
+    """
+    summaries = [load_summary(path) for path in run_dirs]
+    if len({summary.dataset_sha256 for summary in summaries}) > 1:
+        found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
+        raise DataError(
+            f"trained on different images: {found} — the same are required; name the data set"
+            " with --dataset and use --overwrite"
+        )
+    runs = [
+        (summary, _load_weights(path, summary))
+        for summary, path in zip(summaries, run_dirs, strict=True)
+    ]
+    return [
+        PairVerdict(
+            strategies=(first.strategy, second.strategy),
+            num_steps=first.steps,
+            difference=WeightDifference.between(first_state, second_state),
+            explanation=_explain(first, second, has_batch_norm=_has_batch_norm(first_state)),
+        )
+        for (first, first_state), (second, second_state) in itertools.combinations(runs, 2)
+    ]
+
+
+def _load_weights(run_dir: pathlib.Path, summary: Summary) -> dict:
+    """Loads the weights that a summary tells of, no others."""
+    found = find_newest_checkpoint(run_dir)
+    if found is None:
+        raise CheckpointError(
+            f"{run_dir}: no checkpoint — the weights of every run are required; use --overwrite"
+        )
+    state = found.checkpoint.state
+    if weights_sha256(state) != summary.weights_sha256:
+        raise CheckpointError(
+            f"{found.warning() or found.path}: not the weights of step {summary.steps}, which"
+            f" {run_dir}/summary.json tells of — those are required; restore them, or use"
+            " --overwrite"
+        )
+    return state
+
+
+def _has_batch_norm(state) -> bool:
+    return any(name.endswith("/moving_mean") for name in state)
+
+
+def _explain(first: Summary, second: Summary, *, has_batch_norm: bool) -> str:
+    """Says what two trainings do differently by design; it does not measure that this is all."""
+    if (first.num_replicas, first.all_reduce) == (second.num_replicas, second.all_reduce):
+        return "Both should add in the same order: this wants an explanation."
+    if has_batch_norm and first.num_replicas != second.num_replicas:
+        why = (
+            "each replica normalises with the statistics of its own shard (--batch_norm=average),"
+            " so another number of replicas is another training"
+        )
+    else:
+        why = "they add over the batch in another order, and training enlarges what rounding leaves"
+    return f"Some difference has to be: {why}. Whether this is all of it is not measured here."
+
+
+def table_rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    """Returns a row of `HEADER` for each run; the speed-up is over `single` where it is there."""
+    single = next((s for s in summaries if s.strategy == "single"), None)
+    return [
+        [
+            summary.strategy,
+            f"{summary.num_replicas} simulated"
+            if summary.simulated_devices
+            else str(summary.num_replicas),
+            f"{summary.test_accuracy:.4f}",
+            f"{summary.epoch_sec:.2f}",
+            f"{summary.images_per_sec:,.0f}",
+            f"{single.epoch_sec / summary.epoch_sec:.2f}x" if single else "–",
+        ]
+        for summary in summaries
+    ]

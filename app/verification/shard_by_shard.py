@@ -1,0 +1,84 @@
+"""The same training on one device, shard by shard, as a trace."""
+
+import pathlib
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from app.verification.reference import Reference
+from app.verification.trace import TraceWriter, hash_examples
+
+
+def train_shard_by_shard(
+    reference: Reference,
+    batches: Iterable[tuple[np.ndarray, np.ndarray]],
+    *,
+    num_shards: int,
+    path: pathlib.Path,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Trains on one device with the BatchNorm of several, and leaves the trace in `path`.
+
+    BatchNorm makes the number of replicas part of the training: each normalises with the statistics
+    of its own shard (`--batch_norm=average`). This does the same with the shards one after another.
+
+    Args:
+        reference: in float32.
+        batches: images and labels of each step.
+        num_shards: R.
+        path: where the trace goes.
+        on_step: called after each step.
+    """
+    state = reference.initial_state
+    with TraceWriter(path) as trace:
+        _write_state(trace, 0, reference, state, [state])
+        for step, (images, labels) in enumerate(batches, start=1):
+            shards = np.array_split(np.arange(len(labels)), num_shards)
+            results = reference.gradients(state, images, labels, shards)
+            examples = [hash_examples(images[rows], labels[rows]) for rows in shards]
+            trace.write(step, "examples", [{"examples": hashes} for hashes in examples])
+            trace.write(step, "loss", [{"loss": result.loss} for result in results])
+            trace.write(step, "gradients", [result.gradients for result in results])
+            sums = dict(results[0].gradients)
+            for result in results[1:]:
+                sums = {tensor: sums[tensor] + g for tensor, g in result.gradients.items()}
+            trace.write(step, "sums", [sums])
+            own = [result.statistics for result in results]
+            averaged = {name: np.mean([o[name] for o in own], axis=0) for name in own[0]}
+            state = {**reference.update(state, sums), **averaged}
+            _write_state(trace, step, reference, state, own)
+            on_step(step)
+
+
+def effect_of_shards(
+    reference: Reference, images: np.ndarray, labels: np.ndarray, *, num_shards: int
+) -> float:
+    """Returns how far BatchNorm over shards carries the first gradient from that of the whole.
+
+    Args:
+        reference: in float32.
+        images: uint8 `(n, 28, 28, 1)`, the first global batch.
+        labels: integers `(n,)`.
+        num_shards: R.
+
+    Returns:
+        ‖by shards − whole batch‖ / ‖whole batch‖ over all tensors.
+    """
+    rows = np.arange(len(labels))
+    state = reference.initial_state
+    (whole,) = reference.gradients(state, images, labels, [rows])
+    by_shards = reference.gradients(state, images, labels, np.array_split(rows, num_shards))
+    squares = [
+        (np.sum((sum(s.gradients[t] for s in by_shards) - g) ** 2), np.sum(g**2))
+        for t, g in whole.gradients.items()
+    ]
+    apart, size = np.sum(squares, axis=0, dtype=np.float64)
+    return float(np.sqrt(apart / size))
+
+
+def _write_state(trace, step, reference, state, own_statistics) -> None:
+    for kind, names in reference.names.items():
+        if kind == "statistics":
+            own = [{name: o[name] for name in names} for o in own_statistics]
+            trace.write(step, "own statistics", own)
+        trace.write(step, kind, [{name: state[name] for name in names}])

@@ -1,0 +1,70 @@
+"""All that hypotheses about a false step are tested on."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from app.verification.measurement import Measurement
+from app.verification.reference import Arrays, Reference
+from app.verification.trace import Trace
+from app.verification.trace_checker import find_shards, state_before
+from app.verification.verdict import Diagnosis
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """A trace, what was measured of it, and the means to compute what it should hold.
+
+    Attributes:
+        trace: the whole training.
+        measurements: of all of it.
+        batch: returns images and labels of the global batch of a step.
+        training_hashes: returns the hashes of all training examples.
+        reference64: recomputes what is needed.
+    """
+
+    trace: Trace
+    measurements: Sequence[Measurement]
+    batch: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    training_hashes: Callable[[], np.ndarray]
+    reference64: Reference
+
+    def start(self, false: Measurement):
+        """Returns what the false step starts from: state, images, labels and shards."""
+        images, labels = self.batch(false.step)
+        shards, _ = find_shards(self.trace, false.step, images, labels)
+        return state_before(self.trace, false.step), images, labels, shards
+
+    def wrong_replicas(self, false: Measurement, kind: str, tensor: str) -> list[int]:
+        """Returns the replicas whose array is false; a trace names those of other bits only."""
+        measured_false = {
+            m.replica_id for m in self.measurements
+            if m.order == false.order and m.tensor == false.tensor and not m.holds
+        }  # fmt: skip
+        named = self.trace.replicas(false.step, kind, tensor)
+        replicas = range(self.trace.num_replicas)
+        return [r for r in replicas if (r if r in named else 0) in measured_false]
+
+    def arrays(self, false: Measurement, kind: str, replica_id: int) -> Arrays:
+        """Returns all tensors of a kind that a replica held in the false step."""
+        tensors = self.trace.tensors(false.step, kind)
+        return {tensor: self.read(false, kind, replica_id, tensor) for tensor in tensors}
+
+    def read(self, false: Measurement, kind: str, replica_id: int, tensor: str) -> np.ndarray:
+        """Returns one of them."""
+        return self.trace.read(false.step, kind, replica_id, tensor)
+
+
+def name_replicas(replicas: Sequence[int], num_replicas: int) -> str:
+    """Returns "every replica" or "replica 0, 2"."""
+    if len(replicas) == num_replicas:
+        return "every replica" if num_replicas > 1 else "the one replica"
+    return "replica " + ", ".join(map(str, replicas))
+
+
+WHOLE_BATCH_NORM = Diagnosis(
+    "whole_batch_norm",
+    "BatchNorm normalises over the whole global batch, as one device does, not over each replica's"
+    " shard",
+)

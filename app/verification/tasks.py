@@ -1,0 +1,260 @@
+"""What `verify` does in processes of their own: recording trainings, and checking their traces.
+
+Each function is the whole life of a process. It is handed `send`, which takes `("step", n)` and
+`("warning", text)` to the process that waits.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable
+
+import numpy as np
+
+from app.cluster.resource_split import split_resources
+from app.cluster.worker_group import WorkerGroup
+from app.config import Config
+from app.config.constraints import check_shards
+from app.devices import device_setup
+from app.runtime import console
+from app.runtime.errors import DiskFullError
+from app.runtime.processes import Channel
+from app.verification.measurement import Measurement
+from app.verification.verdict import Diagnosis
+
+Send = Callable[[tuple], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A training whose trace is on disk.
+
+    Attributes:
+        devices: one for each replica.
+        simulated_devices: logical devices that share a processor.
+        dataset: which images.
+        dataset_sha256: of all of them.
+        learning_rate: the peak.
+        num_train_examples: how many.
+        has_batch_norm: whether the model keeps moving statistics.
+        is_reference: whether the reference itself was trained, which need not be checked.
+        effect_of_shards: how far the first gradient is from that of BatchNorm over the whole batch,
+            relative; None where nobody asked.
+        send_sec: for each step and replica, from the start of the step until it sent its gradients:
+            seconds, and seconds of processor time.
+        versions: of what numbers depend on.
+    """
+
+    device_setup: list[str]
+    simulated_devices: bool
+    dataset: str
+    dataset_sha256: str
+    learning_rate: float
+    num_train_examples: int
+    has_batch_norm: bool
+    is_reference: bool
+    effect_of_shards: float | None
+    send_sec: list[list[tuple[float, float]]]
+    versions: dict[str, str]
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas it had."""
+        return len(self.devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What the check of a trace found.
+
+    Attributes:
+        measurements: of every array of every step, in the order in which they were computed.
+        first_mismatch: the first one out of tolerance, None where there is none.
+        diagnosis: why, None likewise.
+    """
+
+    measurements: list[Measurement]
+    first_mismatch: Measurement | None
+    diagnosis: Diagnosis | None
+
+
+def record_on_workers(send: Send, config: Config, path: pathlib.Path) -> Recorded:
+    """Trains `config.steps` steps with `config.num_workers` processes; leaves one trace in `path`.
+
+    Each worker writes what its own replicas did. Their traces are put together here, by files: the
+    exchange that is to be proved has no part in it.
+    """
+    from app.verification.trace import merge_traces
+
+    with WorkerGroup(split_resources(config), _record_as_worker, config, path) as group:
+        while (message := group.receive())[0] == "message":
+            send(message[1])
+    per_worker = message[1]
+    parts = [_worker_path(path, index) for index in range(len(per_worker))]
+    merge_traces(parts, path)
+    for part in parts:
+        part.unlink()
+    send_sec = [
+        [time for worker_times in times for time in worker_times]
+        for times in zip(*(worker.send_sec for worker in per_worker), strict=True)
+    ]
+    return dataclasses.replace(per_worker[0], send_sec=send_sec)
+
+
+def _record_as_worker(channel: Channel, config: Config, path: pathlib.Path) -> Recorded:
+    return record(channel.send, config, path)
+
+
+def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
+    return path.with_name(f"{path.stem}-{index}{path.suffix}")
+
+
+def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
+    """Trains `config.steps` steps with `config.strategy` and leaves their trace in `path`."""
+    prepared, spec = _set_up(send, config)
+    if prepared.workers:
+        path = _worker_path(path, prepared.workers.index)
+    from app.training.all_reduce_self_test import run_all_reduce_self_test
+    from app.training.fault_injection import inject_data_fault, inject_fault
+    from app.verification.recorder import Recorder
+
+    strategy = spec.build_strategy(prepared)
+    run_all_reduce_self_test(strategy)
+    dataset, observer = spec.batches(), None
+    if config.fault:
+        observer = inject_fault(
+            config.fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=config.steps
+        )
+        dataset = inject_data_fault(
+            config.fault,
+            lambda seed: spec.batches(seed=seed),
+            seed=config.seed,
+            num_replicas=strategy.num_replicas,
+        )
+    _check_space(strategy, config.steps, path)
+    send_sec = Recorder(strategy, observer).record(
+        strategy.distribute(dataset),
+        num_steps=config.steps,
+        path=path,
+        on_step=lambda step: send(("step", step)),
+    )
+    has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
+    return _recorded(spec, prepared, has_batch_norm=has_batch_norm, send_sec=send_sec)
+
+
+def record_on_one_device(send: Send, config: Config, path: pathlib.Path) -> Recorded:
+    """Records `single` with the BatchNorm of the replicas asked for, shard by shard."""
+    prepared, spec = _set_up(send, config)
+    from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
+
+    reference = _reference(spec, "float32")
+    num_shards = len(prepared.names)
+    first_batch = next(spec.batches().as_numpy_iterator())
+    effect = effect_of_shards(reference, *first_batch, num_shards=num_shards)
+    train_shard_by_shard(
+        reference,
+        spec.batches().take(config.steps).as_numpy_iterator(),
+        num_shards=num_shards,
+        path=path,
+        on_step=lambda step: send(("step", step)),
+    )
+    return _recorded(spec, prepared, has_batch_norm=True, effect_of_shards=effect)
+
+
+def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked]:
+    """Checks each trace against the reference, and explains the first false step of each."""
+    _, spec = _set_up(send, config)
+    from app.verification.diagnosis import explain
+    from app.verification.measurement import first_mismatch
+    from app.verification.step_context import StepContext
+    from app.verification.trace import Trace, hash_examples
+    from app.verification.trace_checker import TraceChecker
+
+    def batch(step):
+        return next(spec.batches(start_step=step - 1).as_numpy_iterator())
+
+    def training_hashes():
+        images, labels = spec.dataset.train_images, spec.dataset.train_labels
+        hashes = hash_examples(images, labels)
+        if not spec.flips:
+            return hashes
+        return np.concatenate([hashes, hash_examples(images[:, :, ::-1], labels)])
+
+    reference64, reference32 = (_reference(spec, dtype) for dtype in ("float64", "float32"))
+    checker = TraceChecker(reference64, reference32, communication_dtype=config.communication_dtype)
+    results = []
+    for number, path in enumerate(paths):
+        with Trace(path) as trace:
+            measurements = checker.check(
+                trace,
+                spec.batches().as_numpy_iterator(),
+                on_step=lambda step, done=number * config.steps: send(("step", done + step)),
+            )
+            false = first_mismatch(measurements)
+            context = StepContext(trace, measurements, batch, training_hashes, reference64)
+            diagnosis = false and explain(context, false)
+            results.append(Checked(measurements, false, diagnosis))
+    return results
+
+
+def _reference(spec, dtype: str):
+    """Returns what a step of the job should compute; float64 is exact, whatever the precision."""
+    from app.verification.reference import Reference
+
+    return Reference(
+        spec.build_model,
+        spec.create_optimizer,
+        dtype,
+        precision=spec.config.precision if dtype == "float32" else None,
+        label_smoothing=spec.label_smoothing,
+    )
+
+
+def _check_space(strategy, num_steps: int, path: pathlib.Path) -> None:
+    """Refuses a trace that the disk has no room for, before a step is made."""
+    held = sum(v.shape.num_elements() * v.dtype.size for v in strategy.replica_variables()[0])
+    weights = sum(v.value.shape.num_elements() * 4 for v in strategy.model.trainable_variables)
+    # Gradients of each replica, their sum, and the state.
+    needed = num_steps * ((strategy.num_replicas + 1) * weights + held)
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise DiskFullError(
+            f"--steps={num_steps}: a trace of {needed:,} bytes in {path.parent}, {free:,} are free"
+            " — room for the trace of each strategy is required; use fewer --steps or another"
+            " --out"
+        )
+
+
+def _set_up(send: Send, config: Config):
+    """Returns devices and job, TensorFlow being ready; warnings go to the process that waits."""
+    console.forward_warnings(lambda text: send(("warning", text)))
+    prepared = device_setup.set_up(config)
+    import tensorflow as tf
+
+    from app.training.training_spec import TrainingSpec, load_data
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    dataset = load_data(config)
+    check_shards(config, len(prepared.names), len(dataset.train_images))
+    return prepared, TrainingSpec(config, dataset)
+
+
+def _recorded(spec, prepared, *, has_batch_norm, effect_of_shards=None, send_sec=()) -> Recorded:
+    from app.runtime.versions import versions
+
+    is_reference = effect_of_shards is not None
+    names = prepared.names[:1] if is_reference else prepared.names
+
+    return Recorded(
+        device_setup=names,
+        simulated_devices=prepared.simulated and len(names) > 1,
+        dataset=spec.dataset.name,
+        dataset_sha256=spec.dataset.sha256(),
+        learning_rate=spec.learning_rate,
+        num_train_examples=len(spec.dataset.train_images),
+        has_batch_norm=has_batch_norm,
+        is_reference=is_reference,
+        effect_of_shards=effect_of_shards,
+        send_sec=list(send_sec),
+        versions=versions(),
+    )

@@ -1,0 +1,91 @@
+"""Two traces side by side, step by step and array by array."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from app.verification.difference import Difference
+from app.verification.trace import KINDS, Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class PairDifference:
+    """How far one array is apart in two trainings after the same number of steps.
+
+    What rounding did in earlier steps is in it, and what training has made of that since.
+
+    Attributes:
+        step: from 0, before the first step.
+        kind: a key of `trace.KINDS`.
+        tensor: its name.
+        replica_id: where it is largest; 0 for what all replicas have in common.
+        absolute: largest difference of two elements.
+        relative: the same, over the largest magnitude in either array.
+        ulps: the same, in float32 steps.
+        identical: whether all replicas hold the same bits in both.
+    """
+
+    step: int
+    kind: str
+    tensor: str
+    replica_id: int
+    absolute: float
+    relative: float
+    ulps: int
+    identical: bool
+
+
+# A replica's own, which only trainings with the same number of replicas have in common.
+_OF_A_REPLICA = {"examples", "loss", "gradients", "own statistics"}
+
+
+def compare_traces(first: Trace, second: Trace) -> list[PairDifference]:
+    """Compares all that two trainings have in common.
+
+    Of trainings with different numbers of replicas that is the sum of the replicas' losses, and
+    what all replicas share.
+    """
+    differences = []
+    for step in range(min(first.num_steps, second.num_steps) + 1):
+        for kind in KINDS:
+            for tensor in first.tensors(step, kind):
+                per_replica = [
+                    _difference((step, kind, tensor, replica_id), *arrays)
+                    for replica_id, *arrays in _in_common(first, second, step, kind, tensor)
+                ]
+                if per_replica:
+                    worst = max(per_replica, key=lambda d: (np.isnan(d.absolute), d.absolute))
+                    identical = all(difference.identical for difference in per_replica)
+                    differences.append(dataclasses.replace(worst, identical=identical))
+    return differences
+
+
+def _in_common(first: Trace, second: Trace, step: int, kind: str, tensor: str) -> Iterator[tuple]:
+    """Yields a replica and the arrays of both for all that can be compared."""
+    traces = first, second
+    if kind not in _OF_A_REPLICA:
+        replicas = {r for trace in traces for r in trace.replicas(step, kind, tensor)}
+    elif first.num_replicas == second.num_replicas:
+        replicas = range(first.num_replicas)
+    else:
+        replicas = []
+        if kind == "loss":
+            yield 0, *(_total(trace, step) for trace in traces)
+    for replica_id in sorted(replicas):
+        yield replica_id, *(trace.read(step, kind, replica_id, tensor) for trace in traces)
+
+
+def _difference(where: tuple, a: np.ndarray, b: np.ndarray) -> PairDifference:
+    if a.tobytes() == b.tobytes():
+        return PairDifference(*where, 0.0, 0.0, 0, identical=True)
+    if where[1] == "examples":
+        wrong = int(np.sum(a != b)) if a.shape == b.shape else max(len(a), len(b))
+        return PairDifference(*where, float(wrong), wrong / max(1, len(a)), 0, identical=False)
+    difference = Difference.between(a, b)
+    return PairDifference(*where, **dataclasses.asdict(difference), identical=False)
+
+
+def _total(trace: Trace, step: int) -> np.ndarray:
+    parts = [trace.read(step, "loss", r, "loss") for r in range(trace.num_replicas)]
+    return np.sum(parts, axis=0, dtype=np.float64)

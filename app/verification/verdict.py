@@ -1,0 +1,151 @@
+"""What the checks of two traces and their comparison say together."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from app.verification.measurement import Measurement
+from app.verification.straggler import Straggler
+from app.verification.trace_comparison import PairDifference
+
+IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong.
+
+    Attributes:
+        cause: a short name, "unexplained" where no hypothesis holds.
+        text: one sentence with the numbers.
+    """
+
+    cause: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be.
+
+    Attributes:
+        cause: a short name.
+        where: the first step, kind, tensor and replica, and by how much.
+        text: one sentence that explains it.
+    """
+
+    cause: str
+    where: str
+    text: str
+
+    def __str__(self):
+        return f"{self.cause.replace('_', ' ')}, {self.where}: {self.text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyVerdict:
+    """What became of one training when it was held against the reference.
+
+    Attributes:
+        strategy: its name.
+        measurements: of every array of every step.
+        first_mismatch: the first one out of tolerance, None where there is none.
+        diagnosis: why, None likewise.
+        straggler: a replica for which the others wait, None where there is none.
+    """
+
+    strategy: str
+    measurements: Sequence[Measurement]
+    first_mismatch: Measurement | None
+    diagnosis: Diagnosis | None
+    straggler: Straggler | None
+
+    @property
+    def outcome(self) -> str:
+        """The verdict against the reference, in its words."""
+        if self.first_mismatch:
+            return DIFFERENT
+        exact = all(measured.absolute32 == 0 for measured in self.measurements)
+        return IDENTICAL if exact else EQUAL
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing at all was found."""
+        return not (self.first_mismatch or self.straggler)
+
+    def findings(self) -> list[Finding]:
+        """Returns everything that was found."""
+        found = []
+        if self.first_mismatch:
+            found.append(Finding(self.diagnosis.cause, self._where(), self.diagnosis.text))
+        if self.straggler:
+            late = self.straggler
+            found.append(
+                Finding(
+                    "slow_replica",
+                    f"in every step, gradients of replica {late.replica_id}",
+                    f"it sends them {1000 * late.wait_sec:.0f} ms after all others, which took"
+                    f" {1000 * late.work_sec:.0f} ms, and they wait for it; the numbers are right",
+                )
+            )
+        return found
+
+    def _where(self) -> str:
+        """Says where the first false array is, and by how much it is off."""
+        first = self.first_mismatch
+        if first.kind == "examples":
+            return (
+                f"first at step {first.step}, examples of replica {first.replica_id}:"
+                f" {first.absolute:.0f} are wrong"
+            )
+        kind, tensor = first.kind, first.tensor
+        if kind == "agreement":
+            kind, _, tensor = tensor.partition("/")
+        # Of what replicas have in common, replica 0's stands for all that hold the same bits.
+        shared = first.kind in ("sums", "slots", "updates", "weights") and not any(
+            (m.order, m.tensor) == (first.order, first.tensor) and m.replica_id != first.replica_id
+            for m in self.measurements
+        )
+        who = "every replica" if shared else f"replica {first.replica_id}"
+        allowed = f"rounding allows {first.tolerance:.2g}" if first.limit else "none is allowed"
+        what = kind if tensor == kind else f"{kind} of {tensor}"
+        return f"first at step {first.step}, {what}, {who}, by {first.absolute:.3g} ({allowed})"
+
+
+@dataclasses.dataclass(frozen=True)
+class PairVerdict:
+    """Whether two trainings are the same.
+
+    They are if they start from the same weights, are given the same examples, and every step of
+    both is right but for rounding. How far rounding has carried them apart by then is another
+    matter, and shown beside it.
+
+    Attributes:
+        strategies: names of the two.
+        outcome: IDENTICAL, EQUAL or DIFFERENT.
+        differences: of all that they have in common.
+    """
+
+    strategies: tuple[str, str]
+    outcome: str
+    differences: Sequence[PairDifference]
+
+    @classmethod
+    def of(
+        cls, first: StrategyVerdict, second: StrategyVerdict, differences: Sequence[PairDifference]
+    ) -> "PairVerdict":
+        """Judges two trainings by their proofs and what sets them apart."""
+        if all(difference.identical for difference in differences):
+            outcome = IDENTICAL
+        else:
+            outcome = DIFFERENT if first.first_mismatch or second.first_mismatch else EQUAL
+        return cls((first.strategy, second.strategy), outcome, differences)
+
+    def farthest_in_the_end(self) -> PairDifference:
+        """Returns where weights are farthest apart after the last step, or else anything is."""
+        last = max(d.step for d in self.differences)
+        apart = [d for d in self.differences if d.step == last and not d.identical]
+        weights = [d for d in apart if d.kind == "weights"]
+        return max(
+            weights or apart or self.differences, key=lambda d: (math.isnan(d.absolute), d.absolute)
+        )

@@ -1,0 +1,75 @@
+"""Few large tensors in place of many small ones, for the exchange."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+class GradientBuckets:
+    """Tensors of one replica as few flat buckets, and back.
+
+    Each collective costs a latency, whatever its size: many small tensors are better sent together.
+    Buckets are filled from the last tensor to the first, the order in which a backward pass makes
+    gradients, and hold tensors of one dtype each. In a compiled step a bucket is on its way as soon
+    as the last of its own gradients is there, while earlier layers are still being differentiated
+    (but where XLA compiles the gradients: it hands over all of them at once).
+
+    Args:
+        tensors: of one replica, or variables of the same shapes.
+        bucket_bytes: a bucket is closed once it holds this much; 0 leaves each tensor by itself.
+        dtype: to exchange floating-point tensors in, None for their own. Half the bytes, and a sum
+            with half the digits.
+
+    Reference: S. Li et al., "PyTorch Distributed", 2020, section 3.2: gradient bucketing.
+    """
+
+    def __init__(self, tensors: Sequence[tf.Tensor], *, bucket_bytes: int = 0, dtype=None):
+        self._likes = [(tensor.shape, tf.as_dtype(tensor.dtype)) for tensor in tensors]
+        self._dtypes = [
+            tf.as_dtype(dtype) if dtype and own.is_floating else own for _, own in self._likes
+        ]
+        self._is_bucketed = bucket_bytes > 0
+        self.buckets = self._fill(bucket_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """What a replica sends, in the dtypes of the exchange."""
+        return sum(
+            shape.num_elements() * dtype.size
+            for (shape, _), dtype in zip(self._likes, self._dtypes, strict=True)
+        )
+
+    def _fill(self, bucket_bytes: int) -> list[list[int]]:
+        """Returns the positions of the tensors in each bucket."""
+        buckets, open_buckets = [], {}
+        for position in reversed(range(len(self._likes))):
+            shape, dtype = self._likes[position][0], self._dtypes[position]
+            bucket, size = open_buckets.pop(dtype, ([], 0))
+            if not bucket:
+                buckets.append(bucket)
+            bucket.append(position)
+            size += shape.num_elements() * dtype.size
+            if size < bucket_bytes:
+                open_buckets[dtype] = bucket, size
+        return buckets
+
+    def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns one tensor for each bucket."""
+        cast = [tf.cast(t, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True)]
+        if not self._is_bucketed:
+            return [cast[position] for (position,) in self.buckets]
+        return [
+            tf.concat([tf.reshape(cast[position], [-1]) for position in bucket], axis=0)
+            for bucket in self.buckets
+        ]
+
+    def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors that are in these buckets, in their own order, shape and dtype."""
+        tensors = [None] * len(self._likes)
+        for bucket, positions in zip(buckets, self.buckets, strict=True):
+            sizes = [self._likes[position][0].num_elements() for position in positions]
+            parts = tf.split(bucket, sizes) if self._is_bucketed else [bucket]
+            for part, position in zip(parts, positions, strict=True):
+                shape, dtype = self._likes[position]
+                tensors[position] = tf.cast(tf.reshape(part, shape), dtype)
+        return tensors
