@@ -20,7 +20,8 @@ from app.demos import (
     textbook_table,
 )
 from app.demos.registry import EXPERIMENTS, check_options, find_experiment
-from app.devices.device_setup import Devices, device_setup
+from app.devices import device_setup
+from app.devices.device_setup import Devices
 from app.records.history import load_summary
 from app.runtime.errors import ConfigError
 from app.training.training_spec import load_data
