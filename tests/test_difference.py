@@ -9,7 +9,7 @@ import pytest
 from app.verification.difference import Difference
 from app.verification.measurement import Measurement
 from app.verification.straggler import find_straggler
-from app.verification.tolerance import Sample, with_limits
+from app.verification.tolerance import SummationSample, with_limits
 
 
 def test_the_largest_element_counts():
@@ -47,7 +47,7 @@ def test_nothing_differs_by_nothing():
 def test_a_limit_can_be_written_down_where_no_order_is_off_by_a_rounding():
     """As in a single step whose loss comes out the same in every order."""
     measured = Measurement.of((1, "loss", "loss", 0), np.ones(1), np.ones(1))
-    (limited,) = with_limits([Sample(measured, [0.0, 1e-9])])
+    (limited,) = with_limits([SummationSample(measured, [0.0, 1e-9])])
     assert json.loads(json.dumps(limited.limit)) == 4 * 2.0**-24
 
 

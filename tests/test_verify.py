@@ -14,7 +14,8 @@ from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.report.verification_plot import plot_verification
 from app.runtime.errors import ConfigError
-from app.verification.tasks import Recorded, tasks
+from app.verification import tasks
+from app.verification.tasks import Recorded
 from conftest import run_main, run_ok
 
 SMALL = [

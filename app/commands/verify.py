@@ -13,7 +13,8 @@ from app.runtime import console
 from app.runtime.errors import ConfigError, MismatchError
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
-from app.verification.tasks import Recorded, tasks
+from app.verification import tasks
+from app.verification.tasks import Recorded
 
 
 def run(config: Config) -> list:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from app.config import Config
 from app.config.constraints import check_shards
 from app.demos.registry import find_experiment
-from app.devices.device_setup import Devices, device_setup
+from app.devices import device_setup
+from app.devices.device_setup import Devices
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
