@@ -1,11 +1,13 @@
 """The strategies by name; a new one is a file here and a line in `STRATEGIES`."""
 
-from strategies.manual import ManualStrategy
-from strategies.mirrored import MirroredStrategy
-from strategies.multi_worker import MultiWorkerStrategy
-from strategies.single import SingleStrategy
-
 STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (SingleStrategy, ManualStrategy, MirroredStrategy, MultiWorkerStrategy)
+    "single": "strategies.single:SingleStrategy",
+    "manual": "strategies.manual:ManualStrategy",
+    "mirrored": "strategies.mirrored:MirroredStrategy",
+    "multi_worker": "strategies.multi_worker:MultiWorkerStrategy",
+}
+ALL_REDUCE_ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "manual": ("reduce_to_one", "ring", "tree", "direct"),
+    "mirrored": ("reduce_to_one", "nccl", "hierarchical", "ring"),
+    "multi_worker": ("ring", "nccl"),
 }

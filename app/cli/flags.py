@@ -1,16 +1,18 @@
-"""Every flag of the program; the only place that reads them. Nothing here imports TensorFlow."""
+"""The command line: flags made from the options, and the config made from the flags.
 
-import difflib
-import re
+The only place that reads flags. Nothing here imports TensorFlow.
+"""
+
 import sys
-from collections.abc import Iterable
+from typing import Any
 
 from absl import flags
 
+import app
 from app.cli.usage import help_text
 from app.config import Config
-from app.config.flag_groups import BOOL, FLOAT, GROUPS, INT, INTS, LIST, OF_ABSL
-from app.config.options import COMMANDS, WORDS
+from app.config.base_config import find_command, unknown_option
+from app.config.option import BoundOption, did_you_mean, options_of
 from app.demos.registry import check_options
 from app.runtime import console
 from app.runtime.errors import ConfigError
@@ -18,58 +20,66 @@ from app.runtime.errors import ConfigError
 FLAGS = flags.FLAGS
 
 _HELP = {"h", "help", "helpshort", "helpfull", "helpxml"}
-_ALIASES = {"batch_size": "global_batch_size", "lr": "learning_rate"}
+_OF_ABSL = {"verbosity"}  # Defined by absl's logging, with the same meaning.
 
 
 def define_flags() -> None:
-    """Defines every flag once; absl has no defaults here, `Config` has."""
-    for group in GROUPS.values():
-        for name, (kind, _, text) in group.items():
-            if kind == BOOL:
-                flags.DEFINE_bool(name, None, text)
-            elif kind == INT:
-                flags.DEFINE_integer(name, None, text)
-            elif kind == FLOAT:
-                flags.DEFINE_float(name, None, text)
-            elif kind in (LIST, INTS):
-                flags.DEFINE_list(name, None, text)
-            elif kind != OF_ABSL:
-                flags.DEFINE_string(name, None, text)
-    for alias, name in _ALIASES.items():
-        flags.DEFINE_alias(alias, name)
+    """Defines every flag once, without a default: the config classes have the defaults."""
+    for name, each in _all_options().items():
+        if each.kind is bool:
+            flags.DEFINE_bool(name, None, each.metadata.help)
+        elif name not in _OF_ABSL:
+            flags.DEFINE_string(name, None, each.metadata.help)
+        if each.metadata.alias:
+            flags.DEFINE_alias(each.metadata.alias, name)
+    flags.DEFINE_bool("version", False, "Print the version and exit.")
 
 
 def parse_config(argv: list[str]) -> Config:
-    """Turns the command line into a `Config`, or prints the help and exits.
+    """Turns the command line into a config, or prints the help or the version and exits.
 
     Args:
         argv: the program's arguments, its own name first.
 
     Raises:
-        ConfigError: an unknown flag or command, a stray word or a value that cannot be meant.
+        ConfigError: an unknown flag or command, a stray word or a value that is not allowed.
     """
     words = [word for word in argv[1:] if not word.startswith("-")]
     if words[:1] == ["help"] or any(_flag_name(word) in _HELP for word in argv[1:]):
         console.say(help_text(_command_asked_about(argv[1:], words)))
         sys.exit(0)
     words = _parse(argv)
-    command = _known_command(words[0]) if words else "train"
-    given, named = _given_options(command), _named_by_words(command, words[1:])
-    if command == "demo":
-        check_options(named["experiment"], given)
-    return Config.of(command, **given, **named)
+    if FLAGS["version"].value:
+        console.say(f"Lockstep {app.__version__}")
+        sys.exit(0)
+    config_class = find_command(words[0] if words else "train")
+    given = _given_flags(config_class) | _given_words(config_class, words[1:])
+    if "experiment" in given:
+        check_options(given["experiment"], given.keys() - {"experiment"})
+    return config_class(**given)
 
 
-def _command_asked_about(argv: list[str], words: list[str]) -> str | None:
+def _all_options() -> dict[str, BoundOption]:
+    """Returns name → option of some command that has it, for every flag."""
+    return {
+        each.name: each
+        for config_class in Config.commands().values()
+        for each in options_of(config_class)
+        if not each.metadata.positional
+    }
+
+
+def _command_asked_about(argv: list[str], words: list[str]) -> type[Config] | None:
     """Returns the command whose help is wanted, None for that of all.
 
-    A word that is none may be the value of a flag, unless it comes first.
+    A word that is no command may be the value of a flag, unless it comes first.
     """
     if words[:1] == ["help"]:
-        return _known_command(words[1]) if words[1:] else None
+        return find_command(words[1]) if words[1:] else None
     if argv[0] in words:
-        return _known_command(argv[0])
-    return next((word for word in words if word in COMMANDS), None)
+        return find_command(argv[0])
+    commands = Config.commands()
+    return next((commands[word] for word in words if word in commands), None)
 
 
 def _flag_name(word: str) -> str:
@@ -80,92 +90,47 @@ def _parse(argv: list[str]) -> list[str]:
     """Lets absl read the flags; returns the words between them."""
     try:
         return FLAGS(argv)[1:]
-    except flags.IllegalFlagValueError as error:
-        shown = re.match(r"flag (--\S+?):", str(error))
-        raise ConfigError(
-            f"{shown[1] if shown else error} — a value of the kind that --help shows is required;"
-            " write --name=value"
-        ) from error
     except flags.UnrecognizedFlagError as error:
-        known = [name for group in GROUPS.values() for name in group] + list(_ALIASES)
+        options = _all_options()
+        aliases = [each.metadata.alias for each in options.values() if each.metadata.alias]
         raise ConfigError(
-            f"--{error.flagname} — a flag of this program is required"
-            + _proposal(error.flagname, known, "--")
+            f"--{error.flagname} is not a flag"
+            f"{did_you_mean(error.flagname, [*options, *aliases], '--') or '; see --help'}"
         ) from error
     except (flags.Error, ValueError, KeyError) as error:
-        raise ConfigError(f"{error} — a flag of this program is required; see --help") from error
+        raise ConfigError(f"{error}; see --help") from error
 
 
-def _known_command(word: str) -> str:
-    if word not in COMMANDS:
-        raise ConfigError(
-            f"{word!r} is not a command — one of {', '.join(COMMANDS)} is required"
-            + _proposal(word, COMMANDS)
-        )
-    return word
+def _given_flags(config_class: type[Config]) -> dict[str, Any]:
+    """Returns the values of the flags that were given, each an option of the command."""
+    options = {each.name: each for each in options_of(config_class)}
+    given = {}
+    for name in _all_options():
+        flag = FLAGS[name]
+        if not flag.present:
+            continue
+        if name not in options:
+            raise ConfigError(unknown_option(f"--{name}", name, config_class))
+        value = flag.value
+        given[name] = options[name].parse(value) if isinstance(value, str) else value
+    return given
 
 
-def _named_by_words(command: str, words: list[str]) -> dict:
-    """Returns what the words after the command name."""
-    if command == "report":
-        return {"directories": tuple(words)}
-    if command in WORDS and len(words) <= 1:
-        return {"experiment": "".join(words)}
-    if words:
-        raise ConfigError(
-            f"{' '.join(words)!r} after {command} — one command and flags are required;"
-            " write options as --name=value"
-        )
-    return {}
-
-
-def _given_options(command: str) -> dict:
-    """Returns the options on the command line, each of which must mean something to `command`."""
-    defined = {name for group in GROUPS.values() for name in group}
-    given = {name: FLAGS[name].value for name in defined if FLAGS[name].present}
-    for name in given:
-        if given[name] in ("", []):
-            raise ConfigError(f"--{name}= is empty — a value is required; leave the flag out")
-        known = {"num_devices" if n == "device_counts" else n for n in COMMANDS[command]}
-        if name not in known:
-            owners = [owner for owner, names in COMMANDS.items() if name in names]
+def _given_words(config_class: type[Config], words: list[str]) -> dict[str, Any]:
+    """Returns what the words after the command say."""
+    positional = [each for each in options_of(config_class) if each.metadata.positional]
+    if not positional:
+        if words:
             raise ConfigError(
-                f"--{name} with {command} — it is an option of {', '.join(owners)}; leave it out"
+                f"{' '.join(words)!r} after {config_class.command} is not understood; write options"
+                " as --name=value"
             )
-    kinds = {name: kind for group in GROUPS.values() for name, (kind, *_) in group.items()}
-    for name, value in given.items():
-        if kinds.get(name) == INTS:
-            given[name] = _whole_numbers(name, value)
-        elif isinstance(value, list):
-            given[name] = tuple(value)
-    return _with_device_counts(command, given)
-
-
-def _whole_numbers(name: str, words: list[str]) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in words)
-    except ValueError as error:
+        return {}
+    (option,) = positional
+    if option.is_list:
+        return {option.name: tuple(words)}
+    if len(words) > 1:
         raise ConfigError(
-            f"--{name}={','.join(words)} — whole numbers are required, with commas between them;"
-            " write --name=value"
-        ) from error
-
-
-def _with_device_counts(command: str, given: dict) -> dict:
-    """Turns `--num_devices` into what the command calls it: several counts, or the one."""
-    if "num_devices" not in given:
-        return given
-    counts = given.pop("num_devices")
-    if "device_counts" in COMMANDS[command]:
-        return {**given, "device_counts": counts}
-    if len(counts) > 1:
-        raise ConfigError(
-            f"--num_devices={','.join(map(str, counts))} with {command} — one number is required;"
-            " benchmark takes several"
+            f"{config_class.command} takes one {option.metavar}, got {' '.join(words)!r}"
         )
-    return {**given, "num_devices": counts[0]}
-
-
-def _proposal(word: str, known: Iterable[str], prefix: str = "") -> str:
-    nearest = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {prefix}{nearest[0]}?" if nearest else "; see --help"
+    return {option.name: words[0]} if words else {}

@@ -1,138 +1,114 @@
-"""What `--help` prints: all of the program, or what matters to one command."""
+"""What `--help` prints, of all commands or of one, and the table of options in the docs."""
 
-import dataclasses
 import textwrap
+from collections.abc import Iterable
 
 from app.config import Config
-from app.config.flag_groups import GROUPS
-from app.config.options import COMMANDS, DEFAULT_COUNTS, OWN_DEFAULTS, WORDS
+from app.config.model_options import Hyperparameters
+from app.config.names import GROUPS
+from app.config.option import BoundOption, options_of
 
-# Command → what it is for, and how it is written; a test reads every example.
-COMMAND_HELP = {
-    "train": (
-        "one training, with history, plots and checkpoint in one directory",
-        "--strategy=manual --device=cpu --num_devices=2 --epochs=3",
-        "--recipe=fast --epochs=1 --out=runs/first",
-        "--strategy=mirrored --num_gpus=2 --model=resnet18",
-    ),
-    "launch": (
-        "the same on several local processes, started again after a failure",
-        "--num_workers=2 --device=cpu --epochs=1",
-    ),
-    "evaluate": (
-        "test accuracy of a run, on any strategy and number of devices",
-        "--run=runs/NAME --strategy=mirrored --num_devices=4",
-    ),
-    "predict": (
-        "class and probability of images, the batch split over the replicas",
-        "--run=runs/NAME",
-        "--run=runs/NAME --images=shoe.png,bags.npy",
-    ),
-    "compare": (
-        "several strategies from the same weights and data, side by side",
-        "--recipe=fast --epochs=1",
-        "--strategies=single,manual --num_gpus=2",
-    ),
-    "verify": (
-        "proves them the same training, or names the first false step",
-        "--strategies=manual,mirrored --steps=20",
-        "--strategies=manual --inject=drop_gradient:replica=1",
-    ),
-    "benchmark": (
-        "throughput of strategies, device counts, batches and precisions",
-        "--num_devices=1,2,4 --repeats=20",
-    ),
-    "explain": (
-        "one step told with its numbers, and where its time goes",
-        "--num_devices=2,3,4 --all_reduce=ring",
-    ),
-    "plan": (
-        "what a training would take: steps, shards, exchange, memory, time",
-        "--num_gpus=4 --model=resnet18 --global_batch_size=1024",
-        "--num_devices=2 --epochs=10 --probe",
-        "--num_workers=64 --devices_per_worker=8",
-    ),
-    "report": (
-        "one page, report.html, from the directories of runs",
-        "runs/first runs/second --out=report.html",
-    ),
-    "demo": (
-        "the textbook's small experiments; alone it lists them",
-        "",
-        "allreduce --num_devices=3",
-    ),
-    "doctor": (
-        "what this machine has, what is missing, and what to run",
-        "",
-        "--data_dir=DIR --num_gpus=2",
-    ),
-}
 _WIDTH = 72
+_BATCH_SIZE = Hyperparameters.global_batch_size
+_BATCHES = [f"Batches are global: {_BATCH_SIZE} examples over all replicas by default."]
 
 
-def help_text(command: str | None = None) -> str:
-    """Returns the help: of one command, or the list of all of them with every flag."""
-    return _join(_of_command(command) if command else _of_program())
+def help_text(config_class: type[Config] | None = None) -> str:
+    """Returns the help of one command, or of the whole program: its commands and flags."""
+    parts = _of_command(config_class) if config_class else _of_program()
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def option_table() -> str:
+    """Returns all options as Markdown: a table for each group, with the commands that have them."""
+    lines = []
+    for title, members in _by_group(_merged(Config.commands().values())).items():
+        lines += [f"## {title}", "", "| Option | Default | What it does | Commands |"]
+        lines += ["| --- | --- | --- | --- |"]
+        for option in members:
+            commands = [c for c, config in Config.commands().items() if _has(config, option.name)]
+            value = f"={option.metavar}" if option.metavar and not _is_word(option) else ""
+            shown = option.metavar if _is_word(option) else f"--{option.name}{value}"
+            default = _shown_default(option) or "–"
+            cells = [f"`{shown}`", default, option.metadata.help, ", ".join(commands)]
+            lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
 def _of_program() -> list[list[str]]:
-    commands = [f"  {name:<11}{text}" for name, (text, *_) in COMMAND_HELP.items()]
-    everything = {name for group in GROUPS.values() for name in group}
+    commands = Config.commands()
+    listed = [f"  {name:<11}{config.summary}" for name, config in commands.items()]
     return [
         ["usage: python main.py [COMMAND] [--flag=value …]"],
-        ["Commands (default: train)", *commands],
+        ["Commands (default: train)", *listed],
         ["What matters to one of them: python main.py COMMAND --help"],
-        *_groups(everything, {}),
-        ["Examples", *(line for name in COMMAND_HELP for line in _examples(name)[:1])],
+        *_groups(_merged(commands.values())),
+        ["Examples", *(_examples(config)[0] for config in commands.values())],
         _BATCHES,
     ]
 
 
-_BATCHES = [f"Batches are global: {Config.global_batch_size} examples over all replicas."]
-
-
-def _of_command(command: str) -> list[list[str]]:
-    word = f" [{WORDS[command]}]" if command in WORDS else ""
-    names = {"num_devices" if name == "device_counts" else name for name in COMMANDS[command]}
-    defaults = dict(OWN_DEFAULTS.get(command, {}))
-    if command in DEFAULT_COUNTS:
-        defaults["num_devices"] = DEFAULT_COUNTS[command]
+def _of_command(config_class: type[Config]) -> list[list[str]]:
+    options = options_of(config_class)
+    words = "".join(f" [{each.metavar}]" for each in options if _is_word(each))
+    has_batches = _has(config_class, "global_batch_size")
     return [
-        [f"usage: python main.py {command}{word} [--flag=value …]"],
-        [f"{command}: {COMMAND_HELP[command][0]}"],
-        ["Examples", *_examples(command)],
-        *_groups(names, defaults),
-        *([_BATCHES] if "global_batch_size" in names else []),
+        [f"usage: python main.py {config_class.command}{words} [--flag=value …]"],
+        [f"{config_class.command}: {config_class.summary}"],
+        ["Examples", *_examples(config_class)],
+        *_groups(options),
+        *([_BATCHES] if has_batches else []),
     ]
 
 
-def _examples(command: str) -> list[str]:
-    prefix = "" if command == "train" else f" {command}"
-    _, *examples = COMMAND_HELP[command]
-    return [f"  python main.py{prefix} {example}".rstrip() for example in examples]
+def _merged(config_classes: Iterable[type[Config]]) -> list[BoundOption]:
+    """Returns each option once, as the first command that has it defines it."""
+    merged: dict[str, BoundOption] = {}
+    for config_class in config_classes:
+        for option in options_of(config_class):
+            merged.setdefault(option.name, option)
+    return list(merged.values())
 
 
-def _groups(names: set[str], own_defaults: dict) -> list[list[str]]:
-    """Returns the groups with the flags among `names`, each with its default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)} | own_defaults
+def _has(config_class: type[Config], name: str) -> bool:
+    return any(each.name == name for each in options_of(config_class))
+
+
+def _is_word(option: BoundOption) -> bool:
+    return option.metadata.positional
+
+
+def _examples(config_class: type[Config]) -> list[str]:
+    prefix = "" if config_class.command == "train" else f" {config_class.command}"
+    return [f"  python main.py{prefix} {line}".rstrip() for line in config_class.examples]
+
+
+def _by_group(options: Iterable[BoundOption]) -> dict[str, list[BoundOption]]:
+    """Returns title → options, groups without any left out."""
+    options = list(options)
+    groups = {t: [each for each in options if each.metadata.group == t] for t in GROUPS}
+    return {title: members for title, members in groups.items() if members}
+
+
+def _groups(options: Iterable[BoundOption]) -> list[list[str]]:
+    """Returns the lines of each group of flags, each flag with its default."""
     groups = []
-    for title, members in GROUPS.items():
-        lines = []
-        for name, (_, values, text) in members.items():
-            if name in names:
-                flag = f"--{name}={values}" if values else f"--{name}"
-                shown = textwrap.fill(text + _default(defaults[name]), _WIDTH)
-                lines += [f"  {flag}", textwrap.indent(shown, "      ")]
-        if lines:
-            groups.append([title, *lines])
+    for title, members in _by_group(each for each in options if not _is_word(each)).items():
+        lines = [title]
+        for option in members:
+            value = f"={option.metavar}" if option.metavar else ""
+            alias = f" (--{option.metadata.alias})" if option.metadata.alias else ""
+            default = _shown_default(option)
+            text = f"{option.metadata.help}{alias}{f' [{default}]' if default else ''}"
+            lines += [f"  --{option.name}{value}"]
+            lines += [textwrap.indent(textwrap.fill(text, _WIDTH), "      ")]
+        groups.append(lines)
     return groups
 
 
-def _default(value) -> str:
-    if value is None or value is False or value == ():
+def _shown_default(option: BoundOption) -> str:
+    default = option.default
+    if default is None or default is False or default in ((), ""):
         return ""
-    return f" [{','.join(map(str, value)) if isinstance(value, tuple) else value}]"
-
-
-def _join(parts: list[list[str]]) -> str:
-    return "\n\n".join("\n".join(part) for part in parts)
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)

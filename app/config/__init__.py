@@ -1,5 +1,29 @@
-"""What a command is asked to do: options, each defined once, and their validation."""
+"""What a command is asked to do: options, each defined once, and a config class per command.
 
-from app.config.command_configs import Config
+The order of the imports is that of the commands in `--help`.
+"""
 
-__all__ = ["Config"]
+# isort: skip_file
+from app.config.base_config import Config
+from app.config.training_configs import TrainConfig, LaunchConfig
+from app.config.finished_run_configs import EvaluateConfig, PredictConfig, ReportConfig
+from app.config.training_configs import CompareConfig, VerifyConfig
+from app.config.measurement_configs import BenchmarkConfig, ExplainConfig
+from app.config.plan_config import PlanConfig
+from app.config.examination_configs import DemoConfig, DoctorConfig
+
+__all__ = [
+    "BenchmarkConfig",
+    "CompareConfig",
+    "Config",
+    "DemoConfig",
+    "DoctorConfig",
+    "EvaluateConfig",
+    "ExplainConfig",
+    "LaunchConfig",
+    "PlanConfig",
+    "PredictConfig",
+    "ReportConfig",
+    "TrainConfig",
+    "VerifyConfig",
+]

@@ -18,7 +18,7 @@ FAULTS: dict[str, tuple[str, dict[str, int | float]]] = {
 }
 _NEEDS_NO_SECOND_REPLICA = {"scale_gradient"}
 
-MIN_STEPS = 5  # To tell a slow replica: fewer could all have been disturbed by chance.
+MIN_STRAGGLER_STEPS = 5  # To tell a slow replica: fewer could all have been disturbed by chance.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from app.config import Config
-from app.config.fault import MIN_STEPS, Fault
+from app.config.fault import MIN_STRAGGLER_STEPS, Fault
 from app.demos import demo_setup, presentation
 from app.performance import interval
 from app.performance.interval import Interval
@@ -14,7 +14,7 @@ from app.runtime.progress_bar import StepProgress
 
 _ROUNDS = 8
 _STEPS_PER_BLOCK = 10
-_RECORDED_STEPS = 2 * MIN_STEPS + 1  # The first one compiles.
+_RECORDED_STEPS = 2 * MIN_STRAGGLER_STEPS + 1  # The first one compiles.
 
 
 def run(config: Config) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from app.config.fault import MIN_STEPS
+from app.config.fault import MIN_STRAGGLER_STEPS
 
 # Seconds, and seconds of processor time, from the start of a step until a replica sent its
 # gradients.
@@ -39,7 +39,7 @@ def find_straggler(times: Sequence[Sequence[SendTime]]) -> Straggler | None:
         times: for each step and replica. The first step is left out: it compiles.
     """
     steps = times[1:]
-    if len(times) < MIN_STEPS or len(steps[0]) < 2:
+    if len(times) < MIN_STRAGGLER_STEPS or len(steps[0]) < 2:
         return None
     for replica_id in range(len(steps[0])):
         last_of_others = [max(t for r, t in enumerate(s) if r != replica_id) for s in steps]

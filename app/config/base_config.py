@@ -1,0 +1,100 @@
+"""What the configs of all commands have in common."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from app.config.option import check_values, did_you_mean, options_of
+from app.runtime.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of one command; a frozen dataclass for each, derived from this one.
+
+    Attributes:
+        command: the name of the command.
+        summary: what it is for, in one line of `--help`.
+        examples: its command lines in `--help`, without the program and the command.
+
+    Raises:
+        ConfigError: a value is not allowed, or two contradict each other.
+    """
+
+    command: ClassVar[str]
+    summary: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        self.check()
+
+    def check(self) -> None:
+        """Checks what options must be together.
+
+        Raises:
+            ConfigError: two contradict each other.
+        """
+
+    @classmethod
+    def commands(cls) -> dict[str, type["Config"]]:
+        """Returns the class of each command, by name, in the order of `--help`."""
+        return {config_class.command: config_class for config_class in Config.__subclasses__()}
+
+    @staticmethod
+    def of(command: str = "train", **options: Any) -> "Config":
+        """Returns what the command line makes of these options.
+
+        Args:
+            command: its name.
+            **options: as the flags are called; `experiment` and `directories` for the words after
+                `demo` and `report`.
+
+        Raises:
+            ConfigError: a command or an option that does not exist, a value that is not allowed, or
+                two that contradict each other.
+        """
+        config_class = find_command(command)
+        names = [each.name for each in options_of(config_class)]
+        for name in options:
+            if name not in names:
+                raise ConfigError(unknown_option(f"--{name}", name, config_class))
+        return config_class(**options)
+
+    def result_fields(self) -> dict[str, Any]:
+        """Returns what the result of a training depends on, without paths and display."""
+        options = {each.name: each for each in options_of(self)}
+        return {n: getattr(self, n) for n, o in options.items() if o.metadata.affects_result}
+
+
+def find_command(name: str) -> type[Config]:
+    """Returns the config class of a command.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    commands = Config.commands()
+    if name not in commands:
+        raise ConfigError(
+            f"{name!r} is not a command; use one of {', '.join(commands)}"
+            f"{did_you_mean(name, commands)}"
+        )
+    return commands[name]
+
+
+def unknown_option(shown: str, name: str, config_class: type[Config]) -> str:
+    """Returns the refusal of an option that a command does not have.
+
+    Args:
+        shown: the option as it was given.
+        name: of the option.
+        config_class: of the command.
+    """
+    owners = [
+        command
+        for command, other in Config.commands().items()
+        if name in [each.name for each in options_of(other)]
+    ]
+    if owners:
+        return f"{shown} is not an option of {config_class.command}, only of {', '.join(owners)}"
+    known = [each.name for each in options_of(config_class)]
+    return f"{shown} is not an option of {config_class.command}{did_you_mean(name, known, '--')}"

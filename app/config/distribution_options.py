@@ -1,0 +1,202 @@
+"""Options of devices, strategies, workers and the all-reduce."""
+
+import dataclasses
+
+from app.config.names import (
+    ALL_REDUCE_NAMES,
+    CLUSTER,
+    DEFAULT_LOGICAL_CPUS,
+    DISTRIBUTION,
+    MAX_LOCAL_WORKERS,
+    MAX_LOGICAL_DEVICES,
+    MULTI_WORKER,
+    ONE_MACHINE_STRATEGIES,
+    SINGLE,
+    STRATEGY_NAMES,
+)
+from app.config.option import option
+from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """Which devices, and how many."""
+
+    num_gpus: int | None = option(
+        None,
+        "N replicas on GPUs; on a machine without any, N logical CPU devices.",
+        DISTRIBUTION,
+        metavar="N",
+        low=1,
+        high=MAX_LOGICAL_DEVICES,
+    )
+    device: str = option(
+        "auto",
+        "gpu insists, cpu chooses logical CPU devices.",
+        DISTRIBUTION,
+        choices=("auto", "gpu", "cpu"),
+    )
+    num_devices: int | None = option(
+        None,
+        "N replicas; without it every GPU, else 2 logical CPUs. multi_worker: on each worker.",
+        DISTRIBUTION,
+        metavar="N",
+        low=1,
+        high=MAX_LOGICAL_DEVICES,
+    )
+
+    @property
+    def default_num_devices(self) -> int | None:
+        """The number of devices where no flag gives it; None where the machine decides."""
+        return DEFAULT_LOGICAL_CPUS if self.device == "cpu" else None
+
+    @property
+    def num_devices_asked(self) -> int | None:
+        """The number of devices, of each worker; None where the machine decides."""
+        return self.num_devices or self.num_gpus or self.default_num_devices
+
+    @property
+    def num_replicas_asked(self) -> int | None:
+        """The number of replicas in all; None where the machine or the cluster decides."""
+        return self.num_devices_asked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyOptions(DeviceOptions):
+    """One strategy, and its devices."""
+
+    strategy: str = option(
+        "manual",
+        "Distribution strategy. multi_worker spans several machines: see launch.",
+        DISTRIBUTION,
+        choices=STRATEGY_NAMES,
+        affects_result=True,
+    )
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the strategy spans several processes."""
+        return self.strategy == MULTI_WORKER
+
+    @property
+    def default_num_devices(self) -> int | None:
+        """One for `single`, and for a worker on CPUs."""
+        if self.strategy == SINGLE:
+            return 1
+        if self.has_workers:
+            return 1 if self.device == "cpu" else None
+        return super().default_num_devices
+
+    @property
+    def num_replicas_asked(self) -> int | None:
+        """The number of replicas in all; None where the machine or the cluster decides."""
+        return None if self.has_workers else self.num_devices_asked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategiesOptions:
+    """Which strategies are compared."""
+
+    strategies: tuple[str, ...] = option(
+        ONE_MACHINE_STRATEGIES,
+        "The strategies, separated by commas.",
+        DISTRIBUTION,
+        metavar="A,B,…",
+        choices=STRATEGY_NAMES,
+    )
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether one of the strategies spans several processes."""
+        return MULTI_WORKER in self.strategies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduceOptions:
+    """The all-reduce of the gradients."""
+
+    all_reduce: str = option(
+        "auto",
+        "All-reduce algorithm. "
+        + "; ".join(
+            f"{name}: {', '.join(ALL_REDUCE_ALGORITHMS[name])}"
+            for name in STRATEGIES
+            if ALL_REDUCE_ALGORITHMS.get(name)
+        )
+        + ". mirrored and multi_worker have nccl on GPUs only, mirrored has ring on CPUs only.",
+        DISTRIBUTION,
+        choices=("auto", *ALL_REDUCE_NAMES),
+        affects_result=True,
+    )
+    bucket_mib: float | None = option(
+        None,
+        "Size of the gradient buckets in MiB; 0 all-reduces each gradient on its own. Default:"
+        " multi_worker has one bucket for all gradients, other strategies none.",
+        DISTRIBUTION,
+        metavar="X",
+        low=0,
+        high=4096,
+        affects_result=True,
+    )
+    communication_dtype: str = option(
+        "float32",
+        "Dtype of the gradient all-reduce.",
+        DISTRIBUTION,
+        choices=("float32", "bfloat16"),
+        affects_result=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """What becomes of a batch."""
+
+    last_batch: str = option(
+        "keep",
+        "The short batch at the end of an epoch.",
+        DISTRIBUTION,
+        choices=("keep", "drop"),
+        affects_result=True,
+    )
+    batch_norm: str = option(
+        "average",
+        "Statistics of each replica's shard; moving statistics are averaged over the replicas.",
+        DISTRIBUTION,
+        choices=("average",),
+        affects_result=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How many processes train together."""
+
+    num_workers: int = option(
+        2,
+        "Local processes that train together, in place of machines.",
+        CLUSTER,
+        metavar="N",
+        low=1,
+        high=MAX_LOCAL_WORKERS,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparedStrategiesOptions(StrategiesOptions, DeviceOptions, WorkerOptions):
+    """Several strategies on as many replicas each, and their devices.
+
+    Where `multi_worker` is one of them, the other strategies have as many replicas on one machine
+    as its workers have together.
+    """
+
+    @property
+    def default_num_devices(self) -> int | None:
+        """One for each worker, where a strategy has workers."""
+        return 1 if self.has_workers else super().default_num_devices
+
+    @property
+    def num_replicas_asked(self) -> int | None:
+        """The number of replicas of each strategy; None where the machine decides."""
+        if not self.has_workers:
+            return self.num_devices_asked
+        return self.num_devices_asked and self.num_devices_asked * self.num_workers

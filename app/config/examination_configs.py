@@ -1,0 +1,83 @@
+"""The commands that show and examine: `demo` and `doctor`."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from app.config import constraints
+from app.config.base_config import Config
+from app.config.distribution_options import (
+    AllReduceOptions,
+    DeviceOptions,
+    StrategiesOptions,
+)
+from app.config.model_options import (
+    DatasetOptions,
+    Hyperparameters,
+    SubsetOptions,
+)
+from app.config.names import (
+    ONE_MACHINE_STRATEGIES,
+    SINGLE,
+    WORDS,
+)
+from app.config.option import option, same_option
+from app.config.run_options import OutputOptions, VerbosityOptions
+from app.config.training_configs import TrainConfig, training_config
+from strategies import ALL_REDUCE_ALGORITHMS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoConfig(DeviceOptions, SubsetOptions, VerbosityOptions, Config):
+    """The options of `demo`: small experiments."""
+
+    command: ClassVar[str] = "demo"
+    summary: ClassVar[str] = "the textbook's small experiments; alone it lists them"
+    examples: ClassVar[tuple[str, ...]] = ("", "allreduce --num_devices=3")
+
+    experiment: str = option("", "The experiment.", WORDS, metavar="EXPERIMENT", positional=True)
+    all_reduce: str = same_option(
+        AllReduceOptions,
+        "all_reduce",
+        help="All-reduce algorithm.",
+        choices=("auto", *ALL_REDUCE_ALGORITHMS["manual"]),
+    )
+    epochs: int = same_option(Hyperparameters, "epochs", default=3)
+    learning_rate: float | None = same_option(Hyperparameters, "learning_rate")
+    seed: int = same_option(Hyperparameters, "seed")
+
+    def check(self) -> None:
+        """Checks what options must be together."""
+        constraints.check_devices(self)
+        constraints.check_dataset(self)
+
+    def for_training(self, **options: Any) -> TrainConfig:
+        """Returns the configuration of a training by hand."""
+        return training_config(self, "manual", **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorConfig(StrategiesOptions, DeviceOptions, DatasetOptions, VerbosityOptions, Config):
+    """The options of `doctor`: what the machine has."""
+
+    command: ClassVar[str] = "doctor"
+    summary: ClassVar[str] = "what this machine has, what is missing, and what to run"
+    examples: ClassVar[tuple[str, ...]] = ("", "--data_dir=DIR --num_gpus=2")
+
+    strategies: tuple[str, ...] = same_option(
+        StrategiesOptions,
+        "strategies",
+        default=("manual", "mirrored"),
+        help="The strategies whose all-reduce is tested.",
+        choices=ONE_MACHINE_STRATEGIES,
+    )
+    dataset: str = same_option(SubsetOptions, "dataset")
+    all_reduce: str = same_option(AllReduceOptions, "all_reduce")
+    out: str | None = same_option(OutputOptions, "out", help="Output directory to examine.")
+
+    def check(self) -> None:
+        """Checks what options must be together."""
+        constraints.check_devices(self)
+        constraints.check_single("--strategies", self.strategies, self.num_devices or self.num_gpus)
+        parallel = [name for name in self.strategies if name != SINGLE]
+        constraints.check_algorithm(self.all_reduce, parallel, self.device)
+        constraints.check_dataset(self)

@@ -1,0 +1,96 @@
+"""The commands about finished runs: `evaluate`, `predict` and `report`."""
+
+import dataclasses
+from typing import ClassVar
+
+from app.config import constraints
+from app.config.base_config import Config
+from app.config.distribution_options import (
+    StrategyOptions,
+)
+from app.config.model_options import (
+    DataFileOptions,
+)
+from app.config.names import (
+    FINISHED_RUN,
+    ONE_MACHINE_STRATEGIES,
+    WORDS,
+)
+from app.config.option import option, same_option
+from app.config.run_options import OutputOptions, VerbosityOptions
+from app.runtime.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinishedRunOptions(StrategyOptions, DataFileOptions, VerbosityOptions):
+    """Which finished run is read, and on which devices it is rebuilt."""
+
+    strategy: str = same_option(StrategyOptions, "strategy", choices=ONE_MACHINE_STRATEGIES)
+    run: str = option("", "The directory of the run.", FINISHED_RUN, metavar="DIR", required=True)
+    checkpoint: str = option(
+        "newest",
+        "Which checkpoint of the run; best has the highest test accuracy.",
+        FINISHED_RUN,
+        choices=("newest", "best"),
+    )
+
+    def check_run(self) -> None:
+        """Checks what options must be together."""
+        constraints.check_devices(self)
+        constraints.check_single("--strategy", (self.strategy,), self.num_devices or self.num_gpus)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(FinishedRunOptions, Config):
+    """The options of `evaluate`: the test accuracy of a run."""
+
+    command: ClassVar[str] = "evaluate"
+    summary: ClassVar[str] = "test accuracy of a run, on any strategy and number of devices"
+    examples: ClassVar[tuple[str, ...]] = ("--run=runs/NAME --strategy=mirrored --num_devices=4",)
+
+    def check(self) -> None:
+        """Checks what options must be together."""
+        self.check_run()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictConfig(FinishedRunOptions, Config):
+    """The options of `predict`: the classes of images."""
+
+    command: ClassVar[str] = "predict"
+    summary: ClassVar[str] = "class and probability of images, the batch split over the replicas"
+    examples: ClassVar[tuple[str, ...]] = (
+        "--run=runs/NAME",
+        "--run=runs/NAME --images=shoe.png,bags.npy",
+    )
+
+    images: tuple[str, ...] = option(
+        (),
+        "The images to classify; default ten test images.",
+        FINISHED_RUN,
+        metavar="A.png,B.npy",
+    )
+
+    def check(self) -> None:
+        """Checks what options must be together."""
+        self.check_run()
+        constraints.check_data_files(self, "--images" if self.images else "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig(Config):
+    """The options of `report`: one page about runs."""
+
+    command: ClassVar[str] = "report"
+    summary: ClassVar[str] = "one page, report.html, from the directories of runs"
+    examples: ClassVar[tuple[str, ...]] = ("runs/first runs/second --out=report.html",)
+
+    out: str | None = same_option(OutputOptions, "out", help="The file.", metavar="FILE")
+    directories: tuple[str, ...] = option(
+        (), "Directories of runs.", WORDS, metavar="DIR …", positional=True
+    )
+
+    def check(self) -> None:
+        """Checks that there is a directory."""
+        if not self.directories:
+            raise ConfigError("report needs the directory of a run; for example: report runs/*")

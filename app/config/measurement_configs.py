@@ -1,0 +1,140 @@
+"""The commands that measure: `benchmark` and `explain`."""
+
+import dataclasses
+from typing import ClassVar
+
+from app.config import constraints
+from app.config.base_config import Config
+from app.config.distribution_options import (
+    AllReduceOptions,
+    BatchOptions,
+    DeviceOptions,
+    StrategiesOptions,
+    StrategyOptions,
+)
+from app.config.model_options import (
+    ComputationOptions,
+    Hyperparameters,
+    ModelOptions,
+    SubsetOptions,
+)
+from app.config.names import (
+    MEASUREMENT,
+    NUM_TRAIN_EXAMPLES,
+    ONE_MACHINE_STRATEGIES,
+    SINGLE,
+)
+from app.config.option import option, same_option
+from app.config.run_options import OutputOptions, VerbosityOptions
+from app.runtime.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig(
+    StrategiesOptions, AllReduceOptions, SubsetOptions, OutputOptions, VerbosityOptions, Config
+):
+    """The options of `benchmark`: how fast every combination is."""
+
+    command: ClassVar[str] = "benchmark"
+    summary: ClassVar[str] = "throughput of strategies, device counts, batches and precisions"
+    examples: ClassVar[tuple[str, ...]] = ("--num_devices=1,2,4 --repeats=20",)
+
+    model: tuple[str, ...] = same_option(
+        ModelOptions, "model", default=("lenet",), help="The networks.", metavar="A,B,…"
+    )
+    recipe: str = same_option(ModelOptions, "recipe")
+    num_devices: tuple[int, ...] = same_option(
+        DeviceOptions,
+        "num_devices",
+        default=(1, 2),
+        help="The numbers of devices; multi_worker has a worker for each.",
+        metavar="N,M,…",
+    )
+    device: str = same_option(DeviceOptions, "device")
+    global_batch_size: tuple[int, ...] = same_option(
+        Hyperparameters,
+        "global_batch_size",
+        default=(256,),
+        help="Examples of a step over all replicas.",
+        metavar="N,M,…",
+    )
+    precision: tuple[str, ...] = same_option(
+        ComputationOptions,
+        "precision",
+        default=("float32",),
+        help="The precisions.",
+        metavar="A,B,…",
+    )
+    jit_compile: bool = same_option(ComputationOptions, "jit_compile")
+    deterministic: bool = same_option(ComputationOptions, "deterministic")
+    seed: int = same_option(Hyperparameters, "seed")
+    repeats: int = option(
+        10,
+        "Rounds in which every case is timed once.",
+        MEASUREMENT,
+        metavar="N",
+        low=2,
+        high=10_000,
+    )
+
+    def check(self) -> None:
+        """Checks what options must be together."""
+        constraints.check_all_reduce(self, self.strategies, self.device)
+        constraints.check_dataset(self)
+        if self.num_devices != BenchmarkConfig.num_devices:
+            constraints.check_single("--strategies", self.strategies, max(self.num_devices))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainConfig(
+    ModelOptions,
+    SubsetOptions,
+    AllReduceOptions,
+    ComputationOptions,
+    OutputOptions,
+    VerbosityOptions,
+    Config,
+):
+    """The options of `explain`: where the time of a step goes."""
+
+    command: ClassVar[str] = "explain"
+    summary: ClassVar[str] = "one step with its numbers, and where its time goes"
+    examples: ClassVar[tuple[str, ...]] = ("--num_devices=2,3,4 --all_reduce=ring",)
+
+    strategy: str = same_option(
+        StrategyOptions, "strategy", choices=tuple(n for n in ONE_MACHINE_STRATEGIES if n != SINGLE)
+    )
+    num_devices: tuple[int, ...] = same_option(
+        DeviceOptions,
+        "num_devices",
+        default=(2, 3, 4),
+        help="Rising numbers of devices: the first is explained, the last of three or more is"
+        " predicted.",
+        metavar="N,M,…",
+        low=2,
+    )
+    device: str = same_option(DeviceOptions, "device")
+    global_batch_size: int = same_option(Hyperparameters, "global_batch_size")
+    learning_rate: float | None = same_option(Hyperparameters, "learning_rate")
+    seed: int = same_option(Hyperparameters, "seed")
+    repeats: int = same_option(BenchmarkConfig, "repeats")
+
+    def check(self) -> None:
+        """Checks what options must be together."""
+        constraints.check_all_reduce(self, (self.strategy,), self.device)
+        constraints.check_dataset(self)
+        if list(self.num_devices) != sorted(self.num_devices):
+            shown = ",".join(map(str, self.num_devices))
+            raise ConfigError(f"--num_devices must rise, got {shown}; for example 2,3,4")
+        if self.all_reduce == "hierarchical":
+            raise ConfigError(
+                "--all_reduce=hierarchical cannot be explained: its cost is not known; use"
+                " --all_reduce=auto"
+            )
+        for num_replicas in self.num_devices:
+            constraints.check_shards(
+                global_batch_size=self.global_batch_size,
+                last_batch=BatchOptions.last_batch,
+                num_replicas=num_replicas,
+                num_train_examples=self.num_train_examples or NUM_TRAIN_EXAMPLES,
+            )

@@ -1,0 +1,145 @@
+"""Options of the model, the data, the hyperparameters and the computation."""
+
+import dataclasses
+
+from app.config.names import (
+    COMPUTATION,
+    DATASET_NAMES,
+    HYPERPARAMETERS,
+    MAX_FLOAT32,
+    MODEL_AND_DATA,
+    MODEL_NAMES,
+    NUM_TRAIN_EXAMPLES,
+    PRECISIONS,
+    RECIPE_NAMES,
+)
+from app.config.option import option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model, and how it is trained."""
+
+    model: str = option(
+        "lenet", "The network.", MODEL_AND_DATA, choices=MODEL_NAMES, affects_result=True
+    )
+    recipe: str = option(
+        "d2l",
+        'd2l is the training of "Dive into Deep Learning", fast a modern one.',
+        MODEL_AND_DATA,
+        choices=RECIPE_NAMES,
+        affects_result=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataFileOptions:
+    """Where the files of the data set are."""
+
+    data_dir: str | None = option(
+        None,
+        "Folder with the four Fashion-MNIST files, or a TFDS data directory. Without it:"
+        " $FASHION_MNIST_DIR, then TFDS.",
+        MODEL_AND_DATA,
+        metavar="DIR",
+    )
+    allow_unverified_data: bool = option(
+        False, "Accept files in the right format whose hash differs.", MODEL_AND_DATA
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetOptions(DataFileOptions):
+    """Which images."""
+
+    dataset: str = option(
+        "auto",
+        "auto takes real Fashion-MNIST where it can be had, else a generated set.",
+        MODEL_AND_DATA,
+        choices=DATASET_NAMES,
+        affects_result=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SubsetOptions(DatasetOptions):
+    """Which images, and how many of them."""
+
+    num_train_examples: int | None = option(
+        None,
+        "Train on a seeded, class-balanced subset of N.",
+        MODEL_AND_DATA,
+        metavar="N",
+        low=1,
+        high=NUM_TRAIN_EXAMPLES,
+        affects_result=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """How large a step is, how fast a training learns, how long it is, and where it starts."""
+
+    global_batch_size: int = option(
+        256,
+        "Examples of a step over all replicas.",
+        HYPERPARAMETERS,
+        metavar="N",
+        low=1,
+        high=NUM_TRAIN_EXAMPLES,
+        alias="batch_size",
+        affects_result=True,
+    )
+    learning_rate: float | None = option(
+        None,
+        "Peak learning rate. Default: the recipe's.",
+        HYPERPARAMETERS,
+        metavar="X",
+        above=0.0,
+        high=MAX_FLOAT32,
+        alias="lr",
+        affects_result=True,
+    )
+    epochs: int = option(
+        10,
+        "Passes over the training set.",
+        HYPERPARAMETERS,
+        metavar="N",
+        low=1,
+        high=100_000,
+        affects_result=True,
+    )
+    seed: int = option(
+        0,
+        "Determines the initial weights and the order of examples.",
+        HYPERPARAMETERS,
+        metavar="N",
+        low=0,
+        high=2**32 - 1,
+        affects_result=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputationOptions:
+    """What a step computes in, and how it is compiled."""
+
+    precision: str = option(
+        "float32",
+        "What layers compute in; weights, their updates and the loss are float32.",
+        COMPUTATION,
+        choices=PRECISIONS,
+        affects_result=True,
+    )
+    jit_compile: bool = option(
+        False,
+        "Let XLA compile what each replica computes.",
+        COMPUTATION,
+        affects_result=True,
+    )
+    deterministic: bool = option(
+        False,
+        "Only kernels whose results are bitwise identical in every run.",
+        COMPUTATION,
+        affects_result=True,
+    )

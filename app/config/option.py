@@ -1,0 +1,223 @@
+"""An option of a command: one dataclass field carries all that the program knows about it.
+
+Type and default are those of the field; help, group, choices and bounds are its metadata. Flags,
+`--help`, `Config.of`, the validation of values and `docs/options.md` are made from these fields.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from app.runtime.errors import ConfigError
+
+_KEY = "option"
+_UNSET: Any = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """The metadata of an option.
+
+    Attributes:
+        help: what it does, as `--help` shows it.
+        group: title of the group that it stands in.
+        metavar: how its value is written, for example `N`; "" takes the choices.
+        choices: the allowed values, empty for any.
+        low: the smallest allowed number, None for any.
+        high: the largest allowed number, None for any.
+        above: a number that the value must exceed, None for none.
+        alias: another name of the flag.
+        required: whether a command needs a value.
+        positional: whether it is given by the words after the command, not by a flag.
+        affects_result: whether the result of a training depends on it: another value makes another
+            run.
+    """
+
+    help: str
+    group: str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    alias: str = ""
+    required: bool = False
+    positional: bool = False
+    affects_result: bool = False
+
+
+def option(default: Any, help: str, group: str, **metadata: Any) -> Any:
+    """Returns a dataclass field with the metadata of an option.
+
+    Args:
+        default: of the field.
+        help: see `Option`, as all that follows.
+        group: title of its group.
+        **metadata: other attributes of `Option`.
+    """
+    return dataclasses.field(default=default, metadata={_KEY: Option(help, group, **metadata)})
+
+
+def same_option(group: type, name: str, *, default: Any = _UNSET, **changes: Any) -> Any:
+    """Returns the field of an option that stands in another dataclass, with some changes.
+
+    Args:
+        group: the dataclass.
+        name: of the field.
+        default: another default, if given.
+        **changes: other attributes of `Option`.
+    """
+    field = group.__dataclass_fields__[name]  # type: ignore[attr-defined]  # `type` has none.
+    metadata = dataclasses.replace(field.metadata[_KEY], **changes)
+    return dataclasses.field(
+        default=field.default if default is _UNSET else default, metadata={_KEY: metadata}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundOption:
+    """An option of one command, with its type.
+
+    Attributes:
+        name: of the field and of the flag.
+        kind: `int`, `float`, `str` or `bool`; of a list, that of its items.
+        is_list: whether it takes several values.
+        optional: whether it may be None.
+        default: its default.
+        metadata: the rest.
+    """
+
+    name: str
+    kind: type
+    is_list: bool
+    optional: bool
+    default: Any
+    metadata: Option
+
+    @property
+    def flag(self) -> str:
+        """The option as it is written on the command line, without a value."""
+        return self.name if self.metadata.positional else f"--{self.name}"
+
+    @property
+    def metavar(self) -> str:
+        """How a value is written; "" for a switch."""
+        return self.metadata.metavar or "|".join(self.metadata.choices)
+
+    def parse(self, text: str) -> Any:
+        """Returns the value that the text of a flag stands for.
+
+        Raises:
+            ConfigError: the text is not of the option's type.
+        """
+        if text == "":
+            raise ConfigError(f"{self.flag} has no value; write {self.flag}={self.metavar}")
+        if self.is_list:
+            return tuple(self._parse_item(item, text) for item in text.split(","))
+        return self._parse_item(text, text)
+
+    def _parse_item(self, item: str, text: str) -> Any:
+        try:
+            return self.kind(item)
+        except ValueError:
+            raise ConfigError(f"{self.flag} must be {self._kinds}, got {text!r}") from None
+
+    @property
+    def _kinds(self) -> str:
+        one, many = {
+            int: ("a whole number", "whole numbers"),
+            float: ("a number", "numbers"),
+            bool: ("true or false", ""),
+            str: ("a text", "texts"),
+        }[self.kind]
+        return f"{many} separated by commas" if self.is_list else one
+
+    def check(self, value: Any) -> None:
+        """Checks a value: its type, the choices and the bounds.
+
+        Raises:
+            ConfigError: the value is not allowed; the message names the flag and the value.
+        """
+        if value is None and self.optional:
+            return
+        if self.metadata.required and not value:
+            raise ConfigError(f"{self.flag} is required; write {self.flag}={self.metavar}")
+        items = value if self.is_list else (value,)
+        if not isinstance(items, tuple) or not all(map(self._has_kind, items)):
+            shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ConfigError(f"{self.flag} must be {self._kinds}, got {shown!r}")
+        for item in items:
+            self._check_item(item)
+        if len(set(items)) != len(items):
+            shown = ",".join(map(str, items))
+            raise ConfigError(f"{self.flag} must name each value once, got {shown}")
+
+    def _has_kind(self, item: Any) -> bool:
+        if self.kind is float:
+            return isinstance(item, int | float) and not isinstance(item, bool)
+        return isinstance(item, self.kind) and (self.kind is bool or not isinstance(item, bool))
+
+    def _check_item(self, item: Any) -> None:
+        choices, low, high = self.metadata.choices, self.metadata.low, self.metadata.high
+        if choices and item not in choices:
+            raise ConfigError(
+                f"{self.flag} must be one of {', '.join(choices)}, got {item!r}"
+                f"{did_you_mean(str(item), choices)}"
+            )
+        if self.metadata.above is not None and not item > self.metadata.above:
+            raise ConfigError(f"{self.flag} must be above {self.metadata.above:g}, got {item}")
+        if (low is not None or high is not None) and not (
+            (-math.inf if low is None else low) <= item <= (math.inf if high is None else high)
+        ):
+            bounds = f"at least {low}" if high is None else f"between {low or 0} and {high}"
+            raise ConfigError(f"{self.flag} must be {bounds}, got {item}")
+
+
+def options_of(config: Any) -> list[BoundOption]:
+    """Returns the options of a dataclass, or of an instance of it.
+
+    Those of its first base come first, in the order in which they are written.
+    """
+    config_class = config if isinstance(config, type) else type(config)
+    hints = typing.get_type_hints(config_class)
+    fields = {f.name: f for f in dataclasses.fields(config_class) if _KEY in f.metadata}
+    order = dict.fromkeys(
+        n for c in config_class.__mro__ for n in vars(c).get("__annotations__", ())
+    )
+    return [
+        BoundOption(name, *_kind_of(hints[name]), fields[name].default, fields[name].metadata[_KEY])
+        for name in order
+        if name in fields
+    ]
+
+
+def _kind_of(hint: Any) -> tuple[type, bool, bool]:
+    """Returns the type of an annotation's values, whether it is a list, and whether optional."""
+    arguments = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        (inner,) = (a for a in arguments if a is not type(None))
+        kind, is_list, _ = _kind_of(inner)
+        return kind, is_list, True
+    if typing.get_origin(hint) is tuple:
+        return arguments[0], True, False
+    return hint, False, False
+
+
+def check_values(config: Any) -> None:
+    """Checks the value of each option of a config by itself.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    for each in options_of(config):
+        each.check(getattr(config, each.name))
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Returns "; did you mean …?" with the nearest known word, "" where none is near."""
+    nearest = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""

@@ -1,0 +1,128 @@
+"""The command `plan`."""
+
+import dataclasses
+from typing import ClassVar
+
+from app.config import constraints
+from app.config.base_config import Config
+from app.config.distribution_options import (
+    AllReduceOptions,
+    BatchOptions,
+    DeviceOptions,
+    WorkerOptions,
+)
+from app.config.model_options import (
+    ComputationOptions,
+    Hyperparameters,
+    ModelOptions,
+    SubsetOptions,
+)
+from app.config.names import (
+    DEFAULT_LOGICAL_CPUS,
+    MAX_LOGICAL_DEVICES,
+    NUM_TRAIN_EXAMPLES,
+    PLAN,
+)
+from app.config.option import option, same_option
+from app.config.run_options import VerbosityOptions
+from app.runtime.errors import ConfigError
+
+_MAX_PLANNED_WORKERS = 10_000
+_MAX_PLANNED_BATCH_SIZE = 10_000_000
+_PLANNED_PER_DEVICE = 32  # Examples on each device of a planned cluster, where no batch is given.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
+    """The options of `plan`: what a training would take."""
+
+    command: ClassVar[str] = "plan"
+    summary: ClassVar[str] = "what a training would take: steps, shards, all-reduce, memory, time"
+    examples: ClassVar[tuple[str, ...]] = (
+        "--num_gpus=4 --model=resnet18 --global_batch_size=1024",
+        "--num_devices=2 --epochs=10 --probe",
+        "--num_workers=64 --devices_per_worker=8",
+    )
+
+    num_train_examples: int | None = same_option(SubsetOptions, "num_train_examples")
+    communication_dtype: str = same_option(AllReduceOptions, "communication_dtype")
+    last_batch: str = same_option(BatchOptions, "last_batch")
+    global_batch_size: int | None = same_option(
+        Hyperparameters,
+        "global_batch_size",
+        default=None,
+        help=f"Examples of a step over all replicas; default {Hyperparameters.global_batch_size},"
+        f" in a cluster at least {_PLANNED_PER_DEVICE} on each device.",
+        high=_MAX_PLANNED_BATCH_SIZE,
+    )
+    learning_rate: float | None = same_option(Hyperparameters, "learning_rate")
+    epochs: int = same_option(Hyperparameters, "epochs")
+    precision: str = same_option(ComputationOptions, "precision")
+    jit_compile: bool = same_option(ComputationOptions, "jit_compile")
+    probe: bool = option(False, "Time some steps here, and measure their memory.", PLAN)
+    num_workers: int = same_option(
+        WorkerOptions, "num_workers", default=1, help="Machines.", high=_MAX_PLANNED_WORKERS
+    )
+    devices_per_worker: int | None = option(
+        None,
+        "Devices of each machine of a cluster.",
+        PLAN,
+        metavar="N",
+        low=1,
+        high=MAX_LOGICAL_DEVICES,
+    )
+    bandwidth_gbps: float = option(
+        10.0,
+        "Bandwidth of a machine's network in one direction.",
+        PLAN,
+        metavar="X",
+        low=0.001,
+        high=1e6,
+    )
+    latency_us: float = option(
+        50.0, "Latency of a message between machines.", PLAN, metavar="X", low=0, high=1e6
+    )
+    # One direction of PCI Express 4.0: 16 lanes at 16 GT/s, 128b/130b. NVIDIA's data sheets of A100
+    # and H100 have 2400 and 3600 for NVLink.
+    device_bandwidth_gbps: float = option(
+        252.0,
+        "Bandwidth of the links within a machine: 252 is PCIe 4.0 × 16, 2400 NVLink 3, 3600"
+        " NVLink 4.",
+        PLAN,
+        metavar="X",
+        low=0.001,
+        high=1e6,
+    )
+
+    @property
+    def plans_cluster(self) -> bool:
+        """Whether it is a plan of several machines, or of machines other than this one."""
+        return self.num_workers > 1 or self.devices_per_worker is not None
+
+    @property
+    def num_devices_planned(self) -> int:
+        """Devices of each machine."""
+        default = 1 if self.plans_cluster else DEFAULT_LOGICAL_CPUS
+        return self.devices_per_worker or self.num_devices_asked or default
+
+    @property
+    def planned_batch_size(self) -> int:
+        """The global batch size: no device of a cluster is left without examples by default."""
+        num_replicas = self.num_workers * self.num_devices_planned
+        least = _PLANNED_PER_DEVICE * num_replicas if self.plans_cluster else 0
+        return self.global_batch_size or max(Hyperparameters.global_batch_size, least)
+
+    def check(self) -> None:
+        """Checks what options must be together."""
+        constraints.check_devices(self)
+        num_devices = self.num_workers * self.num_devices_planned
+        if self.planned_batch_size < num_devices:
+            raise ConfigError(
+                f"--global_batch_size must be at least the number of devices, {num_devices}, got"
+                f" {self.planned_batch_size}"
+            )
+        constraints.check_has_step(
+            self.planned_batch_size,
+            self.last_batch,
+            self.num_train_examples or NUM_TRAIN_EXAMPLES,
+        )
