@@ -85,7 +85,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def _from_tf_config(text: str, source: str) -> Cluster:
-    def refuse(key: str, value, required: str):
+    def refuse(key: str, value: object, required: str) -> ConfigError:
         shown = json.dumps(value) if not isinstance(value, str) else value
         shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
         return ConfigError(

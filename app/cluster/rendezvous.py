@@ -112,7 +112,7 @@ def _answering(address: str) -> Iterator[None]:
                 " worker; end what uses it, or name another port on every worker"
             ) from error
 
-        def accept():
+        def accept() -> None:
             with contextlib.suppress(OSError):  # It is closed.
                 while True:
                     connection, _ = listener.accept()
@@ -139,7 +139,7 @@ def _probing(cluster: Cluster) -> Iterator[set[int]]:
     missing = {i for i in range(len(cluster.addresses)) if i != cluster.index}
     ended = threading.Event()
 
-    def probe(index):
+    def probe(index: int) -> None:
         address = host_and_port(cluster.addresses[index])
         while not ended.is_set():
             with contextlib.suppress(OSError):

@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from app.cluster.environment import Cluster
 from app.cluster.resource_split import WorkerResources, find_free_ports
 from app.runtime import signals
 from app.runtime.errors import DeviceError, PeerLostError
-from app.runtime.processes import Channel, ChildProcess
+from app.runtime.processes import Channel, ChildProcess, Result
 
 _SETTLE_SEC = 2.0  # Within it, the first failure and what follows from it are told apart.
 
@@ -27,7 +28,9 @@ class WorkerGroup:
         *arguments: the others.
     """
 
-    def __init__(self, shares: Sequence[WorkerResources], function: Callable, *arguments):
+    def __init__(
+        self, shares: Sequence[WorkerResources], function: Callable[..., Any], *arguments: Any
+    ):
         addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(shares)))
         self._processes = [
             ChildProcess(_be_worker, Cluster(addresses, index), share, function, *arguments)
@@ -35,14 +38,14 @@ class WorkerGroup:
         ]
         self._results: dict[int, object] = {}
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             for process in self._processes:
                 stack.enter_context(process)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     @property
@@ -50,12 +53,12 @@ class WorkerGroup:
         """The number of the chief's process."""
         return self._processes[0].pid
 
-    def send(self, message) -> None:
+    def send(self, message: Any) -> None:
         """Hands all of them a message."""
         for process in self._processes:
             process.send(message)
 
-    def receive(self) -> tuple:
+    def receive(self) -> tuple[str, Any]:
         """Waits for the chief's `("message", …)`, or for `("result", what each returned)`.
 
         Raises:
@@ -63,7 +66,7 @@ class WorkerGroup:
         """
         while len(self._results) < len(self._processes):
             waiting = [i for i in range(len(self._processes)) if i not in self._results]
-            connections = {self._processes[i].connection: i for i in waiting}
+            connections: dict[Any, int] = {self._processes[i].connection: i for i in waiting}
             for ready in multiprocessing.connection.wait(list(connections)):
                 index = connections[ready]
                 kind, value = self._receive_from(index, waiting)
@@ -72,7 +75,7 @@ class WorkerGroup:
                 self._results[index] = value
         return "result", [self._results[i] for i in range(len(self._processes))]
 
-    def _receive_from(self, index: int, waiting: Sequence[int]) -> tuple:
+    def _receive_from(self, index: int, waiting: Sequence[int]) -> tuple[str, Any]:
         try:
             return self._processes[index].receive()
         except PeerLostError as follows:  # From what?
@@ -81,7 +84,7 @@ class WorkerGroup:
 
     def _raise_cause(self, others: Sequence[int]) -> None:
         """Raises what another worker failed of, if one did by itself."""
-        connections = {self._processes[other].connection: other for other in others}
+        connections: dict[Any, int] = {self._processes[i].connection: i for i in others}
         deadline = time.monotonic() + _SETTLE_SEC
         while connections and (
             ready := multiprocessing.connection.wait(
@@ -98,8 +101,12 @@ class WorkerGroup:
 
 
 def _be_worker(
-    channel: Channel, cluster: Cluster, share: WorkerResources, function: Callable, *arguments
-):
+    channel: Channel,
+    cluster: Cluster,
+    share: WorkerResources,
+    function: Callable[..., Result],
+    *arguments: Any,
+) -> Result:
     """Runs in a process of its own: `function`, in the environment of one worker."""
     signals.end_with_parent(signal.SIGKILL)
     os.environ["TF_CONFIG"] = cluster.as_tf_config()

@@ -79,16 +79,16 @@ def find_data_source(data_dir: str | None, environ: Mapping[str, str] = os.envir
 def _find(data_dir: str | None, environ: Mapping[str, str]) -> DataSource:
     if data_dir:
         return _find_in(_folder(data_dir), "--data_dir")
-    looked = []
+    looked: tuple[str, ...] = ()
     if environ.get("FASHION_MNIST_DIR"):
         folder = _folder(environ["FASHION_MNIST_DIR"])
         try:
             return _find_in(folder, "FASHION_MNIST_DIR")
         except DataMissingError:
-            looked.append(f"FASHION_MNIST_DIR={folder}")
+            looked = (f"FASHION_MNIST_DIR={folder}",)
     folder = tfds_folder(environ)
     if is_prepared(folder):
-        return DataSource(PREPARED, folder, "TFDS", looked=tuple(looked))
+        return DataSource(PREPARED, folder, "TFDS", looked=looked)
     manual = manual_dir(folder)
     paths = {name: manual / f"{name}.gz" for name in SHA256}
     looked = (*looked, f"{folder}/fashion_mnist", str(manual))
@@ -127,7 +127,7 @@ def check_connection(url: str, timeout_sec: float | None = None) -> None:
     timeout_sec = timeout_sec or _CONNECT_TIMEOUT_SEC
     outcome: list[Exception] = []
 
-    def connect():
+    def connect() -> None:
         try:
             urllib.request.urlopen(url, timeout=timeout_sec).close()
         except urllib.error.HTTPError as answer:
@@ -146,8 +146,8 @@ def check_connection(url: str, timeout_sec: float | None = None) -> None:
 
 def _find_in(folder: pathlib.Path, named_by: str) -> DataSource:
     """Finds it in a folder that the user named: the original files, or what TFDS prepared."""
-    paths = {name: _find_file(folder, name) for name in SHA256}
-    missing = [name for name, path in paths.items() if path is None]
+    paths = {name: path for name in SHA256 if (path := _find_file(folder, name))}
+    missing = [name for name in SHA256 if name not in paths]
     if not missing:
         return DataSource(FILES, folder, named_by, paths)
     if is_prepared(folder):

@@ -63,5 +63,5 @@ class ImageDataset:
 def _sha256(*arrays: np.ndarray) -> str:
     digest = hashlib.sha256()
     for array in arrays:
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

@@ -45,7 +45,7 @@ def train_dataset(
     steps_per_epoch = num_steps_per_epoch(num_examples, global_batch_size, last_batch)
     start_epoch, start_batch = divmod(start_step, steps_per_epoch)
 
-    def index_batches(epoch):
+    def index_batches(epoch: tf.Tensor) -> tf.data.Dataset:
         seeds = tf.stack([tf.cast(seed, tf.int64), epoch])
         order = tf.random.experimental.stateless_shuffle(tf.range(num_examples), seed=seeds)
         # The shuffle took numbers that follow from these seeds: others for another purpose.
@@ -79,7 +79,7 @@ def _gather(indices: tf.data.Dataset, images: np.ndarray, labels: np.ndarray) ->
     with tf.device("/device:CPU:0"):
         images, labels = tf.constant(images), tf.constant(labels, tf.int32)
 
-    def gather(i, flipped=None):
+    def gather(i: tf.Tensor, flipped: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
         rows = tf.gather(images, i)
         if flipped is not None:
             rows = tf.where(flipped[:, None, None, None], rows[:, :, ::-1], rows)

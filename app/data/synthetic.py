@@ -5,9 +5,13 @@ texture and noise, and neighbouring classes (shirt, t-shirt, pullover, coat) ove
 them apart, so that a network has something to learn and cannot be right every time.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from app.data.dataset import CLASS_NAMES, IMAGE_SHAPE, ImageDataset
+
+Length = float | np.ndarray  # Of every image, or of each: `(n, 1, 1)`, or `(n, 28, 28)`.
 
 _CHUNK = 500  # Images drawn at a time: small enough to stay in the processor's cache.
 
@@ -51,22 +55,24 @@ class _Canvas:
         numbers = self._generator.standard_normal((self._num_images, 1, 1), dtype=np.float32)
         return mean + np.float32(deviation) * numbers
 
-    def box(self, left, right, top, bottom):
+    def box(self, left: Length, right: Length, top: Length, bottom: Length) -> np.ndarray:
         """A rectangle; bounds may be arrays, so that sides can slant."""
         horizontal = np.minimum(self.x - left, right - self.x)
         return _soften(np.minimum(horizontal, np.minimum(self.y - top, bottom - self.y)))
 
-    def ellipse(self, x, y, width, height):
+    def ellipse(self, x: Length, y: Length, width: Length, height: Length) -> np.ndarray:
         """A filled ellipse around (x, y)."""
         distance = np.hypot((self.x - x) / width, (self.y - y) / height)
         return _soften((1 - distance) * 0.5)
 
-    def body(self, top_width, bottom_width, top, bottom):
+    def body(
+        self, top_width: Length, bottom_width: Length, top: Length, bottom: Length
+    ) -> np.ndarray:
         """A trunk whose width goes evenly from top to bottom."""
         half = top_width + (bottom_width - top_width) * (self.y - top) / (bottom - top)
         return self.box(-half, half, top, bottom)
 
-    def sleeves(self, length, spread):
+    def sleeves(self, length: Length, spread: Length) -> np.ndarray:
         """Two sleeves from the shoulders at ±0.45 down to `length`, leaning out by `spread`."""
         lean = 0.42 + spread * (self.y + 0.75)
         x = np.abs(self.x)
@@ -74,50 +80,50 @@ class _Canvas:
         return _soften(np.minimum(inside, self.y + 0.8))
 
 
-def _soften(distance):
+def _soften(distance: np.ndarray) -> np.ndarray:
     """Turns a signed distance into a mask with an edge of about one pixel."""
     return np.clip(distance * 12 + 0.5, 0, 1)
 
 
-def _t_shirt(c):
+def _t_shirt(c: _Canvas) -> np.ndarray:
     trunk = c.body(c.vary(0.45, 0.05), c.vary(0.45, 0.05), -0.8, c.vary(0.75, 0.1))
     return np.maximum(trunk, c.sleeves(c.vary(-0.2, 0.17), c.vary(0.45, 0.1)))
 
 
-def _trouser(c):
+def _trouser(c: _Canvas) -> np.ndarray:
     gap = c.vary(0.06, 0.03) * (c.y + 0.7)
     leg = np.abs(c.x) - gap
     legs = c.box(-0.42, 0.42, -0.9, 0.95) * _soften(leg)
     return np.maximum(legs, c.body(c.vary(0.32, 0.04), 0.4, -0.95, -0.5))
 
 
-def _pullover(c):
+def _pullover(c: _Canvas) -> np.ndarray:
     trunk = c.body(c.vary(0.46, 0.05), c.vary(0.46, 0.05), -0.8, c.vary(0.75, 0.1))
     return np.maximum(trunk, c.sleeves(c.vary(0.62, 0.17), c.vary(0.25, 0.08)))
 
 
-def _dress(c):
+def _dress(c: _Canvas) -> np.ndarray:
     skirt = c.body(c.vary(0.2, 0.04), c.vary(0.46, 0.1), -0.3, 0.98)
     top = c.body(c.vary(0.32, 0.06), 0.22, -0.95, -0.25)
     sleeves = c.sleeves(c.vary(-0.75, 0.25), 0.3)
     return np.maximum(np.maximum(skirt, top), sleeves)
 
 
-def _coat(c):
+def _coat(c: _Canvas) -> np.ndarray:
     trunk = c.body(c.vary(0.46, 0.05), c.vary(0.52, 0.06), -0.8, c.vary(0.88, 0.08))
     coat = np.maximum(trunk, c.sleeves(c.vary(0.7, 0.15), c.vary(0.24, 0.07)))
     opening = c.box(-0.05, 0.03, -0.5, 1.0) * np.clip(c.vary(0.5, 0.3), 0, 1)
     return coat * (1 - opening)
 
 
-def _sandal(c):
+def _sandal(c: _Canvas) -> np.ndarray:
     sole = c.box(-0.95, 0.95, 0.28 - c.vary(0.2, 0.12) * c.x, 0.55 + 0 * c.x)
     stripes = np.sin(c.vary(9, 2) * c.x + c.vary(0, 3)) > 0.2
     straps = c.ellipse(c.vary(-0.1, 0.2), 0.3, c.vary(0.75, 0.1), c.vary(0.5, 0.12)) * stripes
     return np.maximum(sole, straps * (c.y < 0.4))
 
 
-def _shirt(c):
+def _shirt(c: _Canvas) -> np.ndarray:
     trunk = c.body(c.vary(0.45, 0.05), c.vary(0.46, 0.05), -0.8, c.vary(0.78, 0.1))
     shirt = np.maximum(trunk, c.sleeves(c.vary(0.3, 0.4), c.vary(0.3, 0.1)))
     collar = _soften(0.16 - np.abs(c.x) - 0.5 * (c.y + 0.8)) * np.clip(c.vary(0.5, 0.35), 0, 1)
@@ -125,14 +131,14 @@ def _shirt(c):
     return shirt * (1 - np.clip(collar + buttons, 0, 1))
 
 
-def _sneaker(c):
+def _sneaker(c: _Canvas) -> np.ndarray:
     sole = c.box(-0.95, 0.95, 0.35, 0.58)
     upper = c.body(0.2, 0.85, c.vary(-0.2, 0.1), 0.45)
     toe = c.ellipse(c.vary(-0.45, 0.07), 0.35, 0.5, c.vary(0.3, 0.05))
     return np.maximum(sole * 0.8, np.maximum(upper * (c.x > -0.55), toe * (c.y < 0.45)))
 
 
-def _bag(c):
+def _bag(c: _Canvas) -> np.ndarray:
     top = c.vary(-0.2, 0.12)
     bag = c.body(c.vary(0.7, 0.1), c.vary(0.75, 0.1), top, c.vary(0.7, 0.1))
     width, height = c.vary(0.45, 0.1), c.vary(0.5, 0.15)
@@ -140,7 +146,7 @@ def _bag(c):
     return np.maximum(bag, np.clip(handle, 0, 1) * (c.y < top + 0.1))
 
 
-def _ankle_boot(c):
+def _ankle_boot(c: _Canvas) -> np.ndarray:
     sole = c.box(-0.9, 0.8, 0.62, 0.85 - 0.1 * (c.x > 0.2))
     shaft = c.box(c.vary(0.0, 0.06), c.vary(0.72, 0.06), c.vary(-0.75, 0.15), 0.7)
     foot = c.ellipse(c.vary(-0.25, 0.06), 0.62, 0.65, c.vary(0.45, 0.08)) * (c.y < 0.7)
@@ -153,7 +159,9 @@ _GARMENTS = (
 )  # fmt: skip
 
 
-def _render(draw_garment, num_images: int, generator: np.random.Generator) -> np.ndarray:
+def _render(
+    draw_garment: Callable[[_Canvas], np.ndarray], num_images: int, generator: np.random.Generator
+) -> np.ndarray:
     """Draws one chunk of a class and gives it texture, brightness and noise; uint8 (n, 28, 28)."""
     canvas = _Canvas(num_images, generator)
     mask = draw_garment(canvas)

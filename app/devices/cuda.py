@@ -85,7 +85,7 @@ class Seen(NamedTuple):
 
 def look(
     environ: Mapping[str, str] = os.environ,
-    load: Callable = ctypes.CDLL,
+    load: Callable[[str], ctypes.CDLL] = ctypes.CDLL,
     root: pathlib.Path = pathlib.Path("/"),
 ) -> Seen:
     """Looks for a driver, GPUs and libraries; loads the latter into this process.
@@ -95,7 +95,8 @@ def look(
         load: loads a library by name or path, or raises `OSError`.
         root: of the file system.
     """
-    reason, cuda_version, driver_error, gpus = None, 0, None, ()
+    reason, cuda_version, driver_error = None, 0, None
+    gpus: tuple[Gpu, ...] = ()
     try:
         driver = load(DRIVER_LIBRARY)
     except OSError as error:
@@ -115,7 +116,7 @@ def look(
     )
 
 
-def _ask_driver(driver) -> tuple[int, str | None, tuple[Gpu, ...]]:
+def _ask_driver(driver: ctypes.CDLL) -> tuple[int, str | None, tuple[Gpu, ...]]:
     """Asks the driver itself for its newest CUDA and its GPUs; reserves no memory on them."""
     number = ctypes.c_int(0)
     driver.cuDriverGetVersion(ctypes.byref(number))
@@ -129,16 +130,16 @@ def _ask_driver(driver) -> tuple[int, str | None, tuple[Gpu, ...]]:
     return cuda_version, None, tuple(_gpu(driver, index) for index in range(number.value))
 
 
-def _gpu(driver, index: int) -> Gpu:
+def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
     device, number, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
-    name, capability = ctypes.create_string_buffer(256), []
+    name = ctypes.create_string_buffer(256)
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDeviceGetName(name, len(name), device)
     driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
-    for attribute in (_MAJOR, _MINOR):
-        driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
-        capability.append(number.value)
-    return Gpu(name.value.decode(errors="replace"), size.value, tuple(capability))
+    driver.cuDeviceGetAttribute(ctypes.byref(number), _MAJOR, device)
+    major = number.value
+    driver.cuDeviceGetAttribute(ctypes.byref(number), _MINOR, device)
+    return Gpu(name.value.decode(errors="replace"), size.value, (major, number.value))
 
 
 def _num_on_bus(root: pathlib.Path) -> int:

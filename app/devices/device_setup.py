@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.cluster.environment import Cluster, find_cluster
 from app.config import Config
@@ -69,7 +69,7 @@ def set_up(config: Config) -> Devices:
     if config.num_gpus and not gpus:
         console.warn(
             f"--num_gpus={config.num_gpus}, but this machine has no GPU that TensorFlow can use:"
-            f" {console.count(wanted, 'replica')} on logical CPU devices instead"
+            f" {console.count(config.num_gpus, 'replica')} on logical CPU devices instead"
         )
     default = len(gpus) or (1 if cluster else DEFAULT_LOGICAL_CPUS)
     devices = _prepare(gpus[: wanted or default], wanted or default, cluster)
@@ -121,7 +121,7 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def import_tensorflow(verbosity: int):
+def import_tensorflow(verbosity: int) -> Any:
     """Imports TensorFlow and returns it, its own messages held back unless `verbosity` >= 0.
 
     Its native code reads the environment once, and writes some lines before it has done so: for
@@ -160,7 +160,7 @@ def _use_own_temporary_directory() -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = folder  # The latter for processes of ours.
 
 
-def _import_quietly(verbosity: int):
+def _import_quietly(verbosity: int) -> Any:
     if verbosity >= 0:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if verbosity > 0 else "1")
         import tensorflow

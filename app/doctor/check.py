@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from app.runtime import console
 from app.runtime.errors import LockstepError
@@ -46,7 +47,7 @@ class Check:
     def lines(self, marks: dict[str, str] = _MARKS) -> list[str]:
         """Returns it as lines of at most 100 columns, as far as words can be parted."""
         margin = " " * (_WHAT_WIDTH + 4)
-        words = {"width": _WIDTH - len(margin), "break_long_words": False}
+        words: dict[str, Any] = {"width": _WIDTH - len(margin), "break_long_words": False}
         words |= {"break_on_hyphens": False}
         texts = textwrap.wrap(self.value, **words) or [""]
         if self.advice:

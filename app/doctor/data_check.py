@@ -24,6 +24,8 @@ from app.doctor.check import NOTE, WARNING, Check
 from app.runtime.errors import DataError, LockstepError
 from app.runtime.processes import call_in_child_process
 
+Connect = Callable[[str, float], None]  # See `check_connection`.
+
 _CONNECT_TIMEOUT_SEC = 1.0  # A thread that waits for it gives up after one more.
 _LOAD_TIMEOUT_SEC = 180  # Half a minute on a busy machine.
 _GENERATED = "GENERATED images take its place"
@@ -33,7 +35,7 @@ _WHAT = "Fashion-MNIST"
 def check_data(
     config: Config,
     environ: Mapping[str, str] = os.environ,
-    connect: Callable[[str, float], None] = check_connection,
+    connect: Connect = check_connection,
 ) -> list[Check]:
     """Finds the images that `--dataset` stands for, and verifies them as a training does.
 
@@ -76,7 +78,7 @@ def check_tfds(environ: Mapping[str, str] = os.environ) -> Check:
     return Check("TFDS", f"{folder}: not prepared, {files} in downloads/manual", NOTE)
 
 
-def _check_source(config: Config, place: DataSource, connect) -> Check:
+def _check_source(config: Config, place: DataSource, connect: Connect) -> Check:
     try:
         if place.kind in (FILES, TO_PREPARE):
             return _check_files(config, place)
@@ -116,7 +118,7 @@ def _check_prepared(config: Config, place: DataSource) -> Check:
     return Check(_WHAT, f"{place.named_by}: prepared in {place.folder}, SHA-256 verified")
 
 
-def _name_of_prepared(send, folder: str, allow_unverified: bool) -> str:
+def _name_of_prepared(send: Callable[[object], None], folder: str, allow_unverified: bool) -> str:
     """Runs in a process of its own: TFDS reads with TensorFlow."""
     from app.devices.device_setup import import_tensorflow
 
@@ -129,7 +131,7 @@ def _unverified(place: DataSource) -> Check:
     return Check(_WHAT, told, WARNING, "accuracies are not those of Fashion-MNIST")
 
 
-def _check_download(config: Config, place: DataSource, connect) -> Check:
+def _check_download(config: Config, place: DataSource, connect: Connect) -> Check:
     host = urllib.parse.urlsplit(DOWNLOAD_URL).hostname
     try:
         connect(DOWNLOAD_URL, _CONNECT_TIMEOUT_SEC)

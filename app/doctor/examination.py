@@ -7,7 +7,8 @@ no longer than a minute and a half for each piece of news.
 import dataclasses
 import os
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.config import Config
 from app.config.options import STRATEGY_NAMES
@@ -15,6 +16,9 @@ from app.devices import cuda
 from app.runtime import console
 from app.runtime.errors import DeviceError, LockstepError, reason_of
 from app.runtime.processes import call_in_child_process
+
+if TYPE_CHECKING:  # It is imported where TensorFlow may be.
+    from app.devices.device_setup import Devices
 
 TIMEOUT_SEC = 90.0
 _NCCL_ADVICE = (
@@ -84,13 +88,15 @@ class Findings:
 
     seen: cuda.Seen | None = None
     tensorflow: TensorFlow | None = None
-    device_setup: DevicesSeen | None = None
+    devices: DevicesSeen | None = None
     warnings: list[str] = dataclasses.field(default_factory=list)
     probed: dict[str, SelfTestResult | LockstepError] = dataclasses.field(default_factory=dict)
     error: LockstepError | None = None
 
 
-def examine(config: Config, strategies: tuple[str, ...], function=None) -> Findings:
+def examine(
+    config: Config, strategies: tuple[str, ...], function: Callable[..., None] | None = None
+) -> Findings:
     """Looks at everything, once more without a strategy whose exchange hangs or crashes.
 
     Args:
@@ -105,11 +111,13 @@ def examine(config: Config, strategies: tuple[str, ...], function=None) -> Findi
             return findings
 
 
-def _examine_once(findings: Findings, config: Config, strategies, function) -> bool:
+def _examine_once(
+    findings: Findings, config: Config, strategies: tuple[str, ...], function: Callable[..., None]
+) -> bool:
     """Runs the process once; returns whether another try makes sense."""
     stage = "looking for GPUs"
 
-    def note(message) -> None:
+    def note(message: tuple[str, Any]) -> None:
         nonlocal stage
         kind, value = message
         if kind == "stage":
@@ -127,7 +135,7 @@ def _examine_once(findings: Findings, config: Config, strategies, function) -> b
         )
         return False
     except TimeoutError:
-        error = _hung(stage)
+        error: LockstepError = _hung(stage)
     except LockstepError as raised:
         error = raised
     except RuntimeError as raised:  # What TensorFlow raises has many kinds.
@@ -154,7 +162,9 @@ def _hung(stage: str) -> DeviceError:
     )
 
 
-def examine_tensorflow(send, config: Config, strategies: tuple[str, ...]) -> None:
+def examine_tensorflow(
+    send: Callable[[tuple[str, Any]], None], config: Config, strategies: tuple[str, ...]
+) -> None:
     """Runs in the process: sends each attribute of `Findings` as soon as it is known."""
     os.environ.pop("TF_CONFIG", None)  # `check_cluster` tells of it.
     console.forward_warnings(lambda text: send(("warning", text)))
@@ -173,7 +183,7 @@ def examine_tensorflow(send, config: Config, strategies: tuple[str, ...]) -> Non
         send(("probed", (name, _probe(config, prepared, name))))
 
 
-def _describe(tf) -> TensorFlow:
+def _describe(tf: Any) -> TensorFlow:
     build = tf.sysconfig.get_build_info()
     return TensorFlow(
         tf.__version__,
@@ -183,7 +193,7 @@ def _describe(tf) -> TensorFlow:
     )
 
 
-def _describe_devices(tf, prepared) -> DevicesSeen:
+def _describe_devices(tf: Any, prepared: "Devices") -> DevicesSeen:
     gpus = tf.config.list_physical_devices("GPU")
     descriptions = [""] * len(prepared.names)
     if "GPU" in prepared.names[0]:
@@ -195,7 +205,7 @@ def _describe_devices(tf, prepared) -> DevicesSeen:
     return DevicesSeen(tuple(prepared.names), tuple(descriptions), prepared.simulated, len(gpus))
 
 
-def _probe(config: Config, prepared, name: str) -> SelfTestResult | LockstepError:
+def _probe(config: Config, prepared: "Devices", name: str) -> SelfTestResult | LockstepError:
     """Builds LeNet on the devices and lets its all-reduce add known numbers, as a training does."""
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.strategy_builder import build_strategy

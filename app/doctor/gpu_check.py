@@ -4,7 +4,7 @@ from app.config import Config
 from app.devices.cuda import LIBRARIES, Seen
 from app.devices.gpu_obstacles import INSTALL, Obstacle, obstacles, shown_version
 from app.doctor.check import NOTE, WARNING, Check
-from app.doctor.examination import Findings, SelfTestResult
+from app.doctor.examination import DevicesSeen, Findings, SelfTestResult, TensorFlow
 from app.runtime import console
 
 _SHOWN_DEVICES = 8
@@ -50,7 +50,7 @@ def _check_visible(seen: Seen) -> Check:
     return Check(what, seen.visible, NOTE)
 
 
-def _check_build(built, by_name: dict[str, Obstacle]) -> Check:
+def _check_build(built: TensorFlow, by_name: dict[str, Obstacle]) -> Check:
     obstacle = by_name.get("TensorFlow")
     if obstacle:
         return Check("TensorFlow", f"{built.version}, built without CUDA", NOTE, obstacle.advice)
@@ -80,21 +80,23 @@ def check_devices(findings: Findings) -> list[Check]:
     if findings.error:
         return [*checks, Check.of_error("devices", findings.error)]
     devices = findings.devices
+    if devices is None:
+        return checks
     if devices.simulated:
         told = f"{console.count(len(devices.names), 'logical CPU device')}, simulated: they share"
         return [*checks, Check("devices", f"{told} one processor, timing is not scaling")]
     if "GPU" not in devices.names[0]:
         return [*checks, Check("devices", "the processor, as one device")]
-    checks += [_check_gpu(findings, index) for index in range(len(devices.names))]
+    checks += [_check_gpu(devices, findings.seen, index) for index in range(len(devices.names))]
     unused = devices.num_gpus - len(devices.names)
     if unused:
         checks.append(Check("not used", console.count(unused, "GPU more"), NOTE))
     return checks
 
 
-def _check_gpu(findings: Findings, index: int) -> Check:
-    name = findings.devices.names[index].removeprefix("/device:")
-    told, gpus = findings.devices.descriptions[index], findings.seen.gpus
+def _check_gpu(devices: DevicesSeen, seen: Seen | None, index: int) -> Check:
+    name = devices.names[index].removeprefix("/device:")
+    told, gpus = devices.descriptions[index], seen.gpus if seen else ()
     if index < len(gpus):
         told += f", {gpus[index].memory_bytes / 2**30:.1f} GiB"
     return Check(name, told)

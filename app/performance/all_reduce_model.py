@@ -113,8 +113,8 @@ class LinearCost:
     @classmethod
     def fit(cls, num_examples: Sequence[float], secs: Sequence[float]) -> "LinearCost":
         """Fits both numbers so that relative errors are small; neither is negative."""
-        secs = np.asarray(secs, np.float64)
-        rows = np.stack([1 / secs, np.asarray(num_examples) / secs], axis=1)
+        measured = np.asarray(secs, np.float64)
+        rows = np.stack([1 / measured, np.asarray(num_examples) / measured], axis=1)
         return cls(*_least_squares(rows, np.ones(len(rows))))
 
 

@@ -147,7 +147,7 @@ AXIS_TITLES = {
 }
 
 
-def _row(name: str, s: Sample, peaks) -> list[str]:
+def _row(name: str, s: Sample, peaks: Mapping[str, Sequence[float]]) -> list[str]:
     rate, step = interval.median(s.rates), interval.median(s.step_secs)
     share = share_of_peak(s, peaks)
     return [

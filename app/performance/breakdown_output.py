@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from app.config import Config
 from app.performance.benchmark_output import processor_name
-from app.performance.case import Sample
+from app.performance.case import Facts, Sample
 from app.performance.comparability import setup_caveats
 from app.performance.step_time_breakdown import StepTimeBreakdown
 from app.records.files import write_json
@@ -74,7 +74,7 @@ _METHODS = {
 }
 
 
-def _print_exchange(breakdown: StepTimeBreakdown, facts) -> None:
+def _print_exchange(breakdown: StepTimeBreakdown, facts: Facts) -> None:
     model = breakdown.all_reduce
     rows = [
         [

@@ -3,6 +3,7 @@
 import os
 import statistics
 import time
+from typing import TYPE_CHECKING, Any
 
 from app.config.constraints import check_shards
 from app.devices import device_setup
@@ -12,12 +13,18 @@ from app.performance.peak_memory import PeakMemory, PeakMemoryMeter
 from app.runtime import console
 from app.runtime.processes import Channel
 
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are to be set up, not before.
+    import tensorflow as tf
+
+    from app.training.training_spec import TrainingSpec
+    from strategies.base import Strategy
+
 _WARM_UP_STEPS = 3
 _SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
 _LARGEST_EXCHANGE_BYTES = 64 << 20
 _EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.1, 5
 # Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: the process ends before.
-_KEPT = []
+_KEPT: list[Any] = []
 _BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
 
 
@@ -64,7 +71,7 @@ def sample(channel: Channel, case: Case) -> PeakMemory:
     return memory.held()
 
 
-def repeat_one_batch(spec):
+def repeat_one_batch(spec: "TrainingSpec") -> "tf.data.Dataset":
     """Returns a set in which the first batch of a job comes again and again, at no cost."""
     import tensorflow as tf
 
@@ -74,13 +81,13 @@ def repeat_one_batch(spec):
     return tf.data.Dataset.from_tensors(batch).repeat().with_options(options)
 
 
-def _warm_up(strategy, iterator) -> float:
+def _warm_up(strategy: "Strategy", iterator: Any) -> float:
     """Makes the first steps, which cost more than others; returns the seconds of a later one."""
     strategy.train_steps(iterator, _WARM_UP_STEPS)
     return _time_block(strategy, iterator, _WARM_UP_STEPS).step_sec
 
 
-def _time_block(strategy, iterator, num_steps: int) -> Block:
+def _time_block(strategy: "Strategy", iterator: Any, num_steps: int) -> Block:
     tracings = strategy.num_tracings
     start = time.perf_counter()
     totals = strategy.train_steps(iterator, num_steps)  # Numbers: the last step is done.
@@ -89,21 +96,23 @@ def _time_block(strategy, iterator, num_steps: int) -> Block:
     return Block(num_steps, totals.examples, sec, strategy.num_tracings - tracings)
 
 
-def time_all_reduce(strategy) -> list[AllReduceTime]:
+def time_all_reduce(strategy: "Strategy") -> list[AllReduceTime]:
     """Times all-reduces of the model's gradients alone, scaled to several sizes.
 
     The last one has their own size, and is the only one where they are packed: other sizes would
     be other numbers of buckets.
     """
     weights = [w.value for w in strategy.model.trainable_variables]
-    packing = strategy.packing(weights)
+    packing = strategy.gradient_buckets(weights)
     scales = [s for s in _SCALES if s * packing.size_bytes <= _LARGEST_EXCHANGE_BYTES]
     if len(packing.buckets) < len(weights):
         scales = []
     return [_time_exchange_of(strategy, weights, scale) for scale in (*scales, 1.0)]
 
 
-def _time_exchange_of(strategy, weights, scale: float) -> AllReduceTime:
+def _time_exchange_of(
+    strategy: "Strategy", weights: "list[tf.Tensor]", scale: float
+) -> AllReduceTime:
     import tensorflow as tf
 
     tensors = []
@@ -113,8 +122,9 @@ def _time_exchange_of(strategy, weights, scale: float) -> AllReduceTime:
             tensors.append(
                 [tf.zeros(shape, w.dtype) for shape, w in zip(shapes, weights, strict=True)]
             )
-    size_bytes = strategy.packing(tensors[0]).size_bytes
-    num_times, secs = 1, []
+    size_bytes = strategy.gradient_buckets(tensors[0]).size_bytes
+    num_times = 1
+    secs: list[float] = []
     strategy.repeat_all_reduce(tensors, num_times)
     while len(secs) < _EXCHANGE_REPEATS:
         start = time.perf_counter()
@@ -128,11 +138,13 @@ def _time_exchange_of(strategy, weights, scale: float) -> AllReduceTime:
     return AllReduceTime(strategy.num_replicas, size_bytes, statistics.median(secs))
 
 
-def _scaled(weight, scale: float) -> list[int]:
+def _scaled(weight: "tf.Tensor", scale: float) -> list[int]:
     return [max(1, round(weight.shape.num_elements() * scale))]
 
 
-def _facts(spec, strategy, prepared, compile_sec: float) -> Facts:
+def _facts(
+    spec: "TrainingSpec", strategy: "Strategy", prepared: device_setup.Devices, compile_sec: float
+) -> Facts:
     import tensorflow as tf
 
     from app.performance.flops import product_layers, training_flops_per_example
@@ -140,7 +152,7 @@ def _facts(spec, strategy, prepared, compile_sec: float) -> Facts:
 
     weights = strategy.model.trainable_variables
     return Facts(
-        device_setup=strategy.devices,
+        devices=strategy.devices,
         simulated_devices=prepared.simulated,
         cores=device_setup.num_cores(),
         intra_op_threads=prepared.intra_op_threads,
@@ -151,7 +163,7 @@ def _facts(spec, strategy, prepared, compile_sec: float) -> Facts:
         all_reduce=strategy.algorithm,
         tensor_float_32="GPU" in strategy.devices[0]
         and tf.config.experimental.tensor_float_32_execution_enabled(),
-        gradient_bytes=strategy.packing([w.value for w in weights]).size_bytes,
+        gradient_bytes=strategy.gradient_buckets([w.value for w in weights]).size_bytes,
         flops_per_example=training_flops_per_example(strategy.model),
         compile_sec=compile_sec,
         versions=versions(),

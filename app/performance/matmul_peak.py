@@ -27,7 +27,7 @@ def sample_peak(channel: Channel, config: Config) -> float:
         a, b = (tf.cast(tf.random.normal((_SIZE, _SIZE)), dtype) for _ in range(2))
 
     @tf.function
-    def multiply(num_products):
+    def multiply(num_products: tf.Tensor) -> tf.Tensor:
         total = tf.zeros([], dtype)
         for _ in tf.range(num_products):
             with tf.control_dependencies([total]):

@@ -21,8 +21,9 @@ class PeakMemory(NamedTuple):
 
     def plus(self, other: "PeakMemory") -> "PeakMemory":
         """Returns what two processes held together."""
-        known = self.steps_bytes is not None and other.steps_bytes is not None
-        steps_bytes = self.steps_bytes + other.steps_bytes if known else None
+        steps_bytes = None
+        if self.steps_bytes is not None and other.steps_bytes is not None:
+            steps_bytes = self.steps_bytes + other.steps_bytes
         return PeakMemory(self.peak_bytes + other.peak_bytes, steps_bytes)
 
 
@@ -52,12 +53,12 @@ class PeakMemoryMeter:
 
     def held(self) -> PeakMemory:
         """Returns the most that was held until now."""
-        if self._gpus:
-            peak = self._of_gpus("peak")
-            return PeakMemory(peak, peak - self._before)
-        peak = max(self._earlier_bytes, _process_peak_bytes())
+        on_gpus = bool(self._gpus)
+        peak = self._of_gpus("peak") if on_gpus else max(self._earlier_bytes, _process_peak_bytes())
         if self._before is None:
             return PeakMemory(peak, None)
+        if on_gpus:
+            return PeakMemory(peak, peak - self._before)
         return PeakMemory(peak, max(0, _status_bytes("VmHWM") - self._before))
 
     def _of_gpus(self, what: str) -> int:

@@ -120,15 +120,15 @@ def print_probe(plan: TrainingPlan, samples: Sample) -> None:
         " evaluation a tenth of an epoch or less"
     )
     if samples.memory.steps_bytes is not None:
-        _print_memory(plan, samples)
+        _print_memory(plan, samples, samples.memory.steps_bytes)
     if facts.simulated_devices:
         console.say("  simulated devices: they share one processor, timing is not scaling")
 
 
-def _print_memory(plan: TrainingPlan, samples: Sample) -> None:
+def _print_memory(plan: TrainingPlan, samples: Sample, steps_bytes: int) -> None:
     num_devices = len(samples.facts.devices)
     memory = plan.memory
-    held = samples.memory.steps_bytes / num_devices + memory.weights_bytes + memory.slots_bytes
+    held = steps_bytes / num_devices + memory.weights_bytes + memory.slots_bytes
     apart = plan.memory_bytes / held - 1
     console.say(
         f"  memory    {_mib(held)} on each device measured, {_mib(plan.memory_bytes)} estimated:"

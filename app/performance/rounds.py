@@ -5,14 +5,14 @@ import functools
 import pathlib
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from app.cluster.resource_split import split_resources
 from app.cluster.worker_group import WorkerGroup
 from app.config import Config
 from app.devices.free_memory import available_bytes
 from app.performance.all_reduce_model import AllReduceTime
-from app.performance.case import Block, Case, Sample
+from app.performance.case import Block, Case, Facts, Sample
 from app.performance.case_process import sample
 from app.performance.matmul_peak import sample_peak
 from app.performance.peak_memory import PeakMemory
@@ -100,17 +100,31 @@ def measure(
 class _Sampler:
     """Our end of a process that times blocks; it is ready when this is made."""
 
-    def __init__(self, stack, progress, function: Callable, argument):
-        self._process = stack.enter_context(_create_process(function, argument))
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        progress: StepProgress,
+        function: Callable[..., Any],
+        argument: Case | Config,
+    ):
+        self._process = _create_process(function, argument)
+        stack.enter_context(self._process)
         self._progress = progress
-        self.facts = None
+        self._facts: Facts | None = None
         self.blocks: list[Block] = []
         while (message := self._message())[0] != "ready":
             if message[0] == "facts":
-                self.facts = message[1]
+                self._facts = message[1]
         self.num_steps = message[1]
 
-    def _message(self) -> tuple:
+    @property
+    def facts(self) -> Facts:
+        """What the process of a training has found."""
+        if self._facts is None:
+            raise RuntimeError("this process measures no training")
+        return self._facts
+
+    def _message(self) -> tuple[str, Any]:
         """Returns the next message that is not for the person who waits."""
         while True:
             _, message = self._process.receive()
@@ -133,14 +147,16 @@ class _Sampler:
         self._process.send("all_reduce")
         return self._message()[1]
 
-    def finish(self):
+    def finish(self) -> Any:
         """Returns what the function returned, over all processes; they end."""
         self._process.send(None)
         result = self._process.receive()[1]
         return functools.reduce(PeakMemory.plus, result) if isinstance(result, list) else result
 
 
-def _create_process(function: Callable, argument) -> ChildProcess | WorkerGroup:
+def _create_process(
+    function: Callable[..., Any], argument: Case | Config
+) -> ChildProcess | WorkerGroup:
     if isinstance(argument, Case) and argument.config.strategy == "multi_worker":
         return WorkerGroup(
             split_resources(argument.config, num_cores=argument.cores), function, argument

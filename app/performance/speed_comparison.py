@@ -91,7 +91,7 @@ def _key(s: Sample, axis: str) -> tuple:
 
 def _other_strategies(samples: Sequence[Sample]) -> Iterator[Comparison]:
     """Each strategy against the first one on as many devices."""
-    first = {}
+    first: dict[tuple, Sample] = {}
     for s in samples:
         key = (*_key(s, "strategy"), s.facts.num_replicas)
         if key in first:
@@ -101,7 +101,7 @@ def _other_strategies(samples: Sequence[Sample]) -> Iterator[Comparison]:
 
 def _other_precisions(samples: Sequence[Sample]) -> Iterator[Comparison]:
     """Each precision against the first one measured, all else being equal."""
-    first = {}
+    first: dict[tuple, Sample] = {}
     for s in samples:
         config = s.case.config
         key = config.strategy, s.facts.num_replicas, config.model, s.facts.global_batch_size

@@ -2,7 +2,8 @@
 
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from app.verification import tasks
 from app.verification.trace import Trace
 
 
-def profile_step(config: Config, on_message) -> tuple[dict, bool]:
+def profile_step(config: Config, on_message: Callable[[Any], None]) -> tuple[dict, bool]:
     """Makes the first step of a training in a process of its own and returns what happened in it.
 
     Args:
@@ -31,7 +32,7 @@ def profile_step(config: Config, on_message) -> tuple[dict, bool]:
         recorded = call_in_child_process(tasks.record, config, path, on_message=on_message)
         with Trace(path) as trace:
 
-            def arrays(kind, replica_id=0, step=1):
+            def arrays(kind: str, replica_id: int = 0, step: int = 1) -> dict[str, np.ndarray]:
                 return {t: trace.read(step, kind, replica_id, t) for t in trace.tensors(step, kind)}
 
             replicas = range(trace.num_replicas)
@@ -75,7 +76,7 @@ def print_step_profile(config: Config, profile: dict) -> None:
     )
 
 
-def _listed(values, form: str = "d") -> str:
+def _listed(values: Sequence[float], form: str = "d") -> str:
     return " + ".join(format(value, form) for value in values)
 
 

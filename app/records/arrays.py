@@ -36,7 +36,7 @@ class ArraySpec(NamedTuple):
         return cls(array.shape, array.dtype.name)
 
     @classmethod
-    def parse(cls, shape, dtype) -> "ArraySpec":
+    def parse(cls, shape: object, dtype: object) -> "ArraySpec":
         """Returns the specification that plain values describe.
 
         Raises:

@@ -60,7 +60,7 @@ def weights_sha256(state: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
     for name, array in state.items():
         if name.startswith("model/"):
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 

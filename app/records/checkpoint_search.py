@@ -45,7 +45,7 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | No
             try:
                 return CheckpointSearchResult(load_checkpoint(path), path, damaged)
             except CheckpointError as error:
-                damaged.append((path, reason_of(error.__cause__)))
+                damaged.append((path, reason_of(error.__cause__ or error)))
         if not damaged:
             return None
         if all(os.path.lexists(path) for path, _ in damaged):
@@ -66,7 +66,8 @@ def find_best_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None
     Raises:
         CheckpointError: there are some, but none that verifies.
     """
-    accuracies, damaged = {}, []
+    accuracies: dict[pathlib.Path, float] = {}
+    damaged: list[tuple[pathlib.Path, str]] = []
     for path in checkpoint_paths(run_dir):
         try:
             progress = load_manifest(path)[1]
@@ -75,11 +76,11 @@ def find_best_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None
             continue
         if progress.history and not progress.epoch_step:
             accuracies[path] = progress.history[-1].test_accuracy
-    for path in sorted(accuracies, key=accuracies.get, reverse=True):
+    for path in sorted(accuracies, key=accuracies.__getitem__, reverse=True):
         try:
             return CheckpointSearchResult(load_checkpoint(path), path, damaged)
         except CheckpointError as error:
-            damaged.append((path, reason_of(error.__cause__)))
+            damaged.append((path, reason_of(error.__cause__ or error)))
     return find_newest_checkpoint(run_dir)
 
 

@@ -10,6 +10,7 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from app.records.files import remove, temporary_path, write_error
 from app.runtime.errors import reason_of
@@ -27,7 +28,8 @@ class EventFile:
     """
 
     def __init__(self, run_dir: pathlib.Path):
-        self._path, self._writer = run_dir / EVENTS_FILE, None
+        self._path = run_dir / EVENTS_FILE
+        self._writer: Any = None  # A `tf.io.TFRecordWriter`, from the first event on.
 
     def go_on(self, step: int, epochs: Mapping[int, Mapping[str, float]]) -> None:
         """Keeps what an earlier attempt has told of the steps up to `step`, and nothing later.
@@ -95,7 +97,7 @@ class EventFile:
             raise write_error(self._path, error) from error
 
 
-def _events(path: pathlib.Path, *, up_to_step: int) -> Iterator:
+def _events(path: pathlib.Path, *, up_to_step: int) -> Iterator[Any]:
     """Reads the events of a file up to a step, and no further than it is whole."""
     import tensorflow as tf
     from google.protobuf.message import DecodeError

@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import pathlib
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from app.runtime.errors import DiskFullError, LockstepError, OutputError
 from app.runtime.fault_points import fault_point
@@ -79,7 +81,7 @@ def write_file(path: pathlib.Path, content: str | bytes) -> None:
     write_atomically(path, write, size_bytes=len(data))
 
 
-def write_json(path: pathlib.Path, value) -> None:
+def write_json(path: pathlib.Path, value: object) -> None:
     """Writes `value` as JSON, indented, whole or not at all."""
     write_file(path, json.dumps(value, indent=2) + "\n")
 
@@ -127,7 +129,7 @@ def recover_replaced(parent: pathlib.Path) -> None:
             replaced.rename(path)
 
 
-def open_regular(path: pathlib.Path):
+def open_regular(path: pathlib.Path) -> io.BufferedReader:
     """Opens a file for reading bytes, if it is one: no link elsewhere, no pipe that never ends.
 
     Raises:
@@ -155,7 +157,7 @@ def read_text(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> str:
         return file.read(size_bytes).decode()
 
 
-def read_json(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES):
+def read_json(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> Any:
     """Reads a JSON file of at most `max_bytes`.
 
     Raises:

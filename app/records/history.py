@@ -4,9 +4,17 @@ import dataclasses
 import json
 import pathlib
 import typing
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.records.files import read_json, read_text, write_file, write_json
 from app.runtime.errors import OutputError, reason_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
+Parsed = TypeVar("Parsed")
 
 _LARGEST = 1e300
 HISTORY_FILE, SUMMARY_FILE = "history.jsonl", "summary.json"
@@ -140,7 +148,7 @@ def load_summary(run_dir: pathlib.Path) -> Summary | None:
     return _load(path, lambda: checked_record(Summary, read_json(path)))
 
 
-def checked_record(record_class, values):
+def checked_record(record_class: type[Record], values: Mapping[str, Any]) -> Record:
     """Makes a record, a dataclass of plain values, of what was read from a file.
 
     Raises:
@@ -149,7 +157,7 @@ def checked_record(record_class, values):
     record = record_class(**values)
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
-        kind = typing.get_origin(field.type) or field.type
+        kind: Any = typing.get_origin(field.type) or field.type
         if not isinstance(value, (int, float) if kind is float else kind):
             raise TypeError(f"{field.name} is {value!r:.80}")
         if isinstance(value, int) and abs(value) > _LARGEST:  # It can be any length.
@@ -157,7 +165,7 @@ def checked_record(record_class, values):
     return record
 
 
-def _load(path: pathlib.Path, parse):
+def _load(path: pathlib.Path, parse: Callable[[], Parsed]) -> Parsed:
     try:
         return parse()
     except (OSError, ValueError, TypeError, RecursionError) as error:

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 
 os.environ["MPLBACKEND"] = "agg"  # Figures go into files, whatever the user's own setting.
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from app.records.files import write_file
-from app.records.history import EpochRecord, Summary, load_history, load_summary
+from app.records.history import SUMMARY_FILE, EpochRecord, Summary, load_history, load_summary
 from app.records.wording import TIMING_CAVEAT, dataset_title
+from app.runtime.errors import OutputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +49,16 @@ def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> No
         run_dirs: directories of runs with at least one finished epoch each.
         out_dir: where the two files go.
     """
-    runs = [(load_summary(path), load_history(path)) for path in run_dirs]
+    runs = [_load_run(path) for path in run_dirs]
     figure = _draw_one(*runs[0]) if len(runs) == 1 else _draw_several(runs)
     save_figure(figure, out_dir, "accuracy")
+
+
+def _load_run(path: pathlib.Path) -> tuple[Summary, list[EpochRecord]]:
+    summary = load_summary(path)
+    if summary is None:
+        raise OutputError(f"{path}: no {SUMMARY_FILE} — a run with a finished epoch is required")
+    return summary, load_history(path)
 
 
 def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
@@ -104,7 +113,9 @@ def _draw_several(runs: Sequence[tuple[Summary, Sequence[EpochRecord]]]) -> Figu
     return figure
 
 
-def _draw_curve(axes, history, field: str, look: _Look, name: str) -> None:
+def _draw_curve(
+    axes: Axes, history: Sequence[EpochRecord], field: str, look: _Look, name: str
+) -> None:
     """Draws one curve, its last value in the legend."""
     values = [getattr(record, field) for record in history]
     axes.plot(
@@ -120,7 +131,7 @@ def _draw_curve(axes, history, field: str, look: _Look, name: str) -> None:
     )
 
 
-def _finish(axes, epochs: int, name: str) -> None:
+def _finish(axes: Axes, epochs: int, name: str) -> None:
     axes.set_xlabel("epoch")
     axes.set_ylabel(name)
     axes.set_xlim(1 - max(0.5, 0.03 * epochs), epochs + max(0.5, 0.03 * epochs))

@@ -60,7 +60,7 @@ def _draw_speed_up(record: dict, scaling: list[dict]) -> Figure:
     figure = Figure(figsize=(5.2 * len(kinds) + 0.6, 4.4), layout="constrained")
     panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     for axes, kind in zip(panels, kinds, strict=True):
-        curves = {}
+        curves: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
         for comparison in scaling:
             if comparison["axis"] == kind:
                 case, base = cases[comparison["case"]], cases[comparison["base"]]

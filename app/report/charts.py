@@ -195,9 +195,7 @@ def bar_chart(
     low, high = min(known), max(known)
     right = _WIDTH - 96  # Room for the value.
 
-    def across(value: float | None) -> float | None:
-        if not is_finite(value):
-            return None
+    def across(value: float) -> float:
         return round(_between(4, right, (value - low) / ((high - low) or 1)), 1)
 
     bars = [
@@ -205,8 +203,8 @@ def bar_chart(
             y=_TOP + _BAR_ROW * index,
             x=min(across(0.0), across(value)),
             width=abs(across(value) - across(0.0)),
-            low=across(lower),
-            high=across(upper),
+            low=across(lower) if is_finite(lower) else None,
+            high=across(upper) if is_finite(upper) else None,
             label=label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…",
             value=f"{value:{form}} {unit}".rstrip(),
         )

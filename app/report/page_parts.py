@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TypeGuard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Table:
     rows: Sequence[Sequence[Cell | str]]
     kind = "table"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for row in self.rows:
             if not len(row) == len(self.header) == len(self.align):
                 raise ValueError(f"{len(row)} cells in a row of {len(self.header)}")
@@ -131,7 +132,7 @@ def whole(value: int | None) -> str:
     return "–" if value is None else f"{int(value):,}"
 
 
-def is_finite(value: float | None) -> bool:
+def is_finite(value: float | None) -> TypeGuard[float]:
     """Tells whether a number can be drawn."""
     return value is not None and math.isfinite(value)
 
@@ -160,7 +161,7 @@ def differing(
     values = [{name: each.get(name, "–") for name in names} for each in fields]
     same = {name: values[0][name] for name in names if len({each[name] for each in values}) == 1}
     others = [name for name in names if name not in same]
-    rows = [
+    rows: list[list[Cell | str]] = [
         [label, *(Cell(each[n], "differs" * (each[n] not in (values[0][n], "–"))) for n in others)]
         for label, each in zip(labels, values, strict=True)
     ]

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from app.records.files import read_json
 from app.records.run_directory import CONFIG_FILE, load_run_config
@@ -32,7 +33,7 @@ class Record:
     kind: str
     config: dict
 
-    def load(self, name: str):
+    def load(self, name: str) -> Any:
         """Reads a JSON file of this run, None where it is not there.
 
         Raises:

@@ -85,7 +85,7 @@ def _check_texts(values: Sequence) -> None:
             raise TypeError(f"{value!r:.80} in place of a text")
 
 
-def _shown(value) -> str:
+def _shown(value: object) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -190,37 +190,37 @@ def curves(runs: Sequence[Run]) -> list:
 
 def speed(runs: Sequence[Run]) -> list:
     """Returns a figure with the time of an epoch and the images a second of each run."""
-    measured = [run for run in runs if run.summary]
+    measured = [(run.label, run.summary) for run in runs if run.summary]
     if not measured:
         return []
     charts = [
         bar_chart(
             "seconds for an epoch",
-            [(run.label, run.summary.epoch_sec, None, None) for run in measured],
+            [(label, summary.epoch_sec, None, None) for label, summary in measured],
             form=".2f",
             unit="s",
         ),
         bar_chart(
             "images a second",
-            [(run.label, run.summary.images_per_sec, None, None) for run in measured],
+            [(label, summary.images_per_sec, None, None) for label, summary in measured],
             form=",.0f",
             unit="",
         ),
     ]
     rows = [
         [
-            run.label,
-            number(run.summary.epoch_sec, ".2f"),
-            number(run.summary.images_per_sec),
-            number(run.summary.compile_sec, ".2f"),
-            number(run.summary.total_sec, ".1f"),
+            label,
+            number(summary.epoch_sec, ".2f"),
+            number(summary.images_per_sec),
+            number(summary.compile_sec, ".2f"),
+            number(summary.total_sec, ".1f"),
         ]
-        for run in measured
+        for label, summary in measured
     ]
     header = ["run", "sec/epoch", "images/s", "sec until compiled", "sec in all"]
     table = Table("Times of each training", header, "lrrrr", rows)
     note = "Medians over the epochs of one run each; tracing and evaluation are left out."
-    if any(run.summary.simulated_devices for run in measured):
+    if any(summary.simulated_devices for _, summary in measured):
         note += f" There are {TIMING_CAVEAT}."
     return [Figure("Speed of each training", charts, [], [table], note)]
 
@@ -236,7 +236,7 @@ def same_weights(runs: Sequence[Run]) -> list:
     same = {digest: labels for digest, labels in groups.items() if len(labels) > 1}
     if not same:
         return [Text("No two of these trainings ended with the same bits in all weights.")]
-    rows = [
+    rows: list[list[Cell | str]] = [
         [", ".join(labels), count(len(labels), "run"), Cell(digest[:_SHORT_HASH], title=digest)]
         for digest, labels in same.items()
     ]

@@ -115,7 +115,8 @@ def _share_of_peak(share: dict | None) -> str:
 def _comparisons(found: dict) -> list:
     """Returns a table for each kind of comparison, a figure of the speed-ups, and the remarks."""
     short = {case["name"]: case["short_name"] for case in found["cases"]}
-    compared, blocks = found["comparisons"], []
+    compared = found["comparisons"]
+    blocks: list[Table | Figure | Items] = []
     drawn = [
         (f"{short[c['case']]} against {short[c['base']]} ({c['axis']})", *_three(c["speed_up"]))
         for c in compared

@@ -64,7 +64,7 @@ def _findings(strategies: dict) -> list:
 
 def _pairs(pairs: Sequence[dict]) -> Table:
     header = ["pair", "verdict", "apart by", "relative", "ULPs", "in", "replica"]
-    rows = [
+    rows: list[list[Cell | str]] = [
         [" – ".join(pair["strategies"]), _verdict(pair["outcome"]), *_farthest(pair["differences"])]
         for pair in pairs
     ]

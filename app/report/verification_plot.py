@@ -4,6 +4,7 @@ import json
 import pathlib
 import textwrap
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -54,7 +55,7 @@ def _draw(record: dict) -> Figure:
     return figure
 
 
-def _draw_panel(axes, measured: dict, kind: str, num_steps: int) -> None:
+def _draw_panel(axes: Axes, measured: dict, kind: str, num_steps: int) -> None:
     """Draws a line for each tensor and replica; the band is the computed tolerance."""
     lines = [points for (k, *_), points in shares(measured).items() if k == kind]
     axes.axhspan(FLOOR / 10, 1, color=_BAND, alpha=0.13, linewidth=0)

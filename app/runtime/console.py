@@ -11,7 +11,9 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TextIO
+
+from app.runtime.errors import LockstepError
 
 _log = logging.getLogger("lockstep")
 _log.propagate = False
@@ -72,7 +74,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def report_error(error) -> int:
+def report_error(error: LockstepError) -> int:
     """Prints the one line that ends a command and returns its exit code."""
     # One line, whatever characters a value had.
     _write(
@@ -122,7 +124,7 @@ def set_run_directory(path: pathlib.Path) -> None:
     _run_dir = path.absolute()
 
 
-def pass_on(stream, line: str) -> None:
+def pass_on(stream: TextIO, line: str) -> None:
     """Prints a line of another process as it is; that one's own log has it."""
     _write(stream, line)
 
@@ -173,7 +175,7 @@ def _log_file() -> str | None:
     return files[-1] if files else None
 
 
-def _write(stream, text: str) -> None:
+def _write(stream: TextIO, text: str) -> None:
     """Prints and flushes; a reader that went away (`| head -1`) must not stop a training."""
     try:
         print(text, file=stream, flush=True)

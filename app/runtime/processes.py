@@ -10,7 +10,8 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Self, TypeVar
 
 from app.runtime.errors import (
     TERMINATED_EXIT_CODE,
@@ -23,6 +24,8 @@ from app.runtime.errors import (
     reason_of,
 )
 
+Result = TypeVar("Result")
+
 _GRACE_SEC = 5
 _CONTEXT = multiprocessing.get_context("spawn")  # A fork would share TensorFlow's threads.
 
@@ -30,8 +33,8 @@ _CONTEXT = multiprocessing.get_context("spawn")  # A fork would share TensorFlow
 class Channel(NamedTuple):
     """What a function in a process of its own has of the one that started it."""
 
-    send: Callable
-    receive: Callable
+    send: Callable[[Any], None]
+    receive: Callable[[], Any]
 
 
 class ChildProcess:
@@ -47,10 +50,10 @@ class ChildProcess:
         has_children: whether it may start processes itself.
     """
 
-    def __init__(self, function: Callable, *arguments, has_children: bool = False):
+    def __init__(self, function: Callable[..., Any], *arguments: Any, has_children: bool = False):
         self._arguments, self._is_leaf = (function, arguments), not has_children
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._has_result = False
         self._temporary = _temporary_directory()
         self._connection, theirs = _CONTEXT.Pipe()
@@ -61,7 +64,7 @@ class ChildProcess:
         theirs.close()
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self._connection.close()
         if self._has_result:
             self._process.kill()  # It has nothing left to do but to take things apart.
@@ -72,13 +75,15 @@ class ChildProcess:
         self._temporary.cleanup()
 
     @property
-    def connection(self):
+    def connection(self) -> Connection:
         """What messages come through, to wait for."""
         return self._connection
 
     @property
     def pid(self) -> int:
         """The process's number."""
+        if self._process.pid is None:
+            raise RuntimeError("the process has not been started")
         return self._process.pid
 
     def signal(self, number: int) -> None:
@@ -86,7 +91,7 @@ class ChildProcess:
         with contextlib.suppress(OSError):
             os.kill(self.pid, number)
 
-    def send(self, message) -> None:
+    def send(self, message: Any) -> None:
         """Hands the function a message, for its `receive`.
 
         Raises:
@@ -98,7 +103,7 @@ class ChildProcess:
             self.receive()
             raise
 
-    def receive(self, timeout_sec: float | None = None) -> tuple:
+    def receive(self, timeout_sec: float | None = None) -> tuple[str, Any]:
         """Waits for `("message", what the function sent)` or `("result", what it returned)`.
 
         Args:
@@ -144,11 +149,11 @@ def _without_main() -> Iterator[None]:
 
 
 def call_in_child_process(
-    function: Callable,
-    *arguments,
-    on_message: Callable = lambda message: None,
+    function: Callable[..., Result],
+    *arguments: Any,
+    on_message: Callable[[Any], None] = lambda message: None,
     timeout_sec: float | None = None,
-):
+) -> Result:
     """Returns `function(send, *arguments)`, computed in a new process.
 
     Args:
@@ -169,11 +174,11 @@ def call_in_child_process(
             on_message(value)
 
 
-def _send_only(channel: Channel, function: Callable, *arguments):
+def _send_only(channel: Channel, function: Callable[..., Result], *arguments: Any) -> Result:
     return function(channel.send, *arguments)
 
 
-def _temporary_directory() -> tempfile.TemporaryDirectory:
+def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -183,7 +188,7 @@ def _temporary_directory() -> tempfile.TemporaryDirectory:
         ) from error
 
 
-def _death(exit_code: int) -> LockstepError:
+def _death(exit_code: int | None) -> LockstepError:
     if exit_code == -signal.SIGKILL:
         return DeviceError(
             "a process of its own was killed, as happens when memory runs out — memory for the"
@@ -200,7 +205,9 @@ def _death(exit_code: int) -> LockstepError:
     )
 
 
-def _call(connection, temporary, function, arguments) -> None:
+def _call(
+    connection: Connection, temporary: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     """Runs in the new process: sends messages, then the result or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller gets it too, and ends us.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED_EXIT_CODE))

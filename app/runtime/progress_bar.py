@@ -4,13 +4,38 @@ import json
 import os
 import sys
 import time
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from app.runtime import console
+
+if TYPE_CHECKING:  # Both cost time that a flag error should not pay.
+    from rich import progress
+
+    from strategies.base import StepTotals
 
 _SEC_BETWEEN_LINES = 15
 # Where it names a file descriptor, progress goes there, for the process that started this one and
 # has the terminal: a line for each state of the bar, in JSON.
 PROGRESS_VARIABLE = "LOCKSTEP_PROGRESS_FD"
+
+
+class FinishedEpoch(Protocol):
+    """The fields of an epoch's record that its line shows."""
+
+    # fmt: off
+    @property
+    def epoch(self) -> int: ...  # noqa: D102
+    @property
+    def train_loss(self) -> float: ...  # noqa: D102
+    @property
+    def train_accuracy(self) -> float: ...  # noqa: D102
+    @property
+    def test_accuracy(self) -> float: ...  # noqa: D102
+    @property
+    def epoch_sec(self) -> float: ...  # noqa: D102
+    @property
+    def images_per_sec(self) -> float: ...  # noqa: D102
+    # fmt: on
 
 
 class TrainingProgress:
@@ -34,12 +59,12 @@ class TrainingProgress:
         self._completed, self._last_line = first_step, time.monotonic()
         self._update(first_step, "compiling")
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         if self._bar:
             self._bar.start()
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         if self._bar:
             self._bar.stop()
 
@@ -54,7 +79,7 @@ class TrainingProgress:
             except OSError:  # Nobody is there any more.
                 self._parent = -1
 
-    def step(self, step: int, totals, images_per_sec: float) -> None:
+    def step(self, step: int, totals: "StepTotals", images_per_sec: float) -> None:
         """Shows `step`; `totals` are those of the epoch so far."""
         epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
         status = (
@@ -71,7 +96,7 @@ class TrainingProgress:
         """Says that the test set is being classified."""
         self._update(self._completed, "evaluating")
 
-    def epoch(self, record) -> None:
+    def epoch(self, record: FinishedEpoch) -> None:
         """Prints the line of a finished epoch; the bar stays below it."""
         line = (
             f"epoch {record.epoch:>{len(str(self._epochs))}}/{self._epochs}"
@@ -96,15 +121,15 @@ class StepProgress:
     def __init__(self, num_steps: int):
         self._num_steps = num_steps
         self._bar = _create_bar() if sys.stdout.isatty() else None
-        self._warned = set()
+        self._warned: set[str] = set()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         if self._bar:
             self._bar.start()
             self._task = self._bar.add_task("", total=self._num_steps, status="")
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         if self._bar:
             self._bar.stop()
 
@@ -116,7 +141,7 @@ class StepProgress:
         else:
             console.say(what)
 
-    def message(self, message: tuple) -> None:
+    def message(self, message: tuple[str, Any]) -> None:
         """Takes `("step", n)`, or `("warning", text)`, which is shown once."""
         kind, value = message
         if kind == "step" and self._bar:
@@ -155,7 +180,7 @@ class Bar:
         self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _create_bar():
+def _create_bar() -> "progress.Progress":
     from rich import progress  # Costs 0.1 s, which a flag error should not pay.
 
     return progress.Progress(

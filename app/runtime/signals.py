@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import types
 from collections.abc import Iterator
 
 from app.runtime import console
@@ -93,7 +94,7 @@ def check(number: int | None = None) -> None:
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
-def _handle(number: int, frame) -> None:
+def _handle(number: int, frame: types.FrameType | None) -> None:
     global _requested
     if _requested is not None:  # It is told of already, or will be.
         return
