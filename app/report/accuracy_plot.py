@@ -15,9 +15,9 @@ os.environ["MPLBACKEND"] = "agg"  # Figures go into files, whatever the user's o
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from app.records.caveats import TIMING_CAVEAT, dataset_title
 from app.records.files import write_file
 from app.records.history import EpochRecord, Summary, load_history, load_summary
-from app.records.wording import TIMING_CAVEAT, dataset_title
 
 
 @dataclasses.dataclass(frozen=True)
