@@ -29,3 +29,15 @@ def test_no_two_modules_share_a_name():
 
 def test_app_has_packages_and_not_loose_files():
     assert {path.name for path in (ROOT / "app").glob("*.py")} <= {"__init__.py", "api.py"}
+
+
+def test_commands_are_imported_by_the_command_line_and_the_api_alone():
+    importers = {
+        path.relative_to(ROOT).as_posix()
+        for path in SOURCES
+        if "from app.commands" in (text := path.read_text(encoding="utf-8"))
+        or "import app.commands" in text
+        or '"app.commands' in text
+    }
+    allowed = ("app/commands/", "app/cli/", "app/api.py", "main.py")
+    assert importers and all(name.startswith(allowed) for name in importers), importers

@@ -15,8 +15,8 @@ import sys
 import pytest
 
 import report_samples
+from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT
 from app.records.history import load_history, load_summary
-from app.records.wording import DATASET_CAVEATS, TIMING_CAVEAT
 from app.report.page import REPORT_FILE, write_report
 from app.runtime.errors import OutputError
 from conftest import ROOT, run_main, run_ok

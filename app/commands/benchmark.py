@@ -1,6 +1,5 @@
 """`benchmark`: strategies, device counts, batches and precisions, timed in turn."""
 
-from app.commands.train import default_out, open_log
 from app.config import Config
 from app.performance.benchmark_output import (
     BENCHMARK_FILE,
@@ -10,7 +9,8 @@ from app.performance.benchmark_output import (
 )
 from app.performance.rounds import measure
 from app.performance.speed_comparison import all_comparisons
-from app.records.run_directory import RunDirectory, named_path, open_run_directory
+from app.records.run_directory import RunDirectory, open_log, open_run_directory
+from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress

@@ -3,12 +3,12 @@
 import dataclasses
 import pathlib
 
-from app.commands.train import default_out, open_log
 from app.config import Config
 from app.records.caveats import caveats
 from app.records.files import write_json
 from app.records.history import Summary, load_summary
-from app.records.run_directory import CONFIG_FILE, named_path, open_run_directory
+from app.records.run_directory import CONFIG_FILE, open_log, open_run_directory
+from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.errors import OutputError, TrainingFailedError

@@ -1,12 +1,12 @@
 """`explain`: a step told with its numbers, where its time goes, what more devices would do."""
 
-from app.commands.train import default_out, open_log
 from app.config import Config
 from app.performance.breakdown_output import EXPLAIN_FILE, print_explanation, write_explanation
 from app.performance.rounds import measure
 from app.performance.step_profile import print_step_profile, profile_step
 from app.performance.step_time_breakdown import Design, break_down_step
-from app.records.run_directory import RunDirectory, named_path, open_run_directory
+from app.records.run_directory import RunDirectory, open_log, open_run_directory
+from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress

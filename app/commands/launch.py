@@ -4,11 +4,10 @@ import dataclasses
 
 from app.cluster.launcher import Launcher
 from app.cluster.resource_split import split_resources
-from app.commands.train import default_out
 from app.config import Config
 from app.records.caveats import caveats
 from app.records.history import Summary, load_summary
-from app.records.run_directory import named_path
+from app.records.run_naming import default_out, named_path
 from app.runtime import console
 
 

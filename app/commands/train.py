@@ -1,21 +1,18 @@
 """`train`: one training, in one directory."""
 
 import contextlib
-import errno
-import itertools
 import os
 import pathlib
-import time
 
 from app.cluster.environment import find_cluster
 from app.config import Config
 from app.config.constraints import check_shards
 from app.devices import device_setup
 from app.records.caveats import caveats, injected_fault_caveat
-from app.records.files import write_error
 from app.records.history import Summary, load_summary
-from app.records.run_directory import LOG_FILE, RunDirectory, named_path, open_run_directory
+from app.records.run_directory import LOG_FILE, RunDirectory, open_log, open_run_directory
 from app.records.run_log import RunLog, open_run_log
+from app.records.run_naming import default_out, named_path
 from app.runtime import console, watchdog
 from app.runtime.errors import CheckpointError, OutputError, StalledError
 from app.training.resume import find_changes
@@ -186,29 +183,3 @@ def _report_stall(
     if path:
         watchdog.dump_stacks(path / LOG_FILE)
         log.stop(error.exit_code, error=str(error))
-
-
-def open_log(path: pathlib.Path) -> None:
-    """Opens the log of a run.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    try:
-        console.open_log(path / LOG_FILE)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise write_error(path / LOG_FILE, error) from error
-        raise OutputError(
-            f"{path / LOG_FILE}: {error.strerror} — a log that can be written is required;"
-            " choose another --out"
-        ) from error
-
-
-def default_out(config: Config) -> str:
-    """Returns a new name under `runs/`: time, strategy or command, model."""
-    kind = config.strategy if config.command == "train" else config.command
-    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{kind}-{config.model}"
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    # Taken where another run began in this second, or the clock was put back.
-    return next(name for name in names if not pathlib.Path(name).exists())

@@ -4,10 +4,10 @@ import itertools
 import pathlib
 import shutil
 
-from app.commands.train import default_out, open_log
 from app.config import Config
 from app.records.files import temporary_path
-from app.records.run_directory import RunDirectory, named_path, open_run_directory
+from app.records.run_directory import RunDirectory, open_log, open_run_directory
+from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.errors import ConfigError, MismatchError

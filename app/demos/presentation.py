@@ -7,7 +7,7 @@ import numpy as np
 
 from app.devices.device_setup import Devices
 from app.performance.interval import Interval
-from app.records.wording import TIMING_CAVEAT
+from app.records.caveats import TIMING_CAVEAT
 from app.runtime import console
 
 _WIDTH = 98

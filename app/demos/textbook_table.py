@@ -4,7 +4,6 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from app.commands.train import default_out
 from app.config import Config
 from app.config.options import NUM_TRAIN_EXAMPLES
 from app.demos import presentation, textbook_figures
@@ -12,7 +11,7 @@ from app.performance import interval
 from app.performance.case import Case, Sample
 from app.performance.rounds import measure
 from app.records.history import Summary, load_summary
-from app.records.run_directory import named_path
+from app.records.run_naming import default_out, named_path
 from app.runtime import console
 from app.runtime.errors import TrainingFailedError
 from app.runtime.progress_bar import StepProgress

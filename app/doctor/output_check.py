@@ -6,7 +6,8 @@ import tempfile
 
 from app.config import Config
 from app.doctor.check import WARNING, Check
-from app.records.run_directory import check_not_foreign, named_path
+from app.records.run_directory import check_not_foreign
+from app.records.run_naming import named_path
 from app.runtime.errors import DiskFullError, LockstepError, OutputError, reason_of
 
 _DEFAULT = "runs"

@@ -1,14 +1,23 @@
-"""What a reader of a result must know about it, whoever prints it."""
+"""Titles of data sets, and the caveats that every output shows beside a result."""
 
 from app.config import Config
 from app.records.history import Summary
-from app.records.wording import DATASET_CAVEATS, injected_fault_caveat
 
+DATASET_TITLES = {
+    "fashion_mnist": "Fashion-MNIST",
+    "synthetic": "GENERATED garments",
+    "unverified": "UNVERIFIED images",
+}
+DATASET_CAVEATS = {
+    "synthetic": "GENERATED images in place of Fashion-MNIST: accuracies are not comparable",
+    "unverified": "UNVERIFIED images: these are not the accuracies of Fashion-MNIST",
+}
+TIMING_CAVEAT = "simulated devices: timing is not scaling"
 _CHANCE = 0.15  # Ten classes: guessing is right once in ten times.
 
 
 def caveats(config: Config, summary: Summary) -> list[str]:
-    """Returns a line for each way in which a run is not what its command asked for first."""
+    """Returns a line for each way in which a result differs from what its command asks for."""
     lines = [injected_fault_caveat(summary.injected_fault)] if summary.injected_fault else []
     if summary.changes:
         lines.append(f"changed on the way: {'; '.join(summary.changes)}")
@@ -27,3 +36,13 @@ def caveats(config: Config, summary: Summary) -> list[str]:
             " been learned yet; use more --epochs, or another --learning_rate or --recipe"
         )
     return lines
+
+
+def dataset_title(name: str) -> str:
+    """Returns the title of a data set in figures and pages."""
+    return DATASET_TITLES.get(name, str(name))
+
+
+def injected_fault_caveat(fault: str) -> str:
+    """Returns the caveat that stands beside every result of a training with an injected fault."""
+    return f"injected fault: {fault}. This training was spoiled on purpose"

@@ -21,6 +21,7 @@ from app.records.files import (
     write_error,
     write_json,
 )
+from app.runtime import console
 from app.runtime.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
@@ -111,20 +112,6 @@ class RunDirectory:
             remove(path)
 
 
-def named_path(name: str) -> pathlib.Path:
-    """Returns the path that a flag names; `~` is somebody's home.
-
-    Raises:
-        OutputError: nobody of that name has one.
-    """
-    try:
-        return pathlib.Path(name).expanduser()
-    except RuntimeError as error:
-        raise OutputError(
-            f"{name}: {reason_of(error)} — a directory is required; write its path in full"
-        ) from error
-
-
 @contextlib.contextmanager
 def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirectory]:
     """Makes `path` with its parents, or finds it to be ours, and holds its lock.
@@ -143,6 +130,23 @@ def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirector
             if was_empty:
                 _remove_unless_started(path)
             raise
+
+
+def open_log(path: pathlib.Path) -> None:
+    """Opens the log file of the run in `path`.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        console.open_log(path / LOG_FILE)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise write_error(path / LOG_FILE, error) from error
+        raise OutputError(
+            f"{path / LOG_FILE}: {error.strerror} — a log that can be written is required;"
+            " choose another --out"
+        ) from error
 
 
 def _is_empty(path: pathlib.Path) -> bool:

@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from app.records.caveats import TIMING_CAVEAT, dataset_title
 from app.records.files import write_file
 from app.records.history import SUMMARY_FILE, EpochRecord, Summary, load_history, load_summary
-from app.records.wording import TIMING_CAVEAT, dataset_title
 from app.runtime.errors import OutputError
 
 

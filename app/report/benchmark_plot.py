@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from app.records.wording import dataset_title
+from app.records.caveats import dataset_title
 from app.report.accuracy_plot import Figure, save_figure
 
 _COLOURS = {"single": "#000000", "manual": "#0072B2", "mirrored": "#E69F00"}

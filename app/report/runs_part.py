@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title, injected_fault_caveat
 from app.records.history import EpochRecord, Summary, load_history, load_summary
-from app.records.wording import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title, injected_fault_caveat
 from app.report.charts import Figure, Look, bar_chart, line_chart
 from app.report.page_parts import Cell, Part, Table, Text, count, devices_text, number, whole
 from app.report.record_finder import Record, reading

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-from app.records.wording import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
+from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 from app.report.charts import Figure, bar_chart
 from app.report.page_parts import (
     Cell,

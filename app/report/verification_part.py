@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from app.records.wording import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title, injected_fault_caveat
+from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title, injected_fault_caveat
 from app.report.charts import Figure, Look, line_chart
 from app.report.page_parts import (
     Cell,

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from app.records.wording import dataset_title
+from app.records.caveats import dataset_title
 from app.report.accuracy_plot import save_figure
 from app.report.tolerance_shares import (
     FLOOR,

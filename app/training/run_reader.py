@@ -9,7 +9,8 @@ from app.devices.device_setup import Devices
 from app.records.caveats import injected_fault_caveat
 from app.records.checkpoint import Checkpoint
 from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
-from app.records.run_directory import load_run_config, named_path
+from app.records.run_directory import load_run_config
+from app.records.run_naming import named_path
 from app.runtime import console
 from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
 

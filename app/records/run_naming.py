@@ -1,0 +1,31 @@
+"""Names of run directories: a new one, and the path that a flag names."""
+
+import itertools
+import pathlib
+import time
+
+from app.config import Config
+from app.runtime.errors import OutputError, reason_of
+
+
+def default_out(config: Config) -> str:
+    """Returns a new name under `runs/`: time, strategy or command, model."""
+    kind = config.strategy if config.command == "train" else config.command
+    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{kind}-{config.model}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    # The name exists where another run began in this second, or the clock was set back.
+    return next(name for name in names if not pathlib.Path(name).exists())
+
+
+def named_path(name: str) -> pathlib.Path:
+    """Returns the path that a flag names; `~` is a home directory.
+
+    Raises:
+        OutputError: the home directory is unknown.
+    """
+    try:
+        return pathlib.Path(name).expanduser()
+    except RuntimeError as error:
+        raise OutputError(
+            f"{name}: {reason_of(error)} — a directory is required; write its path in full"
+        ) from error
