@@ -2,7 +2,7 @@
 # make test    runs the tests
 # make soak    kills and resumes a small training 200 times: half an hour
 # make fuzz    tries damaged input of five kinds, ten minutes each
-# make lint    checks style and format
+# make lint    checks style, format and the layers of imports
 # make bench   compares it with PyTorch, JAX and others, which it installs apart: half an hour
 # make setup   makes .venv with everything that the program needs
 PYTHON ?= python3
@@ -19,6 +19,7 @@ test: $(BIN)/.installed-dev
 lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 soak: $(BIN)/.installed-dev
 	$(BIN)/python tests/soak.py $(ARGS)
