@@ -120,7 +120,7 @@ def write_explained_step(path):
         step_sec=Interval(0.004, 0.003, 0.005),
         all_reduce_times=[],
         gradient_all_reduce={2: AllReduceTime(2, 1000, 0.0005)},
-        exchange=AllReduceModel.fit(
+        all_reduce_model=AllReduceModel.fit(
             "ring", [AllReduceTime(n, size, n * 1e-4 + size * 1e-9) for n in (2, 3)
                      for size in (100, 10_000)], shared=False,
         ),

@@ -84,7 +84,7 @@ class Findings:
 
     seen: cuda.Seen | None = None
     tensorflow: TensorFlow | None = None
-    device_setup: DevicesSeen | None = None
+    devices: DevicesSeen | None = None
     warnings: list[str] = dataclasses.field(default_factory=list)
     probed: dict[str, SelfTestResult | LockstepError] = dataclasses.field(default_factory=dict)
     error: LockstepError | None = None

@@ -140,7 +140,7 @@ def _facts(spec, strategy, prepared, compile_sec: float) -> Facts:
 
     weights = strategy.model.trainable_variables
     return Facts(
-        device_setup=strategy.devices,
+        devices=strategy.devices,
         simulated_devices=prepared.simulated,
         cores=device_setup.num_cores(),
         intra_op_threads=prepared.intra_op_threads,

@@ -45,7 +45,7 @@ class Recorded:
         versions: of what numbers depend on.
     """
 
-    device_setup: list[str]
+    devices: list[str]
     simulated_devices: bool
     dataset: str
     dataset_sha256: str
@@ -246,7 +246,7 @@ def _recorded(spec, prepared, *, has_batch_norm, effect_of_shards=None, send_sec
     names = prepared.names[:1] if is_reference else prepared.names
 
     return Recorded(
-        device_setup=names,
+        devices=names,
         simulated_devices=prepared.simulated and len(names) > 1,
         dataset=spec.dataset.name,
         dataset_sha256=spec.dataset.sha256(),
