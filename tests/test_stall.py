@@ -27,7 +27,8 @@ def test_it_ends_the_process_when_nothing_moves():
 
 def test_a_report_that_hangs_does_not_keep_it():
     process = run(
-        "watchdog._REPORT_SEC = 0.1\nwith watchdog.watch(1, lambda: time.sleep(60)):\n time.sleep(60)"
+        "watchdog._REPORT_SEC = 0.1\n"
+        "with watchdog.watch(1, lambda: time.sleep(60)):\n time.sleep(60)"
     )
     assert process.wait(20) == 138
 
