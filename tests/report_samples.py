@@ -18,7 +18,7 @@ from app.verification.tasks import Recorded
 from app.verification.trace_comparison import PairDifference
 from app.verification.verdict import Diagnosis, PairVerdict, StrategyVerdict
 from app.verification.verify_output import write_record
-from speed_samples import samples
+from performance_samples import samples
 from test_records import make_history, make_summary
 
 CPUS = ["/device:CPU:0", "/device:CPU:1"]
