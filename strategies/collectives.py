@@ -220,7 +220,7 @@ def all_reduce(
             fully known shape for every r. Left unchanged.
         devices: R device names.
         algorithm: a key of `ALL_REDUCE_ALGORITHMS`.
-        packing: what to exchange in place of the tensors themselves.
+        gradient_buckets: what to exchange in place of the tensors themselves.
 
     Returns:
         R lists of V tensors, placed like the input; item [r][v] is the same total for every r,

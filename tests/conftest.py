@@ -31,7 +31,14 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
 # A worker takes a whole file: those that take longest come first, so that none ends alone.
-_LONGEST = ("test_readme", "test_commands", "test_verify", "test_checks", "test_speed", "test_docs")
+_LONGEST = (
+    "test_readme",
+    "test_commands",
+    "test_verify",
+    "test_trace_checker",
+    "test_performance",
+    "test_docs",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -18,7 +18,7 @@ from app.verification.tasks import Recorded
 from app.verification.trace_comparison import PairDifference
 from app.verification.verdict import Diagnosis, PairVerdict, StrategyVerdict
 from app.verification.verify_output import write_record
-from speed_samples import samples
+from performance_samples import samples
 from test_records import make_history, make_summary
 
 CPUS = ["/device:CPU:0", "/device:CPU:1"]
@@ -120,7 +120,7 @@ def write_explained_step(path):
         step_sec=Interval(0.004, 0.003, 0.005),
         all_reduce_times=[],
         gradient_all_reduce={2: AllReduceTime(2, 1000, 0.0005)},
-        all_reduce=AllReduceModel.fit(
+        all_reduce_model=AllReduceModel.fit(
             "ring", [AllReduceTime(n, size, n * 1e-4 + size * 1e-9) for n in (2, 3)
                      for size in (100, 10_000)], shared=False,
         ),

@@ -26,7 +26,7 @@ from app.records.history import load_summary
 from app.runtime.errors import ConfigError
 from app.training.training_spec import load_data
 from conftest import CPUS, run_main
-from speed_samples import samples
+from performance_samples import samples
 from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce
 
 MANUAL_ALGORITHMS = tuple(ALL_REDUCE_ALGORITHMS)

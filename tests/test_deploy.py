@@ -282,7 +282,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=["slurm", "kubernetes"])
 def test_commands_have_flags_that_exist(command):
     words = shlex.split(command)
-    parse = "import sys; from absl import logging; from app import flags as f; "
+    parse = "import sys; from absl import logging; from app.cli import flags as f; "
     parse += "f.define_flags(); f.parse_config(sys.argv)"
     arguments = words[words.index("main.py") + 1 :]
     parsed = subprocess.run([sys.executable, "-c", parse, *arguments], cwd=ROOT, check=False)

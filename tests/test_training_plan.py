@@ -9,7 +9,7 @@ from app.config import Config
 from app.performance.plan_output import print_probe, print_training_plan
 from app.performance.training_plan import TrainingPlan
 from conftest import run_ok
-from speed_samples import samples
+from performance_samples import samples
 
 
 def plan_of(**options):

@@ -60,7 +60,7 @@ def print_explanation(
             for part in breakdown.parts
         ],
     )
-    _print_exchange(breakdown, facts)
+    _print_all_reduce(breakdown, facts)
     _print_scaling(breakdown, samples)
     for line in setup_caveats(samples):
         console.say(line)
@@ -74,8 +74,8 @@ _METHODS = {
 }
 
 
-def _print_exchange(breakdown: StepTimeBreakdown, facts: Facts) -> None:
-    model = breakdown.all_reduce
+def _print_all_reduce(breakdown: StepTimeBreakdown, facts: Facts) -> None:
+    model = breakdown.all_reduce_model
     rows = [
         [
             str(n),

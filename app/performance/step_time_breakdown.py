@@ -119,7 +119,7 @@ class StepTimeBreakdown:
         step_sec: the whole of it.
         all_reduce_times: of the all-reduce alone, of several sizes and numbers of replicas.
         gradient_all_reduce: number of replicas → the all-reduce of this model's gradients.
-        all_reduce: what was fitted to those but for the largest number of replicas.
+        all_reduce_model: what was fitted to those but for the largest number of replicas.
         compute: what was fitted to one replica by itself.
         overhead: what a step takes over its parts, relative; the mean over those in the fit.
         predictions: for each number of devices that was measured, and for some more.
@@ -132,7 +132,7 @@ class StepTimeBreakdown:
     step_sec: Interval
     all_reduce_times: list[AllReduceTime]
     gradient_all_reduce: dict[int, AllReduceTime]
-    all_reduce: AllReduceModel
+    all_reduce_model: AllReduceModel
     compute: LinearCost
     overhead: float
     predictions: list[Prediction]
@@ -187,7 +187,7 @@ def break_down_step(design: Design, measured: Measured) -> StepTimeBreakdown:
         step_sec=interval.median(whole.step_secs),
         all_reduce_times=list(all_reduce_times),
         gradient_all_reduce={t.num_replicas: t for t in all_reduce_times},
-        all_reduce=model,
+        all_reduce_model=model,
         compute=compute,
         overhead=overhead,
         predictions=[

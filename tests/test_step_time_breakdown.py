@@ -6,7 +6,7 @@ from app.config import Config
 from app.performance.all_reduce_model import AllReduceModel, AllReduceTime, LinearCost
 from app.performance.rounds import Measured
 from app.performance.step_time_breakdown import Design, break_down_step
-from speed_samples import samples
+from performance_samples import samples
 
 FIXED, EACH, INPUT, LATENCY, PER_BYTE = 2e-3, 1e-4, 1e-3, 5e-5, 1e-9
 SIZE, BATCH = 1_000_000, 240

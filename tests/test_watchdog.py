@@ -12,13 +12,13 @@ from conftest import ROOT
 
 
 def run(body, **options):
-    script = f"import sys, time; from app import stall\n{body}"
+    script = f"import sys, time; from app.runtime import watchdog\n{body}"
     return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, **options)
 
 
 def test_it_ends_the_process_when_nothing_moves():
     process = run(
-        "with stall.watch(1, lambda: print('told', flush=True)):\n time.sleep(60)",
+        "with watchdog.watch(1, lambda: print('told', flush=True)):\n time.sleep(60)",
         stdout=subprocess.PIPE,
     )
     output, _ = process.communicate(timeout=20)
@@ -27,14 +27,15 @@ def test_it_ends_the_process_when_nothing_moves():
 
 def test_a_report_that_hangs_does_not_keep_it():
     process = run(
-        "stall._REPORT_SEC = 0.1\nwith stall.watch(1, lambda: time.sleep(60)):\n time.sleep(60)"
+        "watchdog._REPORT_SEC = 0.1\n"
+        "with watchdog.watch(1, lambda: time.sleep(60)):\n time.sleep(60)"
     )
     assert process.wait(20) == 138
 
 
 def test_a_process_that_was_stopped_has_not_stalled():
     process = run(
-        "with stall.watch(2, lambda: None) as on_progress:\n print('up', flush=True)\n"
+        "with watchdog.watch(2, lambda: None) as on_progress:\n print('up', flush=True)\n"
         " [(time.sleep(0.1), on_progress()) for _ in range(10)]\nsys.exit(0)",
         stdout=subprocess.PIPE,
     )

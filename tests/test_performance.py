@@ -13,7 +13,7 @@ from app.report.benchmark_plot import plot_benchmark
 from app.runtime.errors import ConfigError
 from conftest import run_main, run_ok
 from models import MODELS
-from speed_samples import samples
+from performance_samples import samples
 
 # Of the layers' shapes: conv1 26·26·9·20, conv2 9·9·25·20·50, then 800·128 and 128·10; twice each
 # for a multiplication and an addition, three passes, and no gradient of the images.

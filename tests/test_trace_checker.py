@@ -121,11 +121,11 @@ def test_a_training_whose_kernels_round_otherwise_holds(images, tmp_path, build)
     """As on another device: recorded without oneDNN, checked with it. No bit needs to agree."""
     script = (
         "import sys; sys.path[:0] = sys.argv[2:4]\n"
-        "import numpy as np, pathlib, small_models, test_checks\n"
+        "import numpy as np, pathlib, small_models, test_trace_checker\n"
         "data = np.load(sys.argv[1] + '/data.npz')\n"
         "build = getattr(small_models, sys.argv[4])\n"
-        "case = test_checks.Case((data['pixels'], data['labels']), build)\n"
-        "strategy = test_checks.ManualStrategy(test_checks.CPUS[:2])\n"
+        "case = test_trace_checker.Case((data['pixels'], data['labels']), build)\n"
+        "strategy = test_trace_checker.ManualStrategy(test_trace_checker.CPUS[:2])\n"
         "case.record(strategy, pathlib.Path(sys.argv[1]) / 't.npz')\n"
     )
     np.savez(tmp_path / "data.npz", pixels=images[0], labels=images[1])

@@ -4,7 +4,7 @@ import pytest
 
 from app.performance.comparability import remarks, setup_caveats
 from app.performance.speed_comparison import all_comparisons, compare
-from speed_samples import samples
+from performance_samples import samples
 
 
 @pytest.mark.parametrize(
