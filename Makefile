@@ -4,11 +4,12 @@
 # make fuzz    tries damaged input of five kinds, ten minutes each
 # make lint    checks style, format and the layers of imports
 # make bench   compares it with PyTorch, JAX and others, which it installs apart: half an hour
+# make docs    writes docs/options.md from the options in app/config
 # make setup   makes .venv with everything that the program needs
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test soak fuzz lint bench clean
+.PHONY: setup train test soak fuzz lint bench docs clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -48,6 +49,9 @@ $(BIN)/.installed-dev: $(BIN)/.installed requirements-dev.txt
 	@echo "installing PyTorch and JAX into .venv-bench: once, some minutes"
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+docs: $(BIN)/.installed
+	$(BIN)/python -m app.cli.option_page
 
 clean:
 	rm -rf .venv .venv-bench .pytest_cache .ruff_cache

@@ -31,7 +31,7 @@ def reset_peak() -> None:
 
 def main(num_replicas: int) -> None:
     """Trains two steps, then saves some times in the middle of an epoch."""
-    config = Config(
+    config = Config.of(
         model="resnet18", global_batch_size=16, device="cpu", num_devices=num_replicas,
         dataset="synthetic", recipe="fast",
     )  # fmt: skip

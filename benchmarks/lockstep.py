@@ -28,7 +28,7 @@ def main() -> None:
     options = vars(parser.parse_args())
     if options["strategy"] == "single":
         del options["num_devices"]
-    config = Config(dataset="fashion_mnist", device="cpu", **options)
+    config = Config.of(dataset="fashion_mnist", device="cpu", **options)
     prepared = device_setup.set_up(config)
 
     from app.performance.flops import training_flops_per_example

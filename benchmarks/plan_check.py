@@ -30,7 +30,7 @@ COUNTS = (1, 2, 4)
 
 def points_of(model: str) -> tuple[dict[int, Case], list[Case]]:
     """Returns number of workers → the training, and one worker with the smaller shards."""
-    config = Config(
+    config = Config.of(
         strategy="multi_worker",
         model=model,
         global_batch_size=BATCH,

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--data_dir")
     options = parser.parse_args()
-    base = Config(strategy="single", device="cpu", recipe="fast", data_dir=options.data_dir)
+    base = Config.of(strategy="single", device="cpu", recipe="fast", data_dir=options.data_dir)
     prepared = device_setup.set_up(base)
     from app.training.evaluation import evaluate
     from app.training.training_spec import TrainingSpec, load_data

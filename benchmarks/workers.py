@@ -1,6 +1,6 @@
 """What the exchange between two workers costs, and how well two do: one interleaved measurement.
 
-Each worker has one core. `python benchmarks/workers.py [--models=lenet,resnet18] [--rounds=9]`;
+Each worker has one core. `python benchmarks/workers.py [--model=lenet,resnet18] [--rounds=9]`;
 needs two free cores. Prints, for each model, the step of one worker, of two, and of two without
 their exchange; the ratio of the latter two; and the efficiency, which is one worker's time over
 twice that of two.
@@ -26,8 +26,7 @@ BATCHES = {"lenet": 256, "resnet18": 64}
 
 def create_cases(model: str, communication_dtype: str) -> list[Case]:
     """Returns one worker on one core, two on two, and two without their exchange."""
-    config = Config(
-        command="train",
+    config = Config.of("train",
         strategy="multi_worker",
         model=model,
         global_batch_size=BATCHES[model],

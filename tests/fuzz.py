@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from app.cli import flags
 from app.config import Config
-from app.config.options import COMMANDS
+from app.config.names import COMMANDS
 from app.data.data_sources import SHA256
 from app.data.fashion_mnist import load_fashion_mnist
 from app.records import checkpoint as checkpoints
@@ -178,7 +178,7 @@ def fuzz_gzip(inner, outer):
 
 _STATE = {"model/kernel": np.ones((2, 3), np.float32), "optimizer/iteration": np.array(7)}
 _ORIGIN = RunMetadata(
-    json.loads(json.dumps(Config().result_fields())),
+    json.loads(json.dumps(Config.of().result_fields())),
     *(0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"}),
 )
 _RECORD = EpochRecord(1, 10, 1.0, 0.5, 1.0, 0.5, 2.5, 400.0)
@@ -290,7 +290,7 @@ def fuzz_config(nodes, edits, link):
     """`config.json` of a run, as `train` and `evaluate` read it."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        fields = Config().result_fields()
+        fields = Config.of().result_fields()
         with open_run_directory(folder, fields) as run_directory:
             run_directory.start(overwrite=False)
         path = folder / "config.json"
@@ -311,7 +311,7 @@ def fuzz_config(nodes, edits, link):
                 changes.check(folder, force=False)
                 run_directory.start(overwrite=False)
         with guarded(folder, OutputError, CheckpointError):
-            SavedRun.open(Config(command="evaluate", run=name))
+            SavedRun.open(Config.of("evaluate", run=name))
 
 
 _EDITS = st.lists(_EDIT, max_size=2)

@@ -37,7 +37,7 @@ def samples(
     **facts,
 ):
     """Returns a point with these measurements; real devices unless said otherwise."""
-    config = Config(
+    config = Config.of(
         strategy=strategy,
         model=model,
         precision=precision,

@@ -38,7 +38,7 @@ def write_config(path, config, **more):
 def write_training(path, *, num_epochs=4, **changes):
     """Leaves what `train` leaves; returns its summary."""
     summary = make_summary(**{**HONEST, **changes})
-    write_config(path, Config(), strategy=summary.strategy)
+    write_config(path, Config.of(), strategy=summary.strategy)
     write_history(path, make_history(num_epochs))
     write_summary(path, summary)
     return summary
@@ -46,7 +46,7 @@ def write_training(path, *, num_epochs=4, **changes):
 
 def write_comparison(path):
     strategies = ("single", "manual", "mirrored")
-    write_config(path, Config(), strategy=",".join(strategies))
+    write_config(path, Config.of(), strategy=",".join(strategies))
     summaries = [
         write_training(path / name, strategy=name, weights_sha256=digest * 32)
         for name, digest in zip(strategies, ("aa", "bb", "bb"), strict=True)
@@ -68,7 +68,7 @@ def write_comparison(path):
 
 def write_verification(path, *, fault=None):
     """Leaves what `verify` leaves, of two steps of two strategies; a fault is found in one."""
-    config = Config(command="verify", strategies=("manual", "mirrored"), steps=2, inject=fault)
+    config = Config.of("verify", strategies=("manual", "mirrored"), steps=2, inject=fault)
     write_config(path, config, command="verify")
 
     def measured(share, absolute32):
@@ -101,7 +101,7 @@ def write_verification(path, *, fault=None):
 
 def write_measured_points(path):
     """Leaves what `benchmark` leaves: two devices half again as fast as one."""
-    config = Config(command="benchmark")
+    config = Config.of("benchmark")
     write_config(path, config, command="benchmark")
     cases = [samples("single", 1, (1.5,) * 5), samples("manual", 2, (1.0,) * 5)]
     write_benchmark(path, config, cases, all_comparisons(cases), {"float32": [1e9] * 5})
@@ -109,7 +109,7 @@ def write_measured_points(path):
 
 def write_explained_step(path):
     """Leaves what `explain` leaves."""
-    config = Config(command="explain")
+    config = Config.of("explain")
     write_config(path, config, command="explain")
     third = Interval(0.001, 0.0005, 0.002)
     breakdown = StepTimeBreakdown(
@@ -146,7 +146,7 @@ def write_everything(folder):
         changes=["recipe d2l → fast"], weights_sha256="dd" * 32,
     )  # fmt: skip
     write_training(folder / "spoiled", injected_fault="drop_gradient:replica=1", num_epochs=1)
-    write_config(folder / "begun", Config())
+    write_config(folder / "begun", Config.of())
     write_verification(folder / "proved")
     write_verification(folder / "refuted", fault="drop_gradient:replica=1")
     write_measured_points(folder / "measured")

@@ -23,11 +23,11 @@ def test_a_command_has_the_defaults_that_it_has_on_the_command_line():
     assert (plan.num_workers, plan.planned_batch_size) == (1, 1024)
     assert Config.of("launch").strategy == "multi_worker"
     with pytest.raises(ConfigError, match="--strategy=manual with launch"):
-        Config(command="launch")
+        Config.of("launch")
 
 
 def training(small_data, out, **options):
-    return Config(
+    return Config.of(
         data_dir=str(small_data), allow_unverified_data=True, recipe="fast", device="cpu",
         num_devices=2, out=str(out), **options,
     )  # fmt: skip
@@ -47,21 +47,20 @@ def test_it_returns_what_is_on_disk(trained):
 
 def test_a_run_is_read_on_another_number_of_devices(trained, small_data):
     out, summary = trained
-    config = Config(
-        command="evaluate", run=str(out), strategy="mirrored", device="cpu", num_devices=3,
+    config = Config.of("evaluate", run=str(out), strategy="mirrored", device="cpu", num_devices=3,
         data_dir=str(small_data), allow_unverified_data=True,
     )  # fmt: skip
     assert run(config) == summary.test_accuracy
     images = np.zeros((2, 28, 28), np.uint8)
     np.save(out / "blank.npy", images)
-    config = Config(command="predict", run=str(out), images=(str(out / "blank.npy"),))
+    config = Config.of("predict", run=str(out), images=(str(out / "blank.npy"),))
     probabilities = run(config)
     assert probabilities.shape == (2, 10)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-6)
 
 
 def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path):
-    config = Config(command="evaluate", run=str(tmp_path / "nowhere"))
+    config = Config.of("evaluate", run=str(tmp_path / "nowhere"))
     with pytest.raises(OutputError, match="nowhere") as refusal:
         run(config)
     assert refusal.value.exit_code == 5 == run_main("evaluate", f"--run={config.run}").returncode

@@ -64,8 +64,8 @@ def test_numbers_of_workers(number, numbers):
 
 
 def test_the_batch_of_a_plan():
-    plan = Config(command="plan", num_workers=64, devices_per_worker=8)
+    plan = Config.of("plan", num_workers=64, devices_per_worker=8)
     assert plan.planned_batch_size == 64 * 8 * 32
-    assert Config(command="plan", num_workers=2).planned_batch_size == 256
+    assert Config.of("plan", num_workers=2).planned_batch_size == 256
     with pytest.raises(ConfigError, match="64 devices — at least one image for each"):
-        Config(command="plan", num_workers=64, planned_global_batch_size=32)
+        Config.of("plan", num_workers=64, global_batch_size=32)

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from app.config.options import ON_ONE_MACHINE
+from app.config.names import ON_ONE_MACHINE
 from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.event_file import EVENTS_FILE
 from app.records.history import load_summary

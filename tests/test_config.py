@@ -1,91 +1,186 @@
-"""What is refused before anything is loaded, and the arithmetic of shards."""
+"""Options: each defined once; what is refused before anything is loaded; arithmetic of shards."""
 
 import dataclasses
 
 import pytest
 
-from app.cli.usage import COMMAND_HELP
-from app.config import Config, options
+from app.config import Config, TrainConfig, VerifyConfig
 from app.config.constraints import check_shards
-from app.config.flag_groups import GROUPS
-from app.config.options import COMMANDS
+from app.config.names import GROUPS, RECIPE_NAMES
+from app.config.option import check_values, option, options_of, same_option
 from app.runtime.errors import ConfigError
 from app.training.recipes import RECIPES
-from models import MODELS
-from strategies import STRATEGIES
+
+COMMANDS = Config.commands()
 
 
-def test_names_are_those_of_the_dicts():
-    assert set(options.MODEL_NAMES) == set(MODELS)
-    assert set(options.STRATEGY_NAMES) == set(STRATEGIES)
-    assert set(options.RECIPE_NAMES) == set(RECIPES)
-    offered = {n: set(s.all_reduce_algorithms) - {"none"} for n, s in STRATEGIES.items()}
-    assert {n: set(names) for n, names in options.ALL_REDUCE_NAMES.items()} == offered
+def test_recipes_are_those_of_the_option():
+    assert set(RECIPE_NAMES) == set(RECIPES)
 
 
-def test_every_option_has_a_flag_and_a_command():
-    options = {field.name for field in dataclasses.fields(Config)} - {"command"}
-    options -= {"planned_global_batch_size"}  # The flag is --global_batch_size, too.
-    options -= {"experiment", "directories"}  # Words after the command.
-    assert set().union(*COMMANDS.values()) == options
-    options -= {"device_counts"}  # The flag is --num_devices, too.
-    assert {name for group in GROUPS.values() for name in group} == options
-    assert set(COMMAND_HELP) == set(COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_field_is_an_option_with_a_help_text_and_a_group(command):
+    options = options_of(COMMANDS[command])
+    assert [o.name for o in options] and len(options) == len(dataclasses.fields(COMMANDS[command]))
+    for each in options:
+        assert each.metadata.help.endswith(".") and each.metadata.group in GROUPS
+        assert each.metadata.required or each.check(each.default) is None
+
+
+def test_the_table_of_options_in_the_docs_is_that_of_the_fields():
+    """`python main.py` needs no table; `make docs` writes it anew."""
+    assert (
+        (ROOT / "docs" / "options.md").read_text(encoding="utf-8").endswith(option_table() + "\n")
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Small:
+    size: int = option(2, "A size.", "Group", metavar="N", low=1, high=9, alias="s")
+    rate: float | None = option(None, "A rate.", "Group", metavar="X", above=0.0)
+    kind: str = option("a", "A kind.", "Group", choices=("a", "b"))
+    counts: tuple[int, ...] = option((1, 2), "Counts.", "Group", metavar="N,M", low=1)
+    is_on: bool = option(False, "A switch.", "Group")
+
+    def __post_init__(self):
+        check_values(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Other(_Small):
+    size: int = same_option(_Small, "size", default=5, help="Another size.")
+
+
+def test_an_option_of_another_dataclass_keeps_all_that_is_not_changed():
+    first = {o.name: o for o in options_of(_Small)}["size"]
+    other = {o.name: o for o in options_of(_Other)}["size"]
+    assert (other.default, other.metadata.help) == (5, "Another size.")
+    assert dataclasses.replace(other.metadata, help=first.metadata.help) == first.metadata
+    assert _Other().size == 5 and _Small().size == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "message"),
     [
-        ({"command": "trian"}, "trian"),
-        ({"command": "doctor", "strategies": ("multi_worker",)}, "--strategies=multi_worker"),
-        ({"model": "resnet19"}, "--model=resnet19"),
-        ({"strategy": "both"}, "--strategy=both"),
-        ({"dataset": "mnist"}, "--dataset=mnist"),
-        ({"recipe": "slow"}, "--recipe=slow"),
-        ({"device": "tpu"}, "--device=tpu"),
-        ({"all_reduce": "magic"}, "--all_reduce=magic"),
-        ({"last_batch": "pad"}, "--last_batch=pad"),
-        ({"batch_norm": "sync"}, "--batch_norm=sync"),
-        ({"num_devices": 0}, "--num_devices=0"),
-        ({"num_devices": -2}, "--num_devices=-2"),
-        ({"num_devices": 65}, "65 devices"),
-        ({"num_gpus": 0}, "--num_gpus=0"),
-        ({"num_gpus": 2, "device": "cpu"}, "--num_gpus=2"),
-        ({"num_gpus": 2, "num_devices": 3}, "--num_devices=3"),
-        ({"strategy": "single", "num_devices": 2}, "--strategy=single"),
-        ({"strategy": "single", "all_reduce": "reduce_to_one"}, "--all_reduce=reduce_to_one"),
-        ({"global_batch_size": 0}, "--global_batch_size=0"),
-        ({"global_batch_size": 1, "num_devices": 2}, "--global_batch_size=1"),
-        ({"learning_rate": 0.0}, "--learning_rate=0.0"),
-        ({"learning_rate": -1.0}, "--learning_rate=-1.0"),
-        ({"learning_rate": float("nan")}, "--learning_rate=nan"),
-        ({"learning_rate": float("inf")}, "--learning_rate=inf"),
-        ({"epochs": 0}, "--epochs=0"),
-        ({"seed": -1}, "--seed=-1"),
-        ({"seed": 2**32}, "--seed=4294967296"),
-        ({"num_train_examples": 0}, "--num_train_examples=0"),
-        ({"num_train_examples": 60_001}, "--num_train_examples=60001"),
-        ({"num_train_examples": 1001, "num_devices": 2, "global_batch_size": 100}, "leaves 1"),
-        ({"num_train_examples": 50, "last_batch": "drop"}, "--last_batch=drop"),
-        ({"dataset": "synthetic", "data_dir": "/x"}, "--data_dir with --dataset=synthetic"),
-        ({"dataset": "synthetic", "allow_unverified_data": True}, "--allow_unverified_data with"),
-        ({"command": "predict", "run": "r", "images": ("a.png",), "data_dir": "/x"}, "--images"),
-        ({"verbosity": 7}, "--verbosity=7"),
-        ({"device": "cpu", "global_batch_size": 1}, "--global_batch_size=1"),
-        ({"command": "evaluate"}, "--run"),
-        ({"command": "compare", "strategies": ("manual",)}, "--strategies=manual"),
-        ({"command": "compare", "strategies": ("manual", "manual")}, "--strategies=manual,manual"),
-        ({"command": "compare", "strategies": ("manual", "nccl")}, "--strategies=nccl"),
+        ({"size": 0}, "--size must be between 1 and 9, got 0"),
+        ({"size": 10}, "--size must be between 1 and 9, got 10"),
+        ({"size": "x"}, "--size must be a whole number, got 'x'"),
+        ({"size": 2.5}, "--size must be a whole number, got 2.5"),
+        ({"size": True}, "--size must be a whole number, got True"),
+        ({"size": None}, "--size must be a whole number, got None"),
+        ({"rate": 0}, "--rate must be above 0, got 0"),
+        ({"rate": float("nan")}, "--rate must be above 0, got nan"),
+        ({"kind": "c"}, "--kind must be one of a, b, got 'c'"),
+        ({"counts": (1, 0)}, "--counts must be at least 1, got 0"),
+        ({"counts": (1, 1)}, "--counts must name each value once, got 1,1"),
+        ({"counts": 3}, "--counts must be whole numbers separated by commas, got 3"),
+        ({"counts": ("1",)}, "--counts must be whole numbers separated by commas, got '1'"),
+        ({"is_on": 1}, "--is_on must be true or false, got 1"),
     ],
 )
-def test_refuses_and_names_the_value(options, named):
+def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
     with pytest.raises(ConfigError) as refusal:
-        Config(**options)
-    message = str(refusal.value)
-    assert named in message
-    # The three parts: the value — what is required — what to do.
-    assert " — " in message and (";" in message)
-    assert "\n" not in message
+        _Small(**options)
+    assert str(refusal.value) == message
+    _Small(rate=1, counts=(9,))  # A whole number is a number; None is allowed where it is optional.
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "named"),
+    [
+        ("trian", {}, "did you mean train?"),
+        ("train", {"epochs": "x"}, "--epochs must be a whole number, got 'x'"),
+        ("train", {"lr": 1}, "--lr is not an option of train"),
+        ("evaluate", {"run": "x", "epochs": 2}, "--epochs is not an option of evaluate, only of"),
+        ("doctor", {"strategies": ("multi_worker",)}, "got 'multi_worker'"),
+        ("evaluate", {"run": "x", "strategy": "multi_worker"}, "got 'multi_worker'"),
+        ("train", {"model": "resnet19"}, "got 'resnet19'; did you mean resnet18?"),
+        ("train", {"strategy": "both"}, "--strategy must be one of single, manual, mirrored"),
+        ("train", {"dataset": "mnist"}, "got 'mnist'"),
+        ("train", {"recipe": "slow"}, "--recipe"),
+        ("train", {"device": "tpu"}, "got 'tpu'"),
+        ("train", {"all_reduce": "magic"}, "got 'magic'"),
+        ("train", {"strategy": "mirrored", "all_reduce": "tree"}, "--all_reduce=tree is not avail"),
+        ("train", {"all_reduce": "nccl"}, "only in mirrored and multi_worker"),
+        ("train", {"last_batch": "pad"}, "got 'pad'"),
+        ("train", {"batch_norm": "sync"}, "got 'sync'"),
+        ("train", {"num_devices": 0}, "--num_devices must be between 1 and 64, got 0"),
+        ("train", {"num_devices": -2}, "got -2"),
+        ("train", {"num_devices": 65}, "got 65"),
+        ("train", {"num_gpus": 0}, "--num_gpus must be between 1 and 64, got 0"),
+        ("train", {"num_gpus": 2, "device": "cpu"}, "--num_gpus=2 contradicts --device=cpu"),
+        ("train", {"num_gpus": 2, "num_devices": 3}, "--num_gpus=2 contradicts --num_devices=3"),
+        ("train", {"strategy": "single", "num_devices": 2}, "--strategy=single runs on one device"),
+        ("train", {"strategy": "single", "all_reduce": "ring"}, "--all_reduce=ring means nothing"),
+        ("train", {"strategy": "single", "bucket_mib": 1.0}, "--bucket_mib=1.0 means nothing"),
+        (
+            "train",
+            {"start_timeout_sec": 3},
+            "--start_timeout_sec=3 needs the strategy multi_worker",
+        ),
+        ("compare", {"num_workers": 3}, "--num_workers=3 needs the strategy multi_worker"),
+        ("train", {"global_batch_size": 0}, "--global_batch_size must be between 1 and 60000"),
+        ("train", {"global_batch_size": 1, "num_devices": 2}, "number of replicas, 2, got 1"),
+        ("train", {"device": "cpu", "global_batch_size": 1}, "number of replicas, 2, got 1"),
+        ("train", {"learning_rate": 0.0}, "--learning_rate must be above 0, got 0.0"),
+        ("train", {"learning_rate": -1.0}, "got -1.0"),
+        ("train", {"learning_rate": float("nan")}, "got nan"),
+        ("train", {"learning_rate": float("inf")}, "got inf"),
+        ("train", {"epochs": 0}, "got 0"),
+        ("train", {"seed": -1}, "--seed must be between 0 and 4294967295, got -1"),
+        ("train", {"seed": 2**32}, "got 4294967296"),
+        ("train", {"num_train_examples": 60_001}, "--num_train_examples"),
+        (
+            "train",
+            {"num_train_examples": 1001, "num_devices": 2, "global_batch_size": 100},
+            "leaves 1 of 1001",
+        ),
+        ("train", {"num_train_examples": 50, "last_batch": "drop"}, "--last_batch=drop leaves no"),
+        ("train", {"dataset": "synthetic", "data_dir": "/x"}, "--data_dir means nothing with"),
+        ("train", {"dataset": "synthetic", "allow_unverified_data": True}, "--allow_unverified"),
+        ("train", {"overwrite": True, "force_resume": True}, "--overwrite starts from scratch"),
+        ("train", {"inject": "drop_gradient:strategy=mirrored"}, "names the strategy mirrored"),
+        ("predict", {"run": "r", "images": ("a.png",), "data_dir": "/x"}, "with --images"),
+        ("train", {"verbosity": 7}, "--verbosity must be between -1 and 1, got 7"),
+        ("evaluate", {}, "--run is required"),
+        ("launch", {"strategy": "manual"}, "--strategy must be one of multi_worker, got 'manual'"),
+        ("launch", {"max_restarts": -1}, "--max_restarts"),
+        ("compare", {"strategies": ("manual",)}, "--strategies must name at least two, got manual"),
+        ("compare", {"strategies": ("manual", "manual")}, "must name each value once"),
+        ("compare", {"strategies": ("manual", "nccl")}, "got 'nccl'"),
+        ("verify", {"precision": "mixed_float16"}, "--precision=mixed_float16 cannot be verified"),
+        ("verify", {"inject": "perturb_weight:step=9", "steps": 3}, "needs --steps=9 or more"),
+        ("verify", {"inject": "slow_replica", "steps": 3}, "needs --steps=5 or more"),
+        ("explain", {"strategy": "single"}, "--strategy must be one of manual, mirrored"),
+        ("explain", {"num_devices": (3, 2)}, "--num_devices must rise, got 3,2"),
+        ("explain", {"num_devices": (1, 2)}, "--num_devices must be between 2 and 64, got 1"),
+        ("explain", {"strategy": "mirrored", "all_reduce": "hierarchical"}, "cannot be explained"),
+        ("explain", {"global_batch_size": 2}, "number of replicas, 3, got 2"),
+        ("benchmark", {"repeats": 1}, "--repeats must be between 2 and 10000, got 1"),
+        ("benchmark", {"strategies": ("single",), "num_devices": (2,)}, "runs on one device"),
+        ("benchmark", {"model": ("lenet", "lenet")}, "--model must name each value once"),
+        ("plan", {"num_workers": 4, "global_batch_size": 3}, "the number of devices, 4, got 3"),
+        ("report", {}, "report needs the directory of a run"),
+        ("demo", {"all_reduce": "nccl"}, "--all_reduce must be one of auto, reduce_to_one"),
+    ],
+)
+def test_refuses_and_names_the_value(command, options, named):
+    with pytest.raises(ConfigError) as refusal:
+        Config.of(command, **options)
+    assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_launch_takes_the_strategy_that_it_has():
+    assert Config.of("launch", strategy="multi_worker") == Config.of("launch")
+
+
+def check(num_replicas, size, num_examples, last_batch="keep"):
+    check_shards(
+        global_batch_size=size,
+        last_batch=last_batch,
+        num_replicas=num_replicas,
+        num_train_examples=num_examples,
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,17 +188,46 @@ def test_refuses_and_names_the_value(options, named):
     [(2, 2, 10, "keep"), (3, 100, 1000, "keep"), (4, 7, 16, "drop"), (4, 256, 60_000, "keep")],
 )
 def test_accepts_shards_that_all_have_examples(num_replicas, size, num_examples, last_batch):
-    config = Config(global_batch_size=size, last_batch=last_batch)
-    assert check_shards(config, num_replicas, num_examples) is None
+    assert check(num_replicas, size, num_examples, last_batch) is None
 
 
 def test_refuses_a_last_batch_that_leaves_a_replica_without_examples():
-    config = Config(global_batch_size=7)
     with pytest.raises(ConfigError, match="leaves 2 of 16"):
-        check_shards(config, 4, 16)
+        check(4, 7, 16)
 
 
 def test_single_runs_on_one_device_whatever_the_machine_has():
-    assert Config(strategy="single").num_replicas_asked == 1
-    assert Config(command="compare", strategy="manual", num_devices=3).num_replicas_asked == 3
-    assert Config().num_replicas_asked is None
+    assert Config.of(strategy="single").num_replicas_asked == 1
+    assert Config.of("compare", num_devices=3).num_replicas_asked == 3
+    assert Config.of().num_replicas_asked is None
+    assert Config.of(device="cpu").num_replicas_asked == 2
+
+
+def test_the_flags_of_a_training_give_the_same_training():
+    config = Config.of("compare", num_devices=3, all_reduce="reduce_to_one", epochs=2, seed=7)
+    training = config.for_training("mirrored")
+    assert training == TrainConfig(
+        strategy="mirrored", num_devices=3, all_reduce="reduce_to_one", epochs=2, seed=7
+    )
+    assert set(training.train_flags()) == {
+        *("--strategy=mirrored", "--num_devices=3", "--all_reduce=reduce_to_one"),
+        *("--epochs=2", "--seed=7"),
+    }
+    single = config.for_training("single")
+    assert (single.num_devices, single.all_reduce, single.seed) == (None, "auto", 7)
+
+
+def test_beside_workers_others_have_as_many_replicas_on_one_machine():
+    config = VerifyConfig(strategies=("single", "manual", "multi_worker"), num_workers=3)
+    assert config.num_replicas_asked == 3
+    assert config.for_training("manual").num_devices == 3
+    assert config.for_training("multi_worker").num_devices == 1
+    assert config.for_training("single").num_devices is None
+    assert config.on_one_machine().num_devices == 3
+
+
+def test_results_depend_on_what_is_marked_so():
+    fields = Config.of(seed=3, inject="drop_gradient").result_fields()
+    assert fields["seed"] == 3 and fields["inject"] == "drop_gradient:replica=1"
+    assert {"out", "overwrite", "verbosity", "data_dir", "num_devices"}.isdisjoint(fields)
+    assert len(fields) == 17

@@ -8,7 +8,7 @@ import pytest
 
 from app.commands import demo
 from app.config import Config
-from app.config.options import COMMANDS
+from app.config.names import COMMANDS
 from app.demos import (
     allreduce,
     demo_setup,
@@ -50,7 +50,7 @@ def data(small_data):
 
 
 def config_of(experiment, **options):
-    return Config(command="demo", experiment=experiment, **options)
+    return Config.of("demo", experiment=experiment, **options)
 
 
 def run(config, capsys):
@@ -253,7 +253,7 @@ def test_every_experiment_is_registered_with_options_of_the_command():
 
 
 def test_every_experiment_names_commands_that_there_are(capsys):
-    demo.run(Config(command="demo"))
+    demo.run(Config.of("demo"))
     output = capsys.readouterr().out
     for name, experiment in EXPERIMENTS.items():
         (line,) = [line for line in output.splitlines() if line.split()[:1] == [name]]

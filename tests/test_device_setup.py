@@ -30,7 +30,7 @@ def grow(gpu, on):
     done["growth"] += 1
 tf.config.experimental.set_memory_growth = grow
 try:
-    made = devices.set_up(Config(**options))
+    made = devices.set_up(Config.of(**options))
     done.update(names=made.names, simulated=made.simulated)
     if made.names[0].startswith("/device:CPU"):
         done["logical"] = len(tf.config.list_logical_devices("CPU"))
@@ -107,7 +107,7 @@ def test_a_user_s_keras_settings_do_not_leak_in(tmp_path):
     )
     script = (
         "from app.devices import device_setup; from app.config.command_configs import Config\n"
-        "device_setup.set_up(Config()); import keras\n"
+        "device_setup.set_up(Config.of()); import keras\n"
         "print(keras.backend.backend(), keras.config.floatx(), keras.config.image_data_format())\n"
     )
     result = subprocess.run(
@@ -123,7 +123,7 @@ def test_a_process_that_has_its_devices_already_gives_those():
     import tensorflow as tf
 
     tf.config.list_logical_devices()  # From here on they are fixed.
-    prepared = device_setup.set_up(Config(device="cpu", num_devices=3))
+    prepared = device_setup.set_up(Config.of(device="cpu", num_devices=3))
     assert prepared.names == CPUS[:3] and prepared.simulated
     with pytest.raises(DeviceError, match="5 devices asked for — this process has 4 devices"):
-        device_setup.set_up(Config(device="cpu", num_devices=5))
+        device_setup.set_up(Config.of(device="cpu", num_devices=5))

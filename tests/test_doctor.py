@@ -34,7 +34,7 @@ from app.doctor.software_check import check_packages, check_python
 from app.runtime.errors import DataError, DeviceError, LockstepError
 from conftest import ROOT, run_main, run_ok
 
-CONFIG = Config(command="doctor", strategies=("manual", "mirrored"))
+CONFIG = Config.of("doctor", strategies=("manual", "mirrored"))
 CUDA_BUILD = TensorFlow("2.21.0", True, "12.5.1", "9")
 TWO_CPUS = DevicesSeen(("/device:CPU:0", "/device:CPU:1"), ("", ""), True, 0)
 TWO_GPUS = DevicesSeen(("/device:GPU:0", "/device:GPU:1"), ("A, 8.9", "B, 8.9"), False, 2)

@@ -73,7 +73,7 @@ def test_refusals_name_what_is_required(text, named):
 )
 def test_what_cannot_happen_is_refused(options):
     with pytest.raises(ConfigError, match=" — "):
-        Config(**options)
+        Config.of(**options)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_what_cannot_happen_is_refused(options):
     ],
 )
 def test_what_can_happen_is_not(options):
-    config = Config(**options)
+    config = Config.of(**options)
     assert (config.fault is not None) == ("inject" in options)
 
 
 def test_one_fault_has_one_spelling_in_the_records():
-    spelled = [Config(inject=text) for text in ("drop_gradient", "drop_gradient:replica=1")]
+    spelled = [Config.of(inject=text) for text in ("drop_gradient", "drop_gradient:replica=1")]
     assert spelled[0].result_fields() == spelled[1].result_fields()
     spec = Fault.parse("mean_of_means:strategy=manual").spec
     assert Fault.parse(spec) == Fault.parse("mean_of_means:strategy=manual")

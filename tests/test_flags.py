@@ -1,15 +1,17 @@
 """The command line: help, choices and refusals, all before TensorFlow is imported."""
 
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
-from app.cli.usage import COMMAND_HELP, help_text
-from app.config.flag_groups import GROUPS
-from app.config.options import COMMANDS
-from conftest import ROOT, run_main
+from app.cli.usage import help_text
+from app.config import Config
+from app.config.option import options_of
+from conftest import ROOT, copy_program, run_main
 
 
 def refuse(*arguments):
@@ -25,24 +27,28 @@ def refuse(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--num_devices=0"], "--num_devices=0 — 1 or more"),
-        (["--global_batch_size=1", "--num_devices=2"], "use 2 or more"),
-        (["--model=resnet19"], "lenet, resnet18"),
-        (["--epochs=many"], "--epochs=many — a value of the kind"),
-        (["--modle=lenet"], "--modle — a flag of this program is required; did you mean --model?"),
+        (["--num_devices=0"], "--num_devices must be between 1 and 64, got 0"),
+        (["--global_batch_size=1", "--num_devices=2"], "the number of replicas, 2, got 1"),
+        (["--model=resnet19"], "--model must be one of lenet, resnet18, got 'resnet19'"),
+        (["--epochs=many"], "--epochs must be a whole number, got 'many'"),
+        (["--jit_compile=maybe"], "--jit_compile must be true or false, got 'maybe'"),
+        (["--modle=lenet"], "--modle is not a flag; did you mean --model?"),
         (["--batchsize=2"], "did you mean --batch_size?"),
         (["help", "verfy"], "did you mean verify?"),
         (["bnchmark", "--help"], "did you mean benchmark?"),
-        (["report"], "report without a directory"),
-        (["demo", "allreduce", "twice"], "'allreduce twice' after demo"),
+        (["report"], "report needs the directory of a run"),
+        (["demo", "allreduce", "twice"], "demo takes one EXPERIMENT, got 'allreduce twice'"),
         (["trian"], "did you mean train?"),
         (["train", "twice"], "'twice'"),
-        (["evaluate", "--run=x", "--epochs=3"], "option of train, launch, compare"),
-        (["compare", "--strategy=manual"], "--strategy with compare"),
-        (["--out="], "--out= is empty"),
-        (["--model=a\nb"], r"--model=a\nb"),
-        (["--lr=1e39"], "--learning_rate=1e+39"),
-        (["--lr=nan"], "--learning_rate=nan"),
+        (["evaluate", "--run=x", "--epochs=3"], "not an option of evaluate, only of train, launch"),
+        (["compare", "--strategy=manual"], "--strategy is not an option of compare"),
+        (["benchmark", "--num_devices=1,x"], "separated by commas, got '1,x'"),
+        (["--num_devices=1,2"], "--num_devices must be a whole number, got '1,2'"),
+        (["--out="], "--out has no value"),
+        (["--model=a\nb"], r"got 'a\nb'"),
+        (["--lr=1e39"], "--learning_rate"),
+        (["--lr=nan"], "--learning_rate must be above 0, got nan"),
+        (["--verbosity=7"], "--verbosity must be between -1 and 1, got 7"),
     ],
 )
 def test_one_line_and_code_2(arguments, told):
@@ -50,8 +56,11 @@ def test_one_line_and_code_2(arguments, told):
 
 
 def test_help_after_a_command_is_of_that_command():
-    assert run_main("verify", "--steps=3", "--help").stdout == help_text("verify") + "\n"
-    assert run_main("help", "plan").stdout == help_text("plan") + "\n"
+    assert (
+        run_main("verify", "--steps=3", "--help").stdout
+        == help_text(Config.commands()["verify"]) + "\n"
+    )
+    assert run_main("help", "plan").stdout == help_text(Config.commands()["plan"]) + "\n"
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "help", "--helpshort"])
@@ -60,27 +69,49 @@ def test_help_shows_commands_first_and_every_default(word):
     assert result.returncode == 0 and result.stderr == ""
     assert result.stdout.index("compare") < result.stdout.index("--model=")
     assert "[256]" in result.stdout and "[d2l]" in result.stdout
-    assert "follow from it. [0]" in result.stdout
+    assert "the order of examples. [0]" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", Config.commands())
 def test_the_help_of_a_command_shows_its_own_flags_and_no_others(command):
-    text = help_text(command)
+    text = help_text(Config.commands()[command])
     assert text.startswith(f"usage: python main.py {command}") and "Examples" in text
     assert max(map(len, text.splitlines())) <= 80
-    options = {"num_devices" if name == "device_counts" else name for name in COMMANDS[command]}
-    flags = [name for group in GROUPS.values() for name in group]
-    shown = {name for name in flags if f"\n  --{name}=" in text or f"\n  --{name}\n" in text}
-    assert shown == options
+    options = {o.name for o in options_of(Config.commands()[command]) if not o.metadata.positional}
+    assert set(re.findall(r"^  --(\w+)", text, re.MULTILINE)) == options
+
+
+@pytest.mark.parametrize("registry", ["models", "strategies"])
+def test_help_lists_a_new_model_and_a_new_strategy(tmp_path, registry):
+    """One line in the registry is enough."""
+    copy_program(tmp_path)
+    path = tmp_path / registry / "__init__.py"
+    text = path.read_text(encoding="utf-8")
+    line = f'    "brand_new": "{registry}.brand_new:Something",\n'
+    path.write_text(
+        re.sub(r'(?=^    "(?:lenet|single)": )', line, text, flags=re.M), encoding="utf-8"
+    )
+    result = subprocess.run(
+        [sys.executable, "main.py", "--help"],
+        capture_output=True, text=True, cwd=tmp_path, check=True,
+    )  # fmt: skip
+    assert "=brand_new|" in result.stdout
+
+
+def test_version_is_that_of_the_project():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    result = run_main("--version")
+    assert (result.returncode, result.stdout) == (0, f"Lockstep {version}\n")
 
 
 def test_every_example_of_the_help_is_a_command_line():
     parse = "import sys, shlex; from app.cli import flags as f; f.define_flags()\n"
     parse += "for line in sys.argv[1:]:\n    f.FLAGS.unparse_flags(); f.parse_config("
     parse += "['main.py', *shlex.split(line)])\n    print(line)"
-    examples = [f"{name} {e}" for name, (_, *examples) in COMMAND_HELP.items() for e in examples]
-    assert {shlex.split(e)[0] for e in examples} == set(COMMANDS) == set(COMMAND_HELP)
+    commands = Config.commands()
+    examples = [f"{name} {e}" for name, config in commands.items() for e in config.examples]
+    assert {shlex.split(e)[0] for e in examples} == set(commands)
     import_absl_first = "from absl import logging\n"  # It defines --verbosity.
     result = subprocess.run(
         [sys.executable, "-c", import_absl_first + parse, *examples],

@@ -25,10 +25,10 @@ def test_flops_of_lenet():
 
 
 def test_points_are_all_combinations_and_single_has_one_device():
-    config = Config(
-        command="benchmark",
-        device_counts=(1, 2),
-        global_batch_sizes=(64, 128),
+    config = Config.of(
+        "benchmark",
+        num_devices=(1, 2),
+        global_batch_size=(64, 128),
         strategies=("single", "manual"),
         all_reduce="ring",
     )
@@ -36,7 +36,7 @@ def test_points_are_all_combinations_and_single_has_one_device():
     assert len(cases) == 6 and len({p.name for p in cases}) == 6
     assert {p.config.all_reduce for p in cases if p.config.num_replicas_asked == 2} == {"ring"}
     with pytest.raises(ConfigError, match="global_batch_size=1 is smaller"):
-        create_cases(Config(command="benchmark", global_batch_sizes=(1,)))
+        create_cases(Config.of("benchmark", global_batch_size=(1,)))
 
 
 def test_names_keep_what_tells_points_apart():
@@ -51,7 +51,7 @@ def test_figures_are_drawn_from_the_record_alone(tmp_path):
         samples("manual", 2, (0.6, 0.5, 0.7, 0.6, 0.6)),
         samples("mirrored", 2, (0.6, 0.5, 0.7, 0.6, 0.6), precision="mixed_bfloat16"),
     ]
-    write_benchmark(tmp_path, Config(), cases, all_comparisons(cases), {"float32": [1e9] * 5})
+    write_benchmark(tmp_path, Config.of(), cases, all_comparisons(cases), {"float32": [1e9] * 5})
     record = json.loads((tmp_path / "benchmark.json").read_text())
     assert record["cases"][0]["share_of_matrix_product_peak"]["value"] == pytest.approx(0.256)
     assert record["cases"][2]["share_of_matrix_product_peak"] is None
@@ -66,7 +66,7 @@ def test_a_benchmark_measures_every_point_in_every_round(small_data, tmp_path):
     out = tmp_path / "bench"
     result = run_ok(
         "benchmark", "--strategies=single,manual", "--num_devices=2", "--repeats=2",
-        "--global_batch_sizes=50", f"--out={out}", f"--data_dir={small_data}",
+        "--global_batch_size=50", f"--out={out}", f"--data_dir={small_data}",
         "--allow_unverified_data",
     )  # fmt: skip
     record = json.loads((out / "benchmark.json").read_text())
@@ -113,8 +113,8 @@ def test_explain_tells_a_step_and_takes_it_apart(small_data, tmp_path):
         (["benchmark", "--num_devices=1,x"], "whole numbers are required"),
         (["benchmark", "--num_devices=2,2"], "different values"),
         (["benchmark", "--num_devices=0"], "1 to 64"),
-        (["benchmark", "--precisions=half"], "one of float32"),
-        (["benchmark", "--models=vgg"], "one of lenet"),
+        (["benchmark", "--precision=half"], "one of float32"),
+        (["benchmark", "--model=vgg"], "one of lenet"),
         (["benchmark", "--repeats=1"], "2 to"),
         (["train", "--num_devices=1,2"], "one number is required"),
         (["train", "--repeats=3"], "option of"),

@@ -287,7 +287,7 @@ class TestPlaces:
             report_samples.write_training(tmp_path / name)
         code = (
             "import sys; from app.config import Config; from app.commands.report import run;"
-            "run(Config(command='report', directories=tuple(sys.argv[1:])));"
+            "run(Config.of('report', directories=tuple(sys.argv[1:])));"
             "assert not {'tensorflow', 'keras', 'matplotlib'} & set(sys.modules)"
         )
         (tmp_path / "here").mkdir()

@@ -26,7 +26,7 @@ def step_sec(n):
 
 @pytest.fixture
 def breakdown():
-    config = Config(command="explain", device_counts=(2, 3, 4), global_batch_size=BATCH)
+    config = Config.of("explain", num_devices=(2, 3, 4), global_batch_size=BATCH)
     design = Design.of(config, simulated=False)
     full = {"global_batch_size": BATCH, "gradient_bytes": SIZE}
     cases = [
@@ -109,7 +109,7 @@ def test_where_all_share_one_memory_a_ring_moves_no_fewer_bytes():
 
 def test_a_replica_by_itself_has_its_own_cores_and_no_input(monkeypatch):
     monkeypatch.setattr("app.performance.step_time_breakdown.num_cores", lambda: 8)
-    config = Config(command="explain")
+    config = Config.of("explain")
     for simulated, cores in ((True, 4), (False, None)):
         alone = Design.of(config, simulated=simulated).alone
         assert list(alone) == [1, 2, 3]
@@ -118,7 +118,7 @@ def test_a_replica_by_itself_has_its_own_cores_and_no_input(monkeypatch):
 
 @pytest.mark.parametrize("counts", [(2,), (2, 3)])
 def test_with_fewer_than_three_numbers_of_devices_nothing_is_held_out(counts):
-    config = Config(command="explain", device_counts=counts, global_batch_size=BATCH)
+    config = Config.of("explain", num_devices=counts, global_batch_size=BATCH)
     design = Design.of(config, simulated=False)
     cases = [samples(p.config.strategy, p.config.num_devices or 1) for p in design.cases]
     times = [AllReduceTime(2, size, all_reduce_sec(2, size)) for size in (SIZE // 64, SIZE)]

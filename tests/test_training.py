@@ -61,7 +61,7 @@ def whole_lenet():
 
 
 def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
-    config = Config(
+    config = Config.of(
         **{"strategy": strategy, "global_batch_size": 64, "recipe": "fast", "epochs": 3, **options}
     )
     num_replicas = 1 if strategy == "single" else num_replicas
@@ -372,7 +372,7 @@ def test_a_finished_run_of_fewer_epochs_is_not_the_result(dataset, tmp_path):
     from app.commands.train import _find_result
 
     for epochs in (1, 2):
-        config = Config(global_batch_size=64, recipe="fast", epochs=epochs)
+        config = Config.of(global_batch_size=64, recipe="fast", epochs=epochs)
         with open_run_directory(tmp_path, config.result_fields()) as run_directory:
             run_directory.start(overwrite=False)
             if epochs == 1:
@@ -506,7 +506,7 @@ def test_the_best_checkpoint_can_be_read(dataset, tmp_path, monkeypatch):
     train(dataset, tmp_path, epochs=5)
     steps = {
         which: SavedRun.open(
-            Config(command="evaluate", run=str(tmp_path), checkpoint=which)
+            Config.of("evaluate", run=str(tmp_path), checkpoint=which)
         ).checkpoint.progress.step
         for which in ("newest", "best")
     }

@@ -14,12 +14,12 @@ from performance_samples import samples
 
 def plan_of(**options):
     options.setdefault("num_devices", 3)
-    return TrainingPlan.of(Config(command="plan", num_workers=1, device="cpu", **options))
+    return TrainingPlan.of(Config.of("plan", num_workers=1, device="cpu", **options))
 
 
 @pytest.fixture(scope="module")
 def lenet():
-    return plan_of(planned_global_batch_size=100, num_train_examples=1030, epochs=4)
+    return plan_of(global_batch_size=100, num_train_examples=1030, epochs=4)
 
 
 def test_steps_and_shards(lenet):
@@ -27,7 +27,7 @@ def test_steps_and_shards(lenet):
     assert lenet.shards(100) == {34: 1, 33: 2}
     assert lenet.shards(4) == {2: 1, 1: 2}
     assert lenet.largest_shard == 34
-    dropping = plan_of(planned_global_batch_size=100, num_train_examples=1030, last_batch="drop")
+    dropping = plan_of(global_batch_size=100, num_train_examples=1030, last_batch="drop")
     assert (dropping.steps_per_epoch, dropping.last_batch) == (10, 0)
 
 
@@ -53,8 +53,8 @@ def test_memory_is_that_of_the_largest_shard_with_the_optimizer_s(lenet):
 
 
 def test_the_rate_follows_the_batch():
-    assert plan_of(planned_global_batch_size=512).learning_rate == pytest.approx(0.4)
-    own = plan_of(planned_global_batch_size=512, learning_rate=1.0)
+    assert plan_of(global_batch_size=512).learning_rate == pytest.approx(0.4)
+    own = plan_of(global_batch_size=512, learning_rate=1.0)
     assert (own.learning_rate, own.recipe_rate) == (1.0, pytest.approx(0.4))
 
 
@@ -98,9 +98,9 @@ def test_what_is_printed(lenet, capsys):
 
 def test_every_gpu_is_planned_for_where_nothing_is_asked(monkeypatch):
     monkeypatch.setattr(command, "visible_gpus", lambda: ["0", "1", "2"])
-    assert command._with_all_gpus(Config(command="plan", num_workers=1)).num_devices_planned == 3
+    assert command._with_all_gpus(Config.of("plan", num_workers=1)).num_devices_planned == 3
     for options in ({"device": "cpu"}, {"num_devices": 5}, {"devices_per_worker": 2}):
-        config = Config(command="plan", num_workers=1, **options)
+        config = Config.of("plan", num_workers=1, **options)
         assert command._with_all_gpus(config) == config
 
 

@@ -126,7 +126,7 @@ def test_batch_norm_makes_single_work_shard_by_shard():
         values = dict.fromkeys(field.name for field in dataclasses.fields(Recorded))
         return Recorded(**(values | {"devices": ["a", "b"]} | changes))
 
-    config = Config(command="verify", num_devices=2, strategies=("single", "mirrored"))
+    config = Config.of("verify", num_devices=2, strategies=("single", "mirrored"))
     plain, child = verify._recording(config, "single", {"mirrored": recorded()})
     assert plain is tasks.record
     assert (child.strategy, child.num_devices) == ("single", None)

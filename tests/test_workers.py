@@ -12,7 +12,7 @@ from app.devices import device_setup
 from app.runtime.errors import ConfigError, DeviceError
 from strategies.workers import Workers
 
-CONFIG = Config(
+CONFIG = Config.of(
     strategy="multi_worker",
     device="cpu",
     dataset="synthetic",

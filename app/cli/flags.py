@@ -3,6 +3,7 @@
 The only place that reads flags. Nothing here imports TensorFlow.
 """
 
+import re
 import sys
 from typing import Any
 
@@ -97,6 +98,12 @@ def _parse(argv: list[str]) -> list[str]:
             f"--{error.flagname} is not a flag"
             f"{did_you_mean(error.flagname, [*options, *aliases], '--') or '; see --help'}"
         ) from error
+    except flags.IllegalFlagValueError as error:
+        found = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
+        if found is None or found[1] not in _all_options():
+            raise ConfigError(f"{error}; see --help") from error
+        option = _all_options()[found[1]]
+        raise ConfigError(f"{option.flag} must be {option.expected}, got {found[2]!r}") from error
     except (flags.Error, ValueError, KeyError) as error:
         raise ConfigError(f"{error}; see --help") from error
 

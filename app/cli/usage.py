@@ -1,4 +1,4 @@
-"""What `--help` prints, of all commands or of one, and the table of options in the docs."""
+"""What `--help` prints, of all commands or of one."""
 
 import textwrap
 from collections.abc import Iterable
@@ -19,23 +19,6 @@ def help_text(config_class: type[Config] | None = None) -> str:
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def option_table() -> str:
-    """Returns all options as Markdown: a table for each group, with the commands that have them."""
-    lines = []
-    for title, members in _by_group(_merged(Config.commands().values())).items():
-        lines += [f"## {title}", "", "| Option | Default | What it does | Commands |"]
-        lines += ["| --- | --- | --- | --- |"]
-        for option in members:
-            commands = [c for c, config in Config.commands().items() if _has(config, option.name)]
-            value = f"={option.metavar}" if option.metavar and not _is_word(option) else ""
-            shown = option.metavar if _is_word(option) else f"--{option.name}{value}"
-            default = _shown_default(option) or "–"
-            cells = [f"`{shown}`", default, option.metadata.help, ", ".join(commands)]
-            lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
-
-
 def _of_program() -> list[list[str]]:
     commands = Config.commands()
     listed = [f"  {name:<11}{config.summary}" for name, config in commands.items()]
@@ -43,7 +26,7 @@ def _of_program() -> list[list[str]]:
         ["usage: python main.py [COMMAND] [--flag=value …]"],
         ["Commands (default: train)", *listed],
         ["What matters to one of them: python main.py COMMAND --help"],
-        *_groups(_merged(commands.values())),
+        *_groups(merged_options(commands.values())),
         ["Examples", *(_examples(config)[0] for config in commands.values())],
         _BATCHES,
     ]
@@ -51,8 +34,8 @@ def _of_program() -> list[list[str]]:
 
 def _of_command(config_class: type[Config]) -> list[list[str]]:
     options = options_of(config_class)
-    words = "".join(f" [{each.metavar}]" for each in options if _is_word(each))
-    has_batches = _has(config_class, "global_batch_size")
+    words = "".join(f" [{each.metavar}]" for each in options if is_word(each))
+    has_batches = has_option(config_class, "global_batch_size")
     return [
         [f"usage: python main.py {config_class.command}{words} [--flag=value …]"],
         [f"{config_class.command}: {config_class.summary}"],
@@ -62,7 +45,7 @@ def _of_command(config_class: type[Config]) -> list[list[str]]:
     ]
 
 
-def _merged(config_classes: Iterable[type[Config]]) -> list[BoundOption]:
+def merged_options(config_classes: Iterable[type[Config]]) -> list[BoundOption]:
     """Returns each option once, as the first command that has it defines it."""
     merged: dict[str, BoundOption] = {}
     for config_class in config_classes:
@@ -71,11 +54,13 @@ def _merged(config_classes: Iterable[type[Config]]) -> list[BoundOption]:
     return list(merged.values())
 
 
-def _has(config_class: type[Config], name: str) -> bool:
+def has_option(config_class: type[Config], name: str) -> bool:
+    """Returns whether a command has an option."""
     return any(each.name == name for each in options_of(config_class))
 
 
-def _is_word(option: BoundOption) -> bool:
+def is_word(option: BoundOption) -> bool:
+    """Returns whether an option is given by the words after the command."""
     return option.metadata.positional
 
 
@@ -84,7 +69,7 @@ def _examples(config_class: type[Config]) -> list[str]:
     return [f"  python main.py{prefix} {line}".rstrip() for line in config_class.examples]
 
 
-def _by_group(options: Iterable[BoundOption]) -> dict[str, list[BoundOption]]:
+def by_group(options: Iterable[BoundOption]) -> dict[str, list[BoundOption]]:
     """Returns title → options, groups without any left out."""
     options = list(options)
     groups = {t: [each for each in options if each.metadata.group == t] for t in GROUPS}
@@ -94,12 +79,12 @@ def _by_group(options: Iterable[BoundOption]) -> dict[str, list[BoundOption]]:
 def _groups(options: Iterable[BoundOption]) -> list[list[str]]:
     """Returns the lines of each group of flags, each flag with its default."""
     groups = []
-    for title, members in _by_group(each for each in options if not _is_word(each)).items():
+    for title, members in by_group(each for each in options if not is_word(each)).items():
         lines = [title]
         for option in members:
             value = f"={option.metavar}" if option.metavar else ""
             alias = f" (--{option.metadata.alias})" if option.metadata.alias else ""
-            default = _shown_default(option)
+            default = shown_default(option)
             text = f"{option.metadata.help}{alias}{f' [{default}]' if default else ''}"
             lines += [f"  --{option.name}{value}"]
             lines += [textwrap.indent(textwrap.fill(text, _WIDTH), "      ")]
@@ -107,7 +92,8 @@ def _groups(options: Iterable[BoundOption]) -> list[list[str]]:
     return groups
 
 
-def _shown_default(option: BoundOption) -> str:
+def shown_default(option: BoundOption) -> str:
+    """Returns a default as people read it, "" for none."""
     default = option.default
     if default is None or default is False or default in ((), ""):
         return ""

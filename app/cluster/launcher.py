@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from app.cluster.environment import Cluster
 from app.cluster.resource_split import WorkerResources, find_free_ports
-from app.config import Config
+from app.config import LaunchConfig
 from app.runtime import console, signals
 from app.runtime.errors import PeerLostError, Terminated, WorkerFailedError
 from app.runtime.progress_bar import PROGRESS_VARIABLE, Bar
@@ -63,7 +63,7 @@ class Launcher:
         shares: one for each worker.
     """
 
-    def __init__(self, config: Config, shares: Sequence[WorkerResources]):
+    def __init__(self, config: LaunchConfig, shares: Sequence[WorkerResources]):
         self._config, self._shares = config, shares
         self._has_begun = False  # Whether what `--overwrite` throws away is thrown away.
         self._bar = Bar() if sys.stdout.isatty() else None
@@ -126,7 +126,7 @@ class Launcher:
 
     def _command(self) -> list[str]:
         config = self._config
-        flags = config.train_flags()
+        flags = config.train_config().train_flags()
         if self._has_begun:
             flags = [flag for flag in flags if not flag.startswith("--overwrite")]
         return [sys.executable, str(_MAIN), "train", *flags, f"--out={config.out}"]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from app.cluster.environment import Cluster, host_and_port
-from app.config import Config
+from app.config import TrainConfig
 from app.runtime import console, signals
 from app.runtime.errors import ConfigError, PeerLostError, reason_of
 from app.runtime.versions import versions
@@ -29,7 +29,7 @@ _LOST = ("UnavailableError", "AbortedError", "DeadlineExceededError", "Cancelled
 _OWN = ("out", "overwrite", "data_dir", "verbosity", "start_timeout_sec", "stall_timeout_sec")
 
 
-def join(cluster: Cluster, local_devices: Sequence[str], config: Config) -> ClusterWorkers:
+def join(cluster: Cluster, local_devices: Sequence[str], config: TrainConfig) -> ClusterWorkers:
     """Connects this worker with the others; called before TensorFlow computes anything.
 
     Args:
@@ -193,7 +193,7 @@ def _names(cluster: Cluster, indices: Sequence[int]) -> str:
     return ", ".join(f"worker {index} ({cluster.addresses[index]})" for index in indices)
 
 
-def _settings(config: Config, local_devices: Sequence[str]) -> dict:
+def _settings(config: TrainConfig, local_devices: Sequence[str]) -> dict:
     """Returns what has to be the same everywhere."""
     flags = {f"--{name}": value for name, value in vars(config).items() if name not in _OWN}
     kind = "GPU" if "GPU" in local_devices[0] else "CPU"

@@ -7,7 +7,7 @@ import socket
 import subprocess
 from typing import NamedTuple
 
-from app.config import Config
+from app.config.distribution_options import DeviceOptions
 from app.runtime.errors import DeviceError
 
 _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
@@ -25,41 +25,43 @@ class WorkerResources(NamedTuple):
     gpus: tuple[str, ...] | None
 
 
-def split_resources(config: Config, *, num_cores: int | None = None) -> list[WorkerResources]:
+def split_resources(
+    num_workers: int, options: DeviceOptions, *, num_cores: int | None = None
+) -> list[WorkerResources]:
     """Returns what each worker is given: cores of its own where there are enough, and GPUs.
 
     Args:
-        config: says how many workers there are, and what each asks for.
-        num_cores: share out no more than these.
+        num_workers: how many workers there are.
+        options: the devices that each asks for.
+        num_cores: split no more than these.
 
     Raises:
         DeviceError: fewer GPUs than the workers need.
     """
     cores = _cores()[:num_cores]
-    num_workers = config.num_workers
     size = max(1, len(cores) // num_workers)
     starts = [index * size % len(cores) for index in range(num_workers)]
-    per_worker_gpus = _share_gpus(config)
+    per_worker_gpus = _share_gpus(num_workers, options)
     return [
         WorkerResources(tuple(cores[start : start + size]), gpus)
         for start, gpus in zip(starts, per_worker_gpus, strict=True)
     ]
 
 
-def _share_gpus(config: Config) -> list[tuple[str, ...] | None]:
-    gpus = [] if config.device == "cpu" else visible_gpus()
+def _share_gpus(num_workers: int, options: DeviceOptions) -> list[tuple[str, ...] | None]:
+    gpus = [] if options.device == "cpu" else visible_gpus()
     if not gpus:  # The workers say so, as `train` does.
-        return [None] * config.num_workers
-    asked = config.num_devices_asked
-    each = asked or len(gpus) // config.num_workers
-    if each * config.num_workers > len(gpus) or not each:
-        needed = each * config.num_workers or config.num_workers
+        return [None] * num_workers
+    asked = options.num_devices_asked
+    each = asked or len(gpus) // num_workers
+    if each * num_workers > len(gpus) or not each:
+        needed = each * num_workers or num_workers
         each_asked = f" with {asked} each" if asked else ""
         raise DeviceError(
-            f"--num_workers={config.num_workers}{each_asked} on {len(gpus)} GPUs — {needed} are"
+            f"--num_workers={num_workers}{each_asked} on {len(gpus)} GPUs — {needed} are"
             " required, as each worker has its own; use fewer workers, or --device=cpu"
         )
-    return [tuple(gpus[i * each : (i + 1) * each]) for i in range(config.num_workers)]
+    return [tuple(gpus[i * each : (i + 1) * each]) for i in range(num_workers)]
 
 
 def visible_gpus() -> list[str]:

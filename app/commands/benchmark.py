@@ -1,6 +1,7 @@
 """`benchmark`: strategies, device counts, batches and precisions, timed in turn."""
 
-from app.config import Config
+from app.config import BenchmarkConfig
+from app.config.training_configs import training_config
 from app.performance.benchmark_output import (
     BENCHMARK_FILE,
     create_cases,
@@ -16,10 +17,10 @@ from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
 
-def run(config: Config) -> None:
+def run(config: BenchmarkConfig) -> None:
     """Measures every point, prints tables and remarks, and saves them with two figures."""
     cases = create_cases(config)
-    path = named_path(config.out or default_out(config))
+    path = named_path(config.out or default_out("benchmark", *config.model))
     with open_run_directory(path, {**_fields(config), "command": "benchmark"}) as run_directory:
         open_log(path)
         if not config.overwrite:
@@ -27,14 +28,14 @@ def run(config: Config) -> None:
         _benchmark(config, cases, run_directory)
 
 
-def _benchmark(config: Config, cases: list, run_directory: RunDirectory) -> None:
+def _benchmark(config: BenchmarkConfig, cases: list, run_directory: RunDirectory) -> None:
     console.say(
         f"{console.count(len(cases), 'case')} in {console.count(config.repeats, 'round')}, each"
-        " point in a process of its own"
+        " case in a process of its own"
     )
     peaks = [
-        cases[0].config.for_training("single", precision=p)
-        for p in config.precisions
+        training_config(cases[0].config, "single", precision=p)
+        for p in config.precision
         if p != "mixed_float16"
     ]
     with StepProgress(1) as progress:
@@ -52,6 +53,6 @@ def _benchmark(config: Config, cases: list, run_directory: RunDirectory) -> None
     console.say(f"saved in {out_dir}: {', '.join(files)}")
 
 
-def _fields(config: Config) -> dict:
-    names = ("models", "strategies", "counts", "global_batch_sizes", "precisions", "repeats")
+def _fields(config: BenchmarkConfig) -> dict:
+    names = ("strategies", "num_devices", "repeats")
     return {**config.result_fields(), **{name: getattr(config, name) for name in names}}

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from app.config import Config
+from app.config import CompareConfig
 from app.records.caveats import caveats
 from app.records.files import write_json
 from app.records.history import Summary, load_summary
@@ -16,7 +16,7 @@ from app.runtime.training_process import train_in_child_process
 from app.verification.run_comparison import HEADER, compare_weights, table_rows
 
 
-def run(config: Config) -> list[Summary]:
+def run(config: CompareConfig) -> list[Summary]:
     """Trains with each strategy in a process of its own, then prints table and verdict.
 
     Returns a summary for each strategy, in order.
@@ -24,7 +24,7 @@ def run(config: Config) -> list[Summary]:
     Raises:
         TrainingFailedError: one of them did not finish; its exit code becomes ours.
     """
-    path = named_path(config.out or default_out(config))
+    path = named_path(config.out or default_out("compare", config.model))
     fields = {
         **config.result_fields(),
         "strategy": ",".join(config.strategies),
@@ -53,7 +53,7 @@ def run(config: Config) -> list[Summary]:
         return _report(config, path, [path / strategy for strategy in config.strategies])
 
 
-def _words_for(config: Config, strategy: str) -> list[str]:
+def _words_for(config: CompareConfig, strategy: str) -> list[str]:
     """Returns command and flags of the training of one strategy, as the comparison has them."""
     flags = config.for_training(strategy).train_flags()
     if strategy != "multi_worker":
@@ -62,7 +62,9 @@ def _words_for(config: Config, strategy: str) -> list[str]:
     return ["launch", f"--num_workers={config.num_workers}", *flags]
 
 
-def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> list[Summary]:
+def _report(
+    config: CompareConfig, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]
+) -> list[Summary]:
     """Prints the table and what became of the weights; saves both, and one figure with all."""
     from app.report.accuracy_plot import plot_accuracy
 

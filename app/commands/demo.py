@@ -3,14 +3,14 @@
 import importlib
 import textwrap
 
-from app.config import Config
+from app.config import DemoConfig
 from app.demos.registry import EXPERIMENTS, find_experiment
 from app.runtime import console
 
 _INDENTS = {"initial_indent": "  ", "subsequent_indent": "      "}
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Runs one experiment, or lists them all.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from app.config import Config
+from app.config import DoctorConfig
 from app.doctor.advice import what_to_run
 from app.doctor.check import Check, print_group
 from app.doctor.cluster_check import check_cluster
@@ -15,7 +15,7 @@ from app.doctor.software_check import check_packages, check_python
 from app.runtime import console
 
 
-def run(config: Config) -> None:
+def run(config: DoctorConfig) -> None:
     """Makes every check, prints each group as soon as it is known, and what to run.
 
     Raises:

@@ -1,16 +1,16 @@
 """`evaluate`: test accuracy of a run, on any strategy and number of devices."""
 
-from app.config import Config
+from app.config import EvaluateConfig
 from app.devices import device_setup
 from app.records.caveats import DATASET_CAVEATS
 from app.runtime import console
 from app.training.run_reader import SavedRun
 
 
-def run(config: Config) -> float:
+def run(config: EvaluateConfig) -> float:
     """Prints loss and accuracy over the whole test set; returns the accuracy, a fraction."""
     saved = SavedRun.open(config)
-    prepared = device_setup.set_up(config)
+    prepared = device_setup.set_up(saved.config)
     dataset = saved.load_dataset()
     strategy = saved.rebuild(prepared)
     from app.training.evaluation import evaluate

@@ -1,6 +1,6 @@
 """`explain`: a step told with its numbers, where its time goes, what more devices would do."""
 
-from app.config import Config
+from app.config import ExplainConfig
 from app.performance.breakdown_output import EXPLAIN_FILE, print_explanation, write_explanation
 from app.performance.rounds import measure
 from app.performance.step_profile import print_step_profile, profile_step
@@ -12,10 +12,10 @@ from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
 
-def run(config: Config) -> None:
+def run(config: ExplainConfig) -> None:
     """Tells a step, measures it with one part left out at a time, and prints what follows."""
-    path = named_path(config.out or default_out(config))
-    fields = {"device_counts": config.counts, "repeats": config.repeats}
+    path = named_path(config.out or default_out("explain", config.model))
+    fields = {"num_devices": config.num_devices, "repeats": config.repeats}
     fields |= {"command": "explain", **config.result_fields()}
     with open_run_directory(path, fields) as run_directory:
         open_log(path)
@@ -24,8 +24,8 @@ def run(config: Config) -> None:
         _explain(config, run_directory)
 
 
-def _explain(config: Config, run_directory: RunDirectory) -> None:
-    first = config.for_training(config.strategy, num_devices=config.counts[0], steps=1)
+def _explain(config: ExplainConfig, run_directory: RunDirectory) -> None:
+    first = config.for_training(num_devices=config.num_devices[0])
     with StepProgress(1) as progress:
         progress.start("making one step")
         profile, simulated = profile_step(first, progress.message)

@@ -4,14 +4,14 @@ import dataclasses
 
 from app.cluster.launcher import Launcher
 from app.cluster.resource_split import split_resources
-from app.config import Config
+from app.config import LaunchConfig
 from app.records.caveats import caveats
 from app.records.history import Summary, load_summary
 from app.records.run_naming import default_out, named_path
 from app.runtime import console
 
 
-def run(config: Config) -> Summary:
+def run(config: LaunchConfig) -> Summary:
     """Trains with `--num_workers` processes; returns the summary.
 
     Raises:
@@ -19,10 +19,10 @@ def run(config: Config) -> Summary:
         WorkerFailedError: a worker has failed in a way that another try does not mend.
         PeerLostError: workers have failed too often.
     """
-    path = named_path(config.out or default_out(config))
+    path = named_path(config.out or default_out("launch", config.model))
     console.set_run_directory(path)
     console.set_overwriting(config.overwrite)
-    shares = split_resources(config)
+    shares = split_resources(config.num_workers, config.train_config())
     cores = console.count(len(shares[0].cores), "core")
     gpus = f", {console.count(len(shares[0].gpus), 'GPU')}" if shares[0].gpus else ""
     console.say(f"{console.count(len(shares), 'worker')} on this machine, {cores}{gpus} each")

@@ -1,12 +1,14 @@
 """`plan`: what a training would take, by arithmetic, and with `--probe` by a few steps."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from app.cluster.resource_split import visible_gpus
-from app.config import Config
-from app.config.options import NUM_TRAIN_EXAMPLES
+from app.config import PlanConfig, TrainConfig
+from app.config.names import NUM_TRAIN_EXAMPLES
+from app.config.training_configs import training_config
 from app.devices import device_setup
 from app.performance.all_reduce_model import LinearCost
 from app.performance.case import Case, Sample
@@ -18,7 +20,7 @@ _ROUNDS, _PROBE_ROUNDS = 5, 3
 _LARGEST_SHARD = 256  # A step's time is a straight line in the shard: no larger one is measured.
 
 
-def run(config: Config) -> None:
+def run(config: PlanConfig) -> None:
     """Prints the plan; trains and writes nothing."""
     config = _with_all_gpus(config)
     samples = _sample_shards(config) if config.plans_cluster else _probe(config)
@@ -42,14 +44,14 @@ def run(config: Config) -> None:
         console.warn(warning)
 
 
-def _with_all_gpus(config: Config) -> Config:
+def _with_all_gpus(config: PlanConfig) -> PlanConfig:
     """Names the number of devices where the machine decides it: every GPU."""
     decided = config.plans_cluster or config.num_devices_asked
     number = 0 if decided or config.device == "cpu" else len(visible_gpus())
     return dataclasses.replace(config, num_gpus=number) if number else config
 
 
-def _probe(config: Config) -> list[Sample]:
+def _probe(config: PlanConfig) -> list[Sample]:
     """Makes some steps of the training that is planned, where that is asked for."""
     if not config.probe:
         return []
@@ -58,7 +60,7 @@ def _probe(config: Config) -> list[Sample]:
     return _measure([_point(config, name, batch)], _PROBE_ROUNDS)
 
 
-def _sample_shards(config: Config) -> list[Sample]:
+def _sample_shards(config: PlanConfig) -> list[Sample]:
     """Measures one device with shards of a cluster, and with larger ones."""
     num_replicas = config.num_workers * config.num_devices_planned
     first = min(-(-config.planned_batch_size // num_replicas), _LARGEST_SHARD)
@@ -66,15 +68,15 @@ def _sample_shards(config: Config) -> list[Sample]:
     return _measure([_point(config, "single", size) for size in sizes], _ROUNDS)
 
 
-def _point(config: Config, name: str, batch: int) -> Case:
+def _point(config: PlanConfig, name: str, batch: int) -> Case:
     """Returns a training on generated images, one batch again and again."""
     options = {"num_train_examples": batch, "global_batch_size": batch, "dataset": "synthetic"}
     return Case(_training(config, name, **options), reads_input=False)
 
 
-def _training(config: Config, name: str, **options) -> Config:
+def _training(config: PlanConfig, name: str, **options: Any) -> TrainConfig:
     """Returns a training on this machine alone."""
-    return config.for_training(name, num_workers=Config.num_workers, **options)
+    return training_config(config, name, **options)
 
 
 def _measure(cases: list[Case], repeats: int) -> list[Sample]:

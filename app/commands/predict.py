@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from app.config import Config
+from app.config import PredictConfig
 from app.data.dataset import CLASS_NAMES
 from app.data.image_files import load_image_files
 from app.devices import device_setup
@@ -13,10 +13,10 @@ from app.training.run_reader import SavedRun
 _NUM_TEST_IMAGES = 10
 
 
-def run(config: Config) -> np.ndarray:
+def run(config: PredictConfig) -> np.ndarray:
     """Prints a row for each image, in the order given; returns the probabilities `(N, 10)`."""
     saved = SavedRun.open(config)
-    prepared = device_setup.set_up(config)
+    prepared = device_setup.set_up(saved.config)
     if config.images:
         names, images = load_image_files(config.images)
         header = ["image", "class", "probability"]

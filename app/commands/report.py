@@ -2,13 +2,13 @@
 
 import pathlib
 
-from app.config import Config
+from app.config import ReportConfig
 from app.records.run_naming import named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 
 
-def run(config: Config) -> None:
+def run(config: ReportConfig) -> None:
     """Writes the page where `--out` says, else beside what it is about; trains nothing."""
     directories = [named_path(word) for word in config.directories]
     beside = directories[0] if len(directories) == 1 else pathlib.Path()

@@ -5,8 +5,7 @@ import os
 import pathlib
 
 from app.cluster.environment import find_cluster
-from app.config import Config
-from app.config.constraints import check_shards
+from app.config import TrainConfig
 from app.devices import device_setup
 from app.records.caveats import caveats, injected_fault_caveat
 from app.records.history import Summary, load_summary
@@ -18,7 +17,7 @@ from app.runtime.errors import CheckpointError, OutputError, StalledError
 from app.training.resume import find_changes
 
 
-def run(config: Config) -> Summary | None:
+def run(config: TrainConfig) -> Summary | None:
     """Trains, or goes on with a training, or prints the result of a finished one; returns it.
 
     Of a cluster the chief does so. The other workers train, and leave nothing behind.
@@ -26,7 +25,7 @@ def run(config: Config) -> Summary | None:
     if config.strategy == "multi_worker" and not find_cluster(os.environ).is_chief:
         _assist(config)
         return None
-    path = named_path(config.out or default_out(config))
+    path = named_path(config.out or default_out(config.strategy, config.model))
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
         console.set_overwriting(config.overwrite)
@@ -44,7 +43,7 @@ def run(config: Config) -> Summary | None:
     return summary
 
 
-def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
+def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | None:
     """Returns the result of the run that was finished here; None where there is still to train.
 
     Raises:
@@ -79,7 +78,7 @@ def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
     return summary
 
 
-def _train(config: Config, run_directory: RunDirectory) -> Summary:
+def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
     prepared = device_setup.set_up(config)
     _announce_to_others(prepared, _TRAIN)
     dataset = _load_data(config, prepared)
@@ -105,7 +104,7 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
 _TRAIN, _FINISHED = b"train", b"finished"
 
 
-def _assist(config: Config) -> None:
+def _assist(config: TrainConfig) -> None:
     """Trains as a worker that is not the chief."""
     console.be_part()
     prepared = device_setup.set_up(config)
@@ -140,15 +139,15 @@ def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
             prepared.workers.broadcast(what)
 
 
-def _load_data(config: Config, prepared: device_setup.Devices):
+def _load_data(config: TrainConfig, prepared: device_setup.Devices):
     from app.training.training_spec import load_data
 
     dataset = load_data(config)
-    check_shards(config, len(prepared.names), len(dataset.train_images))
+    config.check_shards(len(prepared.names), len(dataset.train_images))
     return dataset
 
 
-def _announce(config: Config, prepared: device_setup.Devices, training) -> None:
+def _announce(config: TrainConfig, prepared: device_setup.Devices, training) -> None:
     dataset = training.dataset
     console.say(
         f"{config.strategy}: {config.model} on {dataset.name},"
@@ -167,7 +166,7 @@ def _announce(config: Config, prepared: device_setup.Devices, training) -> None:
 
 
 def _report_stall(
-    config: Config, path: pathlib.Path | None = None, log: RunLog | None = None
+    config: TrainConfig, path: pathlib.Path | None = None, log: RunLog | None = None
 ) -> None:
     """Says that nothing moves; called by the watchdog, just before it ends the process."""
     where = f"to go on with --out={path}" if path else "on every worker"

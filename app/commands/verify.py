@@ -4,7 +4,7 @@ import itertools
 import pathlib
 import shutil
 
-from app.config import Config
+from app.config import VerifyConfig
 from app.records.files import temporary_path
 from app.records.run_directory import RunDirectory, open_log, open_run_directory
 from app.records.run_naming import default_out, named_path
@@ -17,7 +17,7 @@ from app.verification import tasks
 from app.verification.tasks import Recorded
 
 
-def run(config: Config) -> list:
+def run(config: VerifyConfig) -> list:
     """Records each strategy in a process of its own, checks every step, and says what it found.
 
     Returns a `PairVerdict` for each pair of strategies.
@@ -25,7 +25,7 @@ def run(config: Config) -> list:
     Raises:
         MismatchError: a step is false, or a replica keeps the others waiting.
     """
-    path = named_path(config.out or default_out(config))
+    path = named_path(config.out or default_out("verify", config.model))
     fields = {
         "command": "verify",
         **config.result_fields(),
@@ -46,7 +46,7 @@ def run(config: Config) -> list:
             shutil.rmtree(traces, ignore_errors=True)
 
 
-def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -> list:
+def _verify(config: VerifyConfig, run_directory: RunDirectory, traces: pathlib.Path) -> list:
     with StepProgress(config.steps) as progress:
         recorded = {}
         for name in sorted(config.strategies, key=lambda name: name == "single"):
@@ -54,10 +54,12 @@ def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -
             progress.start(f"recording {name}")
             trace = traces / f"{name}.npz"
             if name == "multi_worker":
-                recorded[name] = tasks.record_on_workers(progress.message, child, trace)
+                recorded[name] = tasks.record_on_workers(
+                    progress.message, child, config.steps, trace, config.num_workers
+                )
             else:
                 recorded[name] = call_in_child_process(
-                    function, child, trace, on_message=progress.message
+                    function, child, config.steps, trace, on_message=progress.message
                 )
         recorded = {name: recorded[name] for name in config.strategies}
         progress.start("comparing")
@@ -70,7 +72,7 @@ def _verify(config: Config, run_directory: RunDirectory, traces: pathlib.Path) -
     return _report(config, run_directory.path, recorded, strategy_verdicts, differences)
 
 
-def _recording(config: Config, name: str, recorded: dict[str, Recorded]):
+def _recording(config: VerifyConfig, name: str, recorded: dict[str, Recorded]):
     """Returns the function that records a strategy, and its configuration.
 
     `single` comes last. With BatchNorm the number of replicas is part of the training: `single` is
@@ -88,18 +90,8 @@ def _recording(config: Config, name: str, recorded: dict[str, Recorded]):
                 f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
                 f" which nothing can spoil; use strategy={parallel[0]}"
             )
-        return tasks.record_on_one_device, _on_one_machine(config)
+        return tasks.record_on_one_device, config.on_one_machine()
     return tasks.record, config.for_training(name, inject=inject)
-
-
-def _on_one_machine(config: Config) -> Config:
-    """Returns a configuration of one process, with as many replicas as the strategies have."""
-    for name in config.strategies:
-        if name not in ("single", "multi_worker"):
-            return config.for_training(name, inject=None)
-    if "multi_worker" in config.strategies:
-        return config.for_training("manual", inject=None, all_reduce="auto", bucket_mib=None)
-    return config.for_training("single", inject=None)
 
 
 def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
@@ -115,7 +107,9 @@ def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
     return differences
 
 
-def _check_traces(config: Config, recorded: dict, differences: dict, traces, progress) -> dict:
+def _check_traces(
+    config: VerifyConfig, recorded: dict, differences: dict, traces, progress
+) -> dict:
     """Returns name → proof. Of traces that hold the same bits one is checked, for all of them."""
     from app.verification.straggler import find_straggler
     from app.verification.verdict import StrategyVerdict
@@ -133,7 +127,8 @@ def _check_traces(config: Config, recorded: dict, differences: dict, traces, pro
     progress.start("checking every step", config.steps * len(distinct))
     checked = call_in_child_process(
         tasks.check,
-        _on_one_machine(config),
+        config.on_one_machine(),
+        config.steps,
         [traces / f"{name}.npz" for name in distinct],
         on_message=progress.message,
     )
@@ -152,7 +147,9 @@ def _check_traces(config: Config, recorded: dict, differences: dict, traces, pro
     return strategy_verdicts
 
 
-def _report(config: Config, path: pathlib.Path, recorded, strategy_verdicts, differences) -> list:
+def _report(
+    config: VerifyConfig, path: pathlib.Path, recorded, strategy_verdicts, differences
+) -> list:
     from app.report.verification_plot import plot_verification
     from app.verification.verdict import PairVerdict
     from app.verification.verify_output import conclusions, print_report, write_record

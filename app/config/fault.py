@@ -80,7 +80,7 @@ class Fault:
             else (f"{self}{',' if self.parameters else ':'}strategy={self.strategy}")
         )
 
-    def check_replica_divergence(self, num_replicas: int) -> None:
+    def check_replicas(self, num_replicas: int) -> None:
         """Checks that there are replicas for it to go wrong on.
 
         Raises:

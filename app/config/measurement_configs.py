@@ -1,7 +1,7 @@
 """The commands that measure: `benchmark` and `explain`."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from app.config import constraints
 from app.config.base_config import Config
@@ -26,6 +26,7 @@ from app.config.names import (
 )
 from app.config.option import option, same_option
 from app.config.run_options import OutputOptions, VerbosityOptions
+from app.config.training_configs import TrainConfig, training_config
 from app.runtime.errors import ConfigError
 
 
@@ -77,6 +78,10 @@ class BenchmarkConfig(
         high=10_000,
     )
 
+    def for_training(self, strategy: str, **options: Any) -> TrainConfig:
+        """Returns the configuration of the training with one of the strategies."""
+        return training_config(self, strategy, **options)
+
     def check(self) -> None:
         """Checks what options must be together."""
         constraints.check_all_reduce(self, self.strategies, self.device)
@@ -118,6 +123,10 @@ class ExplainConfig(
     learning_rate: float | None = same_option(Hyperparameters, "learning_rate")
     seed: int = same_option(Hyperparameters, "seed")
     repeats: int = same_option(BenchmarkConfig, "repeats")
+
+    def for_training(self, **options: Any) -> TrainConfig:
+        """Returns the configuration of a training with the strategy."""
+        return training_config(self, self.strategy, **options)
 
     def check(self) -> None:
         """Checks what options must be together."""

@@ -124,10 +124,11 @@ class BoundOption:
         try:
             return self.kind(item)
         except ValueError:
-            raise ConfigError(f"{self.flag} must be {self._kinds}, got {text!r}") from None
+            raise ConfigError(f"{self.flag} must be {self.expected}, got {text!r}") from None
 
     @property
-    def _kinds(self) -> str:
+    def expected(self) -> str:
+        """What a value must be, in words."""
         one, many = {
             int: ("a whole number", "whole numbers"),
             float: ("a number", "numbers"),
@@ -149,7 +150,7 @@ class BoundOption:
         items = value if self.is_list else (value,)
         if not isinstance(items, tuple) or not all(map(self._has_kind, items)):
             shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ConfigError(f"{self.flag} must be {self._kinds}, got {shown!r}")
+            raise ConfigError(f"{self.flag} must be {self.expected}, got {shown!r}")
         for item in items:
             self._check_item(item)
         if len(set(items)) != len(items):

@@ -1,13 +1,13 @@
 """`demo allreduce`: every device gets the sum of what all of them hold."""
 
-from app.config import Config
+from app.config import DemoConfig
 from app.demos import demo_setup, presentation
 from app.devices.device_setup import Devices
 
 _MANY = 8
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Adds the book's two little tensors, by every algorithm."""
     prepared = demo_setup.set_up(config)
     from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce

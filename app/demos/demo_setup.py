@@ -5,9 +5,9 @@ import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
-from app.config import Config
-from app.config.constraints import check_shards
+from app.config import DemoConfig, TrainConfig
 from app.demos.registry import find_experiment
 from app.devices import device_setup
 from app.devices.device_setup import Devices
@@ -17,7 +17,7 @@ from app.runtime.progress_bar import StepProgress
 _STEPS_PER_CALL = 20  # So that a bar moves, and Ctrl-C is heard.
 
 
-def set_up(config: Config) -> Devices:
+def set_up(config: DemoConfig) -> Devices:
     """Sets up the devices that are asked for, else as many as the experiment has by itself.
 
     Where nothing is asked for, GPUs are taken only if there are enough of them.
@@ -38,7 +38,7 @@ def set_up(config: Config) -> Devices:
             config = dataclasses.replace(config, device="cpu", num_devices=own)
     elif not asked and config.device == "cpu":
         config = dataclasses.replace(config, num_devices=own)
-    return device_setup.set_up(config)
+    return device_setup.set_up(config.for_training())
 
 
 def first(prepared: Devices, num_devices: int) -> Devices:
@@ -46,12 +46,12 @@ def first(prepared: Devices, num_devices: int) -> Devices:
     return dataclasses.replace(prepared, names=prepared.names[:num_devices])
 
 
-def training(config: Config, **options) -> Config:
+def training(config: DemoConfig, **options: Any) -> TrainConfig:
     """Returns the configuration of a training by hand, on devices that are there already."""
-    return config.for_training("manual", num_devices=None, num_gpus=None, **options)
+    return config.for_training(**{"num_devices": None, "num_gpus": None, **options})
 
 
-def create(config: Config, prepared: Devices, dataset):
+def create(config: TrainConfig, prepared: Devices, dataset):
     """Builds what `config` trains; returns the job, the strategy, and the iterator of its steps.
 
     Raises:
@@ -60,7 +60,7 @@ def create(config: Config, prepared: Devices, dataset):
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.training_spec import TrainingSpec
 
-    check_shards(config, len(prepared.names), len(dataset.train_images))
+    config.check_shards(len(prepared.names), len(dataset.train_images))
     spec = TrainingSpec(config, dataset)
     strategy = spec.build_strategy(prepared)
     run_all_reduce_self_test(strategy)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from app.config import Config
+from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation
 from app.performance import interval
 from app.performance.all_reduce_model import all_reduce_cost
@@ -17,7 +17,7 @@ _ROUNDS = 5
 _ALGORITHMS = ("reduce_to_one", "ring", "tree", "direct")
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Trains on 1, 2, 4, … devices, compares the weights and times a step."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
@@ -43,7 +43,7 @@ def counts_up_to(num_devices: int) -> list[int]:
 
 
 def train_on_each(
-    training: Config, prepared, dataset, counts: list[int]
+    training: TrainConfig, prepared, dataset, counts: list[int]
 ) -> list[list[dict[str, np.ndarray]]]:
     """Makes the same steps on the first 1, 2, 4, … devices.
 
@@ -105,7 +105,7 @@ def _show_exchange(counts: list[int], size_bytes: int) -> None:
     )
 
 
-def _show_times(config: Config, counts: list[int], simulated: bool) -> None:
+def _show_times(config: DemoConfig, counts: list[int], simulated: bool) -> None:
     """Measures a step on each number of devices, in turn, and says what to take from it all."""
     with StepProgress(1) as progress:
         samples = measure(
@@ -114,11 +114,11 @@ def _show_times(config: Config, counts: list[int], simulated: bool) -> None:
     print_times(samples)
 
 
-def create_cases(config: Config, counts: list[int], simulated: bool) -> list[Case]:
+def create_cases(config: DemoConfig, counts: list[int], simulated: bool) -> list[Case]:
     """Returns a training on each number of devices, of the kind that was chosen before."""
     options = {"device": "cpu" if simulated else "gpu", "num_gpus": None, "recipe": "fast"}
     return [
-        Case(config.for_training("manual", num_devices=count, last_batch="drop", **options))
+        Case(config.for_training(num_devices=count, last_batch="drop", **options))
         for count in counts
     ]
 

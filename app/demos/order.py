@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from app.config import Config
+from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
@@ -14,7 +14,7 @@ from app.verification.difference import Difference
 _STEPS = 20
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Adds real gradients in several orders, and trains with each of them.
 
     In a process of its own: taking an iterator of MirroredStrategy apart was seen to wait for 30 s.
@@ -22,7 +22,7 @@ def run(config: Config) -> None:
     call_in_child_process(tell, config)
 
 
-def tell(send: Callable, config: Config) -> None:
+def tell(send: Callable, config: DemoConfig) -> None:
     """Does so in this process."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
@@ -58,7 +58,7 @@ def tell(send: Callable, config: Config) -> None:
     )
 
 
-def first_gradients(training: Config, prepared, dataset) -> list[list[np.ndarray]]:
+def first_gradients(training: TrainConfig, prepared, dataset) -> list[list[np.ndarray]]:
     """Returns what each device has computed in the first step, before any exchange."""
     _, strategy, iterator = demo_setup.create(training, prepared, dataset)
     with demo_setup.recorded(strategy, iterator, num_steps=1) as (trace, _):
@@ -95,7 +95,7 @@ def _show_one_number(gradients: list[list[np.ndarray]], names: list[str]) -> Non
     presentation.show("one number of the gradient", ["on", "", "value"], rows)
 
 
-def compare_orders(training: Config, prepared, dataset, gradients) -> list[list]:
+def compare_orders(training: TrainConfig, prepared, dataset, gradients) -> list[list]:
     """Adds the gradients, and trains, with each all-reduce; returns a row of the table for each.
 
     The first one is what the others are compared with.
@@ -127,7 +127,7 @@ def compare_orders(training: Config, prepared, dataset, gradients) -> list[list]
 _KEPT = []  # Of MirroredStrategy: nothing of it is taken apart before the process ends.
 
 
-def _sums_and_weights(config: Config, prepared, dataset, per_replica) -> tuple:
+def _sums_and_weights(config: TrainConfig, prepared, dataset, per_replica) -> tuple:
     """Returns the sums of given gradients, and the weights after some steps, each as one vector."""
     _, strategy, iterator = demo_setup.create(config, prepared, dataset)
     _KEPT.append((strategy, iterator))

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable
 
-from app.config import Config
+from app.config import DemoConfig
 from app.runtime.errors import ConfigError
 
 _DEVICES = {"num_devices", "num_gpus", "device", "verbosity"}
@@ -100,7 +100,7 @@ def check_options(name: str, given: Iterable[str]) -> None:
             )
 
 
-def find_experiment(config: Config) -> Experiment:
+def find_experiment(config: DemoConfig) -> Experiment:
     """Returns the experiment that `config` names.
 
     Raises:

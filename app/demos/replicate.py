@@ -1,6 +1,6 @@
 """`demo replicate`: one weight and its gradient on each device, all through one step."""
 
-from app.config import Config
+from app.config import DemoConfig
 from app.demos import demo_setup, presentation
 from app.runtime import console
 
@@ -8,7 +8,7 @@ _TENSOR = "logits/bias"
 _SHOWN = 4  # Of its ten numbers.
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Makes the first step of the book's training and shows what each device holds."""
     prepared = demo_setup.set_up(config)
     from app.data.dataset import CLASS_NAMES

@@ -1,8 +1,9 @@
 """`demo scale`: more devices, a batch as many times larger: what becomes of the learning rate."""
 
+import dataclasses
 from typing import NamedTuple
 
-from app.config import Config
+from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation
 from app.devices.device_setup import Devices
 from app.runtime import console
@@ -23,11 +24,11 @@ class Variant(NamedTuple):
     """
 
     num_devices: int
-    training: Config
+    training: TrainConfig
     remark: str
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Trains LeNet in three ways: as it is, and with a larger batch, with and without its rate."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
@@ -84,7 +85,7 @@ def _conclude() -> None:
     )
 
 
-def create_variants(config: Config, num_devices: int) -> list[Variant]:
+def create_variants(config: DemoConfig, num_devices: int) -> list[Variant]:
     """Returns one device; more of them with batch and rate to match; the same with one's rate."""
     base = demo_setup.training(
         config,
@@ -95,7 +96,7 @@ def create_variants(config: Config, num_devices: int) -> list[Variant]:
     size, rate = base.global_batch_size, config.learning_rate or _RATE
 
     def variant(count: int, rate: float, remark: str) -> Variant:
-        training = demo_setup.training(base, global_batch_size=size * count, learning_rate=rate)
+        training = dataclasses.replace(base, global_batch_size=size * count, learning_rate=rate)
         return Variant(count, training, remark)
 
     return [

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from app.config import Config
+from app.config import DemoConfig, TrainConfig
 from app.config.fault import MIN_STRAGGLER_STEPS, Fault
 from app.demos import demo_setup, presentation
 from app.performance import interval
@@ -17,7 +17,7 @@ _STEPS_PER_BLOCK = 10
 _RECORDED_STEPS = 2 * MIN_STRAGGLER_STEPS + 1  # The first one compiles.
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Times steps with and without a device that takes twice as long."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
@@ -44,7 +44,7 @@ def run(config: Config) -> None:
     _show_division(prepared, shards, send_secs)
 
 
-def create_faulty(training: Config, prepared, dataset, fault: Fault):
+def create_faulty(training: TrainConfig, prepared, dataset, fault: Fault):
     """Returns a strategy with a slow replica, and its iterator."""
     from app.training.fault_injection import inject_fault
 
@@ -53,7 +53,7 @@ def create_faulty(training: Config, prepared, dataset, fault: Fault):
     return strategy, iterator
 
 
-def record_send_times(training: Config, prepared, dataset, fault: Fault | None) -> list[float]:
+def record_send_times(training: TrainConfig, prepared, dataset, fault: Fault | None) -> list[float]:
     """Returns the seconds from the start of a step until each replica sent its gradients.
 
     Medians over some steps of a training of their own, whose recording takes time, too, but not

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from app.config import Config
+from app.config import DemoConfig
 from app.demos import demo_setup, presentation
 from app.devices.device_setup import Devices
 from app.runtime import console
@@ -10,7 +10,7 @@ from app.runtime import console
 _NUM_ROWS, _NUM_COLUMNS = 4, 5
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Cuts the book's batch of 0 to 19 over the devices."""
     prepared = demo_setup.set_up(config)
     presentation.begin(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from app.config import Config
+from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
@@ -11,7 +11,7 @@ _NUM_TRAIN_EXAMPLES = 6000
 _NUM_SHOWN = 5
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Trains a little, then predicts on one device and on all of them."""
     prepared = demo_setup.set_up(config)
     from app.data.dataset import CLASS_NAMES
@@ -54,7 +54,7 @@ def run(config: Config) -> None:
     _compare_all(many, one, dataset)
 
 
-def train_then_copy(training: Config, prepared, dataset):
+def train_then_copy(training: TrainConfig, prepared, dataset):
     """Trains an epoch on all devices; returns that strategy and one with its weights on the first.
 
     Both are then the same model, trained once.

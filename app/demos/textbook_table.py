@@ -2,10 +2,11 @@
 
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from app.config import Config
-from app.config.options import NUM_TRAIN_EXAMPLES
+from app.config import DemoConfig, TrainConfig
+from app.config.names import NUM_TRAIN_EXAMPLES
+from app.config.training_configs import training_config
 from app.demos import presentation, textbook_figures
 from app.performance import interval
 from app.performance.case import Case, Sample
@@ -34,7 +35,7 @@ class Run(NamedTuple):
     summary: Summary
 
 
-def run(config: Config) -> None:
+def run(config: DemoConfig) -> None:
     """Trains LeNet on one device and on several, measures both models, prints the table.
 
     Raises:
@@ -54,26 +55,24 @@ def run(config: Config) -> None:
     print_results(runs, samples)
 
 
-def lenet_trainings(config: Config) -> list[Config]:
+def lenet_trainings(config: DemoConfig) -> list[TrainConfig]:
     """Returns the trainings of LeNet: on one device, and on those that are asked for, else all."""
-    base = config.for_training("manual", experiment="")
+    base = config.for_training()
     several = config.num_devices or config.num_gpus
     return [_on(base, 1), base if several is None else _on(base, several)]
 
 
-def create_cases(config: Config, runs: Sequence[Run]) -> list[Case]:
+def create_cases(config: DemoConfig, runs: Sequence[Run]) -> list[Case]:
     """Returns what is measured: both models on as many devices as LeNet was trained on."""
     counts = sorted({run.summary.num_replicas for run in runs})
     on_gpus = "GPU" in runs[0].summary.devices[0]
     shard = _RESNET_SHARD if on_gpus else _RESNET_SHARD_ON_CPU
     base = config.for_training(
-        "manual",
         device="gpu" if on_gpus else "cpu",
         num_gpus=None,
         last_batch="drop",
         num_train_examples=None,  # A step takes as long, whatever the set.
         epochs=1,
-        experiment="",
     )
     cases = [Case(_on(base, count)) for count in counts]
     return cases + [
@@ -82,15 +81,15 @@ def create_cases(config: Config, runs: Sequence[Run]) -> list[Case]:
     ]
 
 
-def _on(config: Config, num_devices: int, **options) -> Config:
+def _on(config: TrainConfig, num_devices: int, **options: Any) -> TrainConfig:
     """Returns a training on some of the devices, asked for as the flags did."""
     if config.num_gpus:
-        return config.for_training("manual", num_gpus=num_devices, num_devices=None, **options)
-    return config.for_training("manual", num_devices=num_devices, **options)
+        return training_config(config, "manual", num_gpus=num_devices, num_devices=None, **options)
+    return training_config(config, "manual", num_devices=num_devices, **options)
 
 
-def _train(training: Config, number: int) -> Run:
-    path = named_path(f"{default_out(training)}-{number}")
+def _train(training: TrainConfig, number: int) -> Run:
+    path = named_path(f"{default_out(training.strategy, training.model)}-{number}")
     exit_code = train_in_child_process(["train", *training.train_flags()], path)
     if exit_code:
         raise TrainingFailedError(training.strategy, exit_code)

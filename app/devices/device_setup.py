@@ -12,8 +12,9 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from app.cluster.environment import Cluster, find_cluster
-from app.config import Config
-from app.config.options import DEFAULT_LOGICAL_CPUS
+from app.config import TrainConfig
+from app.config.names import DEFAULT_LOGICAL_CPUS
+from app.config.run_options import VerbosityOptions
 from app.devices.gpu_obstacles import why_no_gpu
 from app.runtime import console
 from app.runtime.errors import DeviceError, DiskFullError, reason_of
@@ -42,7 +43,7 @@ class Devices:
     cluster: Cluster | None = None
 
 
-def set_up(config: Config) -> Devices:
+def set_up(config: TrainConfig) -> Devices:
     """Chooses and prepares the devices that `config` asks for; the first call into TensorFlow.
 
     GPUs get memory growth, so that two programs can share one. One CPU is cut into logical devices
@@ -109,7 +110,7 @@ def _take_devices(kind: str, num_devices: int) -> Devices:
     )
 
 
-def count_gpus(config: Config) -> int:
+def count_gpus(config: VerbosityOptions) -> int:
     """Returns how many GPUs TensorFlow sees; may be called before `set_up`, and decides nothing."""
     return len(import_tensorflow(config.verbosity).config.list_physical_devices("GPU"))
 
@@ -203,7 +204,7 @@ def keep_order_of_summation() -> None:
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
 
 
-def _check_gpus(config: Config, gpus: list, wanted: int | None) -> None:
+def _check_gpus(config: TrainConfig, gpus: list, wanted: int | None) -> None:
     """Refuses what GPUs cannot give; without any GPU, only `--device=gpu` insists on one."""
     if config.device == "gpu" and not gpus:
         import tensorflow as tf
@@ -248,7 +249,7 @@ def _keep_freed_memory() -> None:
             libc.mallopt(number, value)
 
 
-def _of_all_workers(local: Devices, cluster: Cluster, config: Config) -> Devices:
+def _of_all_workers(local: Devices, cluster: Cluster, config: TrainConfig) -> Devices:
     """Joins the cluster; returns the devices of all its workers, each with as many as this one."""
     from app.cluster.rendezvous import join
 

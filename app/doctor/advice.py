@@ -5,7 +5,7 @@ import shlex
 import tempfile
 from collections.abc import Sequence
 
-from app.config import Config
+from app.config import DoctorConfig
 from app.doctor.check import Check
 from app.doctor.examination import DevicesSeen, Findings, SelfTestResult
 from app.doctor.software_check import install_all, install_cuda, python, shown_path
@@ -14,7 +14,7 @@ _MAIN = pathlib.Path(__file__).parents[2] / "main.py"
 
 
 def what_to_run(
-    config: Config,
+    config: DoctorConfig,
     findings: Findings,
     *,
     software: Sequence[Check],
@@ -54,7 +54,7 @@ def _lacks_libraries_alone(findings: Findings) -> bool:
     return bool(seen and seen.gpus and seen.missing and not (devices and devices.num_gpus))
 
 
-def _devices(config: Config, findings: Findings) -> list[str]:
+def _devices(config: DoctorConfig, findings: Findings) -> list[str]:
     """Returns the flags of a strategy whose exchange works, on the devices that there are."""
     devices = findings.devices
     if devices is None:  # What was asked for is not there: as many replicas on the processor.
@@ -88,13 +88,13 @@ def _length(devices: DevicesSeen | None) -> list[str]:
     return ["--recipe=fast", f"--epochs={10 if on_gpus else 1}"]
 
 
-def _data(config: Config) -> list[str]:
+def _data(config: DoctorConfig) -> list[str]:
     flags = [f"--data_dir={config.data_dir}"] if config.data_dir else []
     flags += ["--allow_unverified_data"] if config.allow_unverified_data else []
     return flags + ([f"--dataset={config.dataset}"] if config.dataset != "auto" else [])
 
 
-def _output(config: Config, output: Check) -> list[str]:
+def _output(config: DoctorConfig, output: Check) -> list[str]:
     if output.exit_code:  # Somewhere else.
         return [f"--out={tempfile.gettempdir()}/lockstep-first"]
     return [f"--out={config.out}"] if config.out else []

@@ -4,7 +4,7 @@ import os
 import urllib.parse
 from collections.abc import Callable, Mapping
 
-from app.config import Config
+from app.config import DoctorConfig
 from app.data.data_sources import (
     DOWNLOAD_URL,
     FILES,
@@ -33,7 +33,7 @@ _WHAT = "Fashion-MNIST"
 
 
 def check_data(
-    config: Config,
+    config: DoctorConfig,
     environ: Mapping[str, str] = os.environ,
     connect: Connect = check_connection,
 ) -> list[Check]:
@@ -78,7 +78,7 @@ def check_tfds(environ: Mapping[str, str] = os.environ) -> Check:
     return Check("TFDS", f"{folder}: not prepared, {files} in downloads/manual", NOTE)
 
 
-def _check_source(config: Config, place: DataSource, connect: Connect) -> Check:
+def _check_source(config: DoctorConfig, place: DataSource, connect: Connect) -> Check:
     try:
         if place.kind in (FILES, TO_PREPARE):
             return _check_files(config, place)
@@ -95,7 +95,7 @@ def _check_source(config: Config, place: DataSource, connect: Connect) -> Check:
     return _check_download(config, place, connect)
 
 
-def _check_files(config: Config, place: DataSource) -> Check:
+def _check_files(config: DoctorConfig, place: DataSource) -> Check:
     dataset = load_files(place.paths, allow_unverified=config.allow_unverified_data)
     if dataset.name == "unverified":
         return _unverified(place)
@@ -106,7 +106,7 @@ def _check_files(config: Config, place: DataSource) -> Check:
     return Check(_WHAT, told)
 
 
-def _check_prepared(config: Config, place: DataSource) -> Check:
+def _check_prepared(config: DoctorConfig, place: DataSource) -> Check:
     name = call_in_child_process(
         _name_of_prepared,
         str(place.folder),
@@ -131,7 +131,7 @@ def _unverified(place: DataSource) -> Check:
     return Check(_WHAT, told, WARNING, "accuracies are not those of Fashion-MNIST")
 
 
-def _check_download(config: Config, place: DataSource, connect: Connect) -> Check:
+def _check_download(config: DoctorConfig, place: DataSource, connect: Connect) -> Check:
     host = urllib.parse.urlsplit(DOWNLOAD_URL).hostname
     try:
         connect(DOWNLOAD_URL, _CONNECT_TIMEOUT_SEC)

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from app.config import Config
-from app.config.options import STRATEGY_NAMES
+from app.config import DoctorConfig
+from app.config.names import STRATEGY_NAMES
+from app.config.training_configs import training_config
 from app.devices import cuda
 from app.runtime import console
 from app.runtime.errors import DeviceError, LockstepError, reason_of
@@ -95,7 +96,7 @@ class Findings:
 
 
 def examine(
-    config: Config, strategies: tuple[str, ...], function: Callable[..., None] | None = None
+    config: DoctorConfig, strategies: tuple[str, ...], function: Callable[..., None] | None = None
 ) -> Findings:
     """Looks at everything, once more without a strategy whose exchange hangs or crashes.
 
@@ -112,7 +113,10 @@ def examine(
 
 
 def _examine_once(
-    findings: Findings, config: Config, strategies: tuple[str, ...], function: Callable[..., None]
+    findings: Findings,
+    config: DoctorConfig,
+    strategies: tuple[str, ...],
+    function: Callable[..., None],
 ) -> bool:
     """Runs the process once; returns whether another try makes sense."""
     stage = "looking for GPUs"
@@ -163,7 +167,7 @@ def _hung(stage: str) -> DeviceError:
 
 
 def examine_tensorflow(
-    send: Callable[[tuple[str, Any]], None], config: Config, strategies: tuple[str, ...]
+    send: Callable[[tuple[str, Any]], None], config: DoctorConfig, strategies: tuple[str, ...]
 ) -> None:
     """Runs in the process: sends each attribute of `Findings` as soon as it is known."""
     os.environ.pop("TF_CONFIG", None)  # `check_cluster` tells of it.
@@ -176,7 +180,7 @@ def examine_tensorflow(
     tf = device_setup.import_tensorflow(config.verbosity)
     send(("tensorflow", _describe(tf)))
     send(("stage", "setting up devices"))
-    prepared = device_setup.set_up(config)
+    prepared = device_setup.set_up(training_config(config, "manual", all_reduce="auto"))
     send(("devices", _describe_devices(tf, prepared)))
     for name in strategies:
         send(("stage", name))
@@ -205,14 +209,14 @@ def _describe_devices(tf: Any, prepared: "Devices") -> DevicesSeen:
     return DevicesSeen(tuple(prepared.names), tuple(descriptions), prepared.simulated, len(gpus))
 
 
-def _probe(config: Config, prepared: "Devices", name: str) -> SelfTestResult | LockstepError:
+def _probe(config: DoctorConfig, prepared: "Devices", name: str) -> SelfTestResult | LockstepError:
     """Builds LeNet on the devices and lets its all-reduce add known numbers, as a training does."""
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.strategy_builder import build_strategy
 
     start = time.monotonic()
     try:
-        training = config.for_training(name)
+        training = training_config(config, name)
         strategy = build_strategy(training, prepared, learning_rate=0.1, num_steps=1)
         run_all_reduce_self_test(strategy)
     except LockstepError as error:

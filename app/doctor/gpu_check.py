@@ -1,6 +1,6 @@
 """What was found of GPUs, devices and the exchange, as lines for a person."""
 
-from app.config import Config
+from app.config import DoctorConfig
 from app.devices.cuda import LIBRARIES, Seen
 from app.devices.gpu_obstacles import INSTALL, Obstacle, obstacles, shown_version
 from app.doctor.check import NOTE, WARNING, Check
@@ -10,7 +10,7 @@ from app.runtime import console
 _SHOWN_DEVICES = 8
 
 
-def check_gpus(config: Config, findings: Findings) -> list[Check]:
+def check_gpus(config: DoctorConfig, findings: Findings) -> list[Check]:
     """Tells what there is of GPUs, and each thing that keeps TensorFlow from them.
 
     Without any hardware of NVIDIA's nothing of that is wrong.

@@ -4,7 +4,7 @@ import os
 import pathlib
 import tempfile
 
-from app.config import Config
+from app.config import DoctorConfig
 from app.doctor.check import WARNING, Check
 from app.records.run_directory import check_not_foreign
 from app.records.run_naming import named_path
@@ -15,7 +15,7 @@ _DEFAULT = "runs"
 _NEEDED_BYTES = {"lenet": 3 << 20, "resnet18": 270 << 20}
 
 
-def check_output(config: Config) -> Check:
+def check_output(config: DoctorConfig) -> Check:
     """Checks that a run's directory can be made where it would go."""
     name = config.out or _DEFAULT
     try:

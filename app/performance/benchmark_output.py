@@ -7,7 +7,8 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 
-from app.config import Config
+from app.config import BenchmarkConfig
+from app.config.names import MULTI_WORKER, SINGLE
 from app.performance import interval
 from app.performance.case import Case, Sample, split_names
 from app.performance.comparability import setup_caveats
@@ -18,37 +19,38 @@ from app.runtime import console
 BENCHMARK_FILE = "benchmark.json"
 
 
-def create_cases(config: Config) -> list[Case]:
-    """Returns a point for each combination; `single` has but one device.
+def create_cases(config: BenchmarkConfig) -> list[Case]:
+    """Returns a case for each combination; `single` has but one device.
 
     Raises:
         ConfigError: one of them cannot be trained.
     """
     cases = []
     for model, precision, size, strategy, count in itertools.product(
-        config.models,
-        config.precisions,
-        config.global_batch_sizes,
+        config.model,
+        config.precision,
+        config.global_batch_size,
         config.strategies,
-        config.counts,
+        config.num_devices,
     ):
-        single = strategy == "single"
-        if single and count != config.counts[0]:
+        if strategy == SINGLE and count != config.num_devices[0]:
             continue
-        options = {"model": model, "precision": precision, "global_batch_size": size}
-        options["last_batch"] = "drop"  # A step is a step.
-        if strategy == "multi_worker":
-            options |= {"num_workers": count, "num_devices": 1}
-        elif not single:
-            options["num_devices"] = count
-        training = config.for_training(strategy, **options)
-        cases.append(Case(training))
+        has_workers = strategy == MULTI_WORKER
+        training = config.for_training(
+            strategy,
+            model=model,
+            precision=precision,
+            global_batch_size=size,
+            num_devices=1 if has_workers else count,
+            last_batch="drop",  # Every step has the same size.
+        )
+        cases.append(Case(training, num_workers=count if has_workers else 1))
     return cases
 
 
 def write_benchmark(
     out_dir: pathlib.Path,
-    config: Config,
+    config: BenchmarkConfig,
     samples: Sequence[Sample],
     comparisons: Sequence[Comparison],
     peaks: Mapping[str, Sequence[float]],

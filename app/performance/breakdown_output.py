@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from app.config import Config
+from app.config import ExplainConfig
 from app.performance.benchmark_output import processor_name
 from app.performance.case import Facts, Sample
 from app.performance.comparability import setup_caveats
@@ -17,7 +17,7 @@ EXPLAIN_FILE = "explain.json"
 
 def write_explanation(
     out_dir: pathlib.Path,
-    config: Config,
+    config: ExplainConfig,
     profile: dict,
     breakdown: StepTimeBreakdown,
     samples: Sequence[Sample],
@@ -38,7 +38,7 @@ def write_explanation(
 
 
 def print_explanation(
-    config: Config, breakdown: StepTimeBreakdown, samples: Sequence[Sample]
+    config: ExplainConfig, breakdown: StepTimeBreakdown, samples: Sequence[Sample]
 ) -> None:
     """Prints where the time goes, what the all-reduce costs, and what more devices would do."""
     facts = samples[0].facts

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from app.config import Config
+from app.config import TrainConfig
 from app.performance.peak_memory import PeakMemory
 
 
@@ -13,12 +13,14 @@ class Case:
 
     Attributes:
         config: of a `train`, with everything that may differ between two points.
+        num_workers: how many processes train together, with the strategy multi_worker.
         no_sync: True leaves the all-reduce out: each replica continues with its own gradient.
         reads_input: False trains on the first batch again and again, with no input pipeline.
         cores: use no more than these, None for all.
     """
 
-    config: Config
+    config: TrainConfig
+    num_workers: int = 1
     no_sync: bool = False
     reads_input: bool = True
     cores: int | None = None
@@ -27,8 +29,8 @@ class Case:
     def num_replicas(self) -> int | None:
         """How many replicas are asked for, over all workers; None for one on each device."""
         config = self.config
-        if config.strategy == "multi_worker":
-            return config.num_workers * (config.num_devices_asked or 1)
+        if config.has_workers:
+            return self.num_workers * (config.num_devices_asked or 1)
         return config.num_replicas_asked
 
     @property

@@ -5,7 +5,6 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from app.config.constraints import check_shards
 from app.devices import device_setup
 from app.performance.all_reduce_model import AllReduceTime
 from app.performance.case import Block, Case, Facts
@@ -47,7 +46,7 @@ def sample(channel: Channel, case: Case) -> PeakMemory:
     from app.training.training_spec import TrainingSpec, load_data
 
     dataset = load_data(case.config)
-    check_shards(case.config, len(prepared.names), len(dataset.train_images))
+    case.config.check_shards(len(prepared.names), len(dataset.train_images))
     spec = TrainingSpec(case.config, dataset)
     strategy = spec.build_strategy(prepared)
     run_all_reduce_self_test(strategy)

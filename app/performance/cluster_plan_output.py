@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from app.config import Config
+from app.config import PlanConfig
 from app.performance.all_reduce_model import LinearCost
 from app.performance.case import Sample
 from app.performance.cluster_plan import ClusterStep, Links, numbers_of_workers, predict
@@ -61,7 +61,7 @@ def print_cluster(plan: TrainingPlan, compute: LinearCost, samples: Sequence[Sam
     )
 
 
-def _print_setting(config: Config, samples: Sequence[Sample], size_bytes: float) -> None:
+def _print_setting(config: PlanConfig, samples: Sequence[Sample], size_bytes: float) -> None:
     facts = samples[0].facts
     sizes = ", ".join(
         f"{s.facts.global_batch_size} images {np.median(s.step_secs) * 1e3:.2f} ms" for s in samples

@@ -2,7 +2,7 @@
 
 import time
 
-from app.config import Config
+from app.config import TrainConfig
 from app.devices import device_setup
 from app.performance.case import Block
 from app.runtime.processes import Channel
@@ -10,7 +10,7 @@ from app.runtime.processes import Channel
 _SIZE = 4096  # Large enough that a product does hardly anything but arithmetic.
 
 
-def sample_peak(channel: Channel, config: Config) -> float:
+def sample_peak(channel: Channel, config: TrainConfig) -> float:
     """Times products of two square matrices on demand, as `sample` times steps.
 
     Sends `("ready", 1)`; then, for each number that it receives, a `Block` of as many products; for

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from app.cluster.resource_split import split_resources
 from app.cluster.worker_group import WorkerGroup
-from app.config import Config
+from app.config import TrainConfig
 from app.devices.free_memory import available_bytes
 from app.performance.all_reduce_model import AllReduceTime
 from app.performance.case import Block, Case, Facts, Sample
@@ -42,7 +42,7 @@ def measure(
     *,
     repeats: int,
     progress: StepProgress,
-    peaks: Sequence[Config] = (),
+    peaks: Sequence[TrainConfig] = (),
     all_reduces_of: Sequence[Case] = (),
 ) -> Measured:
     """Measures points in `repeats` rounds, a block of each in every round.
@@ -105,7 +105,7 @@ class _Sampler:
         stack: contextlib.ExitStack,
         progress: StepProgress,
         function: Callable[..., Any],
-        argument: Case | Config,
+        argument: Case | TrainConfig,
     ):
         self._process = _create_process(function, argument)
         stack.enter_context(self._process)
@@ -155,12 +155,11 @@ class _Sampler:
 
 
 def _create_process(
-    function: Callable[..., Any], argument: Case | Config
+    function: Callable[..., Any], argument: Case | TrainConfig
 ) -> ChildProcess | WorkerGroup:
-    if isinstance(argument, Case) and argument.config.strategy == "multi_worker":
-        return WorkerGroup(
-            split_resources(argument.config, num_cores=argument.cores), function, argument
-        )
+    if isinstance(argument, Case) and argument.config.has_workers:
+        resources = split_resources(argument.num_workers, argument.config, num_cores=argument.cores)
+        return WorkerGroup(resources, function, argument)
     return ChildProcess(function, argument)
 
 

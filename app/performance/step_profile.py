@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from app.config import Config
+from app.config import ExplainConfig, TrainConfig
 from app.runtime import console
 from app.runtime.processes import call_in_child_process
 from app.verification import tasks
 from app.verification.trace import Trace
 
 
-def profile_step(config: Config, on_message: Callable[[Any], None]) -> tuple[dict, bool]:
+def profile_step(config: TrainConfig, on_message: Callable[[Any], None]) -> tuple[dict, bool]:
     """Makes the first step of a training in a process of its own and returns what happened in it.
 
     Args:
@@ -29,7 +29,7 @@ def profile_step(config: Config, on_message: Callable[[Any], None]) -> tuple[dic
     """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "step.npz"
-        recorded = call_in_child_process(tasks.record, config, path, on_message=on_message)
+        recorded = call_in_child_process(tasks.record, config, 1, path, on_message=on_message)
         with Trace(path) as trace:
 
             def arrays(kind: str, replica_id: int = 0, step: int = 1) -> dict[str, np.ndarray]:
@@ -52,7 +52,7 @@ def profile_step(config: Config, on_message: Callable[[Any], None]) -> tuple[dic
     return profile, recorded.simulated_devices
 
 
-def print_step_profile(config: Config, profile: dict) -> None:
+def print_step_profile(config: ExplainConfig, profile: dict) -> None:
     """Prints it, a line for each stage."""
     count, shards = console.count, profile["shards"]
     console.say(f"one step of {config.strategy}, the first of this training")

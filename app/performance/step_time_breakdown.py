@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from app.config import Config
+from app.config import ExplainConfig
+from app.config.training_configs import training_config
 from app.devices.device_setup import num_cores
 from app.performance import interval
 from app.performance.all_reduce_model import AllReduceModel, AllReduceTime, LinearCost
@@ -42,7 +43,7 @@ class Design:
         ]
 
     @classmethod
-    def of(cls, config: Config, *, simulated: bool) -> "Design":
+    def of(cls, config: ExplainConfig, *, simulated: bool) -> "Design":
         """Plans the measurements of one strategy.
 
         Args:
@@ -51,13 +52,10 @@ class Design:
                 cores that it has in the explained step: what it needs can so be told from what the
                 others leave it.
         """
-        counts = config.counts
-        full = {
-            n: Case(config.for_training(config.strategy, num_devices=n, last_batch="drop"))
-            for n in counts
-        }
+        counts = config.num_devices
+        full = {n: Case(config.for_training(num_devices=n, last_batch="drop")) for n in counts}
         explained = full[counts[0]]
-        alone = config.for_training("single", last_batch="drop")
+        alone = training_config(config, "single", last_batch="drop")
         return cls(
             full=full,
             without_all_reduce=dataclasses.replace(explained, no_sync=True),

@@ -4,9 +4,10 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from app.config import Config
+from app.config import PlanConfig
 from app.config.constraints import check_shards
-from app.config.options import NUM_TRAIN_EXAMPLES
+from app.config.model_options import Hyperparameters
+from app.config.names import NUM_TRAIN_EXAMPLES
 from app.data.input_pipeline import num_steps_per_epoch
 from app.devices.free_memory import available_bytes
 from app.performance.all_reduce_model import all_reduce_cost
@@ -40,7 +41,7 @@ class TrainingPlan:
         recipe_rate: the learning rate that the recipe has for this batch.
     """
 
-    config: Config
+    config: PlanConfig
     num_replicas: int
     num_parameters: int
     gradient_bytes: int
@@ -48,13 +49,13 @@ class TrainingPlan:
     recipe_rate: float
 
     @classmethod
-    def of(cls, config: Config) -> "TrainingPlan":
+    def of(cls, config: PlanConfig) -> "TrainingPlan":
         """Builds the model and traces one step; trains nothing."""
         import keras
 
         keras.config.set_dtype_policy(config.precision)
         recipe = find_recipe(config.recipe, config.model)
-        model = recipe.build_model(MODELS[config.model], config.seed)
+        model = recipe.build_model(MODELS[config.model], Hyperparameters.seed)
         steps = config.epochs * _steps_per_epoch(config)
         rate = recipe.learning_rate(global_batch_size=config.planned_batch_size, num_steps=steps)
         optimizer = recipe.create_optimizer(rate, steps)
@@ -124,10 +125,12 @@ class TrainingPlan:
         """
         batch = self.batch
         try:
-            sized = dataclasses.replace(
-                self.config, global_batch_size=min(batch, NUM_TRAIN_EXAMPLES)
+            check_shards(
+                global_batch_size=min(batch, NUM_TRAIN_EXAMPLES),
+                last_batch=self.config.last_batch,
+                num_replicas=self.num_replicas,
+                num_train_examples=self.num_examples,
             )
-            check_shards(sized, self.num_replicas, self.num_examples)
         except ConfigError as error:
             yield f"train would refuse this: {error}"
         if self.steps_per_epoch < _FEW_STEPS:
@@ -176,9 +179,9 @@ class TrainingPlan:
             )
 
 
-def _num_examples(config: Config) -> int:
+def _num_examples(config: PlanConfig) -> int:
     return config.num_train_examples or NUM_TRAIN_EXAMPLES
 
 
-def _steps_per_epoch(config: Config) -> int:
+def _steps_per_epoch(config: PlanConfig) -> int:
     return num_steps_per_epoch(_num_examples(config), config.planned_batch_size, config.last_batch)

@@ -1,6 +1,6 @@
 """Titles of data sets, and the caveats that every output shows beside a result."""
 
-from app.config import Config
+from app.config import CompareConfig, LaunchConfig, TrainConfig
 from app.records.history import Summary
 
 DATASET_TITLES = {
@@ -16,7 +16,7 @@ TIMING_CAVEAT = "simulated devices: timing is not scaling"
 _CHANCE = 0.15  # Ten classes: guessing is right once in ten times.
 
 
-def caveats(config: Config, summary: Summary) -> list[str]:
+def caveats(config: TrainConfig | LaunchConfig | CompareConfig, summary: Summary) -> list[str]:
     """Returns a line for each way in which a result differs from what its command asks for."""
     lines = [injected_fault_caveat(summary.injected_fault)] if summary.injected_fault else []
     if summary.changes:

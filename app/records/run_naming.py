@@ -4,14 +4,17 @@ import itertools
 import pathlib
 import time
 
-from app.config import Config
 from app.runtime.errors import OutputError, reason_of
 
 
-def default_out(config: Config) -> str:
-    """Returns a new name under `runs/`: time, strategy or command, model."""
-    kind = config.strategy if config.command == "train" else config.command
-    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{kind}-{config.model}"
+def default_out(kind: str, *models: str) -> str:
+    """Returns a new name under `runs/`.
+
+    Args:
+        kind: the strategy of a training, or the command.
+        *models: names of the models.
+    """
+    name = "-".join([f"runs/{time.strftime('%Y%m%d-%H%M%S')}", kind, *models])
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     # The name exists where another run began in this second, or the clock was set back.
     return next(name for name in names if not pathlib.Path(name).exists())

@@ -74,7 +74,7 @@ def inject_fault(
     Raises:
         ConfigError: the fault cannot happen here.
     """
-    fault.check_replica_divergence(strategy.num_replicas)
+    fault.check_replicas(strategy.num_replicas)
     if fault.name == "mean_of_means" and not any(n % strategy.num_replicas for n in batch_sizes):
         sizes = " and ".join(map(str, sorted(batch_sizes, reverse=True)))
         raise ConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from app.config import Config
+from app.config import TrainConfig
 from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.devices.free_memory import available_bytes
@@ -63,7 +63,7 @@ class Training:
 
     def __init__(
         self,
-        config: Config,
+        config: TrainConfig,
         devices: Devices,
         dataset: ImageDataset,
         run_dir: pathlib.Path | None,

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from typing import NamedTuple
 
-from app.config import Config
+from app.config import TrainConfig
 from app.records.checkpoint import Checkpoint
 from app.records.checkpoint_search import CheckpointSearchResult, find_newest_checkpoint
 from app.records.history import HISTORY_FILE
@@ -122,7 +122,7 @@ class Resumed:
             )
 
 
-def find_state(run_dir: pathlib.Path, config: Config, metadata: RunMetadata) -> Resumed | None:
+def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata) -> Resumed | None:
     """Finds what a training can go on with; None where nothing was saved.
 
     What is different is found, not judged: see `Changes.check`.

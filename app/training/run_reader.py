@@ -1,8 +1,10 @@
 """A run on disk, brought back on any strategy and any devices."""
 
 import dataclasses
+import pathlib
 
-from app.config import Config
+from app.config import EvaluateConfig, PredictConfig, TrainConfig
+from app.config.training_configs import training_config
 from app.data.dataset import ImageDataset
 from app.data.dataset_loader import load_dataset
 from app.devices.device_setup import Devices
@@ -23,15 +25,17 @@ class SavedRun:
     """A checkpoint with the configuration that it can be rebuilt with.
 
     Attributes:
-        config: the command's own, with the model and recipe of the run.
-        checkpoint: the newest of the run.
+        config: of a training with the command's own devices and strategy, and the run's model.
+        checkpoint: the one that was asked for.
+        run_dir: the directory of the run.
     """
 
-    config: Config
+    config: TrainConfig
     checkpoint: Checkpoint
+    run_dir: pathlib.Path
 
     @classmethod
-    def open(cls, config: Config) -> "SavedRun":
+    def open(cls, config: EvaluateConfig | PredictConfig) -> "SavedRun":
         """Reads the run that `config.run` names.
 
         Raises:
@@ -65,7 +69,7 @@ class SavedRun:
             console.warn(injected_fault_caveat(str(trained["inject"])))
         try:
             kept = {name: trained[name] for name in _KEPT}
-            return cls(dataclasses.replace(config, **kept), found.checkpoint)
+            return cls(training_config(config, config.strategy, **kept), found.checkpoint, run_dir)
         except (ConfigError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{found.path}: of a training that is unknown here ({error}) — one of this program"
@@ -94,7 +98,7 @@ class SavedRun:
         )
         if dataset.sha256_of_test_part() != metadata.test_part_sha256:
             raise DataError(
-                f"the test images found are not those of {self.config.run} (its data set:"
+                f"the test images found are not those of {self.run_dir} (its data set:"
                 f" {name}) — the same images are required; name their folder with --data_dir"
             )
         return dataset

@@ -6,7 +6,7 @@ import pathlib
 import statistics
 import time
 
-from app.config import Config
+from app.config import TrainConfig
 from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.records import history as histories
@@ -177,7 +177,7 @@ class NullRunWriter:
 
 
 def summary_template(
-    config: Config,
+    config: TrainConfig,
     devices: Devices,
     dataset: ImageDataset,
     strategy: Strategy,

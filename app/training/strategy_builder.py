@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from app.config import Config
+from app.config import TrainConfig
 from app.devices.device_setup import Devices
 from app.records.checkpoint import Checkpoint
 from app.runtime.errors import CheckpointError, ConfigError
@@ -20,7 +20,7 @@ _STEP, _RATE = "optimizer/iteration", "optimizer/learning_rate"
 
 
 def build_strategy(
-    config: Config, devices: Devices, *, learning_rate: float, num_steps: int
+    config: TrainConfig, devices: Devices, *, learning_rate: float, num_steps: int
 ) -> Strategy:
     """Builds the strategy of `config` with its model and optimizer on every device.
 

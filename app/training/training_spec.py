@@ -1,6 +1,6 @@
 """A training as its configuration and data define it: batches, steps, rate, model, optimizer."""
 
-from app.config import Config
+from app.config import TrainConfig
 from app.data.dataset import ImageDataset
 from app.data.dataset_loader import load_dataset, with_train_subset
 from app.data.input_pipeline import num_steps_per_epoch, train_dataset
@@ -12,7 +12,7 @@ from models import MODELS
 from strategies.base import Strategy
 
 
-def load_data(config: Config) -> ImageDataset:
+def load_data(config: TrainConfig) -> ImageDataset:
     """Loads the images that `config` asks for.
 
     Raises:
@@ -40,7 +40,7 @@ class TrainingSpec:
         learning_rate: the peak.
     """
 
-    def __init__(self, config: Config, dataset: ImageDataset):
+    def __init__(self, config: TrainConfig, dataset: ImageDataset):
         self.config, self.dataset = config, dataset
         self.steps_per_epoch = num_steps_per_epoch(
             len(dataset.train_images), config.global_batch_size, config.last_batch

@@ -13,8 +13,7 @@ import numpy as np
 
 from app.cluster.resource_split import split_resources
 from app.cluster.worker_group import WorkerGroup
-from app.config import Config
-from app.config.constraints import check_shards
+from app.config import TrainConfig
 from app.devices import device_setup
 from app.runtime import console
 from app.runtime.errors import DiskFullError
@@ -78,15 +77,19 @@ class Checked:
     diagnosis: Diagnosis | None
 
 
-def record_on_workers(send: Send, config: Config, path: pathlib.Path) -> Recorded:
-    """Trains `config.steps` steps with `config.num_workers` processes; leaves one trace in `path`.
+def record_on_workers(
+    send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path, num_workers: int
+) -> Recorded:
+    """Trains `num_steps` steps with `num_workers` processes; leaves one trace in `path`.
 
     Each worker writes what its own replicas did. Their traces are put together here, by files: the
     exchange that is to be proved has no part in it.
     """
     from app.verification.trace import merge_traces
 
-    with WorkerGroup(split_resources(config), _record_as_worker, config, path) as group:
+    with WorkerGroup(
+        split_resources(num_workers, config), _record_as_worker, config, num_steps, path
+    ) as group:
         while (message := group.receive())[0] == "message":
             send(message[1])
     per_worker = message[1]
@@ -101,16 +104,18 @@ def record_on_workers(send: Send, config: Config, path: pathlib.Path) -> Recorde
     return dataclasses.replace(per_worker[0], send_sec=send_sec)
 
 
-def _record_as_worker(channel: Channel, config: Config, path: pathlib.Path) -> Recorded:
-    return record(channel.send, config, path)
+def _record_as_worker(
+    channel: Channel, config: TrainConfig, num_steps: int, path: pathlib.Path
+) -> Recorded:
+    return record(channel.send, config, num_steps, path)
 
 
 def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
     return path.with_name(f"{path.stem}-{index}{path.suffix}")
 
 
-def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
-    """Trains `config.steps` steps with `config.strategy` and leaves their trace in `path`."""
+def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) -> Recorded:
+    """Trains `num_steps` steps with `config.strategy` and leaves their trace in `path`."""
     prepared, spec = _set_up(send, config)
     if prepared.workers:
         path = _worker_path(path, prepared.workers.index)
@@ -123,7 +128,7 @@ def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
     dataset, observer = spec.batches(), None
     if config.fault:
         observer = inject_fault(
-            config.fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=config.steps
+            config.fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=num_steps
         )
         dataset = inject_data_fault(
             config.fault,
@@ -131,10 +136,10 @@ def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
             seed=config.seed,
             num_replicas=strategy.num_replicas,
         )
-    _check_space(strategy, config.steps, path)
+    _check_space(strategy, num_steps, path)
     send_sec = Recorder(strategy, observer).record(
         strategy.distribute(dataset),
-        num_steps=config.steps,
+        num_steps=num_steps,
         path=path,
         on_step=lambda step: send(("step", step)),
     )
@@ -142,7 +147,9 @@ def record(send: Send, config: Config, path: pathlib.Path) -> Recorded:
     return _recorded(spec, prepared, has_batch_norm=has_batch_norm, send_sec=send_sec)
 
 
-def record_on_one_device(send: Send, config: Config, path: pathlib.Path) -> Recorded:
+def record_on_one_device(
+    send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path
+) -> Recorded:
     """Records `single` with the BatchNorm of the replicas asked for, shard by shard."""
     prepared, spec = _set_up(send, config)
     from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
@@ -153,7 +160,7 @@ def record_on_one_device(send: Send, config: Config, path: pathlib.Path) -> Reco
     effect = effect_of_shards(reference, *first_batch, num_shards=num_shards)
     train_shard_by_shard(
         reference,
-        spec.batches().take(config.steps).as_numpy_iterator(),
+        spec.batches().take(num_steps).as_numpy_iterator(),
         num_shards=num_shards,
         path=path,
         on_step=lambda step: send(("step", step)),
@@ -161,7 +168,9 @@ def record_on_one_device(send: Send, config: Config, path: pathlib.Path) -> Reco
     return _recorded(spec, prepared, has_batch_norm=True, effect_of_shards=effect)
 
 
-def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked]:
+def check(
+    send: Send, config: TrainConfig, num_steps: int, paths: list[pathlib.Path]
+) -> list[Checked]:
     """Checks each trace against the reference, and explains the first false step of each."""
     _, spec = _set_up(send, config)
     from app.verification.diagnosis import explain
@@ -188,7 +197,7 @@ def check(send: Send, config: Config, paths: list[pathlib.Path]) -> list[Checked
             measurements = checker.check(
                 trace,
                 spec.batches().as_numpy_iterator(),
-                on_step=lambda step, done=number * config.steps: send(("step", done + step)),
+                on_step=lambda step, done=number * num_steps: send(("step", done + step)),
             )
             false = first_mismatch(measurements)
             context = StepContext(trace, measurements, batch, training_hashes, reference64)
@@ -225,7 +234,7 @@ def _check_space(strategy, num_steps: int, path: pathlib.Path) -> None:
         )
 
 
-def _set_up(send: Send, config: Config):
+def _set_up(send: Send, config: TrainConfig):
     """Returns devices and job, TensorFlow being ready; warnings go to the process that waits."""
     console.forward_warnings(lambda text: send(("warning", text)))
     prepared = device_setup.set_up(config)
@@ -235,7 +244,7 @@ def _set_up(send: Send, config: Config):
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
     dataset = load_data(config)
-    check_shards(config, len(prepared.names), len(dataset.train_images))
+    config.check_shards(len(prepared.names), len(dataset.train_images))
     return prepared, TrainingSpec(config, dataset)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.config import Config
+from app.config import VerifyConfig
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
 from app.runtime import console
@@ -18,7 +18,7 @@ VERIFY_FILE = "verify.json"
 
 def write_record(
     path: pathlib.Path,
-    config: Config,
+    config: VerifyConfig,
     recorded: Mapping[str, Recorded],
     strategy_verdicts: Mapping[str, StrategyVerdict],
     verdicts: Sequence[PairVerdict],
@@ -86,7 +86,7 @@ def _as_table(rows: Sequence) -> dict[str, list]:
 
 
 def print_report(
-    config: Config,
+    config: VerifyConfig,
     recorded: Mapping[str, Recorded],
     strategy_verdicts: Mapping[str, StrategyVerdict],
     verdicts: Sequence[PairVerdict],
@@ -138,7 +138,7 @@ def print_report(
 
 
 def conclusions(
-    config: Config,
+    config: VerifyConfig,
     strategy_verdicts: Mapping[str, StrategyVerdict],
     verdicts: Sequence[PairVerdict],
 ) -> list[str]:
