@@ -12,7 +12,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from app.config import Config
+from app.config import TrainConfig
 from app.devices import device_setup
 
 NUM_SAVES, INTERVAL_SEC = 9, 300
@@ -31,7 +31,7 @@ def reset_peak() -> None:
 
 def main(num_replicas: int) -> None:
     """Trains two steps, then saves some times in the middle of an epoch."""
-    config = Config.of(
+    config = TrainConfig(
         model="resnet18", global_batch_size=16, device="cpu", num_devices=num_replicas,
         dataset="synthetic", recipe="fast",
     )  # fmt: skip

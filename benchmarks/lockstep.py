@@ -8,7 +8,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from app.config import Config
+from app.config import TrainConfig
 from app.devices import device_setup
 from protocol import claim_stdout, serve
 
@@ -28,7 +28,7 @@ def main() -> None:
     options = vars(parser.parse_args())
     if options["strategy"] == "single":
         del options["num_devices"]
-    config = Config.of(dataset="fashion_mnist", device="cpu", **options)
+    config = TrainConfig(dataset="fashion_mnist", device="cpu", **options)
     prepared = device_setup.set_up(config)
 
     from app.performance.flops import training_flops_per_example

@@ -8,6 +8,7 @@ are: beyond that number each computes as much longer.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 
@@ -16,7 +17,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from app.config import Config
+from app.config import TrainConfig
 from app.devices.device_setup import num_cores
 from app.performance.all_reduce_model import AllReduceModel, LinearCost
 from app.performance.case import Case
@@ -30,7 +31,7 @@ COUNTS = (1, 2, 4)
 
 def points_of(model: str) -> tuple[dict[int, Case], list[Case]]:
     """Returns number of workers → the training, and one worker with the smaller shards."""
-    config = Config.of(
+    config = TrainConfig(
         strategy="multi_worker",
         model=model,
         global_batch_size=BATCH,
@@ -39,16 +40,9 @@ def points_of(model: str) -> tuple[dict[int, Case], list[Case]]:
         last_batch="drop",
         num_train_examples=2000,
     )
-    workers = {
-        n: Case(config.for_training("multi_worker", num_workers=n), cores=min(n, num_cores()))
-        for n in COUNTS
-    }
+    workers = {n: Case(config, num_workers=n, cores=min(n, num_cores())) for n in COUNTS}
     alone = [
-        Case(
-            config.for_training("multi_worker", num_workers=1, global_batch_size=BATCH // n),
-            cores=1,
-        )
-        for n in COUNTS[1:]
+        Case(dataclasses.replace(config, global_batch_size=BATCH // n), cores=1) for n in COUNTS[1:]
     ]
     return workers, alone
 

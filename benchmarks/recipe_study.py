@@ -13,7 +13,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from app.config import Config
+from app.config import TrainConfig
 from app.devices import device_setup
 from app.training.recipes import RECIPES
 
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--data_dir")
     options = parser.parse_args()
-    base = Config.of(strategy="single", device="cpu", recipe="fast", data_dir=options.data_dir)
+    base = TrainConfig(strategy="single", device="cpu", recipe="fast", data_dir=options.data_dir)
     prepared = device_setup.set_up(base)
     from app.training.evaluation import evaluate
     from app.training.training_spec import TrainingSpec, load_data

@@ -15,7 +15,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from app.config import Config
+from app.config import TrainConfig
 from app.performance import interval
 from app.performance.case import Case
 from app.performance.rounds import measure
@@ -26,7 +26,7 @@ BATCHES = {"lenet": 256, "resnet18": 64}
 
 def create_cases(model: str, communication_dtype: str) -> list[Case]:
     """Returns one worker on one core, two on two, and two without their exchange."""
-    config = Config.of("train",
+    config = TrainConfig(
         strategy="multi_worker",
         model=model,
         global_batch_size=BATCHES[model],
@@ -36,13 +36,8 @@ def create_cases(model: str, communication_dtype: str) -> list[Case]:
         num_train_examples=2000,
         communication_dtype=communication_dtype,
     )
-    one, two = (Case(with_workers(config, n), cores=n) for n in (1, 2))
-    return [one, two, Case(two.config, no_sync=True, cores=2)]
-
-
-def with_workers(config: Config, num_workers: int) -> Config:
-    """Returns the same training with another number of workers."""
-    return config.for_training("multi_worker", num_workers=num_workers)
+    one, two = (Case(config, num_workers=n, cores=n) for n in (1, 2))
+    return [one, two, Case(config, num_workers=2, no_sync=True, cores=2)]
 
 
 def main() -> None:

@@ -106,7 +106,7 @@ def test_a_user_s_keras_settings_do_not_leak_in(tmp_path):
         '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
     )
     script = (
-        "from app.devices import device_setup; from app.config.command_configs import Config\n"
+        "from app.devices import device_setup; from app.config import Config\n"
         "device_setup.set_up(Config.of()); import keras\n"
         "print(keras.backend.backend(), keras.config.floatx(), keras.config.image_data_format())\n"
     )

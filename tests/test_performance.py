@@ -35,7 +35,7 @@ def test_points_are_all_combinations_and_single_has_one_device():
     cases = create_cases(config)
     assert len(cases) == 6 and len({p.name for p in cases}) == 6
     assert {p.config.all_reduce for p in cases if p.config.num_replicas_asked == 2} == {"ring"}
-    with pytest.raises(ConfigError, match="global_batch_size=1 is smaller"):
+    with pytest.raises(ConfigError, match="number of replicas, 2, got 1"):
         create_cases(Config.of("benchmark", global_batch_size=(1,)))
 
 

@@ -14,7 +14,7 @@ from performance_samples import samples
 
 def plan_of(**options):
     options.setdefault("num_devices", 3)
-    return TrainingPlan.of(Config.of("plan", num_workers=1, device="cpu", **options))
+    return TrainingPlan.of(Config.of("plan", device="cpu", **options))
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +98,9 @@ def test_what_is_printed(lenet, capsys):
 
 def test_every_gpu_is_planned_for_where_nothing_is_asked(monkeypatch):
     monkeypatch.setattr(command, "visible_gpus", lambda: ["0", "1", "2"])
-    assert command._with_all_gpus(Config.of("plan", num_workers=1)).num_devices_planned == 3
+    assert command._with_all_gpus(Config.of("plan")).num_devices_planned == 3
     for options in ({"device": "cpu"}, {"num_devices": 5}, {"devices_per_worker": 2}):
-        config = Config.of("plan", num_workers=1, **options)
+        config = Config.of("plan", **options)
         assert command._with_all_gpus(config) == config
 
 

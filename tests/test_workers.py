@@ -23,8 +23,7 @@ CONFIG = Config.of(
 
 
 def run_group(function, *arguments, num_workers=2):
-    config = dataclasses.replace(CONFIG, num_workers=num_workers)
-    with WorkerGroup(split_resources(config), function, *arguments) as group:
+    with WorkerGroup(split_resources(num_workers, CONFIG), function, *arguments) as group:
         while (message := group.receive())[0] == "message":
             pass
     return message[1]
@@ -166,15 +165,15 @@ def test_one_process_is_all_there_is():
 
 def test_cores_are_shared_out(monkeypatch):
     monkeypatch.setattr("app.cluster.resource_split._cores", lambda: [0, 2, 4, 6])
-    two = split_resources(dataclasses.replace(CONFIG, num_workers=2))
+    two = split_resources(2, CONFIG)
     assert two == [WorkerResources((0, 2), None), WorkerResources((4, 6), None)]
-    six = split_resources(dataclasses.replace(CONFIG, num_workers=6))
+    six = split_resources(6, CONFIG)
     assert [share.cores for share in six] == [(0,), (2,), (4,), (6,), (0,), (2,)]
 
 
 def test_gpus_are_shared_out(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,GPU-abc")
-    config = dataclasses.replace(CONFIG, device="auto", num_workers=3, num_devices=1)
-    assert [share.gpus for share in split_resources(config)] == [("3",), ("1",), ("GPU-abc",)]
+    config = dataclasses.replace(CONFIG, device="auto", num_devices=1)
+    assert [share.gpus for share in split_resources(3, config)] == [("3",), ("1",), ("GPU-abc",)]
     with pytest.raises(DeviceError, match="3 GPUs — 4 are required"):
-        split_resources(dataclasses.replace(config, num_workers=2, num_devices=2))
+        split_resources(2, dataclasses.replace(config, num_devices=2))

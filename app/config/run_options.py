@@ -103,3 +103,7 @@ class InjectOptions:
     def fault(self) -> Fault | None:
         """The fault that `--inject` names."""
         return Fault.parse(self.inject) if self.inject else None
+
+    def inject_field(self) -> dict[str, str | None]:
+        """Returns the fault as `result_fields` has it: in one spelling."""
+        return {"inject": self.fault.spec if self.fault else None}

@@ -124,7 +124,7 @@ class TrainConfig(
 
     def result_fields(self) -> dict[str, Any]:
         """Returns what the result of the training depends on, without paths and display."""
-        return super().result_fields() | {"inject": self.fault.spec if self.fault else None}
+        return super().result_fields() | self.inject_field()
 
 
 def training_config(config: Config, strategy: str, **options: Any) -> TrainConfig:
@@ -206,7 +206,7 @@ class CompareConfig(ComparedStrategiesOptions, TrainingOptions, SavingOptions, C
 
     def for_training(self, strategy: str, **options: Any) -> TrainConfig:
         """Returns the configuration of the training with one of the strategies."""
-        return training_config(self, strategy, **_devices_of(self, strategy), **options)
+        return training_config(self, strategy, **{**_devices_of(self, strategy), **options})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,6 +236,10 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Co
         flag = f"--inject={self.inject}"
         constraints.check_fault(self.fault, flag, self.strategies, self.num_replicas_asked)
         constraints.check_fault_steps(self.fault, flag, self.steps)
+
+    def result_fields(self) -> dict[str, Any]:
+        """Returns what the result of the trainings depends on, without paths and display."""
+        return super().result_fields() | self.inject_field()
 
     def for_training(self, strategy: str, **options: Any) -> TrainConfig:
         """Returns the configuration of the training with one of the strategies."""
