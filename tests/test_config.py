@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from app.cli.option_page import PAGE, option_page
 from app.config import Config, TrainConfig, VerifyConfig
 from app.config.constraints import check_shards
 from app.config.names import GROUPS, RECIPE_NAMES

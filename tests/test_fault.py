@@ -72,7 +72,7 @@ def test_refusals_name_what_is_required(text, named):
     ],
 )
 def test_what_cannot_happen_is_refused(options):
-    with pytest.raises(ConfigError, match="^--"):
+    with pytest.raises(ConfigError, match=r"^--"):
         Config.of(**options)
 
 
