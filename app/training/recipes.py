@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 import keras
 
+from app.training.layer_names import reset_layer_numbers
+from app.training.model_checks import check_model
 from app.training.optimizers import FusedSGD
 
 REFERENCE_GLOBAL_BATCH_SIZE = 256
@@ -81,7 +83,11 @@ class Recipe:
         Args:
             build_network: one of `models.MODELS`.
             seed: 0 to 2³² − 1.
+
+        Raises:
+            ConfigError: the strategies cannot train such a model.
         """
+        reset_layer_numbers()
         keras.utils.set_random_seed(seed)
         network = build_network(kernel_initializer=self.kernel_initializer)
         images = keras.Input((28, 28, 1), dtype="uint8")
@@ -90,7 +96,9 @@ class Recipe:
             -self.pixel_mean / self.pixel_std,
             dtype=keras.config.floatx(),
         )(images)
-        return keras.Model(images, network(scaled), name=network.name)
+        model = keras.Model(images, network(scaled), name=network.name)
+        check_model(model)
+        return model
 
 
 # The book's chapters on several GPUs.
