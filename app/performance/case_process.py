@@ -14,8 +14,8 @@ from app.runtime.processes import Channel
 
 _WARM_UP_STEPS = 3
 _SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
-_LARGEST_EXCHANGE_BYTES = 64 << 20
-_EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.1, 5
+_LARGEST_ALL_REDUCE_BYTES = 64 << 20
+_ALL_REDUCE_SEC, _ALL_REDUCE_REPEATS = 0.1, 5
 # Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: the process ends before.
 _KEPT = []
 _BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
@@ -96,14 +96,14 @@ def time_all_reduce(strategy) -> list[AllReduceTime]:
     be other numbers of buckets.
     """
     weights = [w.value for w in strategy.model.trainable_variables]
-    packing = strategy.packing(weights)
-    scales = [s for s in _SCALES if s * packing.size_bytes <= _LARGEST_EXCHANGE_BYTES]
-    if len(packing.buckets) < len(weights):
+    gradient_buckets = strategy.gradient_buckets(weights)
+    scales = [s for s in _SCALES if s * gradient_buckets.size_bytes <= _LARGEST_ALL_REDUCE_BYTES]
+    if len(gradient_buckets.buckets) < len(weights):
         scales = []
-    return [_time_exchange_of(strategy, weights, scale) for scale in (*scales, 1.0)]
+    return [_time_all_reduce_of(strategy, weights, scale) for scale in (*scales, 1.0)]
 
 
-def _time_exchange_of(strategy, weights, scale: float) -> AllReduceTime:
+def _time_all_reduce_of(strategy, weights, scale: float) -> AllReduceTime:
     import tensorflow as tf
 
     tensors = []
@@ -113,15 +113,15 @@ def _time_exchange_of(strategy, weights, scale: float) -> AllReduceTime:
             tensors.append(
                 [tf.zeros(shape, w.dtype) for shape, w in zip(shapes, weights, strict=True)]
             )
-    size_bytes = strategy.packing(tensors[0]).size_bytes
+    size_bytes = strategy.gradient_buckets(tensors[0]).size_bytes
     num_times, secs = 1, []
     strategy.repeat_all_reduce(tensors, num_times)
-    while len(secs) < _EXCHANGE_REPEATS:
+    while len(secs) < _ALL_REDUCE_REPEATS:
         start = time.perf_counter()
         for tensor in strategy.repeat_all_reduce(tensors, num_times)[-1]:
             tensor.numpy()
         sec = strategy.workers.all_reduce_max(time.perf_counter() - start)[0]
-        if sec < _EXCHANGE_SEC and not secs:
+        if sec < _ALL_REDUCE_SEC and not secs:
             num_times *= 2
         else:
             secs.append(sec / num_times)
@@ -151,7 +151,7 @@ def _facts(spec, strategy, prepared, compile_sec: float) -> Facts:
         all_reduce=strategy.algorithm,
         tensor_float_32="GPU" in strategy.devices[0]
         and tf.config.experimental.tensor_float_32_execution_enabled(),
-        gradient_bytes=strategy.packing([w.value for w in weights]).size_bytes,
+        gradient_bytes=strategy.gradient_buckets([w.value for w in weights]).size_bytes,
         flops_per_example=training_flops_per_example(strategy.model),
         compile_sec=compile_sec,
         versions=versions(),
