@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.performance.comparability import remarks, setup_caveats
+from app.performance.comparability import find_caveats, setup_caveats
 from app.performance.speed_comparison import all_comparisons, compare
 from performance_samples import samples
 
@@ -25,38 +25,41 @@ def test_unfair_comparisons_are_refused(axis, change, text):
     first, second = samples(), samples("mirrored", **change)
     comparison = compare(axis, second, first)
     assert comparison.speed_up is None and comparison.verdict == "refused"
-    assert any(text in remark.text for remark in comparison.remarks if remark.refuses)
+    assert any(text in caveat.text for caveat in comparison.caveats if caveat.refuses)
 
 
 def test_the_same_global_batch_is_not_asked_of_weak_scaling():
-    assert remarks(samples(), samples(num_replicas=2, global_batch_size=512), "weak scaling") == []
+    assert (
+        find_caveats(samples(), samples(num_replicas=2, global_batch_size=512), "weak scaling")
+        == []
+    )
 
 
 def test_shared_processors_and_rounded_float32_are_marked_not_refused():
     simulated = compare("strong scaling", samples(num_replicas=2, simulated=True), samples())
-    assert "2 share 2 cores" in simulated.remarks[0].text
+    assert "2 share 2 cores" in simulated.caveats[0].text
     assert simulated.speed_up is not None
     tf32 = compare(
         "precision",
         samples(precision="mixed_bfloat16", tensor_float_32=True),
         samples(tensor_float_32=True),
     )
-    assert [r.refuses for r in tf32.remarks] == [False] and "TF32" in tf32.remarks[0].text
+    assert [r.refuses for r in tf32.caveats] == [False] and "TF32" in tf32.caveats[0].text
 
 
 def test_from_few_rounds_there_is_no_verdict():
     few = samples(step_secs=(1.0, 1.0)), samples("mirrored", step_secs=(2.0, 2.0))
     comparison = compare("strategy", *few)
-    assert comparison.verdict == "refused" and "fewer than 5 rounds" in comparison.remarks[0].text
+    assert comparison.verdict == "refused" and "fewer than 5 rounds" in comparison.caveats[0].text
     assert "fewer than 5 rounds" in setup_caveats(few)[0]
 
 
 def test_another_all_reduce_is_marked_but_one_device_has_none():
     nccl, own = samples("mirrored", 2, all_reduce="nccl"), samples("manual", 2)
-    assert [r.text for r in remarks(own, nccl, "strategy")] == [
+    assert [r.text for r in find_caveats(own, nccl, "strategy")] == [
         "another all-reduce: reduce_to_one and nccl"
     ]
-    assert remarks(samples("single", all_reduce="none"), samples("manual"), "strategy") == []
+    assert find_caveats(samples("single", all_reduce="none"), samples("manual"), "strategy") == []
 
 
 def test_verdicts():

@@ -18,7 +18,7 @@ num_gpus, options = int(sys.argv[1]), json.loads(sys.argv[2])
 from app.devices import device_setup
 from app.config import Config
 from app.runtime.errors import DeviceError
-tf = devices.import_tensorflow(-1)
+tf = device_setup.import_tensorflow(-1)
 done = {"growth": 0}
 gpus = [f"gpu{i}" for i in range(num_gpus)]
 real_list = tf.config.list_physical_devices
@@ -30,7 +30,7 @@ def grow(gpu, on):
     done["growth"] += 1
 tf.config.experimental.set_memory_growth = grow
 try:
-    made = devices.set_up(Config.of(**options))
+    made = device_setup.set_up(Config.of(**options))
     done.update(names=made.names, simulated=made.simulated)
     if made.names[0].startswith("/device:CPU"):
         done["logical"] = len(tf.config.list_logical_devices("CPU"))

@@ -574,7 +574,7 @@ def test_what_is_broken_is_not_advised():
 
 
 def assert_parses(line):
-    parse = "import sys; from absl import logging; from app import flags as f;"
+    parse = "import sys; from absl import logging; from app.cli import flags as f;"
     parse += "f.define_flags(); f.parse_config(sys.argv)"
     words = shlex.split(line)[2:]
     subprocess.run([sys.executable, "-c", parse, *words], cwd=ROOT, check=True)

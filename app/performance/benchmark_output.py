@@ -135,7 +135,7 @@ def print_benchmark(
     said = dict.fromkeys(
         f"{c.axis}{' refused' if r.refuses else ''}: {r.text}"
         for c in comparisons
-        for r in c.remarks
+        for r in c.caveats
     )
     for line in [*setup_caveats(samples), *said]:
         console.say(line)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # TensorFlow is imported when its devices are to be set up, n
 
 _WARM_UP_STEPS = 3
 _SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
-_LARGEST_EXCHANGE_BYTES = 64 << 20
-_EXCHANGE_SEC, _EXCHANGE_REPEATS = 0.1, 5
+_LARGEST_ALL_REDUCE_BYTES = 64 << 20
+_ALL_REDUCE_SEC, _ALL_REDUCE_REPEATS = 0.1, 5
 # Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: the process ends before.
 _KEPT: list[Any] = []
 _BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
@@ -102,14 +102,14 @@ def time_all_reduce(strategy: "Strategy") -> list[AllReduceTime]:
     be other numbers of buckets.
     """
     weights = [w.value for w in strategy.model.trainable_variables]
-    packing = strategy.gradient_buckets(weights)
-    scales = [s for s in _SCALES if s * packing.size_bytes <= _LARGEST_EXCHANGE_BYTES]
-    if len(packing.buckets) < len(weights):
+    gradient_buckets = strategy.gradient_buckets(weights)
+    scales = [s for s in _SCALES if s * gradient_buckets.size_bytes <= _LARGEST_ALL_REDUCE_BYTES]
+    if len(gradient_buckets.buckets) < len(weights):
         scales = []
-    return [_time_exchange_of(strategy, weights, scale) for scale in (*scales, 1.0)]
+    return [_time_all_reduce_of(strategy, weights, scale) for scale in (*scales, 1.0)]
 
 
-def _time_exchange_of(
+def _time_all_reduce_of(
     strategy: "Strategy", weights: "list[tf.Tensor]", scale: float
 ) -> AllReduceTime:
     import tensorflow as tf
@@ -125,12 +125,12 @@ def _time_exchange_of(
     num_times = 1
     secs: list[float] = []
     strategy.repeat_all_reduce(tensors, num_times)
-    while len(secs) < _EXCHANGE_REPEATS:
+    while len(secs) < _ALL_REDUCE_REPEATS:
         start = time.perf_counter()
         for tensor in strategy.repeat_all_reduce(tensors, num_times)[-1]:
             tensor.numpy()
         sec = strategy.workers.all_reduce_max(time.perf_counter() - start)[0]
-        if sec < _EXCHANGE_SEC and not secs:
+        if sec < _ALL_REDUCE_SEC and not secs:
             num_times *= 2
         else:
             secs.append(sec / num_times)

@@ -27,7 +27,7 @@ class Caveat:
 AXES = ("strong scaling", "weak scaling", "strategy", "precision")
 
 
-def remarks(first: Sample, second: Sample, axis: str) -> list[Caveat]:
+def find_caveats(first: Sample, second: Sample, axis: str) -> list[Caveat]:
     """Returns what speaks against comparing two points along one of `AXES`."""
     return [*_refusals(first, second, axis), *_marks(first, second, axis)]
 

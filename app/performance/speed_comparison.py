@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from app.performance import interval
 from app.performance.case import Sample
-from app.performance.comparability import Caveat, remarks
+from app.performance.comparability import Caveat, find_caveats
 from app.performance.interval import Interval
 
 
@@ -19,7 +19,7 @@ class Comparison:
         base: the name of what it is compared with.
         ideal: the ratio that could be hoped for; for scaling, the number of times more devices.
         speed_up: images a second over those of the base; None where that is refused.
-        remarks: what a reader has to be told.
+        caveats: what a reader has to be told.
     """
 
     axis: str
@@ -27,7 +27,7 @@ class Comparison:
     base: str
     ideal: float | None
     speed_up: Interval | None
-    remarks: list[Caveat]
+    caveats: list[Caveat]
 
     @property
     def verdict(self) -> str:
@@ -41,8 +41,8 @@ class Comparison:
 
 def compare(axis: str, samples: Sample, base: Sample, ideal: float | None = None) -> Comparison:
     """Compares two points along an axis, unless that would be unfair."""
-    found = remarks(base, samples, axis)
-    refused = any(remark.refuses for remark in found)
+    found = find_caveats(base, samples, axis)
+    refused = any(caveat.refuses for caveat in found)
     speed_up = None if refused else interval.ratio(samples.rates, base.rates)
     return Comparison(axis, samples.case.name, base.case.name, ideal, speed_up, found)
 
