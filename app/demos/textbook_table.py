@@ -2,7 +2,7 @@
 
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from app.commands.train import default_out
 from app.config import Config
@@ -11,7 +11,7 @@ from app.demos import presentation, textbook_figures
 from app.performance import interval
 from app.performance.case import Case, Sample
 from app.performance.rounds import measure
-from app.records.history import Summary, load_summary
+from app.records.history import Summary, load_required_summary
 from app.records.run_directory import named_path
 from app.runtime import console
 from app.runtime.errors import TrainingFailedError
@@ -83,7 +83,7 @@ def create_cases(config: Config, runs: Sequence[Run]) -> list[Case]:
     ]
 
 
-def _on(config: Config, num_devices: int, **options) -> Config:
+def _on(config: Config, num_devices: int, **options: Any) -> Config:
     """Returns a training on some of the devices, asked for as the flags did."""
     if config.num_gpus:
         return config.for_training("manual", num_gpus=num_devices, num_devices=None, **options)
@@ -96,7 +96,7 @@ def _train(training: Config, number: int) -> Run:
     if exit_code:
         raise TrainingFailedError(training.strategy, exit_code)
     console.say()
-    return Run(path, load_summary(path))
+    return Run(path, load_required_summary(path))
 
 
 def print_results(runs: Sequence[Run], samples: Sequence[Sample]) -> None:
