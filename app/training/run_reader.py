@@ -1,6 +1,7 @@
 """A run on disk, brought back on any strategy and any devices."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from app.config import Config
 from app.data.dataset import ImageDataset
@@ -12,6 +13,9 @@ from app.records.checkpoint_search import find_best_checkpoint, find_newest_chec
 from app.records.run_directory import load_run_config, named_path
 from app.runtime import console
 from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from strategies.base import Strategy
 
 # What the saved state stands for; everything else (strategy, devices) is free to be another.
 _KEPT = ("model", "recipe", "seed", "precision")
@@ -37,6 +41,8 @@ class SavedRun:
             OutputError: there is no run.
             CheckpointError: it has no usable checkpoint.
         """
+        if config.run is None:
+            raise ConfigError("--run is missing; name the directory of a run")
         run_dir = named_path(config.run)
         run_config = load_run_config(run_dir)
         if run_config.get("command") == "verify":
@@ -57,8 +63,8 @@ class SavedRun:
                 f"{run_dir}: no checkpoint — a run that has saved one is required;"
                 " finish it with the command that started it"
             )
-        if found.damaged:
-            console.warn(found.warning())
+        if warning := found.warning():
+            console.warn(warning)
         trained = found.checkpoint.metadata.config
         if trained.get("inject"):
             console.warn(injected_fault_caveat(str(trained["inject"])))
@@ -98,7 +104,7 @@ class SavedRun:
             )
         return dataset
 
-    def rebuild(self, devices: Devices):
+    def rebuild(self, devices: Devices) -> "Strategy":
         """Builds the strategy on `devices` and gives every replica the saved state."""
         from app.training.strategy_builder import build_strategy, restore
 
