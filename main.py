@@ -4,6 +4,7 @@ python main.py [COMMAND] [--flags]        python main.py --help
 """
 
 import importlib
+import io
 import os
 import pathlib
 import signal
@@ -71,6 +72,7 @@ if __name__ == "__main__":
     nowhere = pathlib.Path(os.devnull)  # For streams that the caller has closed.
     sys.stdout, sys.stderr = sys.stdout or nowhere.open("w"), sys.stderr or nowhere.open("w")
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # A terminal without "—" must not end the program.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # A terminal without "—" must not end it.
     flags.define_flags()
     absl_app.run(main, flags_parser=parse)

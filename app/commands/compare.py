@@ -7,7 +7,7 @@ from app.commands.train import default_out, open_log
 from app.config import Config
 from app.records.caveats import caveats
 from app.records.files import write_json
-from app.records.history import Summary, load_summary
+from app.records.history import Summary, load_required_summary
 from app.records.run_directory import CONFIG_FILE, named_path, open_run_directory
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
@@ -66,7 +66,7 @@ def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path])
     """Prints the table and what became of the weights; saves both, and one figure with all."""
     from app.report.accuracy_plot import plot_accuracy
 
-    summaries = [load_summary(path) for path in run_dirs]
+    summaries = [load_required_summary(path) for path in run_dirs]
     verdicts = compare_weights(run_dirs)
     first = summaries[0]
     console.say()

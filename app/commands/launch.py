@@ -7,7 +7,7 @@ from app.cluster.resource_split import split_resources
 from app.commands.train import default_out
 from app.config import Config
 from app.records.caveats import caveats
-from app.records.history import Summary, load_summary
+from app.records.history import Summary, load_required_summary
 from app.records.run_directory import named_path
 from app.runtime import console
 
@@ -28,7 +28,7 @@ def run(config: Config) -> Summary:
     gpus = f", {console.count(len(shares[0].gpus), 'GPU')}" if shares[0].gpus else ""
     console.say(f"{console.count(len(shares), 'worker')} on this machine, {cores}{gpus} each")
     Launcher(dataclasses.replace(config, out=str(path)), shares).run()
-    summary = load_summary(path)
+    summary = load_required_summary(path)
     for caveat in caveats(config, summary):
         console.warn(caveat)
     console.say(summary.last_line())

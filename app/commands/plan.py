@@ -1,6 +1,7 @@
 """`plan`: what a training would take, by arithmetic, and with `--probe` by a few steps."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def _point(config: Config, name: str, batch: int) -> Case:
     return Case(_training(config, name, **options), reads_input=False)
 
 
-def _training(config: Config, name: str, **options) -> Config:
+def _training(config: Config, name: str, **options: Any) -> Config:
     """Returns a training on this machine alone."""
     return config.for_training(name, num_workers=Config.num_workers, **options)
 

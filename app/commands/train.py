@@ -6,6 +6,7 @@ import itertools
 import os
 import pathlib
 import time
+from typing import TYPE_CHECKING
 
 from app.cluster.environment import find_cluster
 from app.config import Config
@@ -19,6 +20,10 @@ from app.records.run_log import RunLog, open_run_log
 from app.runtime import console, watchdog
 from app.runtime.errors import CheckpointError, OutputError, StalledError
 from app.training.resume import find_changes
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from app.data.dataset import ImageDataset
+    from app.training.loop import Training
 
 
 def run(config: Config) -> Summary | None:
@@ -112,7 +117,9 @@ def _assist(config: Config) -> None:
     """Trains as a worker that is not the chief."""
     console.be_part()
     prepared = device_setup.set_up(config)
-    workers = prepared.workers
+    from strategies.workers import Workers
+
+    workers = prepared.workers or Workers()
     with _naming_lost_peers(prepared):
         if workers.broadcast() == _FINISHED:
             console.say("the training is finished already")
@@ -128,7 +135,7 @@ def _assist(config: Config) -> None:
     console.say(f"worker {workers.index}: done")
 
 
-def _naming_lost_peers(prepared: device_setup.Devices):
+def _naming_lost_peers(prepared: device_setup.Devices) -> contextlib.AbstractContextManager[None]:
     """Within it a worker that is lost is named."""
     if prepared.cluster is None:
         return contextlib.nullcontext()
@@ -143,7 +150,7 @@ def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
             prepared.workers.broadcast(what)
 
 
-def _load_data(config: Config, prepared: device_setup.Devices):
+def _load_data(config: Config, prepared: device_setup.Devices) -> "ImageDataset":
     from app.training.training_spec import load_data
 
     dataset = load_data(config)
@@ -151,7 +158,7 @@ def _load_data(config: Config, prepared: device_setup.Devices):
     return dataset
 
 
-def _announce(config: Config, prepared: device_setup.Devices, training) -> None:
+def _announce(config: Config, prepared: device_setup.Devices, training: "Training") -> None:
     dataset = training.dataset
     console.say(
         f"{config.strategy}: {config.model} on {dataset.name},"
@@ -185,6 +192,7 @@ def _report_stall(
     console.report_error(error)  # First: the disk may be what hangs.
     if path:
         watchdog.dump_stacks(path / LOG_FILE)
+    if log:
         log.stop(error.exit_code, error=str(error))
 
 
