@@ -4,6 +4,7 @@ python main.py [COMMAND] [--flags]        python main.py --help
 """
 
 import importlib
+import io
 import os
 import pathlib
 import signal
@@ -19,7 +20,7 @@ if sys.version_info < (3, 11):  # Before anything is imported that an old Python
 from absl import app as absl_app  # `from absl import app` would hide our own package.
 
 from app.cli import flags
-from app.config import Config
+from app.config import Config, TrainConfig
 from app.runtime import console, errors, fault_points, signals
 
 
@@ -62,7 +63,7 @@ def end(config: Config, exit_code: int) -> int:
     Taking TensorFlow's engine apart was seen to wait for half a minute, and for workers that are
     no more.
     """
-    if config.command == "train" and config.has_workers:
+    if isinstance(config, TrainConfig) and config.has_workers:
         console.leave(exit_code)
     return exit_code
 
@@ -71,6 +72,7 @@ if __name__ == "__main__":
     nowhere = pathlib.Path(os.devnull)  # For streams that the caller has closed.
     sys.stdout, sys.stderr = sys.stdout or nowhere.open("w"), sys.stderr or nowhere.open("w")
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # A terminal without "—" must not end the program.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # A terminal without "—" must not end it.
     flags.define_flags()
     absl_app.run(main, flags_parser=parse)

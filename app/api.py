@@ -1,6 +1,7 @@
 """The commands, for a script or a notebook."""
 
 import importlib
+from typing import Any
 
 from app.config import Config
 from app.runtime import signals
@@ -8,7 +9,7 @@ from app.runtime.errors import Terminated
 from app.runtime.processes import Channel, ChildProcess
 
 
-def run(config: Config):
+def run(config: Config) -> Any:
     """Runs a command and returns what it found; what it prints appears as on a terminal.
 
     It runs in a process of its own, so that a notebook can train on one device and then on two,
@@ -40,7 +41,7 @@ def run(config: Config):
     return result
 
 
-def _run(channel: Channel, config: Config):
+def _run(channel: Channel, config: Config) -> tuple[bool, Any]:
     """Runs in the new process; returns whether the command was done, and its result."""
     signals.install()
     signals.end_with_parent()

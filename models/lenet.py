@@ -1,10 +1,12 @@
 """LeNet, in the form that the book trains on several GPUs."""
 
+from typing import Any
+
 import keras
 from keras import layers
 
 
-def build_lenet(*, kernel_initializer="glorot_uniform") -> keras.Model:
+def build_lenet(*, kernel_initializer: str | dict[str, Any] = "glorot_uniform") -> keras.Model:
     """Builds LeNet: float images `(n, 28, 28, 1)` to logits `(n, 10)`, 129,068 parameters.
 
     Args:

@@ -1,12 +1,15 @@
 """Residual networks for small images."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import layers
 
+Initializer = str | dict[str, Any]  # A name or a configuration.
 
-def build_resnet18(*, kernel_initializer="glorot_uniform") -> keras.Model:
+
+def build_resnet18(*, kernel_initializer: Initializer = "glorot_uniform") -> keras.Model:
     """Builds the book's ResNet-18: 11,175,818 trainable parameters. See `build_resnet`."""
     return build_resnet(
         name="resnet18",
@@ -21,7 +24,7 @@ def build_resnet(
     name: str,
     stage_widths: Sequence[int],
     blocks_per_stage: int,
-    kernel_initializer="glorot_uniform",
+    kernel_initializer: Initializer = "glorot_uniform",
 ) -> keras.Model:
     """Builds a residual network: float images `(n, 28, 28, 1)` to logits `(n, 10)`.
 
@@ -54,7 +57,9 @@ def build_resnet(
     return keras.Model(images, logits, name=name)
 
 
-def _residual_block(x, width, halve, kernel_initializer, name):
+def _residual_block(
+    x: keras.KerasTensor, width: int, halve: bool, kernel_initializer: Initializer, name: str
+) -> keras.KerasTensor:
     """Adds two 3 × 3 convolutions to a shortcut, a 1 × 1 convolution where the shape changes."""
     strides = 2 if halve else 1
     y = _conv(width, 3, strides, kernel_initializer, f"{name}_conv1")(x)
@@ -67,7 +72,9 @@ def _residual_block(x, width, halve, kernel_initializer, name):
     return layers.ReLU()(layers.Add()([y, x]))
 
 
-def _conv(width, size, strides, kernel_initializer, name):
+def _conv(
+    width: int, size: int, strides: int, kernel_initializer: Initializer, name: str
+) -> layers.Layer:
     return layers.Conv2D(
         width,
         size,
@@ -78,6 +85,6 @@ def _conv(width, size, strides, kernel_initializer, name):
     )
 
 
-def _batch_norm(name):
+def _batch_norm(name: str) -> layers.Layer:
     # The paper's averages: Keras' 0.99 needs thousands of steps before evaluation makes sense.
     return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)

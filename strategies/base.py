@@ -9,7 +9,7 @@ from a subclass.
 import abc
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -56,6 +56,14 @@ class StepTotals(NamedTuple):
     def accuracy(self) -> float:
         """Fraction of the examples that were classified correctly, in [0, 1]."""
         return self.correct / self.examples
+
+
+ModelFn = Callable[[], keras.Model]
+OptimizerFn = Callable[[], keras.optimizers.Optimizer]
+BatchIterator = Any  # TensorFlow has several types for what `distribute` returns.
+# Of a shard: the logits `(n_r, 10)` and the totals; the loss, the totals and the gradients.
+LogitsAndTotals = tuple[tf.Tensor, StepTotals]
+LossAndGradients = tuple[tf.Tensor, StepTotals, list[tf.Tensor]]
 
 
 class Strategy(Replicas):
@@ -135,21 +143,21 @@ class Strategy(Replicas):
     @abc.abstractmethod
     def build(
         self,
-        model_fn: Callable[[], keras.Model],
-        optimizer_fn: Callable[[], keras.optimizers.Optimizer],
+        model_fn: ModelFn,
+        optimizer_fn: OptimizerFn,
     ) -> None:
         """Makes one replica of model and optimizer on each device, all with the same weights."""
 
     @abc.abstractmethod
-    def distribute(self, dataset: tf.data.Dataset):
+    def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         """Returns an iterator over `dataset`, a set without end, for the compiled steps."""
 
     @abc.abstractmethod
-    def train_step(self, iterator) -> StepTotals:
+    def train_step(self, iterator: BatchIterator) -> StepTotals:
         """Takes one global batch and makes one optimizer step on every replica (in a graph)."""
 
     @abc.abstractmethod
-    def forward(self, iterator) -> list[tuple[tf.Tensor, StepTotals]]:
+    def forward(self, iterator: BatchIterator) -> list[LogitsAndTotals]:
         """Takes one global batch and classifies it, training nothing (in a graph).
 
         Returns, for each replica of this worker in order, the logits `(n_r, 10)` and the totals of
@@ -198,7 +206,7 @@ class Strategy(Replicas):
         """How often the training loop has been traced: more than once means new shapes or types."""
         return self._train_loop.experimental_get_tracing_count()
 
-    def train_steps(self, iterator, num_steps: int) -> StepTotals:
+    def train_steps(self, iterator: BatchIterator, num_steps: int) -> StepTotals:
         """Makes `num_steps` optimizer steps in one compiled call and returns their totals.
 
         The first call compiles the loop. `num_steps=0` compiles it and trains nothing.
@@ -242,18 +250,18 @@ class Strategy(Replicas):
         return np.concatenate(logits)
 
     @tf.function
-    def _train_loop(self, iterator, num_steps):
+    def _train_loop(self, iterator: BatchIterator, num_steps: tf.Tensor) -> StepTotals:
         totals = StepTotals.zeros()
         for _ in tf.range(num_steps):
             totals = totals.plus(self.train_step(iterator))
         return totals
 
     @tf.function
-    def _evaluate_batch(self, iterator):
+    def _evaluate_batch(self, iterator: BatchIterator) -> StepTotals:
         return StepTotals.sum([StepTotals.zeros(), *(shard for _, shard in self.forward(iterator))])
 
     @tf.function
-    def _predict_batch(self, iterator):
+    def _predict_batch(self, iterator: BatchIterator) -> tf.Tensor:
         return tf.concat([logits for logits, _ in self.forward(iterator)], axis=0)
 
 
@@ -271,4 +279,4 @@ def classify(model: keras.Model, images: tf.Tensor) -> tf.Tensor:
 
 def _to_host(totals: StepTotals) -> StepTotals:
     """Reads totals from the device: the one point where the host waits for a compiled call."""
-    return StepTotals(*(value.numpy().item() for value in totals))
+    return StepTotals(*(np.asarray(value).item() for value in totals))

@@ -6,6 +6,7 @@ can be trusted, through the key-value store of TensorFlow's coordination service
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,11 +29,13 @@ _KEY_BASES = itertools.count(start=0, step=100_000)
 class _Extended(CollectiveAllReduceExtended):
     """TensorFlow's engine, on the devices that it is told."""
 
-    def __init__(self, *arguments, local_devices: Sequence[str], **options):
+    def __init__(self, *arguments: Any, local_devices: Sequence[str], **options: Any):
         self._devices_asked = tuple(local_devices)
         super().__init__(*arguments, **options)
 
-    def _initialize_local_devices(self, cluster_resolver, worker_device):
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
         # Its own version takes every GPU, or else one CPU, however many logical ones there are.
         kind = "GPU" if "GPU" in self._devices_asked[0] else "CPU"
         return tuple(worker_device + name for name in self._devices_asked), kind
@@ -70,7 +73,9 @@ class CollectiveStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
 
 
-def _resolver(addresses: Sequence[str], index: int):
+def _resolver(
+    addresses: Sequence[str], index: int
+) -> tf.distribute.cluster_resolver.ClusterResolver:
     if not addresses:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -98,6 +103,8 @@ class ClusterWorkers(Workers):
     Raises:
         tf.errors.OpError: the cluster cannot be formed.
     """
+
+    strategy: CollectiveStrategy
 
     def __init__(
         self, addresses: Sequence[str], index: int, local_devices: Sequence[str], all_reduce: str
@@ -151,8 +158,8 @@ class ClusterWorkers(Workers):
         return self._all_reduce(tf.constant(words)).numpy()
 
     @tf.function
-    def _all_reduce(self, words):
-        def exchange():
+    def _all_reduce(self, words: tf.Tensor) -> tf.Tensor:
+        def exchange() -> tf.Tensor:
             replica = tf.distribute.get_replica_context()
             # The first replica of a worker speaks for it.
             speaks = replica.replica_id_in_sync_group % self._num_local == 0

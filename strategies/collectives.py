@@ -14,7 +14,9 @@ from strategies.gradient_buckets import GradientBuckets
 PerReplicaTensors = list[list[tf.Tensor]]
 
 
-def shard_bounds(num_examples, num_replicas: int, replica_id: int):
+def shard_bounds(
+    num_examples: int | tf.Tensor, num_replicas: int, replica_id: int | tf.Tensor
+) -> tuple[int | tf.Tensor, int | tf.Tensor]:
     """Returns where the shard of a replica starts and ends in a batch of `num_examples`.
 
     Shards differ by at most one example, the first ones being the larger: 100 over 3 is 34, 33, 33
@@ -165,7 +167,9 @@ def direct(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> Pe
     return _join(gathered, per_replica_tensors, devices)
 
 
-def _cut(per_replica_tensors, devices) -> list[list[list[tf.Tensor]]]:
+def _cut(
+    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
+) -> list[list[list[tf.Tensor]]]:
     """Cuts each tensor into R flat chunks, some of which may be empty.
 
     Returns:
@@ -188,7 +192,11 @@ def _cut(per_replica_tensors, devices) -> list[list[list[tf.Tensor]]]:
     return chunks
 
 
-def _join(chunks, per_replica_tensors, devices) -> PerReplicaTensors:
+def _join(
+    chunks: list[list[list[tf.Tensor]]],
+    per_replica_tensors: PerReplicaTensors,
+    devices: Sequence[str],
+) -> PerReplicaTensors:
     """Puts tensors back together from their chunks; the opposite of `_cut`."""
     joined = []
     for held, tensors, device in zip(chunks, per_replica_tensors, devices, strict=True):
@@ -253,7 +261,11 @@ def all_reduce(
     )
 
 
-def _on_each(devices, function, per_replica_tensors) -> PerReplicaTensors:
+def _on_each(
+    devices: Sequence[str],
+    function: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    per_replica_tensors: PerReplicaTensors,
+) -> PerReplicaTensors:
     """Returns what `function` makes of each replica's tensors, on its own device."""
     results = []
     for device, tensors in zip(devices, per_replica_tensors, strict=True):

@@ -23,7 +23,9 @@ class GradientBuckets:
     Reference: S. Li et al., "PyTorch Distributed", 2020, section 3.2: gradient bucketing.
     """
 
-    def __init__(self, tensors: Sequence[tf.Tensor], *, bucket_bytes: int = 0, dtype=None):
+    def __init__(
+        self, tensors: Sequence[tf.Tensor], *, bucket_bytes: int = 0, dtype: str | None = None
+    ):
         self._likes = [(tensor.shape, tf.as_dtype(tensor.dtype)) for tensor in tensors]
         self._dtypes = [
             tf.as_dtype(dtype) if dtype and own.is_floating else own for _, own in self._likes
@@ -41,7 +43,8 @@ class GradientBuckets:
 
     def _fill(self, bucket_bytes: int) -> list[list[int]]:
         """Returns the positions of the tensors in each bucket."""
-        buckets, open_buckets = [], {}
+        buckets: list[list[int]] = []
+        open_buckets: dict[tf.DType, tuple[list[int], int]] = {}
         for position in reversed(range(len(self._likes))):
             shape, dtype = self._likes[position][0], self._dtypes[position]
             bucket, size = open_buckets.pop(dtype, ([], 0))

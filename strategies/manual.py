@@ -24,8 +24,23 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from strategies.base import StepTotals, Strategy, classify
-from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce, broadcast, split_batch
+from strategies.base import (
+    BatchIterator,
+    LogitsAndTotals,
+    LossAndGradients,
+    ModelFn,
+    OptimizerFn,
+    StepTotals,
+    Strategy,
+    classify,
+)
+from strategies.collectives import (
+    ALL_REDUCE_ALGORITHMS,
+    PerReplicaTensors,
+    all_reduce,
+    broadcast,
+    split_batch,
+)
 from strategies.loss import differentiate, shard_loss
 from strategies.observer import Shard
 
@@ -45,7 +60,7 @@ class ManualStrategy(Strategy):
     name = "manual"
     all_reduce_algorithms = tuple(ALL_REDUCE_ALGORITHMS)
 
-    def build(self, model_fn, optimizer_fn):
+    def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         self.replicas = []
         for replica_id, device in enumerate(self.devices):
             with tf.device(device):
@@ -61,10 +76,10 @@ class ManualStrategy(Strategy):
             for variable, weight in zip(replica.model.variables, weights, strict=True):
                 variable.assign(weight)
 
-    def distribute(self, dataset):
+    def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         return iter(dataset)  # Whole global batches: cutting them is part of the step.
 
-    def train_step(self, iterator):
+    def train_step(self, iterator: BatchIterator) -> StepTotals:
         # 1. A shard of the global batch for each replica.
         global_images, global_labels = next(iterator)
         shards = split_batch((global_images, global_labels), self.devices)
@@ -93,7 +108,13 @@ class ManualStrategy(Strategy):
                 replica.optimizer.apply(sums, replica.model.trainable_variables)
         return StepTotals.sum(per_replica_totals)
 
-    def _gradients(self, model, images, labels, num_global_examples):
+    def _gradients(
+        self,
+        model: keras.Model,
+        images: tf.Tensor,
+        labels: tf.Tensor,
+        num_global_examples: tf.Tensor,
+    ) -> LossAndGradients:
         """Differentiates the part that one shard has in the loss of the global batch.
 
         That is the sum of the shard's losses over the number of *all* examples. So the sum of the
@@ -109,7 +130,7 @@ class ManualStrategy(Strategy):
         gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
         return loss, totals, gradients
 
-    def all_reduce(self, per_replica_tensors):
+    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         if self.no_sync:
             return per_replica_tensors
         return all_reduce(
@@ -119,16 +140,20 @@ class ManualStrategy(Strategy):
             gradient_buckets=self.gradient_buckets(per_replica_tensors[0]),
         )
 
-    def repeat_all_reduce(self, per_replica_tensors, num_times):
+    def repeat_all_reduce(
+        self, per_replica_tensors: PerReplicaTensors, num_times: int
+    ) -> PerReplicaTensors:
         return self._all_reduce_loop(per_replica_tensors, tf.constant(num_times))
 
     @tf.function
-    def _all_reduce_loop(self, per_replica_tensors, num_times):
+    def _all_reduce_loop(
+        self, per_replica_tensors: PerReplicaTensors, num_times: tf.Tensor
+    ) -> PerReplicaTensors:
         for _ in tf.range(num_times):
             per_replica_tensors = self.all_reduce(per_replica_tensors)
         return per_replica_tensors
 
-    def forward(self, iterator):
+    def forward(self, iterator: BatchIterator) -> list[LogitsAndTotals]:
         global_images, global_labels = next(iterator)
         shards = split_batch((global_images, global_labels), self.devices)
         per_replica_results = []
@@ -139,7 +164,7 @@ class ManualStrategy(Strategy):
             per_replica_results.append((logits, totals))
         return per_replica_results
 
-    def replica_variables(self):
+    def replica_variables(self) -> list[list[tf.Variable]]:
         return [
             [v.value for v in replica.model.variables + replica.optimizer.variables]
             for replica in self.replicas

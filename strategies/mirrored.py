@@ -1,11 +1,21 @@
 """The same training with `tf.distribute.MirroredStrategy`: TensorFlow keeps the replicas."""
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from strategies.base import StepTotals, Strategy, classify
-from strategies.collectives import add_in_order, shard_bounds
+from strategies.base import (
+    BatchIterator,
+    LogitsAndTotals,
+    LossAndGradients,
+    ModelFn,
+    OptimizerFn,
+    StepTotals,
+    Strategy,
+    classify,
+)
+from strategies.collectives import PerReplicaTensors, add_in_order, shard_bounds
 from strategies.loss import differentiate, shard_loss
 from strategies.observer import Shard
 
@@ -32,7 +42,7 @@ class MirroredStrategy(Strategy):
     # Of algorithms that work on one kind of device alone.
     device_kinds: ClassVar = {"nccl": "GPU", "ring": "CPU"}
 
-    def __init__(self, devices, **options):
+    def __init__(self, devices: Sequence[str], **options: Any):
         super().__init__(devices, **options)
         kind = self.device_kinds.get(self.algorithm)
         if kind and not all(kind in device for device in self.devices):
@@ -53,16 +63,16 @@ class MirroredStrategy(Strategy):
             self.devices, cross_device_ops=CROSS_DEVICE_OPS[self.algorithm]()
         )
 
-    def default_all_reduce(self):
+    def default_all_reduce(self) -> str:
         return "nccl" if "GPU" in self.devices[0] and self.num_replicas > 1 else "reduce_to_one"
 
-    def build(self, model_fn, optimizer_fn):
+    def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         with self._tf_strategy.scope():
             self.model, self.optimizer = model_fn(), optimizer_fn()
             self.optimizer.build(self.model.trainable_variables)
         self.optimizer._all_reduce_sum_gradients = list  # The pairs as they are: see above.
 
-    def distribute(self, dataset):
+    def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         """Deals the shards of each global batch to the replicas in turn.
 
         `experimental_distribute_dataset` would cut the batches by rounding up, 4 over 3 as 2, 2, 0,
@@ -70,10 +80,10 @@ class MirroredStrategy(Strategy):
         in replica order, each with the size of its global batch.
         """
 
-        def to_shards(images, labels):
+        def to_shards(images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:
             num_examples = tf.shape(labels)[0]
 
-            def to_shard(replica_id):
+            def to_shard(replica_id: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
                 start, end = shard_bounds(num_examples, self.num_replicas, replica_id)
                 return images[start:end], labels[start:end], num_examples
 
@@ -87,8 +97,10 @@ class MirroredStrategy(Strategy):
             self._tf_strategy.distribute_datasets_from_function(lambda _: shards.apply(endless))
         )
 
-    def train_step(self, iterator):
-        def replica_step(images, labels, num_global_examples):
+    def train_step(self, iterator: BatchIterator) -> StepTotals:
+        def replica_step(
+            images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+        ) -> StepTotals:
             gradients_of = self.compiled(self._gradients)
             loss, totals, gradients = gradients_of(images, labels, num_global_examples)
             replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -101,7 +113,9 @@ class MirroredStrategy(Strategy):
         per_replica_totals = self._tf_strategy.run(replica_step, args=next(iterator))
         return StepTotals.sum(self._per_replica(per_replica_totals))
 
-    def _gradients(self, images, labels, num_global_examples):
+    def _gradients(
+        self, images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+    ) -> LossAndGradients:
         with tf.GradientTape() as tape:
             logits = self.model(images, training=True)
             loss, totals = shard_loss(
@@ -111,10 +125,12 @@ class MirroredStrategy(Strategy):
         gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
         return loss, totals, gradients
 
-    def all_reduce(self, per_replica_tensors):
+    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         return self.repeat_all_reduce(per_replica_tensors, 1)
 
-    def repeat_all_reduce(self, per_replica_tensors, num_times):
+    def repeat_all_reduce(
+        self, per_replica_tensors: PerReplicaTensors, num_times: int
+    ) -> PerReplicaTensors:
         if len(per_replica_tensors) == 1:
             return [list(self._all_reduce_loop(per_replica_tensors[0], tf.constant(num_times)))]
         values = [
@@ -128,8 +144,8 @@ class MirroredStrategy(Strategy):
         return self._per_replica(self._all_reduce_loop(values, tf.constant(num_times)))
 
     @tf.function
-    def _all_reduce_loop(self, values, num_times):
-        def exchange(tensors):
+    def _all_reduce_loop(self, values: list[tf.Tensor], num_times: tf.Tensor) -> list[tf.Tensor]:
+        def exchange(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
             # `tf.distribute` asks where each tensor is, which an argument of a graph does not know.
             return self._sum_over_replicas([tf.identity(tensor) for tensor in tensors])
 
@@ -137,7 +153,7 @@ class MirroredStrategy(Strategy):
             values = self._tf_strategy.run(exchange, args=(values,))
         return values
 
-    def _sum_over_replicas(self, tensors):
+    def _sum_over_replicas(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Adds tensors over the replicas, in replica context, by TensorFlow's cross-device ops."""
         if self.no_sync:
             return tensors
@@ -148,20 +164,22 @@ class MirroredStrategy(Strategy):
         buckets = context.all_reduce(tf.distribute.ReduceOp.SUM, gradient_buckets.pack(tensors))
         return gradient_buckets.unpack(buckets)
 
-    def forward(self, iterator):
-        def replica_forward(images, labels, num_global_examples):
+    def forward(self, iterator: BatchIterator) -> list[LogitsAndTotals]:
+        def replica_forward(
+            images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+        ) -> LogitsAndTotals:
             logits = classify(self.model, images)
             _, totals = shard_loss(logits, labels, num_global_examples)
             return logits, totals
 
         return self._per_replica(self._tf_strategy.run(replica_forward, args=next(iterator)))
 
-    def replica_variables(self):
+    def replica_variables(self) -> list[list[tf.Variable]]:
         variables = [v.value for v in self.model.variables + self.optimizer.variables]
         per_variable_copies = [self._tf_strategy.experimental_local_results(v) for v in variables]
         return [list(copies) for copies in zip(*per_variable_copies, strict=True)]
 
-    def _per_replica(self, distributed):
+    def _per_replica(self, distributed: Any) -> list[Any]:
         """Turns a structure of per-replica values into a list with a structure for each replica."""
         leaves = [
             self._tf_strategy.experimental_local_results(v) for v in tf.nest.flatten(distributed)

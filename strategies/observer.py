@@ -30,7 +30,7 @@ class Observer:
     """
 
     def before_all_reduce(
-        self, replica_id, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
+        self, replica_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Returns the gradients that the replica sends, one for each trainable variable.
 
@@ -42,6 +42,8 @@ class Observer:
         """
         return gradients
 
-    def after_all_reduce(self, replica_id, sums: list[tf.Tensor]) -> list[tf.Tensor]:
+    def after_all_reduce(
+        self, replica_id: int | tf.Tensor, sums: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
         """Returns the sums over all replicas that this replica updates its weights with."""
         return sums

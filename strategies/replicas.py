@@ -94,10 +94,10 @@ class Replicas(abc.ABC):
             for variable, array in zip(variables, arrays, strict=True):
                 variable.assign(array)
 
-    def _check_fits(self, variables, arrays) -> None:
+    def _check_fits(self, variables: Sequence[tf.Variable], arrays: Sequence[np.ndarray]) -> None:
         """Raises `ValueError` with the first three arrays of another type or shape."""
 
-        def describe(value):
+        def describe(value: tf.Variable | np.ndarray) -> str:
             return f"{value.dtype.name}{list(value.shape)}"
 
         found = [describe(array) for array in arrays]

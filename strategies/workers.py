@@ -5,8 +5,12 @@ several, `strategies/collective_cluster.py` connects them.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:  # One process alone needs no TensorFlow.
+    import tensorflow as tf
 
 
 class Workers:
@@ -22,7 +26,7 @@ class Workers:
 
     index = 0
     count = 1
-    strategy = None
+    strategy: "tf.distribute.Strategy | None" = None
 
     @property
     def is_chief(self) -> bool:

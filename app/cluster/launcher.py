@@ -6,6 +6,7 @@ when this process ends, however it ends.
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -16,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import IO, Any
 
 from app.cluster.environment import Cluster
 from app.cluster.resource_split import WorkerResources, find_free_ports
@@ -39,7 +40,8 @@ _MAX_PORT_RETRIES = 5
 _MAIN = pathlib.Path(__file__).parents[2] / "main.py"
 
 
-class Failure(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Failure:
     """How a worker failed.
 
     Attributes:
@@ -101,7 +103,7 @@ class Launcher:
 
     def _attempt(self) -> Failure | None:
         """Runs all workers once; none of them is left when it returns."""
-        workers = []
+        workers: list[_Worker] = []
         with contextlib.ExitStack() as stack:
             if self._bar:
                 self._bar.start()
@@ -172,14 +174,14 @@ class _Worker:
     def __init__(
         self,
         command: list[str],
-        environment: dict,
+        environment: dict[str, str],
         cluster: Cluster,
         share: WorkerResources,
-        show,
-        say,
+        show: Callable[[dict[str, Any]], None],
+        say: Callable[[str, bool], None],
     ):
         self.index, self._say = cluster.index, say
-        self._last_lines = collections.deque(maxlen=_NUM_LAST_LINES)
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
         environment = {
             **environment,
             "TF_CONFIG": cluster.as_tf_config(),
@@ -212,7 +214,7 @@ class _Worker:
         for thread in self._threads:
             thread.start()
 
-    def _read_lines(self, stream, is_error: bool) -> None:
+    def _read_lines(self, stream: IO[bytes], is_error: bool) -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\n")
             self._last_lines.append(text)
@@ -249,7 +251,7 @@ def _settle_in(cores: Sequence[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def _read_states(descriptor: int, show) -> None:
+def _read_states(descriptor: int, show: Callable[[dict[str, Any]], None]) -> None:
     with open(descriptor, encoding="utf-8") as states:
         for line in states:
             show(json.loads(line))
@@ -259,17 +261,16 @@ def _find_culprit(workers: list[_Worker]) -> Failure:
     """Returns the failure that the others follow from: those that lost a peer are not to blame."""
     deadline = time.monotonic() + _SETTLE_SEC
     while True:
-        ended = [worker for worker in workers if worker.exit_code]
-        first = [worker for worker in ended if worker.exit_code not in _FOLLOWS]
+        ended = [(worker, code) for worker in workers if (code := worker.exit_code)]
+        first = [(worker, code) for worker, code in ended if code not in _FOLLOWS]
         if first or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SEC)
     for worker in workers:
         if worker.exit_code is None and worker.is_stopped and not first:
             return worker.failure(PeerLostError.exit_code, "was stopped and does not answer")
-    culprit = min(first or ended, key=lambda worker: worker.exit_code >= _RETRY_FROM)
+    culprit, code = min(first or ended, key=lambda end: end[1] >= _RETRY_FROM)
     culprit.join()
-    code = culprit.exit_code
     killed = culprit.process.returncode < 0
     names = {int(number): number.name for number in signal.Signals}
     name = names.get(code - 128, f"signal {code - 128}")

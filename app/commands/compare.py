@@ -6,7 +6,7 @@ import pathlib
 from app.config import CompareConfig
 from app.records.caveats import caveats
 from app.records.files import write_json
-from app.records.history import Summary, load_summary
+from app.records.history import Summary, load_required_summary
 from app.records.run_directory import CONFIG_FILE, open_log, open_run_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
@@ -68,7 +68,7 @@ def _report(
     """Prints the table and what became of the weights; saves both, and one figure with all."""
     from app.report.accuracy_plot import plot_accuracy
 
-    summaries = [load_summary(path) for path in run_dirs]
+    summaries = [load_required_summary(path) for path in run_dirs]
     verdicts = compare_weights(run_dirs)
     first = summaries[0]
     console.say()

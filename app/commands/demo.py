@@ -7,8 +7,6 @@ from app.config import DemoConfig
 from app.demos.registry import EXPERIMENTS, find_experiment
 from app.runtime import console
 
-_INDENTS = {"initial_indent": "  ", "subsequent_indent": "      "}
-
 
 def run(config: DemoConfig) -> None:
     """Runs one experiment, or lists them all.
@@ -30,12 +28,13 @@ def _list_experiments() -> None:
         console.say(f"  {name:<13} {experiment.duration:<15} {experiment.text}")
     console.say()
     console.say("Durations are those of two CPU cores. Flags, and the experiments that take them:")
-    owners = {}
+    owners: dict[str, list[str]] = {}
     for option in sorted({option for e in EXPERIMENTS.values() for option in e.options}):
         names = [name for name, e in EXPERIMENTS.items() if option in e.options]
         shown = "all" if len(names) == len(EXPERIMENTS) else ", ".join(names)
         owners.setdefault(shown, []).append(f"--{option}")
     for shown, options in owners.items():
-        console.say(textwrap.fill(f"{' '.join(options)}: {shown}", 98, **_INDENTS))
+        line = f"{' '.join(options)}: {shown}"
+        console.say(textwrap.fill(line, 98, initial_indent="  ", subsequent_indent="      "))
     console.say()
     console.say("Start with: python main.py demo allreduce")

@@ -6,7 +6,7 @@ from app.cluster.launcher import Launcher
 from app.cluster.resource_split import split_resources
 from app.config import LaunchConfig
 from app.records.caveats import caveats
-from app.records.history import Summary, load_summary
+from app.records.history import Summary, load_required_summary
 from app.records.run_naming import default_out, named_path
 from app.runtime import console
 
@@ -27,7 +27,7 @@ def run(config: LaunchConfig) -> Summary:
     gpus = f", {console.count(len(shares[0].gpus), 'GPU')}" if shares[0].gpus else ""
     console.say(f"{console.count(len(shares), 'worker')} on this machine, {cores}{gpus} each")
     Launcher(dataclasses.replace(config, out=str(path)), shares).run()
-    summary = load_summary(path)
+    summary = load_required_summary(path)
     for caveat in caveats(config, summary):
         console.warn(caveat)
     console.say(summary.last_line())

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+from typing import TYPE_CHECKING
 
 from app.cluster.environment import find_cluster
 from app.config import TrainConfig
@@ -15,6 +16,10 @@ from app.records.run_naming import default_out, named_path
 from app.runtime import console, watchdog
 from app.runtime.errors import CheckpointError, OutputError, StalledError
 from app.training.resume import find_changes
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from app.data.dataset import ImageDataset
+    from app.training.loop import Training
 
 
 def run(config: TrainConfig) -> Summary | None:
@@ -108,7 +113,9 @@ def _assist(config: TrainConfig) -> None:
     """Trains as a worker that is not the chief."""
     console.be_part()
     prepared = device_setup.set_up(config)
-    workers = prepared.workers
+    from strategies.workers import Workers
+
+    workers = prepared.workers or Workers()
     with _naming_lost_peers(prepared):
         if workers.broadcast() == _FINISHED:
             console.say("the training is finished already")
@@ -124,7 +131,7 @@ def _assist(config: TrainConfig) -> None:
     console.say(f"worker {workers.index}: done")
 
 
-def _naming_lost_peers(prepared: device_setup.Devices):
+def _naming_lost_peers(prepared: device_setup.Devices) -> contextlib.AbstractContextManager[None]:
     """Within it a worker that is lost is named."""
     if prepared.cluster is None:
         return contextlib.nullcontext()
@@ -139,7 +146,7 @@ def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
             prepared.workers.broadcast(what)
 
 
-def _load_data(config: TrainConfig, prepared: device_setup.Devices):
+def _load_data(config: TrainConfig, prepared: device_setup.Devices) -> "ImageDataset":
     from app.training.training_spec import load_data
 
     dataset = load_data(config)
@@ -147,7 +154,7 @@ def _load_data(config: TrainConfig, prepared: device_setup.Devices):
     return dataset
 
 
-def _announce(config: TrainConfig, prepared: device_setup.Devices, training) -> None:
+def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Training") -> None:
     dataset = training.dataset
     console.say(
         f"{config.strategy}: {config.model} on {dataset.name},"
@@ -181,4 +188,5 @@ def _report_stall(
     console.report_error(error)  # First: the disk may be what hangs.
     if path:
         watchdog.dump_stacks(path / LOG_FILE)
+    if log:
         log.stop(error.exit_code, error=str(error))

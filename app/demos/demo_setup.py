@@ -5,7 +5,7 @@ import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.config import DemoConfig, TrainConfig
 from app.demos.registry import find_experiment
@@ -13,6 +13,15 @@ from app.devices import device_setup
 from app.devices.device_setup import Devices
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from app.data.dataset import ImageDataset
+    from app.training.training_spec import TrainingSpec
+    from app.verification.straggler import SendTime
+    from app.verification.trace import Trace
+    from strategies.base import StepTotals, Strategy
+    from strategies.observer import Observer
+    from strategies.replicas import State
 
 _STEPS_PER_CALL = 20  # So that a bar moves, and Ctrl-C is heard.
 
@@ -51,7 +60,9 @@ def training(config: DemoConfig, **options: Any) -> TrainConfig:
     return config.for_training(**{"num_devices": None, "num_gpus": None, **options})
 
 
-def create(config: TrainConfig, prepared: Devices, dataset):
+def create(
+    config: TrainConfig, prepared: Devices, dataset: "ImageDataset"
+) -> "tuple[TrainingSpec, Strategy, Any]":
     """Builds what `config` trains; returns the job, the strategy, and the iterator of its steps.
 
     Raises:
@@ -67,7 +78,9 @@ def create(config: TrainConfig, prepared: Devices, dataset):
     return spec, strategy, strategy.distribute(spec.batches())
 
 
-def make_steps(strategy, iterator, num_steps: int, progress: StepProgress | None = None):
+def make_steps(
+    strategy: "Strategy", iterator: Any, num_steps: int, progress: StepProgress | None = None
+) -> "StepTotals":
     """Makes optimizer steps, a few in each call; returns the totals of all of them."""
     from strategies.base import StepTotals
 
@@ -81,13 +94,15 @@ def make_steps(strategy, iterator, num_steps: int, progress: StepProgress | None
     return totals
 
 
-def state(strategy) -> dict:
+def state(strategy: "Strategy") -> "State":
     """Returns the model of a strategy, array by array, without what its optimizer keeps."""
     return {k: v for k, v in strategy.state().items() if k.startswith("model/")}
 
 
 @contextlib.contextmanager
-def recorded(strategy, iterator, *, num_steps: int, inner=None) -> Iterator[tuple]:
+def recorded(
+    strategy: "Strategy", iterator: Any, *, num_steps: int, inner: "Observer | None" = None
+) -> "Iterator[tuple[Trace, list[list[SendTime]]]]":
     """Makes steps of a strategy that has made none, and writes down what each replica computes.
 
     Args:

@@ -1,9 +1,12 @@
 """`demo many_devices`: the same training on as many as 16 devices."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation
+from app.devices.device_setup import Devices
 from app.performance import interval
 from app.performance.all_reduce_model import all_reduce_cost
 from app.performance.case import Case, Sample
@@ -11,6 +14,9 @@ from app.performance.rounds import measure
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 from app.verification.difference import WeightDifference
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from app.data.dataset import ImageDataset
 
 _STEPS = 5, 20  # After how many steps weights are compared.
 _ROUNDS = 5
@@ -43,7 +49,7 @@ def counts_up_to(num_devices: int) -> list[int]:
 
 
 def train_on_each(
-    training: TrainConfig, prepared, dataset, counts: list[int]
+    training: TrainConfig, prepared: Devices, dataset: "ImageDataset", counts: list[int]
 ) -> list[list[dict[str, np.ndarray]]]:
     """Makes the same steps on the first 1, 2, 4, … devices.
 

@@ -2,14 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation
+from app.devices.device_setup import Devices
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification.difference import Difference
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from app.data.dataset import ImageDataset
+    from strategies.collectives import PerReplicaTensors
 
 _STEPS = 20
 
@@ -58,7 +64,9 @@ def tell(send: Callable, config: DemoConfig) -> None:
     )
 
 
-def first_gradients(training: TrainConfig, prepared, dataset) -> list[list[np.ndarray]]:
+def first_gradients(
+    training: TrainConfig, prepared: Devices, dataset: "ImageDataset"
+) -> list[list[np.ndarray]]:
     """Returns what each device has computed in the first step, before any exchange."""
     _, strategy, iterator = demo_setup.create(training, prepared, dataset)
     with demo_setup.recorded(strategy, iterator, num_steps=1) as (trace, _):
@@ -95,7 +103,12 @@ def _show_one_number(gradients: list[list[np.ndarray]], names: list[str]) -> Non
     presentation.show("one number of the gradient", ["on", "", "value"], rows)
 
 
-def compare_orders(training: TrainConfig, prepared, dataset, gradients) -> list[list]:
+def compare_orders(
+    training: TrainConfig,
+    prepared: Devices,
+    dataset: "ImageDataset",
+    gradients: list[list[np.ndarray]],
+) -> list[list]:
     """Adds the gradients, and trains, with each all-reduce; returns a row of the table for each.
 
     The first one is what the others are compared with.
@@ -124,10 +137,15 @@ def compare_orders(training: TrainConfig, prepared, dataset, gradients) -> list[
     return rows
 
 
-_KEPT = []  # Of MirroredStrategy: nothing of it is taken apart before the process ends.
+_KEPT: list[Any] = []  # Of MirroredStrategy: nothing of it is taken apart before the process ends.
 
 
-def _sums_and_weights(config: TrainConfig, prepared, dataset, per_replica) -> tuple:
+def _sums_and_weights(
+    config: TrainConfig,
+    prepared: Devices,
+    dataset: "ImageDataset",
+    per_replica: "PerReplicaTensors",
+) -> tuple:
     """Returns the sums of given gradients, and the weights after some steps, each as one vector."""
     _, strategy, iterator = demo_setup.create(config, prepared, dataset)
     _KEPT.append((strategy, iterator))

@@ -2,13 +2,18 @@
 
 import textwrap
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from app.devices.device_setup import Devices
 from app.performance.interval import Interval
 from app.records.caveats import TIMING_CAVEAT
 from app.runtime import console
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    import tensorflow as tf
 
 _WIDTH = 98
 
@@ -46,15 +51,14 @@ def end(*lessons: str, then: Iterable[str] = ()) -> None:
         console.say(f"{'Try:' if number == 0 else '    '} python main.py {words}")
 
 
-def numbers(array, digits: int = 4) -> str:
+def numbers(array: ArrayLike, digits: int = 4) -> str:
     """Returns an array in one line, as NumPy would print it."""
-    array = np.asarray(array)
-    form = {"float_kind": lambda x: f"{x:.{digits}f}"} if digits else None
-    text = np.array2string(array, formatter=form, max_line_width=10_000)
+    form: Any = {"float_kind": lambda x: f"{x:.{digits}f}"} if digits else None
+    text = np.array2string(np.asarray(array), formatter=form, max_line_width=10_000)
     return text.replace("\n", "")
 
 
-def held_on(tensor) -> str:
+def held_on(tensor: "tf.Tensor") -> str:
     """Returns the device that a tensor really is on, as in "/device:CPU:1"."""
     return "/device:" + tensor.device.rpartition("device:")[2]
 

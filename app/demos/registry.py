@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from app.config import DemoConfig
 from app.runtime.errors import ConfigError
@@ -30,7 +30,9 @@ class Experiment:
     least_devices: int = 2
 
 
-def _experiment(text: str, duration: str, options: set[str] = frozenset(), **numbers) -> Experiment:
+def _experiment(
+    text: str, duration: str, options: Set[str] = frozenset(), **numbers: int
+) -> Experiment:
     return Experiment(text, duration, frozenset(_DEVICES | options), **numbers)
 
 

@@ -1,8 +1,15 @@
 """`demo replicate`: one weight and its gradient on each device, all through one step."""
 
+from typing import TYPE_CHECKING, Any
+
 from app.config import DemoConfig
 from app.demos import demo_setup, presentation
 from app.runtime import console
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from app.training.training_spec import TrainingSpec
+    from app.verification.difference import WeightDifference
+    from strategies.base import Strategy
 
 _TENSOR = "logits/bias"
 _SHOWN = 4  # Of its ten numbers.
@@ -50,7 +57,9 @@ def run(config: DemoConfig) -> None:
     )
 
 
-def watch_step(strategy, iterator):
+def watch_step(
+    strategy: "Strategy", iterator: Any
+) -> "tuple[list[tuple[str, list]], WeightDifference]":
     """Makes one step of a strategy that has made none and writes down what each replica holds.
 
     Returns:
@@ -77,7 +86,7 @@ def watch_step(strategy, iterator):
     return moments, max(differences, key=lambda d: (not d.identical, d.absolute))
 
 
-def _read_gradient(spec, names: list[str], per_replica_gradients: list) -> None:
+def _read_gradient(spec: "TrainingSpec", names: list[str], per_replica_gradients: list) -> None:
     """Says what the first number of each gradient is made of: images of the first class."""
     from app.data.dataset import CLASS_NAMES
     from strategies.collectives import shard_bounds

@@ -1,13 +1,16 @@
 """`demo scale`: more devices, a batch as many times larger: what becomes of the learning rate."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation
 from app.devices.device_setup import Devices
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from app.data.dataset import ImageDataset
 
 # Of the rates that were tried, the one where the rule shows best: it is far from the largest one
 # that works. What is printed says so.
@@ -106,7 +109,7 @@ def create_variants(config: DemoConfig, num_devices: int) -> list[Variant]:
     ]
 
 
-def train(variant: Variant, prepared: Devices, dataset) -> tuple[int, list[float]]:
+def train(variant: Variant, prepared: Devices, dataset: "ImageDataset") -> tuple[int, list[float]]:
     """Trains a variant; returns steps of an epoch and the test accuracy after each epoch."""
     from app.training.evaluation import evaluate
 

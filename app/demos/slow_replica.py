@@ -3,14 +3,20 @@
 import statistics
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from app.config import DemoConfig, TrainConfig
 from app.config.fault import MIN_STRAGGLER_STEPS, Fault
 from app.demos import demo_setup, presentation
+from app.devices.device_setup import Devices
 from app.performance import interval
 from app.performance.interval import Interval
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from app.data.dataset import ImageDataset
+    from strategies.base import Strategy
 
 _ROUNDS = 8
 _STEPS_PER_BLOCK = 10
@@ -44,7 +50,9 @@ def run(config: DemoConfig) -> None:
     _show_division(prepared, shards, send_secs)
 
 
-def create_faulty(training: TrainConfig, prepared, dataset, fault: Fault):
+def create_faulty(
+    training: TrainConfig, prepared: Devices, dataset: "ImageDataset", fault: Fault
+) -> "tuple[Strategy, Any]":
     """Returns a strategy with a slow replica, and its iterator."""
     from app.training.fault_injection import inject_fault
 
@@ -53,7 +61,9 @@ def create_faulty(training: TrainConfig, prepared, dataset, fault: Fault):
     return strategy, iterator
 
 
-def record_send_times(training: TrainConfig, prepared, dataset, fault: Fault | None) -> list[float]:
+def record_send_times(
+    training: TrainConfig, prepared: Devices, dataset: "ImageDataset", fault: Fault | None
+) -> list[float]:
     """Returns the seconds from the start of a step until each replica sent its gradients.
 
     Medians over some steps of a training of their own, whose recording takes time, too, but not
@@ -72,7 +82,7 @@ def record_send_times(training: TrainConfig, prepared, dataset, fault: Fault | N
 
 def time_in_turn(trainings: Sequence[tuple]) -> list[Interval]:
     """Times blocks of steps of each training in turn; returns milliseconds of a step."""
-    step_ms = [[] for _ in trainings]
+    step_ms: list[list[float]] = [[] for _ in trainings]
     for strategy, iterator in trainings:
         strategy.train_steps(iterator, _STEPS_PER_BLOCK)  # Compiles, and warms up.
     with StepProgress(_ROUNDS) as progress:
@@ -125,7 +135,7 @@ def _show_step(fault: Fault, plain: Interval, slow: Interval, simulated: bool) -
     )
 
 
-def _show_division(prepared, shards: list[int], send_secs: list[float]) -> None:
+def _show_division(prepared: Devices, shards: list[int], send_secs: list[float]) -> None:
     """Shows who waits for whom, and how the batch would have to be divided."""
     sizes, after_sec = divide_by_rate(shards, send_secs)
     last = max(send_secs)

@@ -1,11 +1,18 @@
 """`demo predict`: prediction on several devices gives the same probabilities, in input order."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation
+from app.devices.device_setup import Devices
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from app.data.dataset import ImageDataset
+    from strategies.base import Strategy
 
 _NUM_TRAIN_EXAMPLES = 6000
 _NUM_SHOWN = 5
@@ -54,7 +61,9 @@ def run(config: DemoConfig) -> None:
     _compare_all(many, one, dataset)
 
 
-def train_then_copy(training: TrainConfig, prepared, dataset):
+def train_then_copy(
+    training: TrainConfig, prepared: Devices, dataset: "ImageDataset"
+) -> "tuple[Strategy, Strategy]":
     """Trains an epoch on all devices; returns that strategy and one with its weights on the first.
 
     Both are then the same model, trained once.
@@ -69,7 +78,7 @@ def train_then_copy(training: TrainConfig, prepared, dataset):
     return many, one
 
 
-def _show_short_shards(many, one, images: np.ndarray) -> None:
+def _show_short_shards(many: "Strategy", one: "Strategy", images: np.ndarray) -> None:
     """Predicts batches of several sizes, some smaller than the number of devices."""
     from strategies.collectives import shard_sizes
 
@@ -94,7 +103,7 @@ def _show_short_shards(many, one, images: np.ndarray) -> None:
     )
 
 
-def _compare_all(many, one, dataset) -> None:
+def _compare_all(many: "Strategy", one: "Strategy", dataset: "ImageDataset") -> None:
     """Compares all test images and says what to take from it."""
     from app.training.evaluation import softmax
 

@@ -11,7 +11,7 @@ from app.demos import presentation, textbook_figures
 from app.performance import interval
 from app.performance.case import Case, Sample
 from app.performance.rounds import measure
-from app.records.history import Summary, load_summary
+from app.records.history import Summary, load_required_summary
 from app.records.run_naming import default_out, named_path
 from app.runtime import console
 from app.runtime.errors import TrainingFailedError
@@ -94,7 +94,7 @@ def _train(training: TrainConfig, number: int) -> Run:
     if exit_code:
         raise TrainingFailedError(training.strategy, exit_code)
     console.say()
-    return Run(path, load_summary(path))
+    return Run(path, load_required_summary(path))
 
 
 def print_results(runs: Sequence[Run], samples: Sequence[Sample]) -> None:

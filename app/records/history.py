@@ -148,6 +148,18 @@ def load_summary(run_dir: pathlib.Path) -> Summary | None:
     return _load(path, lambda: checked_record(Summary, read_json(path)))
 
 
+def load_required_summary(run_dir: pathlib.Path) -> Summary:
+    """Reads the summary of a run that has finished an epoch.
+
+    Raises:
+        OutputError: the file is not there, or is not a summary.
+    """
+    summary = load_summary(run_dir)
+    if summary is None:
+        raise OutputError(f"{run_dir}: {SUMMARY_FILE} is missing; train there for an epoch first")
+    return summary
+
+
 def checked_record(record_class: type[Record], values: Mapping[str, Any]) -> Record:
     """Makes a record, a dataclass of plain values, of what was read from a file.
 

@@ -13,6 +13,7 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from app.records.files import read_text, write_error
 from app.records.run_directory import RUN_LOG_FILE
@@ -55,10 +56,10 @@ class RunLog:
     """
 
     def __init__(self, run_dir: pathlib.Path):
-        self._path, self._descriptor = run_dir / RUN_LOG_FILE, None
+        self._path, self._descriptor = run_dir / RUN_LOG_FILE, -1
         self._start, self._under_way = time.monotonic(), False
 
-    def start(self, **fields) -> None:
+    def start(self, **fields: Any) -> None:
         """Begins an attempt; ends the one before it, if a kill cut that off.
 
         Raises:
@@ -83,7 +84,7 @@ class RunLog:
         )
         self._under_way = True
 
-    def event(self, name: str, /, **fields) -> None:
+    def event(self, name: str, /, **fields: Any) -> None:
         """Adds an event.
 
         Raises:
@@ -91,7 +92,7 @@ class RunLog:
         """
         self._write(name, fields)
 
-    def stop(self, exit_code: int, **fields) -> None:
+    def stop(self, exit_code: int, **fields: Any) -> None:
         """Ends the attempt, once, if it has begun.
 
         A disk that is full is told by what was to be saved on it.
@@ -105,7 +106,7 @@ class RunLog:
 
     def close(self) -> None:
         """Closes the file."""
-        if self._descriptor is not None:
+        if self._descriptor >= 0:
             os.close(self._descriptor)
 
     def _earlier_attempts(self) -> "list[Attempt]":
@@ -209,7 +210,7 @@ def check_log(run_dir: pathlib.Path) -> list[str]:
     return problems
 
 
-_FIELDS = {
+_FIELDS: dict[str, dict[str, type]] = {
     "run_start": {"attempt": int, "time": str, "pid": int, "versions": dict},
     "config": {"config": dict, "num_replicas": int, "devices": list},
     "data": {"name": str, "sha256": str, "num_train_examples": int, "num_test_examples": int},

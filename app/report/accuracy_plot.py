@@ -18,8 +18,12 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from app.records.caveats import TIMING_CAVEAT, dataset_title
 from app.records.files import write_file
-from app.records.history import SUMMARY_FILE, EpochRecord, Summary, load_history, load_summary
-from app.runtime.errors import OutputError
+from app.records.history import (
+    EpochRecord,
+    Summary,
+    load_history,
+    load_required_summary,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +53,9 @@ def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> No
         run_dirs: directories of runs with at least one finished epoch each.
         out_dir: where the two files go.
     """
-    runs = [_load_run(path) for path in run_dirs]
+    runs = [(load_required_summary(path), load_history(path)) for path in run_dirs]
     figure = _draw_one(*runs[0]) if len(runs) == 1 else _draw_several(runs)
     save_figure(figure, out_dir, "accuracy")
-
-
-def _load_run(path: pathlib.Path) -> tuple[Summary, list[EpochRecord]]:
-    summary = load_summary(path)
-    if summary is None:
-        raise OutputError(f"{path}: no {SUMMARY_FILE} — a run with a finished epoch is required")
-    return summary, load_history(path)
 
 
 def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:

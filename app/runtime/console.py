@@ -21,7 +21,7 @@ _log.addHandler(logging.NullHandler())
 _log.setLevel(logging.INFO)
 
 
-def open_log(path: str) -> None:
+def open_log(path: pathlib.Path) -> None:
     """Writes everything that is said from now on to `path` as well, with the time of day."""
     logging.raiseExceptions = False  # A disk too full for a log line is told by what needs it.
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))

@@ -7,13 +7,16 @@ no strategy knows of it.
 import time
 from collections.abc import Callable, Collection
 
+import numpy as np
 import tensorflow as tf
 
 from app.config.fault import Fault
 from app.runtime.errors import ConfigError
-from strategies.base import StepTotals, Strategy
+from strategies.base import BatchIterator, StepTotals, Strategy
 from strategies.collectives import shard_bounds
-from strategies.observer import Observer
+from strategies.observer import Observer, Shard
+
+Batch = tuple[tf.Tensor, tf.Tensor]  # Images and labels.
 
 _PERTURBATION = 1e-3
 
@@ -29,7 +32,9 @@ class FaultyObserver(Observer):
     def __init__(self, fault: Fault, num_replicas: int):
         self._fault, self._num_replicas = fault, num_replicas
 
-    def before_all_reduce(self, replica_id, shard, loss, gradients):
+    def before_all_reduce(
+        self, replica_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
         """Returns the gradients that the replica sends in place of its own."""
         fault, parameters = self._fault.name, self._fault.parameters
         if fault == "drop_gradient":
@@ -46,8 +51,8 @@ class FaultyObserver(Observer):
             return self._delayed(replica_id, gradients)
         return gradients
 
-    def _delayed(self, replica_id, gradients):
-        def wait(replica_id):
+    def _delayed(self, replica_id: int | tf.Tensor, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        def wait(replica_id: np.ndarray) -> None:
             if replica_id == self._fault.parameters["replica"]:
                 time.sleep(self._fault.parameters["ms"] / 1000)
 
@@ -88,14 +93,16 @@ def inject_fault(
             f" required; use step={num_steps} or less"
         )
     if fault.name == "perturb_weight":
-        _perturb_weight(strategy, **fault.parameters)
+        replica, step = (int(fault.parameters[name]) for name in ("replica", "step"))
+        _perturb_weight(strategy, replica=replica, step=step)
     elif fault.name == "local_batch_norm":
         if not any("moving_" in name for name in strategy.variable_names):
             raise ConfigError(
                 f"--inject={fault} with a model without BatchNorm — moving statistics are required;"
                 " use --model=resnet18"
             )
-        strategy.average_moving_statistics = lambda: None
+        # From outside, as any fault: the strategy itself has no place for it.
+        strategy.average_moving_statistics = lambda: None  # type: ignore[method-assign]
     strategy.observer = FaultyObserver(fault, strategy.num_replicas)
     return strategy.observer
 
@@ -118,7 +125,7 @@ def inject_data_fault(
     dataset = create_dataset(seed)
     if fault.name == "same_shard":
 
-        def repeat_first_shard(images, labels):
+        def repeat_first_shard(images: tf.Tensor, labels: tf.Tensor) -> Batch:
             bounds = [shard_bounds(tf.size(labels), num_replicas, r) for r in range(num_replicas)]
             rows = tf.concat([tf.range(end - start) for start, end in bounds], axis=0)
             return tf.gather(images, rows), tf.gather(labels, rows)
@@ -126,8 +133,8 @@ def inject_data_fault(
         return dataset.map(repeat_first_shard)
     if fault.name == "shuffle_order":
 
-        def take_one_shard_from(right, wrong):
-            replica = fault.parameters["replica"]
+        def take_one_shard_from(right: Batch, wrong: Batch) -> tuple[tf.Tensor, ...]:
+            replica = int(fault.parameters["replica"])
             start, end = shard_bounds(tf.size(right[1]), num_replicas, replica)
             return tuple(
                 tf.concat([a[:start], b[start:end], a[end:]], axis=0)
@@ -151,7 +158,7 @@ def _perturb_weight(strategy: Strategy, *, replica: int, step: int) -> None:
         flat[0] += _PERTURBATION
         weight.assign(flat.reshape(weight.shape))
 
-    def train_steps(iterator, num_steps):
+    def train_steps(iterator: BatchIterator, num_steps: int) -> StepTotals:
         until = step - int(strategy.optimizer.iterations.numpy())
         if not 0 < until <= num_steps:
             return make_steps(iterator, num_steps)
@@ -159,7 +166,8 @@ def _perturb_weight(strategy: Strategy, *, replica: int, step: int) -> None:
         change()
         return StepTotals.sum([totals, make_steps(iterator, num_steps - until)])
 
-    strategy.train_steps = train_steps
+    # From outside, as any fault: the strategy itself has no place for it.
+    strategy.train_steps = train_steps  # type: ignore[method-assign]
     if step == 0 and int(strategy.optimizer.iterations.numpy()) == 0:
         change()
 

@@ -6,8 +6,10 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
+from typing import overload
 
 import numpy as np
+import tensorflow as tf
 
 from app.config import TrainConfig
 from app.data.dataset import ImageDataset
@@ -28,11 +30,11 @@ from app.training.fault_injection import inject_data_fault, inject_fault
 from app.training.memory_estimate import check_memory, too_large
 from app.training.optimizers import last_learning_rate
 from app.training.replica_divergence import ReplicaDivergence, check_replica_divergence
-from app.training.resume import find_state
+from app.training.resume import Resumed, find_state
 from app.training.run_writer import NullRunWriter, RunWriter, summary_template
 from app.training.strategy_builder import restore
 from app.training.training_spec import TrainingSpec
-from strategies.base import StepTotals
+from strategies.base import BatchIterator, StepTotals
 from strategies.workers import Workers
 
 # Steps go into one compiled call until it takes this long: the bar moves, the host hardly works.
@@ -97,7 +99,8 @@ class Training:
             num_replicas=self.strategy.num_replicas,
             versions=versions(),
         )
-        self._progress, self._resumed = Progress(), None
+        self._progress = Progress()
+        self._resumed: Resumed | None = None
         self._start = self._last_save = time.monotonic()
         self._saved = 0, 0  # Step and epoch of the last checkpoint.
         self._on_progress()
@@ -121,8 +124,8 @@ class Training:
         Raises:
             CheckpointError: none verifies, or it is of another training.
         """
-        if self._workers.is_chief and not anew:
-            self._resume()
+        if self._run_dir and not anew:
+            self._resume(self._run_dir)
         if self._workers.count > 1:
             self._broadcast_from_chief()
 
@@ -132,11 +135,13 @@ class Training:
         self._progress = Progress.parse(json.loads(text), self.steps_per_epoch)
         self._saved = self._progress.step, self._progress.epoch
         self.strategy.broadcast_state()
-        own = self._resumed.checkpoint.per_replica_statistics if self._resumed else []
+        own: list[list[np.ndarray]] = []
+        if self._resumed:
+            own = self._resumed.checkpoint.per_replica_statistics
         self.strategy.share_per_replica_statistics(own)
 
-    def _resume(self) -> None:
-        resumed = find_state(self._run_dir, self._config, self._metadata)
+    def _resume(self, run_dir: pathlib.Path) -> None:
+        resumed = find_state(run_dir, self._config, self._metadata)
         if resumed is None:
             return
         self._resumed, self._progress = resumed, resumed.checkpoint.progress
@@ -146,7 +151,7 @@ class Training:
             resumed.checkpoint,
             new_schedule_step=self._position if resumed.changes.serious else None,
         )
-        resumed.changes.check(self._run_dir, force=self._config.force_resume)
+        resumed.changes.check(run_dir, force=self._config.force_resume)
         resumed.tell(self._metadata, has_schedule=self._spec.has_schedule)
 
     @property
@@ -156,6 +161,12 @@ class Training:
         It is the step of the training, unless that was resumed with epochs of another length.
         """
         return self._progress.epoch * self.steps_per_epoch + self._progress.epoch_step
+
+    @overload
+    def run(self, log: RunLog) -> Summary: ...
+
+    @overload
+    def run(self, log: None) -> None: ...
 
     def run(self, log: RunLog | None) -> Summary | None:
         """Trains what is left; returns the summary, which is on disk by then.
@@ -188,7 +199,7 @@ class Training:
         self._workers.all_reduce_max(0)  # None ends, and is missed, before all is written.
         return summary
 
-    def _train(self, bar) -> None:
+    def _train(self, bar: TrainingProgress) -> None:
         """Trains what is left; a signal ends it with the state saved."""
         if self._progress.epoch == self._config.epochs:
             return  # Cut off after the last checkpoint.
@@ -223,20 +234,22 @@ class Training:
             "global_batch_size": max(self._spec.batch_sizes()),
         }
 
-    def _begin(self, log: RunLog) -> None:
+    def _begin(self, log: RunLog | None) -> None:
         resumed, self._resumed = self._resumed, None  # Its arrays are of no more use.
         template = summary_template(
             self._config, self._devices, self.dataset, self.strategy, self._metadata
         )
-        self._writer = RunWriter(self._run_dir, log, template) if log else NullRunWriter()
+        self._writer: RunWriter | NullRunWriter = NullRunWriter()
+        if log and self._run_dir:
+            self._writer = RunWriter(self._run_dir, log, template)
         self._writer.begin(self._metadata)
         if resumed:
             self._writer.go_on(resumed)
 
-    def _batches(self):
+    def _batches(self) -> tf.data.Dataset:
         """Returns the training set from the next step on, spoiled where that was asked for."""
 
-        def batches(seed):
+        def batches(seed: int) -> tf.data.Dataset:
             return self._spec.batches(seed=seed, start_step=self._position)
 
         seed, fault = self._config.seed, self._config.fault
@@ -244,7 +257,7 @@ class Training:
             return batches(seed)
         return inject_data_fault(fault, batches, seed=seed, num_replicas=self.strategy.num_replicas)
 
-    def _train_epoch(self, iterator, bar) -> None:
+    def _train_epoch(self, iterator: BatchIterator, bar: TrainingProgress) -> None:
         """Makes the steps that the epoch under way still lacks."""
         step_sec = math.inf
         while self._progress.epoch_step < self.steps_per_epoch:
@@ -312,7 +325,7 @@ class Training:
             return self._progress.step % self._config.checkpoint_every == 0
         return time.monotonic() - self._last_save >= _CHECKPOINT_SEC
 
-    def _finish_epoch(self, bar) -> None:
+    def _finish_epoch(self, bar: TrainingProgress) -> None:
         """Evaluates the epoch under way and saves it."""
         bar.evaluating()
         self._progress = self._with_divergence(self._check_replica_divergence())
@@ -410,7 +423,7 @@ def _first_not_finite(state: dict[str, np.ndarray]) -> str | None:
     return next(names, None)
 
 
-def _time(call) -> float:
+def _time(call: Callable[[], object]) -> float:
     start = time.monotonic()
     call()
     return time.monotonic() - start

@@ -137,12 +137,12 @@ def _advice(
     estimate: MemoryEstimate, num_replicas: int, global_batch_size: int, available: int | None
 ) -> str:
     """Says which batch to use instead, where one can fit at all."""
-    fits, known = global_batch_size // 2, available is not None
-    if known:
+    fits = global_batch_size // 2
+    if available is not None:
         room = available - num_replicas * estimate.fixed_bytes
         fits = min(fits, int(room // estimate.image_bytes))
     fits = fits // num_replicas * num_replicas
     if fits < num_replicas:
         return "not even one image for each replica fits, use fewer devices or another machine"
-    what = "by the same estimate the largest that fits" if known else "half of it"
+    what = "by the same estimate the largest that fits" if available is not None else "half of it"
     return f"use --global_batch_size={fits}, {what}, or less"

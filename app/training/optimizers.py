@@ -12,7 +12,9 @@ class FusedSGD(keras.optimizers.SGD):
     step of 550 to 850. Without momentum there is nothing to fuse, and Keras' own step is taken.
     """
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         """Updates one weight, on whose device this is called.
 
         Args:

@@ -1,7 +1,7 @@
 """How a model is trained, under a name: initialisation, input scaling, optimizer, schedule."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import keras
 
@@ -73,7 +73,7 @@ class Recipe:
             weight_decay=self.weight_decay,
         )
 
-    def build_model(self, build_network, seed: int) -> keras.Model:
+    def build_model(self, build_network: Callable[..., keras.Model], seed: int) -> keras.Model:
         """Builds a network that takes uint8 images; its weights follow from `seed` alone.
 
         Every layer makes an initializer of its own from `kernel_initializer`, and takes its seed

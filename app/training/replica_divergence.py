@@ -2,8 +2,10 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
+import tensorflow as tf
 
 from app.runtime.errors import ReplicaDivergenceError
 from strategies.base import Strategy
@@ -55,7 +57,7 @@ def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
     return drift
 
 
-def _hash(variables) -> list[np.ndarray]:
+def _hash(variables: Sequence[tf.Variable]) -> list[np.ndarray]:
     """Returns 32 bytes for each variable."""
     digests = [hashlib.sha256(variable.numpy().tobytes()).digest() for variable in variables]
     return [np.frombuffer(digest, np.uint8) for digest in digests]

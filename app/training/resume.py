@@ -67,7 +67,7 @@ def find_changes(old: dict, new: dict) -> Changes:
         line = f"{name} {_shown(before)} → {_shown(now)}"
         if name in _HOW:
             changes.how.append(line)
-        elif name == "epochs" and isinstance(before, int) and before < now:
+        elif name == "epochs" and isinstance(before, int) and now is not None and before < now:
             changes.more_epochs.append(line)
         else:
             changes.serious.append(line)
@@ -96,8 +96,8 @@ class Resumed:
             has_schedule: whether the learning rate follows from the number of epochs.
         """
         progress, changes = self.checkpoint.progress, self.changes
-        if self.found.damaged:
-            console.warn(self.found.warning())
+        if warning := self.found.warning():
+            console.warn(warning)
         within = f" and {console.count(progress.epoch_step, 'step')}" if progress.epoch_step else ""
         console.say(f"resuming after epoch {progress.epoch}{within}, step {progress.step}")
         if changes.serious:
@@ -174,6 +174,6 @@ def _with_changes(progress: Progress, changes: Changes) -> Progress:
     )
 
 
-def _shown(value) -> str:
+def _shown(value: object) -> str:
     text = str(value)
     return f"{text[:12]}…" if len(text) == 64 else text

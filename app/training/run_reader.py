@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from typing import TYPE_CHECKING
 
 from app.config import EvaluateConfig, PredictConfig, TrainConfig
 from app.config.training_configs import training_config
@@ -15,6 +16,9 @@ from app.records.run_directory import load_run_config
 from app.records.run_naming import named_path
 from app.runtime import console
 from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
+
+if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+    from strategies.base import Strategy
 
 # What the saved state stands for; everything else (strategy, devices) is free to be another.
 _KEPT = ("model", "recipe", "seed", "precision")
@@ -42,6 +46,8 @@ class SavedRun:
             OutputError: there is no run.
             CheckpointError: it has no usable checkpoint.
         """
+        if config.run is None:
+            raise ConfigError("--run is missing; name the directory of a run")
         run_dir = named_path(config.run)
         run_config = load_run_config(run_dir)
         if run_config.get("command") == "verify":
@@ -62,8 +68,8 @@ class SavedRun:
                 f"{run_dir}: no checkpoint — a run that has saved one is required;"
                 " finish it with the command that started it"
             )
-        if found.damaged:
-            console.warn(found.warning())
+        if warning := found.warning():
+            console.warn(warning)
         trained = found.checkpoint.metadata.config
         if trained.get("inject"):
             console.warn(injected_fault_caveat(str(trained["inject"])))
@@ -103,7 +109,7 @@ class SavedRun:
             )
         return dataset
 
-    def rebuild(self, devices: Devices):
+    def rebuild(self, devices: Devices) -> "Strategy":
         """Builds the strategy on `devices` and gives every replica the saved state."""
         from app.training.strategy_builder import build_strategy, restore
 

@@ -1,7 +1,7 @@
 """Which tensors of a training step are alive at its worst moment, and how large they are."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -39,7 +39,7 @@ def live_tensors_in_step(model: keras.Model) -> LiveTensors:
         model: takes uint8 images `(n, 28, 28, 1)`; unchanged.
     """
 
-    def gradients_of(images, labels):
+    def gradients_of(images: tf.Tensor, labels: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             loss, _ = shard_loss(model(images, training=True), labels, tf.size(labels))
         return tape.gradient(loss, model.trainable_variables)
@@ -55,7 +55,7 @@ def live_tensors_in_step(model: keras.Model) -> LiveTensors:
     return _split(_largest_set(graph))
 
 
-def _largest_set(graph) -> list[tf.Tensor]:
+def _largest_set(graph: tf.Graph) -> list[tf.Tensor]:
     """Returns the tensors of the worst moment."""
     operations = graph.get_operations()
     owner = _owners(operations)
@@ -82,7 +82,7 @@ def _largest_set(graph) -> list[tf.Tensor]:
 
 def _owners(operations: Iterable) -> dict:
     """Returns tensor → the tensor whose memory it is."""
-    owner = {}
+    owner: dict[Any, Any] = {}  # By reference: a tensor itself has no hash.
     for operation in operations:
         for tensor in operation.outputs:
             is_view = operation.type in _VIEWS and len(operation.inputs) > 0
@@ -91,7 +91,7 @@ def _owners(operations: Iterable) -> dict:
 
 
 def _split(tensors: Iterable[tf.Tensor]) -> LiveTensors:
-    fixed_bytes = image_bytes = 0
+    fixed_bytes, image_bytes = 0, 0.0
     for tensor in tensors:
         if tensor.shape.num_elements() % _NUM_IMAGES == 0:
             image_bytes += _size_bytes(tensor) / _NUM_IMAGES

@@ -1,5 +1,8 @@
 """A training as its configuration and data define it: batches, steps, rate, model, optimizer."""
 
+import keras
+import tensorflow as tf
+
 from app.config import TrainConfig
 from app.data.dataset import ImageDataset
 from app.data.dataset_loader import load_dataset, with_train_subset
@@ -72,15 +75,15 @@ class TrainingSpec:
         """Whether training images are mirrored now and then."""
         return self._recipe.flip
 
-    def build_model(self):
+    def build_model(self) -> keras.Model:
         """Builds the model with its initial weights."""
         return self._recipe.build_model(MODELS[self.config.model], self.config.seed)
 
-    def create_optimizer(self):
+    def create_optimizer(self) -> keras.optimizers.Optimizer:
         """Creates the optimizer."""
         return self._recipe.create_optimizer(self.learning_rate, self.num_steps)
 
-    def batches(self, *, seed: int | None = None, start_step: int = 0):
+    def batches(self, *, seed: int | None = None, start_step: int = 0) -> tf.data.Dataset:
         """Returns the endless set of global batches from `start_step` on, in the seed's order."""
         return train_dataset(
             self.dataset.train_images,
