@@ -29,7 +29,7 @@ class EventFile:
     def __init__(self, run_dir: pathlib.Path):
         self._path, self._writer = run_dir / EVENTS_FILE, None
 
-    def go_on(self, step: int, epochs: Mapping[int, Mapping[str, float]]) -> None:
+    def resume(self, step: int, epochs: Mapping[int, Mapping[str, float]]) -> None:
         """Keeps what an earlier attempt has told of the steps up to `step`, and nothing later.
 
         Args:
