@@ -38,25 +38,30 @@ def main(num_replicas: int) -> None:
     prepared = device_setup.set_up(config)
     from app.data.synthetic import generate_synthetic
     from app.records.run_log import open_run_log
-    from app.training.loop import Training
+    from app.training.run_writer import RunWriter, summary_template
+    from app.training.training_spec import TrainingSpec
+    from app.training.training_state import TrainingState
 
     dataset = generate_synthetic(num_train=64, num_test=20)
+    spec = TrainingSpec(config, dataset)
+    strategy = spec.build_strategy(prepared)
+    metadata = spec.metadata(strategy.num_replicas)
+    training = TrainingState(config, strategy, metadata)
     with tempfile.TemporaryDirectory() as folder, open_run_log(pathlib.Path(folder)) as log:
-        training = Training(config, prepared, dataset, pathlib.Path(folder))
-        training._begin(log)
-        training._compile_sec = 0.0
-        iterator = training.strategy.distribute(training._batches())
-        totals = training.strategy.train_steps(iterator, 2)
-        training._advance(2, totals, 1.0)
-        state = training.strategy.state()
+        template = summary_template(config, prepared, dataset, strategy, metadata)
+        writer = RunWriter(pathlib.Path(folder), log, template)
+        writer.begin(metadata)
+        totals = strategy.train_steps(strategy.distribute(spec.batches()), 2)
+        training.add_steps(2, totals, call_sec=1.0)
+        state = strategy.state()
         size_mib = sum(array.nbytes for array in state.values()) / 2**20
         del state
         seconds, grown_mib = [], []
         for step in range(3, 3 + NUM_SAVES):
-            training._progress = dataclasses.replace(training._progress, step=step)
+            training.progress = dataclasses.replace(training.progress, step=step)
             reset_peak()
             before_mib, start = memory_mib("VmRSS"), time.monotonic()
-            training._save()
+            training.save(writer, compile_sec=0.0)
             seconds.append(time.monotonic() - start)
             grown_mib.append(memory_mib("VmHWM") - before_mib)
     median = statistics.median(seconds)

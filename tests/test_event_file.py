@@ -18,10 +18,10 @@ def read(run_dir):
     }
 
 
-def write(run_dir, steps, go_on=0):
+def write(run_dir, steps, resume_at=0):
     events = EventFile(run_dir)
-    if go_on:
-        events.go_on(go_on, {})
+    if resume_at:
+        events.resume(resume_at, {})
     for step in steps:
         events.add(step, {"steps/loss": 1 / step, "steps/accuracy": 0.5})
     return events
@@ -39,7 +39,7 @@ def test_tensorboard_reads_what_was_added(tmp_path):
 
 def test_an_attempt_that_goes_on_keeps_the_steps_before_it_alone(tmp_path):
     write(tmp_path, [1, 2, 4])
-    write(tmp_path, [4, 8], go_on=2)
+    write(tmp_path, [4, 8], resume_at=2)
     assert [step for step, _ in read(tmp_path)["steps/loss"]] == [1, 2, 4, 8]
     write(tmp_path, [1])
     assert [step for step, _ in read(tmp_path)["steps/loss"]] == [1]
@@ -50,7 +50,7 @@ def test_a_file_that_was_cut_off_is_kept_as_far_as_it_is_whole(tmp_path, num_byt
     write(tmp_path, [1, 2])
     path = tmp_path / EVENTS_FILE
     path.write_bytes(path.read_bytes()[:num_bytes])
-    write(tmp_path, [4], go_on=2)
+    write(tmp_path, [4], resume_at=2)
     steps = [step for step, _ in read(tmp_path)["steps/loss"]]
     assert steps[-1] == 4 and steps in ([4], [1, 4])
 
@@ -58,7 +58,7 @@ def test_a_file_that_was_cut_off_is_kept_as_far_as_it_is_whole(tmp_path, num_byt
 def test_an_epoch_that_was_cut_off_before_it_was_told_is_told_by_the_next_attempt(tmp_path):
     write(tmp_path, [1, 2]).add(2, {"epochs/test_loss": 0.2})
     events = EventFile(tmp_path)
-    events.go_on(4, {2: {"epochs/test_loss": 0.2}, 4: {"epochs/test_loss": 0.1}})
+    events.resume(4, {2: {"epochs/test_loss": 0.2}, 4: {"epochs/test_loss": 0.1}})
     assert read(tmp_path)["epochs/test_loss"] == [(2, pytest.approx(0.2)), (4, pytest.approx(0.1))]
 
 
@@ -69,7 +69,7 @@ def test_what_is_no_event_ends_what_is_kept(tmp_path):
         writer.write(b"\xff\xff\xff no event")
     (tmp_path / EVENTS_FILE).write_bytes(kept + (tmp_path / "other").read_bytes())
     (tmp_path / "other").unlink()
-    write(tmp_path, [4], go_on=2)
+    write(tmp_path, [4], resume_at=2)
     assert [step for step, _ in read(tmp_path)["steps/loss"]] == [1, 4]
 
 
@@ -92,7 +92,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
     other.write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / EVENTS_FILE).symlink_to(other)
-    write(tmp_path / "run", [1], go_on=1)
+    write(tmp_path / "run", [1], resume_at=1)
     assert other.read_text() == "mine"
     assert len(read(tmp_path / "run")["steps/loss"]) == 1
 

@@ -191,7 +191,7 @@ def test_steps_per_call_do_not_change_the_result(dataset, tmp_path, monkeypatch)
 
 
 def test_checkpoints_come_by_the_clock_where_no_steps_are_given(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.training.loop._CHECKPOINT_SEC", 0.0)
+    monkeypatch.setattr("app.training.checkpoint_schedule._CHECKPOINT_SEC", 0.0)
     train(dataset, tmp_path, epochs=1, steps_per_call=2)
     assert [p.name[-1] for p in checkpoint_paths(tmp_path)] == ["2", "4", "5"]
 
@@ -455,7 +455,7 @@ def test_another_model_that_fits_is_another_training(dataset, tmp_path, monkeypa
 
 def test_other_versions_are_told(dataset, tmp_path, monkeypatch, capsys):
     train_until(dataset, tmp_path, "epoch:1:raise")
-    monkeypatch.setattr("app.training.loop.versions", lambda: {"tensorflow": "9.9"})
+    monkeypatch.setattr("app.training.training_spec.versions", lambda: {"tensorflow": "9.9"})
     make(dataset, tmp_path)
     assert "tensorflow 2" in (told := capsys.readouterr().out) and "→ 9.9" in told
 
@@ -489,7 +489,7 @@ def test_memory_that_runs_out_names_a_batch_that_fits(dataset, tmp_path, monkeyp
 
 
 def test_a_batch_beyond_all_memory_is_refused_before_it_is_tried(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.training.loop.available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr("app.training.memory_guard.available_bytes", lambda: 1 << 10)
     with pytest.raises(DeviceError, match=r"0\.0 are free"):
         make(dataset, tmp_path)
 

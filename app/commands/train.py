@@ -127,7 +127,7 @@ def _assist(config: TrainConfig) -> None:
             training = Training(config, prepared, dataset, None, on_progress)
             training.start(anew=config.overwrite)
             console.say(f"worker {workers.index}: training; worker 0 tells and saves")
-            training.run(None)
+            training.assist()
     console.say(f"worker {workers.index}: done")
 
 

@@ -31,7 +31,7 @@ class EventFile:
         self._path = run_dir / EVENTS_FILE
         self._writer: Any = None  # A `tf.io.TFRecordWriter`, from the first event on.
 
-    def go_on(self, step: int, epochs: Mapping[int, Mapping[str, float]]) -> None:
+    def resume(self, step: int, epochs: Mapping[int, Mapping[str, float]]) -> None:
         """Keeps what an earlier attempt has told of the steps up to `step`, and nothing later.
 
         Args:

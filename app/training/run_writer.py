@@ -5,6 +5,7 @@ import math
 import pathlib
 import statistics
 import time
+from typing import Protocol
 
 from app.config import TrainConfig
 from app.data.dataset import ImageDataset
@@ -22,6 +23,24 @@ from app.training.resume import Resumed
 from strategies.base import StepTotals, Strategy
 
 
+class TrainingWriter(Protocol):
+    """What the training loop calls to have something written."""
+
+    def begin(self, metadata: RunMetadata) -> None:
+        """Called once, before the first step, with what is trained."""
+
+    def resume(self, resumed: Resumed) -> None:
+        """Called after `begin` where the training resumes from a checkpoint."""
+
+    def steps(
+        self, step: int, totals: StepTotals, *, images_per_sec: float, learning_rate: float
+    ) -> None:
+        """Called after each compiled call; `step` is its last one."""
+
+    def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
+        """Called with each state that is to be saved."""
+
+
 class RunWriter:
     """What is on disk of one run.
 
@@ -34,7 +53,7 @@ class RunWriter:
         template: a summary with all that does not change in a run.
     """
 
-    def __init__(self, run_dir: pathlib.Path, log: RunLog, template: Summary):
+    def __init__(self, run_dir: pathlib.Path, log: RunLog, template: Summary) -> None:
         self._run_dir, self._log, self._summary = run_dir, log, template
         self._events, self._saving_sec = EventFile(run_dir), 0.0
 
@@ -56,8 +75,8 @@ class RunWriter:
             num_test_examples=summary.num_test_examples,
         )
 
-    def go_on(self, resumed: Resumed) -> None:
-        """Logs where the training goes on; brings the records in line with the checkpoint."""
+    def resume(self, resumed: Resumed) -> None:
+        """Logs where the training resumes; brings the records in line with the checkpoint."""
         progress = resumed.checkpoint.progress
         self._log.event(
             "resume",
@@ -68,7 +87,7 @@ class RunWriter:
         )
         for path, _ in resumed.found.damaged:
             quarantine(path)
-        self._events.go_on(
+        self._events.resume(
             progress.step, {record.step: _scalars(record) for record in progress.history}
         )
         histories.write_history(self._run_dir, progress.history)
@@ -133,7 +152,7 @@ class RunWriter:
             train_loss=last.train_loss,
             test_loss=last.test_loss,
             test_accuracy=last.test_accuracy,
-            best_test_accuracy=max(record.test_accuracy for record in history),
+            best_test_accuracy=progress.best_epoch.test_accuracy,
             epoch_sec=statistics.median(record.epoch_sec for record in history),
             images_per_sec=statistics.median(record.images_per_sec for record in history),
             compile_sec=compile_sec,
@@ -159,12 +178,12 @@ def _scalars(record: EpochRecord) -> dict[str, float]:
 
 
 class NullRunWriter:
-    """A `RunWriter` that writes nothing: that of a worker which is not the chief."""
+    """A `TrainingWriter` that writes nothing, for a worker that is not the chief."""
 
     def begin(self, metadata: RunMetadata) -> None:
         """Does nothing."""
 
-    def go_on(self, resumed: Resumed) -> None:
+    def resume(self, resumed: Resumed) -> None:
         """Does nothing."""
 
     def steps(
@@ -173,9 +192,6 @@ class NullRunWriter:
         """Does nothing."""
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
-        """Does nothing."""
-
-    def finish(self) -> None:
         """Does nothing."""
 
 

@@ -8,7 +8,9 @@ from app.data.dataset import ImageDataset
 from app.data.dataset_loader import load_dataset, with_train_subset
 from app.data.input_pipeline import num_steps_per_epoch, train_dataset
 from app.devices.device_setup import Devices
+from app.records.run_metadata import RunMetadata
 from app.runtime import console
+from app.runtime.versions import versions
 from app.training.recipes import find_recipe
 from app.training.strategy_builder import build_strategy
 from models import MODELS
@@ -58,6 +60,19 @@ class TrainingSpec:
         """Builds the strategy of `config` with its model and optimizer on every device."""
         return build_strategy(
             self.config, devices, learning_rate=self.learning_rate, num_steps=self.num_steps
+        )
+
+    def metadata(self, num_replicas: int) -> RunMetadata:
+        """Returns what every checkpoint of this training says of it."""
+        return RunMetadata(
+            config=self.config.result_fields(),
+            learning_rate=self.learning_rate,
+            steps_per_epoch=self.steps_per_epoch,
+            dataset=self.dataset.name,
+            dataset_sha256=self.dataset.sha256(),
+            test_part_sha256=self.dataset.sha256_of_test_part(),
+            num_replicas=num_replicas,
+            versions=versions(),
         )
 
     @property

@@ -1,0 +1,56 @@
+"""Refuses a batch that cannot fit into memory, before the training or when memory runs out."""
+
+import math
+from typing import Any
+
+from app.devices.device_setup import Devices
+from app.devices.free_memory import available_bytes
+from app.runtime.errors import DeviceError
+from app.training.memory_estimate import check_memory, too_large
+from strategies.base import Strategy
+from strategies.workers import Workers
+
+
+class MemoryGuard:
+    """Compares the memory of a training step with the memory that is free.
+
+    Args:
+        strategy: built.
+        devices: of all workers.
+        global_batch_size: of the largest batch.
+    """
+
+    def __init__(self, strategy: Strategy, devices: Devices, global_batch_size: int) -> None:
+        self._strategy, self._devices = strategy, devices
+        self._global_batch_size = global_batch_size
+        self._on_cpu = "CPU" in devices.names[0]
+
+    def check(self) -> None:
+        """Checks that a step fits into main memory; says nothing about the memory of GPUs.
+
+        Raises:
+            DeviceError: a step needs more than is free.
+        """
+        if self._on_cpu:
+            check_memory(available=self._available_on_all_machines(), **self._step())
+
+    def out_of_memory(self) -> DeviceError:
+        """Returns the error for a step that ran out of memory."""
+        return too_large(available=available_bytes() if self._on_cpu else None, **self._step())
+
+    def _available_on_all_machines(self) -> int | None:
+        """Returns free bytes: the number of machines times the least that a worker has."""
+        workers, cluster = self._devices.workers or Workers(), self._devices.cluster
+        available = -workers.all_reduce_max(-(available_bytes() or math.inf))[0]
+        if math.isinf(available):
+            return None
+        return int(available) * (cluster.num_machines if cluster else 1)
+
+    def _step(self) -> dict[str, Any]:
+        """Returns what the memory of a step depends on."""
+        return {
+            "model": self._strategy.model,
+            "optimizer": self._strategy.optimizer,
+            "num_replicas": self._strategy.num_replicas,
+            "global_batch_size": self._global_batch_size,
+        }

@@ -1,0 +1,121 @@
+"""The state of a training, which checkpoints hold: restored, shared with other workers, saved."""
+
+import dataclasses
+import pathlib
+import time
+
+from app.config import Config
+from app.records.checkpoint import Checkpoint
+from app.records.run_metadata import Progress, RunMetadata
+from app.training.checkpoint_schedule import CheckpointSchedule
+from app.training.epoch_progress import after_steps
+from app.training.finite_checks import check_finite_loss, check_finite_state
+from app.training.replica_divergence import check_replica_divergence
+from app.training.resume import Resumed, find_state
+from app.training.run_writer import TrainingWriter
+from app.training.strategy_builder import restore
+from app.training.worker_sync import broadcast_progress
+from strategies.base import StepTotals, Strategy
+from strategies.workers import Workers
+
+
+class TrainingState:
+    """The progress of a training, and the weights and the optimizer state of its strategy.
+
+    Args:
+        config: what is trained.
+        strategy: built.
+        metadata: of the training; each checkpoint holds it.
+
+    Attributes:
+        progress: how far the training is.
+        checkpoints: which checkpoint is on disk and when the next one is due.
+    """
+
+    def __init__(self, config: Config, strategy: Strategy, metadata: RunMetadata) -> None:
+        self._config, self._strategy, self._metadata = config, strategy, metadata
+        self.progress, self._start = Progress(), time.monotonic()
+        self.checkpoints = CheckpointSchedule(config.checkpoint_every, metadata.steps_per_epoch)
+
+    @property
+    def position(self) -> int:
+        """The step that the data and the schedule are at.
+
+        It is the step of the training, unless that was resumed with epochs of another length.
+        """
+        return self.progress.epoch * self._metadata.steps_per_epoch + self.progress.epoch_step
+
+    def restore(self, run_dir: pathlib.Path, *, has_schedule: bool) -> Resumed | None:
+        """Restores the newest checkpoint of a run that verifies; returns None without any.
+
+        Args:
+            run_dir: the run directory.
+            has_schedule: whether the learning rate depends on the number of epochs.
+
+        Raises:
+            CheckpointError: none verifies, or it is of another training.
+        """
+        resumed = find_state(run_dir, self._config, self._metadata)
+        if resumed is None:
+            return None
+        self.progress = resumed.checkpoint.progress
+        self.checkpoints.mark_saved(self.progress)
+        restore(
+            self._strategy,
+            resumed.checkpoint,
+            new_schedule_step=self.position if resumed.changes.serious else None,
+        )
+        resumed.changes.check(run_dir, force=self._config.force_resume)
+        resumed.tell(self._metadata, has_schedule=has_schedule)
+        return resumed
+
+    def broadcast(self, workers: Workers, resumed: Resumed | None) -> None:
+        """Gives every worker the state of the chief, who alone has restored a checkpoint."""
+        steps_per_epoch = self._metadata.steps_per_epoch
+        self.progress = broadcast_progress(workers, self.progress, steps_per_epoch)
+        self.checkpoints.mark_saved(self.progress)
+        self._strategy.broadcast_state()
+        own = resumed.checkpoint.per_replica_statistics if resumed else []
+        self._strategy.share_per_replica_statistics(own)
+
+    def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:
+        """Adds the steps of a compiled call to the progress."""
+        self.progress = after_steps(self.progress, num_steps, totals, call_sec=call_sec)
+
+    def check_finite(self, totals: StepTotals, description: str) -> None:
+        """Checks a loss; `description` says which, for example "training loss".
+
+        Raises:
+            DivergedError: it is not finite.
+        """
+        check_finite_loss(
+            totals, description, self._strategy, self._where(), self.checkpoints.saved_step
+        )
+
+    def save(self, writer: TrainingWriter, *, compile_sec: float) -> bool:
+        """Saves a checkpoint; returns False where the last one has this state already.
+
+        Raises:
+            DivergedError: a weight or a number of the optimizer is not finite.
+            ReplicaDivergenceError: replicas hold different weights.
+            DiskFullError, OutputError: it cannot be written.
+        """
+        if self.checkpoints.is_saved(self.progress):
+            return False
+        if self.progress.epoch_step:  # The state of replica 0 is saved for all replicas.
+            check_replica_divergence(self._strategy)
+        own = self._strategy.per_replica_statistics()
+        state = self._strategy.state()
+        # `state` has averaged the statistics: the training continues with each replica's own.
+        self._strategy.load_per_replica_statistics(own)
+        check_finite_state(state, self._where(), self.checkpoints.saved_step)
+        now = time.monotonic()
+        total_sec = self.progress.total_sec + now - self._start
+        self.progress = dataclasses.replace(self.progress, total_sec=total_sec)
+        self._start = now
+        writer.save(Checkpoint(self._metadata, self.progress, state, own), compile_sec=compile_sec)
+        self.checkpoints.mark_saved(self.progress)
+        return True
+
+    def _where(self) -> str:
+        return f"step {self.progress.step} with learning rate {self._metadata.learning_rate:g}"

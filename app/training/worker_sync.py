@@ -1,0 +1,54 @@
+"""What the workers of one training tell each other outside the steps: data, progress, signals.
+
+Every function is called by all workers in the same order. Without a cluster each returns at once.
+"""
+
+import dataclasses
+import json
+
+from app.data.dataset import ImageDataset
+from app.records.run_metadata import Progress
+from app.runtime import signals
+from app.runtime.errors import DataError
+from strategies.workers import Workers
+
+
+def check_same_images(workers: Workers, dataset: ImageDataset) -> None:
+    """Checks that every worker has loaded the same images.
+
+    Raises:
+        DataError: another worker has other images.
+    """
+    digest = dataset.sha256()
+    for index, other in enumerate(workers.gather(digest.encode())):
+        if other.decode() != digest:
+            raise DataError(
+                f"worker {workers.index} has {dataset.name} images with SHA-256"
+                f" {digest[:12]}…, worker {index} {other.decode()[:12]}… — the same images are"
+                " required on every worker; give each the same four files"
+            )
+
+
+def broadcast_progress(workers: Workers, progress: Progress, steps_per_epoch: int) -> Progress:
+    """Returns the chief's progress to every worker: the chief alone reads checkpoints."""
+    text = workers.broadcast(json.dumps(dataclasses.asdict(progress)).encode())
+    return Progress.parse(json.loads(text), steps_per_epoch)
+
+
+def synchronize(workers: Workers, *numbers: float) -> list[float]:
+    """Exchanges, between two calls, what depends on clocks and signals.
+
+    Returns:
+        The largest of each number over the workers.
+
+    Raises:
+        KeyboardInterrupt, Terminated: a signal has come in on any of them.
+    """
+    signal_number, *largest = workers.all_reduce_max(signals.requested(), *numbers)
+    signals.check(int(signal_number))
+    return largest
+
+
+def wait_for_all(workers: Workers) -> None:
+    """Returns once every worker has called it, so that none ends before the chief has saved."""
+    workers.all_reduce_max(0)
