@@ -152,14 +152,14 @@ class ClusterWorkers(Workers):
 
     @tf.function
     def _all_reduce(self, words):
-        def exchange():
+        def sum_over_workers():
             replica = tf.distribute.get_replica_context()
             # The first replica of a worker speaks for it.
             speaks = replica.replica_id_in_sync_group % self._num_local == 0
             own = words if speaks else tf.zeros_like(words)
             return replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
-        return self.strategy.experimental_local_results(self.strategy.run(exchange))[0]
+        return self.strategy.experimental_local_results(self.strategy.run(sum_over_workers))[0]
 
 
 def _to_words(message: bytes, size: int) -> np.ndarray:

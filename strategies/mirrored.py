@@ -129,12 +129,12 @@ class MirroredStrategy(Strategy):
 
     @tf.function
     def _all_reduce_loop(self, values, num_times):
-        def exchange(tensors):
+        def sum_over_replicas(tensors):
             # `tf.distribute` asks where each tensor is, which an argument of a graph does not know.
             return self._sum_over_replicas([tf.identity(tensor) for tensor in tensors])
 
         for _ in tf.range(num_times):
-            values = self._tf_strategy.run(exchange, args=(values,))
+            values = self._tf_strategy.run(sum_over_replicas, args=(values,))
         return values
 
     def _sum_over_replicas(self, tensors):

@@ -54,7 +54,7 @@ def numbers(array, digits: int = 4) -> str:
     return text.replace("\n", "")
 
 
-def held_on(tensor) -> str:
+def device_of(tensor) -> str:
     """Returns the device that a tensor really is on, as in "/device:CPU:1"."""
     return "/device:" + tensor.device.rpartition("device:")[2]
 

@@ -50,7 +50,7 @@ class PeakMemoryMeter:
             return _status_bytes("VmRSS")
         return None
 
-    def held(self) -> PeakMemory:
+    def peak(self) -> PeakMemory:
         """Returns the most that was held until now."""
         if self._gpus:
             peak = self._of_gpus("peak")

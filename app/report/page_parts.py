@@ -82,7 +82,7 @@ class Details:
 
     title: str
     blocks: Sequence
-    kind = "folded"
+    kind = "details"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,7 @@ class Training:
             new_schedule_step=self._position if resumed.changes.serious else None,
         )
         resumed.changes.check(self._run_dir, force=self._config.force_resume)
-        resumed.tell(self._metadata, has_schedule=self._spec.has_schedule)
+        resumed.report(self._metadata, has_schedule=self._spec.has_schedule)
 
     @property
     def _position(self) -> int:
@@ -346,9 +346,9 @@ class Training:
         fault_point("epoch")
         self._settle()
 
-    def _with_divergence(self, drift: ReplicaDivergence) -> Progress:
+    def _with_divergence(self, divergence: ReplicaDivergence) -> Progress:
         """Notes how far apart the statistics are before the evaluation averages them."""
-        apart = max(drift.absolute, self._progress.statistics_apart)
+        apart = max(divergence.absolute, self._progress.statistics_apart)
         return dataclasses.replace(self._progress, statistics_apart=apart)
 
     def _after_test_batch(self) -> None:
@@ -357,13 +357,13 @@ class Training:
 
     def _check_replica_divergence(self) -> ReplicaDivergence:
         """Stops a training whose replicas are not in step; says once what they keep apart."""
-        drift = check_replica_divergence(self.strategy)
-        if drift.tensor and not self._progress.history and self._workers.is_chief:
+        divergence = check_replica_divergence(self.strategy)
+        if divergence.tensor and not self._progress.history and self._workers.is_chief:
             console.say(
                 f"replicas hold the same weights, bit for bit; their own statistics are up to"
-                f" {drift.absolute:.2g} apart ({drift.tensor}) and are averaged now"
+                f" {divergence.absolute:.2g} apart ({divergence.tensor}) and are averaged now"
             )
-        return drift
+        return divergence
 
     def _check_finite(self, totals: StepTotals, what: str) -> None:
         if not math.isfinite(totals.loss_sum):
