@@ -73,8 +73,8 @@ def _conclude() -> None:
         " for ResNet-18 where it took 0.1 at 256. Not from the first epoch on, though, and only"
         " while the larger rate still works: the nearer it comes to the largest one that does, the"
         f" less it brings. {_LEARNING_RATE} was chosen here because it shows the rule; at 0.03"
-        " and 0.1 that was seen to help in part, and with the book's own LeNet, batch and rate doubled, to"
-        " harm.",
+        " and 0.1 that was seen to help in part, and with the book's own LeNet, batch and rate"
+        " doubled, to harm.",
         then=[
             "demo scale --learning_rate=0.1",
             "demo scale --num_devices=4 --device=cpu",

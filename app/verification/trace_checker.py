@@ -66,9 +66,9 @@ class TraceChecker:
                 for replica_id, count in enumerate(wrong)
             ]
             samples += self._computed(trace, step, before, images, labels, shards)
-            measurements += self._exchanged(trace, step)
+            measurements += self._all_reduced(trace, step)
             measurements += self._updated(trace, step, before)
-            measurements += _agreed(trace, step)
+            measurements += _replica_agreement(trace, step)
             measurements += _averaged(trace, step)
             on_step(step)
         return sorted([*measurements, *with_limits(samples)], key=lambda m: m.order)
@@ -112,7 +112,7 @@ class TraceChecker:
             )
             yield [_sum_of_parts([results.pop(0) for part in s if len(part)]) for s in parts]
 
-    def _exchanged(self, trace: Trace, step: int) -> Iterator[Measurement]:
+    def _all_reduced(self, trace: Trace, step: int) -> Iterator[Measurement]:
         """The sums that each replica got, against the gradients that were sent.
 
         Adding R numbers in any order rounds R − 1 times: the error of an element is at most
@@ -222,7 +222,7 @@ def find_shards(
     return shards, wrong
 
 
-def _agreed(trace: Trace, step: int) -> Iterator[Measurement]:
+def _replica_agreement(trace: Trace, step: int) -> Iterator[Measurement]:
     """What replicas hold in common, against replica 0: it has to be the same bits."""
     for kind in ("sums", "slots", "weights"):
         for tensor in trace.tensors(step, kind):
