@@ -513,7 +513,7 @@ def test_a_strategy_that_keeps_its_steps_to_itself_is_told(case, tmp_path):
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
     strategy.observer = Observer()
-    with pytest.raises(ConfigError, match=r"self\.witness\.before_all_reduce"):
+    with pytest.raises(ConfigError, match=r"self\.observer\.before_all_reduce"):
         recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
 
 

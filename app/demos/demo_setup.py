@@ -94,7 +94,7 @@ def recorded(strategy, iterator, *, num_steps: int, inner=None) -> Iterator[tupl
         strategy: built.
         iterator: of its steps.
         num_steps: how many.
-        inner: a witness that looks on, too, and may interfere.
+        inner: an observer that looks on, too, and may interfere.
 
     Yields:
         The trace, which is gone afterwards; and for each step and replica when it sent its
