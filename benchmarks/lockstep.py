@@ -37,13 +37,13 @@ def main() -> None:
     from app.training.training_spec import TrainingSpec, load_data
 
     dataset = load_data(config)
-    job = TrainingSpec(config, dataset)
-    strategy = job.build_strategy(prepared)
+    spec = TrainingSpec(config, dataset)
+    strategy = spec.build_strategy(prepared)
     state = strategy.state()
-    strategy.train_steps(strategy.distribute(job.batches()), 5)
+    strategy.train_steps(strategy.distribute(spec.batches()), 5)
     evaluate(strategy, dataset)
     strategy.load_state(state)  # As if nothing had happened.
-    iterator = strategy.distribute(job.batches())
+    iterator = strategy.distribute(spec.batches())
 
     def steps(num_steps: int) -> dict:
         start = time.perf_counter()
@@ -57,8 +57,8 @@ def main() -> None:
         return {"accuracy": accuracy, "sec": time.perf_counter() - start}
 
     def memory() -> dict:
-        held = pathlib.Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-        return {"resident_bytes": int(held) * resource.getpagesize()}
+        resident_pages = pathlib.Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return {"resident_bytes": int(resident_pages) * resource.getpagesize()}
 
     serve(
         {

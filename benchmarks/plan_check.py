@@ -29,7 +29,7 @@ BATCH = 256
 COUNTS = (1, 2, 4)
 
 
-def points_of(model: str) -> tuple[dict[int, Case], list[Case]]:
+def cases_of(model: str) -> tuple[dict[int, Case], list[Case]]:
     """Returns number of workers → the training, and one worker with the smaller shards."""
     config = TrainConfig(
         strategy="multi_worker",
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    workers, alone = points_of(options.model)
+    workers, alone = cases_of(options.model)
     with StepProgress(1) as progress:
         measured = measure(
             [*workers.values(), *alone],

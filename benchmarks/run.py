@@ -61,7 +61,7 @@ def lenet_part(peers_python: str) -> tuple[list[Program], list[Ratio]]:
     ]
     programs += [
         lockstep("manual × 2, bfloat16", *LENET, "--precision=mixed_bfloat16"),
-        Program("book's eager loop × 2", "book_loop.py", (*LENET, "--num_devices=2")),
+        Program("book's eager loop × 2", "d2l_loop.py", (*LENET, "--num_devices=2")),
         Program("PyTorch DDP × 2", "torch_ddp.py", (*LENET, "--num_devices=2"), peers_python),
         Program("JAX × 2", "jax_devices.py", (*LENET, "--num_devices=2"), peers_python),
         Program("peak, float32", "peak.py", ("--precision=float32",)),
@@ -139,12 +139,12 @@ def time_to_accuracy(peers_python: str, *, rounds: int, data_dir: str) -> dict:
         lockstep("fast, manual × 2, bfloat16", *LENET, "--recipe=fast", "--epochs=1",
                  "--precision=mixed_bfloat16"),
         lockstep("fast, manual × 2", *LENET, "--recipe=fast", "--epochs=1"),
-        Program("the book's recipe in its loop × 2", "book_loop.py", (*LENET, "--num_devices=2")),
+        Program("the book's recipe in its loop × 2", "d2l_loop.py", (*LENET, "--num_devices=2")),
     ]  # fmt: skip
     results = {program.name: [] for program in programs}
     for number in range(rounds):
         for program in programs:
-            if number and program.file == "book_loop.py":
+            if number and program.file == "d2l_loop.py":
                 continue  # Minutes long, so once: the ratio is far from any bound.
             with Running(program, data_dir) as one:
                 one.wait_until_ready()

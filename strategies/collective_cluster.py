@@ -158,15 +158,20 @@ class ClusterWorkers(Workers):
         return self._all_reduce(tf.constant(words)).numpy()
 
     @tf.function
+<<<<<<< HEAD
     def _all_reduce(self, words: tf.Tensor) -> tf.Tensor:
         def exchange() -> tf.Tensor:
+=======
+    def _all_reduce(self, words):
+        def sum_over_workers():
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
             replica = tf.distribute.get_replica_context()
             # The first replica of a worker speaks for it.
             speaks = replica.replica_id_in_sync_group % self._num_local == 0
             own = words if speaks else tf.zeros_like(words)
             return replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
-        return self.strategy.experimental_local_results(self.strategy.run(exchange))[0]
+        return self.strategy.experimental_local_results(self.strategy.run(sum_over_workers))[0]
 
 
 def _to_words(message: bytes, size: int) -> np.ndarray:

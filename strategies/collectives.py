@@ -103,17 +103,17 @@ def tree(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
         Operations in MPICH", 2005.
     """
     num_replicas = len(devices)
-    held = [list(tensors) for tensors in per_replica_tensors]
+    sums = [list(tensors) for tensors in per_replica_tensors]
     distances = [2**i for i in range((num_replicas - 1).bit_length())]
     for distance in distances:
         for r in range(0, num_replicas - distance, 2 * distance):
             with tf.device(devices[r]):
-                held[r] = [a + b for a, b in zip(held[r], held[r + distance], strict=True)]
+                sums[r] = [a + b for a, b in zip(sums[r], sums[r + distance], strict=True)]
     for distance in reversed(distances):
         for r in range(0, num_replicas - distance, 2 * distance):
             with tf.device(devices[r + distance]):
-                held[r + distance] = [tf.identity(total) for total in held[r]]
-    return held
+                sums[r + distance] = [tf.identity(total) for total in sums[r]]
+    return sums
 
 
 def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
@@ -199,9 +199,9 @@ def _join(
 ) -> PerReplicaTensors:
     """Puts tensors back together from their chunks; the opposite of `_cut`."""
     joined = []
-    for held, tensors, device in zip(chunks, per_replica_tensors, devices, strict=True):
+    for own_chunks, tensors, device in zip(chunks, per_replica_tensors, devices, strict=True):
         with tf.device(device):
-            vectors = [tf.concat(parts, axis=0) for parts in zip(*held, strict=True)]
+            vectors = [tf.concat(parts, axis=0) for parts in zip(*own_chunks, strict=True)]
             joined.append([tf.reshape(v, t.shape) for v, t in zip(vectors, tensors, strict=True)])
     return joined
 

@@ -177,8 +177,13 @@ def fuzz_gzip(inner, outer):
 
 
 _STATE = {"model/kernel": np.ones((2, 3), np.float32), "optimizer/iteration": np.array(7)}
+<<<<<<< HEAD
 _ORIGIN = RunMetadata(
     json.loads(json.dumps(Config.of().result_fields())),
+=======
+_RUN_METADATA = RunMetadata(
+    json.loads(json.dumps(Config().result_fields())),
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     *(0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"}),
 )
 _RECORD = EpochRecord(1, 10, 1.0, 0.5, 1.0, 0.5, 2.5, 400.0)
@@ -226,7 +231,7 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
             changes=["seed 0 → 1"],
         )
         own = [[np.float32([1, 2])], [np.float32([3, 4])]]
-        checkpoints.save_checkpoint(folder, Checkpoint(_ORIGIN, progress, _STATE, own))
+        checkpoints.save_checkpoint(folder, Checkpoint(_RUN_METADATA, progress, _STATE, own))
         path = folder / "checkpoints" / "step-00000017"
         state = path / "state.npz"
         state.write_bytes(_edited(state.read_bytes(), state_edits))
@@ -248,7 +253,7 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
             assert size < state.stat().st_size
             best = loaded.progress.best_epoch
             assert best is None or isinstance(best.test_accuracy, float | int)
-            find_changes(loaded.metadata.config, _ORIGIN.config)
+            find_changes(loaded.metadata.config, _RUN_METADATA.config)
 
 
 _NAMES = [name for group in flags.GROUPS.values() for name in group]

@@ -41,7 +41,7 @@ def hang_in_driver(send, config, strategies):
     time.sleep(3600)
 
 
-def hang_in_exchange(send, config, strategies):
+def hang_in_all_reduce(send, config, strategies):
     names = ("/device:GPU:0", "/device:GPU:1")
     send(("tensorflow", "there"))
     send(("devices", DevicesSeen(names, ("A", "B"), False, 2)))
@@ -49,7 +49,7 @@ def hang_in_exchange(send, config, strategies):
         send(("stage", name))
         if name == "manual":
             time.sleep(3600)
-        send(("probed", (name, SelfTestResult(name, "nccl", 0.1))))
+        send(("self_test", (name, SelfTestResult(name, "nccl", 0.1))))
 
 
 def vanish_in_examination(send, config, strategies):

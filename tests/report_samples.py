@@ -99,7 +99,7 @@ def write_verification(path, *, fault=None):
     write_record(path, config, dict.fromkeys(strategy_verdicts, run), strategy_verdicts, [verdict])
 
 
-def write_measured_points(path):
+def write_measured_cases(path):
     """Leaves what `benchmark` leaves: two devices half again as fast as one."""
     config = Config.of("benchmark")
     write_config(path, config, command="benchmark")
@@ -149,7 +149,7 @@ def write_everything(folder):
     write_config(folder / "begun", Config.of())
     write_verification(folder / "proved")
     write_verification(folder / "refuted", fault="drop_gradient:replica=1")
-    write_measured_points(folder / "measured")
+    write_measured_cases(folder / "measured")
     write_explained_step(folder / "explained")
     (folder / "notes").mkdir()
     (folder / "notes" / "config.json").write_text('{"of": "another program"}')

@@ -31,7 +31,7 @@ from app.runtime.fault_points import POINTS, VARIABLE
 from idx_files import write_idx
 
 NUM_TRAIN, NUM_TEST, EPOCHS = 500, 200, 6
-JOB = (
+TRAIN = (
     *("--strategy=manual", "--device=cpu", "--num_devices=2", "--recipe=fast", "--deterministic"),
     *("--allow_unverified_data", "--global_batch_size=50", f"--epochs={EPOCHS}"),
     *("--checkpoint_every=3", "--steps_per_call=1"),
@@ -142,7 +142,7 @@ class Soak:
     def _run(self, run_dir: pathlib.Path, fault: str = "") -> subprocess.Popen:
         with open(self._folder / "output.txt", "w", encoding="utf-8") as output:
             return subprocess.Popen(
-                [sys.executable, str(ROOT / "main.py"), *JOB, f"--out={run_dir}"],
+                [sys.executable, str(ROOT / "main.py"), *TRAIN, f"--out={run_dir}"],
                 stdout=output,
                 stderr=output,
                 env={**os.environ, "FASHION_MNIST_DIR": str(self._data_dir), VARIABLE: fault},

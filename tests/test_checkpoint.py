@@ -28,7 +28,7 @@ STATE = {
     "optimizer/iteration": np.array(7),
 }
 STATISTICS = [[np.float32([1, 2])], [np.float32([3, 4])]]
-ORIGIN = RunMetadata({"model": "lenet"}, 0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"})
+RUN_METADATA = RunMetadata({"model": "lenet"}, 0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"})
 
 
 def record(epoch, *, accuracy=0.5, step=None):
@@ -40,7 +40,7 @@ def make(step=7, **progress):
     epoch_step = step % 10
     defaults = {"epoch_step": epoch_step, "examples": epoch_step, "epoch_sec": 0.1 * epoch_step}
     progress = Progress(step, **{**defaults, **progress})
-    return Checkpoint(ORIGIN, progress, STATE, STATISTICS)
+    return Checkpoint(RUN_METADATA, progress, STATE, STATISTICS)
 
 
 def save(run_dir, step=7, **progress):
@@ -60,7 +60,7 @@ def test_round_trip(tmp_path):
     found = find_newest_checkpoint(tmp_path)
     loaded = found.checkpoint
     assert found.path == path and found.damaged == [] and found.warning() is None
-    assert loaded.metadata == ORIGIN and loaded.progress == saved.progress
+    assert loaded.metadata == RUN_METADATA and loaded.progress == saved.progress
     assert list(loaded.state) == list(STATE)
     for name, array in STATE.items():
         np.testing.assert_array_equal(loaded.state[name], array, strict=True)
@@ -116,7 +116,7 @@ def test_temporary_ones_and_others_are_not_seen(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
 
 
-def spoil(path, damage):
+def damage_file(path, damage):
     content = path.read_bytes()
     middle = len(content) // 2
     if damage == "remove":
@@ -141,11 +141,11 @@ def spoil(path, damage):
 @pytest.mark.parametrize("damage", ["remove", "truncate", "alter", "empty", "pipe", "link"])
 def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, file, damage):
     good, bad = save(tmp_path, 5), save(tmp_path, 8)
-    spoil(bad / file, damage)
+    damage_file(bad / file, damage)
     found = find_newest_checkpoint(tmp_path)
     assert found.path == good and [path for path, _ in found.damaged] == [bad]
     assert str(good) in found.warning() and str(bad) in found.warning()
-    spoil(good / file, damage)
+    damage_file(good / file, damage)
     with pytest.raises(
         CheckpointError, match=r"step-00000008: does not verify .*, as all 2 here do"
     ):
@@ -303,7 +303,7 @@ def test_the_best_of_those_that_verify(tmp_path):
         history.append(record(epoch, accuracy=accuracy))
         save(tmp_path, 10 * epoch, history=history)
     save(tmp_path, 57, history=history)
-    spoil(tmp_path / "checkpoints" / "step-00000020" / "state.npz", "truncate")
+    damage_file(tmp_path / "checkpoints" / "step-00000020" / "state.npz", "truncate")
     found = find_best_checkpoint(tmp_path)
     assert found.path.name == "step-00000050" and found.damaged[0][0].name == "step-00000020"
 

@@ -201,9 +201,9 @@ def test_predict_on_several_devices_is_predict_on_one(prepared, data, capsys):
 def test_order_finds_a_number_with_two_sums():
     generator = np.random.default_rng(0)
     gradients = [[generator.normal(size=100).astype(np.float32)] for _ in range(3)]
-    a, b, c = order.find_telling_number(gradients)
+    a, b, c = order.find_order_dependent_element(gradients)
     assert (a + b) + c != a + (b + c)
-    assert order.find_telling_number([[np.ones(3, np.float32)]] * 3) is None
+    assert order.find_order_dependent_element([[np.ones(3, np.float32)]] * 3) is None
 
 
 def test_order_tells_equal_orders_from_others(data, capfd):

@@ -129,9 +129,9 @@ def test_one_s_own_model_is_verified_and_trained(copy, small_data):
     _, proved, _ = re.split("## 4|## 5", TEXTS["add_a_model"])
     assert_quoted(proved, output)
     output = run_ok(copy, command("add_a_model", "--out=runs/mlp"), small_data)
-    rate = re.search(r'"mlp": dataclasses.*peak_learning_rate=([\d.]+)', TEXTS["add_a_model"])[1]
+    peak = re.search(r'"mlp": dataclasses.*peak_learning_rate=([\d.]+)', TEXTS["add_a_model"])[1]
     # 4 steps, of the 200 from which on the peak is the recipe's.
-    assert f"recipe fast, batch 256, learning rate {float(rate) * 4 / 200:g}" in output
+    assert f"recipe fast, batch 256, learning rate {float(peak) * 4 / 200:g}" in output
 
 
 def test_one_s_own_model_is_refused_with_dropout(copy, small_data):
@@ -185,9 +185,9 @@ def test_one_s_own_parts_pass_the_tests_of_all(copy, small_data):
 def test_one_s_own_strategy_is_found_out_if_it_averages(copy, small_data):
     path = copy / "strategies" / "server.py"
     text, kept = TEXTS["add_a_strategy"].partition(AVERAGES)[2], path.read_text()
-    in_exchange, in_step = text.split("Where the exchange is right")
+    in_all_reduce, in_step = text.split("Where the exchange is right")
     line = command("add_a_strategy", "--steps=1")
-    for told, code in ((in_exchange, 6), (in_step, 9)):
+    for told, code in ((in_all_reduce, 6), (in_step, 9)):
         follow(copy, told)
         result = run(copy, line, small_data)
         path.write_text(kept)

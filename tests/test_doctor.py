@@ -47,7 +47,12 @@ BOTH_WORK = {
 
 
 def findings(**changes):
-    values = {"seen": NOTHING, "tensorflow": CUDA_BUILD, "devices": TWO_CPUS, "probed": BOTH_WORK}
+    values = {
+        "seen": NOTHING,
+        "tensorflow": CUDA_BUILD,
+        "devices": TWO_CPUS,
+        "self_tests": BOTH_WORK,
+    }
     return Findings(**{**values, **changes})
 
 
@@ -446,7 +451,7 @@ def test_cluster():
 
 def test_an_exchange_that_hangs_is_ended_and_the_others_are_tried(monkeypatch):
     monkeypatch.setattr(examination, "TIMEOUT_SEC", 5.0)
-    found = examine(CONFIG, ("manual", "mirrored"), process_functions.hang_in_exchange)
+    found = examine(CONFIG, ("manual", "mirrored"), process_functions.hang_in_all_reduce)
     hung, fine = check_all_reduce(found)
     assert (hung.what, hung.state, hung.exit_code) == ("manual", ERROR, 6)
     assert "did not end within 5 s" in hung.value and "NCCL_P2P_DISABLE=1" in hung.advice
@@ -476,7 +481,7 @@ def test_whatever_ends_it_is_told(monkeypatch, function, told):
 
 def test_one_replica_exchanges_nothing():
     one = DevicesSeen(("/device:CPU:0",), ("",), False, 0)
-    (check,) = check_all_reduce(findings(devices=one, probed={}))
+    (check,) = check_all_reduce(findings(devices=one, self_tests={}))
     assert check.state == NOTE and "nothing is exchanged" in check.value
 
 
@@ -518,19 +523,19 @@ def broken(code_6_or_3):
             {
                 "seen": HEALTHY,
                 "devices": TWO_GPUS,
-                "probed": {**BOTH_WORK, "mirrored": DeviceError("hangs")},
+                "self_tests": {**BOTH_WORK, "mirrored": DeviceError("hangs")},
             },
             "--strategy=manual --num_gpus=2 --recipe=fast --epochs=10",
         ),
         (
             {},
-            {"devices": DevicesSeen(("/device:GPU:0",), ("A",), False, 1), "probed": {}},
+            {"devices": DevicesSeen(("/device:GPU:0",), ("A",), False, 1), "self_tests": {}},
             "--strategy=single --recipe=fast --epochs=10",
         ),
-        ({}, {"probed": {}}, "--strategy=single --recipe=fast --epochs=1"),
+        ({}, {"self_tests": {}}, "--strategy=single --recipe=fast --epochs=1"),
         (
             {"device": "gpu", "num_gpus": 3},
-            {"devices": None, "probed": {}},
+            {"devices": None, "self_tests": {}},
             "--device=cpu --num_devices=3 --recipe=fast --epochs=1",
         ),
     ],
@@ -560,7 +565,7 @@ def test_what_has_to_be_run_first():
 def test_more_gpus_than_there_are_leads_to_another_look(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main.py", "doctor"])
     config = dataclasses.replace(CONFIG, num_gpus=3)
-    none = findings(seen=HEALTHY, devices=None, error=DeviceError("3 — 2; use 2"), probed={})
+    none = findings(seen=HEALTHY, devices=None, error=DeviceError("3 — 2; use 2"), self_tests={})
     line = advice.what_to_run(config, none, software=[], data=[], output=Check("output", ""))
     assert line.endswith(" main.py doctor --num_gpus=2")
     assert_parses(line)
@@ -590,8 +595,8 @@ def assert_parses(line):
         ({"data_dir": "/none"}, {}, {}, 3),
         ({"out": f"{__file__}/run"}, {}, {}, 5),
         ({}, {"TF_CONFIG": "{"}, {}, 2),
-        ({}, {}, {"error": DeviceError("a — b; c"), "devices": None, "probed": {}}, 6),
-        ({}, {}, {"probed": {"manual": DeviceError("hangs — b; c")}}, 6),
+        ({}, {}, {"error": DeviceError("a — b; c"), "devices": None, "self_tests": {}}, 6),
+        ({}, {}, {"self_tests": {"manual": DeviceError("hangs — b; c")}}, 6),
         ({"out": f"{__file__}/run", "data_dir": "/none"}, {"TF_CONFIG": "{"}, {}, 3),
     ],
 )

@@ -40,7 +40,7 @@ def test_an_estimate_has_weights_and_what_the_optimizer_keeps():
     estimate = memory_estimate.MemoryEstimate.of(model, optimizer)
     parameters = 3 * 25 + 3 + 108 * 10 + 10
     assert estimate.weights_bytes == 4 * parameters
-    assert 4 * parameters <= estimate.slots_bytes < 4 * parameters + 100
+    assert 4 * parameters <= estimate.optimizer_state_bytes < 4 * parameters + 100
     total = estimate.total_bytes(num_replicas=2, global_batch_size=10)
     assert total == pytest.approx(2 * estimate.fixed_bytes + 10 * estimate.image_bytes)
 

@@ -113,11 +113,11 @@ def hold(path, ready, release):
 def start(path, config, *, overwrite=False):
     """Opens, checks and starts a run as `train` does; returns whether it was there before."""
     with open_run_directory(path, config) as run_directory:
-        held = not overwrite and run_directory.is_started
-        if held:
+        refused = not overwrite and run_directory.is_started
+        if refused:
             run_directory.check_same_run()
         run_directory.start(overwrite=overwrite)
-        return held
+        return refused
 
 
 class TestRunDirectory:

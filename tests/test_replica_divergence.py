@@ -41,7 +41,7 @@ def sgd():
     return keras.optimizers.SGD(0.1)
 
 
-class Spoiled(ManualStrategy):
+class FaultyStrategy(ManualStrategy):
     """Adds each replica as often as `counts` says, on the replica `where`."""
 
     counts, where = (), 0
@@ -57,7 +57,7 @@ class Spoiled(ManualStrategy):
 
 @pytest.mark.parametrize("counts", itertools.product((0, 1, 2), repeat=3))
 def test_the_probe_tells_every_case_apart(counts):
-    strategy = Spoiled(CPUS[:3])
+    strategy = FaultyStrategy(CPUS[:3])
     strategy.counts, strategy.where = counts, 1
     strategy.build(seeded(small_network), sgd)
     if counts == (1, 1, 1):
@@ -99,8 +99,8 @@ def test_replicas_in_step_pass(name):
     strategy = create(name, 3, small_resnet)
     assert check_replica_divergence(strategy).tensor == ""
     change(strategy, 1, "stem_norm/moving_mean")
-    drift = check_replica_divergence(strategy)
-    assert (drift.tensor, drift.absolute) == ("stem_norm/moving_mean", 0.5)
+    divergence = check_replica_divergence(strategy)
+    assert (divergence.tensor, divergence.absolute) == ("stem_norm/moving_mean", 0.5)
 
 
 @pytest.mark.parametrize("name", ["manual", "mirrored"])

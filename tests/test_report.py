@@ -167,9 +167,9 @@ def test_a_verification_with_its_first_false_step(page):
 def test_speed_of_runs_points_and_parts(everything, page):
     rates = page.rows("Throughput of each point")
     record = json.loads((everything / "measured" / "benchmark.json").read_text())
-    for point in record["cases"]:
-        row = rates[point["short_name"]]
-        assert row["images/s"] == f"{point['images_per_sec']['value']:,.0f}"
+    for case in record["cases"]:
+        row = rates[case["short_name"]]
+        assert row["images/s"] == f"{case['images_per_sec']['value']:,.0f}"
     (scaling,) = page.rows("Speed-up: strong scaling").values()
     assert (scaling["speed-up"], scaling["ideal"]) == ("1.500", "2")
     assert (scaling["efficiency"], scaling["verdict"]) == ("75%", "faster")
@@ -241,8 +241,8 @@ def test_the_page_is_whole_accessible_and_asks_for_nothing(everything, page):
     for attrs in page.named("th"):
         assert attrs["scope"] in ("row", "col")
     assert len(page.named("table")) == len(page.named("caption"))
-    folded = [above for name, _, above in page.elements if name == "details" and "figure" in above]
-    assert len(folded) == len(page.named("figure"))
+    details = [above for name, _, above in page.elements if name == "details" and "figure" in above]
+    assert len(details) == len(page.named("figure"))
 
 
 def test_hostile_names_are_text(tmp_path):

@@ -9,7 +9,7 @@ from app.records.run_metadata import Progress
 from app.runtime.errors import DataError
 from app.verification.difference import WeightDifference
 from app.verification.run_comparison import HEADER, compare_weights, table_rows
-from test_checkpoint import ORIGIN, STATE
+from test_checkpoint import RUN_METADATA, STATE
 from test_records import make_summary
 
 
@@ -52,7 +52,7 @@ def make_run(path, state, **changes):
     path.mkdir()
     summary = make_summary(steps=10, weights_sha256=weights_sha256(state), **changes)
     write_summary(path, summary)
-    save_checkpoint(path, Checkpoint(ORIGIN, Progress(10), state))
+    save_checkpoint(path, Checkpoint(RUN_METADATA, Progress(10), state))
     return path
 
 

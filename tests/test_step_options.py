@@ -10,7 +10,7 @@ from strategies import STRATEGIES
 from test_strategies import ROUNDING, assert_close, assert_same_bits, walk
 
 BFLOAT16, FLOAT16 = 2.0**-8, 2.0**-11
-EXCHANGES = [
+ALL_REDUCES = [
     ("manual", "reduce_to_one", 0.001),
     ("manual", "ring", 0.001),
     ("manual", "tree", 0.0),
@@ -31,8 +31,8 @@ def last_state(images, name, num_replicas, build=small_network, **options):
     strategy = create(name, num_replicas, build, **options)
     state = walk(strategy, images, global_batch_size=17)[1][-1]
     weights = [
-        [v.numpy() for v, w in zip(held, strategy.model.variables, strict=False) if w.trainable]
-        for held in strategy.replica_variables()
+        [v.numpy() for v, w in zip(values, strategy.model.variables, strict=False) if w.trainable]
+        for values in strategy.replica_variables()
     ]
     for other in weights[1:]:  # Whatever the exchange, all replicas got the same.
         for a, b in zip(weights[0], other, strict=True):
@@ -40,7 +40,7 @@ def last_state(images, name, num_replicas, build=small_network, **options):
     return state
 
 
-@pytest.mark.parametrize(("name", "all_reduce", "bucket_mib"), EXCHANGES)
+@pytest.mark.parametrize(("name", "all_reduce", "bucket_mib"), ALL_REDUCES)
 def test_every_exchange_is_the_same_training(images, name, all_reduce, bucket_mib):
     expected = last_state(images, "manual", 3)
     state = last_state(images, name, 3, all_reduce=all_reduce, bucket_mib=bucket_mib)

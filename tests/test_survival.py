@@ -16,7 +16,7 @@ from app.records.run_log import RunLog, check_log, load_attempts
 from app.runtime.errors import OutputError
 from conftest import ROOT, program_environment, run_main, run_ok
 
-JOB = [
+TRAIN = [
     *("--device=cpu", "--num_devices=2", "--allow_unverified_data", "--num_train_examples=200"),
     *("--global_batch_size=20", "--epochs=2", "--steps_per_call=1", "--checkpoint_every=2"),
     "--deterministic",
@@ -57,7 +57,7 @@ def whole_run(tmp_path_factory, small_data):
     run_dir = tmp_path_factory.mktemp("whole")
     temporary = tmp_path_factory.mktemp("tmp")
     environment = {"FASHION_MNIST_DIR": str(small_data), "TMPDIR": str(temporary)}
-    run_ok(*JOB, f"--out={run_dir}", env=environment)
+    run_ok(*TRAIN, f"--out={run_dir}", env=environment)
     assert list(temporary.iterdir()) == []  # TensorFlow would leave some twenty files there.
     return load_summary(run_dir)
 
@@ -71,7 +71,7 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(
 ):
     run_dir = tmp_path / "my run"
     # Every fourth step takes a second: the signal comes in mid-epoch, whatever the machine.
-    process = start(*JOB, f"--out={run_dir}", fault="step:4:delay=1")
+    process = start(*TRAIN, f"--out={run_dir}", fault="step:4:delay=1")
     wait_for_checkpoint(process, run_dir)
     process.send_signal(signal_number)
     found_code, last = end(process)
@@ -91,7 +91,7 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(
 
 def test_a_second_signal_leaves_at_once(tmp_path):
     """A step that hangs stands for a long compiled call, which no handler can interrupt."""
-    process = start(*JOB, f"--out={tmp_path}/run", fault="step:3:delay")
+    process = start(*TRAIN, f"--out={tmp_path}/run", fault="step:3:delay")
     wait_for_checkpoint(process, tmp_path / "run")
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
@@ -104,7 +104,7 @@ def test_a_second_signal_leaves_at_once(tmp_path):
 
 def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path):
     result = run_main(
-        *JOB, f"--out={tmp_path}/run", "--stall_timeout_sec=8",
+        *TRAIN, f"--out={tmp_path}/run", "--stall_timeout_sec=8",
         env={"LOCKSTEP_FAULT": "step:3:delay"},
     )  # fmt: skip
     assert result.returncode == 138
@@ -116,7 +116,7 @@ def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path):
 
 
 def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path):
-    process = start("compare", "--strategies=manual,mirrored", *JOB, f"--out={tmp_path}/c")
+    process = start("compare", "--strategies=manual,mirrored", *TRAIN, f"--out={tmp_path}/c")
     wait_for_checkpoint(process, tmp_path / "c" / "manual")
     process.send_signal(signal.SIGTERM)
     code, last = end(process)
@@ -127,14 +127,14 @@ def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "c" / "manual").rename(tmp_path / "moved")
     (tmp_path / "c" / "manual").symlink_to("../elsewhere")
-    command = ["compare", "--strategies=manual,mirrored", *JOB, f"--out={tmp_path}/c"]
+    command = ["compare", "--strategies=manual,mirrored", *TRAIN, f"--out={tmp_path}/c"]
     result = run_main(*command)
     assert result.returncode == 5 and "manual is a symbolic link" in result.stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_comparison_that_is_killed_leaves_no_training_behind(tmp_path):
-    process = start("compare", "--strategies=manual,mirrored", *JOB, f"--out={tmp_path}/c")
+    process = start("compare", "--strategies=manual,mirrored", *TRAIN, f"--out={tmp_path}/c")
     wait_for_checkpoint(process, tmp_path / "c" / "manual")
     process.kill()
     process.communicate()
@@ -160,7 +160,7 @@ def test_a_bad_fault_point_is_refused_before_anything(tmp_path):
 def test_places_that_are_no_directories(tmp_path, out):
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "pipe")
-    result = run_main(*JOB, f"--out={out.format(folder=tmp_path)}")
+    result = run_main(*TRAIN, f"--out={out.format(folder=tmp_path)}")
     assert result.returncode == 5 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: ")
 

@@ -72,16 +72,16 @@ class Case:
         send_sec = recorder.record(strategy.distribute(dataset), num_steps=num_steps, path=path)
         return Trace(path), send_sec
 
-    def prove(self, trace, name="manual", send_sec=()):
+    def check(self, trace, name="manual", send_sec=()):
         reference64, reference32 = (Reference(*self.functions, d) for d in ("float64", "float32"))
         checker = TraceChecker(reference64, reference32)
         measurements = checker.check(trace, self.batches().as_numpy_iterator())
-        false = first_mismatch(measurements)
+        mismatch = first_mismatch(measurements)
         context = StepContext(
             trace, measurements, self.batch, lambda: hash_examples(*self.images), reference64
         )
-        diagnosis = false and explain(context, false)
-        return StrategyVerdict(name, measurements, false, diagnosis, find_straggler(send_sec))
+        diagnosis = mismatch and explain(context, mismatch)
+        return StrategyVerdict(name, measurements, mismatch, diagnosis, find_straggler(send_sec))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_clean_trainings_hold(images, tmp_path, num_replicas, build):
             continue  # Another training: BatchNorm over the whole batch.
         strategy = STRATEGIES[name](CPUS[: 1 if name == "single" else num_replicas])
         traces[name], _ = case.record(strategy, tmp_path / f"{name}.npz")
-        strategy_verdicts[name] = case.prove(traces[name], name)
+        strategy_verdicts[name] = case.check(traces[name], name)
         assert strategy_verdicts[name].first_mismatch is None
         assert traces[name].num_replicas == len(strategy.devices)
     pair = compare_traces(traces["manual"], traces["mirrored"])
@@ -133,7 +133,7 @@ def test_a_training_whose_kernels_round_otherwise_holds(images, tmp_path, build)
         [sys.executable, "-c", script, tmp_path, ROOT, ROOT / "tests", build.__name__],
         env=os.environ | {"TF_ENABLE_ONEDNN_OPTS": "0"}, check=True, capture_output=True,
     )  # fmt: skip
-    strategy_verdict = Case(images, build).prove(Trace(tmp_path / "t.npz"))
+    strategy_verdict = Case(images, build).check(Trace(tmp_path / "t.npz"))
     assert strategy_verdict.first_mismatch is None
     computed = [m for m in strategy_verdict.measurements if m.kind == "gradients"]
     assert sum(m.absolute32 > 0 for m in computed) > len(computed) / 4
@@ -144,7 +144,7 @@ def test_every_kind_is_measured(images, tmp_path):
     """What is not measured cannot be false: each stage has its tolerance, and is within it."""
     case = Case(images, small_resnet)
     trace, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "manual.npz")
-    measured = case.prove(trace).measurements
+    measured = case.check(trace).measurements
     kinds = {"examples", "loss", "gradients", "sums", "slots", "updates", "weights"}
     assert {m.kind for m in measured} == kinds | {"own statistics", "statistics"}
     for m in measured:
@@ -180,7 +180,7 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_repl
     trace, _ = case.record(
         STRATEGIES[strategy](CPUS[:num_replicas]), tmp_path / "t.npz", fault=Fault.parse(fault)
     )
-    strategy_verdict = case.prove(trace)
+    strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == CAUSES[fault]
     assert strategy_verdict.first_mismatch.step == (3 if fault == "perturb_weight" else 1)
     if "replica" in Fault.parse(fault).parameters:
@@ -194,7 +194,7 @@ def test_a_slow_replica_is_caught_and_named(case, tmp_path, strategy):
     trace, send_sec = case.record(
         STRATEGIES[strategy](CPUS[:2]), tmp_path / "t.npz", fault=fault, num_steps=6
     )
-    strategy_verdict = case.prove(trace, send_sec=send_sec)
+    strategy_verdict = case.check(trace, send_sec=send_sec)
     assert strategy_verdict.first_mismatch is None and not strategy_verdict.holds
     (finding,) = strategy_verdict.findings()
     assert finding.cause == "slow_replica" and "replica 1" in finding.where
@@ -204,17 +204,17 @@ def test_factors_are_named(case, tmp_path):
     trace, _ = case.record(
         ManualStrategy(CPUS[:3]), tmp_path / "t.npz", fault=Fault.parse("scale_gradient:factor=3")
     )
-    assert "3 is the number of replicas" in case.prove(trace).diagnosis.text
+    assert "3 is the number of replicas" in case.check(trace).diagnosis.text
     trace, _ = case.record(
         ManualStrategy(CPUS[:3]), tmp_path / "t.npz", fault=Fault.parse("scale_gradient:factor=1.7")
     )
-    assert "1.7 times" in case.prove(trace).diagnosis.text
+    assert "1.7 times" in case.check(trace).diagnosis.text
 
 
 # --- Faults of strategies that somebody else might write -----------------------------------------
 
 
-class NoExchange(ManualStrategy):
+class NoAllReduce(ManualStrategy):
     """Every replica goes its own way."""
 
     def all_reduce(self, per_replica_tensors):
@@ -293,7 +293,7 @@ def plain_sgd():
 @pytest.mark.parametrize(
     ("strategy", "cause"),
     [
-        (NoExchange, "lost_gradient"),
+        (NoAllReduce, "lost_gradient"),
         (CountsTwice, "repeated_gradient"),
         (TakesMeans, "scaled_gradient"),
         (Half, "reduced_precision"),
@@ -304,7 +304,7 @@ def plain_sgd():
 def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
     case = Case(images, optimizer_fn=plain_sgd)
     trace, _ = case.record(strategy(CPUS[:2]), tmp_path / "t.npz")
-    assert case.prove(trace).diagnosis.cause == cause
+    assert case.check(trace).diagnosis.cause == cause
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
     ],
 )
 def test_wrong_gradients_are_diagnosed(case, tmp_path, change, cause, said):
-    strategy_verdict = case.prove(misreport(case, tmp_path / "t.npz", change))
+    strategy_verdict = case.check(misreport(case, tmp_path / "t.npz", change))
     assert strategy_verdict.first_mismatch.kind == "gradients"
     assert strategy_verdict.diagnosis.cause == cause
     assert said in strategy_verdict.diagnosis.text
@@ -356,7 +356,7 @@ def test_the_tolerance_of_gradients_is_no_blank_cheque(images, tmp_path, build, 
     """A ReLU that rounding tips over must not make room for what is wrong as a whole."""
     case = Case(images, build)
     trace = misreport(case, tmp_path / "t.npz", lambda shard, gs: [g * factor for g in gs])
-    strategy_verdict = case.prove(trace)
+    strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "scaled_gradient"
     assert f"{factor:g}" in strategy_verdict.diagnosis.text
     assert strategy_verdict.first_mismatch.step == 1
@@ -372,7 +372,7 @@ def test_a_loss_that_is_merely_reported_falsely_is_named(case, tmp_path):
     recorder = Recorder(strategy)
     strategy.observer = Doubles(recorder, None)
     recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
-    strategy_verdict = case.prove(Trace(tmp_path / "t.npz"))
+    strategy_verdict = case.check(Trace(tmp_path / "t.npz"))
     assert strategy_verdict.diagnosis.cause == "false_loss"
     assert "reports 2 times" in strategy_verdict.diagnosis.text
 
@@ -383,7 +383,7 @@ def test_another_learning_rate_is_found_at_the_start(images, tmp_path):
         ManualStrategy(CPUS[:2]), tmp_path / "t.npz",
         functions=(case.functions[0], lambda: keras.optimizers.SGD(0.2)),
     )  # fmt: skip
-    strategy_verdict = case.prove(trace)
+    strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "initial_state"
     assert (
         "optimizer variables" in strategy_verdict.diagnosis.text
@@ -403,7 +403,7 @@ class AddsInAnotherOrder(ManualStrategy):
 
 def test_sums_that_only_rounding_sets_apart_are_named(case, tmp_path):
     trace, _ = case.record(AddsInAnotherOrder(CPUS[:3]), tmp_path / "t.npz")
-    strategy_verdict = case.prove(trace)
+    strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "unequal_sums"
     assert "replica 1" in strategy_verdict.findings()[0].where
 
@@ -414,7 +414,7 @@ def test_examples_that_nobody_was_given_are_counted(case, tmp_path):
     strategy.build(*case.functions)
     batches = case.batches().map(lambda images, labels: (images[:14], labels[:14]))
     Recorder(strategy).record(strategy.distribute(batches), num_steps=2, path=tmp_path / "t.npz")
-    strategy_verdict = case.prove(Trace(tmp_path / "t.npz"))
+    strategy_verdict = case.check(Trace(tmp_path / "t.npz"))
     assert strategy_verdict.diagnosis.cause == "left_out"
     assert "1 of the batch's 15 examples" in strategy_verdict.diagnosis.text
 
@@ -422,7 +422,7 @@ def test_examples_that_nobody_was_given_are_counted(case, tmp_path):
 def test_updates_that_are_made_twice_are_counted(case, tmp_path):
     """With momentum, too."""
     trace, _ = case.record(AppliesTwice(CPUS[:2]), tmp_path / "t.npz")
-    strategy_verdict = case.prove(trace)
+    strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "scaled_update"
     assert "applied 2 times" in strategy_verdict.diagnosis.text
 
@@ -432,7 +432,7 @@ def test_other_initial_weights_are_named(case, tmp_path):
     trace, _ = case.record(
         ManualStrategy(CPUS[:2]), tmp_path / "t.npz", functions=(small_network, sgd)
     )
-    strategy_verdict = case.prove(trace)
+    strategy_verdict = case.check(trace)
     assert strategy_verdict.first_mismatch.step == 0
     assert strategy_verdict.diagnosis.cause == "initial_weights"
     assert "every replica starts" in strategy_verdict.diagnosis.text
@@ -443,7 +443,7 @@ def test_one_replica_that_starts_elsewhere_is_named(case, tmp_path):
         ManualStrategy(CPUS[:3]), tmp_path / "t.npz",
         fault=Fault.parse("perturb_weight:replica=2,step=0"),
     )  # fmt: skip
-    strategy_verdict = case.prove(trace)
+    strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "initial_weights"
     assert strategy_verdict.diagnosis.text.startswith("replica 2 starts")
 
@@ -458,7 +458,7 @@ def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
     train_shard_by_shard(reference, batches, num_shards=2, path=tmp_path / "one.npz")
     one = Trace(tmp_path / "one.npz")
     two, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "two.npz")
-    strategy_verdicts = case.prove(one, "single"), case.prove(two, "manual")
+    strategy_verdicts = case.check(one, "single"), case.check(two, "manual")
     assert [strategy_verdict.first_mismatch for strategy_verdict in strategy_verdicts] == [
         None,
         None,
@@ -496,7 +496,7 @@ def test_batch_norm_over_the_whole_batch_is_named(images, tmp_path):
     recorder = Recorder(strategy)
     strategy.observer = SynchronisedStatistics(recorder, whole.gradients)
     recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
-    assert case.prove(Trace(tmp_path / "t.npz")).diagnosis.cause == "whole_batch_norm"
+    assert case.check(Trace(tmp_path / "t.npz")).diagnosis.cause == "whole_batch_norm"
 
 
 def test_recording_changes_nothing(case, tmp_path):
@@ -513,7 +513,7 @@ def test_a_strategy_that_keeps_its_steps_to_itself_is_told(case, tmp_path):
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
     strategy.observer = Observer()
-    with pytest.raises(ConfigError, match=r"self\.witness\.before_all_reduce"):
+    with pytest.raises(ConfigError, match=r"self\.observer\.before_all_reduce"):
         recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
 
 

@@ -420,8 +420,8 @@ def test_another_configuration_needs_to_be_forced(dataset, tmp_path, name, capsy
     steps_per_epoch = 10 if name == "global_batch_size" else 5
     position = steps_per_epoch + (0 if begins_anew else 3)
     assert loop.strategy.state()["optimizer/iteration"] == position
-    rate = loop.strategy.state().get("optimizer/learning_rate")
-    assert rate is None or rate == np.float32(loop.learning_rate)
+    learning_rate = loop.strategy.state().get("optimizer/learning_rate")
+    assert learning_rate is None or learning_rate == np.float32(loop.learning_rate)
     saved = find_newest_checkpoint(tmp_path).checkpoint
     for key, array in loop.strategy.state().items():
         if key.startswith("model/"):

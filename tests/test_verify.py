@@ -134,9 +134,9 @@ def test_batch_norm_makes_single_work_shard_by_shard():
     by_shards, child = verify._recording(config, "single", others)
     assert by_shards is tasks.record_on_one_device
     assert (child.strategy, child.num_devices) == ("mirrored", 2)
-    spoiled = dataclasses.replace(config, inject="scale_gradient:strategy=single")
+    faulty = dataclasses.replace(config, inject="scale_gradient:strategy=single")
     with pytest.raises(ConfigError, match="nothing can spoil"):
-        verify._recording(spoiled, "single", others)
+        verify._recording(faulty, "single", others)
 
 
 def test_a_training_that_is_not_finite_is_no_proof(tmp_path):

@@ -114,11 +114,11 @@ def normalise(channel, config):
     own = results[1]
     averaged = strategy.per_replica_statistics()
     strategy.share_per_replica_statistics(own if prepared.workers.is_chief else [])
-    drift = check_replica_divergence(strategy)
+    divergence = check_replica_divergence(strategy)
     given_back = strategy.per_replica_statistics()
     strategy.load_state({name: array + 1 for name, array in results[2].items()})
     strategy.broadcast_state()
-    return *results, averaged, given_back, drift.tensor
+    return *results, averaged, given_back, divergence.tensor
 
 
 def test_batch_norm_and_totals_are_those_of_one_machine():
@@ -128,11 +128,11 @@ def test_batch_norm_and_totals_are_those_of_one_machine():
     config = dataclasses.replace(CONFIG, num_devices=1)
     workers = run_group(normalise, config)
     expected = train_with_batch_norm(STRATEGIES["manual"](CPUS[:2]))
-    for totals, own, state, evaluated, logits, averaged, given_back, drift in workers:
+    for totals, own, state, evaluated, logits, averaged, given_back, divergence in workers:
         assert totals[1:] == expected[0][1:] and totals[2] == 60
         assert totals[0] == pytest.approx(expected[0][0], rel=1e-6)
         assert evaluated[2] == 60 and evaluated[1] == expected[3][1]
-        assert averaged == [] and drift.startswith("norm/moving_")
+        assert averaged == [] and divergence.startswith("norm/moving_")
         for replica, (arrays, again) in enumerate(zip(own, given_back, strict=True)):
             for array, copy, other in zip(arrays, again, expected[1][replica], strict=True):
                 np.testing.assert_array_equal(array, copy)
@@ -146,8 +146,8 @@ def differ(channel, config):
     """Runs in each worker: each with another learning rate."""
     import os
 
-    rate = 0.1 if '"index": 0' in os.environ["TF_CONFIG"] else 0.2
-    device_setup.set_up(dataclasses.replace(config, learning_rate=rate))
+    learning_rate = 0.1 if '"index": 0' in os.environ["TF_CONFIG"] else 0.2
+    device_setup.set_up(dataclasses.replace(config, learning_rate=learning_rate))
 
 
 def test_workers_with_different_flags_are_refused():

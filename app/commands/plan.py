@@ -57,7 +57,7 @@ def _probe(config: PlanConfig) -> list[Sample]:
         return []
     batch = min(config.planned_batch_size, NUM_TRAIN_EXAMPLES)
     name = "manual" if config.num_devices_planned > 1 else "single"
-    return _measure([_point(config, name, batch)], _PROBE_ROUNDS)
+    return _measure([_case(config, name, batch)], _PROBE_ROUNDS)
 
 
 def _sample_shards(config: PlanConfig) -> list[Sample]:
@@ -65,10 +65,14 @@ def _sample_shards(config: PlanConfig) -> list[Sample]:
     num_replicas = config.num_workers * config.num_devices_planned
     first = min(-(-config.planned_batch_size // num_replicas), _LARGEST_SHARD)
     sizes = first, 2 * first, 4 * first
-    return _measure([_point(config, "single", size) for size in sizes], _ROUNDS)
+    return _measure([_case(config, "single", size) for size in sizes], _ROUNDS)
 
 
+<<<<<<< HEAD
 def _point(config: PlanConfig, name: str, batch: int) -> Case:
+=======
+def _case(config: Config, name: str, batch: int) -> Case:
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     """Returns a training on generated images, one batch again and again."""
     options = {"num_train_examples": batch, "global_batch_size": batch, "dataset": "synthetic"}
     return Case(_training(config, name, **options), reads_input=False)

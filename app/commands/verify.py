@@ -80,12 +80,12 @@ def _recording(config: VerifyConfig, name: str, recorded: dict[str, Recorded]):
     """
     fault = config.fault
     parallel = [other for other in config.strategies if other != "single"] or ["single"]
-    is_spoiled = fault is not None and name == (fault.strategy or parallel[0])
-    inject = config.inject if is_spoiled else None
+    has_fault = fault is not None and name == (fault.strategy or parallel[0])
+    inject = config.inject if has_fault else None
     if name == "single" and any(
         other.has_batch_norm and len(other.devices) > 1 for other in recorded.values()
     ):
-        if is_spoiled:
+        if has_fault:
             raise ConfigError(
                 f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
                 f" which nothing can spoil; use strategy={parallel[0]}"

@@ -53,12 +53,12 @@ def load_fashion_mnist(
         DataMissingError: it is in none of the places, and cannot be downloaded.
         DataError: what was found is damaged, or is not Fashion-MNIST.
     """
-    place = find_data_source(data_dir, environ)
-    if place.kind == FILES:
-        return load_files(place.paths, allow_unverified=allow_unverified)
-    if place.kind != PREPARED:
-        _prepare(place)
-    return _load_prepared(place.folder, allow_unverified)
+    source = find_data_source(data_dir, environ)
+    if source.kind == FILES:
+        return load_files(source.paths, allow_unverified=allow_unverified)
+    if source.kind != PREPARED:
+        _prepare(source)
+    return _load_prepared(source.folder, allow_unverified)
 
 
 def load_files(paths: Mapping[str, pathlib.Path], *, allow_unverified: bool) -> ImageDataset:
@@ -207,7 +207,7 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
     return _assemble(arrays, hashes, dict.fromkeys(arrays, tfds_dir), allow_unverified)
 
 
-def _prepare(place: DataSource) -> None:
+def _prepare(source: DataSource) -> None:
     """Lets TFDS prepare the set in its folder, from files that lie there or from the network.
 
     Files that lie in `downloads/manual` below it are taken from there, checksums verified, without
@@ -215,22 +215,22 @@ def _prepare(place: DataSource) -> None:
     """
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder("fashion_mnist", data_dir=place.folder)
-    if place.kind == TO_DOWNLOAD:
+    builder = tfds.builder("fashion_mnist", data_dir=source.folder)
+    if source.kind == TO_DOWNLOAD:
         try:
             check_connection(builder.URL)
         except OSError as error:
             raise DataMissingError(
-                f"Fashion-MNIST is in none of {', '.join(place.looked)} and cannot be downloaded"
+                f"Fashion-MNIST is in none of {', '.join(source.looked)} and cannot be downloaded"
                 f" ({reason_of(error)}) — the data is required; {HOW_TO_GET}"
             ) from error
     try:
         builder.download_and_prepare(
-            download_config=tfds.download.DownloadConfig(manual_dir=manual_dir(place.folder))
+            download_config=tfds.download.DownloadConfig(manual_dir=manual_dir(source.folder))
         )
     except Exception as error:  # A checksum, the disk, a connection that broke: many kinds.
-        source = builder.URL if place.kind == TO_DOWNLOAD else manual_dir(place.folder)
+        origin_url = builder.URL if source.kind == TO_DOWNLOAD else manual_dir(source.folder)
         raise DataError(
-            f"{place.folder}: cannot be prepared from {source} ({reason_of(error)}) — the original"
-            f" files and a disk with room are required; mend that, or {HOW_TO_GET}"
+            f"{source.folder}: cannot be prepared from {origin_url} ({reason_of(error)}) — the"
+            f" original files and a disk with room are required; mend that, or {HOW_TO_GET}"
         ) from error

@@ -50,10 +50,10 @@ class _Canvas:
         self.y = (y - self.vary(0, 0.08)) / self.vary(0.9, 0.07)
         self.x = (x - self.vary(0, 0.08)) / self.vary(0.9, 0.09) + self.vary(0, 0.08) * y
 
-    def vary(self, mean: float, deviation: float) -> np.ndarray:
+    def vary(self, mean: float, standard_deviation: float) -> np.ndarray:
         """Returns a number for each image, `(n, 1, 1)`, normally distributed."""
         numbers = self._generator.standard_normal((self._num_images, 1, 1), dtype=np.float32)
-        return mean + np.float32(deviation) * numbers
+        return mean + np.float32(standard_deviation) * numbers
 
     def box(self, left: Length, right: Length, top: Length, bottom: Length) -> np.ndarray:
         """A rectangle; bounds may be arrays, so that sides can slant."""

@@ -25,7 +25,11 @@ def run(config: DemoConfig) -> None:
         f"all_reduce, algorithm {default}",
         ["it is on", "before", "after"],
         [
-            [presentation.held_on(new), presentation.numbers(old, 0), presentation.numbers(new, 0)]
+            [
+                presentation.device_of(new),
+                presentation.numbers(old, 0),
+                presentation.numbers(new, 0),
+            ]
             for (old,), (new,) in zip(before, after, strict=True)
         ],
     )

@@ -109,7 +109,7 @@ def recorded(
         strategy: built.
         iterator: of its steps.
         num_steps: how many.
-        inner: a witness that looks on, too, and may interfere.
+        inner: an observer that looks on, too, and may interfere.
 
     Yields:
         The trace, which is gone afterwards; and for each step and replica when it sent its

@@ -38,7 +38,7 @@ def run(config: DemoConfig) -> None:
     )
     weights = train_on_each(training, prepared, dataset, counts)
     _show_weights(counts, training.global_batch_size, weights)
-    _show_exchange(counts, sum(array.nbytes for array in weights[0][0].values()))
+    _show_all_reduce(counts, sum(array.nbytes for array in weights[0][0].values()))
     _show_times(config, counts, prepared.simulated)
 
 
@@ -67,14 +67,14 @@ def train_on_each(
             progress.start(f"{_STEPS[-1]} steps on {console.count(count, 'device')}")
             devices = demo_setup.first(prepared, count)
             _, strategy, iterator = demo_setup.create(training, devices, dataset)
-            done, held = 0, []
+            done, states = 0, []
             for num_steps in _STEPS:
                 demo_setup.make_steps(strategy, iterator, num_steps - done)
                 check_replica_divergence(strategy)
-                held.append(demo_setup.state(strategy))
+                states.append(demo_setup.state(strategy))
                 done = num_steps
                 progress.message(("step", done))
-            weights.append(held)
+            weights.append(states)
     return weights
 
 
@@ -85,8 +85,8 @@ def _show_weights(counts: list[int], size: int, weights: list[list[dict]]) -> No
         shard = str(largest) if smallest == largest else f"{smallest} or {largest}"
         # `check_replica_divergence` has compared every bit.
         row = [count, shard, "yes"]
-        for held, reference in zip(own, weights[0], strict=True):
-            difference = WeightDifference.between(held, reference)
+        for state, reference in zip(own, weights[0], strict=True):
+            difference = WeightDifference.between(state, reference)
             apart = "bit-identical" if difference.identical else f"{difference.absolute:.2g}"
             row.append("" if count == 1 else apart)
         rows.append(row)
@@ -98,7 +98,7 @@ def _show_weights(counts: list[int], size: int, weights: list[list[dict]]) -> No
     )
 
 
-def _show_exchange(counts: list[int], size_bytes: int) -> None:
+def _show_all_reduce(counts: list[int], size_bytes: int) -> None:
     rows = [
         [count, *(f"{all_reduce_cost(name, count)[1] * size_bytes:,.0f}" for name in _ALGORITHMS)]
         for count in counts

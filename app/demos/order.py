@@ -25,10 +25,14 @@ def run(config: DemoConfig) -> None:
 
     In a process of its own: taking an iterator of MirroredStrategy apart was seen to wait for 30 s.
     """
-    call_in_child_process(tell, config)
+    call_in_child_process(show, config)
 
 
+<<<<<<< HEAD
 def tell(send: Callable, config: DemoConfig) -> None:
+=======
+def show(send: Callable, config: Config) -> None:
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     """Does so in this process."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
@@ -77,7 +81,7 @@ def first_gradients(
         ]
 
 
-def find_telling_number(gradients: list[list[np.ndarray]]) -> list[np.float32] | None:
+def find_order_dependent_element(gradients: list[list[np.ndarray]]) -> list[np.float32] | None:
     """Returns the three values of an element whose two sums differ most; None where none do."""
     best, most = None, 0.0
     for a, b, c in zip(*gradients[:3], strict=True):
@@ -89,7 +93,7 @@ def find_telling_number(gradients: list[list[np.ndarray]]) -> list[np.float32] |
 
 
 def _show_one_number(gradients: list[list[np.ndarray]], names: list[str]) -> None:
-    found = find_telling_number(gradients)
+    found = find_order_dependent_element(gradients)
     if found is None:
         presentation.say("Of the first three devices both sums of every element are equal here.")
         return

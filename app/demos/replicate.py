@@ -70,16 +70,16 @@ def watch_step(
 
     with demo_setup.recorded(strategy, iterator, num_steps=1) as (trace, _):
 
-        def held(step: int, kind: str) -> list:
+        def recorded(step: int, kind: str) -> list:
             (name,) = [t for t in trace.tensors(step, kind) if t.endswith(_TENSOR)]
             return [trace.read(step, kind, r, name) for r in range(trace.num_replicas)]
 
         moments = [
-            ("weight, before", held(0, "weights")),
+            ("weight, before", recorded(0, "weights")),
             ("gradient, before", [None] * trace.num_replicas),
-            ("gradient of its shard", held(1, "gradients")),
-            ("gradient after all-reduce", held(1, "sums")),
-            ("weight after the update", held(1, "weights")),
+            ("gradient of its shard", recorded(1, "gradients")),
+            ("gradient after all-reduce", recorded(1, "sums")),
+            ("weight after the update", recorded(1, "weights")),
         ]
     states = strategy.replica_states()
     differences = [WeightDifference.between(states[0], other) for other in states[1:]]

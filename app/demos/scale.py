@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not bef
 
 # Of the rates that were tried, the one where the rule shows best: it is far from the largest one
 # that works. What is printed says so.
-_NUM_TRAIN_EXAMPLES, _RATE = 12_000, 0.01
+_NUM_TRAIN_EXAMPLES, _LEARNING_RATE = 12_000, 0.01
 
 
 class Variant(NamedTuple):
@@ -23,12 +23,17 @@ class Variant(NamedTuple):
     Attributes:
         num_devices: how many.
         training: its configuration.
-        remark: what became of batch and rate, in words.
+        note: what became of batch and rate, in words.
     """
 
     num_devices: int
+<<<<<<< HEAD
     training: TrainConfig
     remark: str
+=======
+    training: Config
+    note: str
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
 
 
 def run(config: DemoConfig) -> None:
@@ -62,7 +67,7 @@ def _row(variant: Variant, steps_per_epoch: int, accuracies: list[float]) -> lis
         variant.num_devices,
         variant.training.global_batch_size,
         f"{variant.training.learning_rate:g}",
-        variant.remark,
+        variant.note,
         steps_per_epoch,
         *(f"{accuracy:.4f}" for accuracy in accuracies),
     ]
@@ -76,9 +81,9 @@ def _conclude() -> None:
         "A rate that grows with the batch makes up for it (middle row): the book takes 0.2 at 512"
         " for ResNet-18 where it took 0.1 at 256. Not from the first epoch on, though, and only"
         " while the larger rate still works: the nearer it comes to the largest one that does, the"
-        f" less it brings. {_RATE} was chosen here because it shows the rule; at 0.03 and 0.1 that"
-        " was seen to help in part, and with the book's own LeNet, batch and rate doubled, to"
-        " harm.",
+        f" less it brings. {_LEARNING_RATE} was chosen here because it shows the rule; at 0.03"
+        " and 0.1 that was seen to help in part, and with the book's own LeNet, batch and rate"
+        " doubled, to harm.",
         then=[
             "demo scale --learning_rate=0.1",
             "demo scale --num_devices=4 --device=cpu",
@@ -96,16 +101,24 @@ def create_variants(config: DemoConfig, num_devices: int) -> list[Variant]:
         epochs=config.epochs,
         num_train_examples=config.num_train_examples or _NUM_TRAIN_EXAMPLES,
     )
-    size, rate = base.global_batch_size, config.learning_rate or _RATE
+    size, learning_rate = base.global_batch_size, config.learning_rate or _LEARNING_RATE
 
+<<<<<<< HEAD
     def variant(count: int, rate: float, remark: str) -> Variant:
         training = dataclasses.replace(base, global_batch_size=size * count, learning_rate=rate)
         return Variant(count, training, remark)
+=======
+    def variant(count: int, learning_rate: float, note: str) -> Variant:
+        training = demo_setup.training(
+            base, global_batch_size=size * count, learning_rate=learning_rate
+        )
+        return Variant(count, training, note)
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
 
     return [
-        variant(1, rate, ""),
-        variant(num_devices, rate * num_devices, f"batch and rate × {num_devices}"),
-        variant(num_devices, rate, f"batch × {num_devices}"),
+        variant(1, learning_rate, ""),
+        variant(num_devices, learning_rate * num_devices, f"batch and rate × {num_devices}"),
+        variant(num_devices, learning_rate, f"batch × {num_devices}"),
     ]
 
 

@@ -22,7 +22,7 @@ def run(config: DemoConfig) -> None:
     for count in [len(prepared.names)] if asked else sorted({2, len(prepared.names)}):
         shards = split(demo_setup.first(prepared, count))
         _show_shards(shards)
-    _tell_scaling(shards)
+    _print_scaling(shards)
     presentation.end(
         "So no device may divide by the size of its own shard. Each divides its sum by the number"
         " of examples of the whole batch, and the all-reduce adds: exact for uneven shards too, and"
@@ -51,10 +51,10 @@ def _show_shards(shards: list) -> None:
     rows, start = [], 0
     for shard in shards:
         for position, row in enumerate(shard.numpy()):
-            name = "" if position else presentation.held_on(shard)
+            name = "" if position else presentation.device_of(shard)
             rows.append([name, start + position, presentation.numbers(row, 0)])
         if not len(shard):
-            rows.append([presentation.held_on(shard), "none", ""])
+            rows.append([presentation.device_of(shard), "none", ""])
         start += len(shard)
     presentation.show(
         f"{console.count(len(shards), 'device')}: shards of {sizes}",
@@ -63,7 +63,7 @@ def _show_shards(shards: list) -> None:
     )
 
 
-def _tell_scaling(shards: list) -> None:
+def _print_scaling(shards: list) -> None:
     """Takes the mean of a row for the loss of an example, and averages it both ways."""
     losses = [shard.numpy().mean(axis=1) for shard in shards]
     everyone = np.concatenate(losses)

@@ -102,8 +102,8 @@ def print_results(runs: Sequence[Run], samples: Sequence[Sample]) -> None:
     resnets = [s for s in samples if s.case.config.model == "resnet18"]
     simulated = runs[-1].summary.simulated_devices
     console.say()
-    _show_beside_the_book(_title(runs[0].summary), map(_lenet_row, runs), "lenet", simulated)
-    _show_beside_the_book(
+    _show_beside_the_textbook(_title(runs[0].summary), map(_lenet_row, runs), "lenet", simulated)
+    _show_beside_the_textbook(
         "ResNet-18, measured for some steps but not trained, sec/epoch projected to"
         f" {NUM_TRAIN_EXAMPLES:,} images; the book's: batch 256 on one GPU, 512 on two",
         map(_resnet_row, resnets),
@@ -128,9 +128,9 @@ def print_results(runs: Sequence[Run], samples: Sequence[Sample]) -> None:
     _conclude(runs, resnets)
 
 
-def _show_beside_the_book(title: str, own: Iterable[list], model: str, simulated: bool) -> None:
+def _show_beside_the_textbook(title: str, own: Iterable[list], model: str, simulated: bool) -> None:
     header = ["program", "on", "test acc", "sec/epoch"]
-    presentation.show(title, header, [*own, *_book_rows(model)], simulated=simulated)
+    presentation.show(title, header, [*own, *_textbook_rows(model)], simulated=simulated)
 
 
 def _title(summary: Summary) -> str:
@@ -201,7 +201,7 @@ def _ratio(samples: Sample, everything: Sequence[Sample]) -> str:
     return "" if base is samples else str(interval.ratio(samples.rates, base.rates))
 
 
-def _book_rows(model: str) -> list[list[str]]:
+def _textbook_rows(model: str) -> list[list[str]]:
     return [
         [
             f"the book's, {figure.program}, {textbook_figures.EPOCHS} epochs",

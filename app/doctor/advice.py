@@ -64,7 +64,7 @@ def _devices(config: DoctorConfig, findings: Findings) -> list[str]:
     if number == 1:
         return ["--strategy=single", *on_cpu]
     working = [
-        name for name, probed in findings.probed.items() if isinstance(probed, SelfTestResult)
+        name for name, result in findings.self_tests.items() if isinstance(result, SelfTestResult)
     ]
     if not working:
         return ["--strategy=single", *on_cpu]

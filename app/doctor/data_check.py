@@ -49,7 +49,7 @@ def check_data(
     if config.dataset == "synthetic":
         return [Check(_WHAT, "not needed: --dataset=synthetic makes images by itself", NOTE)]
     try:
-        place = find_data_source(config.data_dir, environ)
+        source = find_data_source(config.data_dir, environ)
     except DataMissingError as error:
         if config.data_dir or config.dataset == "fashion_mnist":
             return [Check.of_error(_WHAT, error)]
@@ -59,10 +59,10 @@ def check_data(
         return [Check.of_error(_WHAT, error)]
     unusable = [
         Check("FASHION_MNIST_DIR", f"{environ['FASHION_MNIST_DIR']}: not all files are there", NOTE)
-        for looked in place.looked
+        for looked in source.looked
         if looked.startswith("FASHION_MNIST_DIR=")
     ]
-    found = _check_source(config, place, connect)
+    found = _check_source(config, source, connect)
     return [*unusable, found, *([] if config.data_dir else [check_tfds(environ)])]
 
 
@@ -78,44 +78,57 @@ def check_tfds(environ: Mapping[str, str] = os.environ) -> Check:
     return Check("TFDS", f"{folder}: not prepared, {files} in downloads/manual", NOTE)
 
 
+<<<<<<< HEAD
 def _check_source(config: DoctorConfig, place: DataSource, connect: Connect) -> Check:
+=======
+def _check_source(config: Config, source: DataSource, connect) -> Check:
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     try:
-        if place.kind in (FILES, TO_PREPARE):
-            return _check_files(config, place)
-        if place.kind == PREPARED:
-            return _check_prepared(config, place)
+        if source.kind in (FILES, TO_PREPARE):
+            return _check_files(config, source)
+        if source.kind == PREPARED:
+            return _check_prepared(config, source)
     except TimeoutError:
         error = DataError(
-            f"{place.folder}: not read within {_LOAD_TIMEOUT_SEC} s — a disk that answers is"
+            f"{source.folder}: not read within {_LOAD_TIMEOUT_SEC} s — a disk that answers is"
             " required; choose another --data_dir"
         )
         return Check.of_error(_WHAT, error)
     except LockstepError as error:
         return Check.of_error(_WHAT, error)
-    return _check_download(config, place, connect)
+    return _check_download(config, source, connect)
 
 
+<<<<<<< HEAD
 def _check_files(config: DoctorConfig, place: DataSource) -> Check:
     dataset = load_files(place.paths, allow_unverified=config.allow_unverified_data)
+=======
+def _check_files(config: Config, source: DataSource) -> Check:
+    dataset = load_files(source.paths, allow_unverified=config.allow_unverified_data)
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     if dataset.name == "unverified":
-        return _unverified(place)
-    folder = manual_dir(place.folder) if place.kind == TO_PREPARE else place.folder
-    told = f"{place.named_by}: the four files in {folder}, SHA-256 verified"
-    if place.kind == TO_PREPARE:
+        return _unverified(source)
+    folder = manual_dir(source.folder) if source.kind == TO_PREPARE else source.folder
+    told = f"{source.named_by}: the four files in {folder}, SHA-256 verified"
+    if source.kind == TO_PREPARE:
         told += "; the first training has TFDS prepare itself from them, without a network"
     return Check(_WHAT, told)
 
 
+<<<<<<< HEAD
 def _check_prepared(config: DoctorConfig, place: DataSource) -> Check:
+=======
+def _check_prepared(config: Config, source: DataSource) -> Check:
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     name = call_in_child_process(
         _name_of_prepared,
-        str(place.folder),
+        str(source.folder),
         config.allow_unverified_data,
         timeout_sec=_LOAD_TIMEOUT_SEC,
     )
     if name == "unverified":
-        return _unverified(place)
-    return Check(_WHAT, f"{place.named_by}: prepared in {place.folder}, SHA-256 verified")
+        return _unverified(source)
+    return Check(_WHAT, f"{source.named_by}: prepared in {source.folder}, SHA-256 verified")
 
 
 def _name_of_prepared(send: Callable[[object], None], folder: str, allow_unverified: bool) -> str:
@@ -126,12 +139,18 @@ def _name_of_prepared(send: Callable[[object], None], folder: str, allow_unverif
     return load_fashion_mnist(folder, allow_unverified=allow_unverified).name
 
 
-def _unverified(place: DataSource) -> Check:
-    told = f"{place.named_by}: UNVERIFIED images in {place.folder}, as --allow_unverified_data asks"
+def _unverified(source: DataSource) -> Check:
+    told = (
+        f"{source.named_by}: UNVERIFIED images in {source.folder}, as --allow_unverified_data asks"
+    )
     return Check(_WHAT, told, WARNING, "accuracies are not those of Fashion-MNIST")
 
 
+<<<<<<< HEAD
 def _check_download(config: DoctorConfig, place: DataSource, connect: Connect) -> Check:
+=======
+def _check_download(config: Config, source: DataSource, connect) -> Check:
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     host = urllib.parse.urlsplit(DOWNLOAD_URL).hostname
     try:
         connect(DOWNLOAD_URL, _CONNECT_TIMEOUT_SEC)
@@ -144,7 +163,7 @@ def _check_download(config: DoctorConfig, place: DataSource, connect: Connect) -
             return Check.of_error(_WHAT, missing)
         value = f"{told}: {_GENERATED}, and accuracies are not comparable"
         return Check(_WHAT, value, WARNING, f"for the real images, {HOW_TO_GET}")
-    told = f"not here yet: the first training downloads 30 MB from {host} into {place.folder}"
+    told = f"not here yet: the first training downloads 30 MB from {host} into {source.folder}"
     return Check(_WHAT, told)
 
 

@@ -83,7 +83,7 @@ class Findings:
         tensorflow: what it is.
         devices: what a training would run on.
         warnings: what a training would warn of.
-        probed: strategy → how its exchange has gone, or why it failed.
+        self_tests: strategy → how its exchange has gone, or why it failed.
         error: why it ended before the exchange.
     """
 
@@ -91,7 +91,7 @@ class Findings:
     tensorflow: TensorFlow | None = None
     devices: DevicesSeen | None = None
     warnings: list[str] = dataclasses.field(default_factory=list)
-    probed: dict[str, SelfTestResult | LockstepError] = dataclasses.field(default_factory=dict)
+    self_tests: dict[str, SelfTestResult | LockstepError] = dataclasses.field(default_factory=dict)
     error: LockstepError | None = None
 
 
@@ -107,7 +107,7 @@ def examine(
     """
     findings = Findings()
     while True:
-        left = tuple(name for name in strategies if name not in findings.probed)
+        left = tuple(name for name in strategies if name not in findings.self_tests)
         if not _examine_once(findings, config, left, function or examine_tensorflow):
             return findings
 
@@ -128,8 +128,8 @@ def _examine_once(
             stage = value
         elif kind == "warning":
             findings.warnings += [value] * (value not in findings.warnings)
-        elif kind == "probed":
-            findings.probed[value[0]] = value[1]
+        elif kind == "self_test":
+            findings.self_tests[value[0]] = value[1]
         else:
             setattr(findings, kind, value)
 
@@ -148,7 +148,7 @@ def _examine_once(
             " --verbosity=1"
         )
     if findings.devices and stage in strategies:
-        findings.probed[stage] = error
+        findings.self_tests[stage] = error
         return True
     findings.error = error
     return False
@@ -184,7 +184,7 @@ def examine_tensorflow(
     send(("devices", _describe_devices(tf, prepared)))
     for name in strategies:
         send(("stage", name))
-        send(("probed", (name, _probe(config, prepared, name))))
+        send(("self_test", (name, _run_self_test(config, prepared, name))))
 
 
 def _describe(tf: Any) -> TensorFlow:
@@ -209,7 +209,11 @@ def _describe_devices(tf: Any, prepared: "Devices") -> DevicesSeen:
     return DevicesSeen(tuple(prepared.names), tuple(descriptions), prepared.simulated, len(gpus))
 
 
+<<<<<<< HEAD
 def _probe(config: DoctorConfig, prepared: "Devices", name: str) -> SelfTestResult | LockstepError:
+=======
+def _run_self_test(config: Config, prepared, name: str) -> SelfTestResult | LockstepError:
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     """Builds LeNet on the devices and lets its all-reduce add known numbers, as a training does."""
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.strategy_builder import build_strategy

@@ -107,10 +107,10 @@ def check_all_reduce(findings: Findings) -> list[Check]:
     if findings.devices and len(findings.devices.names) == 1:
         return [Check("all-reduce", "one replica: nothing is exchanged", NOTE)]
     checks = []
-    for name, probed in findings.probed.items():
-        if isinstance(probed, SelfTestResult):
-            told = f"{probed.all_reduce} adds every replica once ({probed.sec:.1f} s with set-up)"
+    for name, result in findings.self_tests.items():
+        if isinstance(result, SelfTestResult):
+            told = f"{result.all_reduce} adds every replica once ({result.sec:.1f} s with set-up)"
             checks.append(Check(name, told))
         else:
-            checks.append(Check.of_error(name, probed))
+            checks.append(Check.of_error(name, result))
     return checks

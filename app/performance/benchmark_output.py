@@ -69,14 +69,14 @@ def write_benchmark(
             "caveats": setup_caveats(samples),
             "matrix_product_flops_per_sec": {p: list(rates) for p, rates in peaks.items()},
             "cases": [
-                {"short_name": short[s.case.name], **_point_record(s, peaks)} for s in samples
+                {"short_name": short[s.case.name], **_case_record(s, peaks)} for s in samples
             ],
             "comparisons": [{**dataclasses.asdict(c), "verdict": c.verdict} for c in comparisons],
         },
     )
 
 
-def _point_record(s: Sample, peaks: Mapping[str, Sequence[float]]) -> dict:
+def _case_record(s: Sample, peaks: Mapping[str, Sequence[float]]) -> dict:
     config = s.case.config
     share = share_of_peak(s, peaks)
     return {

@@ -67,7 +67,7 @@ def sample(channel: Channel, case: Case) -> PeakMemory:
         else:
             channel.send(("block", _time_block(strategy, iterator, request)))
     _KEPT.append(iterator)
-    return memory.held()
+    return memory.peak()
 
 
 def repeat_one_batch(spec: "TrainingSpec") -> "tf.data.Dataset":

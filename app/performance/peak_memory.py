@@ -51,7 +51,7 @@ class PeakMemoryMeter:
             return _status_bytes("VmRSS")
         return None
 
-    def held(self) -> PeakMemory:
+    def peak(self) -> PeakMemory:
         """Returns the most that was held until now."""
         on_gpus = bool(self._gpus)
         peak = self._of_gpus("peak") if on_gpus else max(self._earlier_bytes, _process_peak_bytes())

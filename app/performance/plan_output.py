@@ -22,14 +22,14 @@ def print_training_plan(plan: TrainingPlan) -> None:
         "batch": f"{plan.batch:,} images: {_shards(plan, plan.batch)}",
         "last batch": _last_batch(plan),
         "steps": _steps(plan),
-        "rate": _rate(plan),
+        "rate": _learning_rate_text(plan),
         "memory": _memory(plan),
     }
     for name, text in lines.items():
         console.say(f"  {name:<{_WIDTH}}{text}")
     if plan.num_replicas > 1:
         console.say()
-        _print_exchanges(plan)
+        _print_all_reduces(plan)
 
 
 def _shards(plan: TrainingPlan, batch: int) -> str:
@@ -59,23 +59,25 @@ def _steps(plan: TrainingPlan) -> str:
     )
 
 
-def _rate(plan: TrainingPlan) -> str:
+def _learning_rate_text(plan: TrainingPlan) -> str:
     recipe = find_recipe(plan.config.recipe, plan.config.model)
     own = plan.config.learning_rate
     given = f"{own:g}, as --learning_rate says; the recipe would have " if own else ""
     warmup = f", risen to in {recipe.warmup:.0%} of the steps" if recipe.warmup is not None else ""
     return (
-        f"{given}{plan.recipe_rate:.4g}{warmup}: the recipe's {recipe.peak_learning_rate:g} for"
-        f" {REFERENCE_GLOBAL_BATCH_SIZE} images, in proportion to the batch"
+        f"{given}{plan.recipe_learning_rate:.4g}{warmup}: the recipe's"
+        f" {recipe.peak_learning_rate:g} for {REFERENCE_GLOBAL_BATCH_SIZE} images, in proportion to"
+        " the batch"
     )
 
 
 def _memory(plan: TrainingPlan) -> str:
     memory = plan.memory
-    step = plan.memory_bytes - memory.weights_bytes - memory.slots_bytes
+    step = plan.memory_bytes - memory.weights_bytes - memory.optimizer_state_bytes
     return (
         f"{_mib(plan.memory_bytes)} on each device by estimate: weights"
-        f" {_mib(memory.weights_bytes)}, optimizer {_mib(memory.slots_bytes)}, a step {_mib(step)}"
+        f" {_mib(memory.weights_bytes)}, optimizer {_mib(memory.optimizer_state_bytes)},"
+        f" a step {_mib(step)}"
     )
 
 
@@ -86,7 +88,7 @@ def _mib(size_bytes: float) -> str:
     return f"{size:.2g} MiB" if size >= 0.01 else "0 MiB"
 
 
-def _print_exchanges(plan: TrainingPlan) -> None:
+def _print_all_reduces(plan: TrainingPlan) -> None:
     rows = [
         [
             name,
@@ -128,11 +130,20 @@ def print_probe(plan: TrainingPlan, samples: Sample) -> None:
 def _print_memory(plan: TrainingPlan, samples: Sample, steps_bytes: int) -> None:
     num_devices = len(samples.facts.devices)
     memory = plan.memory
+<<<<<<< HEAD
     held = steps_bytes / num_devices + memory.weights_bytes + memory.slots_bytes
     apart = plan.memory_bytes / held - 1
+=======
+    measured_bytes = (
+        samples.memory.steps_bytes / num_devices
+        + memory.weights_bytes
+        + memory.optimizer_state_bytes
+    )
+    apart = plan.memory_bytes / measured_bytes - 1
+>>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     console.say(
-        f"  memory    {_mib(held)} on each device measured, {_mib(plan.memory_bytes)} estimated:"
-        f" {apart:+.0%}; the process with all that it has loaded"
+        f"  memory    {_mib(measured_bytes)} on each device measured, {_mib(plan.memory_bytes)}"
+        f" estimated: {apart:+.0%}; the process with all that it has loaded"
         f" {_mib(samples.memory.peak_bytes)}"
     )
 

@@ -38,7 +38,7 @@ class TrainingPlan:
         num_parameters: of the model, those that are trained.
         gradient_bytes: what each replica has to exchange in a step.
         memory: of a replica, by estimate.
-        recipe_rate: the learning rate that the recipe has for this batch.
+        recipe_learning_rate: the learning rate that the recipe has for this batch.
     """
 
     config: PlanConfig
@@ -46,7 +46,7 @@ class TrainingPlan:
     num_parameters: int
     gradient_bytes: int
     memory: MemoryEstimate
-    recipe_rate: float
+    recipe_learning_rate: float
 
     @classmethod
     def of(cls, config: PlanConfig) -> "TrainingPlan":
@@ -57,8 +57,10 @@ class TrainingPlan:
         recipe = find_recipe(config.recipe, config.model)
         model = recipe.build_model(MODELS[config.model], Hyperparameters.seed)
         steps = config.epochs * _steps_per_epoch(config)
-        rate = recipe.learning_rate(global_batch_size=config.planned_batch_size, num_steps=steps)
-        optimizer = recipe.create_optimizer(rate, steps)
+        learning_rate = recipe.learning_rate(
+            global_batch_size=config.planned_batch_size, num_steps=steps
+        )
+        optimizer = recipe.create_optimizer(learning_rate, steps)
         optimizer.build(model.trainable_variables)
         dtype = None if config.communication_dtype == "float32" else config.communication_dtype
         weights = [weight.value for weight in model.trainable_variables]
@@ -68,7 +70,7 @@ class TrainingPlan:
             sum(weight.shape.num_elements() for weight in weights),
             GradientBuckets(weights, dtype=dtype).size_bytes,
             MemoryEstimate.of(model, optimizer),
-            rate,
+            learning_rate,
         )
 
     @property
@@ -94,7 +96,7 @@ class TrainingPlan:
     @property
     def learning_rate(self) -> float:
         """The peak."""
-        return self.config.learning_rate or self.recipe_rate
+        return self.config.learning_rate or self.recipe_learning_rate
 
     def shards(self, batch: int) -> dict[int, int]:
         """Returns size → how many replicas get a shard of it."""
@@ -149,7 +151,7 @@ class TrainingPlan:
                 f"the last batch of each epoch has {self.last_batch} of {batch:,} images, and its"
                 " step weighs as much as any other; --last_batch=drop leaves it out"
             )
-        yield from self._warnings_of_rate()
+        yield from self._learning_rate_warnings()
         total = self.num_replicas * self.memory_bytes
         available = available_bytes() if on_cpu else None
         if available is not None and total > available:
@@ -158,17 +160,17 @@ class TrainingPlan:
                 " of main memory are free: use a smaller batch or fewer devices"
             )
 
-    def _warnings_of_rate(self) -> Iterator[str]:
+    def _learning_rate_warnings(self) -> Iterator[str]:
         if self.batch > _LARGE_BATCH:
             yield (
                 f"a global batch of {self.batch:,}: beyond {_LARGE_BATCH:,} the linear rule was"
                 " seen to lose accuracy; use a smaller batch"
             )
-        apart = self.learning_rate / self.recipe_rate
+        apart = self.learning_rate / self.recipe_learning_rate
         if not 1 / _FAR_FROM_RULE <= apart <= _FAR_FROM_RULE:
             yield (
                 f"--learning_rate={self.learning_rate:g} is {apart:.2g} times what the rule says"
-                f" for this batch, {self.recipe_rate:g}"
+                f" for this batch, {self.recipe_learning_rate:g}"
             )
         needs_warm_up = find_recipe(self.config.recipe, self.config.model).warmup is None
         if needs_warm_up and self.batch >= 4 * REFERENCE_GLOBAL_BATCH_SIZE:

@@ -86,7 +86,7 @@ def find_best_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None
 
 def quarantine(path: pathlib.Path) -> None:
     """Gives a damaged checkpoint a name under which nothing will look for it again."""
-    aside = path.with_name(f"damaged-{path.name}")
+    quarantined = path.with_name(f"damaged-{path.name}")
     with io_errors_as(path):
-        remove(aside)
-        path.rename(aside)
+        remove(quarantined)
+        path.rename(quarantined)

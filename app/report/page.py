@@ -101,7 +101,7 @@ def _page(records: Sequence[Record]) -> dict:
         Section("results", "Results", [summary_table(runs)] if runs else []),
         Section("curves", "Accuracy and loss", curves(runs) if runs else []),
         Section("weights", "Are the weights the same?", _weights(records, runs)),
-        Section("proof", "Step by step", _blocks(verified)),
+        Section("verification", "Step by step", _blocks(verified)),
         Section("speed", "Speed", [*speed(runs), *_blocks(measured)]),
         Section("explained", "Where the time goes", _blocks(explained)),
         Section("differences", "What the trainings differ in", _differences(runs)),

@@ -83,7 +83,7 @@ class Details:
 
     title: str
     blocks: Sequence
-    kind = "folded"
+    kind = "details"
 
 
 @dataclasses.dataclass(frozen=True)

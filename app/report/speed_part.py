@@ -174,17 +174,17 @@ def _step(parts: Sequence[dict]) -> Figure:
     return Figure("Where the time of a step goes", [chart], [], [table], note)
 
 
-def _step_profile(story: dict) -> Table:
+def _step_profile(profile: dict) -> Table:
     rows = [
         [f"replica {r}", whole(shard), number(loss, ".4f"), number(norm, ".4g")]
         for r, (shard, loss, norm) in enumerate(
-            zip(story["shards"], story["losses"], story["norms"], strict=True)
+            zip(profile["shards"], profile["losses"], profile["norms"], strict=True)
         )
     ]
-    total = sum(story["losses"])
+    total = sum(profile["losses"])
     rows.append(
-        ["all-reduce: the sum", whole(sum(story["shards"])), number(total, ".4f"),
-         number(story["sum_norm"], ".4g")]
+        ["all-reduce: the sum", whole(sum(profile["shards"])), number(total, ".4f"),
+         number(profile["sum_norm"], ".4g")]
     )  # fmt: skip
     header = ["", "examples", "part of the mean loss", "norm of the gradient"]
     return Table("The first step, with its numbers", header, "lrrr", rows)

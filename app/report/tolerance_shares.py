@@ -10,7 +10,7 @@ PANELS = {
     "own statistics": "BatchNorm statistics",
 }
 # What is drawn as well where it is false.
-IF_FALSE = {
+IF_MISMATCH = {
     "examples": "examples",
     "slots": "optimizer variables",
     "agreement": "replicas against replica 0",

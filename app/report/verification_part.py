@@ -18,7 +18,7 @@ from app.report.page_parts import (
     whole,
 )
 from app.report.record_finder import Record, reading
-from app.report.tolerance_shares import FLOOR, IF_FALSE, PANELS, distinct_trainings, shares
+from app.report.tolerance_shares import FLOOR, IF_MISMATCH, PANELS, distinct_trainings, shares
 
 _MARKS = {"bit-identical": "good", "equal within rounding": "good", "different": "bad"}
 
@@ -151,7 +151,7 @@ def _shares(found: dict) -> list[Figure]:
     ]
     kinds = [
         kind
-        for kind in {**PANELS, **IF_FALSE}
+        for kind in {**PANELS, **IF_MISMATCH}
         if any(
             kind in worst and (kind in PANELS or max(worst[kind].values()) > 1)
             for _, worst in per_training
@@ -159,7 +159,7 @@ def _shares(found: dict) -> list[Figure]:
     ]
     if not kinds:
         return []
-    titles = {kind: {**PANELS, **IF_FALSE}[kind] for kind in kinds}
+    titles = {kind: {**PANELS, **IF_MISMATCH}[kind] for kind in kinds}
     charts = [
         line_chart(
             name,

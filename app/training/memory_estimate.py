@@ -22,13 +22,13 @@ class MemoryEstimate(NamedTuple):
 
     Attributes:
         weights_bytes: of the model.
-        slots_bytes: what the optimizer keeps, its momentum.
+        optimizer_state_bytes: what the optimizer keeps, its momentum.
         step_bytes: in a step, whatever the shard: gradients, and what kernels work with.
         image_bytes: in a step, for each image of the shard: activations and their gradients.
     """
 
     weights_bytes: int
-    slots_bytes: int
+    optimizer_state_bytes: int
     step_bytes: float
     image_bytes: float
 
@@ -50,7 +50,7 @@ class MemoryEstimate(NamedTuple):
     @property
     def fixed_bytes(self) -> float:
         """Of each replica, whatever its shard."""
-        return self.weights_bytes + self.slots_bytes + self.step_bytes
+        return self.weights_bytes + self.optimizer_state_bytes + self.step_bytes
 
     def total_bytes(self, *, num_replicas: int, global_batch_size: int) -> float:
         """Of all replicas together."""

@@ -50,8 +50,12 @@ class Recipe:
 
         Reference: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017: the linear scaling rule.
         """
-        rate = self.peak_learning_rate * global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
-        return rate if self.warmup is None else rate * min(1.0, num_steps / (2 * MIN_WARMUP_STEPS))
+        learning_rate = self.peak_learning_rate * global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
+        return (
+            learning_rate
+            if self.warmup is None
+            else learning_rate * min(1.0, num_steps / (2 * MIN_WARMUP_STEPS))
+        )
 
     def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
         """Creates the optimizer of a training of `num_steps` steps in all."""

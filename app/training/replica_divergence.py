@@ -32,12 +32,14 @@ def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
     Raises:
         ReplicaDivergenceError: they are not; it names the tensor and the replicas.
     """
-    names, held = strategy.variable_names, strategy.replica_variables()
+    names, per_replica_variables = strategy.variable_names, strategy.replica_variables()
     own = {
         f"model/{v.path}" for v in strategy.model.variables if not v.trainable
     }  # What replicas may hold each for itself.
-    drift = ReplicaDivergence("", 0.0)
-    per_replica_hashes = strategy.gather_replicas([_hash(variables) for variables in held])
+    divergence = ReplicaDivergence("", 0.0)
+    per_replica_hashes = strategy.gather_replicas(
+        [_hash(variables) for variables in per_replica_variables]
+    )
     for position, (name, hashes) in enumerate(
         zip(names, zip(*per_replica_hashes, strict=True), strict=True)
     ):
@@ -47,14 +49,16 @@ def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
         if len(groups) == 1:
             continue
         # What differs is known to every worker: all of them get here for the same tensor.
-        copies = strategy.gather_replicas([[variables[position].numpy()] for variables in held])
+        copies = strategy.gather_replicas(
+            [[variables[position].numpy()] for variables in per_replica_variables]
+        )
         arrays = [array for (array,) in copies]
         apart = float(np.max(np.ptp(np.asarray(arrays, np.float64), axis=0)))
         if name not in own:
             raise ReplicaDivergenceError(_describe(name, list(groups.values()), apart))
-        if np.isnan(apart) or apart > drift.absolute:
-            drift = ReplicaDivergence(name.removeprefix("model/"), apart)
-    return drift
+        if np.isnan(apart) or apart > divergence.absolute:
+            divergence = ReplicaDivergence(name.removeprefix("model/"), apart)
+    return divergence
 
 
 def _hash(variables: Sequence[tf.Variable]) -> list[np.ndarray]:

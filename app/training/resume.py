@@ -88,7 +88,7 @@ class Resumed:
     found: CheckpointSearchResult
     changes: Changes
 
-    def tell(self, metadata: RunMetadata, *, has_schedule: bool) -> None:
+    def report(self, metadata: RunMetadata, *, has_schedule: bool) -> None:
         """Says where the training goes on, and what is different.
 
         Args:

@@ -16,7 +16,7 @@ from strategies.replicas import State
 # Gradients of a mean loss above 64 would overflow; they are far below in any training that works.
 FLOAT16_LOSS_SCALE = 1024.0
 # What Keras calls them.
-_STEP, _RATE = "optimizer/iteration", "optimizer/learning_rate"
+_STEP, _LEARNING_RATE = "optimizer/iteration", "optimizer/learning_rate"
 
 
 def build_strategy(
@@ -90,7 +90,7 @@ def _with_new_schedule(saved: State, own: State, step: int) -> State:
     model = {name: array for name, array in saved.items() if name.startswith("model/")}
     optimizer = {name: array for name, array in own.items() if name.startswith("optimizer/")}
     for name, array in optimizer.items():
-        fits = name in saved and saved[name].shape == array.shape and name != _RATE
+        fits = name in saved and saved[name].shape == array.shape and name != _LEARNING_RATE
         optimizer[name] = saved[name] if fits else array
     optimizer[_STEP] = np.array(step, optimizer[_STEP].dtype)
     return {**model, **optimizer}

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import time
 
-from app.config import Config
+from app.config import TrainConfig
 from app.records.checkpoint import Checkpoint
 from app.records.run_metadata import Progress, RunMetadata
 from app.training.checkpoint_schedule import CheckpointSchedule
@@ -32,7 +32,7 @@ class TrainingState:
         checkpoints: which checkpoint is on disk and when the next one is due.
     """
 
-    def __init__(self, config: Config, strategy: Strategy, metadata: RunMetadata) -> None:
+    def __init__(self, config: TrainConfig, strategy: Strategy, metadata: RunMetadata) -> None:
         self._config, self._strategy, self._metadata = config, strategy, metadata
         self.progress, self._start = Progress(), time.monotonic()
         self.checkpoints = CheckpointSchedule(config.checkpoint_every, metadata.steps_per_epoch)

@@ -83,7 +83,7 @@ def fit(got: Arrays, parts: Sequence[Arrays]) -> np.ndarray:
     return np.linalg.lstsq(gram, projections, rcond=None)[0]
 
 
-def telling_factors(sizes: Sequence[int]) -> Iterator[tuple[list[float], str]]:
+def scaling_mistakes(sizes: Sequence[int]) -> Iterator[tuple[list[float], str]]:
     """Yields by what each replica's gradient is too large where scaling goes wrong, and how.
 
     Args:

@@ -67,7 +67,7 @@ class Measurement:
         return self.absolute / self.excess if self.excess else math.nan
 
     @classmethod
-    def of(cls, where: tuple, held, true, float32=None) -> "Measurement":
+    def of(cls, where: tuple, actual, true, float32=None) -> "Measurement":
         """Measures an array that has to be right to the bit, or whose limit is yet to come.
 
         Args:
@@ -76,20 +76,20 @@ class Measurement:
             true: the float64 reference.
             float32: the float32 reference, where it is another one.
         """
-        difference = Difference.between(held, true)
+        difference = Difference.between(actual, true)
         absolute32 = (
-            difference.absolute if float32 is None else Difference.between(held, float32).absolute
+            difference.absolute if float32 is None else Difference.between(actual, float32).absolute
         )
         return cls(
             *where,
             **dataclasses.asdict(difference),
             absolute32=absolute32,
-            error=relative_error(held, true),
+            error=relative_error(actual, true),
             limit=0.0,
         )
 
     @classmethod
-    def bounded(cls, where: tuple, held, true, float32, bound) -> "Measurement":
+    def bounded(cls, where: tuple, actual, true, float32, bound) -> "Measurement":
         """Measures an array with a bound for each element.
 
         Args:
@@ -99,8 +99,8 @@ class Measurement:
             float32: the float32 reference.
             bound: of the error of each element, above 0.
         """
-        share = float(np.max(np.abs(np.asarray(held, np.float64) - true) / bound))
-        return dataclasses.replace(cls.of(where, held, true, float32), error=share, limit=1.0)
+        share = float(np.max(np.abs(np.asarray(actual, np.float64) - true) / bound))
+        return dataclasses.replace(cls.of(where, actual, true, float32), error=share, limit=1.0)
 
     @classmethod
     def counted(cls, where: tuple, count: int) -> "Measurement":
@@ -108,17 +108,17 @@ class Measurement:
         return cls(*where, float(count), 0.0, 0, float(count), error=float(count), limit=0.0)
 
 
-def relative_error(held: np.ndarray, true: np.ndarray) -> float:
+def relative_error(actual: np.ndarray, true: np.ndarray) -> float:
     """Returns ‖held − true‖ / ‖true‖; over the smallest number where `true` is 0."""
     true = np.asarray(true, np.float64).ravel()
-    apart = np.linalg.norm(np.asarray(held, np.float64).ravel() - true)
+    apart = np.linalg.norm(np.asarray(actual, np.float64).ravel() - true)
     return float(apart / max(np.linalg.norm(true), SMALLEST))
 
 
 def first_mismatch(measurements: Sequence[Measurement]) -> Measurement | None:
     """Returns what is out of tolerance first, and of what was computed together the worst."""
-    false = [m for m in measurements if not m.holds]
-    if not false:
+    mismatches = [m for m in measurements if not m.holds]
+    if not mismatches:
         return None
-    first = min(m.order for m in false)
-    return max((m for m in false if m.order == first), key=lambda m: m.excess)
+    first = min(m.order for m in mismatches)
+    return max((m for m in mismatches if m.order == first), key=lambda m: m.excess)

@@ -20,7 +20,7 @@ class Recorder(Observer):
     """Looks on at a strategy and writes down each of its steps.
 
     Args:
-        strategy: built, and no step made: its witness is replaced by this one.
+        strategy: built, and no step made: its observer is replaced by this one.
         inner: looks on too, and may interfere: what a replica computed is kept before it does,
             what was exchanged after.
     """

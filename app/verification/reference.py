@@ -62,8 +62,10 @@ class Reference:
         floats = [v for v in self._model.variables if np.issubdtype(np.dtype(v.dtype), np.floating)]
         self._weights = {v.path: v.value for v in floats if v.trainable}
         self._statistics = {v.path: v.value for v in floats if not v.trainable}
-        self._slots = {v.path.partition("/")[2]: v.value for v in self._optimizer.variables}
-        self.initial_state = _read({**self._weights, **self._statistics, **self._slots})
+        self._optimizer_state = {
+            v.path.partition("/")[2]: v.value for v in self._optimizer.variables
+        }
+        self.initial_state = _read({**self._weights, **self._statistics, **self._optimizer_state})
         # A batch of any size, as in a strategy: of a known size, other kernels might be chosen.
         spec = tf.TensorSpec
         self._compiled_gradients = tf.function(
@@ -84,7 +86,7 @@ class Reference:
     def names(self) -> dict[str, list[str]]:
         """Returns the tensors of each kind of state, in the order of the model."""
         return {
-            "slots": list(self._slots),
+            "slots": list(self._optimizer_state),
             "weights": list(self._weights),
             "statistics": list(self._statistics),
         }
@@ -128,9 +130,9 @@ class Reference:
 
     def update(self, before: Mapping[str, np.ndarray], sums: Mapping[str, np.ndarray]) -> Arrays:
         """Returns weights and slots after the optimizer's step with these summed gradients."""
-        _assign({**self._weights, **self._slots}, before)
+        _assign({**self._weights, **self._optimizer_state}, before)
         self._apply([tf.cast(sums[name], self._dtype) for name in self._weights])
-        return _read({**self._weights, **self._slots})
+        return _read({**self._weights, **self._optimizer_state})
 
     def _shard_gradients(self, images, labels, num_global_examples):
         with tf.GradientTape() as tape:

@@ -199,10 +199,10 @@ def check(
                 spec.batches().as_numpy_iterator(),
                 on_step=lambda step, done=number * num_steps: send(("step", done + step)),
             )
-            false = first_mismatch(measurements)
+            mismatch = first_mismatch(measurements)
             context = StepContext(trace, measurements, batch, training_hashes, reference64)
-            diagnosis = false and explain(context, false)
-            results.append(Checked(measurements, false, diagnosis))
+            diagnosis = mismatch and explain(context, mismatch)
+            results.append(Checked(measurements, mismatch, diagnosis))
     return results
 
 
@@ -221,10 +221,12 @@ def _reference(spec, dtype: str):
 
 def _check_space(strategy, num_steps: int, path: pathlib.Path) -> None:
     """Refuses a trace that the disk has no room for, before a step is made."""
-    held = sum(v.shape.num_elements() * v.dtype.size for v in strategy.replica_variables()[0])
+    state_bytes = sum(
+        v.shape.num_elements() * v.dtype.size for v in strategy.replica_variables()[0]
+    )
     weights = sum(v.value.shape.num_elements() * 4 for v in strategy.model.trainable_variables)
     # Gradients of each replica, their sum, and the state.
-    needed = num_steps * ((strategy.num_replicas + 1) * weights + held)
+    needed = num_steps * ((strategy.num_replicas + 1) * weights + state_bytes)
     free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise DiskFullError(

@@ -127,8 +127,8 @@ class Trace:
         if kind == "updates":
             after, before = (self.read(s, "weights", replica_id, tensor) for s in (step, step - 1))
             return after.astype(np.float64) - before
-        held = self._index[step, kind][tensor]
-        return self._file[f"{step}/{kind}/{replica_id if replica_id in held else 0}/{tensor}"]
+        different = self._index[step, kind][tensor]
+        return self._file[f"{step}/{kind}/{replica_id if replica_id in different else 0}/{tensor}"]
 
 
 def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:

@@ -66,9 +66,9 @@ class TraceChecker:
                 for replica_id, count in enumerate(wrong)
             ]
             samples += self._computed(trace, step, before, images, labels, shards)
-            measurements += self._exchanged(trace, step)
+            measurements += self._all_reduced(trace, step)
             measurements += self._updated(trace, step, before)
-            measurements += _agreed(trace, step)
+            measurements += _replica_agreement(trace, step)
             measurements += _averaged(trace, step)
             on_step(step)
         return sorted([*measurements, *with_limits(samples)], key=lambda m: m.order)
@@ -78,9 +78,9 @@ class TraceChecker:
         for kind in ("slots", "weights", "own statistics"):
             for tensor in trace.tensors(0, kind):
                 for replica_id in trace.replicas(0, kind, tensor):
-                    held = trace.read(0, kind, replica_id, tensor)
+                    actual = trace.read(0, kind, replica_id, tensor)
                     expected = self.reference32.initial_state[tensor]
-                    yield Measurement.of((0, kind, tensor, replica_id), held, expected)
+                    yield Measurement.of((0, kind, tensor, replica_id), actual, expected)
 
     def _computed(self, trace, step, before, images, labels, shards) -> Iterator[SummationSample]:
         """Loss, gradients and own statistics, each replica's from the shard that it was given."""
@@ -112,7 +112,7 @@ class TraceChecker:
             )
             yield [_sum_of_parts([results.pop(0) for part in s if len(part)]) for s in parts]
 
-    def _exchanged(self, trace: Trace, step: int) -> Iterator[Measurement]:
+    def _all_reduced(self, trace: Trace, step: int) -> Iterator[Measurement]:
         """The sums that each replica got, against the gradients that were sent.
 
         Adding R numbers in any order rounds R − 1 times: the error of an element is at most
@@ -133,9 +133,9 @@ class TraceChecker:
             roundings = (len(sent) - 1 + cast) * unit
             bound = roundings / (1 - roundings) * magnitude + SMALLEST
             for replica_id in trace.replicas(step, "sums", tensor):
-                held = trace.read(step, "sums", replica_id, tensor)
+                actual = trace.read(step, "sums", replica_id, tensor)
                 where = (step, "sums", tensor, replica_id)
-                yield Measurement.bounded(where, held, total, _add_in_order(sent), bound)
+                yield Measurement.bounded(where, actual, total, _add_in_order(sent), bound)
 
     def _updated(self, trace: Trace, step: int, before: Arrays) -> Iterator[Measurement]:
         """Weights and slots after the step, against the optimizer's rule in float64."""
@@ -154,9 +154,9 @@ class TraceChecker:
                 magnitude = np.abs(old) + np.abs(exact[tensor])
                 bound = _ROUNDINGS_OF_AN_UPDATE * (UNIT_ROUNDOFF * magnitude + error) + SMALLEST
                 for replica_id in trace.replicas(step, kind, tensor):
-                    held = trace.read(step, kind, replica_id, tensor)
+                    actual = trace.read(step, kind, replica_id, tensor)
                     where = (step, kind, tensor, replica_id)
-                    yield Measurement.bounded(where, held, true, rounded, bound)
+                    yield Measurement.bounded(where, actual, true, rounded, bound)
 
 
 def _arrays(trace: Trace, step: int) -> list[tuple[str, str, int]]:
@@ -222,14 +222,14 @@ def find_shards(
     return shards, wrong
 
 
-def _agreed(trace: Trace, step: int) -> Iterator[Measurement]:
+def _replica_agreement(trace: Trace, step: int) -> Iterator[Measurement]:
     """What replicas hold in common, against replica 0: it has to be the same bits."""
     for kind in ("sums", "slots", "weights"):
         for tensor in trace.tensors(step, kind):
             for replica_id in trace.replicas(step, kind, tensor)[1:]:
-                held, first = (trace.read(step, kind, r, tensor) for r in (replica_id, 0))
+                actual, first = (trace.read(step, kind, r, tensor) for r in (replica_id, 0))
                 where = (step, "agreement", f"{kind}/{tensor}", replica_id)
-                yield Measurement.of(where, held, first)
+                yield Measurement.of(where, actual, first)
 
 
 def _averaged(trace: Trace, step: int) -> Iterator[Measurement]:
@@ -239,12 +239,12 @@ def _averaged(trace: Trace, step: int) -> Iterator[Measurement]:
             trace.read(step, "own statistics", replica_id, tensor)
             for replica_id in range(trace.num_replicas)
         ]
-        held = trace.read(step, "statistics", 0, tensor)
+        actual = trace.read(step, "statistics", 0, tensor)
         mean = np.mean([array.astype(np.float64) for array in own], axis=0)
         magnitude = np.sum([np.abs(array.astype(np.float64)) for array in own], axis=0)
         bound = 2 * UNIT_ROUNDOFF * magnitude + SMALLEST
         rounded = np.mean(own, axis=0)
-        yield Measurement.bounded((step, "statistics", tensor, 0), held, mean, rounded, bound)
+        yield Measurement.bounded((step, "statistics", tensor, 0), actual, mean, rounded, bound)
 
 
 def _sum_of_parts(parts: list[ShardResult]) -> ShardResult:

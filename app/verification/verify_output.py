@@ -124,7 +124,7 @@ def print_report(
     console.print_table(
         "Each step against one device in float64, from the same state: the largest difference",
         ["strategy", "what", "difference", "relative", "ULPs", "allowed", "from float32"],
-        [row for group in _groups(strategy_verdicts.values()) for row in _proof_rows(group)],
+        [row for group in _groups(strategy_verdicts.values()) for row in _verdict_rows(group)],
     )
     console.say("allowed: how far rounding can carry it, computed for every array")
     console.say("from float32: the largest difference from one device in float32; 0: the same bits")
@@ -188,7 +188,7 @@ def _groups(strategy_verdicts: Iterable[StrategyVerdict]) -> list[list[StrategyV
     return groups
 
 
-def _proof_rows(group: Sequence[StrategyVerdict]) -> list[list[str]]:
+def _verdict_rows(group: Sequence[StrategyVerdict]) -> list[list[str]]:
     strategy_verdict, name, rows = (
         group[0],
         " = ".join(strategy_verdict.strategy for strategy_verdict in group),

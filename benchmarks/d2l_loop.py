@@ -122,7 +122,7 @@ def train_batch(images, labels, device_params, devices, learning_rate):
     return losses
 
 
-class BookTrainer:
+class D2lTrainer:
     """The book's training, to be carried on step by step.
 
     Args:
@@ -211,7 +211,7 @@ class BookTrainer:
 
 def main(job: protocol.BenchmarkJob) -> None:
     """Warms up, forgets that, and serves requests; `train_until` is one besides the usual."""
-    trainer = BookTrainer(job)
+    trainer = D2lTrainer(job)
     trainer.train_steps(protocol.NUM_WARMUP_STEPS)
     trainer.evaluate()
     trainer.restart()
