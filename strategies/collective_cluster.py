@@ -158,13 +158,8 @@ class ClusterWorkers(Workers):
         return self._all_reduce(tf.constant(words)).numpy()
 
     @tf.function
-<<<<<<< HEAD
     def _all_reduce(self, words: tf.Tensor) -> tf.Tensor:
-        def exchange() -> tf.Tensor:
-=======
-    def _all_reduce(self, words):
-        def sum_over_workers():
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+        def sum_over_workers() -> tf.Tensor:
             replica = tf.distribute.get_replica_context()
             # The first replica of a worker speaks for it.
             speaks = replica.replica_id_in_sync_group % self._num_local == 0

@@ -144,13 +144,8 @@ class MirroredStrategy(Strategy):
         return self._per_replica(self._all_reduce_loop(values, tf.constant(num_times)))
 
     @tf.function
-<<<<<<< HEAD
     def _all_reduce_loop(self, values: list[tf.Tensor], num_times: tf.Tensor) -> list[tf.Tensor]:
-        def exchange(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-=======
-    def _all_reduce_loop(self, values, num_times):
-        def sum_over_replicas(tensors):
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+        def sum_over_replicas(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
             # `tf.distribute` asks where each tensor is, which an argument of a graph does not know.
             return self._sum_over_replicas([tf.identity(tensor) for tensor in tensors])
 

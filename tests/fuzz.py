@@ -177,13 +177,8 @@ def fuzz_gzip(inner, outer):
 
 
 _STATE = {"model/kernel": np.ones((2, 3), np.float32), "optimizer/iteration": np.array(7)}
-<<<<<<< HEAD
-_ORIGIN = RunMetadata(
-    json.loads(json.dumps(Config.of().result_fields())),
-=======
 _RUN_METADATA = RunMetadata(
-    json.loads(json.dumps(Config().result_fields())),
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+    json.loads(json.dumps(Config.of().result_fields())),
     *(0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"}),
 )
 _RECORD = EpochRecord(1, 10, 1.0, 0.5, 1.0, 0.5, 2.5, 400.0)

@@ -53,15 +53,9 @@ def test_memory_is_that_of_the_largest_shard_with_the_optimizer_s(lenet):
 
 
 def test_the_rate_follows_the_batch():
-<<<<<<< HEAD
     assert plan_of(global_batch_size=512).learning_rate == pytest.approx(0.4)
     own = plan_of(global_batch_size=512, learning_rate=1.0)
-    assert (own.learning_rate, own.recipe_rate) == (1.0, pytest.approx(0.4))
-=======
-    assert plan_of(planned_global_batch_size=512).learning_rate == pytest.approx(0.4)
-    own = plan_of(planned_global_batch_size=512, learning_rate=1.0)
     assert (own.learning_rate, own.recipe_learning_rate) == (1.0, pytest.approx(0.4))
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
 
 
 @pytest.mark.parametrize(

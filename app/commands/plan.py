@@ -68,11 +68,7 @@ def _sample_shards(config: PlanConfig) -> list[Sample]:
     return _measure([_case(config, "single", size) for size in sizes], _ROUNDS)
 
 
-<<<<<<< HEAD
-def _point(config: PlanConfig, name: str, batch: int) -> Case:
-=======
-def _case(config: Config, name: str, batch: int) -> Case:
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+def _case(config: PlanConfig, name: str, batch: int) -> Case:
     """Returns a training on generated images, one batch again and again."""
     options = {"num_train_examples": batch, "global_batch_size": batch, "dataset": "synthetic"}
     return Case(_training(config, name, **options), reads_input=False)

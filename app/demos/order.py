@@ -28,11 +28,7 @@ def run(config: DemoConfig) -> None:
     call_in_child_process(show, config)
 
 
-<<<<<<< HEAD
-def tell(send: Callable, config: DemoConfig) -> None:
-=======
-def show(send: Callable, config: Config) -> None:
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+def show(send: Callable, config: DemoConfig) -> None:
     """Does so in this process."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data

@@ -58,11 +58,7 @@ def numbers(array: ArrayLike, digits: int = 4) -> str:
     return text.replace("\n", "")
 
 
-<<<<<<< HEAD
-def held_on(tensor: "tf.Tensor") -> str:
-=======
-def device_of(tensor) -> str:
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+def device_of(tensor: "tf.Tensor") -> str:
     """Returns the device that a tensor really is on, as in "/device:CPU:1"."""
     return "/device:" + tensor.device.rpartition("device:")[2]
 

@@ -27,13 +27,8 @@ class Variant(NamedTuple):
     """
 
     num_devices: int
-<<<<<<< HEAD
     training: TrainConfig
-    remark: str
-=======
-    training: Config
     note: str
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
 
 
 def run(config: DemoConfig) -> None:
@@ -103,17 +98,11 @@ def create_variants(config: DemoConfig, num_devices: int) -> list[Variant]:
     )
     size, learning_rate = base.global_batch_size, config.learning_rate or _LEARNING_RATE
 
-<<<<<<< HEAD
-    def variant(count: int, rate: float, remark: str) -> Variant:
-        training = dataclasses.replace(base, global_batch_size=size * count, learning_rate=rate)
-        return Variant(count, training, remark)
-=======
     def variant(count: int, learning_rate: float, note: str) -> Variant:
-        training = demo_setup.training(
+        training = dataclasses.replace(
             base, global_batch_size=size * count, learning_rate=learning_rate
         )
         return Variant(count, training, note)
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
 
     return [
         variant(1, learning_rate, ""),

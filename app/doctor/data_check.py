@@ -78,11 +78,7 @@ def check_tfds(environ: Mapping[str, str] = os.environ) -> Check:
     return Check("TFDS", f"{folder}: not prepared, {files} in downloads/manual", NOTE)
 
 
-<<<<<<< HEAD
-def _check_source(config: DoctorConfig, place: DataSource, connect: Connect) -> Check:
-=======
-def _check_source(config: Config, source: DataSource, connect) -> Check:
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+def _check_source(config: DoctorConfig, source: DataSource, connect: Connect) -> Check:
     try:
         if source.kind in (FILES, TO_PREPARE):
             return _check_files(config, source)
@@ -99,13 +95,8 @@ def _check_source(config: Config, source: DataSource, connect) -> Check:
     return _check_download(config, source, connect)
 
 
-<<<<<<< HEAD
-def _check_files(config: DoctorConfig, place: DataSource) -> Check:
-    dataset = load_files(place.paths, allow_unverified=config.allow_unverified_data)
-=======
-def _check_files(config: Config, source: DataSource) -> Check:
+def _check_files(config: DoctorConfig, source: DataSource) -> Check:
     dataset = load_files(source.paths, allow_unverified=config.allow_unverified_data)
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     if dataset.name == "unverified":
         return _unverified(source)
     folder = manual_dir(source.folder) if source.kind == TO_PREPARE else source.folder
@@ -115,11 +106,7 @@ def _check_files(config: Config, source: DataSource) -> Check:
     return Check(_WHAT, told)
 
 
-<<<<<<< HEAD
-def _check_prepared(config: DoctorConfig, place: DataSource) -> Check:
-=======
-def _check_prepared(config: Config, source: DataSource) -> Check:
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+def _check_prepared(config: DoctorConfig, source: DataSource) -> Check:
     name = call_in_child_process(
         _name_of_prepared,
         str(source.folder),
@@ -146,11 +133,7 @@ def _unverified(source: DataSource) -> Check:
     return Check(_WHAT, told, WARNING, "accuracies are not those of Fashion-MNIST")
 
 
-<<<<<<< HEAD
-def _check_download(config: DoctorConfig, place: DataSource, connect: Connect) -> Check:
-=======
-def _check_download(config: Config, source: DataSource, connect) -> Check:
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+def _check_download(config: DoctorConfig, source: DataSource, connect: Connect) -> Check:
     host = urllib.parse.urlsplit(DOWNLOAD_URL).hostname
     try:
         connect(DOWNLOAD_URL, _CONNECT_TIMEOUT_SEC)

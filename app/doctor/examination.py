@@ -209,11 +209,9 @@ def _describe_devices(tf: Any, prepared: "Devices") -> DevicesSeen:
     return DevicesSeen(tuple(prepared.names), tuple(descriptions), prepared.simulated, len(gpus))
 
 
-<<<<<<< HEAD
-def _probe(config: DoctorConfig, prepared: "Devices", name: str) -> SelfTestResult | LockstepError:
-=======
-def _run_self_test(config: Config, prepared, name: str) -> SelfTestResult | LockstepError:
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
+def _run_self_test(
+    config: DoctorConfig, prepared: "Devices", name: str
+) -> SelfTestResult | LockstepError:
     """Builds LeNet on the devices and lets its all-reduce add known numbers, as a training does."""
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.strategy_builder import build_strategy

@@ -130,17 +130,8 @@ def print_probe(plan: TrainingPlan, samples: Sample) -> None:
 def _print_memory(plan: TrainingPlan, samples: Sample, steps_bytes: int) -> None:
     num_devices = len(samples.facts.devices)
     memory = plan.memory
-<<<<<<< HEAD
-    held = steps_bytes / num_devices + memory.weights_bytes + memory.slots_bytes
-    apart = plan.memory_bytes / held - 1
-=======
-    measured_bytes = (
-        samples.memory.steps_bytes / num_devices
-        + memory.weights_bytes
-        + memory.optimizer_state_bytes
-    )
+    measured_bytes = steps_bytes / num_devices + memory.weights_bytes + memory.optimizer_state_bytes
     apart = plan.memory_bytes / measured_bytes - 1
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
     console.say(
         f"  memory    {_mib(measured_bytes)} on each device measured, {_mib(plan.memory_bytes)}"
         f" estimated: {apart:+.0%}; the process with all that it has loaded"

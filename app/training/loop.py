@@ -104,44 +104,8 @@ class Training:
         if self._workers.count > 1:
             self._state.broadcast(self._workers, self._resumed)
 
-<<<<<<< HEAD
     def run(self, log: RunLog) -> Summary:
         """Trains the steps that are left; returns the summary, which is on disk by then.
-=======
-    def _broadcast_from_chief(self) -> None:
-        """Gives every worker what the chief starts with: it alone has read a checkpoint."""
-        text = self._workers.broadcast(json.dumps(dataclasses.asdict(self._progress)).encode())
-        self._progress = Progress.parse(json.loads(text), self.steps_per_epoch)
-        self._saved = self._progress.step, self._progress.epoch
-        self.strategy.broadcast_state()
-        own = self._resumed.checkpoint.per_replica_statistics if self._resumed else []
-        self.strategy.share_per_replica_statistics(own)
-
-    def _resume(self) -> None:
-        resumed = find_state(self._run_dir, self._config, self._metadata)
-        if resumed is None:
-            return
-        self._resumed, self._progress = resumed, resumed.checkpoint.progress
-        self._saved = self._progress.step, self._progress.epoch
-        restore(
-            self.strategy,
-            resumed.checkpoint,
-            new_schedule_step=self._position if resumed.changes.serious else None,
-        )
-        resumed.changes.check(self._run_dir, force=self._config.force_resume)
-        resumed.report(self._metadata, has_schedule=self._spec.has_schedule)
-
-    @property
-    def _position(self) -> int:
-        """The step that the data and the schedule are at.
-
-        It is the step of the training, unless that was resumed with epochs of another length.
-        """
-        return self._progress.epoch * self.steps_per_epoch + self._progress.epoch_step
-
-    def run(self, log: RunLog | None) -> Summary | None:
-        """Trains what is left; returns the summary, which is on disk by then.
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
 
         Args:
             log: of the run directory.
@@ -290,7 +254,6 @@ class Training:
         fault_point("epoch")
         self._synchronize()
 
-<<<<<<< HEAD
     def _check_replica_divergence(self) -> None:
         """Checks the replicas; notes how far apart their statistics are before they are averaged.
 
@@ -309,40 +272,6 @@ class Training:
     def _after_test_batch(self) -> None:
         fault_point("evaluate")
         self._synchronize()
-=======
-    def _with_divergence(self, divergence: ReplicaDivergence) -> Progress:
-        """Notes how far apart the statistics are before the evaluation averages them."""
-        apart = max(divergence.absolute, self._progress.statistics_apart)
-        return dataclasses.replace(self._progress, statistics_apart=apart)
-
-    def _after_test_batch(self) -> None:
-        fault_point("evaluate")
-        self._settle()
-
-    def _check_replica_divergence(self) -> ReplicaDivergence:
-        """Stops a training whose replicas are not in step; says once what they keep apart."""
-        divergence = check_replica_divergence(self.strategy)
-        if divergence.tensor and not self._progress.history and self._workers.is_chief:
-            console.say(
-                f"replicas hold the same weights, bit for bit; their own statistics are up to"
-                f" {divergence.absolute:.2g} apart ({divergence.tensor}) and are averaged now"
-            )
-        return divergence
-
-    def _check_finite(self, totals: StepTotals, what: str) -> None:
-        if not math.isfinite(totals.loss_sum):
-            name = _first_not_finite(self.strategy.state())
-            where = f", {name} is not finite" if name else ", all weights are finite"
-            raise self._diverged(f"{what} {totals.loss}{where}")
-
-    def _diverged(self, what: str) -> DivergedError:
-        step, _ = self._saved
-        kept = f"; the checkpoint of step {step} is kept" if step else ""
-        return DivergedError(
-            f"{what} at step {self._progress.step} with learning rate {self.learning_rate:g} — a"
-            f" finite loss and finite weights are required; use a smaller --learning_rate{kept}"
-        )
->>>>>>> b7dfa2984fd4b7d1ee9cc6c39b4fc298b5ebb8c9
 
     def _save(self) -> None:
         """Saves the state of the training, unless the last checkpoint has it."""
