@@ -17,6 +17,7 @@ from app.runtime.errors import ConfigError
 from app.verification import tasks
 from app.verification.tasks import Recorded
 from conftest import run_main, run_ok
+from report_samples import write_verification
 
 SMALL = [
     "--allow_unverified_data", "--device=cpu", "--num_devices=2", "--global_batch_size=15",
@@ -207,11 +208,16 @@ def test_a_refused_fault_leaves_the_training_that_is_there(tmp_path):
     assert load_summary(tmp_path / "run").status == "finished"
 
 
-def test_figures_of_spoiled_trainings_say_so(clean, tmp_path):
-    out, _ = clean
-    record = load(out) | {"injected_fault": "same_shard"}
+@pytest.mark.parametrize("fault", ["", "same_shard"])
+def test_a_figure_says_which_fault_was_injected(tmp_path, fault):
+    write_verification(tmp_path)
+    record = load(tmp_path) | {"injected_fault": fault}
     measured = record["strategies"]["manual"]["measurements"]
     measured["error"][-1], measured["absolute32"][-1] = 7.0, 1.0
     (tmp_path / "verify.json").write_text(json.dumps(record))
     plot_verification(tmp_path)
-    assert (tmp_path / "verify.svg").stat().st_size > 10_000
+    figure = (tmp_path / "verify.svg").read_text(encoding="utf-8")
+    assert ("INJECTED FAULT: same_shard" in figure) == bool(fault)
+    assert ("INJECTED" in figure) == bool(fault)
+    assert "lenet on " in figure  # Text is found in the figure at all.
+    assert count_pixels(tmp_path / "verify.png", RED) > 100
