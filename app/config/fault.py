@@ -35,7 +35,7 @@ class Fault:
     parameters: dict[str, int | float]
     strategy: str | None = None
 
-    def __str__(self):
+    def __str__(self) -> str:
         values = ",".join(f"{name}={value:g}" for name, value in self.parameters.items())
         return f"{self.name}:{values}" if values else self.name
 

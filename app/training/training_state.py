@@ -66,7 +66,7 @@ class TrainingState:
             new_schedule_step=self.position if resumed.changes.serious else None,
         )
         resumed.changes.check(run_dir, force=self._config.force_resume)
-        resumed.tell(self._metadata, has_schedule=has_schedule)
+        resumed.report(self._metadata, has_schedule=has_schedule)
         return resumed
 
     def broadcast(self, workers: Workers, resumed: Resumed | None) -> None:
