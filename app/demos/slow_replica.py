@@ -40,8 +40,8 @@ def run(config: DemoConfig) -> None:
     send_secs = record_send_times(training, prepared, dataset, None)
     wait_ms = max(1, round(1000 * max(send_secs)))
     fault = Fault("slow_replica", {"replica": slow, "ms": wait_ms})
-    slow, slow_iterator = create_faulty(training, prepared, dataset, fault)
-    plain_ms, slow_ms = time_in_turn([(plain, plain_iterator), (slow, slow_iterator)])
+    slowed, slowed_iterator = create_faulty(training, prepared, dataset, fault)
+    plain_ms, slow_ms = time_in_turn([(plain, plain_iterator), (slowed, slowed_iterator)])
     send_secs = record_send_times(training, prepared, dataset, fault)
     _show_step(fault, plain_ms, slow_ms, prepared.simulated)
     from strategies.collectives import shard_sizes

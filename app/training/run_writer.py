@@ -152,7 +152,7 @@ class RunWriter:
             train_loss=last.train_loss,
             test_loss=last.test_loss,
             test_accuracy=last.test_accuracy,
-            best_test_accuracy=progress.best_epoch.test_accuracy,
+            best_test_accuracy=max(record.test_accuracy for record in history),
             epoch_sec=statistics.median(record.epoch_sec for record in history),
             images_per_sec=statistics.median(record.images_per_sec for record in history),
             compile_sec=compile_sec,
