@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from strategies.base import StepTotals, Strategy, classify
-from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce, broadcast, split_batch
+from strategies.collectives import all_reduce, broadcast, split_batch
 from strategies.loss import differentiate, shard_loss
 from strategies.observer import Shard
 
@@ -43,7 +43,6 @@ class ManualStrategy(Strategy):
     """Replicas, gradient tapes and an all-reduce that one can read."""
 
     name = "manual"
-    all_reduce_algorithms = tuple(ALL_REDUCE_ALGORITHMS)
 
     def build(self, model_fn, optimizer_fn):
         self.replicas = []

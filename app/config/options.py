@@ -1,17 +1,15 @@
 """Which names, commands and limits there are, and which option means something to which command."""
 
+from models import MODELS
+from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
+
+MODEL_NAMES = tuple(MODELS)
 # What defines these names imports TensorFlow, which a flag error must not wait for.
 # A test holds both equal.
-MODEL_NAMES = ("lenet", "resnet18")
 RECIPE_NAMES = ("d2l", "fast")
-STRATEGY_NAMES = ("single", "manual", "mirrored", "multi_worker")
-ON_ONE_MACHINE = ("single", "manual", "mirrored")
-ALL_REDUCE_NAMES = {
-    "single": (),
-    "manual": ("reduce_to_one", "ring", "tree", "direct"),
-    "mirrored": ("reduce_to_one", "nccl", "hierarchical", "ring"),
-    "multi_worker": ("ring", "nccl"),
-}
+STRATEGY_NAMES = tuple(STRATEGIES)
+ON_ONE_MACHINE = tuple(name for name in STRATEGIES if name != "multi_worker")
+ALL_REDUCE_NAMES = {name: ALL_REDUCE_ALGORITHMS.get(name, ()) for name in STRATEGIES}
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 
 NUM_TRAIN_EXAMPLES = 60_000

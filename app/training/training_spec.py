@@ -8,7 +8,7 @@ from app.devices.device_setup import Devices
 from app.runtime import console
 from app.training.recipes import find_recipe
 from app.training.strategy_builder import build_strategy
-from models import MODELS
+from models import load_model_builder
 from strategies.base import Strategy
 
 
@@ -74,7 +74,7 @@ class TrainingSpec:
 
     def build_model(self):
         """Builds the model with its initial weights."""
-        return self._recipe.build_model(MODELS[self.config.model], self.config.seed)
+        return self._recipe.build_model(load_model_builder(self.config.model), self.config.seed)
 
     def create_optimizer(self):
         """Creates the optimizer."""
