@@ -1,3 +1,37 @@
-"""The models by name; a new one is a file here and a line in `MODELS`."""
+"""The models by name; a new one is a file here and a line in `MODELS`.
 
-MODELS = {"lenet": "models.lenet:build_lenet", "resnet18": "models.resnet:build_resnet18"}
+Importing this package imports neither Keras nor TensorFlow: a builder's module is imported when
+the builder is asked for.
+"""
+
+import pkgutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
+
+# Name of a model → "module:builder".
+MODELS: dict[str, str] = {
+    "lenet": "models.lenet:build_lenet",
+    "resnet18": "models.resnet:build_resnet18",
+}
+
+
+def load_model_builder(name: str) -> "Callable[..., keras.Model]":
+    """Imports and returns the builder of a model.
+
+    Args:
+        name: a key of `MODELS`.
+
+    Raises:
+        ImportError: the entry of `MODELS` does not lead to a function.
+    """
+    target = MODELS[name]
+    try:
+        builder = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ImportError(f'MODELS["{name}"] = "{target}": {error}') from error
+    if not callable(builder):
+        raise ImportError(f'MODELS["{name}"] = "{target}": "module:builder" is required')
+    return builder

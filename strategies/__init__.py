@@ -1,13 +1,46 @@
-"""The strategies by name; a new one is a file here and a line in `STRATEGIES`."""
+"""The strategies by name; a new one is a file here and a line in `STRATEGIES`.
 
-STRATEGIES = {
+Importing this package imports neither Keras nor TensorFlow: the module of a strategy is imported
+when its class is asked for.
+"""
+
+import pkgutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strategies.base import Strategy
+
+# Name of a strategy → "module:class".
+STRATEGIES: dict[str, str] = {
     "single": "strategies.single:SingleStrategy",
     "manual": "strategies.manual:ManualStrategy",
     "mirrored": "strategies.mirrored:MirroredStrategy",
     "multi_worker": "strategies.multi_worker:MultiWorkerStrategy",
 }
+
+# Name of a strategy → its all-reduce algorithms. A strategy that is missing has none to choose
+# from: it takes "auto" alone.
 ALL_REDUCE_ALGORITHMS: dict[str, tuple[str, ...]] = {
     "manual": ("reduce_to_one", "ring", "tree", "direct"),
     "mirrored": ("reduce_to_one", "nccl", "hierarchical", "ring"),
     "multi_worker": ("ring", "nccl"),
 }
+
+
+def load_strategy_class(name: str) -> "type[Strategy]":
+    """Imports and returns the class of a strategy.
+
+    Args:
+        name: a key of `STRATEGIES`.
+
+    Raises:
+        ImportError: the entry of `STRATEGIES` does not lead to a class.
+    """
+    target = STRATEGIES[name]
+    try:
+        strategy_class = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ImportError(f'STRATEGIES["{name}"] = "{target}": {error}') from error
+    if not isinstance(strategy_class, type):
+        raise ImportError(f'STRATEGIES["{name}"] = "{target}": "module:class" is required')
+    return strategy_class

@@ -8,13 +8,14 @@ from a subclass.
 
 import abc
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.gradient_buckets import GradientBuckets
 from strategies.observer import Observer
 from strategies.replicas import Replicas
@@ -89,7 +90,6 @@ class Strategy(Replicas):
     """
 
     name: str
-    all_reduce_algorithms: Collection[str]
 
     def __init__(
         self,
@@ -116,11 +116,17 @@ class Strategy(Replicas):
         # then goes on with its own gradient.
         self.no_sync = False
         self.algorithm = self.default_all_reduce() if all_reduce == "auto" else all_reduce
-        if self.algorithm not in self.all_reduce_algorithms:
+        choices = ("auto", *self.all_reduce_algorithms)
+        if all_reduce not in choices:
             raise ValueError(
                 f"all_reduce={all_reduce} with strategy {self.name} — one of"
-                f" {', '.join(self.all_reduce_algorithms)} is required"
+                f" {', '.join(choices)} is required"
             )
+
+    @property
+    def all_reduce_algorithms(self) -> tuple[str, ...]:
+        """Names of the algorithms to choose from, of `strategies.ALL_REDUCE_ALGORITHMS`."""
+        return ALL_REDUCE_ALGORITHMS.get(self.name, ())
 
     def default_all_reduce(self) -> str:
         """Returns what "auto" stands for on these devices."""

@@ -206,7 +206,8 @@ def _join(
     return joined
 
 
-ALL_REDUCE_ALGORITHMS: dict[str, Callable[..., PerReplicaTensors]] = {
+# What the names of `manual` in `strategies.ALL_REDUCE_ALGORITHMS` stand for.
+ALL_REDUCE_FUNCTIONS: dict[str, Callable[..., PerReplicaTensors]] = {
     "reduce_to_one": reduce_to_one,
     "ring": ring,
     "tree": tree,
@@ -227,7 +228,7 @@ def all_reduce(
         per_replica_tensors: R lists of V tensors; item [r][v] sits on device r and has the same,
             fully known shape for every r. Left unchanged.
         devices: R device names.
-        algorithm: a key of `ALL_REDUCE_ALGORITHMS`.
+        algorithm: a key of `ALL_REDUCE_FUNCTIONS`.
         gradient_buckets: what to exchange in place of the tensors themselves.
 
     Returns:
@@ -243,8 +244,8 @@ def all_reduce(
             f"{len(per_replica_tensors)} lists of tensors for {len(devices)} devices"
             " — one list for each replica is required"
         )
-    if algorithm not in ALL_REDUCE_ALGORITHMS:
-        raise ValueError(f"all_reduce={algorithm!r} — one of {', '.join(ALL_REDUCE_ALGORITHMS)}")
+    if algorithm not in ALL_REDUCE_FUNCTIONS:
+        raise ValueError(f"all_reduce={algorithm!r} — one of {', '.join(ALL_REDUCE_FUNCTIONS)}")
     for copies in zip(*per_replica_tensors, strict=True):
         shapes = {str(copy.shape) for copy in copies}
         if len(shapes) > 1:
@@ -253,7 +254,7 @@ def all_reduce(
         return [list(per_replica_tensors[0])]
     if gradient_buckets:
         per_replica_tensors = _on_each(devices, gradient_buckets.pack, per_replica_tensors)
-    per_replica_totals = ALL_REDUCE_ALGORITHMS[algorithm](per_replica_tensors, devices)
+    per_replica_totals = ALL_REDUCE_FUNCTIONS[algorithm](per_replica_tensors, devices)
     return (
         _on_each(devices, gradient_buckets.unpack, per_replica_totals)
         if gradient_buckets

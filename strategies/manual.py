@@ -35,7 +35,6 @@ from strategies.base import (
     classify,
 )
 from strategies.collectives import (
-    ALL_REDUCE_ALGORITHMS,
     PerReplicaTensors,
     all_reduce,
     broadcast,
@@ -58,7 +57,6 @@ class ManualStrategy(Strategy):
     """Replicas, gradient tapes and an all-reduce that one can read."""
 
     name = "manual"
-    all_reduce_algorithms = tuple(ALL_REDUCE_ALGORITHMS)
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         self.replicas = []

@@ -38,7 +38,6 @@ class MirroredStrategy(Strategy):
     """
 
     name = "mirrored"
-    all_reduce_algorithms = tuple(CROSS_DEVICE_OPS)
     # Of algorithms that work on one kind of device alone.
     device_kinds: ClassVar = {"nccl": "GPU", "ring": "CPU"}
 

@@ -26,7 +26,6 @@ class MultiWorkerStrategy(MirroredStrategy):
     """
 
     name = "multi_worker"
-    all_reduce_algorithms = ("ring", "nccl")
     device_kinds: ClassVar = {"nccl": "GPU"}
 
     def default_all_reduce(self) -> str:

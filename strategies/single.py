@@ -24,7 +24,6 @@ class SingleStrategy(Strategy):
     """One model on one device; the global batch is its only shard."""
 
     name = "single"
-    all_reduce_algorithms = ("none",)
 
     def __init__(self, devices: Sequence[str], **options: Any):
         super().__init__(devices, **options)

@@ -4,7 +4,7 @@ import keras
 
 from conftest import CPUS
 from models.resnet import build_resnet
-from strategies import STRATEGIES
+from strategies import load_strategy_class
 
 
 def small_network():
@@ -52,7 +52,7 @@ def seeded(build):
 
 
 def create(name, num_replicas, build=small_network, optimizer_fn=None, **options):
-    strategy = STRATEGIES[name](CPUS[:num_replicas], **options)
+    strategy = load_strategy_class(name)(CPUS[:num_replicas], **options)
     assert strategy.num_replicas == num_replicas
     strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
     return strategy

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from conftest import CPUS
 from strategies.collectives import (
-    ALL_REDUCE_ALGORITHMS,
+    ALL_REDUCE_FUNCTIONS,
     all_reduce,
     broadcast,
     shard_bounds,
@@ -33,7 +33,7 @@ def several_devices(num_replicas):
 
 
 @pytest.mark.parametrize("num_replicas", range(1, 9))
-@pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_REDUCE_FUNCTIONS)
 def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas):
     devices = several_devices(num_replicas)
     generator = np.random.default_rng(num_replicas)
@@ -54,7 +54,7 @@ def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas):
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_REDUCE_FUNCTIONS)
 def test_compiled_in_buckets_it_is_the_same_sum(algorithm, num_replicas):
     devices = CPUS[:num_replicas]
     generator = np.random.default_rng(0)

@@ -27,9 +27,10 @@ from app.runtime.errors import ConfigError
 from app.training.training_spec import load_data
 from conftest import CPUS, run_main
 from performance_samples import samples
-from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce
+from strategies import ALL_REDUCE_ALGORITHMS
+from strategies.collectives import all_reduce
 
-MANUAL_ALGORITHMS = tuple(ALL_REDUCE_ALGORITHMS)
+MANUAL_ALGORITHMS = ALL_REDUCE_ALGORITHMS["manual"]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from app.training.recipes import RECIPES, find_recipe
-from models import MODELS
+from models import MODELS, load_model_builder
 from models.resnet import build_resnet
 
 TRAINABLE = {"lenet": 129_068, "resnet18": 11_175_818}
@@ -17,7 +17,7 @@ def count(variables):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_and_parameters(name):
-    model = MODELS[name]()
+    model = load_model_builder(name)()
     assert model.input_shape == (None, 28, 28, 1)
     assert model.output_shape == (None, 10)
     assert count(model.trainable_variables) == TRAINABLE[name]
@@ -25,7 +25,7 @@ def test_shapes_and_parameters(name):
 
 
 def test_resnet18_keeps_the_image_size_in_the_stem_and_halves_it_thrice():
-    model = MODELS["resnet18"]()
+    model = load_model_builder("resnet18")()
     assert model.get_layer("stem_conv").output.shape == (None, 28, 28, 64)
     assert model.get_layer("stage3_block1_conv2").output.shape == (None, 4, 4, 512)
     assert not any(isinstance(layer, keras.layers.MaxPooling2D) for layer in model.layers)
@@ -43,7 +43,7 @@ def test_small_resnets_come_from_the_same_function():
 @pytest.mark.parametrize("name", MODELS)
 def test_initial_weights_follow_from_the_seed(name, recipe):
     first, again, other = (
-        find_recipe(recipe, name).build_model(MODELS[name], seed) for seed in (5, 5, 6)
+        find_recipe(recipe, name).build_model(load_model_builder(name), seed) for seed in (5, 5, 6)
     )
     pairs = list(zip(first.variables, again.variables, other.variables, strict=True))
     assert all(np.array_equal(a, b) for a, b, _ in pairs)
@@ -53,13 +53,13 @@ def test_initial_weights_follow_from_the_seed(name, recipe):
 
 
 def test_layers_of_one_shape_start_from_different_numbers():
-    model = find_recipe("d2l", "resnet18").build_model(MODELS["resnet18"], 0)
+    model = find_recipe("d2l", "resnet18").build_model(load_model_builder("resnet18"), 0)
     kernels = [v.numpy() for v in model.trainable_variables if v.shape == (3, 3, 64, 64)]
     assert len(kernels) == 4
     assert len({kernel.tobytes() for kernel in kernels}) == 4
 
 
 def test_d2l_starts_as_the_book_does():
-    model = find_recipe("d2l", "lenet").build_model(MODELS["lenet"], 0)
+    model = find_recipe("d2l", "lenet").build_model(load_model_builder("lenet"), 0)
     kernel = next(v for v in model.variables if v.path.endswith("hidden/kernel")).numpy()
     assert abs(kernel.mean()) < 1e-4 and abs(kernel.std() - 0.01) < 1e-4

@@ -6,7 +6,7 @@ import pytest
 
 from app.training.optimizers import last_learning_rate
 from app.training.recipes import RECIPES, find_recipe
-from models import MODELS
+from models import load_model_builder
 
 
 def test_d2l_is_plain_sgd_with_the_book_s_rates():
@@ -43,7 +43,7 @@ def test_an_unnamed_model_has_a_rate():
     ("recipe", "black", "white"), [("d2l", 0, 1), ("fast", -72.94 / 90.02, 182.06 / 90.02)]
 )
 def test_models_take_bytes_and_scale_them(recipe, black, white):
-    model = find_recipe(recipe, "lenet").build_model(MODELS["lenet"], 0)
+    model = find_recipe(recipe, "lenet").build_model(load_model_builder("lenet"), 0)
     assert model.inputs[0].dtype == "uint8"
     scale = next(layer for layer in model.layers if isinstance(layer, keras.layers.Rescaling))
     np.testing.assert_allclose(scale(np.uint8([0, 255])), [black, white], rtol=1e-5)

@@ -12,9 +12,9 @@ import tensorflow as tf
 from app.data.input_pipeline import eval_dataset, train_dataset
 from app.training.optimizers import FusedSGD
 from conftest import CPUS
-from models import MODELS
+from models import MODELS, load_model_builder
 from small_models import create, small_resnet
-from strategies import STRATEGIES
+from strategies import STRATEGIES, load_strategy_class
 
 # Float32 sums of a few dozen terms in another order differ in the last bits; a few steps with
 # learning rate 0.1 do not carry that further than this.
@@ -140,7 +140,7 @@ def test_gradient_against_a_hand_computed_case(name):
         )
         return keras.Model(features, logits)
 
-    strategy = STRATEGIES[name](CPUS[: 1 if name == "single" else 2])
+    strategy = load_strategy_class(name)(CPUS[: 1 if name == "single" else 2])
     strategy.build(build, lambda: keras.optimizers.SGD(1.0))
     features = np.array([1, 2, 4], np.uint8).reshape(3, 1, 1, 1)
     dataset = eval_dataset(features, np.array([0, 1, 1]), global_batch_size=3)
@@ -223,7 +223,9 @@ def test_fewer_images_than_replicas(images, name, model):
 
     def build():
         inputs = keras.Input((28, 28, 1), dtype="uint8")
-        return keras.Model(inputs, MODELS[model]()(keras.layers.Rescaling(1 / 255)(inputs)))
+        return keras.Model(
+            inputs, load_model_builder(model)()(keras.layers.Rescaling(1 / 255)(inputs))
+        )
 
     strategy = create(name, 3, build)
     logits = strategy.predict(images[0][:4], global_batch_size=3)  # 1, 1, 1 and then 1, 0, 0.
@@ -264,7 +266,9 @@ def test_a_state_of_another_model_is_refused_by_name(name):
 def test_every_strategy_builds_every_model(name, model):
     def build():
         images = keras.Input((28, 28, 1), dtype="uint8")
-        return keras.Model(images, MODELS[model]()(keras.layers.Rescaling(1 / 255)(images)))
+        return keras.Model(
+            images, load_model_builder(model)()(keras.layers.Rescaling(1 / 255)(images))
+        )
 
     num_replicas = 1 if name == "single" else 2
     strategy = create(name, num_replicas, build)
@@ -283,9 +287,9 @@ def test_every_strategy_builds_every_model(name, model):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_unknown_all_reduce_is_refused_at_once(name):
     with pytest.raises(ValueError, match=f"all_reduce=magic with strategy {name}"):
-        STRATEGIES[name](CPUS[:1], all_reduce="magic")
+        load_strategy_class(name)(CPUS[:1], all_reduce="magic")
 
 
 def test_single_refuses_more_than_one_device():
     with pytest.raises(ValueError, match="one device"):
-        STRATEGIES["single"](CPUS[:2])
+        load_strategy_class("single")(CPUS[:2])

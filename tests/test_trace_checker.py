@@ -30,7 +30,7 @@ from app.verification.trace_comparison import compare_traces
 from app.verification.verdict import DIFFERENT, EQUAL, IDENTICAL, PairVerdict, StrategyVerdict
 from conftest import CPUS, ROOT
 from small_models import seeded, small_network, small_resnet
-from strategies import STRATEGIES
+from strategies import STRATEGIES, load_strategy_class
 from strategies.manual import ManualStrategy
 from strategies.observer import Observer
 
@@ -98,7 +98,7 @@ def test_clean_trainings_hold(images, tmp_path, num_replicas, build):
     for name in STRATEGIES:
         if name == "single" and build is small_resnet and num_replicas > 1:
             continue  # Another training: BatchNorm over the whole batch.
-        strategy = STRATEGIES[name](CPUS[: 1 if name == "single" else num_replicas])
+        strategy = load_strategy_class(name)(CPUS[: 1 if name == "single" else num_replicas])
         traces[name], _ = case.record(strategy, tmp_path / f"{name}.npz")
         strategy_verdicts[name] = case.check(traces[name], name)
         assert strategy_verdicts[name].first_mismatch is None
@@ -178,7 +178,9 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_repl
         num_replicas = 4  # 15 divides by 3.
     case = Case(images, small_resnet if fault == "local_batch_norm" else small_network)
     trace, _ = case.record(
-        STRATEGIES[strategy](CPUS[:num_replicas]), tmp_path / "t.npz", fault=Fault.parse(fault)
+        load_strategy_class(strategy)(CPUS[:num_replicas]),
+        tmp_path / "t.npz",
+        fault=Fault.parse(fault),
     )
     strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == CAUSES[fault]
@@ -192,7 +194,7 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_repl
 def test_a_slow_replica_is_caught_and_named(case, tmp_path, strategy):
     fault = Fault.parse("slow_replica:replica=1,ms=100")
     trace, send_sec = case.record(
-        STRATEGIES[strategy](CPUS[:2]), tmp_path / "t.npz", fault=fault, num_steps=6
+        load_strategy_class(strategy)(CPUS[:2]), tmp_path / "t.npz", fault=fault, num_steps=6
     )
     strategy_verdict = case.check(trace, send_sec=send_sec)
     assert strategy_verdict.first_mismatch is None and not strategy_verdict.holds
@@ -467,7 +469,7 @@ def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
         IDENTICAL,
         EQUAL,
     )
-    whole, _ = case.record(STRATEGIES["single"](CPUS[:1]), tmp_path / "whole.npz")
+    whole, _ = case.record(load_strategy_class("single")(CPUS[:1]), tmp_path / "whole.npz")
     apart = [d.relative for d in compare_traces(whole, two) if (d.step, d.kind) == (1, "sums")]
     assert max(apart) > 0.01
 

@@ -32,7 +32,6 @@ from app.training.run_reader import SavedRun
 from app.verification.run_comparison import compare_weights
 from conftest import CPUS
 from models import MODELS
-from small_models import build_dense_network, build_normalised_network
 from strategies import STRATEGIES
 from strategies.base import StepTotals
 
@@ -46,7 +45,7 @@ def dataset():
 def _small_model(request, monkeypatch):
     """Trains a dense layer in place of LeNet and draws nothing: half the time goes into both."""
     if "whole_lenet" not in request.fixturenames:
-        monkeypatch.setitem(MODELS, "lenet", build_dense_network)
+        monkeypatch.setitem(MODELS, "lenet", "small_models:build_dense_network")
         monkeypatch.setattr("app.report.accuracy_plot.plot_accuracy", plot_nothing)
 
 
@@ -161,7 +160,7 @@ def test_another_strategy_goes_on_from_mid_epoch(dataset, tmp_path, capsys):
 @pytest.mark.parametrize("strategy", ["manual", "mirrored"])
 def test_batch_norm_statistics_go_on_bit_for_bit(dataset, tmp_path, strategy, monkeypatch):
     """Replicas keep statistics of their own, which a checkpoint in mid-epoch must not average."""
-    monkeypatch.setitem(MODELS, "lenet", build_normalised_network)
+    monkeypatch.setitem(MODELS, "lenet", "small_models:build_normalised_network")
     options = {"strategy": strategy, "epochs": 1, "steps_per_call": 1}
     whole = train(dataset, tmp_path / "whole", **options)
     options |= {"checkpoint_every": 3}
@@ -231,7 +230,7 @@ def test_replicas_that_part_are_not_saved(dataset, tmp_path):
 def whole_run(dataset, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS, "lenet", build_dense_network)
+        patch.setitem(MODELS, "lenet", "small_models:build_dense_network")
         patch.setattr("app.report.accuracy_plot.plot_accuracy", plot_nothing)
         train(dataset, run_dir, epochs=2)
     return run_dir
@@ -295,7 +294,7 @@ def test_a_signal_in_the_evaluation_does_not_change_the_record(dataset, tmp_path
     """The evaluation has averaged the statistics by then; how far apart they were is kept."""
     from app.runtime import signals
 
-    monkeypatch.setitem(MODELS, "lenet", build_normalised_network)
+    monkeypatch.setitem(MODELS, "lenet", "small_models:build_normalised_network")
     options = {"epochs": 1, "steps_per_call": 5}
     train(dataset, tmp_path / "whole", **options)
     checks = iter([None])
@@ -448,7 +447,7 @@ def test_another_model_is_refused_with_its_tensors(dataset, tmp_path, force_resu
 
 def test_another_model_that_fits_is_another_training(dataset, tmp_path, monkeypatch):
     train(dataset, tmp_path, epochs=1)
-    monkeypatch.setitem(MODELS, "resnet18", build_dense_network)
+    monkeypatch.setitem(MODELS, "resnet18", "small_models:build_dense_network")
     with pytest.raises(CheckpointError, match="model lenet → resnet18"):
         make(dataset, tmp_path, epochs=1, model="resnet18")
 

@@ -107,9 +107,9 @@ def normalise(channel, config):
     """Runs in each worker."""
     prepared = device_setup.set_up(config)
     from app.training.replica_divergence import check_replica_divergence
-    from strategies import STRATEGIES
+    from strategies import load_strategy_class
 
-    strategy = STRATEGIES["multi_worker"](prepared.names, workers=prepared.workers)
+    strategy = load_strategy_class("multi_worker")(prepared.names, workers=prepared.workers)
     results = train_with_batch_norm(strategy)
     own = results[1]
     averaged = strategy.per_replica_statistics()
@@ -123,11 +123,11 @@ def normalise(channel, config):
 
 def test_batch_norm_and_totals_are_those_of_one_machine():
     from conftest import CPUS  # A worker must not find devices made already.
-    from strategies import STRATEGIES
+    from strategies import load_strategy_class
 
     config = dataclasses.replace(CONFIG, num_devices=1)
     workers = run_group(normalise, config)
-    expected = train_with_batch_norm(STRATEGIES["manual"](CPUS[:2]))
+    expected = train_with_batch_norm(load_strategy_class("manual")(CPUS[:2]))
     for totals, own, state, evaluated, logits, averaged, given_back, divergence in workers:
         assert totals[1:] == expected[0][1:] and totals[2] == 60
         assert totals[0] == pytest.approx(expected[0][0], rel=1e-6)

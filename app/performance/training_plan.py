@@ -15,8 +15,9 @@ from app.runtime import console
 from app.runtime.errors import ConfigError
 from app.training.memory_estimate import MemoryEstimate
 from app.training.recipes import MIN_WARMUP_STEPS, REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
-from models import MODELS
-from strategies.collectives import ALL_REDUCE_ALGORITHMS, shard_sizes
+from models import load_model_builder
+from strategies import ALL_REDUCE_ALGORITHMS
+from strategies.collectives import shard_sizes
 from strategies.gradient_buckets import GradientBuckets
 
 _FEW_STEPS = 50
@@ -55,7 +56,7 @@ class TrainingPlan:
 
         keras.config.set_dtype_policy(config.precision)
         recipe = find_recipe(config.recipe, config.model)
-        model = recipe.build_model(MODELS[config.model], Hyperparameters.seed)
+        model = recipe.build_model(load_model_builder(config.model), Hyperparameters.seed)
         steps = config.epochs * _steps_per_epoch(config)
         learning_rate = recipe.learning_rate(
             global_batch_size=config.planned_batch_size, num_steps=steps
@@ -114,7 +115,8 @@ class TrainingPlan:
 
     def all_reduces(self) -> dict[str, tuple[int, float]]:
         """Returns algorithm → messages one after another, bytes through the busiest connection."""
-        costs = {name: all_reduce_cost(name, self.num_replicas) for name in ALL_REDUCE_ALGORITHMS}
+        names = ALL_REDUCE_ALGORITHMS["manual"]
+        costs = {name: all_reduce_cost(name, self.num_replicas) for name in names}
         return {
             name: (steps, passes * self.gradient_bytes) for name, (steps, passes) in costs.items()
         }

@@ -85,7 +85,7 @@ class Recipe:
         and two replicas the same.
 
         Args:
-            build_network: one of `models.MODELS`.
+            build_network: what `models.load_model_builder` returns.
             seed: 0 to 2³² − 1.
 
         Raises:

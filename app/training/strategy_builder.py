@@ -8,8 +8,8 @@ from app.devices.device_setup import Devices
 from app.records.checkpoint import Checkpoint
 from app.runtime.errors import CheckpointError, ConfigError
 from app.training.recipes import find_recipe
-from models import MODELS
-from strategies import STRATEGIES
+from models import load_model_builder
+from strategies import load_strategy_class
 from strategies.base import Strategy
 from strategies.replicas import State
 
@@ -34,8 +34,9 @@ def build_strategy(
         ConfigError: the strategy has no such all-reduce on these devices.
     """
     recipe = find_recipe(config.recipe, config.model)
+    strategy_class = load_strategy_class(config.strategy)
     try:
-        strategy = STRATEGIES[config.strategy](
+        strategy = strategy_class(
             devices.names,
             workers=devices.workers,
             all_reduce=config.all_reduce,
@@ -51,7 +52,7 @@ def build_strategy(
         raise ConfigError(f"{error}; choose other devices or --all_reduce=auto") from error
     keras.config.set_dtype_policy(config.precision)
     strategy.build(
-        lambda: recipe.build_model(MODELS[config.model], config.seed),
+        lambda: recipe.build_model(load_model_builder(config.model), config.seed),
         lambda: recipe.create_optimizer(learning_rate, num_steps),
     )
     return strategy

@@ -13,7 +13,7 @@ from app.runtime import console
 from app.runtime.versions import versions
 from app.training.recipes import find_recipe
 from app.training.strategy_builder import build_strategy
-from models import MODELS
+from models import load_model_builder
 from strategies.base import Strategy
 
 
@@ -92,7 +92,7 @@ class TrainingSpec:
 
     def build_model(self) -> keras.Model:
         """Builds the model with its initial weights."""
-        return self._recipe.build_model(MODELS[self.config.model], self.config.seed)
+        return self._recipe.build_model(load_model_builder(self.config.model), self.config.seed)
 
     def create_optimizer(self) -> keras.optimizers.Optimizer:
         """Creates the optimizer."""

@@ -1,0 +1,83 @@
+"""The tables of models and strategies: what they lead to, and what importing them costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from app.config import options
+from conftest import CPUS, ROOT
+from models import MODELS, load_model_builder
+from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES, load_strategy_class
+from strategies.base import Strategy
+from strategies.collective_cluster import IMPLEMENTATIONS
+from strategies.collectives import ALL_REDUCE_FUNCTIONS
+from strategies.mirrored import CROSS_DEVICE_OPS
+
+
+def test_importing_the_tables_imports_neither_tensorflow_nor_keras():
+    program = (
+        "import sys, models, strategies, app.config.options;"
+        "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_s_name_leads_to_its_builder(name):
+    assert callable(load_model_builder(name))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_s_name_leads_to_its_class(name):
+    strategy_class = load_strategy_class(name)
+    assert issubclass(strategy_class, Strategy)
+    assert strategy_class.name == name
+
+
+def test_the_options_offer_what_the_tables_hold():
+    assert tuple(MODELS) == options.MODEL_NAMES
+    assert tuple(STRATEGIES) == options.STRATEGY_NAMES
+    assert {*options.ON_ONE_MACHINE, "multi_worker"} == set(STRATEGIES)
+    for name in STRATEGIES:
+        assert options.ALL_REDUCE_NAMES[name] == ALL_REDUCE_ALGORITHMS.get(name, ())
+
+
+def test_each_algorithm_of_the_table_is_implemented_and_no_other():
+    assert set(ALL_REDUCE_ALGORITHMS) <= set(STRATEGIES)
+    assert ALL_REDUCE_ALGORITHMS["manual"] == tuple(ALL_REDUCE_FUNCTIONS)
+    assert ALL_REDUCE_ALGORITHMS["mirrored"] == tuple(CROSS_DEVICE_OPS)
+    assert ALL_REDUCE_ALGORITHMS["multi_worker"] == tuple(IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_has_the_algorithms_of_the_table(name):
+    strategy = load_strategy_class(name)(CPUS[:1])
+    assert strategy.all_reduce_algorithms == ALL_REDUCE_ALGORITHMS.get(name, ())
+    assert strategy.algorithm in (strategy.all_reduce_algorithms or ("none",))
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("models.nowhere:build", "No module named 'models.nowhere'"),
+        ("models.lenet:build_nothing", "no attribute 'build_nothing'"),
+        ("models lenet", "invalid format"),
+        ("models.lenet", "is required"),
+    ],
+)
+def test_a_wrong_entry_is_named(monkeypatch, target, reason):
+    monkeypatch.setitem(MODELS, "lenet", target)
+    with pytest.raises(ImportError) as refusal:
+        load_model_builder("lenet")
+    assert str(refusal.value).startswith(f'MODELS["lenet"] = "{target}": ')
+    assert reason in str(refusal.value)
+
+    target = target.replace("models", "strategies")
+    monkeypatch.setitem(STRATEGIES, "manual", target)
+    with pytest.raises(ImportError) as refusal:
+        load_strategy_class("manual")
+    assert str(refusal.value).startswith(f'STRATEGIES["manual"] = "{target}": ')
