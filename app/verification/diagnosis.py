@@ -1,16 +1,17 @@
-"""Why a step is false: hypotheses that are tested by computation, and the first that holds.
+"""Why a step differs from the reference: the first hypothesis that a computation confirms.
 
-Most say what all false arrays would be if they were true, and explain the numbers if the arrays are
-that, within rounding, in every tensor; others count what was given, or what was changed.
+Most hypotheses predict all arrays of the mismatch, and explain it if the arrays are as predicted,
+within rounding, in every tensor; others count what was given, or what was changed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from app.verification import replica_hypotheses
 from app.verification.arithmetic import (
     REDUCED_PRECISIONS,
+    Arrays,
     fit,
     is_reduced,
     is_weighted_sum,
@@ -28,8 +29,8 @@ UNEXPLAINED = Diagnosis(
 )
 
 
-def explain(context: StepContext, false: Measurement) -> Diagnosis:
-    """Returns the first hypothesis that explains why `false`, the first one, is false."""
+def explain(context: StepContext, mismatch: Measurement) -> Diagnosis:
+    """Returns the first hypothesis that explains `mismatch`, the first one of its trace."""
     tests = {
         "examples": replica_hypotheses.examples,
         "loss": replica_hypotheses.loss,
@@ -38,28 +39,17 @@ def explain(context: StepContext, false: Measurement) -> Diagnosis:
         "own statistics": _own_statistics,
         "statistics": _statistics,
     }
-    test = tests.get(false.kind, _update) if false.step else _initial_state
-    return next(test(context, false), UNEXPLAINED)
+    test = tests.get(mismatch.kind, _update) if mismatch.step else _initial_state
+    return next(test(context, mismatch), UNEXPLAINED)
 
 
-def _sums(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
+def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     replicas = range(context.trace.num_replicas)
-    sizes = [len(context.read(false, "examples", r, "examples")) for r in replicas]
-    sent = [context.arrays(false, "gradients", replica_id) for replica_id in replicas]
-    got = context.arrays(false, "sums", false.replica_id)
+    sizes = [len(context.read(mismatch, "examples", r, "examples")) for r in replicas]
+    sent = [context.arrays(mismatch, "gradients", replica_id) for replica_id in replicas]
+    got = context.arrays(mismatch, "sums", mismatch.replica_id)
     if len(sent) > 1:
-        for lost in replicas:
-            if is_weighted_sum(got, sent, [float(r != lost) for r in replicas]):
-                yield Diagnosis(
-                    "lost_gradient",
-                    f"the sum is without replica {lost}: its gradient never got into it",
-                )
-        for repeated in replicas:
-            if is_weighted_sum(got, sent, [1.0 + (r == repeated) for r in replicas]):
-                yield Diagnosis(
-                    "repeated_gradient",
-                    f"the sum holds the gradient of replica {repeated} twice",
-                )
+        yield from _lost_or_repeated(got, sent)
     means = [sum(sizes) / (len(sizes) * size) for size in sizes]
     if len(set(sizes)) > 1 and is_weighted_sum(got, sent, means):
         shown = " and ".join(map(str, sorted(set(sizes), reverse=True)))
@@ -68,7 +58,7 @@ def _sums(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
             "the mean of the replicas' means, not the mean of the batch: shards of"
             f" {shown} examples weigh the same",
         )
-    weights = fit(got, sent)
+    weights = fit(got, sent).tolist()
     factor = float(np.mean(weights))
     if is_weighted_sum(got, sent, [factor] * len(sent)):
         readings = [
@@ -90,9 +80,25 @@ def _sums(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
         yield Diagnosis("weighted_sum", f"the sum is {terms}")
 
 
-def _update(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
-    kind, tensor = "slots" if false.kind == "slots" else "weights", false.tensor
-    if false.kind == "agreement":
+def _lost_or_repeated(got: Arrays, sent: Sequence[Arrays]) -> Iterator[Diagnosis]:
+    replicas = range(len(sent))
+    for lost in replicas:
+        if is_weighted_sum(got, sent, [float(r != lost) for r in replicas]):
+            yield Diagnosis(
+                "lost_gradient",
+                f"the sum is without replica {lost}: its gradient never got into it",
+            )
+    for repeated in replicas:
+        if is_weighted_sum(got, sent, [1.0 + (r == repeated) for r in replicas]):
+            yield Diagnosis(
+                "repeated_gradient",
+                f"the sum holds the gradient of replica {repeated} twice",
+            )
+
+
+def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
+    kind, tensor = "slots" if mismatch.kind == "slots" else "weights", mismatch.tensor
+    if mismatch.kind == "agreement":
         kind, _, tensor = tensor.partition("/")
     if kind == "sums":
         yield Diagnosis(
@@ -100,25 +106,25 @@ def _update(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
             "replicas got sums that rounding sets apart: they add in different orders, and"
             " their weights part",
         )
-    wrong = context.wrong_replicas(false, kind, tensor)
+    wrong = context.wrong_replicas(mismatch, kind, tensor)
     if len(wrong) < context.trace.num_replicas:
-        yield _changed_by_itself(context, false, kind, tensor, wrong)
-    before = state_before(context.trace, false.step)
-    if "iteration" in context.trace.tensors(false.step, "slots"):
-        made = context.read(false, "slots", 0, "iteration") - before["iteration"]
+        yield _changed_by_itself(context, mismatch, kind, tensor, wrong)
+    before = state_before(context.trace, mismatch.step)
+    if "iteration" in context.trace.tensors(mismatch.step, "slots"):
+        made = context.read(mismatch, "slots", 0, "iteration") - before["iteration"]
         if made != 1:
             yield Diagnosis("scaled_update", f"the optimizer was applied {made} times in one step")
-    sums = context.arrays(false, "sums", 0)
+    sums = context.arrays(mismatch, "sums", 0)
     exact = context.reference64.update(before, sums)
     expected = {t: exact[t] - before[t] for t in sums}
-    held = context.arrays(false, "updates", false.replica_id)
-    (factor,) = fit(held, [expected])
+    actual = context.arrays(mismatch, "updates", mismatch.replica_id)
+    (factor,) = fit(actual, [expected])
     if all(
         np.all(
             np.abs(array - factor * expected[t])
             <= 4 * UNIT_ROUNDOFF * (np.abs(before[t]) + np.abs(array)) + SMALLEST
         )
-        for t, array in held.items()
+        for t, array in actual.items()
     ):
         yield Diagnosis(
             "scaled_update",
@@ -127,51 +133,53 @@ def _update(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
         )
 
 
-def _changed_by_itself(context: StepContext, false: Measurement, kind, tensor, wrong) -> Diagnosis:
+def _changed_by_itself(
+    context: StepContext, mismatch: Measurement, kind: str, tensor: str, wrong: list[int]
+) -> Diagnosis:
     """Says what distinguishes one replica from those that are right."""
     right = next(r for r in range(context.trace.num_replicas) if r not in wrong)
-    held, expected = (
-        context.read(false, kind, r, tensor).astype(np.float64).ravel()
-        for r in (false.replica_id, right)
+    actual, expected = (
+        context.read(mismatch, kind, r, tensor).astype(np.float64).ravel()
+        for r in (mismatch.replica_id, right)
     )
-    at = int(np.argmax(np.abs(held - expected)))
+    at = int(np.argmax(np.abs(actual - expected)))
     return Diagnosis(
         "changed_by_itself",
-        f"replica {false.replica_id} has changed by itself, outside of the update:"
-        f" {np.count_nonzero(held != expected)} of {held.size} elements of {tensor}, number"
-        f" {at} by {held[at] - expected[at]:.6g}; the sum that it got was right",
+        f"replica {mismatch.replica_id} has changed by itself, outside of the update:"
+        f" {np.count_nonzero(actual != expected)} of {actual.size} elements of {tensor}, number"
+        f" {at} by {actual[at] - expected[at]:.6g}; the sum that it got was right",
     )
 
 
-def _initial_state(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
-    wrong = context.wrong_replicas(false, false.kind, false.tensor)
-    what = {"weights": "weights", "slots": "optimizer variables"}.get(false.kind, false.kind)
+def _initial_state(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
+    wrong = context.wrong_replicas(mismatch, mismatch.kind, mismatch.tensor)
+    what = {"weights": "weights", "slots": "optimizer variables"}.get(mismatch.kind, mismatch.kind)
     yield Diagnosis(
-        "initial_weights" if false.kind == "weights" else "initial_state",
+        "initial_weights" if mismatch.kind == "weights" else "initial_state",
         f"{name_replicas(wrong, context.trace.num_replicas)} starts from other {what} than"
-        f" model, recipe and flags give: {false.tensor}, by up to {false.absolute:.3g}",
+        f" model, recipe and flags give: {mismatch.tensor}, by up to {mismatch.absolute:.3g}",
     )
 
 
-def _own_statistics(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
-    before, images, labels, _ = context.start(false)
-    held = context.read(false, "own statistics", false.replica_id, false.tensor)
-    if np.array_equal(held, before[false.tensor]):
+def _own_statistics(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
+    before, images, labels, _ = context.start(mismatch)
+    actual = context.read(mismatch, "own statistics", mismatch.replica_id, mismatch.tensor)
+    if np.array_equal(actual, before[mismatch.tensor]):
         yield Diagnosis(
             "frozen_batch_norm",
-            f"replica {false.replica_id} does not move {false.tensor}: BatchNorm works as in"
+            f"replica {mismatch.replica_id} does not move {mismatch.tensor}: BatchNorm works as in"
             " evaluation",
         )
     (whole,) = context.reference64.gradients(before, images, labels, [np.arange(len(labels))])
-    if relative_error(held, whole.statistics[false.tensor]) <= false.limit:
+    if relative_error(actual, whole.statistics[mismatch.tensor]) <= mismatch.limit:
         yield WHOLE_BATCH_NORM
 
 
-def _statistics(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
-    held = context.read(false, "statistics", 0, false.tensor)
+def _statistics(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
+    actual = context.read(mismatch, "statistics", 0, mismatch.tensor)
     for replica_id in range(context.trace.num_replicas):
-        own = context.read(false, "own statistics", replica_id, false.tensor)
-        if np.array_equal(held, own):
+        own = context.read(mismatch, "own statistics", replica_id, mismatch.tensor)
+        if np.array_equal(actual, own):
             yield Diagnosis(
                 "local_batch_norm",
                 "BatchNorm's moving statistics stay local to each replica: what is evaluated"

@@ -12,21 +12,21 @@ from app.verification.trace import hash_examples
 from app.verification.verdict import Diagnosis
 
 
-def examples(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
+def examples(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     """Explains examples that were given twice, or not at all, or do not belong there."""
-    images, labels = context.batch(false.step)
+    images, labels = context.batch(mismatch.step)
     batch = hash_examples(images, labels)
     replicas = range(context.trace.num_replicas)
-    per_replica = [context.read(false, "examples", r, "examples") for r in replicas]
-    held = per_replica[false.replica_id]
-    replica = f"replica {false.replica_id}"
-    if len(per_replica) > 1 and len(held) == len(batch) and np.isin(batch, held).all():
+    per_replica = [context.read(mismatch, "examples", r, "examples") for r in replicas]
+    actual = per_replica[mismatch.replica_id]
+    replica = f"replica {mismatch.replica_id}"
+    if len(per_replica) > 1 and len(actual) == len(batch) and np.isin(batch, actual).all():
         yield Diagnosis("whole_batch", f"{replica} was given the whole global batch")
     for other in replicas:
-        if other != false.replica_id and np.isin(held, per_replica[other]).all():
+        if other != mismatch.replica_id and np.isin(actual, per_replica[other]).all():
             yield Diagnosis(
                 "repeated_shard",
-                f"{replica} and replica {other} were given the same shard: all {len(held)}"
+                f"{replica} and replica {other} were given the same shard: all {len(actual)}"
                 f" examples of {replica} went to both",
             )
     everything = np.concatenate(per_replica)
@@ -37,11 +37,11 @@ def examples(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
             f"{left_out} of the batch's {len(batch)} examples were given to no replica, all"
             " others once",
         )
-    if np.isin(held, context.training_hashes()).all():
+    if np.isin(actual, context.training_hashes()).all():
         yield Diagnosis(
             "other_order",
-            f"{replica} draws in another order: of its {len(held)} examples,"
-            f" {np.count_nonzero(~np.isin(held, batch))} belong to other batches of the"
+            f"{replica} draws in another order: of its {len(actual)} examples,"
+            f" {np.count_nonzero(~np.isin(actual, batch))} belong to other batches of the"
             " training set",
         )
     yield Diagnosis(
@@ -51,84 +51,103 @@ def examples(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
     )
 
 
-def loss(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
-    """A false loss with right gradients is merely reported falsely."""
+def loss(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
+    """Explains a wrong loss; where the gradients are right, only the report of it is wrong."""
     if any(
-        (m.step, m.kind) == (false.step, "gradients") and not m.holds for m in context.measurements
+        (m.step, m.kind) == (mismatch.step, "gradients") and not m.within_tolerance
+        for m in context.measurements
     ):
-        yield from gradients(context, false)
+        yield from gradients(context, mismatch)
         return
-    before, images, labels, shards = context.start(false)
+    before, images, labels, shards = context.start(mismatch)
     results = context.reference64.gradients(before, images, labels, shards)
-    factor = context.read(false, "loss", false.replica_id, "loss") / results[false.replica_id].loss
+    factor = (
+        context.read(mismatch, "loss", mismatch.replica_id, "loss")
+        / results[mismatch.replica_id].loss
+    )
     yield Diagnosis(
-        "false_loss",
-        f"replica {false.replica_id} reports {factor:.6g} times its part of the loss; its"
+        "wrong_loss",
+        f"replica {mismatch.replica_id} reports {factor:.6g} times its part of the loss; its"
         " gradients are right",
     )
 
 
-def gradients(context: StepContext, false: Measurement) -> Iterator[Diagnosis]:
+def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     """Explains gradients that are not those of the replica's shard and weights."""
-    before, images, labels, shards = context.start(false)
+    before, images, labels, shards = context.start(mismatch)
     results = context.reference64.gradients(before, images, labels, shards)
     right = [result.gradients for result in results]
     limits = {
         (m.tensor, m.replica_id): m.limit for m in context.measurements
-        if (m.step, m.kind) == (false.step, "gradients")
+        if (m.step, m.kind) == (mismatch.step, "gradients")
     }  # fmt: skip
     wrong = sorted({
         m.replica_id for m in context.measurements
-        if (m.step, m.kind) == (false.step, "gradients") and not m.holds
+        if (m.step, m.kind) == (mismatch.step, "gradients") and not m.within_tolerance
     })  # fmt: skip
     who = name_replicas(wrong, len(shards))
-    held = {r: context.arrays(false, "gradients", r) for r in wrong}
-    fitted = {r: float(fit(held[r], [right[r]])[0]) for r in wrong}
+    actual = {r: context.arrays(mismatch, "gradients", r) for r in wrong}
+    fitted = {r: float(fit(actual[r], [right[r]])[0]) for r in wrong}
 
     def is_scaled(replica: int, expected: Arrays, factor: float) -> bool:
         return all(
             relative_error(array, factor * expected[t]) <= limits[t, replica]
-            for t, array in held[replica].items()
+            for t, array in actual[replica].items()
             if limits[t, replica] < 1  # Of what is nothing but rounding nothing can be told.
         )
 
     if all(is_scaled(r, right[r], fitted[r]) for r in wrong):
-        uncertainty = min(limit for limit in limits.values())
         sizes = [len(shard) for shard in shards]
-        readings = [
-            why for factors, why in telling_factors(sizes)
-            if all(abs(fitted[r] / factors[r] - 1) <= uncertainty for r in wrong)
-        ]  # fmt: skip
-        shown = " and ".join(f"{factor:.6g}" for factor in sorted({*fitted.values()}))
-        yield Diagnosis(
-            "scaled_gradient",
-            f"{who} computes {shown} times its part of the gradient"
-            + (f": {'; or '.join(readings)}" if readings else ""),
-        )
-    replica = false.replica_id if false.replica_id in wrong else wrong[0]
+        yield _scaled_gradient(who, fitted, sizes, uncertainty=min(limits.values()))
+    replica = mismatch.replica_id if mismatch.replica_id in wrong else wrong[0]
     for other in range(len(shards)):
         if other != replica and is_scaled(replica, right[other], 1.0):
             yield Diagnosis(
                 "repeated_shard", f"replica {replica} computes the gradient of replica {other}"
             )
-    if context.reference64.has_batch_norm and _is_gradient_of_whole_batch(context, false, limits):
+    if context.reference64.has_batch_norm and _is_gradient_of_whole_batch(
+        context, mismatch, limits
+    ):
         yield WHOLE_BATCH_NORM
     for name in REDUCED_PRECISIONS:
-        if all(has_values_of(array, name) for array in held[replica].values()):
+        if all(has_values_of(array, name) for array in actual[replica].values()):
             yield Diagnosis(
                 "reduced_precision",
                 f"{who} computes its gradient in {name}: it holds no other numbers",
             )
 
 
-def _is_gradient_of_whole_batch(context: StepContext, false: Measurement, limits: dict) -> bool:
+def _scaled_gradient(
+    who: str, fitted: dict[int, float], sizes: list[int], *, uncertainty: float
+) -> Diagnosis:
+    """Says by which factors gradients are too large, and what computes such factors.
+
+    Args:
+        who: names the replicas.
+        fitted: replica → factor of its gradient.
+        sizes: examples of each replica's shard.
+        uncertainty: relative error of the factors.
+    """
+    readings = [
+        why for factors, why in telling_factors(sizes)
+        if all(abs(factor / factors[r] - 1) <= uncertainty for r, factor in fitted.items())
+    ]  # fmt: skip
+    shown = " and ".join(f"{factor:.6g}" for factor in sorted({*fitted.values()}))
+    return Diagnosis(
+        "scaled_gradient",
+        f"{who} computes {shown} times its part of the gradient"
+        + (f": {'; or '.join(readings)}" if readings else ""),
+    )
+
+
+def _is_gradient_of_whole_batch(context: StepContext, mismatch: Measurement, limits: dict) -> bool:
     """Whether the sum over the replicas is the gradient with the whole batch's statistics."""
-    before, images, labels, shards = context.start(false)
+    before, images, labels, shards = context.start(mismatch)
     (whole,) = context.reference64.gradients(before, images, labels, [np.arange(len(labels))])
     replicas = range(len(shards))
-    held = [context.arrays(false, "gradients", replica_id) for replica_id in replicas]
+    actual = [context.arrays(mismatch, "gradients", replica_id) for replica_id in replicas]
     return all(
-        relative_error(np.sum([arrays[t] for arrays in held], axis=0), gradient)
+        relative_error(np.sum([arrays[t] for arrays in actual], axis=0), gradient)
         <= 2 * max(limits[t, r] for r in replicas)
         for t, gradient in whole.gradients.items()
     )
