@@ -152,7 +152,7 @@ def test_a_verification_with_its_first_false_step(page):
     outcomes = page.rows(AGAIN)  # The last one: that with a fault.
     assert outcomes["mirrored"]["each step made again"] == "bit-identical"
     row = outcomes["manual"]
-    assert (row["each step made again"], row["first false step"]) == ("different", "1")
+    assert (row["each step made again"], row["first mismatch"]) == ("different", "1")
     assert (row["what"], row["tensor"], row["replica"]) == ("sums", "conv1/kernel", "1")
     assert (row["by"], row["cause"]) == ("0.125", "lost gradient")
     assert any("the sum is without replica 1" in text for text in page.text)

@@ -197,7 +197,7 @@ def test_a_slow_replica_is_caught_and_named(case, tmp_path, strategy):
         load_strategy_class(strategy)(CPUS[:2]), tmp_path / "t.npz", fault=fault, num_steps=6
     )
     strategy_verdict = case.check(trace, send_sec=send_sec)
-    assert strategy_verdict.first_mismatch is None and not strategy_verdict.holds
+    assert strategy_verdict.first_mismatch is None and not strategy_verdict.passed
     (finding,) = strategy_verdict.findings()
     assert finding.cause == "slow_replica" and "replica 1" in finding.where
 
@@ -375,7 +375,7 @@ def test_a_loss_that_is_merely_reported_falsely_is_named(case, tmp_path):
     strategy.observer = Doubles(recorder, None)
     recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
     strategy_verdict = case.check(Trace(tmp_path / "t.npz"))
-    assert strategy_verdict.diagnosis.cause == "false_loss"
+    assert strategy_verdict.diagnosis.cause == "wrong_loss"
     assert "reports 2 times" in strategy_verdict.diagnosis.text
 
 

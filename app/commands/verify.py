@@ -1,10 +1,11 @@
-"""`verify`: proves that strategies are the same training, or names the first false step and why."""
+"""`verify`: checks that strategies are the same training, or names the first mismatch and why."""
 
 import itertools
 import pathlib
 import shutil
+from collections.abc import Callable
 
-from app.config import VerifyConfig
+from app.config import TrainConfig, VerifyConfig
 from app.records.files import temporary_path
 from app.records.run_directory import RunDirectory, open_log, open_run_directory
 from app.records.run_naming import default_out, named_path
@@ -14,16 +15,23 @@ from app.runtime.errors import ConfigError, MismatchError
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification import tasks
+from app.verification.straggler import find_straggler
 from app.verification.tasks import Recorded
+from app.verification.trace import Trace
+from app.verification.trace_comparison import PairDifference, compare_traces
+from app.verification.verdict import PairVerdict, StrategyVerdict
+from app.verification.verify_output import conclusions, print_report, write_record
+
+Differences = dict[tuple[str, str], list[PairDifference]]  # One entry for each pair of strategies.
 
 
-def run(config: VerifyConfig) -> list:
-    """Records each strategy in a process of its own, checks every step, and says what it found.
+def run(config: VerifyConfig) -> list[PairVerdict]:
+    """Records each strategy in a process of its own, checks every step and reports the verdicts.
 
     Returns a `PairVerdict` for each pair of strategies.
 
     Raises:
-        MismatchError: a step is false, or a replica keeps the others waiting.
+        MismatchError: a step differs from the reference, or a replica is a straggler.
     """
     path = named_path(config.out or default_out("verify", config.model))
     fields = {
@@ -46,9 +54,11 @@ def run(config: VerifyConfig) -> list:
             shutil.rmtree(traces, ignore_errors=True)
 
 
-def _verify(config: VerifyConfig, run_directory: RunDirectory, traces: pathlib.Path) -> list:
+def _verify(
+    config: VerifyConfig, run_directory: RunDirectory, traces: pathlib.Path
+) -> list[PairVerdict]:
     with StepProgress(config.steps) as progress:
-        recorded = {}
+        recorded: dict[str, Recorded] = {}
         for name in sorted(config.strategies, key=lambda name: name == "single"):
             function, child = _recording(config, name, recorded)
             progress.start(f"recording {name}")
@@ -64,15 +74,17 @@ def _verify(config: VerifyConfig, run_directory: RunDirectory, traces: pathlib.P
         recorded = {name: recorded[name] for name in config.strategies}
         progress.start("comparing")
         differences = _compare(recorded, traces)
-        strategy_verdicts = _check_traces(config, recorded, differences, traces, progress)
+        verdict_of = _check_traces(config, recorded, differences, traces, progress)
     run_directory.start(overwrite=config.overwrite)
     run_directory.remove("traces")
     if config.keep_traces:
         traces.rename(run_directory.path / "traces")
-    return _report(config, run_directory.path, recorded, strategy_verdicts, differences)
+    return _report(config, run_directory.path, recorded, verdict_of, differences)
 
 
-def _recording(config: VerifyConfig, name: str, recorded: dict[str, Recorded]):
+def _recording(
+    config: VerifyConfig, name: str, recorded: dict[str, Recorded]
+) -> tuple[Callable[..., Recorded], TrainConfig]:
     """Returns the function that records a strategy, and its configuration.
 
     `single` comes last. With BatchNorm the number of replicas is part of the training: `single` is
@@ -94,11 +106,8 @@ def _recording(config: VerifyConfig, name: str, recorded: dict[str, Recorded]):
     return tasks.record, config.for_training(name, inject=inject)
 
 
-def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
-    """Returns pair of names → the differences of their traces."""
-    from app.verification.trace import Trace
-    from app.verification.trace_comparison import compare_traces
-
+def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> Differences:
+    """Returns pair of strategies → the differences of their traces."""
     differences = {}
     for pair in itertools.combinations(recorded, 2):
         first, second = (Trace(traces / f"{name}.npz") for name in pair)
@@ -108,21 +117,14 @@ def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> dict:
 
 
 def _check_traces(
-    config: VerifyConfig, recorded: dict, differences: dict, traces, progress
-) -> dict:
-    """Returns name → proof. Of traces that hold the same bits one is checked, for all of them."""
-    from app.verification.straggler import find_straggler
-    from app.verification.verdict import StrategyVerdict
-
-    stands_for = {}
-    for name in recorded:
-        same = [
-            first for first, second in differences
-            if second == name and stands_for[first] == first
-            and len(recorded[first].devices) == len(recorded[name].devices)
-            and all(difference.identical for difference in differences[first, second])
-        ]  # fmt: skip
-        stands_for[name] = same[0] if same else name
+    config: VerifyConfig,
+    recorded: dict[str, Recorded],
+    differences: Differences,
+    traces: pathlib.Path,
+    progress: StepProgress,
+) -> dict[str, StrategyVerdict]:
+    """Returns strategy → verdict; of traces that hold the same bits it checks one for all."""
+    stands_for = _first_of_same_bits(recorded, differences)
     distinct = sorted({name for name in stands_for.values() if not recorded[name].is_reference})
     progress.start("checking every step", config.steps * len(distinct))
     checked = call_in_child_process(
@@ -132,45 +134,59 @@ def _check_traces(
         [traces / f"{name}.npz" for name in distinct],
         on_message=progress.message,
     )
-    results = dict(zip(distinct, checked, strict=True))
+    checked_of = dict(zip(distinct, checked, strict=True))
     unchecked = tasks.Checked([], None, None)
-    strategy_verdicts = {}
+    verdict_of = {}
     for name, run in recorded.items():
-        result = results.get(stands_for[name], unchecked)
-        strategy_verdicts[name] = StrategyVerdict(
-            name,
-            result.measurements,
-            result.first_mismatch,
-            result.diagnosis,
-            find_straggler(run.send_sec),
+        found = checked_of.get(stands_for[name], unchecked)
+        straggler = find_straggler(run.send_sec)
+        verdict_of[name] = StrategyVerdict(
+            name, found.measurements, found.first_mismatch, found.diagnosis, straggler
         )
-    return strategy_verdicts
+    return verdict_of
+
+
+def _first_of_same_bits(recorded: dict[str, Recorded], differences: Differences) -> dict[str, str]:
+    """Returns strategy → the first strategy whose trace holds the same bits: often itself."""
+    stands_for: dict[str, str] = {}
+    for name in recorded:
+        same = [
+            first for first, second in differences
+            if second == name and stands_for[first] == first
+            and len(recorded[first].devices) == len(recorded[name].devices)
+            and all(difference.identical for difference in differences[first, second])
+        ]  # fmt: skip
+        stands_for[name] = same[0] if same else name
+    return stands_for
 
 
 def _report(
-    config: VerifyConfig, path: pathlib.Path, recorded, strategy_verdicts, differences
-) -> list:
+    config: VerifyConfig,
+    path: pathlib.Path,
+    recorded: dict[str, Recorded],
+    verdict_of: dict[str, StrategyVerdict],
+    differences: Differences,
+) -> list[PairVerdict]:
+    """Writes and prints the verdicts; raises `MismatchError` with the first finding."""
     from app.report.verification_plot import plot_verification
-    from app.verification.verdict import PairVerdict
-    from app.verification.verify_output import conclusions, print_report, write_record
 
-    verdicts = [
-        PairVerdict.of(strategy_verdicts[first], strategy_verdicts[second], found)
+    pair_verdicts = [
+        PairVerdict.of(verdict_of[first], verdict_of[second], found)
         for (first, second), found in differences.items()
     ]
-    write_record(path, config, recorded, strategy_verdicts, verdicts)
+    write_record(path, config, recorded, verdict_of, pair_verdicts)
     plot_verification(path)
-    print_report(config, recorded, strategy_verdicts, verdicts)
+    print_report(config, recorded, verdict_of, pair_verdicts)
     kept = ", traces" if config.keep_traces else ""
     write_report([path], path / REPORT_FILE)
     console.say(f"saved in {path}: verify.json, verify.png, verify.svg, {REPORT_FILE}{kept}")
-    for line in conclusions(config, strategy_verdicts, verdicts):
+    for line in conclusions(config, verdict_of, pair_verdicts):
         console.say(line)
-    for strategy_verdict in strategy_verdicts.values():
-        for finding in strategy_verdict.findings():
-            what = "different" if strategy_verdict.first_mismatch else "held up"
+    for name, verdict in verdict_of.items():
+        what = "is different" if verdict.first_mismatch else "has a straggler"
+        for finding in verdict.findings():
             raise MismatchError(
-                f"{strategy_verdict.strategy} is {what}: {finding} — every replica has to do the"
-                f" right thing in time; see {path}/verify.json"
+                f"{name} {what}: {finding} — every replica has to do the right thing in time;"
+                f" see {path}/verify.json"
             )
-    return verdicts
+    return pair_verdicts

@@ -9,8 +9,8 @@ PANELS = {
     "weights": "weights, given these sums",
     "own statistics": "BatchNorm statistics",
 }
-# What is drawn as well where it is false.
-IF_MISMATCH = {
+# Drawn as well where there is a mismatch.
+MISMATCH_PANELS = {
     "examples": "examples",
     "slots": "optimizer variables",
     "agreement": "replicas against replica 0",

@@ -1,4 +1,4 @@
-"""What a report says of a verification: verdicts, the first false step, and every difference."""
+"""What a report says of a verification: verdicts, the first mismatch, and every difference."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from app.report.page_parts import (
     whole,
 )
 from app.report.record_finder import Record, reading
-from app.report.tolerance_shares import FLOOR, IF_MISMATCH, PANELS, distinct_trainings, shares
+from app.report.tolerance_shares import FLOOR, MISMATCH_PANELS, PANELS, distinct_trainings, shares
 
 _MARKS = {"bit-identical": "good", "equal within rounding": "good", "different": "bad"}
 
@@ -48,8 +48,8 @@ def _setup(found: dict) -> str:
         f"{found['model']} on {dataset_title(found['dataset'])}, recipe {found['recipe']}, batch"
         f" {whole(found['global_batch_size'])}, learning rate"
         f" {number(found['learning_rate'], 'g')}, seed {found['seed']}, {found['precision']};"
-        f" {count(int(found['steps']), 'step')} on {count(replicas, 'replica')}. Each step is held"
-        " against one device in float64, from the same state."
+        f" {count(int(found['steps']), 'step')} on {count(replicas, 'replica')}. Each step is"
+        " compared with one device in float64, from the same state."
     )
 
 
@@ -88,7 +88,7 @@ def _farthest(differences: dict) -> list[str]:
 
 def _outcomes(strategies: dict) -> Table:
     header = (
-        *("strategy", "devices", "each step made again", "first false step", "what", "tensor"),
+        *("strategy", "devices", "each step made again", "first mismatch", "what", "tensor"),
         *("replica", "by", "rounding allows", "cause"),
     )
     # Where nothing is wrong there is no more to say.
@@ -104,7 +104,7 @@ def _outcomes(strategies: dict) -> Table:
 def _outcome(run: dict) -> list[Cell | str]:
     devices = devices_text(run["devices"], run["simulated_devices"])
     causes = ", ".join(str(each["cause"]).replace("_", " ") for each in run["findings"])
-    late = "held up, the numbers are right" if causes and not run["first_mismatch"] else ""
+    late = "straggler, the numbers are right" if causes and not run["first_mismatch"] else ""
     outcome = Cell(late, "bad") if late else _verdict(run["outcome"])
     first = run["first_mismatch"]
     if not first:
@@ -151,7 +151,7 @@ def _shares(found: dict) -> list[Figure]:
     ]
     kinds = [
         kind
-        for kind in {**PANELS, **IF_MISMATCH}
+        for kind in {**PANELS, **MISMATCH_PANELS}
         if any(
             kind in worst and (kind in PANELS or max(worst[kind].values()) > 1)
             for _, worst in per_training
@@ -159,7 +159,7 @@ def _shares(found: dict) -> list[Figure]:
     ]
     if not kinds:
         return []
-    titles = {kind: {**PANELS, **IF_MISMATCH}[kind] for kind in kinds}
+    titles = {kind: {**PANELS, **MISMATCH_PANELS}[kind] for kind in kinds}
     charts = [
         line_chart(
             name,
@@ -171,18 +171,7 @@ def _shares(found: dict) -> list[Figure]:
         )
         for name, worst in per_training
     ]
-    tables = [
-        Table(
-            f"{name}: error over what is allowed, the worst of all tensors and replicas",
-            ["step", *titles.values()],
-            "l" + "r" * len(kinds),
-            [
-                [str(step), *(_share(worst.get(kind, {}).get(step)) for kind in kinds)]
-                for step in sorted({step for steps in worst.values() for step in steps})
-            ],
-        )
-        for name, worst in per_training
-    ]
+    tables = [_share_table(name, worst, titles) for name, worst in per_training]
     legend = [(Look.of(index), titles[kind]) for index, kind in enumerate(kinds)]
     note = (
         "The worst of all tensors and replicas at each step. The band is what rounding can do,"
@@ -191,6 +180,19 @@ def _shares(found: dict) -> list[Figure]:
     )
     title = "Error at each step, over what is allowed"
     return [Figure(title, charts, legend, tables, note)]
+
+
+def _share_table(name: str, worst: dict[str, dict[int, float]], titles: dict[str, str]) -> Table:
+    """Returns a row for each step of a training, a column for each kind of array."""
+    return Table(
+        f"{name}: error over what is allowed, the worst of all tensors and replicas",
+        ["step", *titles.values()],
+        "l" + "r" * len(titles),
+        [
+            [str(step), *(_share(worst.get(kind, {}).get(step)) for kind in titles)]
+            for step in sorted({step for steps in worst.values() for step in steps})
+        ],
+    )
 
 
 def _share(share: float | None) -> Cell:

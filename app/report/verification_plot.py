@@ -12,7 +12,7 @@ from app.records.caveats import dataset_title
 from app.report.accuracy_plot import save_figure
 from app.report.tolerance_shares import (
     FLOOR,
-    IF_MISMATCH,
+    MISMATCH_PANELS,
     PANELS,
     distinct_trainings,
     is_mismatch,
@@ -34,7 +34,7 @@ def _draw(record: dict) -> Figure:
     lines = [shares(run["measurements"]) for run in strategies.values()]
     kinds = [kind for kind in PANELS if any(k == kind for each in lines for k, *_ in each)]
     kinds += [
-        kind for kind in IF_MISMATCH
+        kind for kind in MISMATCH_PANELS
         if any(key[0] == kind and is_mismatch(each[key]) for each in lines for key in each)
     ]  # fmt: skip
     rows = distinct_trainings(strategies)
@@ -48,7 +48,7 @@ def _draw(record: dict) -> Figure:
     drawn = [share for axes in panels.flat for line in axes.lines for share in line.get_ydata()]
     panels[0, 0].set_ylim(FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share it.
     for axes, kind in zip(panels[0], kinds, strict=True):
-        axes.set_title({**PANELS, **IF_MISMATCH}[kind], fontsize=9)
+        axes.set_title({**PANELS, **MISMATCH_PANELS}[kind], fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("step")
     figure.suptitle("\n".join(_title(record)), fontsize=9, ha="left", x=0.01, linespacing=1.4)

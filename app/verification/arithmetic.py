@@ -61,7 +61,7 @@ def is_reduced(got: Arrays, parts: Sequence[Arrays], name: str) -> bool:
         return True
     for tensor, array in got.items():
         terms = [part[tensor].astype(np.float64) for part in parts]
-        bound = len(terms) * (unit * sum(map(np.abs, terms)) + smallest)
+        bound = len(terms) * (unit * np.sum(np.abs(terms), axis=0) + smallest)
         if not (has_values_of(array, name) and np.all(np.abs(array - sum(terms)) <= bound)):
             return False
     return True

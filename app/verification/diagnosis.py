@@ -1,16 +1,17 @@
-"""Why a step is false: hypotheses that are tested by computation, and the first that holds.
+"""Why a step differs from the reference: the first hypothesis that a computation confirms.
 
-Most say what all false arrays would be if they were true, and explain the numbers if the arrays are
-that, within rounding, in every tensor; others count what was given, or what was changed.
+Most hypotheses predict all arrays of the mismatch, and explain it if the arrays are as predicted,
+within rounding, in every tensor; others count what was given, or what was changed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from app.verification import replica_hypotheses
 from app.verification.arithmetic import (
     REDUCED_PRECISIONS,
+    Arrays,
     fit,
     is_reduced,
     is_weighted_sum,
@@ -29,7 +30,7 @@ UNEXPLAINED = Diagnosis(
 
 
 def explain(context: StepContext, mismatch: Measurement) -> Diagnosis:
-    """Returns the first hypothesis that explains why `mismatch`, the first one, is false."""
+    """Returns the first hypothesis that explains `mismatch`, the first one of its trace."""
     tests = {
         "examples": replica_hypotheses.examples,
         "loss": replica_hypotheses.loss,
@@ -48,18 +49,7 @@ def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     sent = [context.arrays(mismatch, "gradients", replica_id) for replica_id in replicas]
     got = context.arrays(mismatch, "sums", mismatch.replica_id)
     if len(sent) > 1:
-        for lost in replicas:
-            if is_weighted_sum(got, sent, [float(r != lost) for r in replicas]):
-                yield Diagnosis(
-                    "lost_gradient",
-                    f"the sum is without replica {lost}: its gradient never got into it",
-                )
-        for repeated in replicas:
-            if is_weighted_sum(got, sent, [1.0 + (r == repeated) for r in replicas]):
-                yield Diagnosis(
-                    "repeated_gradient",
-                    f"the sum holds the gradient of replica {repeated} twice",
-                )
+        yield from _lost_or_repeated(got, sent)
     means = [sum(sizes) / (len(sizes) * size) for size in sizes]
     if len(set(sizes)) > 1 and is_weighted_sum(got, sent, means):
         shown = " and ".join(map(str, sorted(set(sizes), reverse=True)))
@@ -68,7 +58,7 @@ def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
             "the mean of the replicas' means, not the mean of the batch: shards of"
             f" {shown} examples weigh the same",
         )
-    weights = fit(got, sent)
+    weights = fit(got, sent).tolist()
     factor = float(np.mean(weights))
     if is_weighted_sum(got, sent, [factor] * len(sent)):
         readings = [
@@ -88,6 +78,22 @@ def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     if is_weighted_sum(got, sent, weights):
         terms = " + ".join(f"{w:.4g} × replica {r}" for r, w in enumerate(weights))
         yield Diagnosis("weighted_sum", f"the sum is {terms}")
+
+
+def _lost_or_repeated(got: Arrays, sent: Sequence[Arrays]) -> Iterator[Diagnosis]:
+    replicas = range(len(sent))
+    for lost in replicas:
+        if is_weighted_sum(got, sent, [float(r != lost) for r in replicas]):
+            yield Diagnosis(
+                "lost_gradient",
+                f"the sum is without replica {lost}: its gradient never got into it",
+            )
+    for repeated in replicas:
+        if is_weighted_sum(got, sent, [1.0 + (r == repeated) for r in replicas]):
+            yield Diagnosis(
+                "repeated_gradient",
+                f"the sum holds the gradient of replica {repeated} twice",
+            )
 
 
 def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
@@ -128,7 +134,7 @@ def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
 
 
 def _changed_by_itself(
-    context: StepContext, mismatch: Measurement, kind, tensor, wrong
+    context: StepContext, mismatch: Measurement, kind: str, tensor: str, wrong: list[int]
 ) -> Diagnosis:
     """Says what distinguishes one replica from those that are right."""
     right = next(r for r in range(context.trace.num_replicas) if r not in wrong)

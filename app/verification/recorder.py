@@ -1,8 +1,9 @@
-"""Writes down what a training computes, step by step, whatever its strategy."""
+"""Records what a training computes, step by step, with any strategy."""
 
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import keras
 import numpy as np
@@ -12,27 +13,30 @@ from app.runtime.errors import ConfigError, DivergedError
 from app.verification.straggler import SendTime
 from app.verification.trace import TraceWriter, hash_examples
 from strategies.base import Strategy
-from strategies.observer import Observer
+from strategies.observer import Observer, Shard
 from strategies.replicas import State
+
+T = TypeVar("T")
 
 
 class Recorder(Observer):
-    """Looks on at a strategy and writes down each of its steps.
+    """Observes a strategy and writes the trace of its steps.
 
     Args:
         strategy: built, and no step made: its observer is replaced by this one.
-        inner: looks on too, and may interfere: what a replica computed is kept before it does,
-            what was exchanged after.
+        inner: a second observer, which may inject a fault: what a replica computed is kept before
+            that, the sums after it.
     """
 
     def __init__(self, strategy: Strategy, inner: Observer | None = None):
         self._strategy, self._inner = strategy, inner or Observer()
         self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
+        self._sent: dict[int, SendTime] = {}
         strategy.observer = self
 
     def record(
         self,
-        iterator,
+        iterator: Iterator,
         *,
         num_steps: int,
         path: pathlib.Path,
@@ -80,11 +84,17 @@ class Recorder(Observer):
                     _check_finite(step, kind, per_replica)
                     trace.write(step, kind, per_replica)
                 self._write_states(trace, step)
-                times.append([(sent - start, cpu - busy) for sent, cpu in self._take("times")])
+                times.append([(sent - start, cpu - busy) for sent, cpu in self._take_times()])
                 on_step(step)
         return times
 
-    def before_all_reduce(self, replica_id, shard, loss, gradients):
+    def before_all_reduce(
+        self,
+        replica_id: int | tf.Tensor,
+        shard: Shard,
+        loss: tf.Tensor,
+        gradients: list[tf.Tensor],
+    ) -> list[tf.Tensor]:
         """Keeps examples, loss and gradients, and when they were sent."""
         self._keep("shard", replica_id, [shard.images, shard.labels, loss])
         self._keep("gradients", replica_id, gradients)
@@ -93,33 +103,44 @@ class Recorder(Observer):
             tf.numpy_function(self._keep_time, [replica_id], [])
         return sent
 
-    def after_all_reduce(self, replica_id, sums):
+    def after_all_reduce(
+        self, replica_id: int | tf.Tensor, sums: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
         """Keeps the sums."""
         sums = self._inner.after_all_reduce(replica_id, sums)
         self._keep("sums", replica_id, sums)
         return sums
 
-    def _keep(self, what: str, replica_id, tensors) -> None:
-        def keep(replica_id, *arrays):
+    def _keep(self, what: str, replica_id: int | tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
+        def keep(replica_id: np.ndarray, *arrays: np.ndarray) -> None:
             self._kept[what, int(replica_id)] = [np.array(array) for array in arrays]
 
         tf.numpy_function(keep, [replica_id, *tensors], [])
 
-    def _keep_time(self, replica_id) -> None:
-        self._kept["times", int(replica_id)] = [time.monotonic(), time.process_time()]
+    def _keep_time(self, replica_id: np.ndarray) -> None:
+        self._sent[int(replica_id)] = time.monotonic(), time.process_time()
 
     def _take(self, what: str) -> list[list[np.ndarray]]:
         """Returns what was kept under this name in the last step, a list for each replica."""
-        taken = {key: self._kept.pop(key) for key in list(self._kept) if key[0] == what}
+        taken = {r: self._kept.pop((kind, r)) for kind, r in list(self._kept) if kind == what}
+        return self._per_replica(what, taken)
+
+    def _take_times(self) -> list[SendTime]:
+        """Returns when each replica sent its gradients in the last step."""
+        taken, self._sent = self._sent, {}
+        return self._per_replica("times", taken)
+
+    def _per_replica(self, what: str, taken: dict[int, T]) -> list[T]:
+        """Returns what was taken of this worker's replicas, in their order."""
         ids = self._strategy.local_replica_ids
-        if set(taken) != {(what, replica_id) for replica_id in ids}:
-            found = ", ".join(str(r) for _, r in sorted(taken)) or "none"
+        if set(taken) != set(ids):
+            found = ", ".join(map(str, sorted(taken))) or "none"
             raise ConfigError(
                 f"strategy {self._strategy.name} reported the {what} of these replicas: {found} —"
                 " its train_step has to call self.observer.before_all_reduce and after_all_reduce"
                 " for each; see docs/add_a_strategy.md"
             )
-        return [taken[what, replica_id] for replica_id in ids]
+        return [taken[replica_id] for replica_id in ids]
 
     def _write_states(self, trace: TraceWriter, step: int) -> None:
         strategy = self._strategy

@@ -134,7 +134,9 @@ class Reference:
         self._apply([tf.cast(sums[name], self._dtype) for name in self._weights])
         return _read({**self._weights, **self._optimizer_state})
 
-    def _shard_gradients(self, images, labels, num_global_examples):
+    def _shard_gradients(
+        self, images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
             logits = self._model(images, training=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
@@ -145,7 +147,7 @@ class Reference:
         return loss, tape.gradient(loss, self._model.trainable_variables)
 
     @tf.function
-    def _apply(self, gradients):
+    def _apply(self, gradients: list[tf.Tensor]) -> None:
         self._optimizer.apply(gradients, self._model.trainable_variables)
 
 

@@ -52,9 +52,9 @@ def examples(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]
 
 
 def loss(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
-    """A false loss with right gradients is merely reported falsely."""
+    """Explains a wrong loss; where the gradients are right, only the report of it is wrong."""
     if any(
-        (m.step, m.kind) == (mismatch.step, "gradients") and not m.holds
+        (m.step, m.kind) == (mismatch.step, "gradients") and not m.within_tolerance
         for m in context.measurements
     ):
         yield from gradients(context, mismatch)
@@ -66,7 +66,7 @@ def loss(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
         / results[mismatch.replica_id].loss
     )
     yield Diagnosis(
-        "false_loss",
+        "wrong_loss",
         f"replica {mismatch.replica_id} reports {factor:.6g} times its part of the loss; its"
         " gradients are right",
     )
@@ -83,7 +83,7 @@ def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis
     }  # fmt: skip
     wrong = sorted({
         m.replica_id for m in context.measurements
-        if (m.step, m.kind) == (mismatch.step, "gradients") and not m.holds
+        if (m.step, m.kind) == (mismatch.step, "gradients") and not m.within_tolerance
     })  # fmt: skip
     who = name_replicas(wrong, len(shards))
     actual = {r: context.arrays(mismatch, "gradients", r) for r in wrong}
@@ -97,18 +97,8 @@ def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis
         )
 
     if all(is_scaled(r, right[r], fitted[r]) for r in wrong):
-        uncertainty = min(limit for limit in limits.values())
         sizes = [len(shard) for shard in shards]
-        readings = [
-            why for factors, why in scaling_mistakes(sizes)
-            if all(abs(fitted[r] / factors[r] - 1) <= uncertainty for r in wrong)
-        ]  # fmt: skip
-        shown = " and ".join(f"{factor:.6g}" for factor in sorted({*fitted.values()}))
-        yield Diagnosis(
-            "scaled_gradient",
-            f"{who} computes {shown} times its part of the gradient"
-            + (f": {'; or '.join(readings)}" if readings else ""),
-        )
+        yield _scaled_gradient(who, fitted, sizes, uncertainty=min(limits.values()))
     replica = mismatch.replica_id if mismatch.replica_id in wrong else wrong[0]
     for other in range(len(shards)):
         if other != replica and is_scaled(replica, right[other], 1.0):
@@ -125,6 +115,29 @@ def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis
                 "reduced_precision",
                 f"{who} computes its gradient in {name}: it holds no other numbers",
             )
+
+
+def _scaled_gradient(
+    who: str, fitted: dict[int, float], sizes: list[int], *, uncertainty: float
+) -> Diagnosis:
+    """Says by which factors gradients are too large, and what computes such factors.
+
+    Args:
+        who: names the replicas.
+        fitted: replica → factor of its gradient.
+        sizes: examples of each replica's shard.
+        uncertainty: relative error of the factors.
+    """
+    readings = [
+        why for factors, why in scaling_mistakes(sizes)
+        if all(abs(factor / factors[r] - 1) <= uncertainty for r, factor in fitted.items())
+    ]  # fmt: skip
+    shown = " and ".join(f"{factor:.6g}" for factor in sorted({*fitted.values()}))
+    return Diagnosis(
+        "scaled_gradient",
+        f"{who} computes {shown} times its part of the gradient"
+        + (f": {'; or '.join(readings)}" if readings else ""),
+    )
 
 
 def _is_gradient_of_whole_batch(context: StepContext, mismatch: Measurement, limits: dict) -> bool:

@@ -10,6 +10,7 @@ from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import Summary, load_summary
 from app.runtime.errors import CheckpointError, DataError
 from app.verification.difference import WeightDifference
+from strategies.replicas import State
 
 HEADER = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
 
@@ -30,7 +31,7 @@ class PairVerdict:
     difference: WeightDifference
     explanation: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         first, second = self.strategies
         after = f"after {self.num_steps} step" + ("s" if self.num_steps > 1 else "")
         if self.difference.identical:
@@ -49,7 +50,7 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
         DataError: they were not trained on the same images.
         CheckpointError: a run has no weights, or unusable ones.
     """
-    summaries = [load_summary(path) for path in run_dirs]
+    summaries = [_load_summary(path) for path in run_dirs]
     if len({summary.dataset_sha256 for summary in summaries}) > 1:
         found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
         raise DataError(
@@ -71,7 +72,17 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
     ]
 
 
-def _load_weights(run_dir: pathlib.Path, summary: Summary) -> dict:
+def _load_summary(run_dir: pathlib.Path) -> Summary:
+    """Loads the summary of a run that has finished an epoch."""
+    summary = load_summary(run_dir)
+    if summary is None:
+        raise CheckpointError(
+            f"{run_dir}: no finished epoch — the weights of every run are required; use --overwrite"
+        )
+    return summary
+
+
+def _load_weights(run_dir: pathlib.Path, summary: Summary) -> State:
     """Loads the weights that a summary tells of, no others."""
     found = find_newest_checkpoint(run_dir)
     if found is None:
@@ -88,7 +99,7 @@ def _load_weights(run_dir: pathlib.Path, summary: Summary) -> dict:
     return state
 
 
-def _has_batch_norm(state) -> bool:
+def _has_batch_norm(state: State) -> bool:
     return any(name.endswith("/moving_mean") for name in state)
 
 

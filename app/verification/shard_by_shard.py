@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from app.verification.reference import Reference
+from app.verification.reference import Arrays, Reference
 from app.verification.trace import TraceWriter, hash_examples
 
 
@@ -72,11 +72,17 @@ def effect_of_shards(
         (np.sum((sum(s.gradients[t] for s in by_shards) - g) ** 2), np.sum(g**2))
         for t, g in whole.gradients.items()
     ]
-    apart, size = np.sum(squares, axis=0, dtype=np.float64)
+    apart, size = np.asarray(squares, np.float64).sum(axis=0)
     return float(np.sqrt(apart / size))
 
 
-def _write_state(trace, step, reference, state, own_statistics) -> None:
+def _write_state(
+    trace: TraceWriter,
+    step: int,
+    reference: Reference,
+    state: Arrays,
+    own_statistics: list[Arrays],
+) -> None:
     for kind, names in reference.names.items():
         if kind == "statistics":
             own = [{name: o[name] for name in names} for o in own_statistics]

@@ -1,4 +1,4 @@
-"""All that hypotheses about a false step are tested on."""
+"""All that hypotheses about the first mismatch are tested on."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from app.verification.verdict import Diagnosis
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """A trace, what was measured of it, and the means to compute what it should hold.
+    """A trace, what was measured of it, and the means to compute the expected arrays.
 
     Attributes:
         trace: the whole training.
@@ -30,29 +30,31 @@ class StepContext:
     training_hashes: Callable[[], np.ndarray]
     reference64: Reference
 
-    def start(self, mismatch: Measurement):
-        """Returns what the false step starts from: state, images, labels and shards."""
+    def start(
+        self, mismatch: Measurement
+    ) -> tuple[Arrays, np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Returns what the step starts from: state, images, labels and shards."""
         images, labels = self.batch(mismatch.step)
         shards, _ = find_shards(self.trace, mismatch.step, images, labels)
         return state_before(self.trace, mismatch.step), images, labels, shards
 
     def wrong_replicas(self, mismatch: Measurement, kind: str, tensor: str) -> list[int]:
-        """Returns the replicas whose array is false; a trace names those of other bits only."""
-        mismatching_replicas = {
+        """Returns the replicas whose array is wrong; a trace names those of other bits only."""
+        measured_wrong = {
             m.replica_id for m in self.measurements
-            if m.order == mismatch.order and m.tensor == mismatch.tensor and not m.holds
+            if m.order == mismatch.order and m.tensor == mismatch.tensor and not m.within_tolerance
         }  # fmt: skip
         named = self.trace.replicas(mismatch.step, kind, tensor)
         replicas = range(self.trace.num_replicas)
-        return [r for r in replicas if (r if r in named else 0) in mismatching_replicas]
+        return [r for r in replicas if (r if r in named else 0) in measured_wrong]
 
     def arrays(self, mismatch: Measurement, kind: str, replica_id: int) -> Arrays:
-        """Returns all tensors of a kind that a replica held in the false step."""
+        """Returns all tensors of a kind that a replica held in the step."""
         tensors = self.trace.tensors(mismatch.step, kind)
         return {tensor: self.read(mismatch, kind, replica_id, tensor) for tensor in tensors}
 
     def read(self, mismatch: Measurement, kind: str, replica_id: int, tensor: str) -> np.ndarray:
-        """Returns one of them."""
+        """Returns one tensor that a replica held in the step."""
         return self.trace.read(mismatch.step, kind, replica_id, tensor)
 
 

@@ -7,7 +7,8 @@ Each function is the whole life of a process. It is handed `send`, which takes `
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +20,13 @@ from app.runtime import console
 from app.runtime.errors import DiskFullError
 from app.runtime.processes import Channel
 from app.verification.measurement import Measurement
+from app.verification.straggler import SendTime
 from app.verification.verdict import Diagnosis
+
+if TYPE_CHECKING:  # They import TensorFlow, which `_set_up` has to configure first.
+    from app.training.training_spec import TrainingSpec
+    from app.verification.reference import Reference
+    from strategies.base import Strategy
 
 Send = Callable[[tuple], None]
 
@@ -53,7 +60,7 @@ class Recorded:
     has_batch_norm: bool
     is_reference: bool
     effect_of_shards: float | None
-    send_sec: list[list[tuple[float, float]]]
+    send_sec: list[list[SendTime]]
     versions: dict[str, str]
 
     @property
@@ -83,7 +90,7 @@ def record_on_workers(
     """Trains `num_steps` steps with `num_workers` processes; leaves one trace in `path`.
 
     Each worker writes what its own replicas did. Their traces are put together here, by files: the
-    exchange that is to be proved has no part in it.
+    all-reduce that is verified has no part in it.
     """
     from app.verification.trace import merge_traces
 
@@ -116,14 +123,14 @@ def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
 
 def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) -> Recorded:
     """Trains `num_steps` steps with `config.strategy` and leaves their trace in `path`."""
-    prepared, spec = _set_up(send, config)
-    if prepared.workers:
-        path = _worker_path(path, prepared.workers.index)
+    devices, spec = _set_up(send, config)
+    if devices.workers:
+        path = _worker_path(path, devices.workers.index)
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.fault_injection import inject_data_fault, inject_fault
     from app.verification.recorder import Recorder
 
-    strategy = spec.build_strategy(prepared)
+    strategy = spec.build_strategy(devices)
     run_all_reduce_self_test(strategy)
     dataset, observer = spec.batches(), None
     if config.fault:
@@ -144,18 +151,18 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
         on_step=lambda step: send(("step", step)),
     )
     has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
-    return _recorded(spec, prepared, has_batch_norm=has_batch_norm, send_sec=send_sec)
+    return _recorded(spec, devices, has_batch_norm=has_batch_norm, send_sec=send_sec)
 
 
 def record_on_one_device(
     send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path
 ) -> Recorded:
     """Records `single` with the BatchNorm of the replicas asked for, shard by shard."""
-    prepared, spec = _set_up(send, config)
+    devices, spec = _set_up(send, config)
     from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
 
     reference = _reference(spec, "float32")
-    num_shards = len(prepared.names)
+    num_shards = len(devices.names)
     first_batch = next(spec.batches().as_numpy_iterator())
     effect = effect_of_shards(reference, *first_batch, num_shards=num_shards)
     train_shard_by_shard(
@@ -165,13 +172,13 @@ def record_on_one_device(
         path=path,
         on_step=lambda step: send(("step", step)),
     )
-    return _recorded(spec, prepared, has_batch_norm=True, effect_of_shards=effect)
+    return _recorded(spec, devices, has_batch_norm=True, effect_of_shards=effect)
 
 
 def check(
     send: Send, config: TrainConfig, num_steps: int, paths: list[pathlib.Path]
 ) -> list[Checked]:
-    """Checks each trace against the reference, and explains the first false step of each."""
+    """Checks each trace against the reference, and explains the first mismatch of each."""
     _, spec = _set_up(send, config)
     from app.verification.diagnosis import explain
     from app.verification.measurement import first_mismatch
@@ -179,35 +186,35 @@ def check(
     from app.verification.trace import Trace, hash_examples
     from app.verification.trace_checker import TraceChecker
 
-    def batch(step):
+    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
         return next(spec.batches(start_step=step - 1).as_numpy_iterator())
 
-    def training_hashes():
+    def training_hashes() -> np.ndarray:
         images, labels = spec.dataset.train_images, spec.dataset.train_labels
         hashes = hash_examples(images, labels)
         if not spec.flips:
             return hashes
         return np.concatenate([hashes, hash_examples(images[:, :, ::-1], labels)])
 
+    def on_step(step: int) -> None:
+        send(("step", len(results) * num_steps + step))
+
     reference64, reference32 = (_reference(spec, dtype) for dtype in ("float64", "float32"))
     checker = TraceChecker(reference64, reference32, communication_dtype=config.communication_dtype)
-    results = []
-    for number, path in enumerate(paths):
+    results: list[Checked] = []
+    for path in paths:
         with Trace(path) as trace:
-            measurements = checker.check(
-                trace,
-                spec.batches().as_numpy_iterator(),
-                on_step=lambda step, done=number * num_steps: send(("step", done + step)),
-            )
+            batches = spec.batches().as_numpy_iterator()
+            measurements = checker.check(trace, batches, on_step=on_step)
             mismatch = first_mismatch(measurements)
             context = StepContext(trace, measurements, batch, training_hashes, reference64)
-            diagnosis = mismatch and explain(context, mismatch)
+            diagnosis = explain(context, mismatch) if mismatch else None
             results.append(Checked(measurements, mismatch, diagnosis))
     return results
 
 
-def _reference(spec, dtype: str):
-    """Returns what a step of the job should compute; float64 is exact, whatever the precision."""
+def _reference(spec: "TrainingSpec", dtype: str) -> "Reference":
+    """Builds the reference of a training; float64 is exact, whatever the precision."""
     from app.verification.reference import Reference
 
     return Reference(
@@ -219,14 +226,14 @@ def _reference(spec, dtype: str):
     )
 
 
-def _check_space(strategy, num_steps: int, path: pathlib.Path) -> None:
+def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> None:
     """Refuses a trace that the disk has no room for, before a step is made."""
     state_bytes = sum(
         v.shape.num_elements() * v.dtype.size for v in strategy.replica_variables()[0]
     )
-    weights = sum(v.value.shape.num_elements() * 4 for v in strategy.model.trainable_variables)
+    weight_bytes = sum(v.value.shape.num_elements() * 4 for v in strategy.model.trainable_variables)
     # Gradients of each replica, their sum, and the state.
-    needed = num_steps * ((strategy.num_replicas + 1) * weights + state_bytes)
+    needed = num_steps * ((strategy.num_replicas + 1) * weight_bytes + state_bytes)
     free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise DiskFullError(
@@ -236,29 +243,35 @@ def _check_space(strategy, num_steps: int, path: pathlib.Path) -> None:
         )
 
 
-def _set_up(send: Send, config: TrainConfig):
-    """Returns devices and job, TensorFlow being ready; warnings go to the process that waits."""
+def _set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, TrainingSpec]":
+    """Sets up TensorFlow and loads the data; warnings go to the process that waits."""
     console.forward_warnings(lambda text: send(("warning", text)))
-    prepared = device_setup.set_up(config)
+    devices = device_setup.set_up(config)
     import tensorflow as tf
 
     from app.training.training_spec import TrainingSpec, load_data
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
     dataset = load_data(config)
-    config.check_shards(len(prepared.names), len(dataset.train_images))
-    return prepared, TrainingSpec(config, dataset)
+    config.check_shards(len(devices.names), len(dataset.train_images))
+    return devices, TrainingSpec(config, dataset)
 
 
-def _recorded(spec, prepared, *, has_batch_norm, effect_of_shards=None, send_sec=()) -> Recorded:
+def _recorded(
+    spec: "TrainingSpec",
+    devices: device_setup.Devices,
+    *,
+    has_batch_norm: bool,
+    effect_of_shards: float | None = None,
+    send_sec: Sequence[list[SendTime]] = (),
+) -> Recorded:
     from app.runtime.versions import versions
 
     is_reference = effect_of_shards is not None
-    names = prepared.names[:1] if is_reference else prepared.names
-
+    names = devices.names[:1] if is_reference else devices.names
     return Recorded(
         devices=names,
-        simulated_devices=prepared.simulated and len(names) > 1,
+        simulated_devices=devices.simulated and len(names) > 1,
         dataset=spec.dataset.name,
         dataset_sha256=spec.dataset.sha256(),
         learning_rate=spec.learning_rate,

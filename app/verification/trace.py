@@ -15,8 +15,8 @@ import numpy as np
 
 from app.records.files import write_error
 
-# Everything that a step computes, in the order in which it does: what is false first explains what
-# is false after it. "updates" are not stored but taken from the weights.
+# Everything that a step computes, in the order in which it does: the first mismatch explains those
+# after it. "updates" are not stored but taken from the weights.
 KINDS = {
     "examples": "which examples a replica was given, a hash of each",
     "loss": "a replica's part in the mean loss of the global batch",
@@ -47,24 +47,24 @@ class TraceWriter:
 
     def __init__(self, path: pathlib.Path):
         self._path = path
-        with self._told():
+        with self._write_errors():
             self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True)
 
-    def __enter__(self):
+    def __enter__(self) -> "TraceWriter":
         return self
 
-    def __exit__(self, *exception):
-        with self._told():
+    def __exit__(self, *exception: object) -> None:
+        with self._write_errors():
             self._zip.close()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise write_error(self._path, error) from error
 
-    def write(self, step: int, kind: str, per_replica: list[Mapping[str, np.ndarray]]) -> None:
+    def write(self, step: int, kind: str, per_replica: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Writes arrays of all replicas; a replica that holds replica 0's bits is left out.
 
         Of "examples" none is left out: they tell how many replicas there are.
@@ -77,7 +77,7 @@ class TraceWriter:
                     self._write_array(f"{step}/{kind}/{replica_id}/{tensor}", array)
 
     def _write_array(self, name: str, array: np.ndarray) -> None:
-        with self._told(), self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
+        with self._write_errors(), self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
             np.lib.format.write_array(member, array, allow_pickle=False)
 
 
@@ -99,10 +99,10 @@ class Trace:
         self.num_steps = max(step for step, _ in self._index)
         self.num_replicas = len(self._index[1, "examples"]["examples"])
 
-    def __enter__(self):
+    def __enter__(self) -> "Trace":
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
     def tensors(self, step: int, kind: str) -> list[str]:
@@ -127,8 +127,8 @@ class Trace:
         if kind == "updates":
             after, before = (self.read(s, "weights", replica_id, tensor) for s in (step, step - 1))
             return after.astype(np.float64) - before
-        different = self._index[step, kind][tensor]
-        return self._file[f"{step}/{kind}/{replica_id if replica_id in different else 0}/{tensor}"]
+        stored = self._index[step, kind][tensor]
+        return self._file[f"{step}/{kind}/{replica_id if replica_id in stored else 0}/{tensor}"]
 
 
 def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:

@@ -1,8 +1,8 @@
 """Checks a trace step by step: is each step what it should be, given the state before it?
 
-Every step is held against one of the reference that starts from the trace's own state. So nothing
-that rounding did in earlier steps is counted again, and the first step that is false is false by
-itself. Within a step each stage is checked given what went into it.
+Every step is compared with a step of the reference that starts from the trace's own state. So
+nothing that rounding did in earlier steps is counted again, and the first mismatch arises in its
+own step. Within a step each stage is checked given what went into it.
 """
 
 import collections
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from app.verification.arithmetic import REDUCED_PRECISIONS
-from app.verification.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement, relative_error
+from app.verification.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement, Where, relative_error
 from app.verification.reference import Arrays, Reference, ShardResult
 from app.verification.tolerance import SummationSample, with_limits
 from app.verification.trace import Trace, hash_examples
@@ -24,12 +24,12 @@ _ROUNDINGS_OF_AN_UPDATE = 8  # SGD with Nesterov's momentum and decay rounds as 
 
 
 class TraceChecker:
-    """Holds traces against the reference.
+    """Compares traces with the reference.
 
     Args:
         reference64: in float64, which stands for the exact result.
         reference32: in float32, whose orders of summation show what rounding does.
-        communication_dtype: "float32" or "bfloat16", in which replicas were to exchange gradients.
+        communication_dtype: "float32" or "bfloat16", the dtype of the gradient all-reduce.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TraceChecker:
             on_step: called after each step.
         """
         measurements = list(self._initial(trace))
-        samples = []
+        samples: list[SummationSample] = []
         for step, (images, labels) in zip(range(1, trace.num_steps + 1), batches, strict=False):
             before = state_before(trace, step)
             shards, wrong = find_shards(trace, step, images, labels)
@@ -66,7 +66,7 @@ class TraceChecker:
                 for replica_id, count in enumerate(wrong)
             ]
             samples += self._computed(trace, step, before, images, labels, shards)
-            measurements += self._all_reduced(trace, step)
+            measurements += self._summed(trace, step)
             measurements += self._updated(trace, step, before)
             measurements += _replica_agreement(trace, step)
             measurements += _averaged(trace, step)
@@ -82,26 +82,41 @@ class TraceChecker:
                     expected = self.reference32.initial_state[tensor]
                     yield Measurement.of((0, kind, tensor, replica_id), actual, expected)
 
-    def _computed(self, trace, step, before, images, labels, shards) -> Iterator[SummationSample]:
+    def _computed(
+        self,
+        trace: Trace,
+        step: int,
+        before: Arrays,
+        images: np.ndarray,
+        labels: np.ndarray,
+        shards: list[np.ndarray],
+    ) -> Iterator[SummationSample]:
         """Loss, gradients and own statistics, each replica's from the shard that it was given."""
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # float64 takes the other core.
             future = pool.submit(self.reference64.gradients, before, images, labels, shards)
             in_order = self.reference32.gradients(before, images, labels, shards)
             orders = list(self._other_orders(step, before, images, labels, shards))
             exact = future.result()
-        spreads = collections.defaultdict(list)
+        spreads: dict[tuple, list[float]] = collections.defaultdict(list)
         for results in orders:
             for array in _arrays(trace, step):
                 error = relative_error(_pick(results, array), _pick(exact, array))
                 spreads[array].append(error)
         for array in _arrays(trace, step):
-            true, float32 = _pick(exact, array), _pick(in_order, array)
+            expected, float32 = _pick(exact, array), _pick(in_order, array)
             where = (step, *array)
             yield SummationSample(
-                Measurement.of(where, _read(trace, where), true, float32), spreads[array]
+                Measurement.of(where, _read(trace, where), expected, float32), spreads[array]
             )
 
-    def _other_orders(self, step, before, images, labels, shards) -> Iterator[list[ShardResult]]:
+    def _other_orders(
+        self,
+        step: int,
+        before: Arrays,
+        images: np.ndarray,
+        labels: np.ndarray,
+        shards: list[np.ndarray],
+    ) -> Iterator[list[ShardResult]]:
         """Yields what each shard contributes, its examples added in one order after another."""
         generator = np.random.default_rng(step)
         for num_parts in _ORDERS:
@@ -112,7 +127,7 @@ class TraceChecker:
             )
             yield [_sum_of_parts([results.pop(0) for part in s if len(part)]) for s in parts]
 
-    def _all_reduced(self, trace: Trace, step: int) -> Iterator[Measurement]:
+    def _summed(self, trace: Trace, step: int) -> Iterator[Measurement]:
         """The sums that each replica got, against the gradients that were sent.
 
         Adding R numbers in any order rounds R − 1 times: the error of an element is at most
@@ -120,7 +135,7 @@ class TraceChecker:
         Stability of Numerical Algorithms", section 4.2). In a reduced precision each of them is
         rounded once more before.
         """
-        unit, cast = UNIT_ROUNDOFF, 0
+        unit, cast = float(UNIT_ROUNDOFF), 0
         if self._communication_dtype != "float32" and trace.num_replicas > 1:
             unit, cast = REDUCED_PRECISIONS[self._communication_dtype][1], 1
         for tensor in trace.tensors(step, "sums"):
@@ -147,16 +162,17 @@ class TraceChecker:
         )
         for kind in ("slots", "weights", "updates"):
             for tensor in trace.tensors(step, kind):
-                true, rounded, old = (x[tensor] for x in (exact, float32, before))
+                expected, rounded, old = (x[tensor] for x in (exact, float32, before))
                 if kind == "updates":
-                    true, rounded = true - old.astype(np.float64), rounded - old.astype(np.float64)
+                    old64 = old.astype(np.float64)
+                    expected, rounded = expected - old64, rounded - old64
                 error = np.max(np.abs(float32[tensor] - exact[tensor]))
                 magnitude = np.abs(old) + np.abs(exact[tensor])
                 bound = _ROUNDINGS_OF_AN_UPDATE * (UNIT_ROUNDOFF * magnitude + error) + SMALLEST
                 for replica_id in trace.replicas(step, kind, tensor):
                     actual = trace.read(step, kind, replica_id, tensor)
                     where = (step, kind, tensor, replica_id)
-                    yield Measurement.bounded(where, actual, true, rounded, bound)
+                    yield Measurement.bounded(where, actual, expected, rounded, bound)
 
 
 def _arrays(trace: Trace, step: int) -> list[tuple[str, str, int]]:
@@ -177,7 +193,7 @@ def _pick(results: list[ShardResult], array: tuple[str, str, int]) -> np.ndarray
     return (result.gradients if kind == "gradients" else result.statistics)[tensor]
 
 
-def _read(trace: Trace, where: tuple[int, str, str, int]) -> np.ndarray:
+def _read(trace: Trace, where: Where) -> np.ndarray:
     step, kind, tensor, replica_id = where
     return trace.read(step, kind, replica_id, tensor)
 
@@ -202,7 +218,7 @@ def find_shards(
         For each replica, its rows, in its order; and how many of its examples are wrong: of another
         batch, or given out before. Where any is wrong the rows are those of an even cut.
     """
-    rows_of = collections.defaultdict(collections.deque)
+    rows_of: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
     for row, example in enumerate(hash_examples(images, labels)):
         rows_of[int(example)].append(row)
     shards, wrong = [], []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from app.verification.difference import Difference
+from app.verification.measurement import Where
 from app.verification.trace import KINDS, Trace
 
 
@@ -67,25 +68,25 @@ def _in_common(first: Trace, second: Trace, step: int, kind: str, tensor: str) -
     if kind not in _OF_A_REPLICA:
         replicas = {r for trace in traces for r in trace.replicas(step, kind, tensor)}
     elif first.num_replicas == second.num_replicas:
-        replicas = range(first.num_replicas)
+        replicas = set(range(first.num_replicas))
     else:
-        replicas = []
+        replicas = set()
         if kind == "loss":
             yield 0, *(_total(trace, step) for trace in traces)
     for replica_id in sorted(replicas):
         yield replica_id, *(trace.read(step, kind, replica_id, tensor) for trace in traces)
 
 
-def _difference(where: tuple, a: np.ndarray, b: np.ndarray) -> PairDifference:
+def _difference(where: Where, a: np.ndarray, b: np.ndarray) -> PairDifference:
     if a.tobytes() == b.tobytes():
         return PairDifference(*where, 0.0, 0.0, 0, identical=True)
     if where[1] == "examples":
         wrong = int(np.sum(a != b)) if a.shape == b.shape else max(len(a), len(b))
         return PairDifference(*where, float(wrong), wrong / max(1, len(a)), 0, identical=False)
-    difference = Difference.between(a, b)
-    return PairDifference(*where, **dataclasses.asdict(difference), identical=False)
+    apart = Difference.between(a, b)
+    return PairDifference(*where, apart.absolute, apart.relative, apart.ulps, identical=False)
 
 
 def _total(trace: Trace, step: int) -> np.ndarray:
     parts = [trace.read(step, "loss", r, "loss") for r in range(trace.num_replicas)]
-    return np.sum(parts, axis=0, dtype=np.float64)
+    return np.asarray(np.sum(parts, axis=0, dtype=np.float64))

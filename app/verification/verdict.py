@@ -38,16 +38,16 @@ class Finding:
     where: str
     text: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.cause.replace('_', ' ')}, {self.where}: {self.text}"
 
 
 @dataclasses.dataclass(frozen=True)
 class StrategyVerdict:
-    """What became of one training when it was held against the reference.
+    """What the comparison of one training with the reference found.
 
     Attributes:
-        strategy: its name.
+        strategy: name of the strategy.
         measurements: of every array of every step.
         first_mismatch: the first one out of tolerance, None where there is none.
         diagnosis: why, None likewise.
@@ -69,15 +69,16 @@ class StrategyVerdict:
         return IDENTICAL if exact else EQUAL
 
     @property
-    def holds(self) -> bool:
-        """Whether nothing at all was found."""
+    def passed(self) -> bool:
+        """Whether there is neither a mismatch nor a straggler."""
         return not (self.first_mismatch or self.straggler)
 
     def findings(self) -> list[Finding]:
         """Returns everything that was found."""
         found = []
-        if self.first_mismatch:
-            found.append(Finding(self.diagnosis.cause, self._where(), self.diagnosis.text))
+        if self.first_mismatch and self.diagnosis:
+            where = self._where(self.first_mismatch)
+            found.append(Finding(self.diagnosis.cause, where, self.diagnosis.text))
         if self.straggler:
             late = self.straggler
             found.append(
@@ -90,9 +91,8 @@ class StrategyVerdict:
             )
         return found
 
-    def _where(self) -> str:
-        """Says where the first false array is, and by how much it is off."""
-        first = self.first_mismatch
+    def _where(self, first: Measurement) -> str:
+        """Returns where the first mismatch is, and how large it is."""
         if first.kind == "examples":
             return (
                 f"first at step {first.step}, examples of replica {first.replica_id}:"
@@ -134,7 +134,7 @@ class PairVerdict:
     def of(
         cls, first: StrategyVerdict, second: StrategyVerdict, differences: Sequence[PairDifference]
     ) -> "PairVerdict":
-        """Judges two trainings by their proofs and what sets them apart."""
+        """Compares two trainings by their verdicts and their differences."""
         if all(difference.identical for difference in differences):
             outcome = IDENTICAL
         else:

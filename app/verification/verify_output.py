@@ -20,59 +20,55 @@ def write_record(
     path: pathlib.Path,
     config: VerifyConfig,
     recorded: Mapping[str, Recorded],
-    strategy_verdicts: Mapping[str, StrategyVerdict],
-    verdicts: Sequence[PairVerdict],
+    verdict_of: Mapping[str, StrategyVerdict],
+    pair_verdicts: Sequence[PairVerdict],
 ) -> None:
     """Writes `verify.json`: everything that was measured."""
     first = next(iter(recorded.values()))
-    write_json(
-        path / VERIFY_FILE,
-        {
-            "command": "verify",
-            "injected_fault": str(config.fault or ""),
-            "model": config.model,
-            "recipe": config.recipe,
-            "global_batch_size": config.global_batch_size,
-            "learning_rate": first.learning_rate,
-            "seed": config.seed,
-            "steps": config.steps,
-            "batch_norm": config.batch_norm,
-            "dataset": first.dataset,
-            "dataset_sha256": first.dataset_sha256,
-            "num_train_examples": first.num_train_examples,
-            "precision": config.precision,
-            "tf32": False,
-            "versions": first.versions,
-            "kinds": KINDS,
-            "strategies": {
-                name: {
-                    "devices": run.devices,
-                    "simulated_devices": run.simulated_devices,
-                    "outcome": "is the reference"
-                    if run.is_reference
-                    else strategy_verdicts[name].outcome,
-                    "findings": [
-                        dataclasses.asdict(finding)
-                        for finding in strategy_verdicts[name].findings()
-                    ],
-                    "first_mismatch": strategy_verdicts[name].first_mismatch
-                    and dataclasses.asdict(strategy_verdicts[name].first_mismatch),
-                    "effect_of_shards": run.effect_of_shards,
-                    "send_sec": run.send_sec,
-                    "measurements": _as_table(strategy_verdicts[name].measurements),
-                }
-                for name, run in recorded.items()
-            },
-            "pairs": [
-                {
-                    "strategies": verdict.strategies,
-                    "outcome": verdict.outcome,
-                    "differences": _as_table(verdict.differences),
-                }
-                for verdict in verdicts
-            ],
+    record = {
+        "command": "verify",
+        "injected_fault": str(config.fault or ""),
+        "model": config.model,
+        "recipe": config.recipe,
+        "global_batch_size": config.global_batch_size,
+        "learning_rate": first.learning_rate,
+        "seed": config.seed,
+        "steps": config.steps,
+        "batch_norm": config.batch_norm,
+        "dataset": first.dataset,
+        "dataset_sha256": first.dataset_sha256,
+        "num_train_examples": first.num_train_examples,
+        "precision": config.precision,
+        "tf32": False,
+        "versions": first.versions,
+        "kinds": KINDS,
+        "strategies": {
+            name: _strategy_record(run, verdict_of[name]) for name, run in recorded.items()
         },
-    )
+        "pairs": [
+            {
+                "strategies": pair.strategies,
+                "outcome": pair.outcome,
+                "differences": _as_table(pair.differences),
+            }
+            for pair in pair_verdicts
+        ],
+    }
+    write_json(path / VERIFY_FILE, record)
+
+
+def _strategy_record(run: Recorded, verdict: StrategyVerdict) -> dict:
+    first = verdict.first_mismatch
+    return {
+        "devices": run.devices,
+        "simulated_devices": run.simulated_devices,
+        "outcome": "is the reference" if run.is_reference else verdict.outcome,
+        "findings": [dataclasses.asdict(finding) for finding in verdict.findings()],
+        "first_mismatch": dataclasses.asdict(first) if first else None,
+        "effect_of_shards": run.effect_of_shards,
+        "send_sec": run.send_sec,
+        "measurements": _as_table(verdict.measurements),
+    }
 
 
 def _as_table(rows: Sequence) -> dict[str, list]:
@@ -88,10 +84,38 @@ def _as_table(rows: Sequence) -> dict[str, list]:
 def print_report(
     config: VerifyConfig,
     recorded: Mapping[str, Recorded],
-    strategy_verdicts: Mapping[str, StrategyVerdict],
-    verdicts: Sequence[PairVerdict],
+    verdict_of: Mapping[str, StrategyVerdict],
+    pair_verdicts: Sequence[PairVerdict],
 ) -> None:
-    """Prints the verdicts, what they rest on, and the cause of what is false."""
+    """Prints the verdicts, what they rest on, and the cause of each finding."""
+    _print_setup(config, recorded)
+    if pair_verdicts:
+        console.say()
+        console.print_table(
+            f"Side by side: how far apart after {console.count(config.steps, 'step')}",
+            ["pair", "verdict", "apart by", "relative", "ULPs", "in"],
+            [_pair_row(pair) for pair in pair_verdicts],
+        )
+        console.say("apart: what rounding has grown to; the verdict rests on the single steps")
+    console.say()
+    console.print_table(
+        "Each step against one device in float64, from the same state: the largest difference",
+        ["strategy", "what", "difference", "relative", "ULPs", "allowed", "from float32"],
+        [row for group in _groups(verdict_of.values()) for row in _group_rows(group)],
+    )
+    console.say("allowed: how far rounding can carry it, computed for every array")
+    console.say("from float32: the largest difference from one device in float32; 0: the same bits")
+    for name, verdict in verdict_of.items():
+        what = "is DIFFERENT" if verdict.first_mismatch else "has a STRAGGLER"
+        for finding in verdict.findings():
+            console.say()
+            console.say(f"{name} {what}: {finding.cause.replace('_', ' ')}")
+            console.say(f"  where  {finding.where}")
+            console.say(f"  why    {finding.text}")
+
+
+def _print_setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> None:
+    """Prints what was trained, and with which caveats."""
     first = next(iter(recorded.values()))
     num_replicas = max(len(run.devices) for run in recorded.values())
     console.say(
@@ -112,62 +136,37 @@ def print_report(
             f" `train --strategy=single` has it, the first gradient is"
             f" {single.effect_of_shards:.1%} apart: another training by design, not a fault"
         )
-    if verdicts:
-        console.say()
-        console.print_table(
-            f"Side by side: how far apart after {console.count(config.steps, 'step')}",
-            ["pair", "verdict", "apart by", "relative", "ULPs", "in"],
-            [_pair_row(verdict) for verdict in verdicts],
-        )
-        console.say("apart: what rounding has grown to; the verdict rests on the single steps")
-    console.say()
-    console.print_table(
-        "Each step against one device in float64, from the same state: the largest difference",
-        ["strategy", "what", "difference", "relative", "ULPs", "allowed", "from float32"],
-        [row for group in _groups(strategy_verdicts.values()) for row in _verdict_rows(group)],
-    )
-    console.say("allowed: how far rounding can carry it, computed for every array")
-    console.say("from float32: the largest difference from one device in float32; 0: the same bits")
-    for strategy_verdict in strategy_verdicts.values():
-        for finding in strategy_verdict.findings():
-            what = "DIFFERENT" if strategy_verdict.first_mismatch else "HELD UP"
-            console.say()
-            console.say(f"{strategy_verdict.strategy} is {what}: {finding.cause.replace('_', ' ')}")
-            console.say(f"  where  {finding.where}")
-            console.say(f"  why    {finding.text}")
 
 
 def conclusions(
     config: VerifyConfig,
-    strategy_verdicts: Mapping[str, StrategyVerdict],
-    verdicts: Sequence[PairVerdict],
+    verdict_of: Mapping[str, StrategyVerdict],
+    pair_verdicts: Sequence[PairVerdict],
 ) -> list[str]:
-    """Returns the verdict in a few words, and what a fault lab has to admit."""
-    lines = [f"{' and '.join(v.strategies)}: {v.outcome}" for v in verdicts]
-    if not verdicts:
+    """Returns the verdicts in one line each, and whether an injected fault was not found."""
+    lines = [f"{' and '.join(pair.strategies)}: {pair.outcome}" for pair in pair_verdicts]
+    if not pair_verdicts:
         steps = console.count(config.steps, "step")
         lines = [
-            f"{name}: {steps}, {strategy_verdict.outcome} against one device"
-            + (" in float32" if strategy_verdict.outcome == IDENTICAL else "")
-            for name, strategy_verdict in strategy_verdicts.items()
+            f"{name}: {steps}, {verdict.outcome} against one device"
+            + (" in float32" if verdict.outcome == IDENTICAL else "")
+            for name, verdict in verdict_of.items()
         ]
-    if config.fault and all(
-        strategy_verdict.holds for strategy_verdict in strategy_verdicts.values()
-    ):
+    if config.fault and all(verdict.passed for verdict in verdict_of.values()):
         lines.append(
             f"the injected fault was not found: {config.fault} makes too little difference here"
         )
     return lines
 
 
-def _pair_row(verdict: PairVerdict) -> list[str]:
-    name = " – ".join(verdict.strategies)
-    if verdict.outcome == IDENTICAL:
-        return [name, verdict.outcome, "0", "0", "0", "everything"]
-    worst = verdict.farthest_in_the_end()
+def _pair_row(pair: PairVerdict) -> list[str]:
+    name = " – ".join(pair.strategies)
+    if pair.outcome == IDENTICAL:
+        return [name, pair.outcome, "0", "0", "0", "everything"]
+    worst = pair.farthest_in_the_end()
     return [
         name,
-        verdict.outcome,
+        pair.outcome,
         f"{worst.absolute:.2g}",
         f"{worst.relative:.2g}",
         _ulps(worst.ulps),
@@ -175,29 +174,27 @@ def _pair_row(verdict: PairVerdict) -> list[str]:
     ]
 
 
-def _groups(strategy_verdicts: Iterable[StrategyVerdict]) -> list[list[StrategyVerdict]]:
+def _groups(verdicts: Iterable[StrategyVerdict]) -> list[list[StrategyVerdict]]:
     """Puts trainings together that hold the same bits: they share their measurements."""
     groups: list[list[StrategyVerdict]] = []
-    for strategy_verdict in strategy_verdicts:
-        same = (group for group in groups if group[0].measurements is strategy_verdict.measurements)
+    for verdict in verdicts:
+        same = (group for group in groups if group[0].measurements is verdict.measurements)
         group = next(same, None)
         if group:
-            group.append(strategy_verdict)
+            group.append(verdict)
         else:
-            groups.append([strategy_verdict])
+            groups.append([verdict])
     return groups
 
 
-def _verdict_rows(group: Sequence[StrategyVerdict]) -> list[list[str]]:
-    strategy_verdict, name, rows = (
-        group[0],
-        " = ".join(strategy_verdict.strategy for strategy_verdict in group),
-        [],
-    )
+def _group_rows(group: Sequence[StrategyVerdict]) -> list[list[str]]:
+    """Returns a row for each kind of array that the trainings of a group computed."""
+    name = " = ".join(verdict.strategy for verdict in group)
+    rows: list[list[str]] = []
     for kind in KINDS:
-        measured = [m for m in strategy_verdict.measurements if m.kind == kind]
+        measured = [m for m in group[0].measurements if m.kind == kind]
         if kind in ("examples", "agreement"):
-            measured = [m for m in measured if not m.holds]
+            measured = [m for m in measured if not m.within_tolerance]
         if measured:
             rows.append(_kind_row(name if not rows else "", kind, measured))
     return rows
@@ -205,12 +202,12 @@ def _verdict_rows(group: Sequence[StrategyVerdict]) -> list[list[str]]:
 
 def _kind_row(name: str, kind: str, measured: Sequence[Measurement]) -> list[str]:
     """Shows the array that is nearest to what is allowed, or farthest beyond it."""
-    worst = max(measured, key=lambda m: (not m.holds, m.excess))
+    worst = max(measured, key=lambda m: (not m.within_tolerance, m.excess))
     if kind == "examples":
         return [name, f"✗ {kind}", f"{worst.absolute:.0f} wrong", "", "", "none", ""]
     return [
         name,
-        kind if worst.holds else f"✗ {kind}",
+        kind if worst.within_tolerance else f"✗ {kind}",
         f"{worst.absolute:.2g}",
         f"{worst.relative:.1g}",
         _ulps(worst.ulps),
