@@ -72,7 +72,7 @@ def test_verdicts():
     assert compare("strategy", base, faster).verdict == "slower"
 
 
-def test_every_comparison_that_the_points_allow_is_made_once():
+def test_every_comparison_that_the_cases_allow_is_made_once():
     cases = [
         samples("single"),
         samples("manual", 1),

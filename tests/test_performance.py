@@ -24,7 +24,7 @@ def test_flops_of_lenet():
     assert training_flops_per_example(MODELS["lenet"]()) == LENET_FLOPS
 
 
-def test_points_are_all_combinations_and_single_has_one_device():
+def test_cases_are_all_combinations_and_single_has_one_device():
     config = Config(
         command="benchmark",
         device_counts=(1, 2),
@@ -39,7 +39,7 @@ def test_points_are_all_combinations_and_single_has_one_device():
         create_cases(Config(command="benchmark", global_batch_sizes=(1,)))
 
 
-def test_names_keep_what_tells_points_apart():
+def test_names_keep_what_distinguishes_cases():
     common, short = split_names(["a × 1, lenet, batch 8", "a × 2, lenet, batch 8, 1 core"])
     assert common == "lenet, batch 8"
     assert list(short.values()) == ["a × 1", "a × 2, 1 core"]
@@ -62,7 +62,7 @@ def test_figures_are_drawn_from_the_record_alone(tmp_path):
     assert text.rstrip().endswith("</svg>")
 
 
-def test_a_benchmark_measures_every_point_in_every_round(small_data, tmp_path):
+def test_a_benchmark_measures_every_case_in_every_round(small_data, tmp_path):
     out = tmp_path / "bench"
     result = run_ok(
         "benchmark", "--strategies=single,manual", "--num_devices=2", "--repeats=2",
@@ -85,7 +85,7 @@ def test_a_benchmark_measures_every_point_in_every_round(small_data, tmp_path):
     assert refused.returncode == 4
 
 
-def test_explain_tells_a_step_and_takes_it_apart(small_data, tmp_path):
+def test_explain_profiles_a_step_and_breaks_down_its_time(small_data, tmp_path):
     out = tmp_path / "explained"
     result = run_ok(
         "explain", "--strategy=mirrored", "--num_devices=2", "--repeats=2",

@@ -72,7 +72,7 @@ def test_the_largest_count_is_held_out_and_its_error_told(breakdown):
     assert breakdown.predictions[-1].measured_sec is None
 
 
-def test_the_break_even_batch_is_where_half_of_it_takes_as_long_as_the_exchange(breakdown):
+def test_the_break_even_batch_is_where_half_of_it_takes_as_long_as_the_all_reduce(breakdown):
     batch = breakdown.break_even_batch
     one, two = FIXED + EACH * batch, FIXED + EACH * batch / 2 + all_reduce_sec(2, SIZE)
     assert one == pytest.approx((1 + breakdown.overhead) * two)
