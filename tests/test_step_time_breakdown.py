@@ -57,8 +57,8 @@ def test_the_parts_are_what_was_put_in_and_add_up(breakdown):
 
 
 def test_the_fits_find_the_law(breakdown):
-    assert breakdown.all_reduce.latency_sec == pytest.approx(LATENCY)
-    assert breakdown.all_reduce.sec_per_byte == pytest.approx(PER_BYTE)
+    assert breakdown.all_reduce_model.latency_sec == pytest.approx(LATENCY)
+    assert breakdown.all_reduce_model.sec_per_byte == pytest.approx(PER_BYTE)
     assert breakdown.compute.fixed_sec == pytest.approx(FIXED)
     assert breakdown.compute.example_sec == pytest.approx(EACH)
 
