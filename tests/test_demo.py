@@ -26,7 +26,7 @@ from app.records.history import load_summary
 from app.runtime.errors import ConfigError
 from app.training.training_spec import load_data
 from conftest import CPUS, run_main
-from performance_samples import samples
+from performance_samples import make_sample
 from strategies.collectives import ALL_REDUCE_ALGORITHMS, all_reduce
 
 MANUAL_ALGORITHMS = tuple(ALL_REDUCE_ALGORITHMS)
@@ -157,7 +157,7 @@ def test_many_devices(prepared, data, capsys, monkeypatch):
     def measure(cases, **options):
         found["counts"] = [case.config.num_devices for case in cases]
         secs = (0.1, 0.11, 0.12, 0.11, 0.1)
-        many = [samples("manual", n, secs, simulated=True) for n in found["counts"]]
+        many = [make_sample("manual", n, secs, simulated=True) for n in found["counts"]]
         return dataclasses.make_dataclass("Measured", ["samples"])(many)
 
     monkeypatch.setattr(many_devices, "measure", measure)
@@ -222,7 +222,7 @@ def test_train_has_the_d2l_table_beside_ours(data, capsys, monkeypatch, tmp_path
 
     def measure(cases, **options):
         many = [
-            samples("manual", p.config.num_devices, (1.0,) * 5, simulated=True,
+            make_sample("manual", p.config.num_devices, (1.0,) * 5, simulated=True,
                     model=p.config.model, global_batch_size=p.config.global_batch_size)
             for p in cases
         ]  # fmt: skip

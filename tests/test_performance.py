@@ -13,7 +13,7 @@ from app.report.benchmark_plot import plot_benchmark
 from app.runtime.errors import ConfigError
 from conftest import run_main, run_ok
 from models import MODELS
-from performance_samples import samples
+from performance_samples import make_sample
 
 # Of the layers' shapes: conv1 26·26·9·20, conv2 9·9·25·20·50, then 800·128 and 128·10; twice each
 # for a multiplication and an addition, three passes, and no gradient of the images.
@@ -47,9 +47,9 @@ def test_names_keep_what_distinguishes_cases():
 
 def test_figures_are_drawn_from_the_record_alone(tmp_path):
     cases = [
-        samples("single", 1, (1.0, 1.1, 0.9, 1.0, 1.0)),
-        samples("manual", 2, (0.6, 0.5, 0.7, 0.6, 0.6)),
-        samples("mirrored", 2, (0.6, 0.5, 0.7, 0.6, 0.6), precision="mixed_bfloat16"),
+        make_sample("single", 1, (1.0, 1.1, 0.9, 1.0, 1.0)),
+        make_sample("manual", 2, (0.6, 0.5, 0.7, 0.6, 0.6)),
+        make_sample("mirrored", 2, (0.6, 0.5, 0.7, 0.6, 0.6), precision="mixed_bfloat16"),
     ]
     write_benchmark(tmp_path, Config(), cases, all_comparisons(cases), {"float32": [1e9] * 5})
     record = json.loads((tmp_path / "benchmark.json").read_text())

@@ -9,7 +9,7 @@ from app.config import Config
 from app.performance.plan_output import print_probe, print_training_plan
 from app.performance.training_plan import TrainingPlan
 from conftest import run_ok
-from performance_samples import samples
+from performance_samples import make_sample
 
 
 def plan_of(**options):
@@ -87,7 +87,7 @@ def test_too_little_memory_is_told(monkeypatch):
 
 def test_what_is_printed(lenet, capsys):
     print_training_plan(lenet)
-    print_probe(lenet, samples("manual", 3, [0.1, 0.1, 0.1], simulated=True))
+    print_probe(lenet, make_sample("manual", 3, [0.1, 0.1, 0.1], simulated=True))
     shown = capsys.readouterr().out
     assert "on 3 devices" in shown and "100 images: 34 on 1 device, 33 on 2 devices" in shown
     assert "30 images: 10 on each device" in shown
