@@ -24,7 +24,7 @@ FACTS = Facts(
 )
 
 
-def samples(
+def make_sample(
     strategy="manual",
     num_replicas=1,
     step_secs=(1.0,) * 5,

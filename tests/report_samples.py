@@ -18,7 +18,7 @@ from app.verification.tasks import Recorded
 from app.verification.trace_comparison import PairDifference
 from app.verification.verdict import Diagnosis, PairVerdict, StrategyVerdict
 from app.verification.verify_output import write_record
-from performance_samples import samples
+from performance_samples import make_sample
 from test_records import make_history, make_summary
 
 CPUS = ["/device:CPU:0", "/device:CPU:1"]
@@ -103,7 +103,7 @@ def write_measured_cases(path):
     """Leaves what `benchmark` leaves: two devices half again as fast as one."""
     config = Config.of("benchmark")
     write_config(path, config, command="benchmark")
-    cases = [samples("single", 1, (1.5,) * 5), samples("manual", 2, (1.0,) * 5)]
+    cases = [make_sample("single", 1, (1.5,) * 5), make_sample("manual", 2, (1.0,) * 5)]
     write_benchmark(path, config, cases, all_comparisons(cases), {"float32": [1e9] * 5})
 
 
@@ -135,7 +135,7 @@ def write_explained_step(path):
         "gradient_bytes": 1000, "num_tensors": 8, "learning_rate": 0.2, "update_norm": 0.1,
         "weight_norm": 2.0,
     }  # fmt: skip
-    write_explanation(path, config, step_profile, breakdown, [samples("manual", 2)])
+    write_explanation(path, config, step_profile, breakdown, [make_sample("manual", 2)])
 
 
 def write_everything(folder):

@@ -12,7 +12,7 @@ LINKS = Links(1e9, 1e-3, 1e10)
 SIZE_BYTES = 8e6
 
 
-def test_one_device_exchanges_nothing():
+def test_one_device_has_no_all_reduce():
     assert ring(1, 1, SIZE_BYTES, LINKS) == 0
     assert hierarchical(1, 1, SIZE_BYTES, LINKS) == 0
 
@@ -36,7 +36,7 @@ def test_hierarchical_saves_messages():
     assert hierarchical(2, 4, SIZE_BYTES, LINKS) == pytest.approx(0.00123 + 0.010)
 
 
-def test_a_step_is_compute_and_the_faster_exchange():
+def test_a_step_is_compute_and_the_faster_all_reduce():
     step = predict(
         LinearCost(0.002, 0.0001),
         LINKS,

@@ -77,7 +77,7 @@ def test_compiled_in_buckets_it_is_the_same_sum(algorithm, num_replicas):
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 5, 8])
-def test_all_to_all_adds_in_the_order_of_sum_on_one(num_replicas):
+def test_direct_adds_in_the_order_of_reduce_to_one(num_replicas):
     devices = several_devices(num_replicas)
     generator = np.random.default_rng(0)
     tensors = on_devices(
@@ -99,7 +99,7 @@ def test_every_replica_is_counted_once(num_replicas):
         assert result[0].numpy() == 2**num_replicas - 1
 
 
-def test_the_book_s_example():
+def test_the_d2l_example():
     per_replica_tensors = on_devices(
         [[np.float32([[1, 1]])], [np.float32([[2, 2]])]], devices=CPUS[:2]
     )

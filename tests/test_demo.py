@@ -26,7 +26,7 @@ from app.records.history import load_summary
 from app.runtime.errors import ConfigError
 from app.training.training_spec import load_data
 from conftest import CPUS, run_main
-from performance_samples import samples
+from performance_samples import make_sample
 from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import all_reduce
 
@@ -69,7 +69,7 @@ def cells(output, first):
 
 @pytest.mark.parametrize("algorithm", MANUAL_ALGORITHMS)
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
-def test_the_book_s_tensors_add_up_on_each_device(algorithm, num_devices):
+def test_the_d2l_tensors_add_up_on_each_device(algorithm, num_devices):
     names = CPUS[:num_devices]
     before = allreduce.tensors_to_add(names)
     assert [b.numpy().tolist() for (b,) in before] == [
@@ -92,7 +92,7 @@ def test_allreduce_shows_before_and_after_on_each_device(prepared, capsys):
     assert "simulated devices: timing is not scaling" in output
 
 
-def test_the_book_s_batch_is_cut_into_rows():
+def test_the_d2l_batch_is_cut_into_rows():
     for count, expected in {2: [[0, 1], [2, 3]], 3: [[0, 1], [2], [3]]}.items():
         shards = split_batch.split(Devices(CPUS[:count], simulated=True))
         batch = np.arange(20).reshape(4, 5)
@@ -101,7 +101,7 @@ def test_the_book_s_batch_is_cut_into_rows():
             assert shard.device.endswith(name)
 
 
-def test_split_batch_tells_why_the_count_is_global(prepared, capsys):
+def test_split_batch_shows_why_the_count_is_global(prepared, capsys):
     output = " ".join(run(config_of("split_batch"), capsys).split())
     assert "2 devices: shards of 2, 2" in output and "3 devices: shards of 2, 1, 1" in output
     assert "Their mean is 9.5. The mean of the devices' own means (4.5, 12, 17) is 11.17" in output
@@ -110,7 +110,7 @@ def test_split_batch_tells_why_the_count_is_global(prepared, capsys):
     assert "is 9.5: right only because these shards are equal" in four
 
 
-def test_weights_agree_after_the_update_and_gradients_before_do_not(prepared, data):
+def test_weights_are_equal_after_the_update_and_gradients_before_are_not(prepared, data):
     training = demo_setup.training(config_of("replicate", **data))
     dataset = load_data(training)
     spec, strategy, iterator = demo_setup.create(training, demo_setup.first(prepared, 3), dataset)
@@ -158,7 +158,7 @@ def test_many_devices(prepared, data, capsys, monkeypatch):
     def measure(cases, **options):
         found["counts"] = [case.config.num_devices for case in cases]
         secs = (0.1, 0.11, 0.12, 0.11, 0.1)
-        many = [samples("manual", n, secs, simulated=True) for n in found["counts"]]
+        many = [make_sample("manual", n, secs, simulated=True) for n in found["counts"]]
         return dataclasses.make_dataclass("Measured", ["samples"])(many)
 
     monkeypatch.setattr(many_devices, "measure", measure)
@@ -207,7 +207,7 @@ def test_order_finds_a_number_with_two_sums():
     assert order.find_order_dependent_element([[np.ones(3, np.float32)]] * 3) is None
 
 
-def test_order_tells_equal_orders_from_others(data, capfd):
+def test_order_distinguishes_equal_orders_from_others(data, capfd):
     """In a process of its own, as ever: collectives of four devices would break those of others."""
     demo.run(config_of("order", device="cpu", **data))
     output = capfd.readouterr().out
@@ -217,13 +217,13 @@ def test_order_tells_equal_orders_from_others(data, capfd):
     assert {"manual tree", "manual ring", "mirrored ring"} == set(rows) - same
 
 
-def test_train_has_the_book_s_table_beside_ours(data, capsys, monkeypatch, tmp_path):
+def test_train_has_the_d2l_table_beside_ours(data, capsys, monkeypatch, tmp_path):
     """Real trainings, each a child; the speed of both models is made up here."""
     monkeypatch.chdir(tmp_path)
 
     def measure(cases, **options):
         many = [
-            samples("manual", p.config.num_devices, (1.0,) * 5, simulated=True,
+            make_sample("manual", p.config.num_devices, (1.0,) * 5, simulated=True,
                     model=p.config.model, global_batch_size=p.config.global_batch_size)
             for p in cases
         ]  # fmt: skip

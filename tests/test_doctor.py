@@ -73,7 +73,7 @@ def test_python(version, state):
     assert check_python(version).state == state
 
 
-def test_packages_are_held_against_their_pins(tmp_path):
+def test_packages_are_compared_with_their_pins(tmp_path):
     pins = "# what is needed\n-r other.txt\nright==1.2\nextra[all]==3 ; python_version > '3'\n"
     path = tmp_path / "requirements.txt"
     path.write_text(pins + "older==2.0\nabsent==0.1\n")
@@ -449,7 +449,7 @@ def test_cluster():
 # TensorFlow, devices and the exchange, in a process of its own
 
 
-def test_an_exchange_that_hangs_is_ended_and_the_others_are_tried(monkeypatch):
+def test_an_all_reduce_that_hangs_is_ended_and_the_others_are_tried(monkeypatch):
     monkeypatch.setattr(examination, "TIMEOUT_SEC", 5.0)
     found = examine(CONFIG, ("manual", "mirrored"), process_functions.hang_in_all_reduce)
     hung, fine = check_all_reduce(found)
@@ -479,7 +479,7 @@ def test_whatever_ends_it_is_told(monkeypatch, function, told):
     assert check_all_reduce(found) == []
 
 
-def test_one_replica_exchanges_nothing():
+def test_one_replica_has_no_all_reduce():
     one = DevicesSeen(("/device:CPU:0",), ("",), False, 0)
     (check,) = check_all_reduce(findings(devices=one, self_tests={}))
     assert check.state == NOTE and "nothing is exchanged" in check.value

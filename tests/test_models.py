@@ -59,7 +59,7 @@ def test_layers_of_one_shape_start_from_different_numbers():
     assert len({kernel.tobytes() for kernel in kernels}) == 4
 
 
-def test_d2l_starts_as_the_book_does():
+def test_d2l_initial_weights():
     model = find_recipe("d2l", "lenet").build_model(load_model_builder("lenet"), 0)
     kernel = next(v for v in model.variables if v.path.endswith("hidden/kernel")).numpy()
     assert abs(kernel.mean()) < 1e-4 and abs(kernel.std() - 0.01) < 1e-4

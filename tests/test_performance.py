@@ -13,7 +13,7 @@ from app.report.benchmark_plot import plot_benchmark
 from app.runtime.errors import ConfigError
 from conftest import run_main, run_ok
 from models import load_model_builder
-from performance_samples import samples
+from performance_samples import make_sample
 
 # Of the layers' shapes: conv1 26·26·9·20, conv2 9·9·25·20·50, then 800·128 and 128·10; twice each
 # for a multiplication and an addition, three passes, and no gradient of the images.
@@ -24,7 +24,7 @@ def test_flops_of_lenet():
     assert training_flops_per_example(load_model_builder("lenet")()) == LENET_FLOPS
 
 
-def test_points_are_all_combinations_and_single_has_one_device():
+def test_cases_are_all_combinations_and_single_has_one_device():
     config = Config.of(
         "benchmark",
         num_devices=(1, 2),
@@ -39,7 +39,7 @@ def test_points_are_all_combinations_and_single_has_one_device():
         create_cases(Config.of("benchmark", global_batch_size=(1,)))
 
 
-def test_names_keep_what_tells_points_apart():
+def test_names_keep_what_distinguishes_cases():
     common, short = split_names(["a × 1, lenet, batch 8", "a × 2, lenet, batch 8, 1 core"])
     assert common == "lenet, batch 8"
     assert list(short.values()) == ["a × 1", "a × 2, 1 core"]
@@ -47,9 +47,9 @@ def test_names_keep_what_tells_points_apart():
 
 def test_figures_are_drawn_from_the_record_alone(tmp_path):
     cases = [
-        samples("single", 1, (1.0, 1.1, 0.9, 1.0, 1.0)),
-        samples("manual", 2, (0.6, 0.5, 0.7, 0.6, 0.6)),
-        samples("mirrored", 2, (0.6, 0.5, 0.7, 0.6, 0.6), precision="mixed_bfloat16"),
+        make_sample("single", 1, (1.0, 1.1, 0.9, 1.0, 1.0)),
+        make_sample("manual", 2, (0.6, 0.5, 0.7, 0.6, 0.6)),
+        make_sample("mirrored", 2, (0.6, 0.5, 0.7, 0.6, 0.6), precision="mixed_bfloat16"),
     ]
     write_benchmark(tmp_path, Config.of(), cases, all_comparisons(cases), {"float32": [1e9] * 5})
     record = json.loads((tmp_path / "benchmark.json").read_text())
@@ -62,7 +62,7 @@ def test_figures_are_drawn_from_the_record_alone(tmp_path):
     assert text.rstrip().endswith("</svg>")
 
 
-def test_a_benchmark_measures_every_point_in_every_round(small_data, tmp_path):
+def test_a_benchmark_measures_every_case_in_every_round(small_data, tmp_path):
     out = tmp_path / "bench"
     result = run_ok(
         "benchmark", "--strategies=single,manual", "--num_devices=2", "--repeats=2",
@@ -85,7 +85,7 @@ def test_a_benchmark_measures_every_point_in_every_round(small_data, tmp_path):
     assert refused.returncode == 4
 
 
-def test_explain_tells_a_step_and_takes_it_apart(small_data, tmp_path):
+def test_explain_profiles_a_step_and_breaks_down_its_time(small_data, tmp_path):
     out = tmp_path / "explained"
     result = run_ok(
         "explain", "--strategy=mirrored", "--num_devices=2", "--repeats=2",

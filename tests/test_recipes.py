@@ -9,7 +9,7 @@ from app.training.recipes import RECIPES, find_recipe
 from models import load_model_builder
 
 
-def test_d2l_is_plain_sgd_with_the_book_s_rates():
+def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
     for model, size, rate in [("lenet", 256, 0.2), ("resnet18", 256, 0.1), ("resnet18", 512, 0.2)]:
         recipe = find_recipe("d2l", model)
         assert recipe.learning_rate(global_batch_size=size, num_steps=1) == rate
@@ -33,7 +33,7 @@ def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
     assert rates[-1] == pytest.approx(0, abs=1e-7)
 
 
-def test_an_unnamed_model_has_a_rate():
+def test_an_unnamed_model_has_a_learning_rate():
     for name in RECIPES:
         recipe = find_recipe(name, "a_new_model")
         assert recipe.learning_rate(global_batch_size=256, num_steps=10) > 0
@@ -58,7 +58,7 @@ def test_a_short_run_of_fast_rises_less_high():
     assert rate(40) == pytest.approx(0.04)
 
 
-def test_the_rate_that_is_told_is_that_of_the_last_step():
+def test_the_reported_learning_rate_is_that_of_the_last_step():
     optimizer = RECIPES["fast"]["lenet"].create_optimizer(0.2, 1000)
     weight = keras.Variable([1.0])
     optimizer.build([weight])

@@ -98,7 +98,7 @@ class TestHistory:
         with pytest.raises(OutputError, match="test_accuracy is 'high'"):
             histories.load_summary(tmp_path)
 
-    def test_the_last_line_is_the_book_s(self):
+    def test_the_last_line_is_that_of_d2l(self):
         assert make_summary().last_line() == (
             "test acc: 0.84, 2.5 sec/epoch on ['/device:CPU:0', '/device:CPU:1']"
         )

@@ -56,7 +56,7 @@ class FaultyStrategy(ManualStrategy):
 
 
 @pytest.mark.parametrize("counts", itertools.product((0, 1, 2), repeat=3))
-def test_the_probe_tells_every_case_apart(counts):
+def test_the_self_test_distinguishes_every_case(counts):
     strategy = FaultyStrategy(CPUS[:3])
     strategy.counts, strategy.where = counts, 1
     strategy.build(seeded(small_network), sgd)
@@ -75,7 +75,7 @@ def test_the_probe_tells_every_case_apart(counts):
         assert (f"replica {replicas} was {what}" in text) == bool(replicas)
 
 
-def test_a_mean_is_told_from_a_sum():
+def test_a_mean_is_distinguished_from_a_sum():
     assert "a mean in place of the sum" in explain(np.array([0.5, 0.5, 1.5]), 0, 2)
 
 

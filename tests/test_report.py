@@ -148,7 +148,7 @@ def test_weights_verdicts_and_what_sets_a_pair_apart(page):
     assert list(same) == ["compared/manual, compared/mirrored"]
 
 
-def test_a_verification_with_its_first_false_step(page):
+def test_a_verification_with_its_first_mismatch(page):
     outcomes = page.rows(AGAIN)  # The last one: that with a fault.
     assert outcomes["mirrored"]["each step made again"] == "bit-identical"
     row = outcomes["manual"]
@@ -164,7 +164,7 @@ def test_a_verification_with_its_first_false_step(page):
     assert shares["2"]["gradients after the all-reduce"] == "0.25"
 
 
-def test_speed_of_runs_points_and_parts(everything, page):
+def test_speed_of_runs_cases_and_parts(everything, page):
     rates = page.rows("Throughput of each point")
     record = json.loads((everything / "measured" / "benchmark.json").read_text())
     for case in record["cases"]:

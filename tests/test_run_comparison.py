@@ -19,7 +19,7 @@ def changed(name, index, value):
     return {**STATE, name: array}
 
 
-def test_the_same_bits_are_identical_and_slots_do_not_count():
+def test_the_same_bits_are_identical_and_optimizer_state_does_not_count():
     other = {**STATE, "optimizer/iteration": np.array(8)}
     assert WeightDifference.between(STATE, other).identical
 

@@ -3,7 +3,7 @@
 from soak import Soak
 
 
-def test_a_job_that_is_cut_off_again_and_again_ends_with_the_same_weights(tmp_path):
+def test_a_training_that_is_interrupted_again_and_again_ends_with_the_same_weights(tmp_path):
     soak = Soak(tmp_path, seed=3)
     told = [soak.cycle() for _ in range(5)]
     soak.finish()

@@ -41,7 +41,7 @@ def last_state(images, name, num_replicas, build=small_network, **options):
 
 
 @pytest.mark.parametrize(("name", "all_reduce", "bucket_mib"), ALL_REDUCES)
-def test_every_exchange_is_the_same_training(images, name, all_reduce, bucket_mib):
+def test_every_all_reduce_is_the_same_training(images, name, all_reduce, bucket_mib):
     expected = last_state(images, "manual", 3)
     state = last_state(images, name, 3, all_reduce=all_reduce, bucket_mib=bucket_mib)
     if all_reduce in ("reduce_to_one", "direct"):  # They add in the same order.
@@ -51,7 +51,7 @@ def test_every_exchange_is_the_same_training(images, name, all_reduce, bucket_mi
 
 
 @pytest.mark.parametrize("name", ["manual", "mirrored"])
-def test_an_exchange_in_bfloat16_rounds_as_bfloat16_does(images, name):
+def test_an_all_reduce_in_bfloat16_rounds_as_bfloat16_does(images, name):
     exact = last_state(images, name, 3)
     reduced = last_state(images, name, 3, communication_dtype="bfloat16", bucket_mib=1)
     with pytest.raises(AssertionError):

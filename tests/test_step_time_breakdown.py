@@ -6,7 +6,7 @@ from app.config import Config
 from app.performance.all_reduce_model import AllReduceModel, AllReduceTime, LinearCost
 from app.performance.rounds import Measured
 from app.performance.step_time_breakdown import Design, break_down_step
-from performance_samples import samples
+from performance_samples import make_sample
 
 FIXED, EACH, INPUT, LATENCY, PER_BYTE = 2e-3, 1e-4, 1e-3, 5e-5, 1e-9
 SIZE, BATCH = 1_000_000, 240
@@ -30,11 +30,11 @@ def breakdown():
     design = Design.of(config, simulated=False)
     full = {"global_batch_size": BATCH, "gradient_bytes": SIZE}
     cases = [
-        *(samples("manual", n, [step_sec(n)] * 3, **full) for n in (2, 3, 4)),
-        samples("manual", 2, [step_sec(2) - all_reduce_sec(2, SIZE)] * 3, **full),
-        samples("manual", 2, [step_sec(2) - INPUT] * 3, **full),
+        *(make_sample("manual", n, [step_sec(n)] * 3, **full) for n in (2, 3, 4)),
+        make_sample("manual", 2, [step_sec(2) - all_reduce_sec(2, SIZE)] * 3, **full),
+        make_sample("manual", 2, [step_sec(2) - INPUT] * 3, **full),
         *(
-            samples("single", 1, [alone_sec(n)] * 3, global_batch_size=BATCH // n)
+            make_sample("single", 1, [alone_sec(n)] * 3, global_batch_size=BATCH // n)
             for n in (1, 2, 3)
         ),
     ]
@@ -57,8 +57,8 @@ def test_the_parts_are_what_was_put_in_and_add_up(breakdown):
 
 
 def test_the_fits_find_the_law(breakdown):
-    assert breakdown.all_reduce.latency_sec == pytest.approx(LATENCY)
-    assert breakdown.all_reduce.sec_per_byte == pytest.approx(PER_BYTE)
+    assert breakdown.all_reduce_model.latency_sec == pytest.approx(LATENCY)
+    assert breakdown.all_reduce_model.sec_per_byte == pytest.approx(PER_BYTE)
     assert breakdown.compute.fixed_sec == pytest.approx(FIXED)
     assert breakdown.compute.example_sec == pytest.approx(EACH)
 
@@ -72,7 +72,7 @@ def test_the_largest_count_is_held_out_and_its_error_told(breakdown):
     assert breakdown.predictions[-1].measured_sec is None
 
 
-def test_the_break_even_batch_is_where_half_of_it_takes_as_long_as_the_exchange(breakdown):
+def test_the_break_even_batch_is_where_half_of_it_takes_as_long_as_the_all_reduce(breakdown):
     batch = breakdown.break_even_batch
     one, two = FIXED + EACH * batch, FIXED + EACH * batch / 2 + all_reduce_sec(2, SIZE)
     assert one == pytest.approx((1 + breakdown.overhead) * two)
@@ -120,7 +120,7 @@ def test_a_replica_by_itself_has_its_own_cores_and_no_input(monkeypatch):
 def test_with_fewer_than_three_numbers_of_devices_nothing_is_held_out(counts):
     config = Config.of("explain", num_devices=counts, global_batch_size=BATCH)
     design = Design.of(config, simulated=False)
-    cases = [samples(p.config.strategy, p.config.num_devices or 1) for p in design.cases]
+    cases = [make_sample(p.config.strategy, p.config.num_devices or 1) for p in design.cases]
     times = [AllReduceTime(2, size, all_reduce_sec(2, size)) for size in (SIZE // 64, SIZE)]
     breakdown = break_down_step(design, Measured(cases, {}, times))
     assert not any(p.held_out for p in breakdown.predictions)

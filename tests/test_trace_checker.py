@@ -364,7 +364,7 @@ def test_the_tolerance_of_gradients_is_no_blank_cheque(images, tmp_path, build, 
     assert strategy_verdict.first_mismatch.step == 1
 
 
-def test_a_loss_that_is_merely_reported_falsely_is_named(case, tmp_path):
+def test_a_loss_that_is_merely_reported_wrong_is_named(case, tmp_path):
     class Doubles(Misreports):
         def before_all_reduce(self, replica_id, shard, loss, gradients):
             return self._inner.before_all_reduce(replica_id, shard, 2 * loss, gradients)

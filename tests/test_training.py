@@ -330,7 +330,7 @@ def test_a_history_without_checkpoints_is_no_new_start(dataset, tmp_path):
         make(dataset, tmp_path, epochs=1)
 
 
-def test_a_damaged_checkpoint_is_set_aside(dataset, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_quarantined(dataset, tmp_path, capsys):
     whole = train(dataset, tmp_path)
     newest = checkpoint_paths(tmp_path)[-1]
     (newest / "state.npz").write_bytes((newest / "state.npz").read_bytes()[:-100])

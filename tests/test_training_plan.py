@@ -9,7 +9,7 @@ from app.config import Config
 from app.performance.plan_output import print_probe, print_training_plan
 from app.performance.training_plan import TrainingPlan
 from conftest import run_ok
-from performance_samples import samples
+from performance_samples import make_sample
 
 
 def plan_of(**options):
@@ -31,7 +31,7 @@ def test_steps_and_shards(lenet):
     assert (dropping.steps_per_epoch, dropping.last_batch) == (10, 0)
 
 
-def test_what_is_exchanged(lenet):
+def test_gradient_bytes(lenet):
     size = 4 * 129_068
     assert lenet.num_parameters == 129_068 and lenet.gradient_bytes == size
     assert lenet.all_reduces() == {
@@ -52,7 +52,7 @@ def test_memory_is_that_of_the_largest_shard_with_the_optimizer_s(lenet):
     assert plan_of(recipe="fast").memory.optimizer_state_bytes >= memory.weights_bytes
 
 
-def test_the_rate_follows_the_batch():
+def test_the_learning_rate_follows_the_batch():
     assert plan_of(global_batch_size=512).learning_rate == pytest.approx(0.4)
     own = plan_of(global_batch_size=512, learning_rate=1.0)
     assert (own.learning_rate, own.recipe_learning_rate) == (1.0, pytest.approx(0.4))
@@ -87,7 +87,7 @@ def test_too_little_memory_is_told(monkeypatch):
 
 def test_what_is_printed(lenet, capsys):
     print_training_plan(lenet)
-    print_probe(lenet, samples("manual", 3, [0.1, 0.1, 0.1], simulated=True))
+    print_probe(lenet, make_sample("manual", 3, [0.1, 0.1, 0.1], simulated=True))
     shown = capsys.readouterr().out
     assert "on 3 devices" in shown and "100 images: 34 on 1 device, 33 on 2 devices" in shown
     assert "30 images: 10 on each device" in shown

@@ -140,7 +140,7 @@ def test_batch_norm_makes_single_work_shard_by_shard():
         verify._recording(faulty, "single", others)
 
 
-def test_a_training_that_is_not_finite_is_no_proof(tmp_path):
+def test_a_training_that_is_not_finite_is_refused(tmp_path):
     result = run_main(
         "verify", *SMALL, "--steps=4", "--learning_rate=1e30", "--strategies=manual",
         f"--out={tmp_path}/run",
@@ -158,7 +158,7 @@ def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp
     assert "replica 2 was lost" in result.stderr.splitlines()[-1]
 
 
-def test_every_file_of_a_spoiled_training_says_so(tmp_path):
+def test_every_file_of_a_training_with_a_fault_says_so(tmp_path):
     out = tmp_path / "run"
     command = [*SMALL, "--epochs=1", "--inject=scale_gradient:factor=0.5", f"--out={out}"]
     result = run_ok(*command)

@@ -195,10 +195,10 @@ def _conclude(runs: Sequence[Run], resnets: Sequence[Sample]) -> None:
     )
 
 
-def _ratio(samples: Sample, everything: Sequence[Sample]) -> str:
+def _ratio(sample: Sample, everything: Sequence[Sample]) -> str:
     """Returns how many times as fast it is as its model on one device, "" for that itself."""
-    base = next(s for s in everything if s.case.config.model == samples.case.config.model)
-    return "" if base is samples else str(interval.ratio(samples.rates, base.rates))
+    base = next(s for s in everything if s.case.config.model == sample.case.config.model)
+    return "" if base is sample else str(interval.ratio(sample.rates, base.rates))
 
 
 def _textbook_rows(model: str) -> list[list[str]]:

@@ -50,10 +50,10 @@ def _refusals(first: Sample, second: Sample, axis: str) -> Iterator[Caveat]:
         yield Caveat(True, f"another precision: {a.compute_dtype} and {b.compute_dtype}")
     if a.tensor_float_32 != b.tensor_float_32:
         yield Caveat(True, "TF32 on one side only")
-    for samples in (first, second):
-        traced = sum(block.tracings for block in samples.blocks)
+    for sample in (first, second):
+        traced = sum(block.tracings for block in sample.blocks)
         if traced:
-            yield Caveat(True, f"{samples.case.name} was traced {traced} times while it was timed")
+            yield Caveat(True, f"{sample.case.name} was traced {traced} times while it was timed")
     if len(first.blocks) != len(second.blocks):
         yield Caveat(True, "measured in other rounds")
     elif len(first.blocks) < MIN_ROUNDS:

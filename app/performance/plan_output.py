@@ -105,37 +105,37 @@ def _print_all_reduces(plan: TrainingPlan) -> None:
     )
 
 
-def print_probe(plan: TrainingPlan, samples: Sample) -> None:
+def print_probe(plan: TrainingPlan, sample: Sample) -> None:
     """Prints what a training of this kind was seen to take here, and the estimate beside it."""
-    step, facts = interval.median(samples.step_secs), samples.facts
+    step, facts = interval.median(sample.step_secs), sample.facts
     epoch_sec = plan.steps_per_epoch * step.value
     epochs = plan.config.epochs
     console.say()
     console.say(
-        f"measured here, {samples.case.config.strategy} on {', '.join(facts.devices)}:"
+        f"measured here, {sample.case.config.strategy} on {', '.join(facts.devices)}:"
         f" {step.value * 1e3:,.1f} ms a step ({step.low * 1e3:,.1f}–{step.high * 1e3:,.1f} in"
-        f" {console.count(len(samples.blocks), 'round')})"
+        f" {console.count(len(sample.blocks), 'round')})"
     )
     console.say(
         f"  an epoch  {_duration(epoch_sec)}, {console.count(epochs, 'epoch')}"
         f" {_duration(epochs * epoch_sec)}; compiling takes {facts.compile_sec:.0f} s more, and"
         " evaluation a tenth of an epoch or less"
     )
-    if samples.memory.steps_bytes is not None:
-        _print_memory(plan, samples, samples.memory.steps_bytes)
+    if sample.memory.steps_bytes is not None:
+        _print_memory(plan, sample, sample.memory.steps_bytes)
     if facts.simulated_devices:
         console.say("  simulated devices: they share one processor, timing is not scaling")
 
 
-def _print_memory(plan: TrainingPlan, samples: Sample, steps_bytes: int) -> None:
-    num_devices = len(samples.facts.devices)
+def _print_memory(plan: TrainingPlan, sample: Sample, steps_bytes: int) -> None:
+    num_devices = len(sample.facts.devices)
     memory = plan.memory
     measured_bytes = steps_bytes / num_devices + memory.weights_bytes + memory.optimizer_state_bytes
     apart = plan.memory_bytes / measured_bytes - 1
     console.say(
         f"  memory    {_mib(measured_bytes)} on each device measured, {_mib(plan.memory_bytes)}"
         f" estimated: {apart:+.0%}; the process with all that it has loaded"
-        f" {_mib(samples.memory.peak_bytes)}"
+        f" {_mib(sample.memory.peak_bytes)}"
     )
 
 

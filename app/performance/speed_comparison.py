@@ -39,12 +39,12 @@ class Comparison:
         return "faster" if self.speed_up.value > 1 else "slower"
 
 
-def compare(axis: str, samples: Sample, base: Sample, ideal: float | None = None) -> Comparison:
+def compare(axis: str, sample: Sample, base: Sample, ideal: float | None = None) -> Comparison:
     """Compares two points along an axis, unless that would be unfair."""
-    found = find_caveats(base, samples, axis)
+    found = find_caveats(base, sample, axis)
     refused = any(caveat.refuses for caveat in found)
-    speed_up = None if refused else interval.ratio(samples.rates, base.rates)
-    return Comparison(axis, samples.case.name, base.case.name, ideal, speed_up, found)
+    speed_up = None if refused else interval.ratio(sample.rates, base.rates)
+    return Comparison(axis, sample.case.name, base.case.name, ideal, speed_up, found)
 
 
 def all_comparisons(samples: Sequence[Sample]) -> list[Comparison]:

@@ -220,7 +220,7 @@ def _parts(*per_round_secs: Sequence[float]) -> list[Part]:
     ]
 
 
-def _share_of_cores(samples: Sample, num_replicas: int, cores: int | None) -> float:
+def _share_of_cores(sample: Sample, num_replicas: int, cores: int | None) -> float:
     """Returns how much longer a replica takes than by itself, there being so many of them.
 
     Real devices do not share anything. Logical ones share the cores, of which a replica by itself
@@ -228,7 +228,7 @@ def _share_of_cores(samples: Sample, num_replicas: int, cores: int | None) -> fl
     """
     if cores is None:
         return 1.0
-    return max(1.0, num_replicas * cores / samples.facts.cores)
+    return max(1.0, num_replicas * cores / sample.facts.cores)
 
 
 def _break_even_batch(compute: LinearCost, all_reduce_sec: float, overhead: float) -> float | None:
