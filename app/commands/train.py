@@ -3,10 +3,12 @@
 import contextlib
 import os
 import pathlib
+from typing import TYPE_CHECKING
 
 from app.cluster.environment import find_cluster
 from app.config import Config
 from app.config.constraints import check_shards
+from app.data.dataset import ImageDataset
 from app.devices import device_setup
 from app.records.caveats import caveats, injected_fault_caveat
 from app.records.history import Summary, load_summary
@@ -16,6 +18,9 @@ from app.records.run_naming import default_out, named_path
 from app.runtime import console, watchdog
 from app.runtime.errors import CheckpointError, OutputError, StalledError
 from app.training.resume import find_changes
+
+if TYPE_CHECKING:
+    from app.training.loop import Training  # With it comes TensorFlow.
 
 
 def run(config: Config) -> Summary | None:
@@ -115,7 +120,9 @@ def _assist(config: Config) -> None:
             console.say("the training is finished already")
             return
         dataset = _load_data(config, prepared)
-        with watchdog.watch(config.stall_timeout_sec, lambda: _report_stall(config)) as on_progress:
+        with watchdog.watch(
+            config.stall_timeout_sec, lambda: _report_stall_of_worker(config)
+        ) as on_progress:
             from app.training.loop import Training
 
             training = Training(config, prepared, dataset, None, on_progress)
@@ -125,7 +132,7 @@ def _assist(config: Config) -> None:
     console.say(f"worker {workers.index}: done")
 
 
-def _naming_lost_peers(prepared: device_setup.Devices):
+def _naming_lost_peers(prepared: device_setup.Devices) -> contextlib.AbstractContextManager[None]:
     """Within it a worker that is lost is named."""
     if prepared.cluster is None:
         return contextlib.nullcontext()
@@ -140,7 +147,7 @@ def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
             prepared.workers.broadcast(what)
 
 
-def _load_data(config: Config, prepared: device_setup.Devices):
+def _load_data(config: Config, prepared: device_setup.Devices) -> ImageDataset:
     from app.training.training_spec import load_data
 
     dataset = load_data(config)
@@ -148,7 +155,7 @@ def _load_data(config: Config, prepared: device_setup.Devices):
     return dataset
 
 
-def _announce(config: Config, prepared: device_setup.Devices, training) -> None:
+def _announce(config: Config, prepared: device_setup.Devices, training: "Training") -> None:
     dataset = training.dataset
     console.say(
         f"{config.strategy}: {config.model} on {dataset.name},"
@@ -166,20 +173,23 @@ def _announce(config: Config, prepared: device_setup.Devices, training) -> None:
         console.say("simulated devices: they share one processor, timing is not scaling")
 
 
-def _report_stall(
-    config: Config, path: pathlib.Path | None = None, log: RunLog | None = None
-) -> None:
-    """Says that nothing moves; called by the watchdog, just before it ends the process."""
-    where = f"to go on with --out={path}" if path else "on every worker"
-    stacks = f"in {LOG_FILE} there" if path else "above"
-    error = StalledError(
+def _report_stall(config: Config, path: pathlib.Path, log: RunLog) -> None:
+    """Reports that nothing moves; called by the watchdog, just before it ends the process."""
+    error = _stalled(config, f"to go on with --out={path}", f"in {LOG_FILE} there")
+    console.report_error(error)  # First: the disk may be what hangs.
+    watchdog.dump_stacks(path / LOG_FILE)
+    log.stop(error.exit_code, error=str(error))
+
+
+def _report_stall_of_worker(config: Config) -> None:
+    """Reports that nothing moves on a worker that has no run directory."""
+    watchdog.dump_stacks(None)
+    console.report_error(_stalled(config, "on every worker", "above"))
+
+
+def _stalled(config: Config, where: str, stacks: str) -> StalledError:
+    return StalledError(
         f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec) — a step or another"
         f" sign of life is required; run the same command again {where}, the stacks of all threads"
         f" are {stacks}"
     )
-    if not path:
-        watchdog.dump_stacks(None)
-    console.report_error(error)  # First: the disk may be what hangs.
-    if path:
-        watchdog.dump_stacks(path / LOG_FILE)
-        log.stop(error.exit_code, error=str(error))

@@ -126,7 +126,7 @@ INTERRUPTED_EXIT_CODE = 130
 TERMINATED_EXIT_CODE = 143
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Tells whether an exception, TensorFlow's or Python's, says that memory ran out."""
     # By its name: TensorFlow's own error is not imported for this.
     return isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError"
