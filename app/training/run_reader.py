@@ -1,4 +1,4 @@
-"""A run on disk, brought back on any strategy and any devices."""
+"""Loads a run from disk, for any strategy and any devices."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ class SavedRun:
 
     Attributes:
         config: the command's own, with the model and recipe of the run.
-        checkpoint: the newest of the run.
+        checkpoint: the newest of the run that verifies, or the best with `--checkpoint=best`.
     """
 
     config: Config
