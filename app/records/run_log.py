@@ -38,6 +38,7 @@ STATUSES = {
     6: "bad_devices",
     7: "diverged",
     8: "disk_full",
+    9: "mismatch",
     130: "interrupted",
     138: "stalled",
     143: "terminated",
