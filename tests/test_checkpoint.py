@@ -478,7 +478,8 @@ def test_the_warning_says_which_kind_of_checkpoint_is_used(tmp_path):
     assert f"{paths[0]} is used, the best that verifies" in best.warning()
     (paths[2] / "state.npz").write_bytes(b"")
     (paths[0] / "state.npz").write_bytes(b"")
-    within_epoch = save(tmp_path, step=7)
+    within_epoch = save(tmp_path, step=37, history=history)
+    (save(tmp_path, step=38, history=history) / "state.npz").write_bytes(b"")
     newest = find_newest_checkpoint(tmp_path)
     assert newest.path == within_epoch and newest.kind == "newest"
     assert f"{within_epoch} is used, the newest that verifies" in newest.warning()
