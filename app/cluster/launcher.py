@@ -9,7 +9,6 @@ import itertools
 import os
 import pathlib
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 
@@ -27,6 +26,7 @@ from app.config import Config
 from app.runtime import console, signals
 from app.runtime.errors import PeerLostError, Terminated, WorkerFailedError
 from app.runtime.progress_bar import Bar
+from app.runtime.temporary_directories import TemporaryDirectory
 
 _POLL_SEC = 0.1
 _GRACE_SEC = 60.0  # For workers that are asked to stop: one call, and a checkpoint.
@@ -88,9 +88,7 @@ class Launcher:
                 self._bar.start()
                 stack.callback(self._bar.stop)
             # Workers are killed, and could not remove what TensorFlow leaves in it.
-            temporary = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True)
-            )
+            temporary = stack.enter_context(TemporaryDirectory())
             stack.callback(_end, workers)
             addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(self._shares)))
             for index, share in enumerate(self._shares):

@@ -12,16 +12,16 @@ import types
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from app.runtime import temporary_directories
 from app.runtime.errors import (
     TERMINATED_EXIT_CODE,
     DeviceError,
-    DiskFullError,
     LockstepError,
     StalledError,
     is_out_of_memory,
     out_of_memory,
-    reason_of,
 )
+from app.runtime.temporary_directories import TemporaryDirectory
 
 _GRACE_SEC = 5
 _CONTEXT = multiprocessing.get_context("spawn")  # A fork would share TensorFlow's threads.
@@ -52,7 +52,7 @@ class ChildProcess:
 
     def __enter__(self):
         self._has_result = False
-        self._temporary = _temporary_directory()
+        self._temporary = TemporaryDirectory()
         self._connection, theirs = _CONTEXT.Pipe()
         arguments = theirs, self._temporary.name, *self._arguments
         self._process = _CONTEXT.Process(target=_call, args=arguments, daemon=self._is_leaf)
@@ -173,16 +173,6 @@ def _send_only(channel: Channel, function: Callable, *arguments):
     return function(channel.send, *arguments)
 
 
-def _temporary_directory() -> tempfile.TemporaryDirectory:
-    try:
-        return tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise DiskFullError(
-            f"{reason_of(error)} — a directory for temporary files is required; make room, or name"
-            " one with TMPDIR"
-        ) from error
-
-
 def _death(exit_code: int) -> LockstepError:
     if exit_code == -signal.SIGKILL:
         return DeviceError(
@@ -205,6 +195,7 @@ def _call(connection, temporary, function, arguments) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller gets it too, and ends us.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED_EXIT_CODE))
     tempfile.tempdir = os.environ["TMPDIR"] = temporary
+    temporary_directories.hold(temporary)
     channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
     with contextlib.suppress(BrokenPipeError, EOFError):  # The caller has ended.
         try:
