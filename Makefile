@@ -3,7 +3,8 @@
 # make soak    kills and resumes a small training 200 times: half an hour
 # make fuzz    tries damaged input of five kinds, ten minutes each
 # make lint    checks style and format
-# make bench   compares it with PyTorch, JAX and others, which it installs apart: half an hour
+# make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
+#              docs/BENCHMARKS.md: half an hour
 # make setup   makes .venv with everything that the program needs
 PYTHON ?= python3
 BIN := .venv/bin
@@ -27,7 +28,7 @@ fuzz: $(BIN)/.installed-dev
 	$(BIN)/python tests/fuzz.py $(ARGS)
 
 bench: $(BIN)/.installed .venv-bench/.installed
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python benchmarks/run.py --output=docs/BENCHMARKS.md $(ARGS)
 
 setup: $(BIN)/.installed
 
