@@ -2,8 +2,9 @@
 # make test    runs the tests
 # make soak    kills and resumes a small training 200 times: half an hour
 # make fuzz    tries damaged input of five kinds, ten minutes each
-# make lint    checks style, format and the layers of imports
-# make bench   compares it with PyTorch, JAX and others, which it installs apart: half an hour
+# make lint    checks style, format, types and the layers of imports
+# make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
+#              docs/BENCHMARKS.md: half an hour
 # make docs    writes docs/options.md from the options in app/config
 # make setup   makes .venv with everything that the program needs
 PYTHON ?= python3
@@ -29,7 +30,7 @@ fuzz: $(BIN)/.installed-dev
 	$(BIN)/python tests/fuzz.py $(ARGS)
 
 bench: $(BIN)/.installed .venv-bench/.installed
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python benchmarks/run.py --output=docs/BENCHMARKS.md $(ARGS)
 
 setup: $(BIN)/.installed
 

@@ -1,6 +1,7 @@
 """Compares Lockstep with its peers in one interleaved run, and writes down what was seen.
 
-    make bench                                        everything, about half an hour
+    make bench                                        everything, about half an hour;
+                                                      writes docs/BENCHMARKS.md
     .venv/bin/python benchmarks/run.py --only=lenet   one part of it
 
 A round times one block of each program, one after another, the others asleep: whatever else the
@@ -17,26 +18,27 @@ import os
 import pathlib
 import platform
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from app.performance import interval
 from app.performance.benchmark_output import processor_name
-from programs import FOLDER, Program, Running
+from app.records.files import write_file
+from benchmark_page import (
+    LENET_STEPS,
+    LONG_STEPS,
+    PARTS,
+    RESNET_STEPS,
+    TARGET_ACCURACY,
+    is_complete,
+    render,
+)
+from programs import Program, Running
 
 LENET = ("--model=lenet", "--global_batch_size=256")
 RESNET = ("--model=resnet18", "--global_batch_size=64")
-LENET_STEPS = 235  # An epoch of 60,000 in batches of 256, the last one short.
-RESNET_STEPS = 6
-TITLES = {
-    "lenet": f"LeNet, batch 256: blocks of an epoch ({LENET_STEPS} steps)",
-    "lenet_keras": "LeNet, batch 256, and Keras `fit` under MirroredStrategy",
-    "resnet18": f"ResNet-18, batch 64: blocks of {RESNET_STEPS} steps",
-    "resnet18_keras": "ResNet-18, batch 64, and Keras `fit` under MirroredStrategy",
-}
-TARGET_ACCURACY = 0.84
-LONG_STEPS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,92 +174,8 @@ def memory_growth(data_dir: str) -> dict:
         return {"before_bytes": before, "after_bytes": one.ask(do="memory")["resident_bytes"]}
 
 
-def render(results: dict) -> str:
-    """Returns the results as Markdown tables."""
-    lines = [
-        (FOLDER / "preamble.md").read_text(encoding="utf-8"),
-        f"{results['date']}, {results['processor']}, {results['cores']} cores, no GPU;"
-        f" {', '.join(f'{name} {version}' for name, version in results['versions'].items())}.",
-        "",
-    ]
-    for part, title in TITLES.items():
-        if part in results:
-            lines += [f"## {title}", "", *_render_part(results[part]), ""]
-    if "accuracy" in results:
-        lines += [f"## Time to a test accuracy of {TARGET_ACCURACY}, LeNet", ""]
-        lines += ["| | seconds | epochs | reached |", "| --- | --- | --- | --- |"]
-        for name, runs in results["accuracy"].items():
-            secs = ", ".join(f"{run['sec']:.1f}" for run in runs)
-            last = runs[-1]
-            lines.append(f"| {name} | {secs} | {last['epochs']} | {last['accuracy']:.4f} |")
-        lines.append("")
-    if "memory" in results:
-        grown = results["memory"]["after_bytes"] - results["memory"]["before_bytes"]
-        lines += [
-            "## Memory", "",
-            f"{LONG_STEPS:,} steps of LeNet, manual × 2: resident memory grew by"
-            f" {grown / 2**20:.1f} MiB, from {results['memory']['before_bytes'] / 2**20:,.0f} MiB.",
-            "",
-        ]  # fmt: skip
-    return "\n".join(lines)
-
-
-def _render_part(part: dict) -> list[str]:
-    lines = ["| program | images/s | 95 % interval | of the peak |", "| --- | --- | --- | --- |"]
-    programs = part["programs"]
-    for name, result in programs.items():
-        if name.startswith("peak"):
-            continue
-        rate = interval.combine(lambda sec: 1 / sec, result["secs"])
-        peak = "peak, bfloat16" if "bfloat16" in name else "peak, float32"
-        share = "–"
-        if peak in programs and "flops_per_example" in result:
-            share = interval.combine(
-                lambda ours, limit, flops=result["flops_per_example"]: flops * limit / ours,
-                result["secs"],
-                programs[peak]["secs"],
-            )
-            share = f"{share.value:.2f} ({share.low:.2f}–{share.high:.2f})"
-        lines.append(f"| {name} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} | {share} |")
-    lines += [
-        "",
-        "| time of an image | over | ratio | 95 % interval |",
-        "| --- | --- | --- | --- |",
-    ]
-    for ratio in part["ratios"]:
-        a, b = (programs[ratio[key]]["secs"] for key in ("program", "base"))
-        found = interval.ratio(a, b)
-        lines.append(
-            f"| {ratio['program']} | {ratio['base']} | {found.value:.3f} |"
-            f" {found.low:.3f}–{found.high:.3f} |"
-        )
-    for name, result in programs.items():
-        if name.startswith("peak"):
-            rate = 1 / interval.median(result["secs"]).value / 1e9
-            lines += ["", f"{name.capitalize()}: matrix products at {rate:,.0f} GFLOP/s."]
-    return lines
-
-
-def main() -> None:
-    """Runs the parts that are asked for, prints the tables and saves them with all figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=[*TITLES, "accuracy", "memory"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--data_dir", default=os.environ.get("FASHION_MNIST_DIR"))
-    parser.add_argument("--out", default="runs/bench")
-    parser.add_argument("--peers_python", default=str(ROOT / ".venv-bench/bin/python"))
-    options = parser.parse_args()
-    if not options.data_dir:
-        sys.exit(
-            "error: --data_dir is missing and $FASHION_MNIST_DIR is not set — the folder with the"
-            " four files of Fashion-MNIST is required; name it"
-        )
-    out = pathlib.Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "bench.json"
-    results = json.loads(path.read_text(encoding="utf-8")) if options.only and path.exists() else {}
-    results["processor"], results["cores"] = processor_name(), os.cpu_count()
-    results["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+def measure_parts(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Measures the parts that are asked for and adds them to `results`."""
     parts = {
         "lenet": (lambda: lenet_part(options.peers_python), LENET_STEPS),
         "lenet_keras": (lambda: keras_part(*LENET), LENET_STEPS),
@@ -281,13 +199,54 @@ def main() -> None:
         )
     if options.only in (None, "memory"):
         results["memory"] = memory_growth(options.data_dir)
-    path.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+def save(results: dict[str, Any], out: pathlib.Path, page: pathlib.Path | None) -> None:
+    """Writes the results and prints the tables; each file is replaced whole or not at all.
+
+    Args:
+        results: of this run, and of earlier runs with `--only`.
+        out: a directory for `bench.json` and `bench.md`.
+        page: written only where all parts have been measured; None for no page.
+    """
+    write_file(out / "bench.json", json.dumps(results, indent=1))
     table = render(results)
-    (out / "bench.md").write_text(table, encoding="utf-8")
+    write_file(out / "bench.md", table)
     print(table)
+    if page and is_complete(results):
+        write_file(page, table)
+        print(f"saved {page}")
+    elif page:
+        missing = ", ".join(part for part in PARTS if part not in results)
+        print(f"{page} is left as it is: not measured yet: {missing}")
 
 
-def _versions(measured: dict) -> dict[str, str]:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the parts that are asked for, prints the tables and saves them with all figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--data_dir", default=os.environ.get("FASHION_MNIST_DIR"))
+    parser.add_argument("--out", default="runs/bench", help="directory of all figures")
+    parser.add_argument("--output", type=pathlib.Path, help="page, written once all is measured")
+    parser.add_argument("--peers_python", default=str(ROOT / ".venv-bench/bin/python"))
+    options = parser.parse_args(arguments)
+    if not options.data_dir:
+        sys.exit(
+            "error: --data_dir is missing and $FASHION_MNIST_DIR is not set — the folder with the"
+            " four files of Fashion-MNIST is required; name it"
+        )
+    out = pathlib.Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "bench.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if options.only and path.exists() else {}
+    results["processor"], results["cores"] = processor_name(), os.cpu_count()
+    results["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    measure_parts(options, results)
+    save(results, out, options.output)
+
+
+def _versions(measured: dict[str, Any]) -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for result in measured.values():
         versions |= result.get("versions", {})

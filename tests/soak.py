@@ -26,7 +26,7 @@ from app.data.synthetic import generate_synthetic
 from app.records.checkpoint import NUM_NEWEST_KEPT, checkpoint_paths, load_checkpoint
 from app.records.history import load_history, load_summary
 from app.records.run_directory import RUN_LOG_FILE
-from app.records.run_log import CUT_OFF, check_log
+from app.records.run_log_check import CUT_OFF, check_log
 from app.runtime.fault_points import POINTS, VARIABLE
 from idx_files import write_idx
 

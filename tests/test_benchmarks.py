@@ -64,3 +64,46 @@ def test_missing_data_gets_one_line():
     )
     assert result.returncode == 1
     assert result.stderr.startswith("error: --data_dir is missing")
+
+
+PRETENDED = """
+import pathlib, run
+sample = {"secs": [0.1, 0.2], "images": [1, 1]}
+
+def measure(programs, *, rounds, num_steps, data_dir):
+    return {program.name: dict(sample, versions={"numpy": "2"}) for program in programs}
+
+run.measure = measure
+run.time_to_accuracy = lambda *a, **b: {"fast": [{"sec": 4.0, "epochs": 1, "accuracy": 0.87}]}
+run.memory_growth = lambda data_dir: {"before_bytes": 1 << 30, "after_bytes": (1 << 30) + 1}
+"""
+
+
+def test_a_full_run_writes_the_page(tmp_path):
+    page = tmp_path / "BENCHMARKS.md"
+    page.write_text("earlier")
+    flags = ["--data_dir=x", f"--out={tmp_path}/out", f"--output={page}"]
+    printed = in_benchmarks(f"{PRETENDED}\nrun.main({flags!r})")
+    assert page.read_text() == (tmp_path / "out" / "bench.md").read_text()
+    assert page.read_text().startswith("# Benchmarks") and "## Memory" in page.read_text()
+    assert printed.endswith(f"saved {page}\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"BENCHMARKS.md", "out"}
+
+
+def test_a_run_of_one_part_writes_the_page_once_the_others_are_there(tmp_path):
+    page = tmp_path / "BENCHMARKS.md"
+    flags = ["--data_dir=x", f"--out={tmp_path}/out", f"--output={page}"]
+    printed = in_benchmarks(f"{PRETENDED}\nrun.main({[*flags, '--only=lenet']!r})")
+    assert not page.exists() and "lenet_keras" in printed.splitlines()[-1]
+    in_benchmarks(f"{PRETENDED}\nrun.main({flags!r})")
+    page.unlink()
+    in_benchmarks(f"{PRETENDED}\nrun.main({[*flags, '--only=memory']!r})")
+    assert page.exists()
+
+
+def test_make_bench_names_the_page():
+    printed = subprocess.run(
+        ["make", "--dry-run", "--always-make", "bench"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    ).stdout  # fmt: skip
+    assert "benchmarks/run.py --output=docs/BENCHMARKS.md" in printed

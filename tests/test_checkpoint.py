@@ -467,3 +467,20 @@ class TestFaultPoints:
             fault_points.fault_point("step")
         finally:
             fault_points.arm({})
+
+
+def test_the_warning_says_which_kind_of_checkpoint_is_used(tmp_path):
+    history = [record(1, accuracy=0.7), record(2, accuracy=0.9), record(3, accuracy=0.5)]
+    paths = [save(tmp_path, step=10 * n, history=history[:n]) for n in (1, 2, 3)]
+    (paths[1] / "state.npz").write_bytes(b"")
+    best = find_best_checkpoint(tmp_path)
+    assert best.path == paths[0] and best.kind == "best"
+    assert f"{paths[0]} is used, the best that verifies" in best.warning()
+    (paths[2] / "state.npz").write_bytes(b"")
+    (paths[0] / "state.npz").write_bytes(b"")
+    within_epoch = save(tmp_path, step=37, history=history)
+    (save(tmp_path, step=38, history=history) / "state.npz").write_bytes(b"")
+    newest = find_newest_checkpoint(tmp_path)
+    assert newest.path == within_epoch and newest.kind == "newest"
+    assert f"{within_epoch} is used, the newest that verifies" in newest.warning()
+    assert find_best_checkpoint(tmp_path).kind == "newest"  # No other one verifies.

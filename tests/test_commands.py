@@ -14,7 +14,7 @@ from app.config.names import ON_ONE_MACHINE
 from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.event_file import EVENTS_FILE
 from app.records.history import load_summary
-from app.records.run_log import check_log
+from app.records.run_log_check import check_log
 from conftest import ROOT, program_environment, run_main, run_ok
 
 SMALL = ["--num_train_examples=500", "--recipe=fast", "--epochs=1", "--allow_unverified_data"]

@@ -75,3 +75,20 @@ def test_a_header_that_promises_too_much_is_not_believed(tmp_path):
     (tmp_path / "huge.npy").write_bytes(content)
     with pytest.raises(DataError, match=r"huge\.npy"):
         load_image_files([f"{tmp_path}/huge.npy"])
+
+
+def test_colour_becomes_luma_to_the_nearest_level(tmp_path):
+    """ITU-R BT.601: 0.299 R' + 0.587 G' + 0.114 B'; Pillow's fixed point rounds ties otherwise."""
+    pixels = np.random.default_rng(1).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    pixels[0, :5] = [[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 255], [7, 7, 7]]
+    loaded = load_image_files([save_png(tmp_path / "rgb.png", pixels)])[1][0, ..., 0].astype(int)
+    assert loaded[0, :5].tolist() == [76, 150, 29, 255, 7]
+    thousandths = pixels.astype(int) @ [299, 587, 114]
+    assert np.abs(1000 * loaded - thousandths).max() <= 500
+    by_pillow = np.asarray(Image.fromarray(pixels).convert("L")).astype(int)
+    differs = loaded != by_pillow
+    assert np.abs(loaded - by_pillow).max() <= 1
+    assert np.all(np.abs(thousandths[differs] % 1000 - 500) <= 2)  # Halfway, but for 16 bits.
+    opaque = np.dstack([pixels, np.full((28, 28), 128, np.uint8)])
+    with_alpha = load_image_files([save_png(tmp_path / "rgba.png", opaque)])[1][0, ..., 0]
+    np.testing.assert_array_equal(with_alpha, loaded)

@@ -4,12 +4,12 @@ import types
 
 import pytest
 
-from app.cluster import launcher
-from app.cluster.launcher import Failure
+from app.cluster import worker_failure
+from app.cluster.worker_process import Failure
 
 
 class Worker:
-    """What `_find_culprit` asks of a worker."""
+    """What `find_culprit` asks of a worker."""
 
     def __init__(self, index, exit_code, *, is_stopped=False, killed=False):
         self.index, self.exit_code, self.is_stopped = index, exit_code, is_stopped
@@ -25,7 +25,7 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def _no_wait(monkeypatch):
-    monkeypatch.setattr(launcher, "_SETTLE_SEC", 0.0)
+    monkeypatch.setattr(worker_failure, "_SETTLE_SEC", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -40,19 +40,19 @@ def _no_wait(monkeypatch):
     ],
 )
 def test_who_is_to_blame(workers, index, exit_code, what):
-    failure = launcher._find_culprit(workers)
+    failure = worker_failure.find_culprit(workers)
     assert (failure.index, failure.exit_code) == (index, exit_code)
     assert what in failure.what
 
 
 def test_only_a_taken_port_is_tried_again_at_once():
     taken = "error: port 1 of 127.0.0.1:1: Address already in use — a free port is required"
-    assert launcher._is_port_in_use(Failure(0, 2, "", ["hello", taken]))
-    assert not launcher._is_port_in_use(Failure(0, 2, "", ["error: --seed=-1"]))
-    assert not launcher._is_port_in_use(Failure(0, 138, "", [taken]))
+    assert worker_failure.is_port_in_use(Failure(0, 2, "", ["hello", taken]))
+    assert not worker_failure.is_port_in_use(Failure(0, 2, "", ["error: --seed=-1"]))
+    assert not worker_failure.is_port_in_use(Failure(0, 138, "", [taken]))
 
 
 def test_the_worker_s_own_reason_is_passed_on():
     lines = ["error: one", "error: --out=x is in use", "    more"]
-    assert launcher._reason(Failure(0, 5, "", lines)) == "--out=x is in use"
-    assert launcher._reason(Failure(0, 1, "", ["nothing"])) == ""
+    assert worker_failure.reason_of_worker(Failure(0, 5, "", lines)) == "--out=x is in use"
+    assert worker_failure.reason_of_worker(Failure(0, 1, "", ["nothing"])) == ""

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from app.records.run_log import CUT_OFF, check_log, load_attempts, open_run_log
+from app.records.run_log import open_run_log
+from app.records.run_log_check import CUT_OFF, check_log
+from app.records.run_log_reader import load_attempts
 from app.runtime import fault_points
 from app.runtime.errors import DiskFullError, DivergedError, OutputError, Terminated
 

@@ -12,7 +12,9 @@ import pytest
 from app.records.checkpoint import checkpoint_paths
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_log, open_run_directory
-from app.records.run_log import RunLog, check_log, load_attempts
+from app.records.run_log import RunLog
+from app.records.run_log_check import check_log
+from app.records.run_log_reader import load_attempts
 from app.runtime.errors import OutputError
 from conftest import ROOT, program_environment, run_main, run_ok
 

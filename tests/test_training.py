@@ -16,7 +16,9 @@ from app.records.event_file import EVENTS_FILE
 from app.records.files import write_file
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
-from app.records.run_log import check_log, load_attempts, open_run_log
+from app.records.run_log import open_run_log
+from app.records.run_log_check import check_log
+from app.records.run_log_reader import load_attempts
 from app.runtime import fault_points
 from app.runtime.errors import (
     CheckpointError,

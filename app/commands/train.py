@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from app.cluster.environment import find_cluster
 from app.config import TrainConfig
+from app.data.dataset import ImageDataset
 from app.devices import device_setup
 from app.records.caveats import caveats, injected_fault_caveat
 from app.records.history import Summary, load_summary
@@ -17,9 +18,8 @@ from app.runtime import console, watchdog
 from app.runtime.errors import CheckpointError, OutputError, StalledError
 from app.training.resume import find_changes
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
-    from app.data.dataset import ImageDataset
-    from app.training.loop import Training
+if TYPE_CHECKING:
+    from app.training.loop import Training  # With it comes TensorFlow.
 
 
 def run(config: TrainConfig) -> Summary | None:
@@ -121,7 +121,9 @@ def _assist(config: TrainConfig) -> None:
             console.say("the training is finished already")
             return
         dataset = _load_data(config, prepared)
-        with watchdog.watch(config.stall_timeout_sec, lambda: _report_stall(config)) as on_progress:
+        with watchdog.watch(
+            config.stall_timeout_sec, lambda: _report_stall_of_worker(config)
+        ) as on_progress:
             from app.training.loop import Training
 
             training = Training(config, prepared, dataset, None, on_progress)
@@ -146,7 +148,7 @@ def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
             prepared.workers.broadcast(what)
 
 
-def _load_data(config: TrainConfig, prepared: device_setup.Devices) -> "ImageDataset":
+def _load_data(config: TrainConfig, prepared: device_setup.Devices) -> ImageDataset:
     from app.training.training_spec import load_data
 
     dataset = load_data(config)
@@ -172,21 +174,23 @@ def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Tr
         console.say("simulated devices: they share one processor, timing is not scaling")
 
 
-def _report_stall(
-    config: TrainConfig, path: pathlib.Path | None = None, log: RunLog | None = None
-) -> None:
-    """Says that nothing moves; called by the watchdog, just before it ends the process."""
-    where = f"to go on with --out={path}" if path else "on every worker"
-    stacks = f"in {LOG_FILE} there" if path else "above"
-    error = StalledError(
+def _report_stall(config: TrainConfig, path: pathlib.Path, log: RunLog) -> None:
+    """Reports that nothing moves; called by the watchdog, just before it ends the process."""
+    error = _stalled(config, f"to go on with --out={path}", f"in {LOG_FILE} there")
+    console.report_error(error)  # First: the disk may be what hangs.
+    watchdog.dump_stacks(path / LOG_FILE)
+    log.stop(error.exit_code, error=str(error))
+
+
+def _report_stall_of_worker(config: TrainConfig) -> None:
+    """Reports that nothing moves on a worker that has no run directory."""
+    watchdog.dump_stacks(None)
+    console.report_error(_stalled(config, "on every worker", "above"))
+
+
+def _stalled(config: TrainConfig, where: str, stacks: str) -> StalledError:
+    return StalledError(
         f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec) — a step or another"
         f" sign of life is required; run the same command again {where}, the stacks of all threads"
         f" are {stacks}"
     )
-    if not path:
-        watchdog.dump_stacks(None)
-    console.report_error(error)  # First: the disk may be what hangs.
-    if path:
-        watchdog.dump_stacks(path / LOG_FILE)
-    if log:
-        log.stop(error.exit_code, error=str(error))

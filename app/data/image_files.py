@@ -8,8 +8,10 @@ import numpy as np
 from app.data.dataset import IMAGE_SHAPE
 from app.runtime.errors import DataError, reason_of
 
-# Luminance of linear RGB; reference: ITU-R BT.601.
-_LUMINANCE = np.array([0.299, 0.587, 0.114])
+# Luma of gamma-encoded R'G'B', as PNG files hold it; reference: ITU-R BT.601. The result is rounded
+# to the nearest. Pillow's `convert("L")` has the same weights in 16-bit fixed point: the two differ
+# by one level where the sum lies halfway between two levels.
+_LUMA = np.array([0.299, 0.587, 0.114])
 
 
 def load_image_files(paths: Sequence[str]) -> tuple[list[str], np.ndarray]:
@@ -68,5 +70,5 @@ def _load_png(path: pathlib.Path) -> np.ndarray:
 
     pixels = image.imread(path, format="png")  # Floats in [0, 1], (h, w) or (h, w, 3 or 4).
     if pixels.ndim == 3:
-        pixels = pixels[..., :3] @ _LUMINANCE
+        pixels = pixels[..., :3] @ _LUMA  # Transparency is ignored.
     return np.round(pixels * 255).astype(np.uint8)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import os
-import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,8 @@ from app.config.names import DEFAULT_LOGICAL_CPUS
 from app.config.run_options import VerbosityOptions
 from app.devices.gpu_obstacles import why_no_gpu
 from app.runtime import console
-from app.runtime.errors import DeviceError, DiskFullError, reason_of
+from app.runtime.errors import DeviceError, reason_of
+from app.runtime.temporary_directories import TemporaryDirectory
 
 if TYPE_CHECKING:
     from strategies.workers import Workers  # With it comes TensorFlow.
@@ -147,18 +147,13 @@ def import_tensorflow(verbosity: int) -> Any:
 def _use_own_temporary_directory() -> None:
     """Keeps temporary files in a directory that is removed at the end of the program.
 
-    TensorFlow writes the code that it generates into some twenty files and leaves them there.
+    TensorFlow writes the code that it generates into some twenty files and leaves them there. A
+    process that is killed leaves the directory; the next one that starts removes it.
     """
-    try:
-        folder = tempfile.mkdtemp(prefix="lockstep-")
-    except OSError as error:
-        raise DiskFullError(
-            f"{reason_of(error)} — a directory for temporary files is required; make room, or name"
-            " one with TMPDIR"
-        ) from error
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    console.before_leaving(lambda: shutil.rmtree(folder, ignore_errors=True))
-    tempfile.tempdir = os.environ["TMPDIR"] = folder  # The latter for processes of ours.
+    directory = TemporaryDirectory()
+    atexit.register(directory.cleanup)
+    console.before_leaving(directory.cleanup)
+    tempfile.tempdir = os.environ["TMPDIR"] = directory.name  # The latter for processes of ours.
 
 
 def _import_quietly(verbosity: int) -> Any:

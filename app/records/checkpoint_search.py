@@ -1,4 +1,4 @@
-"""Which checkpoint of a run to go on with: the newest, or the best, that verifies."""
+"""Finds the newest or the best checkpoint of a run that verifies."""
 
 import os
 import pathlib
@@ -13,24 +13,27 @@ _MAX_TRIES = 5
 
 
 class CheckpointSearchResult(NamedTuple):
-    """What a search for a checkpoint came to.
+    """The checkpoint that a search has chosen.
 
     Attributes:
-        checkpoint: the newest that verifies.
+        checkpoint: it verifies.
         path: where it is.
-        damaged: newer ones that do not, the newest first, each with the reason.
+        damaged: those that do not verify and were passed over, each with the reason; the newest
+            first where the newest was searched for.
+        kind: "newest", or "best" for that with the highest test accuracy.
     """
 
     checkpoint: Checkpoint
     path: pathlib.Path
     damaged: list[tuple[pathlib.Path, str]]
+    kind: str = "newest"
 
     def warning(self) -> str | None:
-        """Names the damaged ones and what is used in their place; None where none is."""
+        """Names the damaged checkpoints and the one that is used; None where none is damaged."""
         if not self.damaged:
             return None
         told = "; ".join(f"{path} ({reason})" for path, reason in self.damaged)
-        return f"damaged checkpoint: {told}. {self.path} is used, which verifies"
+        return f"damaged checkpoint: {told}. {self.path} is used, the {self.kind} that verifies"
 
 
 def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None:
@@ -76,9 +79,9 @@ def find_best_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None
             continue
         if progress.history and not progress.epoch_step:
             accuracies[path] = progress.history[-1].test_accuracy
-    for path in sorted(accuracies, key=accuracies.__getitem__, reverse=True):
+    for path in sorted(accuracies, key=lambda path: accuracies[path], reverse=True):
         try:
-            return CheckpointSearchResult(load_checkpoint(path), path, damaged)
+            return CheckpointSearchResult(load_checkpoint(path), path, damaged, kind="best")
         except CheckpointError as error:
             damaged.append((path, reason_of(error.__cause__ or error)))
     return find_newest_checkpoint(run_dir)

@@ -60,10 +60,10 @@ class Summary:
 
     `status` is "running" until the last epoch is done, then "finished". `epoch_sec` and
     `images_per_sec` are medians over the epochs. `weights_sha256` hashes the weights in model
-    order: two runs are the same training exactly if it is the same. Sums are cut up by the
-    threads of an operation, so another `intra_op_threads` gives other last bits; 0 is TensorFlow's
-    own choice. `changes` tells what was changed on the way, where the run was resumed with other
-    flags.
+    order: equal hashes mean equal final weights, and nothing about the steps that led to them.
+    Sums are split over the threads of an operation, so another `intra_op_threads` changes the last
+    bits; 0 is TensorFlow's own choice. `changes` lists what was changed where the run was resumed
+    with other flags.
     """
 
     status: str

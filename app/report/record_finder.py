@@ -9,6 +9,7 @@ from typing import Any
 
 from app.records.files import read_json
 from app.records.run_directory import CONFIG_FILE, load_run_config
+from app.runtime import console
 from app.runtime.errors import OutputError, reason_of
 
 MEASURED = ("verify", "benchmark", "explain")
@@ -66,10 +67,11 @@ def find_records(directories: Sequence[pathlib.Path]) -> list[Record]:
     """Returns the runs that directories stand for, each once, in the order in which they come.
 
     A comparison stands for itself and the runs within it; a folder that is no run but holds some
-    stands for all of them, by name.
+    stands for all of them, by name. Whatever else the folder holds is ignored, with a warning where
+    it has a `config.json` that is not a run's.
 
     Raises:
-        OutputError: one is not there, or neither is a run nor holds one.
+        OutputError: one does not exist, or neither is a run nor holds one.
     """
     found: dict[pathlib.Path, tuple[str, dict]] = {}
     for directory in directories:
@@ -89,11 +91,11 @@ def _stands_for(directory: pathlib.Path) -> list[tuple[pathlib.Path, str, dict]]
             if not directory.exists()
             else f"{directory}: not a directory — that of a run is required; see runs/"
         )
-    if (directory / CONFIG_FILE).exists():
+    if _is_run(directory):
         return list(_run_and_its_own(directory))
-    children = [child for child in _holding_configs(directory) if _is_run(child)]
+    children = _runs_in(directory)
     if not children:
-        load_run_config(directory)  # Which says what is missing.
+        load_run_config(directory)  # Raises what is missing.
     return [each for child in children for each in _run_and_its_own(child)]
 
 
@@ -106,16 +108,22 @@ def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, di
     elif len(strategies) > 1 or (path / "compare.json").exists():
         yield path, "compare", config
         # What else lies there was left by a comparison of other strategies.
-        children = [child for child in _holding_configs(path) if child.name in strategies]
+        children = [child for child in _runs_in(path) if child.name in strategies]
         for child in sorted(children, key=lambda child: strategies.index(child.name)):
             yield child, "train", load_run_config(child)
     else:
         yield path, "train", config
 
 
-def _holding_configs(path: pathlib.Path) -> list[pathlib.Path]:
+def _runs_in(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the runs directly in a directory, by name; warns of folders that look like one."""
     try:
-        return sorted(child.parent for child in path.glob(f"*/{CONFIG_FILE}"))
+        children = [c for c in sorted(path.iterdir()) if os.path.lexists(c / CONFIG_FILE)]
+        runs = [child for child in children if _is_run(child)]
+        if runs and (others := [child for child in children if child not in runs]):
+            names = ", ".join(_shown(child.name) for child in others)
+            console.warn(f"{path}: ignored {names}: {CONFIG_FILE} there is not of a run")
+        return runs
     except OSError as error:
         raise OutputError(
             f"{path}: {reason_of(error)} — a directory that can be read is required;"

@@ -61,7 +61,7 @@ class AllReduceError(LockstepError):
 class ReplicaDivergenceError(LockstepError):
     """Replicas hold different weights."""
 
-    exit_code = 1
+    exit_code = 9
 
 
 class DivergedError(LockstepError):

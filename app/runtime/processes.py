@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self, TypeVar
 
+from app.runtime import temporary_directories
 from app.runtime.errors import (
     TERMINATED_EXIT_CODE,
     DeviceError,
-    DiskFullError,
     LockstepError,
     StalledError,
     is_out_of_memory,
     out_of_memory,
-    reason_of,
 )
+from app.runtime.temporary_directories import TemporaryDirectory
 
 Result = TypeVar("Result")
 
@@ -55,7 +55,7 @@ class ChildProcess:
 
     def __enter__(self) -> Self:
         self._has_result = False
-        self._temporary = _temporary_directory()
+        self._temporary = TemporaryDirectory()
         self._connection, theirs = _CONTEXT.Pipe()
         arguments = theirs, self._temporary.name, *self._arguments
         self._process = _CONTEXT.Process(target=_call, args=arguments, daemon=self._is_leaf)
@@ -178,16 +178,6 @@ def _send_only(channel: Channel, function: Callable[..., Result], *arguments: An
     return function(channel.send, *arguments)
 
 
-def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
-    try:
-        return tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise DiskFullError(
-            f"{reason_of(error)} — a directory for temporary files is required; make room, or name"
-            " one with TMPDIR"
-        ) from error
-
-
 def _death(exit_code: int | None) -> LockstepError:
     if exit_code == -signal.SIGKILL:
         return DeviceError(
@@ -212,6 +202,7 @@ def _call(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller gets it too, and ends us.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED_EXIT_CODE))
     tempfile.tempdir = os.environ["TMPDIR"] = temporary
+    temporary_directories.hold(temporary)
     channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
     with contextlib.suppress(BrokenPipeError, EOFError):  # The caller has ended.
         try:

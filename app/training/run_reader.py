@@ -1,4 +1,4 @@
-"""A run on disk, brought back on any strategy and any devices."""
+"""Loads a run from disk, for any strategy and any devices."""
 
 import dataclasses
 import pathlib
@@ -30,7 +30,7 @@ class SavedRun:
 
     Attributes:
         config: of a training with the command's own devices and strategy, and the run's model.
-        checkpoint: the one that was asked for.
+        checkpoint: the newest of the run that verifies, or the best with `--checkpoint=best`.
         run_dir: the directory of the run.
     """
 

@@ -1,0 +1,63 @@
+"""Finds the worker whose failure made the others fail, and says how it failed."""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from app.cluster.worker_process import Failure, WorkerProcess
+from app.runtime import console
+from app.runtime.errors import PeerLostError
+
+RETRY_FROM = 128  # Exit codes below are final.
+_POLL_SEC = 0.1
+_SETTLE_SEC = 2.0  # Within it, the first failure and what follows from it are told apart.
+# What becomes of a worker that has lost another: it says so, or TensorFlow's native code aborts.
+_FOLLOWS = (PeerLostError.exit_code, 128 + signal.SIGABRT)
+
+
+def find_culprit(workers: Sequence[WorkerProcess]) -> Failure:
+    """Returns the failure that the others follow from: those that lost a peer are not to blame."""
+    deadline = time.monotonic() + _SETTLE_SEC
+    while True:
+        ended = [worker for worker in workers if worker.exit_code]
+        first = [worker for worker in ended if worker.exit_code not in _FOLLOWS]
+        if first or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SEC)
+    for worker in workers:
+        if worker.exit_code is None and worker.is_stopped and not first:
+            return worker.failure(PeerLostError.exit_code, "was stopped and does not answer")
+    culprit = min(first or ended, key=lambda worker: _code(worker) >= RETRY_FROM)
+    culprit.join()
+    code = _code(culprit)
+    killed = culprit.process.returncode < 0
+    names = {int(number): number.name for number in signal.Signals}
+    name = names.get(code - 128, f"signal {code - 128}")
+    what = f"was ended by {name}" if killed else f"ended with code {code}"
+    return culprit.failure(code, what)
+
+
+def _code(worker: WorkerProcess) -> int:
+    """Returns the exit code of a worker that has ended."""
+    return worker.exit_code or 0
+
+
+def print_failure(failure: Failure) -> None:
+    """Prints a warning with the last lines of the worker that failed."""
+    console.warn(f"worker {failure.index} {failure.what}; the others are ended. Its last lines:")
+    for line in failure.last_lines:
+        console.pass_on(sys.stderr, f"    {line}")
+
+
+def reason_of_worker(failure: Failure) -> str:
+    """Returns the last error message that the worker printed, "" without any."""
+    errors = [line for line in failure.last_lines if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ") if errors else ""
+
+
+def is_port_in_use(failure: Failure) -> bool:
+    """Tells whether a worker failed because another process has its port."""
+    return failure.exit_code == 2 and any(
+        line.startswith("error: port ") for line in failure.last_lines
+    )

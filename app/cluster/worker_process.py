@@ -1,0 +1,136 @@
+"""One worker's process on this machine, with threads that pass on what it prints."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from app.cluster.environment import Cluster
+from app.cluster.resource_split import WorkerResources
+from app.runtime import console, signals
+from app.runtime.progress_bar import PROGRESS_VARIABLE
+
+_NUM_LAST_LINES = 5
+_JOIN_SEC = 2.0  # For the last lines of a process that has ended.
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How a worker failed.
+
+    Attributes:
+        index: of the worker.
+        exit_code: as a shell would tell it.
+        what: what became of it.
+        last_lines: what it said last.
+    """
+
+    index: int
+    exit_code: int
+    what: str
+    last_lines: list[str]
+
+
+class WorkerProcess:
+    """A worker's process, started by the constructor.
+
+    Args:
+        command: of the worker.
+        environment: of the worker, without what depends on its index.
+        cluster: the addresses of all workers and the index of this one.
+        share: cores and GPUs of this worker.
+        show: called with each state of the chief's progress.
+        say: called with each line that the worker prints and whether it is on standard error.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict,
+        cluster: Cluster,
+        share: WorkerResources,
+        show: Callable[[dict], None],
+        say: Callable[[str, bool], None],
+    ) -> None:
+        self.index, self._say = cluster.index, say
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
+        environment = {
+            **environment,
+            "TF_CONFIG": cluster.as_tf_config(),
+            console.PART_VARIABLE: "1",
+        }
+        if share.gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+        progress, theirs = os.pipe()
+        if cluster.is_chief:
+            environment[PROGRESS_VARIABLE] = str(theirs)
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[theirs] if cluster.is_chief else [],
+            start_new_session=True,  # Ctrl-C is ours to pass on.
+            preexec_fn=lambda: _settle_in(share.cores),
+        )
+        os.close(theirs)
+        self._threads = [
+            threading.Thread(target=target, args=arguments, daemon=True)
+            for target, arguments in (
+                (self._read_lines, (self.process.stdout, False)),
+                (self._read_lines, (self.process.stderr, True)),
+                (_read_states, (progress, show)),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _read_lines(self, stream: IO[bytes], is_error: bool) -> None:
+        for line in stream:
+            text = line.decode(errors="replace").rstrip("\n")
+            self._last_lines.append(text)
+            self._say(f"[{self.index}] {text}", is_error)
+
+    @property
+    def exit_code(self) -> int | None:
+        """As a shell would tell it, 128 and more for a signal; None while it runs."""
+        code = self.process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process, which is alive, but does nothing."""
+        with contextlib.suppress(OSError, IndexError):
+            stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii")
+            return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
+
+    def join(self) -> None:
+        """Waits until all that it said has been passed on."""
+        for thread in self._threads:
+            thread.join(_JOIN_SEC)
+
+    def failure(self, exit_code: int, what: str) -> Failure:
+        """Returns what to say of it."""
+        return Failure(self.index, exit_code, what, list(self._last_lines))
+
+
+def _settle_in(cores: Sequence[int]) -> None:
+    """Runs in the child, before its program: limits its cores, and ties its life to ours."""
+    signals.end_with_parent(signal.SIGKILL)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def _read_states(descriptor: int, show: Callable[[dict], None]) -> None:
+    with open(descriptor, encoding="utf-8") as states:
+        for line in states:
+            show(json.loads(line))

@@ -1,0 +1,66 @@
+"""Reads `log.jsonl`, the log of a run, as attempts with their events."""
+
+import dataclasses
+import json
+import pathlib
+
+from app.records.files import read_text
+from app.records.run_directory import RUN_LOG_FILE
+
+_FIELDS: dict[str, dict[str, type]] = {
+    "run_start": {"attempt": int, "time": str, "pid": int, "versions": dict},
+    "config": {"config": dict, "num_replicas": int, "devices": list},
+    "data": {"name": str, "sha256": str, "num_train_examples": int, "num_test_examples": int},
+    "resume": {"step": int, "epoch": int, "damaged": list, "changes": list},
+    "epoch": {"epoch": int, "step": int, "train_loss": float, "test_accuracy": float},
+    "checkpoint": {"step": int, "epoch": int},
+    "run_stop": {"status": str},
+}
+
+
+@dataclasses.dataclass
+class Attempt:
+    """The events of one attempt.
+
+    Attributes:
+        start: the line of `run_start`.
+        events: all between it and the stop.
+        stop: the line of `run_stop`, None where there is none.
+    """
+
+    start: dict
+    events: list[dict] = dataclasses.field(default_factory=list)
+    stop: dict | None = None
+
+
+def load_attempts(run_dir: pathlib.Path) -> list[Attempt]:
+    """Reads the attempts of a run; lines that are none are left out, see `check_log`."""
+    return split_attempts(parse_events(read_text(run_dir / RUN_LOG_FILE))[0])
+
+
+def parse_events(text: str) -> tuple[list[dict], list[str]]:
+    """Returns the events, and what is wrong with lines that are none."""
+    events, problems = [], []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            event = json.loads(line)
+            for name, kind in ({"event": str} | _FIELDS[event["event"]]).items():
+                if not isinstance(event[name], kind):
+                    raise TypeError(f"{name} is {event[name]!r:.80}")
+            events.append(event)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problems.append(f"line {number} is no event ({type(error).__name__}: {error})")
+    return events, problems
+
+
+def split_attempts(events: list[dict]) -> list[Attempt]:
+    """Returns the events as attempts, each from its `run_start` to its `run_stop`."""
+    attempts: list[Attempt] = []
+    for event in events:
+        if event["event"] == "run_start" or not attempts:
+            attempts.append(Attempt(event))
+        elif event["event"] == "run_stop" and attempts[-1].stop is None:
+            attempts[-1].stop = event
+        else:  # What follows a stop is found by the check of the order.
+            attempts[-1].events.append(event)
+    return attempts
