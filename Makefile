@@ -22,6 +22,7 @@ lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
 
 soak: $(BIN)/.installed-dev
 	$(BIN)/python tests/soak.py $(ARGS)
@@ -55,4 +56,4 @@ docs: $(BIN)/.installed
 	$(BIN)/python -m app.cli.option_page
 
 clean:
-	rm -rf .venv .venv-bench .pytest_cache .ruff_cache
+	rm -rf .venv .venv-bench .pytest_cache .ruff_cache .mypy_cache
