@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.training.optimizers import last_learning_rate
 from app.training.recipes import RECIPES, find_recipe
 from models import load_model_builder
@@ -43,7 +44,9 @@ def test_an_unnamed_model_has_a_rate():
     ("recipe", "black", "white"), [("d2l", 0, 1), ("fast", -72.94 / 90.02, 182.06 / 90.02)]
 )
 def test_models_take_bytes_and_scale_them(recipe, black, white):
-    model = find_recipe(recipe, "lenet").build_model(load_model_builder("lenet"), 0)
+    model = find_recipe(recipe, "lenet").build_model(
+        load_model_builder("lenet"), image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, seed=0
+    )
     assert model.inputs[0].dtype == "uint8"
     scale = next(layer for layer in model.layers if isinstance(layer, keras.layers.Rescaling))
     np.testing.assert_allclose(scale(np.uint8([0, 255])), [black, white], rtol=1e-5)

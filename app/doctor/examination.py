@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from app.config import Config
 from app.config.options import STRATEGY_NAMES
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices import cuda
 from app.runtime import console
 from app.runtime.errors import DeviceError, LockstepError, reason_of
@@ -203,7 +204,14 @@ def _probe(config: Config, prepared, name: str) -> SelfTestResult | LockstepErro
     start = time.monotonic()
     try:
         training = config.for_training(name)
-        strategy = build_strategy(training, prepared, learning_rate=0.1, num_steps=1)
+        strategy = build_strategy(
+            training,
+            prepared,
+            image_shape=IMAGE_SHAPE,
+            num_classes=NUM_CLASSES,
+            learning_rate=0.1,
+            num_steps=1,
+        )
         run_all_reduce_self_test(strategy)
     except LockstepError as error:
         return error

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from app.config import Config
 from app.config.constraints import check_shards
 from app.config.options import NUM_TRAIN_EXAMPLES
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.data.input_pipeline import num_steps_per_epoch
 from app.devices.free_memory import available_bytes
 from app.performance.all_reduce_model import all_reduce_cost
@@ -55,7 +56,12 @@ class TrainingPlan:
 
         keras.config.set_dtype_policy(config.precision)
         recipe = find_recipe(config.recipe, config.model)
-        model = recipe.build_model(load_model_builder(config.model), config.seed)
+        model = recipe.build_model(
+            load_model_builder(config.model),
+            image_shape=IMAGE_SHAPE,
+            num_classes=NUM_CLASSES,
+            seed=config.seed,
+        )
         steps = config.epochs * _steps_per_epoch(config)
         rate = recipe.learning_rate(global_batch_size=config.planned_batch_size, num_steps=steps)
         optimizer = recipe.create_optimizer(rate, steps)

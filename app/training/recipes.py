@@ -1,10 +1,12 @@
 """How a model is trained, under a name: initialisation, input scaling, optimizer, schedule."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 
+from app.runtime.errors import ConfigError
 from app.training.optimizers import FusedSGD
 
 REFERENCE_GLOBAL_BATCH_SIZE = 256
@@ -29,7 +31,7 @@ class Recipe:
             all steps where there are fewer than 200.
     """
 
-    kernel_initializer: str | Mapping
+    kernel_initializer: str | Mapping[str, Any]
     pixel_mean: float
     pixel_std: float
     peak_learning_rate: float
@@ -71,7 +73,14 @@ class Recipe:
             weight_decay=self.weight_decay,
         )
 
-    def build_model(self, build_network, seed: int) -> keras.Model:
+    def build_model(
+        self,
+        builder: Callable[..., keras.Model],
+        *,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        seed: int,
+    ) -> keras.Model:
         """Builds a network that takes uint8 images; its weights follow from `seed` alone.
 
         Every layer makes an initializer of its own from `kernel_initializer`, and takes its seed
@@ -79,18 +88,45 @@ class Recipe:
         and two replicas the same.
 
         Args:
-            build_network: what `models.load_model_builder` returns.
+            builder: what `models.load_model_builder` returns.
+            image_shape: height, width and channels of the data set's images.
+            num_classes: of the data set.
             seed: 0 to 2³² − 1.
+
+        Raises:
+            ConfigError: the network takes other images, or returns another number of logits.
         """
         keras.utils.set_random_seed(seed)
-        network = build_network(kernel_initializer=self.kernel_initializer)
-        images = keras.Input((28, 28, 1), dtype="uint8")
+        network = builder(
+            image_shape=image_shape,
+            num_classes=num_classes,
+            kernel_initializer=self.kernel_initializer,
+        )
+        _check_fits(network, image_shape, num_classes)
+        images = keras.Input(image_shape, dtype="uint8")
         scaled = keras.layers.Rescaling(
             1 / self.pixel_std,
             -self.pixel_mean / self.pixel_std,
             dtype=keras.config.floatx(),
         )(images)
         return keras.Model(images, network(scaled), name=network.name)
+
+
+def _check_fits(network: keras.Model, image_shape: tuple[int, int, int], num_classes: int) -> None:
+    """Raises `ConfigError` if a network does not map such images to logits of such classes."""
+    for kind, found, required in (
+        ("input", network.input_shape, (None, *image_shape)),
+        ("output", network.output_shape, (None, num_classes)),
+    ):
+        # A dimension that the network leaves open is None.
+        fits = len(found) == len(required) and all(
+            f is None or f == r for f, r in zip(found, required, strict=True)
+        )
+        if not fits:
+            raise ConfigError(
+                f"model {network.name}: its {kind} shape is {found}, the data set requires"
+                f" {required}; build it from the image_shape and num_classes that its builder gets"
+            )
 
 
 # The book's chapters on several GPUs.

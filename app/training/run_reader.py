@@ -1,9 +1,10 @@
 """A run on disk, brought back on any strategy and any devices."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from app.config import Config
-from app.data.dataset import ImageDataset
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES, ImageDataset
 from app.data.dataset_loader import load_dataset
 from app.devices.device_setup import Devices
 from app.records.caveats import injected_fault_caveat
@@ -12,6 +13,9 @@ from app.records.checkpoint_search import find_best_checkpoint, find_newest_chec
 from app.records.run_directory import load_run_config, named_path
 from app.runtime import console
 from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
+
+if TYPE_CHECKING:
+    from strategies.base import Strategy
 
 # What the saved state stands for; everything else (strategy, devices) is free to be another.
 _KEPT = ("model", "recipe", "seed", "precision")
@@ -98,11 +102,18 @@ class SavedRun:
             )
         return dataset
 
-    def rebuild(self, devices: Devices):
+    def rebuild(self, devices: Devices) -> "Strategy":
         """Builds the strategy on `devices` and gives every replica the saved state."""
         from app.training.strategy_builder import build_strategy, restore
 
         # No step is made, so rate and number of steps do not matter.
-        strategy = build_strategy(self.config, devices, learning_rate=1.0, num_steps=1)
+        strategy = build_strategy(
+            self.config,
+            devices,
+            image_shape=IMAGE_SHAPE,
+            num_classes=NUM_CLASSES,
+            learning_rate=1.0,
+            num_steps=1,
+        )
         restore(strategy, self.checkpoint)
         return strategy

@@ -1,5 +1,8 @@
 """A training as its configuration and data define it: batches, steps, rate, model, optimizer."""
 
+import keras
+import tensorflow as tf
+
 from app.config import Config
 from app.data.dataset import ImageDataset
 from app.data.dataset_loader import load_dataset, with_train_subset
@@ -54,7 +57,12 @@ class TrainingSpec:
     def build_strategy(self, devices: Devices) -> Strategy:
         """Builds the strategy of `config` with its model and optimizer on every device."""
         return build_strategy(
-            self.config, devices, learning_rate=self.learning_rate, num_steps=self.num_steps
+            self.config,
+            devices,
+            image_shape=self.dataset.image_shape,
+            num_classes=self.dataset.num_classes,
+            learning_rate=self.learning_rate,
+            num_steps=self.num_steps,
         )
 
     @property
@@ -72,15 +80,24 @@ class TrainingSpec:
         """Whether training images are mirrored now and then."""
         return self._recipe.flip
 
-    def build_model(self):
-        """Builds the model with its initial weights."""
-        return self._recipe.build_model(load_model_builder(self.config.model), self.config.seed)
+    def build_model(self) -> keras.Model:
+        """Builds the model with its initial weights.
 
-    def create_optimizer(self):
+        Raises:
+            ConfigError: the model does not fit the data set.
+        """
+        return self._recipe.build_model(
+            load_model_builder(self.config.model),
+            image_shape=self.dataset.image_shape,
+            num_classes=self.dataset.num_classes,
+            seed=self.config.seed,
+        )
+
+    def create_optimizer(self) -> keras.optimizers.Optimizer:
         """Creates the optimizer."""
         return self._recipe.create_optimizer(self.learning_rate, self.num_steps)
 
-    def batches(self, *, seed: int | None = None, start_step: int = 0):
+    def batches(self, *, seed: int | None = None, start_step: int = 0) -> tf.data.Dataset:
         """Returns the endless set of global batches from `start_step` on, in the seed's order."""
         return train_dataset(
             self.dataset.train_images,
