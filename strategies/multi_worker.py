@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+import tensorflow as tf
+
 from strategies.mirrored import MirroredStrategy
 
 _WHOLE_MB = 4096.0
@@ -34,9 +36,7 @@ class MultiWorkerStrategy(MirroredStrategy):
         """Returns one bucket for all gradients: each collective waits for the network."""
         return _WHOLE_MB
 
-    def _create_tf_strategy(self):
-        from strategies.collective_cluster import (
-            CollectiveStrategy,  # Parts of TensorFlow that are its own.
-        )
+    def _create_tf_strategy(self) -> tf.distribute.Strategy:
+        from strategies.collective_cluster import CollectiveStrategy
 
         return self.workers.strategy or CollectiveStrategy(self.devices, self.algorithm)

@@ -8,6 +8,7 @@ from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.training.optimizers import last_learning_rate
 from app.training.recipes import RECIPES, find_recipe
 from models import load_model_builder
+from strategies.tf_private import learning_rate_schedule
 
 
 def test_d2l_is_plain_sgd_with_the_book_s_rates():
@@ -24,7 +25,8 @@ def test_d2l_is_plain_sgd_with_the_book_s_rates():
     ("num_steps", "warmup_steps"), [(1, 0), (2, 1), (10, 5), (235, 100), (2350, 470)]
 )
 def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
-    schedule = find_recipe("fast", "lenet").create_optimizer(0.3, num_steps)._learning_rate
+    optimizer = find_recipe("fast", "lenet").create_optimizer(0.3, num_steps)
+    schedule = learning_rate_schedule(optimizer)
     rates = [float(schedule(step)) for step in range(num_steps + 1)]
     peak = int(np.argmax(rates))
     assert peak == warmup_steps
