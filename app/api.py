@@ -21,8 +21,8 @@ def run(config: Config) -> Any:
     Returns:
         `train` and `launch`: the `Summary` of the run; `compare`: one for each strategy, in order;
         `verify`: a `PairVerdict` for each pair of strategies; `evaluate`: the test accuracy, a
-        fraction; `predict`: probabilities `(N, 10)`. Others return None: what they found they
-        print and write.
+        fraction; `predict`: probabilities `(N, num_classes)`. Others return None: what they found
+        they print and write.
 
     Raises:
         LockstepError: what the program ends with, as an exception; its `exit_code` is the same.

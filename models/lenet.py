@@ -1,15 +1,25 @@
 """LeNet, in the form that the book trains on several GPUs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 from keras import layers
 
 
-def build_lenet(*, kernel_initializer: str | dict[str, Any] = "glorot_uniform") -> keras.Model:
-    """Builds LeNet: float images `(n, 28, 28, 1)` to logits `(n, 10)`, 129,068 parameters.
+def build_lenet(
+    *,
+    image_shape: tuple[int, int, int],
+    num_classes: int,
+    kernel_initializer: str | Mapping[str, Any] = "glorot_uniform",
+) -> keras.Model:
+    """Builds LeNet: float images `(n, *image_shape)` to logits `(n, num_classes)`.
+
+    It has 129,068 parameters for images of `(28, 28, 1)` and 10 classes.
 
     Args:
+        image_shape: height, width and channels of an image.
+        num_classes: number of logits.
         kernel_initializer: name or configuration of a Keras initializer, so that each layer makes
             an instance, and draws numbers, of its own.
 
@@ -17,7 +27,7 @@ def build_lenet(*, kernel_initializer: str | dict[str, Any] = "glorot_uniform") 
         with the ReLUs and the widths of "Dive into Deep Learning", section "Training on Multiple
         GPUs".
     """
-    images = keras.Input((28, 28, 1))
+    images = keras.Input(image_shape)
     x = images
     for name, width, size in [("conv1", 20, 3), ("conv2", 50, 5)]:
         x = layers.Conv2D(
@@ -31,6 +41,6 @@ def build_lenet(*, kernel_initializer: str | dict[str, Any] = "glorot_uniform") 
     # In the weights' own precision, whatever the layers before: 8 bits make many classes equal.
     float_type = keras.config.floatx()
     logits = layers.Dense(
-        10, kernel_initializer=kernel_initializer, dtype=float_type, name="logits"
+        num_classes, kernel_initializer=kernel_initializer, dtype=float_type, name="logits"
     )(x)
     return keras.Model(images, logits, name="lenet")

@@ -8,11 +8,20 @@ from keras import layers
 
 Initializer = str | dict[str, Any]  # A name or a configuration.
 
+def build_resnet18(
+    *,
+    image_shape: tuple[int, int, int],
+    num_classes: int,
+    kernel_initializer: Initializer = "glorot_uniform",
+) -> keras.Model:
+    """Builds the ResNet-18 of "Dive into Deep Learning". See `build_resnet`.
 
-def build_resnet18(*, kernel_initializer: Initializer = "glorot_uniform") -> keras.Model:
-    """Builds the book's ResNet-18: 11,175,818 trainable parameters. See `build_resnet`."""
+    It has 11,175,818 trainable parameters for images of one channel and 10 classes.
+    """
     return build_resnet(
         name="resnet18",
+        image_shape=image_shape,
+        num_classes=num_classes,
         stage_widths=(64, 128, 256, 512),
         blocks_per_stage=2,
         kernel_initializer=kernel_initializer,
@@ -22,17 +31,21 @@ def build_resnet18(*, kernel_initializer: Initializer = "glorot_uniform") -> ker
 def build_resnet(
     *,
     name: str,
+    image_shape: tuple[int, int, int],
+    num_classes: int,
     stage_widths: Sequence[int],
     blocks_per_stage: int,
     kernel_initializer: Initializer = "glorot_uniform",
 ) -> keras.Model:
-    """Builds a residual network: float images `(n, 28, 28, 1)` to logits `(n, 10)`.
+    """Builds a residual network: float images `(n, *image_shape)` to logits `(n, num_classes)`.
 
     The stem is a 3 × 3 convolution with stride 1 and no pooling, as fits small images; each stage
     but the first halves height and width. Convolutions have biases.
 
     Args:
         name: the model's name.
+        image_shape: height, width and channels of an image.
+        num_classes: number of logits.
         stage_widths: channels of each stage, the stem having those of the first.
         blocks_per_stage: residual blocks in a stage.
         kernel_initializer: name or configuration of a Keras initializer.
@@ -40,7 +53,7 @@ def build_resnet(
     Reference: K. He et al., "Deep Residual Learning for Image Recognition", 2015, in the variant
         of "Dive into Deep Learning", section "Concise Implementation for Multiple GPUs".
     """
-    images = keras.Input((28, 28, 1))
+    images = keras.Input(image_shape)
     x = _conv(stage_widths[0], 3, 1, kernel_initializer, "stem_conv")(images)
     x = _batch_norm("stem_norm")(x)
     x = layers.ReLU()(x)
@@ -52,13 +65,17 @@ def build_resnet(
     # In the weights' own precision, whatever the layers before: 8 bits make many classes equal.
     float_type = keras.config.floatx()
     logits = layers.Dense(
-        10, kernel_initializer=kernel_initializer, dtype=float_type, name="logits"
+        num_classes, kernel_initializer=kernel_initializer, dtype=float_type, name="logits"
     )(x)
     return keras.Model(images, logits, name=name)
 
 
 def _residual_block(
-    x: keras.KerasTensor, width: int, halve: bool, kernel_initializer: Initializer, name: str
+    x: keras.KerasTensor,
+    width: int,
+    halve: bool,
+    kernel_initializer: Initializer,
+    name: str,
 ) -> keras.KerasTensor:
     """Adds two 3 × 3 convolutions to a shortcut, a 1 × 1 convolution where the shape changes."""
     strides = 2 if halve else 1

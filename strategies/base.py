@@ -70,8 +70,8 @@ LossAndGradients = tuple[tf.Tensor, StepTotals, list[tf.Tensor]]
 class Strategy(Replicas):
     """One way to train a model on a list of devices.
 
-    Data sets are `tf.data` sets of global batches `(images, labels)`: uint8 `(n, 28, 28, 1)` and
-    int32 `(n,)`, where n may differ from batch to batch.
+    Data sets are `tf.data` sets of global batches `(images, labels)`: uint8
+    `(n, height, width, channels)` and int32 `(n,)`, where n may differ from batch to batch.
 
     Args:
         devices: names of the devices, one replica on each, for example `["/device:CPU:0"]`.
@@ -166,8 +166,8 @@ class Strategy(Replicas):
     def forward(self, iterator: BatchIterator) -> list[LogitsAndTotals]:
         """Takes one global batch and classifies it, training nothing (in a graph).
 
-        Returns, for each replica of this worker in order, the logits `(n_r, 10)` and the totals of
-        its shard.
+        Returns, for each replica of this worker in order, the logits `(n_r, num_classes)` and
+        the totals of its shard.
         """
 
     @abc.abstractmethod
@@ -242,7 +242,15 @@ class Strategy(Replicas):
         return self._over_workers(totals)
 
     def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:
-        """Returns the logits `(N, 10)` of uint8 images `(N, 28, 28, 1)`, in input order."""
+        """Returns the logits of images, in input order.
+
+        Args:
+            images: uint8 `(N, height, width, channels)`.
+            global_batch_size: images of a batch over all replicas.
+
+        Returns:
+            Floats `(N, num_classes)`.
+        """
         self.average_moving_statistics()
         labels = np.zeros(len(images), np.int32)
         dataset = tf.data.Dataset.from_tensor_slices((images, labels)).batch(global_batch_size)
@@ -272,7 +280,7 @@ class Strategy(Replicas):
 
 
 def classify(model: keras.Model, images: tf.Tensor) -> tf.Tensor:
-    """Returns the logits `(n, 10)` of a shard, which may be empty where nothing is trained.
+    """Returns the logits `(n, num_classes)` of a shard, which may be empty in evaluation.
 
     An empty shard gets one blank image, whose logits are dropped: oneDNN's fused convolutions
     refuse to work on none.

@@ -10,35 +10,17 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2 as coordination
-from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
-from tensorflow.python.eager import context
 
+from strategies import tf_private
 from strategies.workers import Workers
 
 _Communication = tf.distribute.experimental.CommunicationImplementation
 IMPLEMENTATIONS = {"ring": _Communication.RING, "nccl": _Communication.NCCL}
-_JOB = "worker"
 _SHORT_BYTES = 1000  # A message up to this long takes one collective, a longer one two.
 _HEARTBEAT_SEC = 10
 # Each strategy of a process numbers its groups of devices from somewhere else: groups of different
 # sizes under one number would break every collective after.
 _KEY_BASES = itertools.count(start=0, step=100_000)
-
-
-class _Extended(CollectiveAllReduceExtended):
-    """TensorFlow's engine, on the devices that it is told."""
-
-    def __init__(self, *arguments: Any, local_devices: Sequence[str], **options: Any):
-        self._devices_asked = tuple(local_devices)
-        super().__init__(*arguments, **options)
-
-    def _initialize_local_devices(
-        self, cluster_resolver: Any, worker_device: str
-    ) -> tuple[tuple[str, ...], str]:
-        # Its own version takes every GPU, or else one CPU, however many logical ones there are.
-        kind = "GPU" if "GPU" in self._devices_asked[0] else "CPU"
-        return tuple(worker_device + name for name in self._devices_asked), kind
 
 
 class CollectiveStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -58,11 +40,11 @@ class CollectiveStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         addresses: Sequence[str] = (),
         index: int = 0,
     ):
-        self._collective_key_base = next(_KEY_BASES)
+        tf_private.set_collective_key_base(self, next(_KEY_BASES))
         # `MultiWorkerMirroredStrategy.__init__` would make an engine of its own.
         tf.distribute.Strategy.__init__(
             self,
-            _Extended(
+            tf_private.create_collective_extended(
                 self,
                 cluster_resolver=_resolver(addresses, index),
                 communication_options=tf.distribute.experimental.CommunicationOptions(
@@ -79,8 +61,8 @@ def _resolver(
     if not addresses:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({_JOB: list(addresses)}),
-        task_type=_JOB,
+        tf.train.ClusterSpec({tf_private.JOB: list(addresses)}),
+        task_type=tf_private.JOB,
         task_id=index,
         rpc_layer="grpc",
     )
@@ -110,11 +92,8 @@ class ClusterWorkers(Workers):
         self, addresses: Sequence[str], index: int, local_devices: Sequence[str], all_reduce: str
     ):
         self.index, self.count = index, len(addresses)
-        context.context().configure_coordination_service(
-            service_type="standalone",
-            service_leader=f"/job:{_JOB}/replica:0/task:0",
-            heartbeat_timeout_in_ms=_HEARTBEAT_SEC * 1000,  # Of a worker that is frozen.
-            coordinated_jobs=[coordination.CoordinatedJob(name=_JOB, num_tasks=self.count)],
+        tf_private.configure_coordination_service(
+            num_workers=self.count, heartbeat_sec=_HEARTBEAT_SEC
         )
         self.strategy = CollectiveStrategy(local_devices, all_reduce, addresses, index)
         self._num_local = len(local_devices)
@@ -125,9 +104,9 @@ class ClusterWorkers(Workers):
 
         For what has to be known before a collective can work, as that all have as many devices.
         """
-        number, store = next(self._num_posted), context.context()
-        store.set_config_key_value(f"lockstep/{number}/{self.index}", text)
-        return [store.get_config_key_value(f"lockstep/{number}/{i}") for i in range(self.count)]
+        prefix = f"lockstep/{next(self._num_posted)}"
+        tf_private.post_key_value(f"{prefix}/{self.index}", text)
+        return [tf_private.wait_for_key_value(f"{prefix}/{i}") for i in range(self.count)]
 
     def gather(self, message: bytes) -> list[bytes]:
         """Returns what each worker said, worker 0 first."""

@@ -28,8 +28,8 @@ def shard_loss(
     `tf.distribute` strategy, which is why none is used here.
 
     Args:
-        logits: float `(n, 10)`, n the size of this shard, which may be 0.
-        labels: int32 `(n,)`, in 0 to 9.
+        logits: float `(n, num_classes)`, n the size of this shard, which may be 0.
+        labels: int32 `(n,)`, in 0 to num_classes − 1.
         num_global_examples: int scalar, examples in the global batch of this step.
         label_smoothing: what part of the target is spread evenly over all classes.
 

@@ -18,6 +18,7 @@ from strategies.base import (
 from strategies.collectives import PerReplicaTensors, add_in_order, shard_bounds
 from strategies.loss import differentiate, shard_loss
 from strategies.observer import Shard
+from strategies.tf_private import disable_optimizer_all_reduce
 
 # TensorFlow's all-reduce of each name. `reduce_to_one` adds in the order of our own, so that
 # `manual` and `mirrored` are bitwise identical. `ring` is MirroredStrategy's default on CPUs.
@@ -69,7 +70,7 @@ class MirroredStrategy(Strategy):
         with self._tf_strategy.scope():
             self.model, self.optimizer = model_fn(), optimizer_fn()
             self.optimizer.build(self.model.trainable_variables)
-        self.optimizer._all_reduce_sum_gradients = list  # The pairs as they are: see above.
+        disable_optimizer_all_reduce(self.optimizer)
 
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         """Deals the shards of each global batch to the replicas in turn.

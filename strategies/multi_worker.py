@@ -37,8 +37,6 @@ class MultiWorkerStrategy(MirroredStrategy):
         return _WHOLE_MB
 
     def _create_tf_strategy(self) -> tf.distribute.Strategy:
-        from strategies.collective_cluster import (
-            CollectiveStrategy,  # Parts of TensorFlow that are its own.
-        )
+        from strategies.collective_cluster import CollectiveStrategy
 
         return self.workers.strategy or CollectiveStrategy(self.devices, self.algorithm)

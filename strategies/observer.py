@@ -9,7 +9,7 @@ class Shard(NamedTuple):
     """What one replica works on in one step.
 
     Attributes:
-        images: uint8 `(n_r, 28, 28, 1)`.
+        images: uint8 `(n_r, height, width, channels)`.
         labels: int32 `(n_r,)`.
         num_global_examples: int scalar, examples in the whole global batch.
     """

@@ -2,20 +2,27 @@
 
 import keras
 
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from conftest import CPUS
+from models import load_model_builder
 from models.resnet import build_resnet
 from strategies import load_strategy_class
+
+
+def build_network(name):
+    """The architecture of that name, for Fashion-MNIST."""
+    return load_model_builder(name)(image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES)
 
 
 def small_network():
     """A convolution and a dense layer: both kinds of gradient, in milliseconds."""
     return keras.Sequential(
         [
-            keras.Input((28, 28, 1), dtype="uint8"),
+            keras.Input(IMAGE_SHAPE, dtype="uint8"),
             keras.layers.Rescaling(1 / 255),
             keras.layers.Conv2D(3, 5, strides=4, activation="relu", name="conv"),
             keras.layers.Flatten(),
-            keras.layers.Dense(10, name="logits"),
+            keras.layers.Dense(NUM_CLASSES, name="logits"),
         ],
         name="small",
     )
@@ -23,23 +30,29 @@ def small_network():
 
 def small_resnet():
     """One residual block: what BatchNorm does, without 18 layers of it."""
-    network = build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1)
-    images = keras.Input((28, 28, 1), dtype="uint8")
+    network = build_resnet(
+        name="one_block",
+        image_shape=IMAGE_SHAPE,
+        num_classes=NUM_CLASSES,
+        stage_widths=(4,),
+        blocks_per_stage=1,
+    )
+    images = keras.Input(IMAGE_SHAPE, dtype="uint8")
     return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
 
 
-def build_dense_network(kernel_initializer="glorot_uniform"):
+def build_dense_network(*, image_shape, num_classes, kernel_initializer="glorot_uniform"):
     """The smallest architecture that a recipe can train."""
-    images = keras.Input((28, 28, 1))
-    logits = keras.layers.Dense(10, kernel_initializer=kernel_initializer, name="logits")
+    images = keras.Input(image_shape)
+    logits = keras.layers.Dense(num_classes, kernel_initializer=kernel_initializer, name="logits")
     return keras.Model(images, logits(keras.layers.Flatten()(images)), name="dense")
 
 
-def build_normalised_network(kernel_initializer="glorot_uniform"):
+def build_normalised_network(*, image_shape, num_classes, kernel_initializer="glorot_uniform"):
     """The smallest one in which replicas keep statistics of their own."""
-    images = keras.Input((28, 28, 1))
+    images = keras.Input(image_shape)
     normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Flatten()(images))
-    logits = keras.layers.Dense(10, kernel_initializer=kernel_initializer, name="logits")
+    logits = keras.layers.Dense(num_classes, kernel_initializer=kernel_initializer, name="logits")
     return keras.Model(images, logits(normalised), name="normalised")
 
 

@@ -9,8 +9,7 @@ from app.devices import free_memory
 from app.runtime.errors import DeviceError, is_out_of_memory
 from app.training import memory_estimate
 from app.training.tensor_lifetimes import live_tensors_in_step
-from models import load_model_builder
-from small_models import small_network
+from small_models import build_network, small_network
 
 GIB = 2**30
 
@@ -27,8 +26,8 @@ def test_the_worst_moment_of_a_step_small_enough_to_count_by_hand():
 
 def test_it_grows_with_the_layers_and_the_gradients_are_in_it():
     small, large = (
-        live_tensors_in_step(load_model_builder("lenet")()),
-        live_tensors_in_step(load_model_builder("resnet18")()),
+        live_tensors_in_step(build_network("lenet")),
+        live_tensors_in_step(build_network("resnet18")),
     )
     assert 100_000 < small.image_bytes < 250_000  # A batch of 4,096 was seen to take 0.7 GB.
     assert 2_500_000 < large.image_bytes < 4_500_000  # And one of 256 1.0 GB.
@@ -46,10 +45,10 @@ def test_an_estimate_has_weights_and_what_the_optimizer_keeps():
 
 
 def test_half_precision_takes_about_half():
-    whole = memory_estimate.MemoryEstimate.of(load_model_builder("lenet")())
+    whole = memory_estimate.MemoryEstimate.of(build_network("lenet"))
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        half = memory_estimate.MemoryEstimate.of(load_model_builder("lenet")())
+        half = memory_estimate.MemoryEstimate.of(build_network("lenet"))
     finally:
         keras.config.set_dtype_policy("float32")
     assert 0.45 < half.image_bytes / whole.image_bytes < 0.65
@@ -57,7 +56,7 @@ def test_half_precision_takes_about_half():
 
 
 def test_the_bound_that_spares_the_estimate_is_above_it():
-    for build in (load_model_builder("lenet"), load_model_builder("resnet18"), small_network):
+    for build in (small_network, lambda: build_network("lenet"), lambda: build_network("resnet18")):
         model = build()
         needed = memory_estimate.MemoryEstimate.of(model).total_bytes(
             num_replicas=2, global_batch_size=64
@@ -66,7 +65,7 @@ def test_the_bound_that_spares_the_estimate_is_above_it():
 
 
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_can():
-    model, optimizer = load_model_builder("resnet18")(), keras.optimizers.SGD()
+    model, optimizer = build_network("resnet18"), keras.optimizers.SGD()
     optimizer.build(model.trainable_variables)
     with pytest.raises(
         DeviceError, match=r"60000, which is 30,000 images on each of 2 rep"

@@ -12,8 +12,8 @@ from app.performance.speed_comparison import all_comparisons
 from app.report.benchmark_plot import plot_benchmark
 from app.runtime.errors import ConfigError
 from conftest import run_main, run_ok
-from models import load_model_builder
 from performance_samples import make_sample
+from small_models import build_network
 
 # Of the layers' shapes: conv1 26·26·9·20, conv2 9·9·25·20·50, then 800·128 and 128·10; twice each
 # for a multiplication and an addition, three passes, and no gradient of the images.
@@ -21,7 +21,7 @@ LENET_FLOPS = 2 * (2 * 121_680 + 3 * (2_025_000 + 102_400 + 1_280))
 
 
 def test_flops_of_lenet():
-    assert training_flops_per_example(load_model_builder("lenet")()) == LENET_FLOPS
+    assert training_flops_per_example(build_network("lenet")) == LENET_FLOPS
 
 
 def test_cases_are_all_combinations_and_single_has_one_device():

@@ -4,9 +4,11 @@ import keras
 import numpy as np
 import pytest
 
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.training.optimizers import last_learning_rate
 from app.training.recipes import RECIPES, find_recipe
 from models import load_model_builder
+from strategies.tf_private import learning_rate_schedule
 
 
 def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
@@ -23,7 +25,8 @@ def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
     ("num_steps", "warmup_steps"), [(1, 0), (2, 1), (10, 5), (235, 100), (2350, 470)]
 )
 def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
-    schedule = find_recipe("fast", "lenet").create_optimizer(0.3, num_steps)._learning_rate
+    optimizer = find_recipe("fast", "lenet").create_optimizer(0.3, num_steps)
+    schedule = learning_rate_schedule(optimizer)
     rates = [float(schedule(step)) for step in range(num_steps + 1)]
     peak = int(np.argmax(rates))
     assert peak == warmup_steps
@@ -43,7 +46,9 @@ def test_an_unnamed_model_has_a_learning_rate():
     ("recipe", "black", "white"), [("d2l", 0, 1), ("fast", -72.94 / 90.02, 182.06 / 90.02)]
 )
 def test_models_take_bytes_and_scale_them(recipe, black, white):
-    model = find_recipe(recipe, "lenet").build_model(load_model_builder("lenet"), 0)
+    model = find_recipe(recipe, "lenet").build_model(
+        load_model_builder("lenet"), image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, seed=0
+    )
     assert model.inputs[0].dtype == "uint8"
     scale = next(layer for layer in model.layers if isinstance(layer, keras.layers.Rescaling))
     np.testing.assert_allclose(scale(np.uint8([0, 255])), [black, white], rtol=1e-5)

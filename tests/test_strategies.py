@@ -12,8 +12,8 @@ import tensorflow as tf
 from app.data.input_pipeline import eval_dataset, train_dataset
 from app.training.optimizers import FusedSGD
 from conftest import CPUS
-from models import MODELS, load_model_builder
-from small_models import create, small_resnet
+from models import MODELS
+from small_models import build_network, create, small_resnet
 from strategies import STRATEGIES, load_strategy_class
 
 # Float32 sums of a few dozen terms in another order differ in the last bits; a few steps with
@@ -223,9 +223,7 @@ def test_fewer_images_than_replicas(images, name, model):
 
     def build():
         inputs = keras.Input((28, 28, 1), dtype="uint8")
-        return keras.Model(
-            inputs, load_model_builder(model)()(keras.layers.Rescaling(1 / 255)(inputs))
-        )
+        return keras.Model(inputs, build_network(model)(keras.layers.Rescaling(1 / 255)(inputs)))
 
     strategy = create(name, 3, build)
     logits = strategy.predict(images[0][:4], global_batch_size=3)  # 1, 1, 1 and then 1, 0, 0.
@@ -266,9 +264,7 @@ def test_a_state_of_another_model_is_refused_by_name(name):
 def test_every_strategy_builds_every_model(name, model):
     def build():
         images = keras.Input((28, 28, 1), dtype="uint8")
-        return keras.Model(
-            images, load_model_builder(model)()(keras.layers.Rescaling(1 / 255)(images))
-        )
+        return keras.Model(images, build_network(model)(keras.layers.Rescaling(1 / 255)(images)))
 
     num_replicas = 1 if name == "single" else 2
     strategy = create(name, num_replicas, build)

@@ -8,6 +8,7 @@ import pytest
 from app.cluster.resource_split import WorkerResources, split_resources
 from app.cluster.worker_group import WorkerGroup
 from app.config import Config
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices import device_setup
 from app.runtime.errors import ConfigError, DeviceError
 from strategies.workers import Workers
@@ -47,7 +48,14 @@ def talk(channel, config):
         "largest": workers.all_reduce_max(index, -index, 0.1 + index),
         "arrays": workers.gather_arrays([np.full((2, 3), index, np.float32), np.int64([index])]),
     }
-    strategy = build_strategy(config, prepared, learning_rate=0.1, num_steps=3)
+    strategy = build_strategy(
+        config,
+        prepared,
+        image_shape=IMAGE_SHAPE,
+        num_classes=NUM_CLASSES,
+        learning_rate=0.1,
+        num_steps=3,
+    )
     run_all_reduce_self_test(strategy)
     images = np.zeros((50, 28, 28, 1), np.uint8)
     images[:, 0, 0, 0] = np.arange(50)  # Each example shows its index.

@@ -14,7 +14,7 @@ _NUM_TEST_IMAGES = 10
 
 
 def run(config: PredictConfig) -> np.ndarray:
-    """Prints a row for each image, in the order given; returns the probabilities `(N, 10)`."""
+    """Prints a row for each image, in the order given; returns `(N, num_classes)` probabilities."""
     saved = SavedRun.open(config)
     prepared = device_setup.set_up(saved.config)
     if config.images:

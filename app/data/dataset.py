@@ -9,6 +9,7 @@ CLASS_NAMES = (
     "t-shirt", "trouser", "pullover", "dress", "coat",
     "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
+NUM_CLASSES = len(CLASS_NAMES)
 IMAGE_SHAPE = (28, 28, 1)
 
 
@@ -31,6 +32,17 @@ class ImageDataset:
     test_images: np.ndarray
     test_labels: np.ndarray
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of an image."""
+        height, width, channels = self.train_images.shape[1:]
+        return height, width, channels
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; labels are 0 to `num_classes` − 1."""
+        return NUM_CLASSES
+
     def sha256(self) -> str:
         """Returns a hash of all images and labels: what was trained on, to the bit and in order."""
         return _sha256(self.train_images, self.train_labels, self.test_images, self.test_labels)
@@ -50,7 +62,7 @@ class ImageDataset:
         shuffled = self.train_labels[order]
         # Deal the examples out in rounds, one of each class a round.
         rounds = np.empty(len(order), np.int64)
-        for label in range(len(CLASS_NAMES)):
+        for label in range(NUM_CLASSES):
             members = shuffled == label
             rounds[members] = np.arange(members.sum())
         dealt = order[np.lexsort((shuffled, rounds))]

@@ -1,6 +1,7 @@
 """`demo allreduce`: every device gets the sum of what all of them hold."""
 
 from app.config import DemoConfig
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.demos import demo_setup, presentation
 from app.devices.device_setup import Devices
 from models import load_model_builder
@@ -69,7 +70,8 @@ def _compare_costs(prepared: Devices, results: dict) -> None:
     """Prints what each algorithm gave here, and what it costs for the gradients of LeNet."""
     from app.performance.all_reduce_model import all_reduce_cost
 
-    num_numbers = load_model_builder("lenet")().count_params()
+    lenet = load_model_builder("lenet")(image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES)
+    num_numbers = lenet.count_params()
     size_bytes = 4 * num_numbers
     counts = sorted({len(prepared.names), _MANY})
     rows = []

@@ -98,11 +98,12 @@ def _read_gradient(spec: "TrainingSpec", names: list[str], per_replica_gradients
     )
     for replica_id, (name, gradient) in enumerate(zip(names, per_replica_gradients, strict=True)):
         start, end = shard_bounds(len(labels), len(names), replica_id)
+        expected = (end - start) / spec.dataset.num_classes
         seen = int((labels[start:end] == 0).sum())
         console.say(
             f"  {name} has {console.count(seen, CLASS_NAMES[0])} among {end - start} images:"
-            f" ({(end - start) / 10:g} − {seen}) / {len(labels)} ="
-            f" {((end - start) / 10 - seen) / len(labels):.6f}, and holds {gradient[0]:.6f}"
+            f" ({expected:g} − {seen}) / {len(labels)} ="
+            f" {(expected - seen) / len(labels):.6f}, and holds {gradient[0]:.6f}"
         )
 
 

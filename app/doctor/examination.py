@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from app.config import DoctorConfig
 from app.config.names import STRATEGY_NAMES
 from app.config.training_configs import training_config
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices import cuda
 from app.runtime import console
 from app.runtime.errors import DeviceError, LockstepError, reason_of
@@ -219,7 +220,14 @@ def _run_self_test(
     start = time.monotonic()
     try:
         training = training_config(config, name)
-        strategy = build_strategy(training, prepared, learning_rate=0.1, num_steps=1)
+        strategy = build_strategy(
+            training,
+            prepared,
+            image_shape=IMAGE_SHAPE,
+            num_classes=NUM_CLASSES,
+            learning_rate=0.1,
+            num_steps=1,
+        )
         run_all_reduce_self_test(strategy)
     except LockstepError as error:
         return error

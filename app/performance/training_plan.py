@@ -8,6 +8,7 @@ from app.config import PlanConfig
 from app.config.constraints import check_shards
 from app.config.model_options import Hyperparameters
 from app.config.names import NUM_TRAIN_EXAMPLES
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.data.input_pipeline import num_steps_per_epoch
 from app.devices.free_memory import available_bytes
 from app.performance.all_reduce_model import all_reduce_cost
@@ -56,7 +57,12 @@ class TrainingPlan:
 
         keras.config.set_dtype_policy(config.precision)
         recipe = find_recipe(config.recipe, config.model)
-        model = recipe.build_model(load_model_builder(config.model), Hyperparameters.seed)
+        model = recipe.build_model(
+            load_model_builder(config.model),
+            image_shape=IMAGE_SHAPE,
+            num_classes=NUM_CLASSES,
+            seed=Hyperparameters.seed,
+        )
         steps = config.epochs * _steps_per_epoch(config)
         learning_rate = recipe.learning_rate(
             global_batch_size=config.planned_batch_size, num_steps=steps

@@ -36,6 +36,6 @@ def evaluate(
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Returns the probabilities `(n, 10)` that logits `(n, 10)` stand for."""
+    """Returns the probabilities of logits, both of shape `(n, num_classes)`."""
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return exponentials / exponentials.sum(axis=-1, keepdims=True)

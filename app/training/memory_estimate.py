@@ -9,6 +9,7 @@ import numpy as np
 
 from app.runtime import console
 from app.runtime.errors import DeviceError
+from strategies.tf_private import flatten_layers, has_symbolic_output
 
 # What TensorFlow's kernels work with, and allocators round up, as seen on CPUs: LeNet with batches
 # of 256 and 4,096 took 1 % more or less than these say, ResNet-18 with 64 and 256 up to 16 % more.
@@ -68,10 +69,10 @@ def _upper_bound(model: keras.Model, num_replicas: int, global_batch_size: int) 
     """
     layers = [
         layer
-        for layer in model._flatten_layers(include_self=False)
+        for layer in flatten_layers(model)
         if not isinstance(layer, keras.Model | keras.layers.InputLayer)
     ]
-    if not all(layer._inbound_nodes for layer in layers):
+    if not all(has_symbolic_output(layer) for layer in layers):
         return math.inf
     outputs = [tensor for layer in layers for tensor in keras.tree.flatten(layer.output)]
     computed = sum(int(np.prod(tensor.shape[1:])) for tensor in outputs)

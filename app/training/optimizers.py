@@ -3,6 +3,8 @@
 import keras
 import tensorflow as tf
 
+from strategies.tf_private import learning_rate_schedule, optimizer_variable_index
+
 
 class FusedSGD(keras.optimizers.SGD):
     """Stochastic gradient descent whose momentum step is one kernel for each weight tensor.
@@ -13,7 +15,10 @@ class FusedSGD(keras.optimizers.SGD):
     """
 
     def update_step(
-        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+        self,
+        gradient: tf.Tensor,
+        variable: keras.Variable | tf.Variable,
+        learning_rate: tf.Tensor,
     ) -> None:
         """Updates one weight, on whose device this is called.
 
@@ -25,7 +30,7 @@ class FusedSGD(keras.optimizers.SGD):
         if not self.momentum:
             super().update_step(gradient, variable, learning_rate)
             return
-        velocity = self.momentums[self._get_variable_index(variable)].value
+        velocity = self.momentums[optimizer_variable_index(self, variable)].value
         weight = variable.value if isinstance(variable, keras.Variable) else variable
         tf.raw_ops.ResourceApplyKerasMomentum(
             var=weight.handle,
@@ -42,8 +47,8 @@ def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
 
     Keras itself tells that of the next one: after the last step of a cosine, 0.
     """
-    schedule = optimizer._learning_rate
-    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+    schedule = learning_rate_schedule(optimizer)
+    if schedule is not None:
         return float(schedule(optimizer.iterations - 1))
     # Under `tf.distribute` a variable with a copy on each device, which float() does not take.
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))

@@ -7,6 +7,8 @@ import keras
 
 from app.training.layer_names import reset_layer_numbers
 from app.training.model_checks import check_model
+from typing import Any
+from app.runtime.errors import ConfigError
 from app.training.optimizers import FusedSGD
 
 REFERENCE_GLOBAL_BATCH_SIZE = 256
@@ -31,7 +33,7 @@ class Recipe:
             all steps where there are fewer than 200.
     """
 
-    kernel_initializer: str | Mapping
+    kernel_initializer: str | Mapping[str, Any]
     pixel_mean: float
     pixel_std: float
     peak_learning_rate: float
@@ -77,7 +79,14 @@ class Recipe:
             weight_decay=self.weight_decay,
         )
 
-    def build_model(self, build_network: Callable[..., keras.Model], seed: int) -> keras.Model:
+    def build_model(
+        self,
+        builder: Callable[..., keras.Model],
+        *,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        seed: int,
+    ) -> keras.Model:
         """Builds a network that takes uint8 images; its weights follow from `seed` alone.
 
         Every layer makes an initializer of its own from `kernel_initializer`, and takes its seed
@@ -85,16 +94,24 @@ class Recipe:
         and two replicas the same.
 
         Args:
-            build_network: what `models.load_model_builder` returns.
+            builder: what `models.load_model_builder` returns.
+            image_shape: height, width and channels of the data set's images.
+            num_classes: of the data set.
             seed: 0 to 2³² − 1.
 
         Raises:
-            ConfigError: the strategies cannot train such a model.
+            ConfigError: the network takes other images, returns another number of logits, or cannot
+                be trained by the strategies.
         """
         reset_layer_numbers()
         keras.utils.set_random_seed(seed)
-        network = build_network(kernel_initializer=self.kernel_initializer)
-        images = keras.Input((28, 28, 1), dtype="uint8")
+        network = builder(
+            image_shape=image_shape,
+            num_classes=num_classes,
+            kernel_initializer=self.kernel_initializer,
+        )
+        _check_fits(network, image_shape, num_classes)
+        images = keras.Input(image_shape, dtype="uint8")
         scaled = keras.layers.Rescaling(
             1 / self.pixel_std,
             -self.pixel_mean / self.pixel_std,
@@ -103,6 +120,23 @@ class Recipe:
         model = keras.Model(images, network(scaled), name=network.name)
         check_model(model)
         return model
+
+
+def _check_fits(network: keras.Model, image_shape: tuple[int, int, int], num_classes: int) -> None:
+    """Raises `ConfigError` if a network does not map such images to logits of such classes."""
+    for kind, found, required in (
+        ("input", network.input_shape, (None, *image_shape)),
+        ("output", network.output_shape, (None, num_classes)),
+    ):
+        # A dimension that the network leaves open is None.
+        fits = len(found) == len(required) and all(
+            f is None or f == r for f, r in zip(found, required, strict=True)
+        )
+        if not fits:
+            raise ConfigError(
+                f"model {network.name}: its {kind} shape is {found}, the data set requires"
+                f" {required}; build it from the image_shape and num_classes that its builder gets"
+            )
 
 
 # The book's chapters on several GPUs.

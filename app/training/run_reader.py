@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from app.config import EvaluateConfig, PredictConfig, TrainConfig
 from app.config.training_configs import training_config
 from app.data.dataset import ImageDataset
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.data.dataset_loader import load_dataset
 from app.devices.device_setup import Devices
 from app.records.caveats import injected_fault_caveat
@@ -114,6 +115,13 @@ class SavedRun:
         from app.training.strategy_builder import build_strategy, restore
 
         # No step is made, so rate and number of steps do not matter.
-        strategy = build_strategy(self.config, devices, learning_rate=1.0, num_steps=1)
+        strategy = build_strategy(
+            self.config,
+            devices,
+            image_shape=IMAGE_SHAPE,
+            num_classes=NUM_CLASSES,
+            learning_rate=1.0,
+            num_steps=1,
+        )
         restore(strategy, self.checkpoint)
         return strategy

@@ -20,18 +20,27 @@ _STEP, _LEARNING_RATE = "optimizer/iteration", "optimizer/learning_rate"
 
 
 def build_strategy(
-    config: TrainConfig, devices: Devices, *, learning_rate: float, num_steps: int
+    config: TrainConfig,
+    devices: Devices,
+    *,
+    image_shape: tuple[int, int, int],
+    num_classes: int,
+    learning_rate: float,
+    num_steps: int,
 ) -> Strategy:
     """Builds the strategy of `config` with its model and optimizer on every device.
 
     Args:
         config: names the strategy, the model and the recipe.
         devices: where the replicas go.
+        image_shape: height, width and channels of the data set's images.
+        num_classes: of the data set.
         learning_rate: the peak.
         num_steps: of the whole training, for schedules.
 
     Raises:
-        ConfigError: the strategy has no such all-reduce on these devices.
+        ConfigError: the strategy has no such all-reduce on these devices, or the model does not
+            fit the data set.
     """
     recipe = find_recipe(config.recipe, config.model)
     strategy_class = load_strategy_class(config.strategy)
@@ -52,7 +61,12 @@ def build_strategy(
         raise ConfigError(f"{error}; choose other devices or --all_reduce=auto") from error
     keras.config.set_dtype_policy(config.precision)
     strategy.build(
-        lambda: recipe.build_model(load_model_builder(config.model), config.seed),
+        lambda: recipe.build_model(
+            load_model_builder(config.model),
+            image_shape=image_shape,
+            num_classes=num_classes,
+            seed=config.seed,
+        ),
         lambda: recipe.create_optimizer(learning_rate, num_steps),
     )
     return strategy

@@ -36,7 +36,7 @@ def live_tensors_in_step(model: keras.Model) -> LiveTensors:
     alive to the end. Operations are taken in the order in which they were traced.
 
     Args:
-        model: takes uint8 images `(n, 28, 28, 1)`; unchanged.
+        model: takes uint8 images `(n, height, width, channels)`; unchanged.
     """
 
     def gradients_of(images: tf.Tensor, labels: tf.Tensor) -> list[tf.Tensor]:
@@ -47,7 +47,7 @@ def live_tensors_in_step(model: keras.Model) -> LiveTensors:
     graph = (
         tf.function(gradients_of)
         .get_concrete_function(
-            tf.TensorSpec((_NUM_IMAGES, 28, 28, 1), tf.uint8),
+            tf.TensorSpec((_NUM_IMAGES, *model.input_shape[1:]), tf.uint8),
             tf.TensorSpec((_NUM_IMAGES,), tf.int32),
         )
         .graph

@@ -59,7 +59,12 @@ class TrainingSpec:
     def build_strategy(self, devices: Devices) -> Strategy:
         """Builds the strategy of `config` with its model and optimizer on every device."""
         return build_strategy(
-            self.config, devices, learning_rate=self.learning_rate, num_steps=self.num_steps
+            self.config,
+            devices,
+            image_shape=self.dataset.image_shape,
+            num_classes=self.dataset.num_classes,
+            learning_rate=self.learning_rate,
+            num_steps=self.num_steps,
         )
 
     def metadata(self, num_replicas: int) -> RunMetadata:
@@ -91,8 +96,17 @@ class TrainingSpec:
         return self._recipe.flip
 
     def build_model(self) -> keras.Model:
-        """Builds the model with its initial weights."""
-        return self._recipe.build_model(load_model_builder(self.config.model), self.config.seed)
+        """Builds the model with its initial weights.
+
+        Raises:
+            ConfigError: the model does not fit the data set.
+        """
+        return self._recipe.build_model(
+            load_model_builder(self.config.model),
+            image_shape=self.dataset.image_shape,
+            num_classes=self.dataset.num_classes,
+            seed=self.config.seed,
+        )
 
     def create_optimizer(self) -> keras.optimizers.Optimizer:
         """Creates the optimizer."""

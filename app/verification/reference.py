@@ -106,7 +106,7 @@ class Reference:
 
         Args:
             before: the state to start from.
-            images: uint8 `(n, 28, 28, 1)`, the global batch.
+            images: uint8 `(n, height, width, channels)`, the global batch.
             labels: integers `(n,)`.
             shards: for each, which rows of the global batch it holds, in order.
         """

@@ -57,7 +57,7 @@ def effect_of_shards(
 
     Args:
         reference: in float32.
-        images: uint8 `(n, 28, 28, 1)`, the first global batch.
+        images: uint8 `(n, height, width, channels)`, the first global batch.
         labels: integers `(n,)`.
         num_shards: R.
 
