@@ -8,6 +8,7 @@ from keras import layers
 
 Initializer = str | dict[str, Any]  # A name or a configuration.
 
+
 def build_resnet18(
     *,
     image_shape: tuple[int, int, int],

@@ -6,7 +6,6 @@ can be trusted, through the key-value store of TensorFlow's coordination service
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf

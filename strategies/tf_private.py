@@ -165,3 +165,18 @@ def _context() -> Any:
     from tensorflow.python.eager import context
 
     return _private(context, "context")()
+
+
+def reset_layer_numbers() -> None:
+    """Makes Keras number unnamed layers from the start: the next `Dense` is `dense`.
+
+    Keras counts the unnamed layers of a process, so that the second model built there would have
+    `dense_2` where the first has `dense`. Built right after this, a model has the same names in
+    every process and on every replica; `verify` and checkpoints find tensors by them.
+
+    `keras.utils.clear_session` does this too, but also forgets the dtype policy and replaces the
+    default graph, on which the scope of a `tf.distribute` strategy lies.
+    """
+    from keras.src.utils import naming
+
+    _private(naming, "reset_uids")()

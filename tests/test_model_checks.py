@@ -6,7 +6,6 @@ import pytest
 
 from app.data.input_pipeline import train_dataset
 from app.runtime.errors import ConfigError
-from app.training.layer_names import reset_layer_numbers
 from app.training.recipes import find_recipe
 from app.verification.recorder import Recorder
 from app.verification.trace import Trace
@@ -14,6 +13,7 @@ from app.verification.trace_comparison import compare_traces
 from conftest import CPUS
 from models import MODELS
 from strategies import STRATEGIES
+from strategies.tf_private import reset_layer_numbers
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 
-from app.training.layer_names import reset_layer_numbers
-from app.training.model_checks import check_model
-from typing import Any
 from app.runtime.errors import ConfigError
+from app.training.model_checks import check_model
 from app.training.optimizers import FusedSGD
+from strategies.tf_private import reset_layer_numbers
 
 REFERENCE_GLOBAL_BATCH_SIZE = 256
 MIN_WARMUP_STEPS = 100

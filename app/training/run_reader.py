@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from app.config import EvaluateConfig, PredictConfig, TrainConfig
 from app.config.training_configs import training_config
-from app.data.dataset import ImageDataset
-from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES, ImageDataset
 from app.data.dataset_loader import load_dataset
 from app.devices.device_setup import Devices
 from app.records.caveats import injected_fault_caveat
