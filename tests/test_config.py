@@ -144,6 +144,16 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("evaluate", {}, "--run is required"),
         ("launch", {"strategy": "manual"}, "--strategy must be one of multi_worker, got 'manual'"),
         ("launch", {"max_restarts": -1}, "--max_restarts"),
+        (
+            "launch",
+            {"num_workers": 4, "device": "cpu", "global_batch_size": 3},
+            "number of replicas, 4, got 3",
+        ),
+        (
+            "launch",
+            {"num_workers": 2, "device": "cpu", "inject": "drop_gradient:replica=5"},
+            "at least 6 are required",
+        ),
         ("compare", {"strategies": ("manual",)}, "--strategies must name at least two, got manual"),
         ("compare", {"strategies": ("manual", "manual")}, "must name each value once"),
         ("compare", {"strategies": ("manual", "nccl")}, "got 'nccl'"),
