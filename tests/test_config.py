@@ -92,6 +92,11 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("train", {"lr": 1}, "--lr is not an option of train"),
         ("evaluate", {"run": "x", "epochs": 2}, "--epochs is not an option of evaluate, only of"),
         ("doctor", {"strategies": ("multi_worker",)}, "got 'multi_worker'"),
+        (
+            "doctor",
+            {"strategies": ("single",), "all_reduce": "ring"},
+            "--all_reduce=ring is not available in single",
+        ),
         ("evaluate", {"run": "x", "strategy": "multi_worker"}, "got 'multi_worker'"),
         ("train", {"model": "resnet19"}, "got 'resnet19'; did you mean resnet18?"),
         ("train", {"strategy": "both"}, "--strategy must be one of single, manual, mirrored"),
