@@ -92,6 +92,11 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("train", {"lr": 1}, "--lr is not an option of train"),
         ("evaluate", {"run": "x", "epochs": 2}, "--epochs is not an option of evaluate, only of"),
         ("doctor", {"strategies": ("multi_worker",)}, "got 'multi_worker'"),
+        (
+            "doctor",
+            {"strategies": ("single",), "all_reduce": "ring"},
+            "--all_reduce=ring is not available in single",
+        ),
         ("evaluate", {"run": "x", "strategy": "multi_worker"}, "got 'multi_worker'"),
         ("train", {"model": "resnet19"}, "got 'resnet19'; did you mean resnet18?"),
         ("train", {"strategy": "both"}, "--strategy must be one of single, manual, mirrored"),
@@ -144,6 +149,16 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("evaluate", {}, "--run is required"),
         ("launch", {"strategy": "manual"}, "--strategy must be one of multi_worker, got 'manual'"),
         ("launch", {"max_restarts": -1}, "--max_restarts"),
+        (
+            "launch",
+            {"num_workers": 4, "device": "cpu", "global_batch_size": 3},
+            "number of replicas, 4, got 3",
+        ),
+        (
+            "launch",
+            {"num_workers": 2, "device": "cpu", "inject": "drop_gradient:replica=5"},
+            "at least 6 are required",
+        ),
         ("compare", {"strategies": ("manual",)}, "--strategies must name at least two, got manual"),
         ("compare", {"strategies": ("manual", "manual")}, "must name each value once"),
         ("compare", {"strategies": ("manual", "nccl")}, "got 'nccl'"),

@@ -1,7 +1,6 @@
 """`plan`: what a training would take, by arithmetic, and with `--probe` by a few steps."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ def run(config: PlanConfig) -> None:
     """Prints the plan; trains and writes nothing."""
     config = _with_all_gpus(config)
     samples = _sample_shards(config) if config.plans_cluster else _probe(config)
-    device_setup.set_up(_training(config, "single", device="cpu"))  # Building needs no GPU.
+    device_setup.set_up(_building(config))
     from app.performance.cluster_plan_output import print_cluster
     from app.performance.plan_output import print_probe, print_training_plan
     from app.performance.training_plan import TrainingPlan
@@ -71,12 +70,15 @@ def _sample_shards(config: PlanConfig) -> list[Sample]:
 def _case(config: PlanConfig, name: str, batch: int) -> Case:
     """Returns a training on generated images, one batch again and again."""
     options = {"num_train_examples": batch, "global_batch_size": batch, "dataset": "synthetic"}
-    return Case(_training(config, name, **options), reads_input=False)
+    return Case(training_config(config, name, **options), reads_input=False)
 
 
-def _training(config: PlanConfig, name: str, **options: Any) -> TrainConfig:
-    """Returns a training on this machine alone."""
-    return training_config(config, name, **options)
+def _building(config: PlanConfig) -> TrainConfig:
+    """Returns a training whose devices build the model, which needs no GPU.
+
+    It trains nothing: a plan may have a batch that no training on this data set has.
+    """
+    return TrainConfig(strategy="single", device="cpu", verbosity=config.verbosity)
 
 
 def _measure(cases: list[Case], repeats: int) -> list[Sample]:

@@ -79,5 +79,5 @@ class DoctorConfig(StrategiesOptions, DeviceOptions, DatasetOptions, VerbosityOp
         constraints.check_devices(self)
         constraints.check_single("--strategies", self.strategies, self.num_devices or self.num_gpus)
         parallel = [name for name in self.strategies if name != SINGLE]
-        constraints.check_algorithm(self.all_reduce, parallel, self.device)
+        constraints.check_algorithm(self.all_reduce, parallel or [SINGLE], self.device)
         constraints.check_dataset(self)

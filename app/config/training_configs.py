@@ -176,9 +176,17 @@ class LaunchConfig(
         high=1000,
     )
 
+    @property
+    def num_replicas_asked(self) -> int | None:
+        """The number of replicas of all workers; None where the machine decides."""
+        return self.num_devices_asked and self.num_devices_asked * self.num_workers
+
     def check(self) -> None:
         """Checks what options must be together."""
-        self.train_config()
+        training = self.train_config()  # It checks all but the number of replicas.
+        flag = f"--inject={self.inject}"
+        constraints.check_fault(self.fault, flag, (self.strategy,), self.num_replicas_asked)
+        training.check_shards(self.num_replicas_asked or 1)
 
     def train_config(self) -> TrainConfig:
         """Returns the configuration of each worker."""
