@@ -192,7 +192,7 @@ def test_one_s_own_strategy_is_found_out_if_it_averages(copy, small_data):
         result = run(copy, line, small_data)
         path.write_text(kept)
         assert result.returncode == code
-        # Where it is first false, and by how much, depends on the images.
+        # The first mismatch, and its size, depend on the images.
         told = re.sub(r"sums of .*\)\n", "…\n", told)
         assert_quoted(told, result.stdout + result.stderr)
 
