@@ -49,7 +49,7 @@ class Fault:
         name, _, rest = text.partition(":")
         if name not in FAULTS:
             raise ConfigError(
-                f"--inject={text} — one of {', '.join(FAULTS)} is required; see --help"
+                f"--inject={text}: {name!r} is not a fault; use one of {', '.join(FAULTS)}"
             )
         parameters, strategy = dict(FAULTS[name][1]), None
         for item in rest.split(",") if rest else []:
@@ -61,14 +61,11 @@ class Fault:
             else:
                 known = ", ".join([*parameters, "strategy"])
                 raise ConfigError(
-                    f"--inject={text}: {item!r} — parameters of {name} are {known};"
-                    f" write --inject={cls(name, parameters)}"
+                    f"--inject={text}: {item!r} is not a parameter of {name}, which has {known};"
+                    f" for example --inject={cls(name, parameters)}"
                 )
         if name == "scale_gradient" and parameters["factor"] == 1:
-            raise ConfigError(
-                f"--inject={text} changes nothing — a factor other than 1 is required;"
-                " choose another one"
-            )
+            raise ConfigError(f"--inject={text} changes nothing; use a factor other than 1")
         return cls(name, parameters, strategy)
 
     @property
@@ -89,9 +86,8 @@ class Fault:
         needed = max(2, self.parameters.get("replica", 0) + 1)
         if self.name not in _NEEDS_NO_SECOND_REPLICA and num_replicas < needed:
             raise ConfigError(
-                f"--inject={self.spec} with {num_replicas} replica{'s' * (num_replicas > 1)} — at"
-                f" least {needed} are required; use a strategy with replicas, and"
-                f" --num_devices={needed} or more"
+                f"--inject={self.spec} needs at least {needed} replicas, got {num_replicas}; use a"
+                f" strategy with replicas and --num_devices={needed}"
             )
 
 
@@ -105,7 +101,6 @@ def _number(text: str, key: str, value: str, kind: type) -> int | float:
         what = "a whole number" if kind is int else "a number"
         bounds = f"from {low} to 1000000" if kind is int else "above 0, up to 1000000"
         raise ConfigError(
-            f"--inject={text}: {key}={value or '?'} — {what} {bounds} is required;"
-            " choose another one"
+            f"--inject={text}: {key} must be {what} {bounds}, got {value!r}"
         ) from None
     return number

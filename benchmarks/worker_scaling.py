@@ -1,6 +1,6 @@
 """What the exchange between two workers costs, and how well two do: one interleaved measurement.
 
-Each worker has one core. `python benchmarks/workers.py [--model=lenet,resnet18] [--rounds=9]`;
+Each worker has one core. `python benchmarks/worker_scaling.py [--models=lenet] [--rounds=9]`;
 needs two free cores. Prints, for each model, the step of one worker, of two, and of two without
 their exchange; the ratio of the latter two; and the efficiency, which is one worker's time over
 twice that of two.
