@@ -15,7 +15,7 @@ from conftest import ROOT, copy_program, program_environment
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "BUILD", "SECURITY"))]
-GUIDES = ("add_a_model", "add_a_strategy")
+GUIDES = ("add_a_model", "add_a_strategy", "add_an_option")
 TEXTS = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in GUIDES}
 AVERAGES = "## If it averages instead"
 ODD_ONE = " + ([partial[-1]] if len(partial) % 2 else [])"
@@ -73,7 +73,7 @@ def edit(path, *changes):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The program with the reader's own model, all-reduce and strategy in it."""
+    """The program with the reader's own model, all-reduce, strategy and option in it."""
     folder = tmp_path_factory.mktemp("copy")
     copy_program(folder)
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -126,8 +126,8 @@ def squeeze(text):
 
 def test_one_s_own_model_is_verified_and_trained(copy, small_data):
     output = run_ok(copy, command("add_a_model", "verify"), small_data)
-    _, proved, _ = re.split("## 4|## 5", TEXTS["add_a_model"])
-    assert_quoted(proved, output)
+    _, verified, _ = re.split("## 4|## 5", TEXTS["add_a_model"])
+    assert_quoted(verified, output)
     output = run_ok(copy, command("add_a_model", "--out=runs/mlp"), small_data)
     peak = re.search(r'"mlp": dataclasses.*peak_learning_rate=([\d.]+)', TEXTS["add_a_model"])[1]
     # 4 steps, of the 200 from which on the peak is the recipe's.
@@ -169,7 +169,7 @@ def test_one_s_own_parts_pass_the_tests_of_all(copy, small_data):
     lines = [line for page in GUIDES for line in sh_lines(TEXTS[page]) if "pytest" in line]
     files = [word for line in lines for word in shlex.split(line) if word.startswith("tests/")]
     marks = [shlex.split(line)[-1] for line in lines if " -k " in line]
-    chosen = " or ".join(["mlp", "names_are_those", *marks])
+    chosen = " or ".join(["mlp", "every_field_is_an_option", *marks])
     files += ["tests/test_config.py"]
     output = run_ok(copy, f"python -m pytest -n0 -rA {' '.join(files)} -k '{chosen}'", small_data)
     for passed in (
@@ -177,6 +177,7 @@ def test_one_s_own_parts_pass_the_tests_of_all(copy, small_data):
         "test_all_reduce_gives_every_replica_the_exact_sum[pairwise-3]",
         "test_gradient_against_a_hand_computed_case[server]",
         "test_parity_step_by_step[3-15]",
+        "test_every_field_is_an_option_with_a_help_text_and_a_group[train]",
     ):
         assert re.search(rf"^PASSED .*::{re.escape(passed)}$", output, re.M), passed
 
@@ -184,16 +185,27 @@ def test_one_s_own_parts_pass_the_tests_of_all(copy, small_data):
 def test_one_s_own_strategy_is_found_out_if_it_averages(copy, small_data):
     path = copy / "strategies" / "server.py"
     text, kept = TEXTS["add_a_strategy"].partition(AVERAGES)[2], path.read_text()
-    in_all_reduce, in_step = text.split("Where the exchange is right")
+    in_all_reduce, in_step = text.split("Where the all-reduce is right")
     line = command("add_a_strategy", "--steps=1")
     for told, code in ((in_all_reduce, 6), (in_step, 9)):
         follow(copy, told)
         result = run(copy, line, small_data)
         path.write_text(kept)
         assert result.returncode == code
-        # Where it is first false, and by how much, depends on the images.
+        # The first mismatch, and its size, depend on the images.
         told = re.sub(r"sums of .*\)\n", "…\n", told)
         assert_quoted(told, result.stdout + result.stderr)
+
+
+def test_one_s_own_option_is_in_the_help_and_checked(copy, small_data):
+    text = TEXTS["add_an_option"]
+    in_help, in_checks = re.split(r"(?=```sh\npython main.py --precision)", text)
+    assert_quoted(in_help, run_ok(copy, command("add_an_option", "--help"), small_data))
+    assert "--loss_scale" not in run_ok(copy, "python main.py benchmark --help", small_data)
+    lines = [line for line in sh_lines(text) if "--loss_scale=" in line]
+    results = [run(copy, line, small_data) for line in lines]
+    assert [result.returncode for result in results] == [2, 2]
+    assert_quoted(in_checks, "".join(result.stderr for result in results))
 
 
 @each_page

@@ -80,7 +80,7 @@ def test_a_benchmark_measures_every_case_in_every_round(small_data, tmp_path):
     assert [c["axis"] for c in record["comparisons"]] == ["strong scaling"]
     assert "fewer than 5 rounds" in result.stdout and "simulated devices" in result.stdout
     assert {path.name for path in out.iterdir()} >= {"throughput.png", "throughput.svg", "log.txt"}
-    assert "Throughput of each point" in (out / "report.html").read_text(encoding="utf-8")
+    assert "Throughput of each case" in (out / "report.html").read_text(encoding="utf-8")
     refused = run_main("train", f"--out={out}", "--num_devices=2")
     assert refused.returncode == 4
 

@@ -1,4 +1,4 @@
-"""The probe of the all-reduce, and the watch over replicas while they train."""
+"""The self-test of the all-reduce, and the divergence check of replicas while they train."""
 
 import itertools
 

@@ -165,7 +165,7 @@ def test_a_verification_with_its_first_mismatch(page):
 
 
 def test_speed_of_runs_cases_and_parts(everything, page):
-    rates = page.rows("Throughput of each point")
+    rates = page.rows("Throughput of each case")
     record = json.loads((everything / "measured" / "benchmark.json").read_text())
     for case in record["cases"]:
         row = rates[case["short_name"]]

@@ -1,4 +1,4 @@
-"""The points of a benchmark, and what is reported of them."""
+"""The cases of a benchmark, and what is reported of them."""
 
 import dataclasses
 import itertools
@@ -55,7 +55,7 @@ def write_benchmark(
     comparisons: Sequence[Comparison],
     peaks: Mapping[str, Sequence[float]],
 ) -> None:
-    """Writes `benchmark.json`: every block of every point, and what follows from them."""
+    """Writes `benchmark.json`: every block of every case, and what follows from them."""
     common, short = split_names([s.case.name for s in samples])
     write_json(
         out_dir / BENCHMARK_FILE,
@@ -113,7 +113,7 @@ def print_benchmark(
     comparisons: Sequence[Comparison],
     peaks: Mapping[str, Sequence[float]],
 ) -> None:
-    """Prints the points, then what their comparison says, then what a reader has to know."""
+    """Prints the cases, then what their comparison says, then what a reader has to know."""
     common, short = split_names([s.case.name for s in samples])
     console.say()
     console.print_table(

@@ -12,7 +12,7 @@ class Case:
     """One training whose speed is measured in a process of its own.
 
     Attributes:
-        config: of a `train`, with everything that may differ between two points.
+        config: of a `train`, with everything that may differ between two cases.
         num_workers: how many processes train together, with the strategy multi_worker.
         no_sync: True leaves the all-reduce out: each replica continues with its own gradient.
         reads_input: False trains on the first batch again and again, with no input pipeline.
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the point is called in tables and progress lines."""
+        """What the case is called in tables and progress lines."""
         config = self.config
         parts = [
             f"{config.strategy} × {self.num_replicas or 'all'}",
@@ -53,7 +53,7 @@ _BETWEEN = ", "
 
 
 def split_names(names: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Splits names of points into what all have in common and what tells them apart.
+    """Splits names of cases into what all have in common and what tells them apart.
 
     Returns:
         The common part; and name → the rest of it, its strategy in any case.
@@ -139,12 +139,12 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A point with its measurements.
+    """A case with its measurements.
 
     Attributes:
-        point: what was asked for.
+        case: what was asked for.
         facts: what was found.
-        blocks: one for each round, in order: block i of all points was measured in round i.
+        blocks: one for each round, in order: block i of all cases was measured in round i.
         memory: the most that the process, or its GPUs, held.
     """
 

@@ -1,4 +1,4 @@
-"""The process of one point: builds a training, warms it up, and times blocks of steps on demand."""
+"""The process of one case: builds a training, warms it up, and times blocks of steps on demand."""
 
 import os
 import statistics

@@ -23,7 +23,7 @@ def print_cluster(plan: TrainingPlan, compute: LinearCost, samples: Sequence[Sam
     Args:
         plan: of the training.
         compute: what was fitted to one device.
-        sampled: what was measured of it.
+        samples: what was measured of it.
     """
     config, size_bytes = plan.config, plan.gradient_bytes
     batch, per_worker = plan.batch, config.num_devices_planned

@@ -28,7 +28,7 @@ AXES = ("strong scaling", "weak scaling", "strategy", "precision")
 
 
 def find_caveats(first: Sample, second: Sample, axis: str) -> list[Caveat]:
-    """Returns what speaks against comparing two points along one of `AXES`."""
+    """Returns what speaks against comparing two cases along one of `AXES`."""
     return [*_refusals(first, second, axis), *_marks(first, second, axis)]
 
 

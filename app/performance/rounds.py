@@ -27,7 +27,7 @@ class Measured(NamedTuple):
     """What was measured in the same rounds.
 
     Attributes:
-        sampled: the points.
+        samples: one for each case.
         peaks: precision → the machine's limit in each round, in floating-point operations a second.
         all_reduce_times: of all-reduces by themselves.
     """
@@ -45,21 +45,21 @@ def measure(
     peaks: Sequence[TrainConfig] = (),
     all_reduces_of: Sequence[Case] = (),
 ) -> Measured:
-    """Measures points in `repeats` rounds, a block of each in every round.
+    """Measures cases in `repeats` rounds, a block of each in every round.
 
-    Each point lives in a process of its own, which sleeps while others are timed. In every other
+    Each case lives in a process of its own, which sleeps while others are timed. In every other
     round they come in the opposite order, so that none always follows the same one.
 
     Args:
-        points: what to measure.
+        cases: what to measure.
         repeats: how many rounds.
         progress: shows how far it is.
         peaks: configurations for whose precision the machine's limit is measured in the same
             rounds.
-        all_reduces_of: points whose all-reduce is timed by itself, after the last round.
+        all_reduces_of: cases whose all-reduce is timed by itself, after the last round.
 
     Raises:
-        LockstepError: a point cannot be trained; nothing was measured.
+        LockstepError: a case cannot be trained; nothing was measured.
         DeviceError: too little memory for so many processes.
     """
     with contextlib.ExitStack() as stack:
@@ -173,5 +173,5 @@ def _check_memory(num_missing: int, largest_bytes: int) -> None:
         missing = "1 more process" if num_missing == 1 else f"{num_missing} more processes"
         raise DeviceError(
             f"{available / 2**20:,.0f} MiB of memory are left for {missing} —"
-            f" {needed / 2**20:,.0f} MiB are required for each; measure fewer points at once"
+            f" {needed / 2**20:,.0f} MiB are required for each; measure fewer cases at once"
         )

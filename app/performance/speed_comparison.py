@@ -1,4 +1,4 @@
-"""Measured points side by side: what a second device, another strategy or precision brings."""
+"""Measured cases side by side: what a second device, another strategy or precision brings."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,11 @@ from app.performance.interval import Interval
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How much faster one point is than another.
+    """How much faster one case is than another.
 
     Attributes:
-        axis: one of `validity.AXES`.
-        point: its name.
+        axis: one of `comparability.AXES`.
+        case: its name.
         base: the name of what it is compared with.
         ideal: the ratio that could be hoped for; for scaling, the number of times more devices.
         speed_up: images a second over those of the base; None where that is refused.
@@ -40,7 +40,7 @@ class Comparison:
 
 
 def compare(axis: str, sample: Sample, base: Sample, ideal: float | None = None) -> Comparison:
-    """Compares two points along an axis, unless that would be unfair."""
+    """Compares two cases along an axis, unless that would be unfair."""
     found = find_caveats(base, sample, axis)
     refused = any(caveat.refuses for caveat in found)
     speed_up = None if refused else interval.ratio(sample.rates, base.rates)
@@ -48,7 +48,7 @@ def compare(axis: str, sample: Sample, base: Sample, ideal: float | None = None)
 
 
 def all_comparisons(samples: Sequence[Sample]) -> list[Comparison]:
-    """Returns every comparison that the points allow, scaling first."""
+    """Returns every comparison that the cases allow, scaling first."""
     return [
         *_scaling(samples, "strong scaling"),
         *_scaling(samples, "weak scaling"),

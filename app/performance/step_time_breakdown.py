@@ -143,7 +143,7 @@ def break_down_step(design: Design, measured: Measured) -> StepTimeBreakdown:
 
     Args:
         design: what was measured.
-        measured: its points, in their order, with times of the all-reduces of all numbers of
+        measured: its cases, in their order, with times of the all-reduces of all numbers of
             replicas; the last one of each number is of the model's own gradients.
     """
     samples = iter(measured.samples)

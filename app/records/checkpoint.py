@@ -42,7 +42,7 @@ class Checkpoint:
     """All that a training needs to go on as if nothing had happened.
 
     Attributes:
-        origin: what is trained on what.
+        metadata: what is trained on which data.
         progress: how far it is.
         state: name → array, in the order of the variables: model first, then optimizer.
         per_replica_statistics: each replica's own moving statistics; empty where they do not

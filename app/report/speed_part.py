@@ -103,7 +103,7 @@ def _throughput(cases: Sequence[dict]) -> Figure:
         ]
         for case in cases
     ]
-    table = Table("Throughput of each point", header, "lrrrrr", rows)
+    table = Table("Throughput of each case", header, "lrrrrr", rows)
     note = "Bars are medians, their ends 95 % intervals. Of peak: against a bare matrix product."
     return Figure("Throughput", [chart], [], [table], note)
 
@@ -132,7 +132,7 @@ def _comparisons(found: dict) -> list:
         numbers = [[name, *(number(v, ".3f") for v in values)] for name, *values in drawn]
         ends = ["compared", "speed-up", "from", "to"]
         table = Table("Speed-up with its 95 % interval", ends, "lrrr", numbers)
-        title = "How much faster each point is than another"
+        title = "How much faster each case is than another"
         blocks.insert(0, Figure(title, [chart], [], [table], note))
     said = dict.fromkeys(
         f"{c['axis']}{', refused' if caveat['refuses'] else ''}: {caveat['text']}"

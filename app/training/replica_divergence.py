@@ -75,5 +75,5 @@ def _describe(name: str, groups: list[list[int]], apart: float) -> str:
         f"{name.partition('/')[2]} on {who} is not what replica"
         f" {', '.join(map(str, largest))} hold{'s' * (len(largest) == 1)}, by {apart:.3g} — after"
         " each step all replicas have to hold the same bits; run verify with the same flags to"
-        " find the first false step"
+        " find the first mismatch"
     )

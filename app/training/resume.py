@@ -92,7 +92,7 @@ class Resumed:
         """Says where the training goes on, and what is different.
 
         Args:
-            origin: of the training that goes on.
+            metadata: of the training that resumes.
             has_schedule: whether the learning rate follows from the number of epochs.
         """
         progress, changes = self.checkpoint.progress, self.changes
@@ -130,7 +130,7 @@ def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata
     Args:
         run_dir: the directory of the run.
         config: what is to go on.
-        origin: what it is trained on.
+        metadata: of the training that is to go on.
 
     Raises:
         CheckpointError: no checkpoint verifies, or it is beyond the epochs asked for.
