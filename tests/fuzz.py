@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 
 from app.cli import flags
 from app.config import Config
-from app.config.names import COMMANDS
 from app.data.data_sources import SHA256
 from app.data.fashion_mnist import load_fashion_mnist
 from app.records import checkpoint as checkpoints
@@ -331,7 +330,7 @@ TARGETS = {
     "flags": (
         fuzz_flags,
         {
-            "command": st.sampled_from([*COMMANDS, "nonsense", ""]),
+            "command": st.sampled_from([*Config.commands(), "nonsense", ""]),
             "words": st.lists(_WORD, max_size=5),
         },
     ),

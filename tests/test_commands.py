@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from app.config.names import ON_ONE_MACHINE
+from app.config.names import ONE_MACHINE_STRATEGIES
 from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.event_file import EVENTS_FILE
 from app.records.history import load_summary
@@ -31,7 +31,7 @@ def runs(tmp_path_factory, small_data):
     """One small run for each strategy, and what it printed."""
     folder = tmp_path_factory.mktemp("runs")
     printed = {}
-    for strategy in ON_ONE_MACHINE:
+    for strategy in ONE_MACHINE_STRATEGIES:
         devices = ["--device=cpu"] if strategy == "single" else ON_CPUS
         printed[strategy] = run_ok(
             f"--strategy={strategy}",
@@ -43,7 +43,7 @@ def runs(tmp_path_factory, small_data):
     return folder, printed
 
 
-@pytest.mark.parametrize("strategy", ON_ONE_MACHINE)
+@pytest.mark.parametrize("strategy", ONE_MACHINE_STRATEGIES)
 def test_train(runs, strategy):
     folder, printed = runs
     output = printed[strategy]
@@ -141,7 +141,7 @@ def test_another_configuration_in_the_same_directory_is_refused(runs):
     assert "seed 0 → 3" in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("strategy", ON_ONE_MACHINE)
+@pytest.mark.parametrize("strategy", ONE_MACHINE_STRATEGIES)
 def test_evaluate_on_any_strategy(runs, strategy):
     folder, _ = runs
     devices = ["--device=cpu"] + (["--num_devices=3"] if strategy != "single" else [])
@@ -181,20 +181,20 @@ def test_compare(tmp_path):
     assert "manual and mirrored: bit-identical weights after 2 steps" in result.stdout
     assert "simulated devices" in result.stdout
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines if line.endswith("x")] == list(ON_ONE_MACHINE)
+    assert [line.split()[0] for line in lines if line.endswith("x")] == list(ONE_MACHINE_STRATEGIES)
     saved = json.loads((tmp_path / "c" / "compare.json").read_text())
-    assert [run["strategy"] for run in saved["runs"]] == list(ON_ONE_MACHINE)
+    assert [run["strategy"] for run in saved["runs"]] == list(ONE_MACHINE_STRATEGIES)
     assert saved["runs"][0]["num_replicas"] == 1 and saved["runs"][1]["num_replicas"] == 2
     assert len(saved["verdicts"]) == 3
     for name in ("accuracy.png", "accuracy.svg"):
         assert (tmp_path / "c" / name).stat().st_size > 10_000
     page = (tmp_path / "c" / "report.html").read_text(encoding="utf-8")
-    assert all(f"c/{name}" in page for name in ON_ONE_MACHINE)
+    assert all(f"c/{name}" in page for name in ONE_MACHINE_STRATEGIES)
     assert "bit-identical" in page and ", report.html" in result.stdout
     of_all = run_main("evaluate", f"--run={tmp_path}/c")
     assert of_all.returncode == 5 and f"--run={tmp_path}/c/single" in of_all.stderr
     again = run_ok(*command)
-    assert again.stdout.count("already finished") == len(ON_ONE_MACHINE)
+    assert again.stdout.count("already finished") == len(ONE_MACHINE_STRATEGIES)
 
 
 def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):

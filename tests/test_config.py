@@ -157,7 +157,7 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         (
             "launch",
             {"num_workers": 2, "device": "cpu", "inject": "drop_gradient:replica=5"},
-            "at least 6 are required",
+            "needs at least 6 replicas, got 2",
         ),
         ("compare", {"strategies": ("manual",)}, "--strategies must name at least two, got manual"),
         ("compare", {"strategies": ("manual", "manual")}, "must name each value once"),

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.data.input_pipeline import train_dataset
 from app.runtime.errors import ConfigError
 from app.training.recipes import find_recipe
@@ -11,8 +12,8 @@ from app.verification.recorder import Recorder
 from app.verification.trace import Trace
 from app.verification.trace_comparison import compare_traces
 from conftest import CPUS
-from models import MODELS
-from strategies import STRATEGIES
+from models import MODELS, load_model_builder
+from strategies import load_strategy_class
 from strategies.tf_private import reset_layer_numbers
 
 
@@ -34,9 +35,11 @@ class TwoLayers(keras.layers.Layer):
         return self.logits(self.hidden(x))
 
 
-def build_unnamed(*, kernel_initializer="glorot_uniform", normalised=False):
+def build_unnamed(
+    *, image_shape, num_classes, kernel_initializer="glorot_uniform", normalised=False
+):
     """Unnamed layers, layers inside a layer, and a model inside a model."""
-    images = keras.Input((28, 28, 1))
+    images = keras.Input(image_shape)
     x = keras.layers.Conv2D(2, 5, strides=4, kernel_initializer=kernel_initializer)(images)
     x = keras.layers.BatchNormalization()(x) if normalised else x
     x = keras.layers.Flatten()(x)
@@ -49,7 +52,9 @@ def build_normalised_unnamed(**options):
 
 
 def build(network, seed=5):
-    return find_recipe("fast", "other").build_model(network, seed)
+    return find_recipe("fast", "other").build_model(
+        network, image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, seed=seed
+    )
 
 
 def names(model):
@@ -75,7 +80,10 @@ def test_unnamed_layers_have_the_same_names_each_time():
 
 def test_weights_do_not_depend_on_the_numbers_of_layers():
     keras.utils.set_random_seed(5)
-    network = build_unnamed(kernel_initializer=find_recipe("fast", "other").kernel_initializer)
+    initializer = find_recipe("fast", "other").kernel_initializer
+    network = build_unnamed(
+        image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, kernel_initializer=initializer
+    )
     for _ in range(2):
         model = build(build_unnamed)
         for expected, variable in zip(network.variables, model.variables, strict=True):
@@ -86,7 +94,7 @@ def test_weights_do_not_depend_on_the_numbers_of_layers():
 def test_manual_and_mirrored_train_unnamed_layers_bit_for_bit(tmp_path, images, network):
     recipe = find_recipe("fast", "other")
     for name in ("manual", "mirrored"):
-        strategy = STRATEGIES[name](CPUS[:3])
+        strategy = load_strategy_class(name)(CPUS[:3])
         strategy.build(lambda: build(network), lambda: recipe.create_optimizer(0.1, 10))
         batches = strategy.distribute(train_dataset(*images, seed=1, global_batch_size=16))
         Recorder(strategy).record(batches, num_steps=2, path=tmp_path / f"{name}.npz")
@@ -99,8 +107,8 @@ def test_manual_and_mirrored_train_unnamed_layers_bit_for_bit(tmp_path, images, 
 def with_layer(layer):
     """Returns the builder of a model with this layer, made anew each time, in a nested model."""
 
-    def build_network(*, kernel_initializer="glorot_uniform"):
-        images = keras.Input((28, 28, 1))
+    def build_network(*, image_shape, num_classes, kernel_initializer="glorot_uniform"):
+        images = keras.Input(image_shape)
         inner = keras.Sequential([keras.Input((784,)), layer(kernel_initializer)], name="inner")
         return keras.Model(images, inner(keras.layers.Flatten()(images)), name="adding")
 
@@ -140,7 +148,7 @@ def test_two_variables_of_one_name_are_refused():
 
 @pytest.mark.parametrize("name", [*MODELS, "unnamed"])
 def test_the_check_of_a_model_changes_nothing(name, monkeypatch):
-    network = {**MODELS, "unnamed": build_normalised_unnamed}[name]
+    network = build_normalised_unnamed if name == "unnamed" else load_model_builder(name)
     checked = build(network)
     monkeypatch.setattr("app.training.recipes.check_model", lambda model: None)
     unchecked = build(network)

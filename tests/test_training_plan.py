@@ -61,13 +61,13 @@ def test_the_learning_rate_follows_the_batch():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"planned_global_batch_size": 300, "num_train_examples": 601}, "refuse this: --global"),
-        ({"planned_global_batch_size": 6000}, "leaves 10 steps an epoch"),
-        ({"planned_global_batch_size": 12}, "4 images on each device"),
+        ({"global_batch_size": 300, "num_train_examples": 601}, "refuse this: --global"),
+        ({"global_batch_size": 6000}, "leaves 10 steps an epoch"),
+        ({"global_batch_size": 12}, "4 images on each device"),
         ({"num_train_examples": 2570}, "the last batch of each epoch has 10 of 256"),
         ({"learning_rate": 1.0}, "--learning_rate=1 is 5 times what the rule says"),
-        ({"planned_global_batch_size": 10_000}, "beyond 8,192 the linear rule"),
-        ({"planned_global_batch_size": 1024}, "recipe d2l has no warm-up"),
+        ({"global_batch_size": 10_000}, "beyond 8,192 the linear rule"),
+        ({"global_batch_size": 1024}, "recipe d2l has no warm-up"),
     ],
 )
 def test_warnings(options, told):

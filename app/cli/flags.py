@@ -20,7 +20,7 @@ from app.runtime.errors import ConfigError
 
 FLAGS = flags.FLAGS
 
-_HELP = {"h", "help", "helpshort", "helpfull", "helpxml"}
+_HELP = {"?", "h", "help", "helpshort", "helpfull", "helpxml"}
 _OF_ABSL = {"verbosity"}  # Defined by absl's logging, with the same meaning.
 
 

@@ -58,7 +58,9 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
         return None
     path = run_directory.path
     changes = find_changes(run_directory.load_config(), run_directory.config)
-    if "model" not in changes.names:  # That is refused with the tensors that do not fit.
+    if (
+        "model" not in changes.names or "command" in changes.names
+    ):  # That is refused with the tensors that do not fit.
         changes.check(path, force=config.force_resume)
     try:
         summary = load_summary(path)

@@ -1,7 +1,7 @@
 """What the configs of all commands have in common."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from app.config.option import check_values, did_you_mean, options_of
 from app.runtime.errors import ConfigError
@@ -23,6 +23,15 @@ class Config:
     command: ClassVar[str]
     summary: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Refuses `Config(…)` itself, which has no options."""
+        if cls is Config:
+            raise ConfigError(
+                "Config has no options of its own; use Config.of(command, …) or the class of a"
+                " command, for example TrainConfig(…)"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -73,10 +82,10 @@ def find_command(name: str) -> type[Config]:
         ConfigError: there is no such command.
     """
     commands = Config.commands()
-    if name not in commands:
+    if not isinstance(name, str) or name not in commands:
         raise ConfigError(
             f"{name!r} is not a command; use one of {', '.join(commands)}"
-            f"{did_you_mean(name, commands)}"
+            f"{did_you_mean(str(name), commands)}"
         )
     return commands[name]
 

@@ -6,7 +6,6 @@ Type and default are those of the field; help, group, choices and bounds are its
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 from collections.abc import Iterable
@@ -133,7 +132,7 @@ class BoundOption:
             int: ("a whole number", "whole numbers"),
             float: ("a number", "numbers"),
             bool: ("true or false", ""),
-            str: ("a text", "texts"),
+            str: ("text", "names"),
         }[self.kind]
         return f"{many} separated by commas" if self.is_list else one
 
@@ -145,8 +144,17 @@ class BoundOption:
         """
         if value is None and self.optional:
             return
-        if self.metadata.required and not value:
+        if self.metadata.required and value in ("", None):
             raise ConfigError(f"{self.flag} is required; write {self.flag}={self.metavar}")
+        if value == "" and self.default is None:
+            raise ConfigError(f"{self.flag} has no value; write {self.flag}={self.metavar}")
+        if self.is_list and isinstance(value, tuple):
+            if not value and self.default:
+                raise ConfigError(f"{self.flag} must have at least one value, got none")
+            if "" in value:
+                raise ConfigError(
+                    f"{self.flag} has an empty value; write {self.flag}={self.metavar}"
+                )
         items = value if self.is_list else (value,)
         if not isinstance(items, tuple) or not all(map(self._has_kind, items)):
             shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
@@ -171,10 +179,12 @@ class BoundOption:
             )
         if self.metadata.above is not None and not item > self.metadata.above:
             raise ConfigError(f"{self.flag} must be above {self.metadata.above:g}, got {item}")
-        if (low is not None or high is not None) and not (
-            (-math.inf if low is None else low) <= item <= (math.inf if high is None else high)
-        ):
-            bounds = f"at least {low}" if high is None else f"between {low or 0} and {high}"
+        above_low = low is None or item >= low
+        below_high = high is None or item <= high
+        if not (above_low and below_high):
+            bounds = f"between {low} and {high}"
+            if low is None or high is None:
+                bounds = f"at most {high}" if low is None else f"at least {low}"
             raise ConfigError(f"{self.flag} must be {bounds}, got {item}")
 
 

@@ -77,10 +77,10 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
         PLAN,
         metavar="X",
         low=0.001,
-        high=1e6,
+        high=1_000_000,
     )
     latency_us: float = option(
-        50.0, "Latency of a message between machines.", PLAN, metavar="X", low=0, high=1e6
+        50.0, "Latency of a message between machines.", PLAN, metavar="X", low=0, high=1_000_000
     )
     # One direction of PCI Express 4.0: 16 lanes at 16 GT/s, 128b/130b. NVIDIA's data sheets of A100
     # and H100 have 2400 and 3600 for NVLink.
@@ -91,7 +91,7 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
         PLAN,
         metavar="X",
         low=0.001,
-        high=1e6,
+        high=1_000_000,
     )
 
     @property

@@ -211,6 +211,8 @@ class CompareConfig(ComparedStrategiesOptions, TrainingOptions, SavingOptions, C
             raise ConfigError(
                 f"--strategies must name at least two, got {','.join(self.strategies)}"
             )
+        for name in self.strategies:
+            self.for_training(name)
 
     def for_training(self, strategy: str, **options: Any) -> TrainConfig:
         """Returns the configuration of the training with one of the strategies."""
@@ -244,6 +246,8 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Co
         flag = f"--inject={self.inject}"
         constraints.check_fault(self.fault, flag, self.strategies, self.num_replicas_asked)
         constraints.check_fault_steps(self.fault, flag, self.steps)
+        for name in self.strategies:
+            self.for_training(name, inject=None)
 
     def result_fields(self) -> dict[str, Any]:
         """Returns what the result of the trainings depends on, without paths and display."""

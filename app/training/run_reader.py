@@ -46,8 +46,6 @@ class SavedRun:
             OutputError: there is no run.
             CheckpointError: it has no usable checkpoint.
         """
-        if config.run is None:
-            raise ConfigError("--run is missing; name the directory of a run")
         run_dir = named_path(config.run)
         run_config = load_run_config(run_dir)
         if run_config.get("command") == "verify":

@@ -4,13 +4,16 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from app.records.checkpoint import weights_sha256
 from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import Summary, load_summary
 from app.runtime.errors import CheckpointError, DataError
 from app.verification.difference import WeightDifference
-from strategies.replicas import State
+
+if TYPE_CHECKING:  # With it comes TensorFlow.
+    from strategies.replicas import State
 
 HEADER = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
 
@@ -82,7 +85,7 @@ def _load_summary(run_dir: pathlib.Path) -> Summary:
     return summary
 
 
-def _load_weights(run_dir: pathlib.Path, summary: Summary) -> State:
+def _load_weights(run_dir: pathlib.Path, summary: Summary) -> "State":
     """Loads the weights that a summary tells of, no others."""
     found = find_newest_checkpoint(run_dir)
     if found is None:
@@ -99,7 +102,7 @@ def _load_weights(run_dir: pathlib.Path, summary: Summary) -> State:
     return state
 
 
-def _has_batch_norm(state: State) -> bool:
+def _has_batch_norm(state: "State") -> bool:
     return any(name.endswith("/moving_mean") for name in state)
 
 
