@@ -69,7 +69,7 @@ def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
     devices = Devices(CPUS[:num_replicas], simulated=num_replicas > 1)
     run_dir.mkdir(exist_ok=True)
     loop = Training(config, devices, dataset, run_dir)
-    loop.start(anew=False)
+    loop.start(from_scratch=False)
     assert loop.strategy.num_replicas == num_replicas
     return loop
 

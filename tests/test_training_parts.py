@@ -23,7 +23,7 @@ def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, mo
     dataset = generate_synthetic(num_train=300, num_test=70)
     config = Config(strategy="manual", global_batch_size=64, recipe="fast", epochs=1)
     training = Training(config, Devices(CPUS[:2], simulated=True), dataset, None)
-    training.start(anew=False)
+    training.start(from_scratch=False)
     training.assist()
     assert training.strategy.state()["optimizer/iteration"] == 5
     assert list(tmp_path.iterdir()) == []

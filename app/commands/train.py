@@ -100,7 +100,7 @@ def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
         from app.training.loop import Training
 
         training = Training(config, prepared, dataset, path, on_progress)
-        training.start(anew=config.overwrite)
+        training.start(from_scratch=config.overwrite)
         run_directory.start(overwrite=config.overwrite)  # From here on nothing is refused.
         console.set_overwriting(False)
         _announce(config, prepared, training)
@@ -129,7 +129,7 @@ def _assist(config: TrainConfig) -> None:
             from app.training.loop import Training
 
             training = Training(config, prepared, dataset, None, on_progress)
-            training.start(anew=config.overwrite)
+            training.start(from_scratch=config.overwrite)
             console.say(f"worker {workers.index}: training; worker 0 tells and saves")
             training.assist()
     console.say(f"worker {workers.index}: done")

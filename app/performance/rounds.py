@@ -67,7 +67,7 @@ def measure(
         for number, case in enumerate(cases, start=1):
             progress.start(f"preparing {number} of {len(cases)}: {case.name}")
             samplers.append(_Sampler(stack, progress, sample, case))
-            _check_memory(len(cases) - number, max(s.held_bytes for s in samplers))
+            _check_memory(len(cases) - number, max(s.peak_bytes for s in samplers))
         limits = {
             config.precision: _Sampler(stack, progress, sample_peak, config) for config in peaks
         }
@@ -133,7 +133,7 @@ class _Sampler:
             self._progress.message(message)
 
     @property
-    def held_bytes(self) -> int:
+    def peak_bytes(self) -> int:
         """The most memory that the process has held so far."""
         status = pathlib.Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
         (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)

@@ -62,7 +62,7 @@ class EventFile:
             self._start([])
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        with self._told_of_failures():
+        with self._failures_as_warnings():
             self._writer.write(event.SerializeToString())
             self._writer.flush()
 
@@ -72,7 +72,7 @@ class EventFile:
 
         temporary = temporary_path(self._path)
         first = tf.compat.v1.Event(wall_time=time.time(), file_version=_FIRST)
-        with self._told_of_failures():
+        with self._failures_as_warnings():
             try:
                 self._writer = tf.io.TFRecordWriter(str(temporary))
                 for event in events or [first]:
@@ -84,7 +84,7 @@ class EventFile:
                 raise
 
     @contextlib.contextmanager
-    def _told_of_failures(self) -> Iterator[None]:
+    def _failures_as_warnings(self) -> Iterator[None]:
         import tensorflow as tf
 
         try:

@@ -90,16 +90,16 @@ class Training:
         self._compile_sec = 0.0
         self._on_progress()
 
-    def start(self, *, anew: bool) -> None:
+    def start(self, *, from_scratch: bool) -> None:
         """Restores the newest checkpoint that verifies, if there is any.
 
         Args:
-            anew: do not look for one.
+            from_scratch: do not look for one.
 
         Raises:
             CheckpointError: none verifies, or it is of another training.
         """
-        if self._run_dir and not anew:
+        if self._run_dir and not from_scratch:
             self._resumed = self._state.restore(self._run_dir, has_schedule=self._spec.has_schedule)
         if self._workers.count > 1:
             self._state.broadcast(self._workers, self._resumed)
