@@ -45,12 +45,14 @@ def test_runs_are_found_in_a_directory_with_a_configuration_of_another_program(t
     assert labels(tmp_path) == ["a"]
 
 
-def test_a_comparison_leaves_out_what_is_not_a_run(tmp_path, capsys):
+def test_a_comparison_has_the_runs_of_its_strategies_and_no_damaged_one(tmp_path):
     write_config(tmp_path / "c", {**RUN, "strategy": "manual,mirrored"})
     write_config(tmp_path / "c" / "manual", RUN)
-    write_config(tmp_path / "c" / "mirrored", OTHER)
+    write_config(tmp_path / "c" / "single", RUN)
     assert [record.kind for record in find_records([tmp_path / "c"])] == ["compare", "train"]
-    assert "ignored mirrored" in capsys.readouterr().err
+    write_config(tmp_path / "c" / "mirrored", OTHER)
+    with pytest.raises(OutputError, match="mirrored: not the directory of a run"):
+        find_records([tmp_path / "c"])
 
 
 @pytest.mark.parametrize("config", [None, OTHER])

@@ -107,10 +107,10 @@ def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, di
         yield path, config["command"], config
     elif len(strategies) > 1 or (path / "compare.json").exists():
         yield path, "compare", config
-        # What else lies there was left by a comparison of other strategies.
-        children = [child for child in _runs_in(path) if child.name in strategies]
-        for child in sorted(children, key=lambda child: strategies.index(child.name)):
-            yield child, "train", load_run_config(child)
+        # Other folders there were left by a comparison of other strategies.
+        for child in (path / strategy for strategy in strategies):
+            if os.path.lexists(child / CONFIG_FILE):
+                yield child, "train", load_run_config(child)
     else:
         yield path, "train", config
 
