@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 from app.cli import flags
 from app.config import Config
+from app.config.option import options_of
 from app.data.data_sources import SHA256
 from app.data.fashion_mnist import load_fashion_mnist
 from app.records import checkpoint as checkpoints
@@ -250,7 +251,7 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
             find_changes(loaded.metadata.config, _RUN_METADATA.config)
 
 
-_NAMES = [name for group in flags.GROUPS.values() for name in group]
+_NAMES = sorted({o.name for c in Config.commands().values() for o in options_of(c)})
 _VALUE = st.one_of(
     st.text(max_size=6),
     st.integers(-3, 70).map(str),

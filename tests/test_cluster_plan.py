@@ -67,5 +67,5 @@ def test_the_batch_of_a_plan():
     plan = Config.of("plan", num_workers=64, devices_per_worker=8)
     assert plan.planned_batch_size == 64 * 8 * 32
     assert Config.of("plan", num_workers=2).planned_batch_size == 256
-    with pytest.raises(ConfigError, match="64 devices — at least one image for each"):
+    with pytest.raises(ConfigError, match="at least the number of devices, 64, got 32"):
         Config.of("plan", num_workers=64, global_batch_size=32)

@@ -248,7 +248,7 @@ def test_train_has_the_d2l_table_beside_ours(data, capsys, monkeypatch, tmp_path
 
 def test_every_experiment_is_registered_with_options_of_the_command():
     for name, experiment in EXPERIMENTS.items():
-        assert callable(importlib.import_module(f"app.demos.{name}").run)
+        assert callable(importlib.import_module(f"app.demos.{experiment.module or name}").run)
         assert experiment.options <= DEMO_OPTIONS
         assert experiment.least_devices <= experiment.num_devices
     assert set().union(*(e.options for e in EXPERIMENTS.values())) == DEMO_OPTIONS

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from app.config import Config
+from app.config import TrainConfig
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.records.run_log import RunLog
@@ -14,14 +14,13 @@ from app.training.loop import Training
 from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter
 from conftest import CPUS
 from models import MODELS
-from small_models import build_dense_network
 
 
 def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(MODELS, "lenet", build_dense_network)
+    monkeypatch.setitem(MODELS, "lenet", "small_models:build_dense_network")
     dataset = generate_synthetic(num_train=300, num_test=70)
-    config = Config(strategy="manual", global_batch_size=64, recipe="fast", epochs=1)
+    config = TrainConfig(strategy="manual", global_batch_size=64, recipe="fast", epochs=1)
     training = Training(config, Devices(CPUS[:2], simulated=True), dataset, None)
     training.start(from_scratch=False)
     training.assist()

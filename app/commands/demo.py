@@ -1,10 +1,9 @@
 """`demo`: the textbook's small experiments, each told in a few lines."""
 
-import importlib
 import textwrap
 
 from app.config import DemoConfig
-from app.demos.registry import EXPERIMENTS, find_experiment
+from app.demos.registry import EXPERIMENTS, run_experiment
 from app.runtime import console
 
 
@@ -17,8 +16,7 @@ def run(config: DemoConfig) -> None:
     if not config.experiment:
         _list_experiments()
         return
-    find_experiment(config)
-    importlib.import_module(f"app.demos.{config.experiment}").run(config)
+    run_experiment(config)
 
 
 def _list_experiments() -> None:

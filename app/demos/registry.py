@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import importlib
 from collections.abc import Iterable, Set
 
 from app.config import DemoConfig
@@ -13,7 +14,7 @@ _DATA = {"dataset", "data_dir", "allow_unverified_data", "seed"}
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One experiment; `app/demos/<name>.py` runs it.
+    """One experiment; the `run` of a module in `app/demos` runs it.
 
     Attributes:
         text: what it shows, for the list.
@@ -21,6 +22,7 @@ class Experiment:
         options: names of the options that mean something to it.
         num_devices: how many devices it has where nobody asks for a number.
         least_devices: fewer show nothing.
+        module: of `app/demos` that runs it; "" for the one of the experiment's name.
     """
 
     text: str
@@ -28,12 +30,18 @@ class Experiment:
     options: frozenset[str]
     num_devices: int = 2
     least_devices: int = 2
+    module: str = ""
 
 
 def _experiment(
-    text: str, duration: str, options: Set[str] = frozenset(), **numbers: int
+    text: str,
+    duration: str,
+    options: Set[str] = frozenset(),
+    *,
+    module: str = "",
+    **numbers: int,
 ) -> Experiment:
-    return Experiment(text, duration, frozenset(_DEVICES | options), **numbers)
+    return Experiment(text, duration, frozenset(_DEVICES | options), module=module, **numbers)
 
 
 # In the order of the book's two chapters, then the answers to their exercises.
@@ -55,6 +63,7 @@ EXPERIMENTS = {
         "LeNet and ResNet-18 on one device and on two: the book's table and yours",
         "4 minutes",
         {"all_reduce", "epochs", "num_train_examples", *_DATA},
+        module="textbook_table",
     ),
     "scale": _experiment(
         "more devices, a larger batch: what becomes of the learning rate",
@@ -76,6 +85,7 @@ EXPERIMENTS = {
         "prediction on several devices: the same probabilities, in order",
         "15 seconds",
         {"num_train_examples", *_DATA},
+        module="split_prediction",
     ),
     "order": _experiment(
         "(a + b) + c is not a + (b + c): what the order of the exchange changes",
@@ -125,3 +135,13 @@ def find_experiment(config: DemoConfig) -> Experiment:
             f" required to show anything; use --{flag}={experiment.num_devices}"
         )
     return experiment
+
+
+def run_experiment(config: DemoConfig) -> None:
+    """Runs the experiment that `config` names.
+
+    Raises:
+        ConfigError: there is no such experiment, or the devices are too few to show anything.
+    """
+    module = find_experiment(config).module or config.experiment
+    importlib.import_module(f"app.demos.{module}").run(config)
