@@ -13,6 +13,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import tempfile
@@ -90,7 +91,10 @@ def guarded(folder: pathlib.Path, *expected: type[LockstepError]):
         _outcomes["accepted"] += 1
     except expected as error:
         assert len(str(error)) < 2000, f"a line of {len(str(error))} characters"
-        assert " — " in str(error), f"no advice in {error}"
+        if isinstance(error, ConfigError):  # It names the flag, or repeats the word that is wrong.
+            assert re.search(r"--\w|'.*'|report needs|TF_CONFIG", str(error)), f"unclear: {error}"
+        else:
+            assert " — " in str(error), f"no advice in {error}"
         _outcomes["refused"] += 1
     finally:
         _guarded = None
