@@ -67,7 +67,8 @@ def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path):
 
 
 def test_an_interruption_saves_and_the_same_call_goes_on(small_data, tmp_path):
-    config = training(small_data, tmp_path / "run", epochs=20)  # So many that the signal comes before the last.
+    # So many epochs that the signal comes before the last.
+    config = training(small_data, tmp_path / "run", epochs=20)
 
     def interrupt():
         while not (tmp_path / "run" / "history.jsonl").exists():
