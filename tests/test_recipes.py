@@ -3,10 +3,12 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.training.optimizers import last_learning_rate
 from app.training.recipes import RECIPES, find_recipe
+from conftest import CPUS
 from models import load_model_builder
 from strategies.tf_private import learning_rate_schedule
 
@@ -73,3 +75,11 @@ def test_the_reported_learning_rate_is_that_of_the_last_step():
     assert last_learning_rate(RECIPES["d2l"]["lenet"].create_optimizer(0.3, 10)) == pytest.approx(
         0.3
     )
+
+
+def test_the_last_learning_rate_under_a_strategy_that_copies_variables():
+    """A constant learning rate is a MirroredVariable there, which float() does not take."""
+    ops = tf.distribute.ReductionToOneDevice()
+    with tf.distribute.MirroredStrategy(CPUS[:2], cross_device_ops=ops).scope():
+        optimizer = RECIPES["d2l"]["lenet"].create_optimizer(0.3, 10)
+    assert last_learning_rate(optimizer) == pytest.approx(0.3)
