@@ -231,6 +231,12 @@ def test_the_flags_of_a_training_give_the_same_training():
     assert (single.num_devices, single.all_reduce, single.seed) == (None, "auto", 7)
 
 
+def test_lists_and_the_output_directory_stay_with_their_command():
+    assert Config.of("benchmark", model=("resnet18",)).for_training("manual").model == "lenet"
+    assert Config.of("explain").for_training().num_devices is None
+    assert TrainConfig(out="runs/x").train_flags() == []
+
+
 def test_beside_workers_others_have_as_many_replicas_on_one_machine():
     config = VerifyConfig(strategies=("single", "manual", "multi_worker"), num_workers=3)
     assert config.num_replicas_asked == 3
