@@ -1,5 +1,7 @@
 # make train   trains LeNet by hand on two devices; ARGS="--flag=value …" is passed on
-# make test    runs the tests
+# make test    runs the tests, but for the slowest: some minutes
+# make test-all  runs all of them: the notebook and the README's own commands, too
+# make mutations  breaks the program line by line, to see whether the tests notice: an hour
 # make soak    kills and resumes a small training 200 times: half an hour
 # make fuzz    tries damaged input of five kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
@@ -10,13 +12,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test soak fuzz lint bench docs clean
+.PHONY: setup train test test-all mutations soak fuzz lint bench docs clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
 
 test: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+mutations: $(BIN)/.installed-dev
+	$(BIN)/python tests/mutations/run.py $(ARGS)
 
 lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,10 +1,15 @@
 """Four logical CPU devices for every test, made before TensorFlow starts, and small helpers."""
 
+import contextlib
+import importlib
+import io
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import types
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -13,6 +18,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from app.cli import flags
+from app.config import Config
 from app.data.data_sources import SHA256
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import keep_order_of_summation
@@ -30,20 +37,11 @@ keep_order_of_summation()
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
-# A worker takes a whole file: those that take longest come first, so that none ends alone.
-_LONGEST = (
-    "test_readme",
-    "test_commands",
-    "test_verify",
-    "test_trace_checker",
-    "test_performance",
-    "test_docs",
-)
-
-
+@pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
 def pytest_collection_modifyitems(items):
-    order = {name: position for position, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    for item in items:
+        if not any(item.iter_markers("e2e")) and not any(item.iter_markers("slow")):
+            item.add_marker("unit")
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +96,56 @@ def run_main(*arguments, env=None, timeout=240, cwd=ROOT) -> subprocess.Complete
 
 def run_ok(*arguments, **options) -> subprocess.CompletedProcess:
     """Runs the program and asserts that it ends with 0."""
-    result = run_main(*arguments, **options)
+    return assert_ok(run_main(*arguments, **options))
+
+
+def assert_ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """Asserts that a run of the program ended with 0; returns it."""
     assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+def import_main() -> types.ModuleType:
+    """Imports `main.py`, which changes how its process takes a SIGINT: not so that of the tests."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        return importlib.import_module("main")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def forget_flags() -> None:
+    """Makes the flags ready for another command line."""
+    if "strategy" not in flags.FLAGS:
+        flags.define_flags()
+    flags.FLAGS.unparse_flags()
+
+
+def parse_here(*arguments) -> Config:
+    """Returns the config of a command line; raises what is wrong with it."""
+    forget_flags()
+    return flags.parse_config(["main.py", *arguments])
+
+
+def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
+    """Runs the program in this process, output captured; asserts nothing.
+
+    It costs none of the seconds in which a new process loads TensorFlow. For tests of what a
+    process does by itself (its streams, signals, end) there is `run_main`.
+    """
+    main = import_main()
+    argv = ["main.py", *map(str, arguments)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
+    ):
+        for name, value in (env or {}).items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", argv)
+        forget_flags()
+        try:
+            code = main.main(main.parse(argv))
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(argv, code, stdout.getvalue(), stderr.getvalue())

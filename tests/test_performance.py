@@ -11,7 +11,7 @@ from app.performance.flops import training_flops_per_example
 from app.performance.speed_comparison import all_comparisons
 from app.report.benchmark_plot import plot_benchmark
 from app.runtime.errors import ConfigError
-from conftest import run_main, run_ok
+from conftest import run_here, run_main, run_ok
 from performance_samples import make_sample
 from small_models import build_network
 
@@ -122,6 +122,6 @@ def test_explain_profiles_a_step_and_breaks_down_its_time(small_data, tmp_path):
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, said):
-    result = run_main(*arguments, timeout=20)
+    result = run_here(*arguments)
     assert result.returncode == 2
     assert said in result.stderr.splitlines()[-1]

@@ -26,7 +26,7 @@ def copy(tmp_path_factory):
 
 def test_all_commands_are_of_these_two_kinds():
     assert sorted(MAKE + PROGRAM) == sorted(COMMANDS)
-    assert {"make train", "make test", "make lint"} <= set(MAKE)
+    assert {"make train", "make test", "make test-all", "make lint"} <= set(MAKE)
 
 
 @pytest.mark.parametrize("line", MAKE)
@@ -35,7 +35,11 @@ def test_make_targets_lead_to_the_program(line):
     result = subprocess.run(
         [*shlex.split(line), "--dry-run"], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    starts = {"train": ".venv/bin/python main.py", "test": ".venv/bin/python -m pytest"}
+    starts = {
+        "train": ".venv/bin/python main.py",
+        "test": '.venv/bin/python -m pytest -m "not slow"',
+        "test-all": ".venv/bin/python -m pytest",
+    }
     expected = starts.get(line.split()[1], ".venv/bin/ruff check .")
     last = [command for command in result.stdout.splitlines() if command.startswith(expected)]
     assert len(last) == 1
