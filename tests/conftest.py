@@ -1,15 +1,10 @@
 """Four logical CPU devices for every test, made before TensorFlow starts, and small helpers."""
 
-import contextlib
-import importlib
-import io
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
-import types
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -18,12 +13,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.cli import flags
-from app.config import Config
 from app.data.data_sources import SHA256
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import keep_order_of_summation
 from idx_files import idx_bytes
+from models import MODELS
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_LOGICAL_CPUS = 4
@@ -71,8 +65,33 @@ def small_data(tmp_path_factory):
 def copy_program(folder: pathlib.Path) -> None:
     """Copies the program as it is cloned, so that it can be changed, and its runs/ are not ours."""
     shutil.copy(ROOT / "main.py", folder)
+    ignored = shutil.ignore_patterns("__pycache__")
     for name in ("app", "models", "strategies"):
-        shutil.copytree(ROOT / name, folder / name)
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+
+
+@pytest.fixture
+def small_lenet(monkeypatch):
+    """Trains a dense layer in place of LeNet, in this process: half the time goes into LeNet."""
+    monkeypatch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine without GPUs, whatever this one has."""
+    listed = tf.config.list_physical_devices
+    monkeypatch.setattr(
+        tf.config, "list_physical_devices", lambda kind=None: [] if kind == "GPU" else listed(kind)
+    )
+
+
+@pytest.fixture(scope="session")
+def small_program(tmp_path_factory):
+    """The folder of a copy of the program that trains a dense layer in place of LeNet."""
+    folder = tmp_path_factory.mktemp("small program")
+    copy_program(folder)
+    shutil.copy(ROOT / "tests" / "dense_network.py", folder / "models" / "lenet.py")
+    return folder
 
 
 def program_environment(**changes) -> dict[str, str]:
@@ -81,10 +100,12 @@ def program_environment(**changes) -> dict[str, str]:
     return {**inherited, **changes}
 
 
-def run_main(*arguments, env=None, timeout=240, cwd=ROOT) -> subprocess.CompletedProcess:
+def run_main(
+    *arguments, env=None, timeout=240, cwd=ROOT, program=ROOT
+) -> subprocess.CompletedProcess:
     """Runs the program as a user does, output captured; asserts nothing."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "main.py"), *map(str, arguments)],
+        [sys.executable, str(program / "main.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -103,49 +124,3 @@ def assert_ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProces
     """Asserts that a run of the program ended with 0; returns it."""
     assert result.returncode == 0, result.stdout + result.stderr
     return result
-
-
-def import_main() -> types.ModuleType:
-    """Imports `main.py`, which changes how its process takes a SIGINT: not so that of the tests."""
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        return importlib.import_module("main")
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def forget_flags() -> None:
-    """Makes the flags ready for another command line."""
-    if "strategy" not in flags.FLAGS:
-        flags.define_flags()
-    flags.FLAGS.unparse_flags()
-
-
-def parse_here(*arguments) -> Config:
-    """Returns the config of a command line; raises what is wrong with it."""
-    forget_flags()
-    return flags.parse_config(["main.py", *arguments])
-
-
-def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
-    """Runs the program in this process, output captured; asserts nothing.
-
-    It costs none of the seconds in which a new process loads TensorFlow. For tests of what a
-    process does by itself (its streams, signals, end) there is `run_main`.
-    """
-    main = import_main()
-    argv = ["main.py", *map(str, arguments)]
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as stdout,
-        contextlib.redirect_stderr(io.StringIO()) as stderr,
-    ):
-        for name, value in (env or {}).items():
-            patch.setenv(name, value)
-        patch.setattr(sys, "argv", argv)
-        forget_flags()
-        try:
-            code = main.main(main.parse(argv))
-        except SystemExit as end:
-            code = end.code
-    return subprocess.CompletedProcess(argv, code, stdout.getvalue(), stderr.getvalue())

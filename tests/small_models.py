@@ -41,13 +41,6 @@ def small_resnet():
     return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
 
 
-def build_dense_network(*, image_shape, num_classes, kernel_initializer="glorot_uniform"):
-    """The smallest architecture that a recipe can train."""
-    images = keras.Input(image_shape)
-    logits = keras.layers.Dense(num_classes, kernel_initializer=kernel_initializer, name="logits")
-    return keras.Model(images, logits(keras.layers.Flatten()(images)), name="dense")
-
-
 def build_normalised_network(*, image_shape, num_classes, kernel_initializer="glorot_uniform"):
     """The smallest one in which replicas keep statistics of their own."""
     images = keras.Input(image_shape)

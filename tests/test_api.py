@@ -15,7 +15,8 @@ import pytest
 from app import Config, LockstepError, run
 from app.records.history import load_history, load_summary
 from app.runtime.errors import ConfigError, OutputError, TrainingFailedError
-from conftest import ROOT, program_environment, run_main
+from conftest import ROOT, program_environment
+from in_process import ThreadAsProcess, own_state, run_here
 
 
 def test_a_command_has_the_defaults_that_it_has_on_the_command_line():
@@ -33,19 +34,31 @@ def training(small_data, out, **options):
     )  # fmt: skip
 
 
+@pytest.fixture
+def here(monkeypatch):
+    """Lets `run` use a thread in place of a process."""
+    monkeypatch.setattr("app.api.ChildProcess", ThreadAsProcess)
+    with own_state():
+        yield
+
+
 @pytest.fixture(scope="module")
-def trained(small_data, tmp_path_factory):
+def trained(small_data, small_program, tmp_path_factory):
     out = tmp_path_factory.mktemp("library") / "run"
-    return out, run(training(small_data, out, epochs=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(small_program)  # A process that is started finds its modules there.
+        return out, run(training(small_data, out, epochs=2))
 
 
+@pytest.mark.e2e
 def test_it_returns_what_is_on_disk(trained):
     out, summary = trained
     assert summary == load_summary(out)
     assert summary.num_replicas == 2 and summary.status == "finished"
 
 
-def test_a_run_is_read_on_another_number_of_devices(trained, small_data):
+@pytest.mark.e2e
+def test_a_run_is_read_on_another_number_of_devices(trained, small_data, small_lenet, here):
     out, summary = trained
     config = Config.of("evaluate", run=str(out), strategy="mirrored", device="cpu", num_devices=3,
         data_dir=str(small_data), allow_unverified_data=True,
@@ -63,10 +76,14 @@ def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path):
     config = Config.of("evaluate", run=str(tmp_path / "nowhere"))
     with pytest.raises(OutputError, match="nowhere") as refusal:
         run(config)
-    assert refusal.value.exit_code == 5 == run_main("evaluate", f"--run={config.run}").returncode
+    assert refusal.value.exit_code == 5 == run_here("evaluate", f"--run={config.run}").returncode
 
 
-def test_an_interruption_saves_and_the_same_call_goes_on(small_data, tmp_path):
+@pytest.mark.e2e
+def test_an_interruption_saves_and_the_same_call_goes_on(
+    small_data, small_program, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(small_program)
     # So many epochs that the signal comes before the last.
     config = training(small_data, tmp_path / "run", epochs=20)
 
@@ -85,6 +102,7 @@ def test_an_interruption_saves_and_the_same_call_goes_on(small_data, tmp_path):
     assert len(load_history(tmp_path / "run")) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_what_the_page_shows_can_be_run(number, tmp_path):
     """As a script without `if __name__ == "__main__"`, somewhere else; on fewer images."""

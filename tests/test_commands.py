@@ -1,4 +1,4 @@
-"""The program as a user runs it: every command, end to end, in processes of its own."""
+"""The program as a user runs it, end to end: mostly in this process, some in one of their own."""
 
 import contextlib
 import json
@@ -15,14 +15,19 @@ from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.event_file import EVENTS_FILE
 from app.records.history import load_summary
 from app.records.run_log_check import check_log
-from conftest import ROOT, program_environment, run_main, run_ok
+from conftest import program_environment, run_ok
+from in_process import run_here, run_here_ok
+from models import MODELS
 
 SMALL = ["--num_train_examples=500", "--recipe=fast", "--epochs=1", "--allow_unverified_data"]
 ON_CPUS = ["--device=cpu", "--num_devices=2"]
 
 
+pytestmark = pytest.mark.e2e
+
+
 @pytest.fixture(autouse=True)
-def _small_data(small_data, monkeypatch):
+def _small(small_data, small_lenet, monkeypatch):
     monkeypatch.setenv("FASHION_MNIST_DIR", str(small_data))
 
 
@@ -31,23 +36,36 @@ def runs(tmp_path_factory, small_data):
     """One small run for each strategy, and what it printed."""
     folder = tmp_path_factory.mktemp("runs")
     printed = {}
-    for strategy in ONE_MACHINE_STRATEGIES:
-        devices = ["--device=cpu"] if strategy == "single" else ON_CPUS
-        printed[strategy] = run_ok(
-            f"--strategy={strategy}",
-            *devices,
-            *SMALL,
-            f"--out={folder}/{strategy}",
-            env={"FASHION_MNIST_DIR": str(small_data)},
-        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
+        for strategy in ONE_MACHINE_STRATEGIES:
+            devices = ["--device=cpu"] if strategy == "single" else ON_CPUS
+            printed[strategy] = run_here_ok(
+                f"--strategy={strategy}",
+                *devices,
+                *SMALL,
+                f"--out={folder}/{strategy}",
+                env={"FASHION_MNIST_DIR": str(small_data)},
+            )
     return folder, printed
+
+
+def test_train_in_a_process_of_its_own(tmp_path):
+    """With LeNet itself, and with all that TensorFlow and the system write between our lines."""
+    result = run_ok(*ON_CPUS, *SMALL, f"--out={tmp_path}/run")
+    check_run(tmp_path / "run", result, "manual")
+    assert load_summary(tmp_path / "run").num_parameters == 129_068
 
 
 @pytest.mark.parametrize("strategy", ONE_MACHINE_STRATEGIES)
 def test_train(runs, strategy):
     folder, printed = runs
-    output = printed[strategy]
-    summary = load_summary(folder / strategy)
+    check_run(folder / strategy, printed[strategy], strategy)
+
+
+def check_run(run_dir, output, strategy):
+    """Checks what a training has printed and left."""
+    summary = load_summary(run_dir)
     assert summary.status == "finished" and summary.strategy == strategy
     assert summary.num_replicas == (1 if strategy == "single" else 2)
     assert output.stdout.splitlines()[-1] == summary.last_line()
@@ -56,14 +74,14 @@ def test_train(runs, strategy):
     assert all(line.startswith("WARNING: ") for line in told)
     assert sum("UNVERIFIED" in line for line in told) == 2
     assert "\r" not in output.stdout and "\x1b" not in output.stdout  # Plain lines on a pipe.
-    names = {path.name for path in (folder / strategy).iterdir()}
+    names = {path.name for path in run_dir.iterdir()}
     assert names == {
         ".lock", "log.txt", "log.jsonl", "config.json", "history.jsonl", "summary.json",
         "checkpoints", EVENTS_FILE,
         "accuracy.png", "accuracy.svg",
     }  # fmt: skip
-    assert summary.last_line() in (folder / strategy / "log.txt").read_text()
-    assert check_log(folder / strategy) == []
+    assert summary.last_line() in (run_dir / "log.txt").read_text()
+    assert check_log(run_dir) == []
 
 
 def test_manual_and_mirrored_are_the_same_training(runs):
@@ -75,7 +93,7 @@ def test_manual_and_mirrored_are_the_same_training(runs):
 def test_a_finished_run_prints_its_result_again(runs):
     folder, printed = runs
     before = (folder / "manual" / "summary.json").stat().st_mtime_ns
-    again = run_ok(*ON_CPUS, *SMALL, f"--out={folder}/manual")
+    again = run_here_ok(*ON_CPUS, *SMALL, f"--out={folder}/manual")
     assert again.stdout.splitlines()[-1] == printed["manual"].stdout.splitlines()[-1]
     assert "already finished" in again.stdout
     assert (folder / "manual" / "summary.json").stat().st_mtime_ns == before
@@ -83,13 +101,13 @@ def test_a_finished_run_prints_its_result_again(runs):
 
 def test_the_result_of_other_replicas_is_not_passed_off(runs):
     folder, _ = runs
-    result = run_main("--device=cpu", "--num_devices=3", *SMALL, f"--out={folder}/manual")
+    result = run_here("--device=cpu", "--num_devices=3", *SMALL, f"--out={folder}/manual")
     assert result.returncode == 4 and "(replicas 2 → 3)" in result.stderr
 
 
 def test_overwrite_loses_nothing_when_the_new_run_is_refused(runs):
     folder, _ = runs
-    result = run_main(*ON_CPUS, "--data_dir=/nonexistent", "--overwrite", f"--out={folder}/manual")
+    result = run_here(*ON_CPUS, "--data_dir=/nonexistent", "--overwrite", f"--out={folder}/manual")
     assert result.returncode == 3
     assert load_summary(folder / "manual").status == "finished"
     assert find_newest_checkpoint(folder / "manual")
@@ -102,25 +120,26 @@ def test_evaluate_refuses_other_images_than_the_run_s(runs, small_data, tmp_path
         (tmp_path / path.name).write_bytes(
             content[:-1] + bytes([content[-1] ^ 1]) if "t10k-images" in path.name else content
         )
-    result = run_main(
+    result = run_here(
         "evaluate", f"--run={folder}/manual", f"--data_dir={tmp_path}", "--allow_unverified_data"
     )
     assert result.returncode == 3 and "not those of" in result.stderr
 
 
-def test_deterministic_runs_are_the_same_training(tmp_path):
+def test_deterministic_runs_are_the_same_training(tmp_path, small_program):
+    """Each in a process: TensorFlow's determinism is for good."""
     command = ["compare", "--strategies=manual,mirrored", "--deterministic", *ON_CPUS, *SMALL]
-    result = run_ok(*command, f"--out={tmp_path}/c")
+    result = run_ok(*command, f"--out={tmp_path}/c", program=small_program)
     assert "manual and mirrored: bit-identical" in result.stdout
     assert json.loads((tmp_path / "c" / "manual" / "config.json").read_text())["deterministic"]
 
 
-def test_a_terminal_gets_a_live_bar(tmp_path):
+def test_a_terminal_gets_a_live_bar(tmp_path, small_program):
     import pty
 
     leader, follower = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "main.py"), *ON_CPUS, *SMALL, f"--out={tmp_path}/run"],
+        [sys.executable, small_program / "main.py", *ON_CPUS, *SMALL, f"--out={tmp_path}/run"],
         stdout=follower, stderr=follower, env=program_environment(TERM="xterm", COLUMNS="100"),
     )  # fmt: skip
     os.close(follower)
@@ -136,7 +155,7 @@ def test_a_terminal_gets_a_live_bar(tmp_path):
 
 def test_another_configuration_in_the_same_directory_is_refused(runs):
     folder, _ = runs
-    result = run_main(*ON_CPUS, *SMALL, "--seed=3", f"--out={folder}/manual")
+    result = run_here(*ON_CPUS, *SMALL, "--seed=3", f"--out={folder}/manual")
     assert result.returncode == 4
     assert "seed 0 → 3" in result.stderr and result.stderr.count("\n") == 1
 
@@ -145,7 +164,7 @@ def test_another_configuration_in_the_same_directory_is_refused(runs):
 def test_evaluate_on_any_strategy(runs, strategy):
     folder, _ = runs
     devices = ["--device=cpu"] + (["--num_devices=3"] if strategy != "single" else [])
-    result = run_ok(
+    result = run_here_ok(
         "evaluate",
         f"--run={folder}/manual",
         f"--strategy={strategy}",
@@ -159,7 +178,7 @@ def test_evaluate_on_any_strategy(runs, strategy):
 
 def test_predict_test_images_and_files(runs, tmp_path):
     folder, _ = runs
-    by_default = run_ok(
+    by_default = run_here_ok(
         "predict",
         f"--run={folder}/manual",
         "--device=cpu",
@@ -169,7 +188,7 @@ def test_predict_test_images_and_files(runs, tmp_path):
     rows = [line for line in by_default.stdout.splitlines() if "test image" in line]
     assert len(rows) == 10 and "truth" in by_default.stdout
     np.save(tmp_path / "two.npy", np.zeros((2, 28, 28), np.uint8))
-    from_file = run_ok(
+    from_file = run_here_ok(
         "predict", f"--run={folder}/manual", f"--images={tmp_path}/two.npy", "--strategy=mirrored"
     )
     assert "two.npy[0]" in from_file.stdout and "two.npy[1]" in from_file.stdout
@@ -177,7 +196,7 @@ def test_predict_test_images_and_files(runs, tmp_path):
 
 def test_compare(tmp_path):
     command = ["compare", *ON_CPUS, *SMALL, f"--out={tmp_path}/c"]
-    result = run_ok(*command)
+    result = run_here_ok(*command)
     assert "manual and mirrored: bit-identical weights after 2 steps" in result.stdout
     assert "simulated devices" in result.stdout
     lines = result.stdout.splitlines()
@@ -191,14 +210,14 @@ def test_compare(tmp_path):
     page = (tmp_path / "c" / "report.html").read_text(encoding="utf-8")
     assert all(f"c/{name}" in page for name in ONE_MACHINE_STRATEGIES)
     assert "bit-identical" in page and ", report.html" in result.stdout
-    of_all = run_main("evaluate", f"--run={tmp_path}/c")
+    of_all = run_here("evaluate", f"--run={tmp_path}/c")
     assert of_all.returncode == 5 and f"--run={tmp_path}/c/single" in of_all.stderr
-    again = run_ok(*command)
+    again = run_here_ok(*command)
     assert again.stdout.count("already finished") == len(ONE_MACHINE_STRATEGIES)
 
 
 def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):
-    result = run_main(
+    result = run_here(
         "compare", "--strategies=manual,mirrored", *SMALL, "--global_batch_size=50", "--lr=1e30",
         f"--out={tmp_path}/c",
     )  # fmt: skip
@@ -210,13 +229,13 @@ def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):
 
 
 def test_a_start_that_is_refused_leaves_no_directory(tmp_path):
-    result = run_main("--data_dir=/nonexistent", f"--out={tmp_path}/run")
+    result = run_here("--data_dir=/nonexistent", f"--out={tmp_path}/run")
     assert result.returncode == 3
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closed_streams_do_not_stop_the_training(tmp_path):
-    command = shlex.join([sys.executable, str(ROOT / "main.py"), *ON_CPUS, *SMALL])
+def test_closed_streams_do_not_stop_the_training(tmp_path, small_program):
+    command = shlex.join([sys.executable, f"{small_program}/main.py", *ON_CPUS, *SMALL])
     for redirection in (">&-", ">/dev/full 2>&-"):
         out = tmp_path / redirection[:2].replace("/", "_")
         result = subprocess.run(
@@ -229,7 +248,7 @@ def test_closed_streams_do_not_stop_the_training(tmp_path):
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])
 def test_reading_what_is_no_run(command, tmp_path):
-    result = run_main(command, f"--run={tmp_path}")
+    result = run_here(command, f"--run={tmp_path}")
     assert result.returncode == 5 and "not the directory of a run" in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -237,7 +256,7 @@ def test_reading_what_is_no_run(command, tmp_path):
 def test_a_run_without_a_checkpoint(tmp_path, runs):
     folder, _ = runs
     (tmp_path / "config.json").write_text((folder / "manual" / "config.json").read_text())
-    result = run_main("evaluate", f"--run={tmp_path}")
+    result = run_here("evaluate", f"--run={tmp_path}")
     assert result.returncode == 4 and "no checkpoint" in result.stderr
 
 
@@ -248,23 +267,21 @@ def test_a_run_without_a_checkpoint(tmp_path, runs):
         (["--out=/dev/null/x"], 5, "--out=/dev/null/x"),
     ],
 )
-def test_refusals_after_the_flags(arguments, code, told, tmp_path):
+def test_refusals_after_the_flags(arguments, code, told, tmp_path, no_gpu):
     out = [] if arguments[0].startswith("--out") else [f"--out={tmp_path}/run"]
-    result = run_main(*arguments, *out, env={"CUDA_VISIBLE_DEVICES": ""})
+    result = run_here(*arguments, *out)
     assert result.returncode == code
     assert told in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_num_gpus_on_a_machine_without_one_says_so_where_one_looks(tmp_path):
-    result = run_ok(
-        "--num_gpus=2", *SMALL, f"--out={tmp_path}/run", env={"CUDA_VISIBLE_DEVICES": ""}
-    )
+def test_num_gpus_on_a_machine_without_one_says_so_where_one_looks(tmp_path, no_gpu):
+    result = run_here_ok("--num_gpus=2", *SMALL, f"--out={tmp_path}/run")
     assert load_summary(tmp_path / "run").num_replicas == 2
     assert result.stderr.count("WARNING: --num_gpus=2") == 2  # At the start and before the end.
 
 
 def test_generated_images_in_place_of_real_ones_say_so(tmp_path):
-    result = run_ok(
+    result = run_here_ok(
         *SMALL, f"--out={tmp_path}/run",
         env={"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none"},
     )  # fmt: skip
@@ -272,9 +289,9 @@ def test_generated_images_in_place_of_real_ones_say_so(tmp_path):
     assert load_summary(tmp_path / "run").dataset == "synthetic"
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_training(tmp_path):
+def test_a_reader_that_goes_away_does_not_stop_the_training(tmp_path, small_program):
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "main.py"), *ON_CPUS, *SMALL, f"--out={tmp_path}/run"],
+        [sys.executable, small_program / "main.py", *ON_CPUS, *SMALL, f"--out={tmp_path}/run"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     process.stdout.close()
@@ -284,20 +301,14 @@ def test_a_reader_that_goes_away_does_not_stop_the_training(tmp_path):
     assert load_summary(tmp_path / "run").status == "finished"
 
 
-def test_a_bug_leaves_its_traceback_in_the_log(tmp_path):
+def test_a_bug_leaves_its_traceback_in_the_log(tmp_path, monkeypatch):
     """A training that divides by zero stands for any bug."""
-    script = (
-        "import sys; sys.argv = ['main.py', *sys.argv[1:]]\n"
-        "import main\nfrom app.commands import train\n"
-        "def fail(*_): raise ZeroDivisionError('oops')\n"
-        "train._train = fail\n"
-        "main.flags.define_flags()\n"
-        "sys.exit(main.main(main.parse(sys.argv)))\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script, f"--out={tmp_path}/run"],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
+
+    def fail(*arguments):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("app.commands.train._train", fail)
+    result = run_here(f"--out={tmp_path}/run")
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1 and "ZeroDivisionError: oops" in result.stderr
     assert "Traceback" in (tmp_path / "run" / "log.txt").read_text()

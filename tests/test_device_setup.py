@@ -1,86 +1,108 @@
-"""Choosing devices: what the machine has is pretended, in processes without TensorFlow's set-up."""
+"""Choosing devices: what the machine has is pretended."""
 
 import json
 import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
 
 from app.config import Config
 from app.devices import device_setup
 from app.runtime.errors import DeviceError
 from conftest import CPUS, ROOT, program_environment
+from in_process import own_state
 
-# Runs `set_up` with a pretended number of GPUs and prints what became of it.
+# Sets devices up as a program does, and prints what TensorFlow has then.
 SCRIPT = """
-import json, sys
-num_gpus, options = int(sys.argv[1]), json.loads(sys.argv[2])
+import json
 from app.devices import device_setup
 from app.config import Config
-from app.runtime.errors import DeviceError
-tf = device_setup.import_tensorflow(-1)
-done = {"growth": 0}
-gpus = [f"gpu{i}" for i in range(num_gpus)]
-real_list = tf.config.list_physical_devices
-real_visible = tf.config.set_visible_devices
-tf.config.list_physical_devices = lambda kind: gpus if kind == "GPU" else real_list(kind)
-tf.config.set_visible_devices = lambda chosen, kind: done.update(visible=list(chosen))
-def grow(gpu, on):
-    assert on
-    done["growth"] += 1
-tf.config.experimental.set_memory_growth = grow
-try:
-    made = device_setup.set_up(Config.of(**options))
-    done.update(names=made.names, simulated=made.simulated)
-    if made.names[0].startswith("/device:CPU"):
-        done["logical"] = len(tf.config.list_logical_devices("CPU"))
-        done["intra"] = tf.config.threading.get_intra_op_parallelism_threads()
-except DeviceError as error:
-    done.update(error=str(error), code=error.exit_code)
-print(json.dumps(done))
+made = device_setup.set_up(Config.of(device="cpu"))
+import tensorflow as tf
+print(json.dumps({
+    "names": made.names,
+    "simulated": made.simulated,
+    "logical": len(tf.config.list_logical_devices("CPU")),
+    "intra": tf.config.threading.get_intra_op_parallelism_threads(),
+}))
 """
 
 
-def set_up(gpus_there, **options):
+@pytest.mark.e2e
+def test_without_a_gpu_two_logical_cpus():
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(gpus_there), json.dumps(options)],
+        [sys.executable, "-c", SCRIPT],
         capture_output=True, text=True, cwd=ROOT, check=True, env=program_environment(),
     )  # fmt: skip
-    return json.loads(result.stdout.splitlines()[-1]), result.stderr
-
-
-def test_without_a_gpu_two_logical_cpus():
-    done, errors = set_up(0)
+    done = json.loads(result.stdout)
     assert done["names"] == ["/device:CPU:0", "/device:CPU:1"]
     assert done["simulated"] and done["logical"] == 2 and done["intra"] >= 1
-    assert errors == ""  # TensorFlow's own messages are held back.
+    assert result.stderr == ""  # TensorFlow's own messages are held back.
 
 
-def test_num_gpus_without_a_gpu_falls_back_and_says_so():
-    done, errors = set_up(0, num_gpus=3)
-    assert len(done["names"]) == done["logical"] == 3
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretends that TensorFlow has used no device yet; the function sets up as with some GPUs."""
+    done = {"growth": 0, "threads": []}
+
+    def grow(gpu, on):
+        assert on
+        done["growth"] += 1
+
+    def set_up(gpus_there, **options):
+        gpus = [f"gpu{i}" for i in range(gpus_there)]
+        monkeypatch.setattr(
+            tf.config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else ["cpu0"]
+        )
+        try:
+            made = device_setup.set_up(Config.of(**options))
+        except DeviceError as error:
+            return done | {"error": str(error), "code": error.exit_code}
+        return done | {"names": made.names, "simulated": made.simulated}
+
+    threading = tf.config.threading
+    for place, name, pretended in (
+        (tf.config, "set_visible_devices", lambda chosen, kind: done.update(visible=chosen)),
+        (
+            tf.config,
+            "set_logical_device_configuration",
+            lambda cpu, devices: done.update(logical=len(devices)),
+        ),
+        (tf.config.experimental, "set_memory_growth", grow),
+        (threading, "set_intra_op_parallelism_threads", done["threads"].append),
+        (threading, "set_inter_op_parallelism_threads", done["threads"].append),
+    ):
+        monkeypatch.setattr(place, name, pretended)
+    with own_state():
+        yield set_up
+
+
+def test_num_gpus_without_a_gpu_falls_back_and_says_so(machine, capsys):
+    done, errors = machine(0, num_gpus=3), capsys.readouterr().err
+    assert len(done["names"]) == done["logical"] == 3 and min(done["threads"]) >= 1
     assert "WARNING: --num_gpus=3" in errors and "3 replicas on logical CPU devices" in errors
 
 
-def test_single_takes_one_device():
-    done, _ = set_up(0, strategy="single")
+def test_single_takes_one_device(machine):
+    done = machine(0, strategy="single")
     assert done["names"] == ["/device:CPU:0"] and not done["simulated"]
 
 
-def test_gpus_are_all_taken_with_memory_growth():
-    done, _ = set_up(2)
+def test_gpus_are_all_taken_with_memory_growth(machine):
+    done = machine(2)
     assert done["names"] == ["/device:GPU:0", "/device:GPU:1"]
     assert done["growth"] == 2 and done["visible"] == ["gpu0", "gpu1"] and not done["simulated"]
 
 
-def test_fewer_gpus_can_be_asked_for():
-    done, _ = set_up(4, num_gpus=2)
+def test_fewer_gpus_can_be_asked_for(machine):
+    done = machine(4, num_gpus=2)
     assert done["names"] == ["/device:GPU:0", "/device:GPU:1"]
     assert done["visible"] == ["gpu0", "gpu1"]
 
 
-def test_device_cpu_leaves_gpus_alone():
-    done, _ = set_up(2, device="cpu", num_devices=4)
+def test_device_cpu_leaves_gpus_alone(machine):
+    done = machine(2, device="cpu", num_devices=4)
     assert len(done["names"]) == done["logical"] == 4
     assert done["visible"] == [] and done["growth"] == 0
 
@@ -94,13 +116,14 @@ def test_device_cpu_leaves_gpus_alone():
         (1, {"num_devices": 3}, "--device=cpu --num_devices=3"),
     ],
 )
-def test_what_gpus_cannot_give_is_refused(gpus_there, options, told):
-    done, _ = set_up(gpus_there, **options)
+def test_what_gpus_cannot_give_is_refused(machine, gpus_there, options, told):
+    done = machine(gpus_there, **options)
     assert done["code"] == 6 and told in done["error"]
     if gpus_there == 0:
         assert "TensorFlow sees no GPU" in done["error"]
 
 
+@pytest.mark.e2e
 def test_a_user_s_keras_settings_do_not_leak_in(tmp_path):
     (tmp_path / "keras.json").write_text(
         '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
@@ -120,8 +143,6 @@ def test_a_user_s_keras_settings_do_not_leak_in(tmp_path):
 
 def test_a_process_that_has_its_devices_already_gives_those():
     """This one has four."""
-    import tensorflow as tf
-
     tf.config.list_logical_devices()  # From here on they are fixed.
     prepared = device_setup.set_up(Config.of(device="cpu", num_devices=3))
     assert prepared.names == CPUS[:3] and prepared.simulated

@@ -124,6 +124,7 @@ def squeeze(text):
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_one_s_own_model_is_verified_and_trained(copy, small_data):
     output = run_ok(copy, command("add_a_model", "verify"), small_data)
     _, verified, _ = re.split("## 4|## 5", TEXTS["add_a_model"])
@@ -134,6 +135,7 @@ def test_one_s_own_model_is_verified_and_trained(copy, small_data):
     assert f"recipe fast, batch 256, learning rate {float(peak) * 4 / 200:g}" in output
 
 
+@pytest.mark.e2e
 def test_one_s_own_model_is_refused_with_dropout(copy, small_data):
     kept = (copy / "models" / "mlp.py").read_text()
     dropout = "    x = layers.Dropout(0.5)(x)\n"
@@ -145,6 +147,7 @@ def test_one_s_own_model_is_refused_with_dropout(copy, small_data):
     assert_quoted(TEXTS["add_a_model"].partition("## Dropout")[2], result.stderr)
 
 
+@pytest.mark.slow
 def test_one_s_own_all_reduce_is_verified_and_its_fault_found(copy, small_data):
     line = command("add_a_strategy", "main.py verify --strategies=manual --all_reduce=pairwise")
     run_ok(copy, line, small_data)
@@ -157,6 +160,7 @@ def test_one_s_own_all_reduce_is_verified_and_its_fault_found(copy, small_data):
     assert_quoted(TEXTS["add_a_strategy"].partition("## The contract")[0], result.stderr)
 
 
+@pytest.mark.slow
 def test_one_s_own_strategy_is_verified_and_trained(copy, small_data):
     output = run_ok(copy, command("add_a_strategy", "=manual,server"), small_data)
     assert "manual and server: bit-identical" in output
@@ -164,6 +168,7 @@ def test_one_s_own_strategy_is_verified_and_trained(copy, small_data):
     run_ok(copy, command("add_a_strategy", "--strategy=server"), small_data)
 
 
+@pytest.mark.e2e
 def test_one_s_own_parts_pass_the_tests_of_all(copy, small_data):
     """The page's lines of pytest in one process; the parity test of four steps is the longest."""
     lines = [line for page in GUIDES for line in sh_lines(TEXTS[page]) if "pytest" in line]
@@ -182,6 +187,7 @@ def test_one_s_own_parts_pass_the_tests_of_all(copy, small_data):
         assert re.search(rf"^PASSED .*::{re.escape(passed)}$", output, re.M), passed
 
 
+@pytest.mark.slow
 def test_one_s_own_strategy_is_found_out_if_it_averages(copy, small_data):
     path = copy / "strategies" / "server.py"
     text, kept = TEXTS["add_a_strategy"].partition(AVERAGES)[2], path.read_text()

@@ -11,7 +11,8 @@ import pytest
 from app.cli.usage import help_text
 from app.config import Config
 from app.config.option import options_of
-from conftest import ROOT, copy_program, parse_here, run_here, run_main
+from conftest import ROOT, copy_program, run_main
+from in_process import parse_here, run_here
 
 
 def refuse(*arguments):

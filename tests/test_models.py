@@ -7,9 +7,10 @@ import pytest
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.runtime.errors import ConfigError
 from app.training.recipes import RECIPES, find_recipe
+from dense_network import build_dense_network
 from models import MODELS, load_model_builder
 from models.resnet import build_resnet
-from small_models import build_dense_network, build_network
+from small_models import build_network
 
 TRAINABLE = {"lenet": 129_068, "resnet18": 11_175_818}
 

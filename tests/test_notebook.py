@@ -4,6 +4,7 @@ import os
 
 import nbclient
 import nbformat
+import pytest
 
 from conftest import ROOT
 
@@ -22,6 +23,7 @@ def texts(notebook):
     ]
 
 
+@pytest.mark.slow
 def test_it_runs_and_shows_what_it_says():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     shown = texts(notebook)

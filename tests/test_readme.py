@@ -47,6 +47,7 @@ def test_make_targets_lead_to_the_program(line):
         assert last[0].endswith(shlex.split(line)[2].removeprefix("ARGS="))
 
 
+@pytest.mark.slow
 def test_the_program_s_commands_run_one_after_another(copy):
     for line in PROGRAM:
         result = subprocess.run(

@@ -47,7 +47,7 @@ def dataset():
 def _small_model(request, monkeypatch):
     """Trains a dense layer in place of LeNet and draws nothing: half the time goes into both."""
     if "whole_lenet" not in request.fixturenames:
-        monkeypatch.setitem(MODELS, "lenet", "small_models:build_dense_network")
+        monkeypatch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
         monkeypatch.setattr("app.report.accuracy_plot.plot_accuracy", plot_nothing)
 
 
@@ -232,7 +232,7 @@ def test_replicas_that_part_are_not_saved(dataset, tmp_path):
 def whole_run(dataset, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS, "lenet", "small_models:build_dense_network")
+        patch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
         patch.setattr("app.report.accuracy_plot.plot_accuracy", plot_nothing)
         train(dataset, run_dir, epochs=2)
     return run_dir
@@ -449,7 +449,7 @@ def test_another_model_is_refused_with_its_tensors(dataset, tmp_path, force_resu
 
 def test_another_model_that_fits_is_another_training(dataset, tmp_path, monkeypatch):
     train(dataset, tmp_path, epochs=1)
-    monkeypatch.setitem(MODELS, "resnet18", "small_models:build_dense_network")
+    monkeypatch.setitem(MODELS, "resnet18", "dense_network:build_dense_network")
     with pytest.raises(CheckpointError, match="model lenet → resnet18"):
         make(dataset, tmp_path, epochs=1, model="resnet18")
 

@@ -18,7 +18,7 @@ from models import MODELS
 
 def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(MODELS, "lenet", "small_models:build_dense_network")
+    monkeypatch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
     dataset = generate_synthetic(num_train=300, num_test=70)
     config = TrainConfig(strategy="manual", global_batch_size=64, recipe="fast", epochs=1)
     training = Training(config, Devices(CPUS[:2], simulated=True), dataset, None)

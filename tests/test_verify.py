@@ -16,7 +16,9 @@ from app.report.verification_plot import plot_verification
 from app.runtime.errors import ConfigError
 from app.verification import tasks
 from app.verification.tasks import Recorded
-from conftest import run_main, run_ok
+from conftest import run_main
+from in_process import run_here, run_here_ok
+from models import MODELS
 from report_samples import write_verification
 
 SMALL = [
@@ -25,8 +27,11 @@ SMALL = [
 ]  # fmt: skip
 
 
+pytestmark = pytest.mark.e2e
+
+
 @pytest.fixture(autouse=True)
-def _small_data(small_data, monkeypatch):
+def _small(small_data, small_lenet, monkeypatch):
     monkeypatch.setenv("FASHION_MNIST_DIR", str(small_data))
 
 
@@ -35,7 +40,10 @@ def clean(tmp_path_factory, small_data):
     """All strategies over eight steps, the last batch of an epoch among them."""
     out = tmp_path_factory.mktemp("verify") / "run"
     env = {"FASHION_MNIST_DIR": str(small_data)}
-    return out, run_ok("verify", *SMALL, "--steps=8", "--keep_traces", f"--out={out}", env=env)
+    arguments = ["verify", *SMALL, "--steps=8", "--keep_traces", f"--out={out}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
+        return out, run_here_ok(*arguments, env=env)
 
 
 def load(out):
@@ -86,7 +94,7 @@ def test_the_record_holds_every_number(clean):
     holds = zip(measured["error"], measured["limit"], measured["absolute32"], strict=True)
     assert all(error <= limit or exact == 0 for error, limit, exact in holds)
     with np.load(out / "traces" / "manual.npz", allow_pickle=False) as trace:
-        assert trace["8/weights/0/conv1/kernel"].shape == (3, 3, 1, 20)
+        assert trace["8/weights/0/logits/kernel"].shape == (784, 10)
 
 
 def test_the_figure_is_one(clean):
@@ -96,11 +104,13 @@ def test_the_figure_is_one(clean):
     assert "INJECTED" not in (out / "verify.svg").read_text()
 
 
-def test_a_fault_is_caught_named_and_marked(tmp_path):
+def test_a_fault_is_caught_named_and_marked(tmp_path, small_program):
+    """In processes of their own, as ever: each strategy, and the check."""
     out = tmp_path / "run"
     result = run_main(
         "verify", *SMALL, "--steps=2", "--strategies=manual,mirrored",
         "--inject=drop_gradient:replica=1,strategy=mirrored", f"--out={out}",
+        program=small_program,
     )  # fmt: skip
     assert result.returncode == 9
     last = result.stderr.splitlines()[-1]
@@ -141,7 +151,7 @@ def test_batch_norm_makes_single_work_shard_by_shard():
 
 
 def test_a_training_that_is_not_finite_is_refused(tmp_path):
-    result = run_main(
+    result = run_here(
         "verify", *SMALL, "--steps=4", "--learning_rate=1e30", "--strategies=manual",
         f"--out={tmp_path}/run",
     )  # fmt: skip
@@ -150,7 +160,7 @@ def test_a_training_that_is_not_finite_is_refused(tmp_path):
 
 def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp_path):
     out = tmp_path / "run"
-    result = run_main(
+    result = run_here(
         "--strategy=mirrored", "--all_reduce=hierarchical", "--device=cpu", "--num_devices=3",
         "--allow_unverified_data", f"--out={out}",
     )  # fmt: skip
@@ -161,7 +171,7 @@ def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp
 def test_every_file_of_a_training_with_a_fault_says_so(tmp_path):
     out = tmp_path / "run"
     command = [*SMALL, "--epochs=1", "--inject=scale_gradient:factor=0.5", f"--out={out}"]
-    result = run_ok(*command)
+    result = run_here_ok(*command)
     fault = "scale_gradient:factor=0.5"
     assert result.stderr.count(f"injected fault: {fault}") >= 2
     assert load_summary(out).injected_fault == fault
@@ -169,23 +179,23 @@ def test_every_file_of_a_training_with_a_fault_says_so(tmp_path):
     assert find_newest_checkpoint(out).checkpoint.metadata.config["inject"] == fault
     for name in ("config.json", "log.txt"):
         assert fault in (out / name).read_text()
-    assert fault in run_ok("evaluate", f"--run={out}", "--allow_unverified_data").stderr
-    honest = run_main(*command[:-2], f"--out={out}")
+    assert fault in run_here_ok("evaluate", f"--run={out}", "--allow_unverified_data").stderr
+    honest = run_here(*command[:-2], f"--out={out}")
     assert honest.returncode == 4 and "inject" in honest.stderr
 
 
 def test_a_replica_that_is_out_of_step_stops_the_training(tmp_path):
-    result = run_main(
+    result = run_here(
         *SMALL, "--epochs=1", "--inject=perturb_weight:replica=1,step=3", f"--out={tmp_path}/run"
     )
     assert result.returncode == 9
     last = result.stderr.splitlines()[-1]
-    assert "conv1/kernel on replica 1 is not what replica 0 holds, by 0.001" in last
+    assert "logits/kernel on replica 1 is not what replica 0 holds, by 0.001" in last
 
 
 def test_a_verification_is_no_run_to_evaluate(clean):
     out, _ = clean
-    result = run_main("evaluate", f"--run={out}")
+    result = run_here("evaluate", f"--run={out}")
     assert result.returncode == 5 and "keeps no weights" in result.stderr
 
 
@@ -194,14 +204,14 @@ def test_a_refused_verify_leaves_what_is_there(clean):
     out, _ = clean
     before = sorted(path.name for path in out.rglob("*"))
     for flags in (["--data_dir=/nonexistent"], ["--inject=local_batch_norm"]):
-        result = run_main("verify", *SMALL, "--steps=3", *flags, "--overwrite", f"--out={out}")
+        result = run_here("verify", *SMALL, "--steps=3", *flags, "--overwrite", f"--out={out}")
         assert result.returncode in (2, 3)
         assert sorted(path.name for path in out.rglob("*")) == before
 
 
 def test_a_refused_fault_leaves_the_training_that_is_there(tmp_path):
-    run_ok(*SMALL, "--epochs=1", f"--out={tmp_path}/run")
-    result = run_main(
+    run_here_ok(*SMALL, "--epochs=1", f"--out={tmp_path}/run")
+    result = run_here(
         *SMALL, "--epochs=1", "--inject=local_batch_norm", "--overwrite", f"--out={tmp_path}/run"
     )
     assert result.returncode == 2 and "without BatchNorm" in result.stderr
