@@ -83,7 +83,7 @@ class Training:
                 batch_sizes=batch_sizes,
                 num_steps=self._spec.num_steps,
             )
-        self._metadata = self._spec.metadata(self.strategy.num_replicas)
+        self._metadata = self._spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: Resumed | None = None
         self._writer: TrainingWriter = NullRunWriter()
@@ -186,7 +186,7 @@ class Training:
         seed, fault = self._config.seed, self._config.fault
         if fault is None:
             return batches(seed)
-        return inject_data_fault(fault, batches, seed=seed, num_replicas=self.strategy.num_replicas)
+        return inject_data_fault(fault, batches, seed=seed, num_shards=self.strategy.num_shards)
 
     def _compile(self, iterator: Iterator) -> None:
         start = time.monotonic()

@@ -51,6 +51,6 @@ class MemoryGuard:
         return {
             "model": self._strategy.model,
             "optimizer": self._strategy.optimizer,
-            "num_replicas": self._strategy.num_replicas,
+            "num_copies": self._strategy.num_copies,
             "global_batch_size": self._global_batch_size,
         }

@@ -76,7 +76,7 @@ class TrainingState:
         self.checkpoints.mark_saved(self.progress)
         self._strategy.broadcast_state()
         own = resumed.checkpoint.per_replica_statistics if resumed else []
-        self._strategy.share_per_replica_statistics(own)
+        self._strategy.broadcast_per_shard_statistics(own)
 
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:
         """Adds the steps of a compiled call to the progress."""
@@ -102,12 +102,9 @@ class TrainingState:
         """
         if self.checkpoints.is_saved(self.progress):
             return False
-        if self.progress.epoch_step:  # The state of replica 0 is saved for all replicas.
+        if self.progress.epoch_step:  # The state of the first copy is saved for all copies.
             check_replica_divergence(self._strategy)
-        own = self._strategy.per_replica_statistics()
-        state = self._strategy.state()
-        # `state` has averaged the statistics: the training continues with each replica's own.
-        self._strategy.load_per_replica_statistics(own)
+        state, own = self._strategy.state(), self._strategy.per_shard_statistics()
         check_finite_state(state, self._where(), self.checkpoints.saved_step)
         now = time.monotonic()
         total_sec = self.progress.total_sec + now - self._start
