@@ -7,6 +7,7 @@ import time
 from app.config import TrainConfig
 from app.records.checkpoint import Checkpoint
 from app.records.run_metadata import Progress, RunMetadata
+from app.runtime import console
 from app.training.checkpoint_schedule import CheckpointSchedule
 from app.training.epoch_progress import after_steps
 from app.training.finite_checks import check_finite_loss, check_finite_state
@@ -91,6 +92,25 @@ class TrainingState:
         check_finite_loss(
             totals, description, self._strategy, self._where(), self.checkpoints.saved_step
         )
+
+    def check_replica_divergence(self, *, shown: bool) -> None:
+        """Checks the copies of the weights, and notes how far apart their statistics are.
+
+        Args:
+            shown: report the statistics at the end of the first epoch.
+
+        Raises:
+            ReplicaDivergenceError: replicas hold different weights.
+        """
+        divergence = check_replica_divergence(self._strategy)
+        if divergence.tensor and not self.progress.history and shown:
+            console.say(
+                "All replicas hold bitwise identical weights. Their BatchNorm statistics differ by"
+                f" up to {divergence.absolute:.2g} ({divergence.tensor}): the average is evaluated"
+                " and saved"
+            )
+        apart = max(divergence.absolute, self.progress.statistics_apart)
+        self.progress = dataclasses.replace(self.progress, statistics_apart=apart)
 
     def save(self, writer: TrainingWriter, *, compile_sec: float) -> bool:
         """Saves a checkpoint; returns False where the last one has this state already.
