@@ -183,7 +183,7 @@ def fuzz_gzip(inner, outer):
 _STATE = {"model/kernel": np.ones((2, 3), np.float32), "optimizer/iteration": np.array(7)}
 _RUN_METADATA = RunMetadata(
     json.loads(json.dumps(Config.of().result_fields())),
-    *(0.1, 10, "synthetic", "ab", "cd", 2, {"python": "3"}),
+    *(0.1, 10, "synthetic", "ab", "cd", 2, 2, 2, {"python": "3"}),
 )
 _RECORD = EpochRecord(1, 10, 1.0, 0.5, 1.0, 0.5, 2.5, 400.0)
 _JSON = st.recursive(

@@ -33,7 +33,7 @@ def write_trace(path, **options):
 
 def test_what_was_written_is_read(tmp_path):
     with write_trace(tmp_path / "a.npz") as trace:
-        assert (trace.num_steps, trace.num_replicas) == (2, 2)
+        assert (trace.num_steps, trace.num_shards) == (2, 2)
         assert trace.tensors(1, "sums") == ["a/kernel"]
         np.testing.assert_array_equal(trace.read(1, "gradients", 1, "a/kernel"), np.ones(3))
         loss = trace.read(2, "loss", 1, "loss")
@@ -56,7 +56,7 @@ def test_the_number_of_replicas_is_known_even_if_all_hold_the_same(tmp_path):
     with TraceWriter(tmp_path / "a.npz") as trace:
         trace.write(1, "examples", [{"examples": np.zeros(2, np.int64)}] * 3)
         trace.write(1, "loss", [{"loss": np.float32(1)}] * 3)
-    assert Trace(tmp_path / "a.npz").num_replicas == 3
+    assert Trace(tmp_path / "a.npz").num_shards == 3
 
 
 def test_examples_are_told_by_image_and_label():

@@ -66,7 +66,7 @@ class Case:
                 fault, strategy, batch_sizes={GLOBAL_BATCH_SIZE, 10}, num_steps=num_steps
             )
             dataset = inject_data_fault(
-                fault, self.batches, seed=3, num_replicas=strategy.num_replicas
+                fault, self.batches, seed=3, num_shards=strategy.num_shards
             )
         recorder = Recorder(strategy, observer)
         send_sec = recorder.record(strategy.distribute(dataset), num_steps=num_steps, path=path)
@@ -102,7 +102,7 @@ def test_clean_trainings_hold(images, tmp_path, num_replicas, build):
         traces[name], _ = case.record(strategy, tmp_path / f"{name}.npz")
         strategy_verdicts[name] = case.check(traces[name], name)
         assert strategy_verdicts[name].first_mismatch is None
-        assert traces[name].num_replicas == len(strategy.devices)
+        assert traces[name].num_shards == len(strategy.devices)
     pair = compare_traces(traces["manual"], traces["mirrored"])
     assert (
         PairVerdict.of(strategy_verdicts["manual"], strategy_verdicts["mirrored"], pair).outcome
@@ -237,7 +237,7 @@ class TakesMeans(ManualStrategy):
 
     def all_reduce(self, per_replica_tensors):
         totals = super().all_reduce(per_replica_tensors)
-        return [[t / self.num_replicas for t in tensors] for tensors in totals]
+        return [[t / self.num_shards for t in tensors] for tensors in totals]
 
 
 class Half(ManualStrategy):
@@ -280,12 +280,12 @@ class Misreports(Observer):
     def __init__(self, inner, change):
         self._inner, self._change = inner, change
 
-    def before_all_reduce(self, replica_id, shard, loss, gradients):
+    def on_shard(self, shard_id, shard, loss, gradients):
         gradients = self._change(shard, gradients)
-        return self._inner.before_all_reduce(replica_id, shard, loss, gradients)
+        return self._inner.on_shard(shard_id, shard, loss, gradients)
 
-    def after_all_reduce(self, replica_id, sums):
-        return self._inner.after_all_reduce(replica_id, sums)
+    def on_update(self, copy_id, summed_gradients):
+        self._inner.on_update(copy_id, summed_gradients)
 
 
 def plain_sgd():
@@ -366,8 +366,8 @@ def test_the_tolerance_of_gradients_is_no_blank_cheque(images, tmp_path, build, 
 
 def test_a_loss_that_is_merely_reported_wrong_is_named(case, tmp_path):
     class Doubles(Misreports):
-        def before_all_reduce(self, replica_id, shard, loss, gradients):
-            return self._inner.before_all_reduce(replica_id, shard, 2 * loss, gradients)
+        def on_shard(self, shard_id, shard, loss, gradients):
+            return self._inner.on_shard(shard_id, shard, 2 * loss, gradients)
 
     strategy = ManualStrategy(CPUS[:2])
     strategy.build(*case.functions)
@@ -480,12 +480,12 @@ class SynchronisedStatistics(Observer):
     def __init__(self, inner, whole):
         self._inner, self._whole = inner, whole
 
-    def before_all_reduce(self, replica_id, shard, loss, gradients):
+    def on_shard(self, shard_id, shard, loss, gradients):
         gradients = [tf.constant(g / 2) for g in self._whole.values()]
-        return self._inner.before_all_reduce(replica_id, shard, loss, gradients)
+        return self._inner.on_shard(shard_id, shard, loss, gradients)
 
-    def after_all_reduce(self, replica_id, sums):
-        return self._inner.after_all_reduce(replica_id, sums)
+    def on_update(self, copy_id, summed_gradients):
+        self._inner.on_update(copy_id, summed_gradients)
 
 
 def test_batch_norm_over_the_whole_batch_is_named(images, tmp_path):
@@ -515,7 +515,7 @@ def test_a_strategy_that_keeps_its_steps_to_itself_is_told(case, tmp_path):
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
     strategy.observer = Observer()
-    with pytest.raises(ConfigError, match=r"self\.observer\.before_all_reduce"):
+    with pytest.raises(ConfigError, match=r"shards none instead of 0, 1; .* self\.local_gradients"):
         recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
 
 

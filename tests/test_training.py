@@ -70,7 +70,7 @@ def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
     run_dir.mkdir(exist_ok=True)
     loop = Training(config, devices, dataset, run_dir)
     loop.start(from_scratch=False)
-    assert loop.strategy.num_replicas == num_replicas
+    assert loop.strategy.num_shards == num_replicas
     return loop
 
 

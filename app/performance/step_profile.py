@@ -35,7 +35,7 @@ def profile_step(config: TrainConfig, on_message: Callable[[Any], None]) -> tupl
             def arrays(kind: str, replica_id: int = 0, step: int = 1) -> dict[str, np.ndarray]:
                 return {t: trace.read(step, kind, replica_id, t) for t in trace.tensors(step, kind)}
 
-            replicas = range(trace.num_replicas)
+            replicas = range(trace.num_shards)
             sums = arrays("sums")
             itemsize = 2 if config.communication_dtype == "bfloat16" else 4
             profile = {

@@ -30,7 +30,8 @@ KINDS = {
     "statistics": "moving statistics averaged over the replicas: what is evaluated and saved",
 }
 
-
+# Those that each shard has of its own; copies of the weights have the others in common.
+KINDS_OF_A_SHARD = {"examples", "loss", "gradients", "own statistics"}
 _STORED = [kind for kind in KINDS if kind not in ("updates", "agreement")]
 
 
@@ -86,7 +87,8 @@ class Trace:
 
     Attributes:
         num_steps: the last step that it holds.
-        num_replicas: how many replicas sent gradients.
+        num_shards: how many shards sent gradients.
+        num_copies: of the weights.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -97,7 +99,7 @@ class Trace:
             tensors = self._index.setdefault((int(step), kind), {})
             tensors.setdefault(tensor, set()).add(int(replica_id))
         self.num_steps = max(step for step, _ in self._index)
-        self.num_replicas = len(self._index[1, "examples"]["examples"])
+        self.num_shards = self.num_copies = len(self._index[1, "examples"]["examples"])
 
     def __enter__(self) -> "Trace":
         return self
@@ -147,7 +149,7 @@ def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
         for step in range(traces[0].num_steps + 1):
             for kind in _STORED:
                 # Averaged statistics are the same for all: each worker holds them once.
-                copies = [(t, r) for t in traces for r in range(t.num_replicas)]
+                copies = [(t, r) for t in traces for r in range(t.num_shards)]
                 copies = copies[:1] if kind == "statistics" else copies
                 per_replica = [
                     {tensor: t.read(step, kind, r, tensor) for tensor in t.tensors(step, kind)}
