@@ -6,7 +6,6 @@ For what a process does by itself (its streams, signals, exit code, end) there i
 import contextlib
 import importlib
 import io
-import logging
 import os
 import queue
 import signal
@@ -21,12 +20,10 @@ import tensorflow as tf
 from app.cli import flags
 from app.commands import compare
 from app.config import Config
-from app.devices import device_setup
 from app.performance import case_process, rounds
-from app.runtime import console, processes, signals
-from app.runtime.processes import Channel
-
-_forward = threading.local()  # Where a thread that stands for a process sends its warnings.
+from app.runtime import processes
+from app.runtime.function_call import Channel
+from app.runtime.run_context import RunContext
 
 
 def parse_here(*arguments) -> Config:
@@ -39,7 +36,7 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
     """Runs the program, with the processes that it would start as threads; asserts nothing."""
     main, argv = _import_main(), ["main.py", *map(str, arguments)]
     with (
-        own_state() as patch,
+        threads_as_processes() as patch,
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         contextlib.redirect_stderr(io.StringIO()) as stderr,
     ):
@@ -62,9 +59,9 @@ def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
 
 
 class ThreadAsProcess:
-    """A `processes.ChildProcess` that is a thread: its function finds what the caller has."""
+    """A `processes.ChildProcess` that is a thread with a `RunContext` of its own."""
 
-    def __init__(self, function, *arguments, has_children=False):
+    def __init__(self, function, *arguments, **options):
         self._call = function, arguments
         self._to_caller, self._to_function = queue.Queue(), queue.Queue()
         self.pid = os.getpid()
@@ -82,7 +79,8 @@ class ThreadAsProcess:
             lambda message: self._to_caller.put(("message", message)), self._to_function.get
         )
         try:
-            self._to_caller.put(("result", function(channel, *arguments)))
+            with RunContext():
+                self._to_caller.put(("result", function(channel, *arguments)))
         except Exception as error:
             self._to_caller.put(("error", error))
 
@@ -105,30 +103,17 @@ def _train_here(words, run_dir) -> int:
 
 
 @contextlib.contextmanager
-def own_state():
-    """Within it a command changes nothing of the process for those after it."""
+def threads_as_processes():
+    """Within it the processes that a command would start are threads of this one."""
     tf.config.list_logical_devices()  # From here on their number is fixed, and no command's.
-    log = logging.getLogger("lockstep")
-    handlers = list(log.handlers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signals, "install", lambda: None)
-        patch.setattr(device_setup, "_use_own_temporary_directory", lambda: None)
-        patch.setattr(console, "forward_warnings", lambda to: setattr(_forward, "to", to))
-        warn = console.warn
-        patch.setattr(console, "warn", lambda text: getattr(_forward, "to", warn)(text))
-        for name in ("_will_overwrite", "_is_part", "_run_dir"):
-            patch.setattr(console, name, getattr(console, name))
-        patch.setattr(logging, "raiseExceptions", logging.raiseExceptions)
+        # Of several threads, each would direct all others' files into its own.
+        patch.setattr(RunContext, "use_temporary_directory", lambda self: None)
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "_BLOCK_SEC", 0.1)
         patch.setattr(compare, "train_in_child_process", _train_here)
-        try:
-            yield patch
-        finally:
-            for handler in set(log.handlers) - set(handlers):
-                log.removeHandler(handler)
-                handler.close()
+        yield patch
 
 
 def _import_main() -> types.ModuleType:

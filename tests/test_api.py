@@ -1,5 +1,6 @@
 """The commands, called from Python."""
 
+import contextlib
 import os
 import pickle
 import re
@@ -16,7 +17,7 @@ from app import Config, LockstepError, run
 from app.records.history import load_history, load_summary
 from app.runtime.errors import ConfigError, OutputError, TrainingFailedError
 from conftest import ROOT, program_environment
-from in_process import ThreadAsProcess, own_state, run_here
+from in_process import ThreadAsProcess, run_here, threads_as_processes
 
 
 def test_a_command_has_the_defaults_that_it_has_on_the_command_line():
@@ -38,7 +39,8 @@ def training(small_data, out, **options):
 def here(monkeypatch):
     """Lets `run` use a thread in place of a process."""
     monkeypatch.setattr("app.api.ChildProcess", ThreadAsProcess)
-    with own_state():
+    monkeypatch.setattr("app.api.signals.handled", contextlib.nullcontext)  # Of the main thread.
+    with threads_as_processes():
         yield
 
 

@@ -29,7 +29,9 @@ STATE = {
     "optimizer/iteration": np.array(7),
 }
 STATISTICS = [[np.float32([1, 2])], [np.float32([3, 4])]]
-RUN_METADATA = RunMetadata({"model": "lenet"}, 0.1, 10, "synthetic", "ab", "cd", 2, 2, 2, {"python": "3"})
+RUN_METADATA = RunMetadata(
+    {"model": "lenet"}, 0.1, 10, "synthetic", "ab", "cd", 2, 2, 2, {"python": "3"}
+)
 
 
 def record(epoch, *, accuracy=0.5, step=None):

@@ -11,7 +11,7 @@ from app.config import Config
 from app.devices import device_setup
 from app.runtime.errors import DeviceError
 from conftest import CPUS, ROOT, program_environment
-from in_process import own_state
+from in_process import threads_as_processes
 
 # Sets devices up as a program does, and prints what TensorFlow has then.
 SCRIPT = """
@@ -74,7 +74,7 @@ def machine(monkeypatch):
         (threading, "set_inter_op_parallelism_threads", done["threads"].append),
     ):
         monkeypatch.setattr(place, name, pretended)
-    with own_state():
+    with threads_as_processes():
         yield set_up
 
 

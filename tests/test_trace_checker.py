@@ -65,9 +65,7 @@ class Case:
             observer = inject_fault(
                 fault, strategy, batch_sizes={GLOBAL_BATCH_SIZE, 10}, num_steps=num_steps
             )
-            dataset = inject_data_fault(
-                fault, self.batches, seed=3, num_shards=strategy.num_shards
-            )
+            dataset = inject_data_fault(fault, self.batches, seed=3, num_shards=strategy.num_shards)
         recorder = Recorder(strategy, observer)
         send_sec = recorder.record(strategy.distribute(dataset), num_steps=num_steps, path=path)
         return Trace(path), send_sec
