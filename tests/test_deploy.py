@@ -7,7 +7,6 @@ import pathlib
 import re
 import shlex
 import subprocess
-import sys
 
 import kubernetes_validate
 import pytest
@@ -16,6 +15,7 @@ import yaml
 from app.cluster.environment import find_cluster
 from app.runtime import errors
 from conftest import ROOT
+from in_process import parse_here
 
 DEPLOY = ROOT / "deploy"
 DOCUMENTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")))
@@ -282,8 +282,5 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=["slurm", "kubernetes"])
 def test_commands_have_flags_that_exist(command):
     words = shlex.split(command)
-    parse = "import sys; from absl import logging; from app.cli import flags as f; "
-    parse += "f.define_flags(); f.parse_config(sys.argv)"
-    arguments = words[words.index("main.py") + 1 :]
-    parsed = subprocess.run([sys.executable, "-c", parse, *arguments], cwd=ROOT, check=False)
-    assert parsed.returncode == 0
+    config = parse_here(*words[words.index("main.py") + 1 :])
+    assert config.strategy == "multi_worker"

@@ -10,7 +10,6 @@ import pathlib
 import platform
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -32,7 +31,8 @@ from app.doctor.output_check import check_output
 from app.doctor.processor_check import Processor, check_processor, cpu_quota
 from app.doctor.software_check import check_packages, check_python
 from app.runtime.errors import DataError, DeviceError, LockstepError
-from conftest import ROOT, run_main, run_ok
+from conftest import run_main, run_ok
+from in_process import parse_here, run_here
 
 CONFIG = Config.of("doctor", strategies=("manual", "mirrored"))
 CUDA_BUILD = TensorFlow("2.21.0", True, "12.5.1", "9")
@@ -486,7 +486,7 @@ def test_one_replica_has_no_all_reduce():
 
 
 def test_a_sum_that_loses_a_replica_is_found():
-    result = run_main(
+    result = run_here(
         *("doctor", "--device=cpu", "--num_devices=3", "--dataset=synthetic"),
         *("--strategies=mirrored", "--all_reduce=hierarchical"),
     )
@@ -579,10 +579,7 @@ def test_what_is_broken_is_not_advised():
 
 
 def assert_parses(line):
-    parse = "import sys; from absl import logging; from app.cli import flags as f;"
-    parse += "f.define_flags(); f.parse_config(sys.argv)"
-    words = shlex.split(line)[2:]
-    subprocess.run([sys.executable, "-c", parse, *words], cwd=ROOT, check=True)
+    assert isinstance(parse_here(*shlex.split(line)[2:]), Config)
 
 
 # The command
@@ -637,6 +634,7 @@ def test_lines_are_aligned_and_a_terminal_without_marks_has_others(monkeypatch):
     assert terminal.buffer.getvalue().splitlines()[1][:5] == b"  + a"
 
 
+@pytest.mark.e2e
 def test_the_command_on_this_machine(tmp_path):
     temporary, current = tmp_path / "t", tmp_path / "c"
     temporary.mkdir()
@@ -652,8 +650,8 @@ def test_the_command_on_this_machine(tmp_path):
     assert list(temporary.iterdir()) == list(current.iterdir()) == []
 
 
-def test_a_gpu_that_is_insisted_on():
-    result = run_main(
+def test_a_gpu_that_is_insisted_on(no_gpu):
+    result = run_here(
         "doctor", "--device=gpu", "--dataset=synthetic", env={"CUDA_VISIBLE_DEVICES": ""}
     )
     assert result.returncode == 6
@@ -663,6 +661,7 @@ def test_a_gpu_that_is_insisted_on():
     assert "--device=cpu" in result.stdout.splitlines()[-1]
 
 
+@pytest.mark.e2e
 def test_tensorflow_that_cannot_be_loaded_is_a_finding(tmp_path):
     write(tmp_path, {"tensorflow/__init__.py": "raise ImportError('GLIBCXX_9 not found')"})
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])

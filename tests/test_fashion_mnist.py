@@ -12,8 +12,8 @@ from app.data import data_sources, fashion_mnist
 from app.data.data_sources import SHA256, DataMissingError
 from app.data.fashion_mnist import load_fashion_mnist
 from app.runtime.errors import DataError
-from conftest import run_main
 from idx_files import idx_bytes
+from in_process import run_here
 
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = SHA256
 REAL = os.environ.get("FASHION_MNIST_DIR")
@@ -201,6 +201,7 @@ def test_one_altered_pixel_is_found(tmp_path):
         load_fashion_mnist(str(tmp_path))
 
 
+@pytest.mark.slow
 @needs_real
 def test_tfds_prepares_and_gives_the_same_arrays_in_the_same_order(tmp_path):
     """The whole path but the network: files in TFDS' manual folder, prepared, read, put back."""
@@ -215,6 +216,6 @@ def test_tfds_prepares_and_gives_the_same_arrays_in_the_same_order(tmp_path):
 
 
 def test_the_program_ends_with_code_3(tmp_path):
-    result = run_main("--data_dir=/nonexistent", f"--out={tmp_path}/run", "--dataset=fashion_mnist")
+    result = run_here("--data_dir=/nonexistent", f"--out={tmp_path}/run", "--dataset=fashion_mnist")
     assert result.returncode == 3
     assert result.stderr.splitlines()[-1].startswith("error: --data_dir=/nonexistent: no such")

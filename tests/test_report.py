@@ -19,7 +19,8 @@ from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT
 from app.records.history import load_history, load_summary
 from app.report.page import REPORT_FILE, write_report
 from app.runtime.errors import OutputError
-from conftest import ROOT, run_main, run_ok
+from conftest import ROOT
+from in_process import run_here, run_here_ok
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 AGAIN = (
@@ -275,10 +276,11 @@ def test_weights_that_diverged_are_told_and_left_out_of_the_figures(tmp_path):
 
 
 class TestPlaces:
-    def test_beside_the_one_directory_and_again(self, tmp_path):
+    def test_beside_the_one_directory_and_again(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
         report_samples.write_training(tmp_path / "run")
         for _ in range(2):
-            result = run_ok("report", tmp_path / "run", cwd=tmp_path)
+            result = run_here_ok("report", tmp_path / "run")
             assert result.stdout == f"saved {tmp_path}/run/report.html\n"
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -318,7 +320,7 @@ class TestRefusals:
         report_samples.write_training(tmp_path / "run")
         path = tmp_path / "run" / REPORT_FILE
         path.write_text(content)
-        result = run_main("report", tmp_path / "run")
+        result = run_here("report", tmp_path / "run")
         assert result.returncode == 5
         (line,) = result.stderr.splitlines()
         assert re.match(r"error: .*report\.html is no report of this program — .*--out", line)
