@@ -94,7 +94,7 @@ class ThreadAsProcess:
         return kind, value
 
 
-def _train_here(words, run_dir) -> int:
+def train_here(words, run_dir) -> int:
     """Takes the place of `train_in_child_process`."""
     result = run_here(*words, f"--out={run_dir}")
     sys.stdout.write(result.stdout)
@@ -112,7 +112,7 @@ def threads_as_processes():
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "_BLOCK_SEC", 0.1)
-        patch.setattr(compare, "train_in_child_process", _train_here)
+        patch.setattr(compare, "train_in_child_process", train_here)
         yield patch
 
 

@@ -13,9 +13,16 @@ import time
 import pytest
 
 from app.records.history import load_summary
-from conftest import ROOT, program_environment, run_main
+from conftest import program_environment
+from in_process import run_here_ok
 
+pytestmark = pytest.mark.e2e
 _TIMEOUT_SEC = 120
+
+
+@pytest.fixture(autouse=True)
+def _small(small_lenet):
+    """Of the processes, `small_program` has a small LeNet, too."""
 
 
 def flags(small_data, out):
@@ -28,10 +35,10 @@ def flags(small_data, out):
 
 
 @contextlib.contextmanager
-def launched(small_data, out, *more):
+def launched(program, small_data, out, *more):
     """Starts the launcher; whatever happens, it is gone in the end, and its workers with it."""
     with subprocess.Popen(
-        [sys.executable, str(ROOT / "main.py"), "launch", *flags(small_data, out), *more],
+        [sys.executable, program / "main.py", "launch", *flags(small_data, out), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -71,9 +78,9 @@ def is_alive(pid):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(small_data, tmp_path_factory):
+def undisturbed(small_program, small_data, tmp_path_factory):
     out = tmp_path_factory.mktemp("launch") / "run"
-    with launched(small_data, out) as launcher:
+    with launched(small_program, small_data, out) as launcher:
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 0, text
     assert "[1] worker 1: training" in text
@@ -81,21 +88,21 @@ def undisturbed(small_data, tmp_path_factory):
     return load_summary(out)
 
 
-def test_a_cluster_is_one_training(undisturbed, small_data, tmp_path):
+def test_a_cluster_is_one_training(undisturbed, small_program, small_data, tmp_path):
     assert undisturbed.num_replicas == 2
     assert undisturbed.num_test_examples == 200
     assert undisturbed.steps == 40
-    result = run_main(
-        *("train", "--strategy=manual", "--num_devices=2"), *flags(small_data, tmp_path / "manual")
-    )
-    assert result.returncode == 0, result.stderr
+    arguments = [f for f in flags(small_data, tmp_path / "manual") if f != "--deterministic"]
+    run_here_ok("train", "--strategy=manual", "--num_devices=2", *arguments)
     assert load_summary(tmp_path / "manual").weights_sha256 == undisturbed.weights_sha256
 
 
-@pytest.mark.parametrize("index", [1, 0])
-def test_a_worker_that_is_killed_costs_a_restart(undisturbed, small_data, tmp_path, index):
+@pytest.mark.parametrize("index", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_worker_that_is_killed_costs_a_restart(
+    undisturbed, small_program, small_data, tmp_path, index
+):
     out = tmp_path / "run"
-    with launched(small_data, out) as launcher:
+    with launched(small_program, small_data, out) as launcher:
         wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
         os.kill(worker_pids(launcher)[index], signal.SIGKILL)
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
@@ -105,9 +112,9 @@ def test_a_worker_that_is_killed_costs_a_restart(undisturbed, small_data, tmp_pa
     assert load_summary(out).weights_sha256 == undisturbed.weights_sha256
 
 
-def test_a_launcher_that_is_killed_leaves_nobody_behind(small_data, tmp_path):
+def test_a_launcher_that_is_killed_leaves_nobody_behind(small_program, small_data, tmp_path):
     out = tmp_path / "run"
-    with launched(small_data, out) as launcher:
+    with launched(small_program, small_data, out) as launcher:
         wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
         pids = worker_pids(launcher)
         assert set(pids) == {0, 1}
@@ -117,24 +124,26 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(small_data, tmp_path):
         wait_until(lambda: not any(is_alive(pid) for pid in pids.values()))
 
 
-def test_a_stop_is_passed_on_and_all_of_them_save(undisturbed, small_data, tmp_path):
+@pytest.mark.slow
+def test_a_stop_is_passed_on_and_all_of_them_save(undisturbed, small_program, small_data, tmp_path):
     out = tmp_path / "run"
-    with launched(small_data, out) as launcher:
+    with launched(small_program, small_data, out) as launcher:
         wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
         launcher.send_signal(signal.SIGTERM)
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 143, text
     assert "the state is saved; go on with: python" in text
     assert "launch" in text.splitlines()[-1]
-    with launched(small_data, out) as launcher:
+    with launched(small_program, small_data, out) as launcher:
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 0, text
     assert "resuming after" in text
     assert load_summary(out).weights_sha256 == undisturbed.weights_sha256
 
 
-def test_what_another_try_does_not_mend_ends_it(small_data, tmp_path):
-    with launched(small_data, tmp_path / "run", "--learning_rate=1e30") as launcher:
+@pytest.mark.slow
+def test_what_another_try_does_not_mend_ends_it(small_program, small_data, tmp_path):
+    with launched(small_program, small_data, tmp_path / "run", "--learning_rate=1e30") as launcher:
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 7, text
     assert "restart" not in text

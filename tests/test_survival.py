@@ -17,7 +17,8 @@ from app.records.run_log_check import check_log
 from app.records.run_log_reader import load_attempts
 from app.runtime.errors import OutputError
 from app.runtime.run_context import RunContext
-from conftest import ROOT, program_environment, run_main, run_ok
+from conftest import program_environment, run_main, run_ok
+from in_process import run_here
 
 TRAIN = [
     *("--device=cpu", "--num_devices=2", "--allow_unverified_data", "--num_train_examples=200"),
@@ -31,9 +32,9 @@ def _small_data(small_data, monkeypatch):
     monkeypatch.setenv("FASHION_MNIST_DIR", str(small_data))
 
 
-def start(*arguments, fault=""):
+def start(program, *arguments, fault=""):
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "main.py"), *arguments],
+        [sys.executable, program / "main.py", *arguments],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env=program_environment(LOCKSTEP_FAULT=fault),
         # A shell that runs the tests in the background has let them inherit that SIGINT is ignored.
@@ -56,25 +57,26 @@ def end(process, timeout=30):
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory, small_data):
+def whole_run(tmp_path_factory, small_data, small_program):
     run_dir = tmp_path_factory.mktemp("whole")
     temporary = tmp_path_factory.mktemp("tmp")
     environment = {"FASHION_MNIST_DIR": str(small_data), "TMPDIR": str(temporary)}
-    run_ok(*TRAIN, f"--out={run_dir}", env=environment)
+    run_ok(*TRAIN, f"--out={run_dir}", env=environment, program=small_program)
     assert list(temporary.iterdir()) == []  # TensorFlow would leave some twenty files there.
     return load_summary(run_dir)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("signal_number", "code", "what"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
 def test_a_signal_saves_and_names_the_command_that_goes_on(
-    tmp_path, whole_run, signal_number, code, what
+    tmp_path, small_program, whole_run, signal_number, code, what
 ):
     run_dir = tmp_path / "my run"
     # Every fourth step takes a second: the signal comes in mid-epoch, whatever the machine.
-    process = start(*TRAIN, f"--out={run_dir}", fault="step:4:delay=1")
+    process = start(small_program, *TRAIN, f"--out={run_dir}", fault="step:4:delay=1")
     wait_for_checkpoint(process, run_dir)
     process.send_signal(signal_number)
     found_code, last = end(process)
@@ -85,16 +87,17 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(
         return  # What follows is the same for both.
     words = shlex.split(last.partition("go on with: ")[2])
     assert words[0] == "python" and words[-1] == f"--out={run_dir}"
-    resumed = run_ok(*words[2:])
+    resumed = run_ok(*words[2:], program=small_program)
     assert f"step {attempt.events[-1]['step']}\n" in resumed.stdout
     assert load_summary(run_dir).weights_sha256 == whole_run.weights_sha256
     assert [record.epoch for record in load_history(run_dir)] == [1, 2]
     assert check_log(run_dir) == []
 
 
-def test_a_second_signal_leaves_at_once(tmp_path):
+@pytest.mark.e2e
+def test_a_second_signal_leaves_at_once(tmp_path, small_program):
     """A step that hangs stands for a long compiled call, which no handler can interrupt."""
-    process = start(*TRAIN, f"--out={tmp_path}/run", fault="step:3:delay")
+    process = start(small_program, *TRAIN, f"--out={tmp_path}/run", fault="step:3:delay")
     wait_for_checkpoint(process, tmp_path / "run")
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
@@ -105,10 +108,12 @@ def test_a_second_signal_leaves_at_once(tmp_path):
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-00000002"]
 
 
-def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path):
+@pytest.mark.e2e
+def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path, small_program):
     result = run_main(
         *TRAIN, f"--out={tmp_path}/run", "--stall_timeout_sec=8",
         env={"LOCKSTEP_FAULT": "step:3:delay"},
+        program=small_program,
     )  # fmt: skip
     assert result.returncode == 138
     assert result.stderr.splitlines()[-1].startswith("error: no progress for 8 s")
@@ -118,8 +123,11 @@ def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path):
     assert check_log(tmp_path / "run") == []
 
 
-def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path):
-    process = start("compare", "--strategies=manual,mirrored", *TRAIN, f"--out={tmp_path}/c")
+@pytest.mark.e2e
+def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path, small_program):
+    process = start(
+        small_program, "compare", "--strategies=manual,mirrored", *TRAIN, f"--out={tmp_path}/c"
+    )
     wait_for_checkpoint(process, tmp_path / "c" / "manual")
     process.send_signal(signal.SIGTERM)
     code, last = end(process)
@@ -131,13 +139,16 @@ def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path):
     (tmp_path / "c" / "manual").rename(tmp_path / "moved")
     (tmp_path / "c" / "manual").symlink_to("../elsewhere")
     command = ["compare", "--strategies=manual,mirrored", *TRAIN, f"--out={tmp_path}/c"]
-    result = run_main(*command)
+    result = run_here(*command)
     assert result.returncode == 5 and "manual is a symbolic link" in result.stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_comparison_that_is_killed_leaves_no_training_behind(tmp_path):
-    process = start("compare", "--strategies=manual,mirrored", *TRAIN, f"--out={tmp_path}/c")
+@pytest.mark.e2e
+def test_a_comparison_that_is_killed_leaves_no_training_behind(tmp_path, small_program):
+    process = start(
+        small_program, "compare", "--strategies=manual,mirrored", *TRAIN, f"--out={tmp_path}/c"
+    )
     wait_for_checkpoint(process, tmp_path / "c" / "manual")
     process.kill()
     process.communicate()
@@ -151,7 +162,7 @@ def test_a_comparison_that_is_killed_leaves_no_training_behind(tmp_path):
 
 
 def test_a_bad_fault_point_is_refused_before_anything(tmp_path):
-    result = run_main(f"--out={tmp_path}/run", env={"LOCKSTEP_FAULT": "step:1:explode"})
+    result = run_here(f"--out={tmp_path}/run", env={"LOCKSTEP_FAULT": "step:1:explode"})
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "LOCKSTEP_FAULT=step:1:explode" in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -163,7 +174,7 @@ def test_a_bad_fault_point_is_refused_before_anything(tmp_path):
 def test_places_that_are_no_directories(tmp_path, out):
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "pipe")
-    result = run_main(*TRAIN, f"--out={out.format(folder=tmp_path)}")
+    result = run_here(*TRAIN, f"--out={out.format(folder=tmp_path)}")
     assert result.returncode == 5 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: ")
 

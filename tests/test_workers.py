@@ -30,9 +30,20 @@ def run_group(function, *arguments, num_workers=2):
     return message[1]
 
 
-def talk(channel, config):
-    """Runs in each worker: every kind of message, and the shards of three batches."""
+def work(channel, config):
+    """Runs in each worker: one start of TensorFlow for all that is asked of them."""
     prepared = device_setup.set_up(config)
+    return talk(prepared, config), normalise(prepared)
+
+
+@pytest.fixture(scope="module")
+def per_worker():
+    """What each of two workers with two replicas returns from `work`."""
+    return run_group(work, CONFIG)
+
+
+def talk(prepared, config):
+    """Every kind of message, and the shards of three batches."""
     import tensorflow as tf
 
     from app.training.all_reduce_self_test import run_all_reduce_self_test
@@ -71,8 +82,9 @@ def talk(channel, config):
     return said, list(strategy.local_replica_ids), seen
 
 
-def test_workers_talk_and_split_every_batch():
-    (chief, ids, seen), (other, other_ids, other_seen) = run_group(talk, CONFIG)
+@pytest.mark.e2e
+def test_workers_talk_and_split_every_batch(per_worker):
+    (chief, ids, seen), (other, other_ids, other_seen) = (talked for talked, _ in per_worker)
     assert (ids, other_ids) == ([0, 1], [2, 3])
     for said in (chief, other):
         assert said["short"] == [b"worker 0", b"worker 1"]
@@ -111,9 +123,8 @@ def train_with_batch_norm(strategy):
     return tuple(totals), own, state, tuple(evaluated), strategy.predict(pixels)
 
 
-def normalise(channel, config):
-    """Runs in each worker."""
-    prepared = device_setup.set_up(config)
+def normalise(prepared):
+    """Trains with BatchNorm, and hands its statistics around."""
     from app.training.replica_divergence import check_replica_divergence
     from strategies import load_strategy_class
 
@@ -129,14 +140,15 @@ def normalise(channel, config):
     return *results, averaged, given_back, divergence.tensor
 
 
-def test_batch_norm_and_totals_are_those_of_one_machine():
+@pytest.mark.e2e
+def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
     from conftest import CPUS  # A worker must not find devices made already.
     from strategies import load_strategy_class
 
-    config = dataclasses.replace(CONFIG, num_devices=1)
-    workers = run_group(normalise, config)
-    expected = train_with_batch_norm(load_strategy_class("manual")(CPUS[:2]))
-    for totals, own, state, evaluated, logits, averaged, given_back, divergence in workers:
+    expected = train_with_batch_norm(load_strategy_class("manual")(CPUS))
+    for _, results in per_worker:
+        totals, own, state, evaluated, logits, averaged, given_back, divergence = results
+        assert len(own) == len(given_back) == 4
         assert totals[1:] == expected[0][1:] and totals[2] == 60
         assert totals[0] == pytest.approx(expected[0][0], rel=1e-6)
         assert evaluated[2] == 60 and evaluated[1] == expected[3][1]
@@ -158,6 +170,7 @@ def differ(channel, config):
     device_setup.set_up(dataclasses.replace(config, learning_rate=learning_rate))
 
 
+@pytest.mark.e2e
 def test_workers_with_different_flags_are_refused():
     with pytest.raises(ConfigError, match=r"--learning_rate: worker 0 has 0.1, worker 1 has 0.2"):
         run_group(differ, CONFIG)
