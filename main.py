@@ -22,6 +22,7 @@ from absl import app as absl_app  # `from absl import app` would hide our own pa
 from app.cli import flags
 from app.config import Config, TrainConfig
 from app.runtime import console, errors, fault_points, signals
+from app.runtime.run_context import RunContext
 
 
 def parse(argv: list[str]) -> Config:
@@ -33,38 +34,42 @@ def parse(argv: list[str]) -> Config:
 
 
 def main(config: Config) -> int:
-    """Runs the command and turns its outcome into an exit code."""
-    signals.install()
+    """Runs the command and turns its outcome into an exit code; leaves nothing in the process."""
+    with RunContext(), signals.handled():
+        exit_code = run(config)
+        if isinstance(config, TrainConfig) and config.has_workers:
+            # Taking TensorFlow's cluster apart was seen to wait for half a minute, and for workers
+            # that are no more.
+            console.leave(exit_code)
+        return exit_code
+
+
+def run(config: Config) -> int:
+    """Runs the command within the current context; prints how it ended, returns the exit code."""
     try:
         fault = fault_points.arm(os.environ)
         if fault:
             console.warn(f"{fault_points.VARIABLE}={fault}: this run is made to fail")
-        command = importlib.import_module(f"app.commands.{config.command}")
-        command.run(config)
-        return end(config, 0)
+        importlib.import_module(f"app.commands.{config.command}").run(config)
+        return 0
     except errors.LockstepError as error:
-        return end(config, console.report_error(error))
+        return console.report_error(error)
     except KeyboardInterrupt:
-        code = console.report_interruption("interrupted", errors.INTERRUPTED_EXIT_CODE)
-        return end(config, code)
+        return console.report_interruption("interrupted", errors.INTERRUPTED_EXIT_CODE)
     except errors.Terminated:
-        code = console.report_interruption("terminated", errors.TERMINATED_EXIT_CODE)
-        return end(config, code)
+        return console.report_interruption("terminated", errors.TERMINATED_EXIT_CODE)
     except Exception as error:
         if errors.is_out_of_memory(error):
-            return end(config, console.report_error(errors.out_of_memory(error)))
-        # A bug: the traceback goes into the log.
-        return end(config, console.report_bug(error))
+            return console.report_error(errors.out_of_memory(error))
+        return console.report_bug(error)  # The traceback goes into the log.
 
 
-def end(config: Config, exit_code: int) -> int:
-    """Returns the exit code; a worker of a cluster ends with it at once.
-
-    Taking TensorFlow's engine apart was seen to wait for half a minute, and for workers that are
-    no more.
-    """
-    if isinstance(config, TrainConfig) and config.has_workers:
-        console.leave(exit_code)
+def run_program(config: Config) -> int:
+    """Runs the command as all that this process does; returns the exit code."""
+    exit_code = main(config)
+    # The work is done: a request to stop, which may come more than once, must not change the code.
+    for number in (signals.STOP_REQUEST, signals.HANG_UP):
+        signal.signal(number, signal.SIG_IGN)
     return exit_code
 
 
@@ -75,4 +80,4 @@ if __name__ == "__main__":
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # A terminal without "—" must not end it.
     flags.define_flags()
-    absl_app.run(main, flags_parser=parse)
+    absl_app.run(run_program, flags_parser=parse)

@@ -6,7 +6,8 @@ from typing import Any
 from app.config import Config
 from app.runtime import signals
 from app.runtime.errors import Terminated
-from app.runtime.processes import Channel, ChildProcess
+from app.runtime.function_call import Channel
+from app.runtime.processes import ChildProcess
 
 
 def run(config: Config) -> Any:
@@ -29,7 +30,7 @@ def run(config: Config) -> Any:
         KeyboardInterrupt: a training has saved its state, and the same call goes on with it.
         RuntimeError: a bug; the text ends in its traceback.
     """
-    with ChildProcess(_run, config, has_children=True) as process:
+    with ChildProcess(_run, config, death_signal=signals.STOP_REQUEST) as process:
         try:
             _, (is_done, result) = process.receive()
         except KeyboardInterrupt:
@@ -43,9 +44,8 @@ def run(config: Config) -> Any:
 
 def _run(channel: Channel, config: Config) -> tuple[bool, Any]:
     """Runs in the new process; returns whether the command was done, and its result."""
-    signals.install()
-    signals.end_with_parent()
     try:
-        return True, importlib.import_module(f"app.commands.{config.command}").run(config)
+        with signals.handled():
+            return True, importlib.import_module(f"app.commands.{config.command}").run(config)
     except Terminated:
         return False, None

@@ -21,6 +21,7 @@ from app.records.run_directory import open_run_directory
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import fault_points
 from app.runtime.errors import CheckpointError, ConfigError, DiskFullError, OutputError
+from app.runtime.run_context import RunContext
 
 STATE = {
     "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -367,8 +368,8 @@ POINTS = [
 
 def save_four(run_dir, fault):
     """Saves 1 to 4 where one of them fails; runs in a process of its own."""
-    fault_points.arm({fault_points.VARIABLE: fault})
-    with open_run_directory(run_dir, {}) as run_directory:
+    with RunContext(), open_run_directory(run_dir, {}) as run_directory:
+        fault_points.arm({fault_points.VARIABLE: fault})
         run_directory.start(overwrite=False)
         for step in range(1, 5):
             save(run_dir, step)
@@ -395,7 +396,7 @@ def test_a_kill_at_any_point_leaves_whole_checkpoints_only(tmp_path, point):
 
 def replace_one(run_dir, fault):
     """Saves step 10 twice, the second one killed; runs in a process of its own."""
-    with open_run_directory(run_dir, {}) as run_directory:
+    with RunContext(), open_run_directory(run_dir, {}) as run_directory:
         run_directory.start(overwrite=False)
         save(run_dir, 10)
         fault_points.arm({fault_points.VARIABLE: fault})
@@ -418,12 +419,9 @@ def test_a_kill_between_two_of_one_step_leaves_one(tmp_path, point, epoch):
 
 def test_a_full_disk_between_two_of_one_step_leaves_the_first(tmp_path):
     save(tmp_path, 10)
-    fault_points.arm({fault_points.VARIABLE: "checkpoint.between:1:enospc"})
-    try:
-        with pytest.raises(DiskFullError):
-            save(tmp_path, 10, history=[record(1)])
-    finally:
-        fault_points.arm({})
+    with RunContext(), pytest.raises(DiskFullError):
+        fault_points.arm({fault_points.VARIABLE: "checkpoint.between:1:enospc"})
+        save(tmp_path, 10, history=[record(1)])
     assert names(tmp_path) == ["step-00000010"]
     assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 0
 
@@ -432,20 +430,19 @@ def test_a_full_disk_between_two_of_one_step_leaves_the_first(tmp_path):
 def test_a_full_disk_leaves_the_checkpoints_before(tmp_path, point):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    fault_points.arm({fault_points.VARIABLE: f"{point}:1:enospc"})
-    try:
-        with pytest.raises(DiskFullError, match=r"(step-0000000[14]|checkpoints): .* [\d,]+ free"):
-            save(tmp_path, 4)
-    finally:
-        fault_points.arm({})
+    told = r"(step-0000000[14]|checkpoints): .* [\d,]+ free"
+    with RunContext(), pytest.raises(DiskFullError, match=told):
+        fault_points.arm({fault_points.VARIABLE: f"{point}:1:enospc"})
+        save(tmp_path, 4)
     assert {f"step-{step:08d}" for step in (2, 3)} <= set(names(tmp_path))
     assert all(name.startswith("step-") for name in names(tmp_path))
 
 
 class TestFaultPoints:
     def test_unset_does_nothing(self):
-        assert fault_points.arm({}) is None
-        fault_points.fault_point("step")
+        with RunContext():
+            assert fault_points.arm({}) is None
+            fault_points.fault_point("step")
 
     @pytest.mark.parametrize(
         "text",
@@ -453,20 +450,25 @@ class TestFaultPoints:
          "step:1:kill=3", "step:1:delay=x", "step:1:delay=-1", "step:-1:kill", "step:1:delay=nan"],
     )  # fmt: skip
     def test_what_cannot_be_meant_is_refused(self, text):
-        with pytest.raises(ConfigError, match="LOCKSTEP_FAULT"):
+        with RunContext(), pytest.raises(ConfigError, match="LOCKSTEP_FAULT"):
             fault_points.arm({fault_points.VARIABLE: text})
 
     def test_it_happens_at_the_nth_passing_alone(self):
-        fault_points.arm({fault_points.VARIABLE: "step:3:raise"})
-        try:
+        with RunContext():
+            fault_points.arm({fault_points.VARIABLE: "step:3:raise"})
             for _ in range(2):
                 fault_points.fault_point("step")
                 fault_points.fault_point("epoch")
             with pytest.raises(RuntimeError):
                 fault_points.fault_point("step")
             fault_points.fault_point("step")
-        finally:
-            fault_points.arm({})
+
+    def test_the_next_command_does_not_see_it(self):
+        with RunContext():
+            fault_points.arm({fault_points.VARIABLE: "step:1:raise"})
+        fault_points.fault_point("step")
+        with RunContext():
+            fault_points.fault_point("step")
 
 
 def test_the_warning_says_which_kind_of_checkpoint_is_used(tmp_path):

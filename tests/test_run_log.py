@@ -9,6 +9,7 @@ from app.records.run_log_check import CUT_OFF, check_log
 from app.records.run_log_reader import load_attempts
 from app.runtime import fault_points
 from app.runtime.errors import DiskFullError, DivergedError, OutputError, Terminated
+from app.runtime.run_context import RunContext
 
 CONFIG = {"config": {"epochs": 2}, "num_replicas": 2, "devices": ["/device:CPU:0"]}
 DATA = {"name": "synthetic", "sha256": "ab", "num_train_examples": 1, "num_test_examples": 1}
@@ -82,12 +83,10 @@ def test_a_refused_start_leaves_no_line(tmp_path):
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path):
-    fault_points.arm({fault_points.VARIABLE: "log:4:enospc"})
-    try:
+    with RunContext():
+        fault_points.arm({fault_points.VARIABLE: "log:4:enospc"})
         with pytest.raises(DiskFullError, match=r"log\.jsonl"):
             attempt(tmp_path, lambda log: epoch(log, 1))
-    finally:
-        fault_points.arm({})
     assert check_log(tmp_path) == []
     assert load_attempts(tmp_path)[0].stop["status"] == "disk_full"
 

@@ -16,6 +16,7 @@ from app.records.run_log import RunLog
 from app.records.run_log_check import check_log
 from app.records.run_log_reader import load_attempts
 from app.runtime.errors import OutputError
+from app.runtime.run_context import RunContext
 from conftest import ROOT, program_environment, run_main, run_ok
 
 TRAIN = [
@@ -174,6 +175,6 @@ def test_pipes_in_the_place_of_records_are_refused(tmp_path, name):
         run_directory.start(overwrite=False)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(OutputError), open_run_directory(tmp_path, {}):
+    with RunContext(), pytest.raises(OutputError), open_run_directory(tmp_path, {}):
         open_log(tmp_path)
         RunLog(tmp_path).start(versions={})

@@ -28,6 +28,7 @@ from app.runtime.errors import (
     ReplicaDivergenceError,
     Terminated,
 )
+from app.runtime.run_context import RunContext
 from app.training.evaluation import evaluate
 from app.training.loop import Training
 from app.training.run_reader import SavedRun
@@ -86,12 +87,9 @@ def train(dataset, run_dir, **options):
 
 def train_until(dataset, run_dir, fault, error=RuntimeError, **options):
     """Trains until a fault point ends it."""
-    fault_points.arm({fault_points.VARIABLE: fault})
-    try:
-        with pytest.raises(error):
-            train(dataset, run_dir, **options)
-    finally:
-        fault_points.arm({})
+    with RunContext(), pytest.raises(error):
+        fault_points.arm({fault_points.VARIABLE: fault})
+        train(dataset, run_dir, **options)
 
 
 def losses(run_dir):

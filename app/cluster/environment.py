@@ -5,8 +5,8 @@ import json
 import re
 from collections.abc import Mapping
 
-from app.runtime.console import PART_VARIABLE
 from app.runtime.errors import ConfigError
+from app.runtime.run_context import PART_VARIABLE
 
 _JOBS = ("chief", "worker")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")

@@ -6,8 +6,7 @@ when this process ends, however it ends.
 
 import contextlib
 import itertools
-import os
-import pathlib
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -23,9 +22,10 @@ from app.cluster.worker_failure import (
 )
 from app.cluster.worker_process import Failure, WorkerProcess
 from app.config import LaunchConfig
-from app.runtime import console, signals
+from app.runtime import console
 from app.runtime.errors import PeerLostError, Terminated, WorkerFailedError
 from app.runtime.progress_bar import Bar
+from app.runtime.subprocesses import child_environment, main_command
 from app.runtime.temporary_directories import TemporaryDirectory
 
 _POLL_SEC = 0.1
@@ -33,7 +33,6 @@ _GRACE_SEC = 60.0  # For workers that are asked to stop: one call, and a checkpo
 _LONGEST_PAUSE_SEC = 30.0
 _SEC_BETWEEN_LINES = 15.0
 _MAX_PORT_RETRIES = 5
-_MAIN = pathlib.Path(__file__).parents[2] / "main.py"
 
 
 class Launcher:
@@ -93,7 +92,7 @@ class Launcher:
             addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(self._shares)))
             for index, share in enumerate(self._shares):
                 cluster = Cluster(addresses, index)
-                environment = {**os.environ, "TMPDIR": temporary}
+                environment = child_environment(TMPDIR=temporary)
                 command = self._command()
                 workers.append(
                     WorkerProcess(command, environment, cluster, share, self._show, self._say)
@@ -109,7 +108,7 @@ class Launcher:
         flags = config.train_config().train_flags()
         if self._has_begun:
             flags = [flag for flag in flags if not flag.startswith("--overwrite")]
-        return [sys.executable, str(_MAIN), "train", *flags, f"--out={config.out}"]
+        return main_command(["train", *flags, f"--out={config.out}"])
 
     def _watch(self, workers: Sequence[WorkerProcess]) -> Failure | None:
         """Waits until all have finished, or one has failed."""
@@ -150,7 +149,7 @@ def _ask_to_stop(workers: Sequence[WorkerProcess]) -> None:
     """Lets workers finish their call and save."""
     for worker in workers:
         if worker.exit_code is None:
-            worker.process.send_signal(signals.STOP_REQUEST)
+            worker.process.ask_to_stop()
     deadline = time.monotonic() + _GRACE_SEC
     while any(worker.exit_code is None for worker in workers) and time.monotonic() < deadline:
         time.sleep(_POLL_SEC)
@@ -159,8 +158,7 @@ def _ask_to_stop(workers: Sequence[WorkerProcess]) -> None:
 def _end(workers: Sequence[WorkerProcess]) -> None:
     """Kills what is left: what counts is on disk, and a worker in a collective hears no less."""
     for worker in workers:
-        if worker.exit_code is None:
-            worker.process.kill()
+        worker.process.signal(signal.SIGKILL)
     for worker in workers:
         worker.process.wait()
         worker.join()

@@ -4,9 +4,7 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +14,8 @@ from app.cluster.environment import Cluster, host_and_port
 from app.config import TrainConfig
 from app.runtime import console, signals
 from app.runtime.errors import ConfigError, PeerLostError, reason_of
+from app.runtime.run_context import start_thread
+from app.runtime.subprocesses import Subprocess, child_environment
 from app.runtime.versions import versions
 from strategies.collective_cluster import ClusterWorkers
 from strategies.multi_worker import default_all_reduce
@@ -121,8 +121,7 @@ def _answering(address: str) -> Iterator[None]:
                         with contextlib.suppress(OSError):
                             connection.recv(1)  # Until the other side closes: it does so first.
 
-        thread = threading.Thread(target=accept, daemon=True, name="answering")
-        thread.start()
+        thread = start_thread(accept, name="answering")
         yield
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
@@ -149,7 +148,7 @@ def _probing(cluster: Cluster) -> Iterator[set[int]]:
             ended.wait(_PROBE_SEC)
 
     for index in list(missing):
-        threading.Thread(target=probe, args=(index,), daemon=True).start()
+        start_thread(probe, index)
     try:
         yield missing
     finally:
@@ -176,17 +175,12 @@ def _ended_after(timeout_sec: float) -> Iterator[None]:
         f"error: --start_timeout_sec={timeout_sec}: a worker came and was lost again — every worker"
         " is required; run the same command again\n"
     )
-    watcher = subprocess.Popen(
-        [sys.executable, "-IS", "-c", _WATCHER, str(os.getpid()), str(timeout_sec), text],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        preexec_fn=lambda: signals.end_with_parent(signal.SIGKILL),
-    )
+    command = [sys.executable, "-IS", "-c", _WATCHER, str(os.getpid()), str(timeout_sec), text]
+    watcher = Subprocess(command, child_environment(), is_silent=True)
     try:
         yield
     finally:
-        watcher.kill()
-        watcher.wait()
+        watcher.end(grace_sec=0)
 
 
 def _names(cluster: Cluster, indices: Sequence[int]) -> str:

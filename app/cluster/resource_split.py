@@ -4,11 +4,11 @@ import contextlib
 import os
 import pathlib
 import socket
-import subprocess
 from typing import NamedTuple
 
 from app.config.distribution_options import DeviceOptions
 from app.runtime.errors import DeviceError
+from app.runtime.subprocesses import output_of
 
 _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
 
@@ -70,13 +70,11 @@ def visible_gpus() -> list[str]:
     if visible is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
+        listed = output_of(["nvidia-smi", "-L"], timeout_sec=30)
+    except OSError:
         # No such program in many a container: NVIDIA's driver has a directory for each GPU.
         return [str(i) for i, _ in enumerate(pathlib.Path(_DRIVER_GPUS).glob("*"))]
-    return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+    return [str(i) for i, line in enumerate(listed.splitlines()) if line.startswith("GPU ")]
 
 
 def _cores() -> list[int]:

@@ -31,10 +31,9 @@ def find_culprit(workers: Sequence[WorkerProcess]) -> Failure:
     culprit = min(first or ended, key=lambda worker: _code(worker) >= RETRY_FROM)
     culprit.join()
     code = _code(culprit)
-    killed = culprit.process.returncode < 0
     names = {int(number): number.name for number in signal.Signals}
     name = names.get(code - 128, f"signal {code - 128}")
-    what = f"was ended by {name}" if killed else f"ended with code {code}"
+    what = f"was ended by {name}" if culprit.process.was_killed else f"ended with code {code}"
     return culprit.failure(code, what)
 
 

@@ -3,16 +3,16 @@
 import contextlib
 import multiprocessing.connection
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from app.cluster.environment import Cluster
 from app.cluster.resource_split import WorkerResources, find_free_ports
-from app.runtime import signals
 from app.runtime.errors import DeviceError, PeerLostError
-from app.runtime.processes import Channel, ChildProcess, Result
+from app.runtime.function_call import Channel
+from app.runtime.processes import ChildProcess, Result
+from app.runtime.subprocesses import limit_cores
 
 _SETTLE_SEC = 2.0  # Within it, the first failure and what follows from it are told apart.
 
@@ -33,7 +33,14 @@ class WorkerGroup:
     ):
         addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(shares)))
         self._processes = [
-            ChildProcess(_be_worker, Cluster(addresses, index), share, function, *arguments)
+            ChildProcess(
+                _be_worker,
+                index,
+                share,
+                function,
+                *arguments,
+                environment=_environment(Cluster(addresses, index), share),
+            )
             for index, share in enumerate(shares)
         ]
         self._results: dict[int, object] = {}
@@ -100,20 +107,23 @@ class WorkerGroup:
                     del connections[connection]
 
 
+def _environment(cluster: Cluster, share: WorkerResources) -> dict[str, str]:
+    """Returns the variables that tell a worker its cluster and its GPUs."""
+    environment = {"TF_CONFIG": cluster.as_tf_config()}
+    if share.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+    return environment
+
+
 def _be_worker(
     channel: Channel,
-    cluster: Cluster,
+    index: int,
     share: WorkerResources,
     function: Callable[..., Result],
     *arguments: Any,
 ) -> Result:
-    """Runs in a process of its own: `function`, in the environment of one worker."""
-    signals.end_with_parent(signal.SIGKILL)
-    os.environ["TF_CONFIG"] = cluster.as_tf_config()
+    """Runs in a process of its own: `function`, on the cores of one worker."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Whoever started us tells what there is to tell.
-    if share.gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, share.cores)
-    send = channel.send if cluster.is_chief else lambda message: None
+    limit_cores(share.cores)
+    send = channel.send if index == 0 else lambda message: None
     return function(Channel(send, channel.receive), *arguments)

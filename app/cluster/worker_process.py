@@ -6,16 +6,14 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
-import subprocess
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import IO
 
 from app.cluster.environment import Cluster
 from app.cluster.resource_split import WorkerResources
-from app.runtime import console, signals
 from app.runtime.progress_bar import PROGRESS_VARIABLE
+from app.runtime.run_context import PART_VARIABLE, start_thread
+from app.runtime.subprocesses import Subprocess
 
 _NUM_LAST_LINES = 5
 _JOIN_SEC = 2.0  # For the last lines of a process that has ended.
@@ -64,34 +62,26 @@ class WorkerProcess:
         environment = {
             **environment,
             "TF_CONFIG": cluster.as_tf_config(),
-            console.PART_VARIABLE: "1",
+            PART_VARIABLE: "1",
         }
         if share.gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
         progress, theirs = os.pipe()
         if cluster.is_chief:
             environment[PROGRESS_VARIABLE] = str(theirs)
-        self.process = subprocess.Popen(
+        self.process = Subprocess(
             command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            environment,
+            cores=share.cores,
+            is_piped=True,
             pass_fds=[theirs] if cluster.is_chief else [],
-            start_new_session=True,  # Ctrl-C is ours to pass on.
-            preexec_fn=lambda: _settle_in(share.cores),
         )
         os.close(theirs)
         self._threads = [
-            threading.Thread(target=target, args=arguments, daemon=True)
-            for target, arguments in (
-                (self._read_lines, (self.process.stdout, False)),
-                (self._read_lines, (self.process.stderr, True)),
-                (_read_states, (progress, show)),
-            )
+            start_thread(self._read_lines, self.process.stdout, False),
+            start_thread(self._read_lines, self.process.stderr, True),
+            start_thread(_read_states, progress, show),
         ]
-        for thread in self._threads:
-            thread.start()
 
     def _read_lines(self, stream: IO[bytes], is_error: bool) -> None:
         for line in stream:
@@ -102,8 +92,7 @@ class WorkerProcess:
     @property
     def exit_code(self) -> int | None:
         """As a shell would tell it, 128 and more for a signal; None while it runs."""
-        code = self.process.poll()
-        return code if code is None or code >= 0 else 128 - code
+        return self.process.exit_code
 
     @property
     def is_stopped(self) -> bool:
@@ -121,13 +110,6 @@ class WorkerProcess:
     def failure(self, exit_code: int, what: str) -> Failure:
         """Returns what to say of it."""
         return Failure(self.index, exit_code, what, list(self._last_lines))
-
-
-def _settle_in(cores: Sequence[int]) -> None:
-    """Runs in the child, before its program: limits its cores, and ties its life to ours."""
-    signals.end_with_parent(signal.SIGKILL)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
 
 
 def _read_states(descriptor: int, show: Callable[[dict], None]) -> None:

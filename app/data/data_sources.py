@@ -7,9 +7,9 @@ directory, and last on the network.
 import dataclasses
 import os
 import pathlib
-import threading
 from collections.abc import Mapping
 
+from app.runtime import run_context
 from app.runtime.errors import DataError, reason_of
 
 # Name of each original file → SHA-256 of its decompressed bytes.
@@ -135,8 +135,7 @@ def check_connection(url: str, timeout_sec: float | None = None) -> None:
         except (OSError, ValueError) as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
+    thread = run_context.start_thread(connect)
     thread.join(timeout_sec + 1)
     if thread.is_alive():
         raise TimeoutError(f"no answer from {url} within {timeout_sec + 1:g} s")

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation
 from app.devices.device_setup import Devices
+from app.runtime import run_context
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification.difference import Difference
@@ -137,9 +138,6 @@ def compare_orders(
     return rows
 
 
-_KEPT: list[Any] = []  # Of MirroredStrategy: nothing of it is taken apart before the process ends.
-
-
 def _sums_and_weights(
     config: TrainConfig,
     prepared: Devices,
@@ -148,7 +146,8 @@ def _sums_and_weights(
 ) -> tuple:
     """Returns the sums of given gradients, and the weights after some steps, each as one vector."""
     _, strategy, iterator = demo_setup.create(config, prepared, dataset)
-    _KEPT.append((strategy, iterator))
+    # Of MirroredStrategy nothing is taken apart before the process ends.
+    run_context.required().keep(strategy, iterator)
     sums = [total.numpy() for total in strategy.all_reduce(per_replica)[0]]
     demo_setup.make_steps(strategy, iterator, _STEPS)
     return tuple(

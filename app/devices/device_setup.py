@@ -1,10 +1,8 @@
 """Sets TensorFlow up: which devices, how many, how many threads. Called before anything else."""
 
-import atexit
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import logging
 import os
 import tempfile
@@ -15,9 +13,8 @@ from app.config import TrainConfig
 from app.config.names import DEFAULT_LOGICAL_CPUS
 from app.config.run_options import VerbosityOptions
 from app.devices.gpu_obstacles import why_no_gpu
-from app.runtime import console
+from app.runtime import console, run_context
 from app.runtime.errors import DeviceError, reason_of
-from app.runtime.temporary_directories import TemporaryDirectory
 
 if TYPE_CHECKING:
     from strategies.workers import Workers  # With it comes TensorFlow.
@@ -133,7 +130,9 @@ def import_tensorflow(verbosity: int) -> Any:
         DiskFullError: there is no place for temporary files.
     """
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    _use_own_temporary_directory()
+    context = run_context.current()
+    if context:  # TensorFlow writes the code that it generates into files, and may leave them.
+        context.use_temporary_directory()
     try:
         return _import_quietly(verbosity)
     except ImportError as error:
@@ -141,19 +140,6 @@ def import_tensorflow(verbosity: int) -> Any:
             f"TensorFlow cannot be loaded ({reason_of(error)}) — an installation as in BUILD.md,"
             " and a gigabyte of memory, are required; install it again, or lift the limit"
         ) from error
-
-
-@functools.cache  # Once for the process.
-def _use_own_temporary_directory() -> None:
-    """Keeps temporary files in a directory that is removed at the end of the program.
-
-    TensorFlow writes the code that it generates into some twenty files and leaves them there. A
-    process that is killed leaves the directory; the next one that starts removes it.
-    """
-    directory = TemporaryDirectory()
-    atexit.register(directory.cleanup)
-    console.before_leaving(directory.cleanup)
-    tempfile.tempdir = os.environ["TMPDIR"] = directory.name  # The latter for processes of ours.
 
 
 def _import_quietly(verbosity: int) -> Any:

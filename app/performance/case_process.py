@@ -9,8 +9,8 @@ from app.devices import device_setup
 from app.performance.all_reduce_model import AllReduceTime
 from app.performance.case import Block, Case, Facts
 from app.performance.peak_memory import PeakMemory, PeakMemoryMeter
-from app.runtime import console
-from app.runtime.processes import Channel
+from app.runtime import console, run_context
+from app.runtime.function_call import Channel
 
 if TYPE_CHECKING:  # TensorFlow is imported when its devices are to be set up, not before.
     import tensorflow as tf
@@ -22,8 +22,6 @@ _WARM_UP_STEPS = 3
 _SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
 _LARGEST_ALL_REDUCE_BYTES = 64 << 20
 _ALL_REDUCE_SEC, _ALL_REDUCE_REPEATS = 0.1, 5
-# Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: the process ends before.
-_KEPT: list[Any] = []
 _BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
 
 
@@ -65,7 +63,8 @@ def sample(channel: Channel, case: Case) -> PeakMemory:
             channel.send(("all_reduce", time_all_reduce(strategy)))
         else:
             channel.send(("block", _time_block(strategy, iterator, request)))
-    _KEPT.append(iterator)
+    # Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: it outlives the call.
+    run_context.required().keep(iterator)
     return memory.peak()
 
 

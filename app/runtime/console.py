@@ -13,58 +13,65 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, TextIO
 
+from app.runtime import run_context
 from app.runtime.errors import LockstepError
 
-_log = logging.getLogger("lockstep")
-_log.propagate = False
-_log.addHandler(logging.NullHandler())
-_log.setLevel(logging.INFO)
+
+class _LogFile(logging.FileHandler):
+    """A log file; a disk too full for a line of it is reported by what needs the disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def open_log(path: pathlib.Path) -> None:
-    """Writes everything that is said from now on to `path` as well, with the time of day."""
-    logging.raiseExceptions = False  # A disk too full for a log line is told by what needs it.
+    """Writes everything that the command prints from now on to `path`, too, with the time of day.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    context = run_context.required()
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    _log.addHandler(handler)
+    context.log.addHandler(handler)
+    context.log_file = pathlib.Path(handler.baseFilename)
+    context.at_end(handler.close)
+    context.at_end(context.log.removeHandler, handler)
 
 
 def log(text: str) -> None:
     """Writes a line into the log alone."""
-    _log.info(text)
+    _log(logging.INFO, text)
 
 
 def say(text: str = "") -> None:
     """Prints a line on standard output."""
-    _log.info(text)
+    _log(logging.INFO, text)
     _write(sys.stdout, text)
-
-
-_will_overwrite = False
 
 
 def set_overwriting(will_overwrite: bool) -> None:
     """Notes whether what is in the run's directory is that of another run, to be thrown away."""
-    global _will_overwrite
-    _will_overwrite = will_overwrite
-
-
-_forward_warning: Callable[[str], None] | None = None
+    run_context.required().will_overwrite = will_overwrite
 
 
 def forward_warnings(forward: Callable[[str], None]) -> None:
     """Hands warnings on, for another process to print them."""
-    global _forward_warning
-    _forward_warning = forward
+    run_context.required().forward_warning = forward
 
 
 def warn(text: str) -> None:
     """Prints a warning that cannot be missed."""
-    if _forward_warning:
-        _forward_warning(text)
+    context = run_context.current()
+    if context and context.forward_warning:
+        context.forward_warning(text)
         return
-    _log.warning(text)
+    _log(logging.WARNING, text)
     bold, plain = ("\033[1;33m", "\033[0m") if sys.stderr.isatty() else ("", "")
     _write(sys.stderr, f"{bold}WARNING: {text}{plain}")
 
@@ -80,22 +87,15 @@ def report_error(error: LockstepError) -> int:
     _write(
         sys.stderr, "error: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
     )
-    _log.error("%s", error)
+    _log(logging.ERROR, str(error))
     return error.exit_code
-
-
-_before_leaving: list[Callable[[], None]] = []
-
-
-def before_leaving(call: Callable[[], None]) -> None:
-    """Has something done before the process leaves at once; it must not raise."""
-    _before_leaving.append(call)
 
 
 def leave(exit_code: int) -> NoReturn:
     """Ends the process at once, in any thread; a terminal has its cursor back."""
-    for call in _before_leaving:
-        call()
+    context = run_context.current()
+    if context:
+        context.remove_temporary_directory()
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):
@@ -103,25 +103,14 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-# Set for a process whose parent, ours too, says how to go on.
-PART_VARIABLE = "LOCKSTEP_PART"
-
-_is_part = PART_VARIABLE in os.environ
-
-
 def be_part() -> None:
     """Leaves it to another process to say how to go on: this one is part of what it does."""
-    global _is_part
-    _is_part = True
-
-
-_run_dir: pathlib.Path | None = None
+    run_context.required().is_part = True
 
 
 def set_run_directory(path: pathlib.Path) -> None:
     """Notes where a run is whose log another process writes."""
-    global _run_dir
-    _run_dir = path.absolute()
+    run_context.required().run_dir = path.absolute()
 
 
 def pass_on(stream: TextIO, line: str) -> None:
@@ -131,20 +120,27 @@ def pass_on(stream: TextIO, line: str) -> None:
 
 def report_interruption(what: str, exit_code: int) -> int:
     """Says with which command to go on, where something is saved; returns the exit code."""
-    if _is_part:
+    _log(logging.ERROR, what)
+    context = run_context.current()
+    if context and context.is_part:
         _write(sys.stderr, what)
-        _log.error("%s", what)
         return exit_code
-    log_file = _log_file()
-    run_dir = pathlib.Path(log_file).parent if log_file else _run_dir
-    with contextlib.suppress(OSError, ValueError):  # The current directory may be gone.
-        run_dir = run_dir and pathlib.Path(os.path.relpath(run_dir))
-    if run_dir and any(run_dir.glob("**/checkpoints/step-*")) and not _will_overwrite:
+    run_dir = _run_dir(context) if context else None
+    if run_dir and any(run_dir.glob("**/checkpoints/step-*")):
         _write(sys.stderr, f"{what} — the state is saved; go on with: {_same_command(run_dir)}")
     else:
         _write(sys.stderr, f"{what} — nothing is saved yet; run the same command again")
-    _log.error("%s", what)
     return exit_code
+
+
+def _run_dir(context: run_context.RunContext) -> pathlib.Path | None:
+    """Returns the directory of the run that resumes, None where there is nothing to resume."""
+    run_dir = context.log_file.parent if context.log_file else context.run_dir
+    if run_dir is None or context.will_overwrite:
+        return None
+    with contextlib.suppress(OSError, ValueError):  # The current directory may be gone.
+        return pathlib.Path(os.path.relpath(run_dir))
+    return run_dir
 
 
 def _same_command(run_dir: pathlib.Path) -> str:
@@ -158,9 +154,10 @@ def _same_command(run_dir: pathlib.Path) -> str:
 def report_bug(error: Exception) -> int:
     """Puts the traceback into the log, or on standard error where there is none; returns 1."""
     text = "".join(traceback.format_exception(error))
-    log_file = _log_file()
+    context = run_context.current()
+    log_file = context.log_file if context else None
     if log_file:
-        _log.error("%s", text)
+        _log(logging.ERROR, text)
     else:
         _write(sys.stderr, text.rstrip())
     first_line = (str(error).splitlines() or [""])[0]
@@ -169,10 +166,11 @@ def report_bug(error: Exception) -> int:
     return 1
 
 
-def _log_file() -> str | None:
-    """Returns the path of the log, None where no run has opened one."""
-    files = [h.baseFilename for h in _log.handlers if isinstance(h, logging.FileHandler)]
-    return files[-1] if files else None
+def _log(level: int, text: str) -> None:
+    """Writes into the log of the command, outside of a command nowhere."""
+    context = run_context.current()
+    if context:
+        context.log.log(level, "%s", text)
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -180,7 +178,9 @@ def _write(stream: TextIO, text: str) -> None:
     try:
         print(text, file=stream, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
+from app.runtime import run_context
 from app.runtime.errors import ConfigError
 
 VARIABLE = "LOCKSTEP_FAULT"
@@ -32,7 +33,7 @@ def _kill() -> None:
 
 
 def _raise() -> None:
-    raise RuntimeError(f"{VARIABLE}={os.environ.get(VARIABLE)}")
+    raise RuntimeError(f"an error that {VARIABLE} asks for")
 
 
 def _fill_disk() -> None:
@@ -51,25 +52,25 @@ class _Armed:
     """The one point that is armed, and how often it still has to be passed."""
 
     def __init__(self, point: str, count: int, action: Callable[[], None]):
-        self.point, self._left, self._action = point, count, action
+        self._point, self._left, self._action = point, count, action
 
-    def pass_point(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._action()
-
-
-_armed: _Armed | None = None
+    def pass_point(self, point: str) -> None:
+        if point == self._point:
+            self._left -= 1
+            if self._left == 0:
+                self._action()
 
 
 def arm(environ: Mapping[str, str]) -> str | None:
-    """Reads the variable; returns what it says, None where it is unset.
+    """Arms the point that the variable names for the command; returns what the variable says.
+
+    Where it is unset no point is armed, and None is returned.
 
     Raises:
         ConfigError: it names no point or action, or no count.
     """
-    global _armed
-    _armed, text = None, environ.get(VARIABLE)
+    context, text = run_context.required(), environ.get(VARIABLE)
+    context.pass_fault_point = None
     if not text:
         return None
     point, _, rest = text.partition(":")
@@ -93,7 +94,7 @@ def arm(environ: Mapping[str, str]) -> str | None:
     perform = ACTIONS[action]
     if seconds:
         perform = _delay(text, action, seconds)
-    _armed = _Armed(point, int(count), perform)
+    context.pass_fault_point = _Armed(point, int(count), perform).pass_point
     return text
 
 
@@ -112,5 +113,6 @@ def _delay(text: str, action: str, seconds: str) -> Callable[[], None]:
 
 def fault_point(point: str) -> None:
     """Marks a point; does what is armed for it, if anything is."""
-    if _armed and _armed.point == point:
-        _armed.pass_point()
+    context = run_context.current()
+    if context and context.pass_fault_point:
+        context.pass_fault_point(point)

@@ -1,40 +1,24 @@
 """Calls a function in a process of its own, which TensorFlow finds as a user's own run would."""
 
 import contextlib
-import multiprocessing
 import os
+import pathlib
 import signal
+import socket
 import sys
-import tempfile
-import threading
-import traceback
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Self, TypeVar
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Self, TypeVar
 
-from app.runtime import temporary_directories
-from app.runtime.errors import (
-    TERMINATED_EXIT_CODE,
-    DeviceError,
-    LockstepError,
-    StalledError,
-    is_out_of_memory,
-    out_of_memory,
-)
+from app.runtime.errors import DeviceError, LockstepError, StalledError
+from app.runtime.function_call import Channel
+from app.runtime.subprocesses import GRACE_SEC, Subprocess, child_environment
 from app.runtime.temporary_directories import TemporaryDirectory
 
 Result = TypeVar("Result")
 
-_GRACE_SEC = 5
-_CONTEXT = multiprocessing.get_context("spawn")  # A fork would share TensorFlow's threads.
-
-
-class Channel(NamedTuple):
-    """What a function in a process of its own has of the one that started it."""
-
-    send: Callable[[Any], None]
-    receive: Callable[[], Any]
+_CHILD_MAIN = pathlib.Path(__file__).with_name("child_main.py")
 
 
 class ChildProcess:
@@ -47,49 +31,66 @@ class ChildProcess:
         function: of a module, with arguments and a result that can be pickled; its first argument
             is a `Channel`.
         *arguments: the others.
-        has_children: whether it may start processes itself.
+        environment: variables that the process has in addition to those of this one.
+        death_signal: what the process gets when this one ends without having ended it.
     """
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any, has_children: bool = False):
-        self._arguments, self._is_leaf = (function, arguments), not has_children
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+        death_signal: signal.Signals = signal.SIGKILL,
+    ):
+        self._call = function, arguments
+        self._environment, self._death_signal = environment or {}, death_signal
 
     def __enter__(self) -> Self:
         self._has_result = False
-        self._temporary = TemporaryDirectory()
-        self._connection, theirs = _CONTEXT.Pipe()
-        arguments = theirs, self._temporary.name, *self._arguments
-        self._process = _CONTEXT.Process(target=_call, args=arguments, daemon=self._is_leaf)
-        with _without_main():
-            self._process.start()
-        theirs.close()
+        call = ForkingPickler.dumps(self._call)
+        with contextlib.ExitStack() as stack:
+            temporary = stack.enter_context(TemporaryDirectory())
+            ours, theirs = socket.socketpair()
+            self._connection = Connection(ours.detach())
+            stack.callback(self._connection.close)
+            with theirs:
+                self._process = self._start(theirs.fileno(), temporary)
+            stack.callback(self._end)
+            with contextlib.suppress(OSError):  # It has ended already: `receive` says so.
+                self._connection.send([path or os.getcwd() for path in sys.path])
+                self._connection.send_bytes(call)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._connection.close()
-        if self._has_result:
-            self._process.kill()  # It has nothing left to do but to take things apart.
-        for stop in (self._process.terminate, self._process.kill):
-            if self._process.is_alive():
-                stop()
-            self._process.join(_GRACE_SEC)
-        self._temporary.cleanup()
+        self._stack.close()
+
+    def _start(self, descriptor: int, temporary: str) -> Subprocess:
+        arguments = descriptor, os.getpid(), int(self._death_signal)
+        return Subprocess(
+            [sys.executable, "-P", str(_CHILD_MAIN), *map(str, arguments)],
+            child_environment(**{**self._environment, "TMPDIR": temporary}),
+            death_signal=None,  # It sees to that itself: the caller may have many threads.
+            pass_fds=[descriptor],
+        )
+
+    def _end(self) -> None:
+        # With its result sent, it has nothing left to do but to take things apart.
+        self._process.end(grace_sec=0 if self._has_result else GRACE_SEC)
 
     @property
     def connection(self) -> Connection:
-        """What messages come through, to wait for."""
+        """Our end of what connects us, for `multiprocessing.connection.wait`."""
         return self._connection
 
     @property
     def pid(self) -> int:
         """The process's number."""
-        if self._process.pid is None:
-            raise RuntimeError("the process has not been started")
         return self._process.pid
 
     def signal(self, number: int) -> None:
         """Sends it a signal, if it is still there."""
-        with contextlib.suppress(OSError):
-            os.kill(self.pid, number)
+        self._process.signal(number)
 
     def send(self, message: Any) -> None:
         """Hands the function a message, for its `receive`.
@@ -116,36 +117,16 @@ class ChildProcess:
             RuntimeError: the function raised anything else; the text ends in its traceback.
         """
         if timeout_sec is not None and not self._connection.poll(timeout_sec):
-            self._process.kill()  # What hangs in native code does not end by itself.
+            self._process.signal(signal.SIGKILL)  # Native code that hangs does not end by itself.
             raise TimeoutError(f"nothing came within {timeout_sec:g} s")
         try:
             kind, value = self._connection.recv()
         except (EOFError, ConnectionResetError):
-            self._process.join()
-            raise _death(self._process.exitcode) from None
+            raise _death(self._process) from None
         self._has_result = kind != "message"
         if kind == "error":
             raise value
         return kind, value
-
-
-_hiding_main = threading.Lock()
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Hides the main module from a process that is started: it would import it anew.
-
-    What it runs never stands there; and a user's script without `if __name__ == "__main__"` would
-    start all over again.
-    """
-    with _hiding_main:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
 
 
 def call_in_child_process(
@@ -178,8 +159,10 @@ def _send_only(channel: Channel, function: Callable[..., Result], *arguments: An
     return function(channel.send, *arguments)
 
 
-def _death(exit_code: int | None) -> LockstepError:
-    if exit_code == -signal.SIGKILL:
+def _death(process: Subprocess) -> LockstepError:
+    """Waits for the end of a process that sends no more; returns what to raise."""
+    exit_code = process.wait()
+    if process.was_killed and exit_code == 128 + signal.SIGKILL:
         return DeviceError(
             "a process of its own was killed, as happens when memory runs out — memory for the"
             " model and its copies is required; use a smaller --global_batch_size or fewer devices"
@@ -193,32 +176,3 @@ def _death(exit_code: int | None) -> LockstepError:
         f"a process of its own ended with exit code {exit_code} before it was done — nobody else"
         " may end it; run the same command again"
     )
-
-
-def _call(
-    connection: Connection, temporary: str, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
-    """Runs in the new process: sends messages, then the result or the error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller gets it too, and ends us.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED_EXIT_CODE))
-    tempfile.tempdir = os.environ["TMPDIR"] = temporary
-    temporary_directories.hold(temporary)
-    channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
-    with contextlib.suppress(BrokenPipeError, EOFError):  # The caller has ended.
-        try:
-            result = function(channel, *arguments)
-            connection.send(("result", result))
-        except (BrokenPipeError, EOFError):
-            raise
-        except Exception as error:
-            connection.send(("error", _to_send(error)))
-
-
-def _to_send(error: Exception) -> Exception:
-    """Returns what the caller is to raise; of a bug, with the traceback, which does not travel."""
-    if isinstance(error, LockstepError):
-        return error
-    if is_out_of_memory(error):
-        return out_of_memory(error)
-    traced = "".join(traceback.format_exception(error))
-    return RuntimeError(f"{type(error).__name__}: {error}\n{traced}")

@@ -6,14 +6,14 @@ them back. A thread reads each signal as it comes in, and ends the process at th
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
-import threading
 import types
 from collections.abc import Iterator
 
-from app.runtime import console
+from app.runtime import console, run_context
 from app.runtime.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, Terminated
 
 _EXIT_CODES = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: TERMINATED_EXIT_CODE}
@@ -21,23 +21,35 @@ _EXIT_CODES = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: TERMINATED_
 # A terminal, or a service manager, may have sent us the same signal as it.
 STOP_REQUEST = signal.SIGUSR1
 # Of a terminal that is closed: from the kernel, and often from the shell, too.
-_HANG_UP = signal.SIGHUP
+HANG_UP = signal.SIGHUP
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # Loaded here: a child that has just been forked should load nothing.
 
-_requested: signal.Signals | None = None
-_deferred = False
 
+@contextlib.contextmanager
+def handled() -> Iterator[None]:
+    """Takes SIGINT, SIGTERM and requests to stop over while a command runs, in the main thread.
 
-def install() -> None:
-    """Takes SIGINT and SIGTERM over, for good; called once, by the main thread."""
-    for number in (*_EXIT_CODES, STOP_REQUEST, _HANG_UP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # As a shell starts background jobs.
-            signal.signal(number, _handle)
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(ours, theirs), daemon=True, name="signals").start()
+    Afterwards the process has the handlers that it had before, and no thread of ours.
+    """
+    context = run_context.required()
+    handler = functools.partial(_handle, context)
+    with contextlib.ExitStack() as stack:
+        ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
+        thread = run_context.start_thread(_watch, ours, name="signals")
+        stack.callback(thread.join)
+        stack.callback(theirs.close)  # The thread ends.
+        theirs.setblocking(False)
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        stack.callback(signal.set_wakeup_fd, before, warn_on_full_buffer=False)
+        for number in (*_EXIT_CODES, STOP_REQUEST, HANG_UP):
+            previous = signal.getsignal(number)
+            if previous == signal.SIG_IGN:  # As a shell starts background jobs.
+                continue
+            signal.signal(number, handler)
+            if previous is not None:  # It is Python's own.
+                stack.callback(signal.signal, number, previous)
+        yield
 
 
 def reinstall() -> None:
@@ -45,7 +57,7 @@ def reinstall() -> None:
 
     TensorFlow does so with SIGTERM when it joins a cluster: nothing would come of it any more.
     """
-    for number in (*_EXIT_CODES, STOP_REQUEST, _HANG_UP):
+    for number in (*_EXIT_CODES, STOP_REQUEST, HANG_UP):
         handler = signal.getsignal(number)
         if callable(handler):
             signal.signal(number, handler)
@@ -66,17 +78,21 @@ def end_with_parent(number: int = STOP_REQUEST) -> None:
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Within it a signal raises nothing until `check` is called."""
-    global _deferred
-    _deferred = True
+    context = run_context.current()
+    if context is None:
+        yield
+        return
+    context.defers_signals = True
     try:
         yield
     finally:
-        _deferred = False
+        context.defers_signals = False
 
 
 def requested() -> int:
     """Returns the number of the first signal that came in, 0 where none has."""
-    return _requested or 0
+    context = run_context.current()
+    return (context and context.requested_signal) or 0
 
 
 def check(number: int | None = None) -> None:
@@ -94,20 +110,19 @@ def check(number: int | None = None) -> None:
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
-def _handle(number: int, frame: types.FrameType | None) -> None:
-    global _requested
-    if _requested is not None:  # It is told of already, or will be.
+def _handle(context: run_context.RunContext, number: int, frame: types.FrameType | None) -> None:
+    if context.requested_signal is not None:  # It is told of already, or will be.
         return
-    _requested = signal.Signals(number)
-    if not _deferred:
-        check()
+    context.requested_signal = signal.Signals(number)
+    if not context.defers_signals:
+        check(number)
 
 
-def _watch(ours: socket.socket, theirs: socket.socket) -> None:
+def _watch(ours: socket.socket) -> None:
     """Runs in a thread of its own: leaves at the second signal, whatever the others do."""
     count = 0
-    while True:
-        for number in ours.recv(16):
+    while numbers := ours.recv(16):
+        for number in numbers:
             count += number in _EXIT_CODES
             if count > 1:
                 _leave(signal.Signals(number))

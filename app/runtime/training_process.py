@@ -1,15 +1,12 @@
 """The program itself as a child: a training that finds the machine as a user's own run would."""
 
-import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Sequence
 
-from app.runtime import console, signals
+from app.runtime import signals
 from app.runtime.errors import Terminated
-
-_MAIN = pathlib.Path(__file__).parents[2] / "main.py"
+from app.runtime.run_context import PART_VARIABLE
+from app.runtime.subprocesses import Subprocess, child_environment, main_command
 
 
 def train_in_child_process(words: Sequence[str], run_dir: pathlib.Path) -> int:
@@ -25,15 +22,15 @@ def train_in_child_process(words: Sequence[str], run_dir: pathlib.Path) -> int:
     Raises:
         KeyboardInterrupt, Terminated: a signal came in; the child has saved its state by then.
     """
-    child = subprocess.Popen(
-        [sys.executable, str(_MAIN), *words, f"--out={run_dir}"],
-        env={**os.environ, console.PART_VARIABLE: "1"},  # It is for us to say how to go on.
-        preexec_fn=signals.end_with_parent,
+    child = Subprocess(
+        main_command([*words, f"--out={run_dir}"]),
+        child_environment(**{PART_VARIABLE: "1"}),  # It is for us to say how to go on.
+        death_signal=signals.STOP_REQUEST,  # It saves, and leaves no training behind.
+        reads_stdin=True,
     )
     try:
-        exit_code = child.wait()
+        return child.wait() or 0
     except (KeyboardInterrupt, Terminated):
-        child.send_signal(signals.STOP_REQUEST)  # It saves, and leaves no training behind.
+        child.ask_to_stop()
         child.wait()
         raise
-    return exit_code if exit_code >= 0 else 128 - exit_code

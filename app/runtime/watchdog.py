@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from app.runtime import console
+from app.runtime import console, run_context
 from app.runtime.errors import StalledError
 
 _PERIOD_SEC = 0.5
@@ -28,7 +28,6 @@ class Watchdog:
     def __init__(self, timeout_sec: float, on_stall: Callable[[], None]):
         self._timeout_sec, self._on_stall = timeout_sec, on_stall
         self._idle_sec, self._ended = 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
 
     def progress(self) -> None:
         """Says that something was done."""
@@ -36,7 +35,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begins to count."""
-        self._thread.start()
+        self._thread = run_context.start_thread(self._watch, name="watchdog")
 
     def end(self) -> None:
         """Ends the watch."""
@@ -51,9 +50,7 @@ class Watchdog:
             last = now
             if self._idle_sec >= self._timeout_sec:
                 # In a thread of its own: what hangs may be the disk that it is to write to.
-                report = threading.Thread(target=self._on_stall, daemon=True)
-                report.start()
-                report.join(_REPORT_SEC)
+                run_context.start_thread(self._on_stall).join(_REPORT_SEC)
                 console.leave(StalledError.exit_code)
 
 

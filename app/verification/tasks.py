@@ -18,7 +18,7 @@ from app.config import TrainConfig
 from app.devices import device_setup
 from app.runtime import console
 from app.runtime.errors import DiskFullError
-from app.runtime.processes import Channel
+from app.runtime.function_call import Channel
 from app.verification.measurement import Measurement
 from app.verification.straggler import SendTime
 from app.verification.verdict import Diagnosis
