@@ -64,9 +64,7 @@ def test_compiled_in_buckets_it_is_the_same_sum(algorithm, num_replicas):
 
     @tf.function
     def reduce():
-        return in_buckets(
-            ALGORITHMS[algorithm], per_replica_tensors, devices, gradient_buckets
-        )
+        return in_buckets(ALGORITHMS[algorithm], per_replica_tensors, devices, gradient_buckets)
 
     for result in reduce():
         for position, total in enumerate(result):

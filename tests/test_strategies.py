@@ -283,7 +283,9 @@ def test_every_strategy_builds_every_model(name, model):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_unknown_all_reduce_is_refused_at_once(name):
-    with pytest.raises(ValueError, match=f"--all_reduce of strategy {name} must be one of auto.*, got magic"):
+    with pytest.raises(
+        ValueError, match=f"--all_reduce of strategy {name} must be one of auto.*, got magic"
+    ):
         load_strategy_class(name)(CPUS[:1], all_reduce="magic")
 
 
