@@ -3,7 +3,6 @@
 python benchmarks/checkpoint_cost.py [number of replicas]
 """
 
-import dataclasses
 import pathlib
 import statistics
 import sys
@@ -30,7 +29,7 @@ def reset_peak() -> None:
 
 
 def main(num_replicas: int) -> None:
-    """Trains two steps, then saves some times in the middle of an epoch."""
+    """Saves some times in the middle of an epoch, a step apart."""
     config = TrainConfig(
         model="resnet18", global_batch_size=16, device="cpu", num_devices=num_replicas,
         dataset="synthetic", recipe="fast",
@@ -38,30 +37,20 @@ def main(num_replicas: int) -> None:
     prepared = device_setup.set_up(config)
     from app.data.synthetic import generate_synthetic
     from app.records.run_log import open_run_log
-    from app.training.run_writer import RunWriter, summary_template
-    from app.training.training_spec import TrainingSpec
-    from app.training.training_state import TrainingState
+    from app.training.loop import Training
 
-    dataset = generate_synthetic(num_train=64, num_test=20)
-    spec = TrainingSpec(config, dataset)
-    strategy = spec.build_strategy(prepared)
-    metadata = spec.metadata(strategy.num_replicas)
-    training = TrainingState(config, strategy, metadata)
+    dataset = generate_synthetic(num_train=16 * (NUM_SAVES + 2), num_test=20)
     with tempfile.TemporaryDirectory() as folder, open_run_log(pathlib.Path(folder)) as log:
-        template = summary_template(config, prepared, dataset, strategy, metadata)
-        writer = RunWriter(pathlib.Path(folder), log, template)
-        writer.begin(metadata)
-        totals = strategy.train_steps(strategy.distribute(spec.batches()), 2)
-        training.add_steps(2, totals, call_sec=1.0)
-        state = strategy.state()
-        size_mib = sum(array.nbytes for array in state.values()) / 2**20
-        del state
+        training = Training(config, prepared, dataset, pathlib.Path(folder))
+        training.begin(log)
+        training.step(1)
+        size_mib = sum(array.nbytes for array in training.strategy.state().values()) / 2**20
         seconds, grown_mib = [], []
-        for step in range(3, 3 + NUM_SAVES):
-            training.progress = dataclasses.replace(training.progress, step=step)
+        for _ in range(NUM_SAVES):
+            training.step(1)
             reset_peak()
             before_mib, start = memory_mib("VmRSS"), time.monotonic()
-            training.save(writer, compile_sec=0.0)
+            training.save()
             seconds.append(time.monotonic() - start)
             grown_mib.append(memory_mib("VmHWM") - before_mib)
     median = statistics.median(seconds)

@@ -1,13 +1,12 @@
 """The contract between the training loop and a strategy.
 
-The loop in `app/training/loop.py` sees nothing but this. Whatever differs between two ways of
-training stands in a subclass; the compiled loops are the same code for all of them and stand here,
-and the reading and writing of state in `replicas.py`, so that a difference in results can only come
-from a subclass.
+The loop in `app/training/loop.py` uses nothing else. A subclass defines where the copies of the
+weights are, what travels between devices, and in which order gradients are added. Everything else
+is the same code for all strategies, here and in `copies.py`, so that a difference in results can
+only come from a subclass.
 """
 
 import abc
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,72 +15,57 @@ import numpy as np
 import tensorflow as tf
 
 from strategies import ALL_REDUCE_ALGORITHMS
+from strategies.collectives import PerReplicaTensors
+from strategies.copies import Copies
 from strategies.gradient_buckets import GradientBuckets
-from strategies.observer import Observer
-from strategies.replicas import Replicas
+from strategies.loss import differentiate, shard_loss
+from strategies.observer import Observer, Shard
+from strategies.prediction import predict_shard
+from strategies.step_totals import StepTotals
 from strategies.workers import Workers
-
-
-class StepTotals(NamedTuple):
-    """Sums over examples, never means: sums of shards, batches and calls simply add up.
-
-    Each field is a scalar, a tensor inside a compiled step and a Python number outside. The loss
-    is a float64: float32 losses of a few thousand batches add up in it without rounding, so that
-    the total does not depend on how many steps were put into one call.
-    """
-
-    loss_sum: tf.Tensor | float
-    correct: tf.Tensor | int
-    examples: tf.Tensor | int
-
-    @classmethod
-    def zeros(cls) -> "StepTotals":
-        """Returns totals over no examples, as tensors."""
-        return cls(tf.zeros([], tf.float64), tf.zeros([], tf.int64), tf.zeros([], tf.int64))
-
-    def plus(self, other: "StepTotals") -> "StepTotals":
-        """Returns the totals over the examples of both."""
-        return StepTotals(*(a + b for a, b in zip(self, other, strict=True)))
-
-    @classmethod
-    def sum(cls, many: "Sequence[StepTotals]") -> "StepTotals":
-        """Returns the totals over the examples of all, added from the first to the last."""
-        return functools.reduce(cls.plus, many)
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of an example."""
-        return self.loss_sum / self.examples
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of the examples that were classified correctly, in [0, 1]."""
-        return self.correct / self.examples
-
 
 ModelFn = Callable[[], keras.Model]
 OptimizerFn = Callable[[], keras.optimizers.Optimizer]
 BatchIterator = Any  # TensorFlow has several types for what `distribute` returns.
-# Of a shard: the logits `(n_r, 10)` and the totals; the loss, the totals and the gradients.
-LogitsAndTotals = tuple[tf.Tensor, StepTotals]
-LossAndGradients = tuple[tf.Tensor, StepTotals, list[tf.Tensor]]
+Statistics = dict[str, tf.Tensor]
+LogitsAndTotals = tuple[tf.Tensor, StepTotals]  # Of a shard; logits `(n_r, num_classes)`.
 
 
-class Strategy(Replicas):
+class Replica(NamedTuple):
+    """A copy of the weights, trained on one shard of each global batch.
+
+    Attributes:
+        replica_id: in 0 to R - 1, an int or an int scalar tensor.
+        device: its name; "" where `tf.distribute` places it.
+        model: on this device.
+        optimizer: on this device.
+    """
+
+    replica_id: int | tf.Tensor
+    device: str
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+
+
+class Strategy(Copies):
     """One way to train a model on a list of devices.
 
     Data sets are `tf.data` sets of global batches `(images, labels)`: uint8
     `(n, height, width, channels)` and int32 `(n,)`, where n may differ from batch to batch.
 
+    There is one shard and one copy of the weights for each device, as in data parallelism, unless a
+    subclass sets other numbers.
+
     Args:
-        devices: names of the devices, one replica on each, for example `["/device:CPU:0"]`.
-        all_reduce: name of the algorithm that adds the gradients over the replicas, or "auto".
-        workers: the processes that train together, each with as many of the devices; None for this
-            one alone.
-        bucket_mib: gradients are exchanged in buckets of this size, in 2²⁰ bytes; 0 for each one by
-            itself, None for what is best.
-        communication_dtype: in which they are exchanged, None for their own.
-        jit_compile: let XLA compile what a replica computes by itself: loss and gradients.
+        devices: names of the devices of all workers, for example `["/device:CPU:0"]`.
+        workers: the processes that train together, with equal numbers of devices; None for this one
+            alone.
+        all_reduce: the algorithm that sums the gradients over the shards: one of
+            `all_reduce_algorithms`, "auto", or "none" to leave it out, which measures its cost.
+        bucket_mib: size of the buckets in which gradients are summed, in 2²⁰ bytes; 0 for each
+            gradient on its own, None for the default of the strategy.
+        communication_dtype: dtype of the all-reduce, None for that of the gradients.
+        jit_compile: compile loss and gradients of a shard with XLA.
         label_smoothing: see `strategies.loss.shard_loss`.
         loss_scale: see `strategies.loss.differentiate`.
 
@@ -104,23 +88,19 @@ class Strategy(Replicas):
         loss_scale: float = 1.0,
     ):
         self.devices, self.workers = list(devices), workers or Workers()
+        self.num_devices = self.num_shards = self.num_copies = len(self.devices)
         self.jit_compile = jit_compile
-        self.label_smoothing, self.loss_scale = label_smoothing, loss_scale
-        bucket_mib = self.default_bucket_mib() if bucket_mib is None else bucket_mib
-        self._bucket_bytes, self._communication_dtype = (
-            round(bucket_mib * 2**20),
-            communication_dtype,
-        )
-        self.observer = Observer()  # To be replaced before the first step, if at all.
-        # To be set before the first step, to measure what the all-reduce costs: each replica
-        # then goes on with its own gradient.
-        self.no_sync = False
+        self.observer = Observer()
         self.algorithm = self.default_all_reduce() if all_reduce == "auto" else all_reduce
-        choices = ("auto", *self.all_reduce_algorithms)
-        if all_reduce not in choices:
+        self._label_smoothing, self._loss_scale = label_smoothing, loss_scale
+        bucket_mib = self.default_bucket_mib() if bucket_mib is None else bucket_mib
+        self._bucket_bytes = round(bucket_mib * 2**20)
+        self._communication_dtype = communication_dtype
+        choices = "auto", *self.all_reduce_algorithms
+        if all_reduce not in (*choices, "none"):
             raise ValueError(
-                f"all_reduce={all_reduce} with strategy {self.name} — one of"
-                f" {', '.join(choices)} is required"
+                f"--all_reduce of strategy {self.name} must be one of {', '.join(choices)}, got"
+                f" {all_reduce}"
             )
 
     @property
@@ -129,83 +109,113 @@ class Strategy(Replicas):
         return ALL_REDUCE_ALGORITHMS.get(self.name, ())
 
     def default_all_reduce(self) -> str:
-        """Returns what "auto" stands for on these devices."""
+        """Returns the algorithm that "auto" stands for on these devices."""
         return "reduce_to_one"
 
     def default_bucket_mib(self) -> float:
-        """Returns the best size of buckets, 0 for each gradient by itself."""
+        """Returns the best size of buckets, 0 for each gradient on its own."""
         return 0.0
-
-    @property
-    def num_replicas(self) -> int:
-        """How many copies of the model are trained, one on each device, over all workers."""
-        return len(self.devices)
 
     @property
     def local_devices(self) -> list[str]:
         """The devices of this worker."""
-        return [self.devices[replica_id] for replica_id in self.local_replica_ids]
+        ids = self._local(self.num_devices)
+        return self.devices[ids.start : ids.stop]
 
     @abc.abstractmethod
-    def build(
-        self,
-        model_fn: ModelFn,
-        optimizer_fn: OptimizerFn,
-    ) -> None:
-        """Makes one replica of model and optimizer on each device, all with the same weights."""
-
-    @abc.abstractmethod
-    def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
-        """Returns an iterator over `dataset`, a set without end, for the compiled steps."""
+    def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
+        """Builds every copy of the model and its optimizer, all with the same weights."""
 
     @abc.abstractmethod
     def train_step(self, iterator: BatchIterator) -> StepTotals:
-        """Takes one global batch and makes one optimizer step on every replica (in a graph)."""
+        """Trains on one global batch: one optimizer step of every copy (traced, in a graph)."""
 
     @abc.abstractmethod
-    def forward(self, iterator: BatchIterator) -> list[LogitsAndTotals]:
-        """Takes one global batch and classifies it, training nothing (in a graph).
+    def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
+        """Classifies one global batch with `classify`, and trains nothing (traced, in a graph).
 
-        Returns, for each replica of this worker in order, the logits `(n_r, num_classes)` and
-        the totals of its shard.
+        Args:
+            iterator: over global batches.
+            statistics: path of a variable → tensor to take in place of the copy's own.
+
+        Returns:
+            For each shard of this worker, in order, its logits and totals.
         """
 
-    @abc.abstractmethod
-    def all_reduce(self, per_replica_tensors: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        """Adds tensors over the replicas by the very all-reduce that a training step uses.
+    def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
+        """Returns an iterator over `dataset`, a set without end, for the compiled steps."""
+        return iter(dataset)
+
+    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
+        """Sums tensors over the shards, exactly as a training step sums gradients.
 
         Args:
             per_replica_tensors: lists of V tensors, one for each replica of this worker.
 
         Returns:
-            As many lists of V totals: what each replica was told the sums are.
+            As many lists of V sums, placed like the argument, which is returned where there is
+            nothing to sum.
         """
+        return per_replica_tensors
 
-    @abc.abstractmethod
-    def repeat_all_reduce(
-        self, per_replica_tensors: list[list[tf.Tensor]], num_times: int
-    ) -> list[list[tf.Tensor]]:
-        """Makes `num_times` exchanges in one compiled call, each of what the last one returned.
+    def local_gradients(
+        self, replica: Replica, shard: Sequence[tf.Tensor], num_global_examples: tf.Tensor
+    ) -> tuple[list[tf.Tensor], StepTotals]:
+        """Computes the part of one shard in the gradients of the global batch's mean loss.
 
-        Nothing else happens in it, so its time is that of the exchange. The first call for some
-        shapes compiles it.
+        It is the gradient of the sum of the shard's losses over the number of *all* examples.
+        Summed over shards of any sizes, it is that of the mean over the global batch.
+
+        Args:
+            replica: whose weights to take.
+            shard: images `(n_r, height, width, channels)` and labels `(n_r,)`.
+            num_global_examples: int scalar, examples in the whole global batch.
 
         Returns:
-            What the last one returned, for a caller to wait for.
+            The gradients, one for each trainable variable, and the totals of the shard.
         """
 
+        def loss_and_gradients(
+            images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+        ) -> tuple[tf.Tensor, StepTotals, list[tf.Tensor]]:
+            with tf.GradientTape() as tape:
+                logits = replica.model(images, training=True)
+                loss, totals = shard_loss(
+                    logits, labels, num_global_examples, label_smoothing=self._label_smoothing
+                )
+            variables = replica.model.trainable_variables
+            return loss, totals, differentiate(tape, loss, variables, loss_scale=self._loss_scale)
+
+        if self.jit_compile:
+            loss_and_gradients = tf.function(loss_and_gradients, jit_compile=True)
+        images, labels = shard
+        loss, totals, gradients = loss_and_gradients(images, labels, num_global_examples)
+        observed = Shard(images, labels, num_global_examples)
+        return self.observer.on_shard(replica.replica_id, observed, loss, gradients), totals
+
+    def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
+        """Updates the weights of a replica with gradients that are summed over the shards."""
+        replica.optimizer.apply(summed_gradients, replica.model.trainable_variables)
+        self.observer.on_update(replica.replica_id, summed_gradients)
+
+    def classify(
+        self,
+        replica: Replica,
+        shard: Sequence[tf.Tensor],
+        num_global_examples: tf.Tensor,
+        statistics: Statistics,
+    ) -> LogitsAndTotals:
+        """Computes the logits of a shard, which may be empty, and its totals; see `forward`."""
+        images, labels = shard
+        logits = predict_shard(replica.model, images, statistics)
+        _, totals = shard_loss(logits, labels, num_global_examples)
+        return logits, totals
+
     def gradient_buckets(self, tensors: Sequence[tf.Tensor]) -> GradientBuckets:
-        """Returns how a replica's tensors are packed for the exchange."""
+        """Returns the buckets in which a replica's tensors are summed."""
         return GradientBuckets(
             tensors, bucket_bytes=self._bucket_bytes, dtype=self._communication_dtype
         )
-
-    def compiled(self, function: Callable) -> Callable:
-        """Returns a replica's computation, which crosses to no other one, as XLA compiles it.
-
-        Without `jit_compile` that is the function itself.
-        """
-        return tf.function(function, jit_compile=True) if self.jit_compile else function
 
     @property
     def num_tracings(self) -> int:
@@ -219,49 +229,50 @@ class Strategy(Replicas):
         """
         return self._over_workers(_to_host(self._train_loop(iterator, tf.constant(num_steps))))
 
-    def _over_workers(self, totals: StepTotals) -> StepTotals:
-        """Returns the totals of all workers, added in their order: each counts its own shards."""
-        per_worker = self.workers.gather_arrays([np.asarray(value) for value in totals])
-        return StepTotals.sum([StepTotals(*(a.item() for a in arrays)) for arrays in per_worker])
-
     def evaluate(
         self, dataset: tf.data.Dataset, on_batch: Callable[[], None] = lambda: None
     ) -> StepTotals:
-        """Returns the totals over every example of `dataset`, each one seen once.
+        """Returns the totals over every example of `dataset`, each one seen once; changes no state.
 
         Args:
             dataset: of global batches, finite.
             on_batch: called after each of them; what it raises ends the evaluation.
         """
-        self.average_moving_statistics()
-        iterator = self.distribute(dataset.repeat())
+        iterator, statistics = self.distribute(dataset.repeat()), self._statistics_to_evaluate()
         totals = StepTotals(0.0, 0, 0)
         for _ in range(int(dataset.cardinality())):
-            totals = totals.plus(_to_host(self._evaluate_batch(iterator)))
+            totals = totals.plus(_to_host(self._evaluate_batch(iterator, statistics)))
             on_batch()
         return self._over_workers(totals)
 
     def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:
-        """Returns the logits of images, in input order.
+        """Returns the logits of images, in input order; changes no state.
 
         Args:
             images: uint8 `(N, height, width, channels)`.
-            global_batch_size: images of a batch over all replicas.
+            global_batch_size: images of a batch over all shards.
 
         Returns:
             Floats `(N, num_classes)`.
         """
-        self.average_moving_statistics()
         labels = np.zeros(len(images), np.int32)
         dataset = tf.data.Dataset.from_tensor_slices((images, labels)).batch(global_batch_size)
-        iterator = self.distribute(dataset.repeat())
-        num_batches = int(dataset.cardinality())
+        iterator, statistics = self.distribute(dataset.repeat()), self._statistics_to_evaluate()
         logits = []
-        for _ in range(num_batches):
-            own = self._predict_batch(iterator).numpy()
+        for _ in range(int(dataset.cardinality())):
+            own = self._predict_batch(iterator, statistics).numpy()
             for message in self.workers.gather(own.tobytes()):
                 logits.append(np.frombuffer(message, own.dtype).reshape(-1, *own.shape[1:]))
         return np.concatenate(logits)
+
+    def _statistics_to_evaluate(self) -> Statistics:
+        averages = self.averaged_statistics()
+        return {name.removeprefix("model/"): tf.constant(a) for name, a in averages.items()}
+
+    def _over_workers(self, totals: StepTotals) -> StepTotals:
+        """Returns the totals of all workers, added in their order: each counts its own shards."""
+        per_worker = self.workers.gather_arrays([np.asarray(value) for value in totals])
+        return StepTotals.sum([StepTotals(*(a.item() for a in arrays)) for arrays in per_worker])
 
     @tf.function
     def _train_loop(self, iterator: BatchIterator, num_steps: tf.Tensor) -> StepTotals:
@@ -271,24 +282,13 @@ class Strategy(Replicas):
         return totals
 
     @tf.function
-    def _evaluate_batch(self, iterator: BatchIterator) -> StepTotals:
-        return StepTotals.sum([StepTotals.zeros(), *(shard for _, shard in self.forward(iterator))])
+    def _evaluate_batch(self, iterator: BatchIterator, statistics: Statistics) -> StepTotals:
+        shards = self.forward(iterator, statistics)
+        return StepTotals.sum([StepTotals.zeros(), *(totals for _, totals in shards)])
 
     @tf.function
-    def _predict_batch(self, iterator: BatchIterator) -> tf.Tensor:
-        return tf.concat([logits for logits, _ in self.forward(iterator)], axis=0)
-
-
-def classify(model: keras.Model, images: tf.Tensor) -> tf.Tensor:
-    """Returns the logits `(n, num_classes)` of a shard, which may be empty in evaluation.
-
-    An empty shard gets one blank image, whose logits are dropped: oneDNN's fused convolutions
-    refuse to work on none.
-    """
-    num_images = tf.shape(images)[0]
-    blanks = tf.cast(num_images == 0, tf.int32)
-    padded = tf.pad(images, [[0, blanks], [0, 0], [0, 0], [0, 0]])
-    return model(padded, training=False)[:num_images]
+    def _predict_batch(self, iterator: BatchIterator, statistics: Statistics) -> tf.Tensor:
+        return tf.concat([logits for logits, _ in self.forward(iterator, statistics)], axis=0)
 
 
 def _to_host(totals: StepTotals) -> StepTotals:

@@ -14,7 +14,11 @@ from strategies import tf_private
 from strategies.workers import Workers
 
 _Communication = tf.distribute.experimental.CommunicationImplementation
-IMPLEMENTATIONS = {"ring": _Communication.RING, "nccl": _Communication.NCCL}
+IMPLEMENTATIONS = {
+    "ring": _Communication.RING,
+    "nccl": _Communication.NCCL,
+    "none": _Communication.AUTO,
+}
 _SHORT_BYTES = 1000  # A message up to this long takes one collective, a longer one two.
 _HEARTBEAT_SEC = 10
 # Each strategy of a process numbers its groups of devices from somewhere else: groups of different

@@ -1,7 +1,7 @@
 """Collectives on per-replica lists, written to be read.
 
-Everything here works on lists with one entry for each replica, inside a compiled graph or outside
-of it, and places each result on the device of the replica that it is for.
+Each function takes lists with one entry for each replica, works in a graph and eagerly, and places
+each result on the device of its replica. `strategies/manual.py` has the simplest all-reduce.
 """
 
 import functools
@@ -41,56 +41,12 @@ def shard_sizes(num_examples: int, num_replicas: int) -> list[int]:
     return [end - start for start, end in bounds]
 
 
-def split_batch(batch: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tuple[tf.Tensor, ...]]:
-    """Cuts a global batch into one shard for each replica, in order, each on its own device.
-
-    Args:
-        batch: tensors of shape `(n, ...)` with the same n, for example images and labels.
-        devices: R device names.
-
-    Returns:
-        R tuples; item [r] holds rows `shard_bounds(n, R, r)` of each tensor, on device r.
-    """
-    num_examples = tf.shape(batch[0])[0]
-    shards = []
-    for replica_id, device in enumerate(devices):
-        start, end = shard_bounds(num_examples, len(devices), replica_id)
-        shard = [tensor[start:end] for tensor in batch]
-        with tf.device(device):
-            shards.append(tuple(tf.identity(part) for part in shard))
-    return shards
-
-
-def broadcast(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> PerReplicaTensors:
-    """Copies V tensors to each of R devices; returns R lists of V tensors."""
-    per_replica_copies = []
-    for device in devices:
-        with tf.device(device):
-            per_replica_copies.append([tf.identity(tensor) for tensor in tensors])
-    return per_replica_copies
-
-
 def add_in_order(copies: Sequence[tf.Tensor]) -> tf.Tensor:
     """Adds tensors of one shape from the first to the last: ((a + b) + c) + d.
 
     Not `tf.add_n`, whose order depends on which of its inputs it may overwrite.
     """
     return functools.reduce(tf.add, copies)
-
-
-def reduce_to_one(
-    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
-) -> PerReplicaTensors:
-    """Adds on the first device, in replica order, and copies the totals back to all.
-
-    Two steps. Of S bytes for each replica, the first device receives (R − 1) · S and sends as many:
-    all copies go through its connection. Simple rather than fast: the book's algorithm.
-
-    Reference: the plan of `tf.distribute.ReductionToOneDevice`.
-    """
-    with tf.device(devices[0]):
-        totals = [add_in_order(copies) for copies in zip(*per_replica_tensors, strict=True)]
-    return broadcast(totals, devices)
 
 
 def tree(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
@@ -206,60 +162,53 @@ def _join(
     return joined
 
 
-# What the names of `manual` in `strategies.ALL_REDUCE_ALGORITHMS` stand for.
+def no_all_reduce(
+    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
+) -> PerReplicaTensors:
+    """Returns each replica's own tensors: a step without all-reduce, to measure what that costs."""
+    return per_replica_tensors
+
+
+# Algorithms of `manual` in place of its own `all_reduce`, which is "reduce_to_one".
 ALL_REDUCE_FUNCTIONS: dict[str, Callable[..., PerReplicaTensors]] = {
-    "reduce_to_one": reduce_to_one,
     "ring": ring,
     "tree": tree,
     "direct": direct,
+    "none": no_all_reduce,
 }
 
 
-def all_reduce(
+def in_buckets(
+    algorithm: Callable[..., PerReplicaTensors],
     per_replica_tensors: PerReplicaTensors,
     devices: Sequence[str],
-    *,
-    algorithm: str = "reduce_to_one",
-    gradient_buckets: GradientBuckets | None = None,
+    gradient_buckets: GradientBuckets,
 ) -> PerReplicaTensors:
-    """Adds each tensor over all replicas and gives every replica the total.
+    """Sums tensors over the replicas, in buckets.
 
     Args:
-        per_replica_tensors: R lists of V tensors; item [r][v] sits on device r and has the same,
+        algorithm: an all-reduce, for example `ring`.
+        per_replica_tensors: R lists of V tensors; item [r][v] is on device r and has the same,
             fully known shape for every r. Left unchanged.
         devices: R device names.
-        algorithm: a key of `ALL_REDUCE_FUNCTIONS`.
-        gradient_buckets: what to exchange in place of the tensors themselves.
+        gradient_buckets: of the tensors of one replica.
 
     Returns:
-        R lists of V tensors, placed like the input; item [r][v] is the same total for every r,
-        bit for bit.
+        R lists of V tensors, placed like the input; item [r][v] is bitwise identical for every r.
 
     Raises:
-        ValueError: replicas and devices differ in number, replicas disagree on V or on a shape,
-            or there is no such algorithm.
+        ValueError: replicas and devices differ in number, or replicas disagree on V or on a shape.
     """
-    if not per_replica_tensors or len(per_replica_tensors) != len(devices):
-        raise ValueError(
-            f"{len(per_replica_tensors)} lists of tensors for {len(devices)} devices"
-            " — one list for each replica is required"
-        )
-    if algorithm not in ALL_REDUCE_FUNCTIONS:
-        raise ValueError(f"all_reduce={algorithm!r} — one of {', '.join(ALL_REDUCE_FUNCTIONS)}")
+    if len(per_replica_tensors) != len(devices):
+        raise ValueError(f"{len(per_replica_tensors)} lists of tensors for {len(devices)} devices")
     for copies in zip(*per_replica_tensors, strict=True):
         shapes = {str(copy.shape) for copy in copies}
         if len(shapes) > 1:
             raise ValueError(f"replicas disagree on a shape: {' and '.join(sorted(shapes))}")
     if len(devices) == 1:
         return [list(per_replica_tensors[0])]
-    if gradient_buckets:
-        per_replica_tensors = _on_each(devices, gradient_buckets.pack, per_replica_tensors)
-    per_replica_totals = ALL_REDUCE_FUNCTIONS[algorithm](per_replica_tensors, devices)
-    return (
-        _on_each(devices, gradient_buckets.unpack, per_replica_totals)
-        if gradient_buckets
-        else per_replica_totals
-    )
+    buckets = _on_each(devices, gradient_buckets.pack, per_replica_tensors)
+    return _on_each(devices, gradient_buckets.unpack, algorithm(buckets, devices))
 
 
 def _on_each(

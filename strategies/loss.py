@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from strategies.base import StepTotals
+from strategies.step_totals import StepTotals
 
 
 def shard_loss(

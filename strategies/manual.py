@@ -1,169 +1,122 @@
-"""Data parallelism by hand: the whole of it, to be read from top to bottom.
+"""Data parallelism by hand, to be read from top to bottom.
 
-Every device holds a full copy of the model, a *replica*. One step of training is
+Every device holds a copy of the weights, a *replica*; all replicas start from the same weights. One
+training step 1. splits the global batch into one shard for each replica, 2. computes on each device
+the gradients of its own shard, 3. sums the gradients over the replicas and copies the sums to each
+of them (an all-reduce), and 4. makes the same update on each device. So the weights stay equal, bit
+for bit, although no weights are sent after the start.
 
-1. split the global batch into a shard for each replica;
-2. on each device, the gradient of the loss over its own shard;
-3. an all-reduce: every device gets the sum of all the gradients;
-4. on each device, the same update with the same gradient.
+The loops over the replicas run once, while `base.py` traces the step with `tf.function` into one
+graph, in which all devices work at the same time. `base.py` also defines `local_gradients` (forward
+pass, loss, backward pass) and `apply_gradients` (update).
 
-Because all replicas start from the same weights and all make the same update, their weights stay
-equal, bit for bit, without being exchanged after the start. (What BatchNorm averages over time is
-no weight: it follows each replica's own shards, and `base.py` averages it when it is needed.)
-
-`base.py` compiles the step with `tf.function`. So the loops over the replicas below run once, while
-the step is *traced*; what they leave behind is one graph, in which all devices work side by side.
-
-In "Dive into Deep Learning", section "Training on Multiple GPUs", the same parts are called
-`get_params` (here `build`), `split_batch`, `allreduce` and `train_batch` (here `train_step`).
+Names of "Dive into Deep Learning", section "Training on Multiple GPUs", are given as d2l.
 """
 
-import functools
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import keras
 import tensorflow as tf
 
-from strategies.base import (
-    BatchIterator,
-    LogitsAndTotals,
-    LossAndGradients,
-    ModelFn,
-    OptimizerFn,
-    StepTotals,
-    Strategy,
-    classify,
-)
-from strategies.collectives import (
-    PerReplicaTensors,
-    all_reduce,
-    broadcast,
-    split_batch,
-)
-from strategies.loss import differentiate, shard_loss
-from strategies.observer import Shard
+from strategies import base, collectives
+from strategies.base import PerReplicaTensors
+from strategies.copies import Variables
 
 
-class Replica(NamedTuple):
-    """One full copy of the training, all of it on one device."""
+def split_batch(batch: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tuple[tf.Tensor, ...]]:
+    """Splits a global batch into one shard for each device, in order (d2l: `split_batch`).
 
-    replica_id: int
-    device: str
-    model: keras.Model
-    optimizer: keras.optimizers.Optimizer
+    Args:
+        batch: tensors `(n, ...)` with the same n, for example images and labels.
+        devices: R device names.
+
+    Returns:
+        R tuples; item [r] is on device r and holds rows `shard_bounds(n, R, r)` of each tensor:
+        shards differ by at most one example.
+    """
+    num_examples, shards = tf.shape(batch[0])[0], []
+    for replica_id, device in enumerate(devices):
+        start, end = collectives.shard_bounds(num_examples, len(devices), replica_id)
+        rows = [tensor[start:end] for tensor in batch]
+        with tf.device(device):
+            shards.append(tuple(tf.identity(tensor) for tensor in rows))
+    return shards
 
 
-class ManualStrategy(Strategy):
-    """Replicas, gradient tapes and an all-reduce that one can read."""
+def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
+    """Sums tensors over the replicas, and copies the sums to each replica (d2l: `allreduce`).
+
+    Of S bytes for each replica, the first device receives (R - 1) * S bytes and sends as many.
+
+    Args:
+        per_replica_tensors: R lists of V tensors; item [r][v] is on device r.
+        devices: R device names.
+
+    Returns:
+        R lists of V tensors, placed like the argument; item [r][v] has the same bits for every r.
+
+    Reference: the algorithm of `tf.distribute.ReductionToOneDevice`.
+    """
+    with tf.device(devices[0]):  # Reduce: ((replica 0 + replica 1) + replica 2) + ...
+        sums = [
+            collectives.add_in_order(copies) for copies in zip(*per_replica_tensors, strict=True)
+        ]
+    per_replica_sums = []
+    for device in devices:  # Broadcast.
+        with tf.device(device):
+            per_replica_sums.append([tf.identity(total) for total in sums])
+    return per_replica_sums
+
+
+class ManualStrategy(base.Strategy):
+    """Data parallelism with replicas, gradient tapes and an all-reduce that can be read."""
 
     name = "manual"
 
-    def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
+    def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.replicas = []
         for replica_id, device in enumerate(self.devices):
             with tf.device(device):
-                replica = Replica(replica_id, device, model_fn(), optimizer_fn())
+                replica = base.Replica(replica_id, device, model_fn(), optimizer_fn())
                 replica.optimizer.build(replica.model.trainable_variables)
             self.replicas.append(replica)
-        self.model, self.optimizer = self.replicas[0].model, self.replicas[0].optimizer
+        _, _, self.model, self.optimizer = self.replicas[0]
+        for replica in self.replicas[1:]:  # Equal weights everywhere (d2l: `get_params`).
+            for variable, first in zip(replica.model.variables, self.model.variables, strict=True):
+                variable.assign(first)
 
-        # Training starts from one point: the weights of replica 0, on every device. Optimizers
-        # hold nothing but zeros yet, so theirs are the same already.
-        per_replica_weights = broadcast(self.model.variables, self.devices)
-        for replica, weights in zip(self.replicas, per_replica_weights, strict=True):
-            for variable, weight in zip(replica.model.variables, weights, strict=True):
-                variable.assign(weight)
-
-    def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
-        return iter(dataset)  # Whole global batches: cutting them is part of the step.
-
-    def train_step(self, iterator: BatchIterator) -> StepTotals:
-        # 1. A shard of the global batch for each replica.
-        global_images, global_labels = next(iterator)
-        shards = split_batch((global_images, global_labels), self.devices)
-
-        # 2. On each device, the gradient of its own shard.
+    def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:  # d2l: train_batch
+        images, labels = next(iterator)
+        shards = split_batch((images, labels), self.devices)  # 1. A shard for each replica.
         per_replica_gradients, per_replica_totals = [], []
-        for replica, (images, labels) in zip(self.replicas, shards, strict=True):
-            with tf.device(replica.device):
-                gradients_of = self.compiled(functools.partial(self._gradients, replica.model))
-                loss, totals, gradients = gradients_of(images, labels, tf.size(global_labels))
-                # Here `verify` writes down what it proves; in a training nobody looks on.
-                shard = Shard(images, labels, tf.size(global_labels))
-                gradients = self.observer.before_all_reduce(
-                    replica.replica_id, shard, loss, gradients
-                )
+        for replica, shard in zip(self.replicas, shards, strict=True):
+            with tf.device(replica.device):  # 2. Gradients of sum(losses) / size of global batch.
+                gradients, totals = self.local_gradients(replica, shard, tf.size(labels))
             per_replica_gradients.append(gradients)
             per_replica_totals.append(totals)
-
-        # 3. Every device gets the sum of all the gradients.
-        per_replica_sums = self.all_reduce(per_replica_gradients)
-
-        # 4. The same update everywhere.
+        per_replica_sums = self.all_reduce(per_replica_gradients)  # 3. All-reduce (sum).
         for replica, sums in zip(self.replicas, per_replica_sums, strict=True):
             with tf.device(replica.device):
-                sums = self.observer.after_all_reduce(replica.replica_id, sums)
-                replica.optimizer.apply(sums, replica.model.trainable_variables)
-        return StepTotals.sum(per_replica_totals)
-
-    def _gradients(
-        self,
-        model: keras.Model,
-        images: tf.Tensor,
-        labels: tf.Tensor,
-        num_global_examples: tf.Tensor,
-    ) -> LossAndGradients:
-        """Differentiates the part that one shard has in the loss of the global batch.
-
-        That is the sum of the shard's losses over the number of *all* examples. So the sum of the
-        replicas' gradients is the gradient of the mean over the global batch, whatever the sizes of
-        the shards.
-        """
-        with tf.GradientTape() as tape:
-            logits = model(images, training=True)
-            loss, totals = shard_loss(
-                logits, labels, num_global_examples, label_smoothing=self.label_smoothing
-            )
-        variables = model.trainable_variables
-        gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
-        return loss, totals, gradients
+                self.apply_gradients(replica, sums)  # 4. The same update everywhere.
+        return base.StepTotals.sum(per_replica_totals)
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        if self.no_sync:
-            return per_replica_tensors
-        return all_reduce(
+        return collectives.in_buckets(
+            collectives.ALL_REDUCE_FUNCTIONS.get(self.algorithm, all_reduce),
             per_replica_tensors,
             self.devices,
-            algorithm=self.algorithm,
-            gradient_buckets=self.gradient_buckets(per_replica_tensors[0]),
+            self.gradient_buckets(per_replica_tensors[0]),
         )
 
-    def repeat_all_reduce(
-        self, per_replica_tensors: PerReplicaTensors, num_times: int
-    ) -> PerReplicaTensors:
-        return self._all_reduce_loop(per_replica_tensors, tf.constant(num_times))
-
-    @tf.function
-    def _all_reduce_loop(
-        self, per_replica_tensors: PerReplicaTensors, num_times: tf.Tensor
-    ) -> PerReplicaTensors:
-        for _ in tf.range(num_times):
-            per_replica_tensors = self.all_reduce(per_replica_tensors)
-        return per_replica_tensors
-
-    def forward(self, iterator: BatchIterator) -> list[LogitsAndTotals]:
-        global_images, global_labels = next(iterator)
-        shards = split_batch((global_images, global_labels), self.devices)
-        per_replica_results = []
-        for replica, (images, labels) in zip(self.replicas, shards, strict=True):
+    def forward(
+        self, iterator: base.BatchIterator, statistics: base.Statistics
+    ) -> list[base.LogitsAndTotals]:  # d2l: evaluate_accuracy_gpu
+        images, labels = next(iterator)
+        shards = split_batch((images, labels), self.devices)
+        results = []
+        for replica, shard in zip(self.replicas, shards, strict=True):
             with tf.device(replica.device):
-                logits = classify(replica.model, images)
-                _, totals = shard_loss(logits, labels, tf.size(global_labels))
-            per_replica_results.append((logits, totals))
-        return per_replica_results
+                results.append(self.classify(replica, shard, tf.size(labels), statistics))
+        return results
 
-    def replica_variables(self) -> list[list[tf.Variable]]:
-        return [
-            [v.value for v in replica.model.variables + replica.optimizer.variables]
-            for replica in self.replicas
-        ]
+    def copies(self) -> list[Variables]:
+        return [self.named_variables(replica.model, replica.optimizer) for replica in self.replicas]

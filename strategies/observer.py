@@ -1,12 +1,14 @@
-"""A place in every step where one can look on, and for teaching interfere, without a debugger."""
+"""Hooks of a training step, to record it and to inject faults into it."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 
 class Shard(NamedTuple):
-    """What one replica works on in one step.
+    """The examples that one shard of a step consists of.
 
     Attributes:
         images: uint8 `(n_r, height, width, channels)`.
@@ -20,30 +22,48 @@ class Shard(NamedTuple):
 
 
 class Observer:
-    """Sees what every replica sends into the all-reduce and what it gets back.
+    """Observes every step of a strategy; this one adds nothing to it.
 
-    A strategy calls both methods in each training step, for each replica, and goes on with what
-    they return. This one returns what it was given, so an ordinary training contains no trace of
-    it; `verify` puts one here that writes everything down, and `--inject` one that does harm.
-
-    Both are called while the step is traced, `replica_id` being an int or an int scalar tensor.
+    The base class of the strategies calls these methods, which a strategy does not. `verify` uses
+    an observer that records each step, and `--inject` one that injects a fault.
     """
 
-    def before_all_reduce(
-        self, replica_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
+    def on_shard(
+        self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the gradients that the replica sends, one for each trainable variable.
+        """Returns the gradients that are summed over the shards.
+
+        Called for each shard while the step is traced, on the shard's device.
 
         Args:
-            replica_id: of the replica, on whose device this is called.
-            shard: what it worked on.
-            loss: scalar, the part of `shard` in the mean loss of the global batch.
-            gradients: of that loss, on this replica alone.
+            shard_id: an int, or an int scalar tensor.
+            shard: its examples.
+            loss: scalar, the shard's part in the mean loss of the global batch.
+            gradients: of that loss, one for each trainable variable, before they are summed.
         """
         return gradients
 
-    def after_all_reduce(
-        self, replica_id: int | tf.Tensor, sums: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Returns the sums over all replicas that this replica updates its weights with."""
-        return sums
+    def on_update(self, copy_id: int | tf.Tensor, summed_gradients: list[tf.Tensor]) -> None:
+        """Observes the update of a copy of the weights.
+
+        Called for each copy while the step is traced, on the copy's device, after its update.
+
+        Args:
+            copy_id: an int, or an int scalar tensor.
+            summed_gradients: over all shards, one for each trainable variable.
+        """
+
+    def on_average(
+        self,
+        per_shard_statistics: Sequence[Sequence[np.ndarray]],
+        averages: Mapping[str, np.ndarray],
+    ) -> Mapping[str, np.ndarray]:
+        """Returns the BatchNorm statistics that are evaluated and saved.
+
+        Called between steps, whenever these statistics are read.
+
+        Args:
+            per_shard_statistics: the moving statistics of each shard, in the order of `averages`.
+            averages: variable name → mean over the shards.
+        """
+        return averages

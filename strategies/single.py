@@ -8,16 +8,14 @@ import tensorflow as tf
 from strategies.base import (
     BatchIterator,
     LogitsAndTotals,
-    LossAndGradients,
     ModelFn,
     OptimizerFn,
+    Replica,
+    Statistics,
     StepTotals,
     Strategy,
-    classify,
 )
-from strategies.collectives import PerReplicaTensors
-from strategies.loss import differentiate, shard_loss
-from strategies.observer import Shard
+from strategies.copies import Variables
 
 
 class SingleStrategy(Strategy):
@@ -28,7 +26,7 @@ class SingleStrategy(Strategy):
     def __init__(self, devices: Sequence[str], **options: Any):
         super().__init__(devices, **options)
         if len(devices) != 1:
-            raise ValueError(f"strategy single on {len(devices)} devices — one device is required")
+            raise ValueError(f"strategy single needs one device, got {len(devices)}")
 
     def default_all_reduce(self) -> str:
         return "none"
@@ -37,44 +35,22 @@ class SingleStrategy(Strategy):
         with tf.device(self.devices[0]):
             self.model, self.optimizer = model_fn(), optimizer_fn()
             self.optimizer.build(self.model.trainable_variables)
+        self._replica = Replica(0, self.devices[0], self.model, self.optimizer)
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
         images, labels = next(iterator)
         with tf.device(self.devices[0]):
-            loss, totals, gradients = self.compiled(self._gradients)(images, labels)
-            shard = Shard(images, labels, tf.size(labels))
-            gradients = self.observer.before_all_reduce(0, shard, loss, gradients)
-            gradients = self.observer.after_all_reduce(0, gradients)  # Nothing to exchange it with.
-            self.optimizer.apply(gradients, self.model.trainable_variables)
+            gradients, totals = self.local_gradients(
+                self._replica, (images, labels), tf.size(labels)
+            )
+            self.apply_gradients(self._replica, gradients)
         return totals
 
-    def _gradients(self, images: tf.Tensor, labels: tf.Tensor) -> LossAndGradients:
-        with tf.GradientTape() as tape:
-            logits = self.model(images, training=True)
-            loss, totals = shard_loss(
-                logits, labels, tf.size(labels), label_smoothing=self.label_smoothing
-            )
-        variables = self.model.trainable_variables
-        gradients = differentiate(tape, loss, variables, loss_scale=self.loss_scale)
-        return loss, totals, gradients
-
-    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        return per_replica_tensors
-
-    def repeat_all_reduce(
-        self, per_replica_tensors: PerReplicaTensors, num_times: int
-    ) -> PerReplicaTensors:
-        return per_replica_tensors
-
-    def forward(self, iterator: BatchIterator) -> list[LogitsAndTotals]:
+    def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
         images, labels = next(iterator)
         with tf.device(self.devices[0]):
-            logits = classify(self.model, images)
-            _, totals = shard_loss(logits, labels, tf.size(labels))
-        return [(logits, totals)]
+            shard = images, labels
+            return [self.classify(self._replica, shard, tf.size(labels), statistics)]
 
-    def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
-        return iter(dataset)
-
-    def replica_variables(self) -> list[list[tf.Variable]]:
-        return [[v.value for v in self.model.variables + self.optimizer.variables]]
+    def copies(self) -> list[Variables]:
+        return [self.named_variables(self.model, self.optimizer)]

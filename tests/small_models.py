@@ -66,6 +66,6 @@ def seeded(build):
 
 def create(name, num_replicas, build=small_network, optimizer_fn=None, **options):
     strategy = load_strategy_class(name)(CPUS[:num_replicas], **options)
-    assert strategy.num_replicas == num_replicas
+    assert strategy.num_devices == num_replicas
     strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
     return strategy

@@ -5,16 +5,14 @@ import pytest
 import tensorflow as tf
 
 from conftest import CPUS
-from strategies.collectives import (
-    ALL_REDUCE_FUNCTIONS,
-    all_reduce,
-    broadcast,
-    shard_bounds,
-    split_batch,
-)
+from strategies import ALL_REDUCE_ALGORITHMS
+from strategies.collectives import ALL_REDUCE_FUNCTIONS, in_buckets, shard_bounds
 from strategies.gradient_buckets import GradientBuckets
+from strategies.manual import all_reduce, split_batch
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4)]  # Nothing, one, a prime, more than replicas.
+ALGORITHMS = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
+NAMES = ALL_REDUCE_ALGORITHMS["manual"]
 DTYPES = [tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int64]
 
 
@@ -33,7 +31,7 @@ def several_devices(num_replicas):
 
 
 @pytest.mark.parametrize("num_replicas", range(1, 9))
-@pytest.mark.parametrize("algorithm", ALL_REDUCE_FUNCTIONS)
+@pytest.mark.parametrize("algorithm", NAMES)
 def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas):
     devices = several_devices(num_replicas)
     generator = np.random.default_rng(num_replicas)
@@ -43,7 +41,7 @@ def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas):
             [generator.integers(-31, 32, shape).astype(dtype.as_numpy_dtype) for shape in SHAPES]
             for _ in devices
         ]
-        results = all_reduce(on_devices(arrays, devices), devices, algorithm=algorithm)
+        results = ALGORITHMS[algorithm](on_devices(arrays, devices), devices)
         assert len(results) == num_replicas
         for replica_id, result in enumerate(results):
             for position, total in enumerate(result):
@@ -54,7 +52,7 @@ def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas):
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("algorithm", ALL_REDUCE_FUNCTIONS)
+@pytest.mark.parametrize("algorithm", NAMES)
 def test_compiled_in_buckets_it_is_the_same_sum(algorithm, num_replicas):
     devices = CPUS[:num_replicas]
     generator = np.random.default_rng(0)
@@ -66,9 +64,7 @@ def test_compiled_in_buckets_it_is_the_same_sum(algorithm, num_replicas):
 
     @tf.function
     def reduce():
-        return all_reduce(
-            per_replica_tensors, devices, algorithm=algorithm, gradient_buckets=gradient_buckets
-        )
+        return in_buckets(ALGORITHMS[algorithm], per_replica_tensors, devices, gradient_buckets)
 
     for result in reduce():
         for position, total in enumerate(result):
@@ -84,7 +80,7 @@ def test_direct_adds_in_the_order_of_reduce_to_one(num_replicas):
         [[generator.normal(size=101).astype(np.float32)] for _ in devices], devices
     )
     first, second = (
-        all_reduce(tensors, devices, algorithm=algorithm)[0][0].numpy()
+        ALGORITHMS[algorithm](tensors, devices)[0][0].numpy()
         for algorithm in ("reduce_to_one", "direct")
     )
     np.testing.assert_array_equal(first, second)
@@ -114,18 +110,19 @@ def test_all_reduce_leaves_its_input_alone():
 
 
 @pytest.mark.parametrize(
-    ("per_replica_tensors", "options", "match"),
+    ("per_replica_tensors", "match"),
     [
-        ([], {}, "0 lists of tensors for 2 devices"),
-        ([[tf.constant(1.0)]], {}, "1 lists"),
-        ([[tf.constant(1.0)], []], {}, "shorter"),
-        ([[tf.constant(1.0)], [tf.constant([1.0, 2.0])]], {}, "shape"),
-        ([[tf.constant(1.0)]] * 2, {"algorithm": "magic"}, "reduce_to_one"),
+        ([], "0 lists of tensors for 2 devices"),
+        ([[tf.constant(1.0)]], "1 lists"),
+        ([[tf.constant(1.0)], []], "shorter"),
+        ([[tf.constant(1.0)], [tf.constant([1.0, 2.0])]], "shape"),
     ],
 )
-def test_all_reduce_refuses(per_replica_tensors, options, match):
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_tensors_that_cannot_be_summed_are_refused(per_replica_tensors, match, algorithm):
+    buckets = GradientBuckets([tf.constant(1.0)])
     with pytest.raises(ValueError, match=match):
-        all_reduce(per_replica_tensors, CPUS[:2], **options)
+        in_buckets(ALGORITHMS[algorithm], per_replica_tensors, CPUS[:2], buckets)
 
 
 @pytest.mark.parametrize("num_replicas", range(1, 9))
@@ -154,11 +151,3 @@ def test_split_batch_keeps_order_and_places_shards(num_replicas):
         np.testing.assert_array_equal(joined, whole.numpy())
     for (numbers, _), device in zip(shards, devices, strict=True):
         assert numbers.device.endswith(device.removeprefix("/"))
-
-
-def test_broadcast_copies_to_each_device():
-    copies = broadcast([tf.constant([1.0, 2.0]), tf.constant(3)], CPUS)
-    assert len(copies) == len(CPUS)
-    for (vector, scalar), device in zip(copies, CPUS, strict=True):
-        np.testing.assert_array_equal(vector.numpy(), [1, 2])
-        assert scalar.numpy() == 3 and vector.device.endswith(device.removeprefix("/"))

@@ -28,7 +28,8 @@ from app.training.training_spec import load_data
 from conftest import CPUS, run_main
 from performance_samples import make_sample
 from strategies import ALL_REDUCE_ALGORITHMS
-from strategies.collectives import all_reduce
+from strategies.collectives import ALL_REDUCE_FUNCTIONS
+from strategies.manual import all_reduce
 
 DEMO_OPTIONS = {o.name for o in options_of(DemoConfig) if not o.metadata.positional}
 MANUAL_ALGORITHMS = ALL_REDUCE_ALGORITHMS["manual"]
@@ -76,7 +77,8 @@ def test_the_d2l_tensors_add_up_on_each_device(algorithm, num_devices):
     assert [b.numpy().tolist() for (b,) in before] == [
         [[i + 1.0, i + 1.0]] for i in range(num_devices)
     ]
-    after = all_reduce(before, names, algorithm=algorithm)
+    functions = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
+    after = functions[algorithm](before, names)
     total = num_devices * (num_devices + 1) / 2
     for name, (tensor,) in zip(names, after, strict=True):
         assert tensor.numpy().tolist() == [[total, total]]

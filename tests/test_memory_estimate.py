@@ -40,7 +40,7 @@ def test_an_estimate_has_weights_and_what_the_optimizer_keeps():
     parameters = 3 * 25 + 3 + 108 * 10 + 10
     assert estimate.weights_bytes == 4 * parameters
     assert 4 * parameters <= estimate.optimizer_state_bytes < 4 * parameters + 100
-    total = estimate.total_bytes(num_replicas=2, global_batch_size=10)
+    total = estimate.total_bytes(num_copies=2, global_batch_size=10)
     assert total == pytest.approx(2 * estimate.fixed_bytes + 10 * estimate.image_bytes)
 
 
@@ -59,7 +59,7 @@ def test_the_bound_that_spares_the_estimate_is_above_it():
     for build in (small_network, lambda: build_network("lenet"), lambda: build_network("resnet18")):
         model = build()
         needed = memory_estimate.MemoryEstimate.of(model).total_bytes(
-            num_replicas=2, global_batch_size=64
+            num_copies=2, global_batch_size=64
         )
         assert memory_estimate._upper_bound(model, 2, 64) > needed
 
@@ -71,18 +71,18 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_can():
         DeviceError, match=r"60000, which is 30,000 images on each of 2 rep"
     ) as told:
         memory_estimate.check_memory(
-            model, optimizer, num_replicas=2, global_batch_size=60_000, available=16 * GIB
+            model, optimizer, num_copies=2, global_batch_size=60_000, available=16 * GIB
         )
     assert "16.0 are free" in str(told.value)
     fits = int(re.search(r"use --global_batch_size=(\d+)", str(told.value))[1])
     assert 100 < fits < 10_000 and fits % 2 == 0
     memory_estimate.check_memory(
-        model, optimizer, num_replicas=2, global_batch_size=fits, available=16 * GIB
+        model, optimizer, num_copies=2, global_batch_size=fits, available=16 * GIB
     )
 
 
 def test_without_a_number_nothing_is_refused():
-    sizes = {"num_replicas": 1, "global_batch_size": 60_000}
+    sizes = {"num_copies": 1, "global_batch_size": 60_000}
     memory_estimate.check_memory(small_network(), None, **sizes, available=None)
 
 

@@ -52,7 +52,7 @@ class FaultyStrategy(ManualStrategy):
             for copies in zip(*per_replica_tensors, strict=True)
         ]
         right = super().all_reduce(per_replica_tensors)
-        return [totals if r == self.where else right[r] for r in range(self.num_replicas)]
+        return [totals if r == self.where else right[r] for r in range(self.num_shards)]
 
 
 @pytest.mark.parametrize("counts", itertools.product((0, 1, 2), repeat=3))
@@ -89,8 +89,8 @@ def test_many_replicas_are_counted_in_groups_of_eight():
 
 
 def change(strategy, replica_id, name, amount=0.5):
-    (position,) = (i for i, n in enumerate(strategy.variable_names) if n.endswith(name))
-    variable = strategy.replica_variables()[replica_id][position]
+    (name,) = (n for n in strategy.variable_names if n.endswith(name))
+    variable = strategy.copies()[replica_id][name]
     variable.assign(variable + tf.cast(amount, variable.dtype))
 
 

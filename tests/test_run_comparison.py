@@ -60,7 +60,7 @@ def test_verdicts(tmp_path):
     other = changed("model/conv/kernel", 5, 5.5)
     norm = {**other, "model/norm/moving_mean": np.zeros(1)}
     runs = [
-        make_run(tmp_path / "single", other, strategy="single", num_replicas=1),
+        make_run(tmp_path / "single", other, strategy="single", num_replicas=1, num_shards=1),
         make_run(tmp_path / "manual", STATE),
         make_run(tmp_path / "mirrored", STATE, strategy="mirrored"),
     ]
@@ -77,7 +77,7 @@ def test_verdicts(tmp_path):
     normalised = {**STATE, "model/norm/moving_mean": np.zeros(1)}
     (expected,) = compare_weights(
         [
-            make_run(tmp_path / "one", norm, strategy="single", num_replicas=1),
+            make_run(tmp_path / "one", norm, strategy="single", num_replicas=1, num_shards=1),
             make_run(tmp_path / "two", normalised),
         ]
     )
@@ -86,7 +86,7 @@ def test_verdicts(tmp_path):
 
 def test_the_table_shows_speed_up_over_single_where_it_is_there():
     single = make_summary(
-        strategy="single", epoch_sec=10.0, simulated_devices=False, num_replicas=1,
+        strategy="single", epoch_sec=10.0, simulated_devices=False, num_replicas=1, num_shards=1,
         images_per_sec=6000.0,
     )  # fmt: skip
     manual = make_summary(epoch_sec=8.0, images_per_sec=7500.0)

@@ -31,8 +31,8 @@ def last_state(images, name, num_replicas, build=small_network, **options):
     strategy = create(name, num_replicas, build, **options)
     state = walk(strategy, images, global_batch_size=17)[1][-1]
     weights = [
-        [v.numpy() for v, w in zip(values, strategy.model.variables, strict=False) if w.trainable]
-        for values in strategy.replica_variables()
+        [copy[f"model/{w.path}"].numpy() for w in strategy.model.trainable_variables]
+        for copy in strategy.copies()
     ]
     for other in weights[1:]:  # Whatever the exchange, all replicas got the same.
         for a, b in zip(weights[0], other, strict=True):
@@ -87,7 +87,7 @@ def test_xla_keeps_the_statistics_of_each_replica_its_own(images):
         strategy = create(name, 2, small_resnet, jit_compile=True)
         iterator = strategy.distribute(train_dataset(*images, seed=3, global_batch_size=17))
         strategy.train_steps(iterator, 2)
-        first, second = own[name] = strategy.replica_states()
+        first, second = own[name] = strategy.copy_states()
         moving = next(key for key in first if key.endswith("moving_mean"))
         assert not np.array_equal(first[moving], second[moving])
     for manual, mirrored in zip(*own.values(), strict=True):

@@ -13,7 +13,8 @@ _MANY = 8
 def run(config: DemoConfig) -> None:
     """Adds the book's two little tensors, by every algorithm."""
     prepared = demo_setup.set_up(config)
-    from strategies.collectives import all_reduce
+    from strategies.collectives import ALL_REDUCE_FUNCTIONS
+    from strategies.manual import all_reduce
 
     names = prepared.names
     default = "reduce_to_one" if config.all_reduce == "auto" else config.all_reduce
@@ -23,7 +24,8 @@ def run(config: DemoConfig) -> None:
         prepared,
     )
     before = tensors_to_add(names)
-    after = all_reduce(before, names, algorithm=default)
+    functions = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
+    after = functions[default](before, names)
     presentation.show(
         f"all_reduce, algorithm {default}",
         ["it is on", "before", "after"],
@@ -36,9 +38,7 @@ def run(config: DemoConfig) -> None:
             for (old,), (new,) in zip(before, after, strict=True)
         ],
     )
-    results = {
-        name: all_reduce(before, names, algorithm=name) for name in ALL_REDUCE_ALGORITHMS["manual"]
-    }
+    results = {name: functions[name](before, names) for name in ALL_REDUCE_ALGORITHMS["manual"]}
     _compare_costs(prepared, results)
     presentation.end(
         "A training step does this with the gradients: each device brings the gradient of its own"

@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not bef
     from app.verification.straggler import SendTime
     from app.verification.trace import Trace
     from strategies.base import StepTotals, Strategy
+    from strategies.copies import State
     from strategies.observer import Observer
-    from strategies.replicas import State
 
 _STEPS_PER_CALL = 20  # So that a bar moves, and Ctrl-C is heard.
 
@@ -119,7 +119,7 @@ def recorded(
     from app.verification.trace import Trace
 
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "steps.npz"
+        path = pathlib.Path(folder) / "trace"
         times = Recorder(strategy, inner).record(iterator, num_steps=num_steps, path=path)
         with Trace(path) as trace:
             yield trace, times

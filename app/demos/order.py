@@ -74,7 +74,7 @@ def first_gradients(
         names = trace.tensors(1, "gradients")
         return [
             [trace.read(1, "gradients", replica_id, name) for name in names]
-            for replica_id in range(trace.num_replicas)
+            for replica_id in range(trace.num_shards)
         ]
 
 

@@ -72,16 +72,16 @@ def watch_step(
 
         def recorded(step: int, kind: str) -> list:
             (name,) = [t for t in trace.tensors(step, kind) if t.endswith(_TENSOR)]
-            return [trace.read(step, kind, r, name) for r in range(trace.num_replicas)]
+            return [trace.read(step, kind, r, name) for r in range(trace.num_shards)]
 
         moments = [
             ("weight, before", recorded(0, "weights")),
-            ("gradient, before", [None] * trace.num_replicas),
+            ("gradient, before", [None] * trace.num_shards),
             ("gradient of its shard", recorded(1, "gradients")),
             ("gradient after all-reduce", recorded(1, "sums")),
             ("weight after the update", recorded(1, "weights")),
         ]
-    states = strategy.replica_states()
+    states = strategy.copy_states()
     differences = [WeightDifference.between(states[0], other) for other in states[1:]]
     return moments, max(differences, key=lambda d: (not d.identical, d.absolute))
 

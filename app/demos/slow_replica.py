@@ -72,7 +72,7 @@ def record_send_times(
     from app.training.fault_injection import FaultyObserver
 
     _, strategy, iterator = demo_setup.create(training, prepared, dataset)
-    inner = FaultyObserver(fault, strategy.num_replicas) if fault else None
+    inner = FaultyObserver(fault, strategy) if fault else None
     with demo_setup.recorded(strategy, iterator, num_steps=_RECORDED_STEPS, inner=inner) as (
         _,
         times,

@@ -40,7 +40,7 @@ def split(prepared: Devices) -> list:
     """Returns the shard of each device, a tensor on that device."""
     import tensorflow as tf
 
-    from strategies.collectives import split_batch
+    from strategies.manual import split_batch
 
     batch = tf.reshape(tf.range(_NUM_ROWS * _NUM_COLUMNS), [_NUM_ROWS, _NUM_COLUMNS])
     return [shard for (shard,) in split_batch([batch], prepared.names)]

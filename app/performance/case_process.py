@@ -46,9 +46,8 @@ def sample(channel: Channel, case: Case) -> PeakMemory:
     dataset = load_data(case.config)
     case.config.check_shards(len(prepared.names), len(dataset.train_images))
     spec = TrainingSpec(case.config, dataset)
-    strategy = spec.build_strategy(prepared)
+    strategy = spec.build_strategy(prepared, all_reduce="none" if case.no_sync else None)
     run_all_reduce_self_test(strategy)
-    strategy.no_sync = case.no_sync
     batches = spec.batches() if case.reads_input else repeat_one_batch(spec)
     iterator = strategy.distribute(batches)
     strategy.train_steps(iterator, 0)
@@ -122,18 +121,25 @@ def _time_all_reduce_of(
             )
     size_bytes = strategy.gradient_buckets(tensors[0]).size_bytes
     num_times = 1
+
+    @tf.function
+    def repeat_all_reduce(tensors: list[list[tf.Tensor]], num_times: tf.Tensor) -> list:
+        for _ in tf.range(num_times):
+            tensors = strategy.all_reduce(tensors)
+        return tensors
+
     secs: list[float] = []
-    strategy.repeat_all_reduce(tensors, num_times)
+    repeat_all_reduce(tensors, tf.constant(num_times))  # Compiles it.
     while len(secs) < _ALL_REDUCE_REPEATS:
         start = time.perf_counter()
-        for tensor in strategy.repeat_all_reduce(tensors, num_times)[-1]:
+        for tensor in repeat_all_reduce(tensors, tf.constant(num_times))[-1]:
             tensor.numpy()
         sec = strategy.workers.all_reduce_max(time.perf_counter() - start)[0]
         if sec < _ALL_REDUCE_SEC and not secs:
             num_times *= 2
         else:
             secs.append(sec / num_times)
-    return AllReduceTime(strategy.num_replicas, size_bytes, statistics.median(secs))
+    return AllReduceTime(strategy.num_devices, size_bytes, statistics.median(secs))
 
 
 def _scaled(weight: "tf.Tensor", scale: float) -> list[int]:

@@ -28,14 +28,14 @@ def profile_step(config: TrainConfig, on_message: Callable[[Any], None]) -> tupl
         devices are simulated.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "step.npz"
+        path = pathlib.Path(folder) / "trace"
         recorded = call_in_child_process(tasks.record, config, 1, path, on_message=on_message)
         with Trace(path) as trace:
 
             def arrays(kind: str, replica_id: int = 0, step: int = 1) -> dict[str, np.ndarray]:
                 return {t: trace.read(step, kind, replica_id, t) for t in trace.tensors(step, kind)}
 
-            replicas = range(trace.num_replicas)
+            replicas = range(trace.num_shards)
             sums = arrays("sums")
             itemsize = 2 if config.communication_dtype == "bfloat16" else 4
             profile = {

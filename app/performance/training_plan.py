@@ -117,7 +117,7 @@ class TrainingPlan:
     @property
     def memory_bytes(self) -> float:
         """Of each device, by estimate."""
-        return self.memory.total_bytes(num_replicas=1, global_batch_size=self.largest_shard)
+        return self.memory.total_bytes(num_copies=1, global_batch_size=self.largest_shard)
 
     def all_reduces(self) -> dict[str, tuple[int, float]]:
         """Returns algorithm → messages one after another, bytes through the busiest connection."""

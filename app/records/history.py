@@ -70,6 +70,8 @@ class Summary:
     command: str
     strategy: str
     num_replicas: int
+    num_shards: int
+    num_copies: int
     devices: list[str]
     simulated_devices: bool
     intra_op_threads: int

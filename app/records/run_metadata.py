@@ -18,7 +18,9 @@ class RunMetadata:
         dataset: name of the images.
         dataset_sha256: of all of them, in order.
         test_part_sha256: of the test part.
-        num_replicas: how many copies of the model were trained.
+        num_devices: over all workers.
+        num_shards: parts of each global batch.
+        num_copies: copies of the weights.
         versions: of everything that numbers depend on.
     """
 
@@ -28,7 +30,9 @@ class RunMetadata:
     dataset: str
     dataset_sha256: str
     test_part_sha256: str
-    num_replicas: int
+    num_devices: int
+    num_shards: int
+    num_copies: int
     versions: dict
 
 

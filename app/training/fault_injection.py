@@ -1,18 +1,18 @@
-"""The fault lab: spoils a training on purpose, so that one can see what finds it, and how.
+"""Fault injection: makes a training wrong on purpose, to see what detects it, and how.
 
-Each fault is one that data-parallel programs really have. It is put around a strategy from outside:
-no strategy knows of it.
+Each fault is one that data-parallel programs really have. It is injected through the observer of a
+strategy or through the data set: no strategy knows of it.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from app.config.fault import Fault
 from app.runtime.errors import ConfigError
-from strategies.base import BatchIterator, StepTotals, Strategy
+from strategies.base import Strategy
 from strategies.collectives import shard_bounds
 from strategies.observer import Observer, Shard
 
@@ -22,42 +22,76 @@ _PERTURBATION = 1e-3
 
 
 class FaultyObserver(Observer):
-    """Spoils what a replica sends.
+    """Injects a fault into the steps of a strategy.
 
     Args:
-        fault: what to do.
-        num_replicas: R.
+        fault: to inject; faults of the data set are those of `inject_data_fault`.
+        strategy: built.
     """
 
-    def __init__(self, fault: Fault, num_replicas: int):
-        self._fault, self._num_replicas = fault, num_replicas
+    def __init__(self, fault: Fault, strategy: Strategy):
+        self._fault, self._num_shards = fault, strategy.num_shards
+        local_ids, copy_id = strategy.local_copy_ids, fault.parameters.get("replica", 0)
+        self._is_here = copy_id in local_ids
+        faulty_copy = strategy.copies()[int(copy_id) - local_ids.start if self._is_here else 0]
+        self._step = faulty_copy["optimizer/iteration"]
+        self._first_weight = next(
+            faulty_copy[f"model/{v.path}"] for v in strategy.model.variables if v.trainable
+        )
+        if fault.name == "perturb_weight" and fault.parameters["step"] == 0:
+            self.on_update(int(copy_id), [])
 
-    def before_all_reduce(
-        self, replica_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
+    def on_shard(
+        self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Returns the gradients that the replica sends in place of its own."""
         fault, parameters = self._fault.name, self._fault.parameters
         if fault == "drop_gradient":
-            lost = tf.equal(replica_id, parameters["replica"])
+            lost = tf.equal(shard_id, parameters["replica"])
             return [tf.where(lost, tf.zeros_like(g), g) for g in gradients]
         if fault == "scale_gradient":
             return [g * tf.cast(parameters["factor"], g.dtype) for g in gradients]
         if fault == "mean_of_means":  # Each shard's sum over its own size, then the mean of those.
-            share = shard.num_global_examples / (tf.size(shard.labels) * self._num_replicas)
+            share = shard.num_global_examples / (tf.size(shard.labels) * self._num_shards)
             return [g * tf.cast(share, g.dtype) for g in gradients]
         if fault == "bf16_all_reduce":
             return [tf.cast(tf.cast(g, tf.bfloat16), g.dtype) for g in gradients]
         if fault == "slow_replica":
-            return self._delayed(replica_id, gradients)
+            return self._delayed(shard_id, gradients)
         return gradients
 
-    def _delayed(self, replica_id: int | tf.Tensor, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        def wait(replica_id: np.ndarray) -> None:
-            if replica_id == self._fault.parameters["replica"]:
+    def on_update(self, copy_id: int | tf.Tensor, summed_gradients: list[tf.Tensor]) -> None:
+        """Changes a weight of one copy after a step, as a bad memory chip would."""
+        if self._fault.name != "perturb_weight" or not self._is_here:
+            return
+        replica, step = (int(self._fault.parameters[name]) for name in ("replica", "step"))
+        is_copy, is_step = tf.equal(copy_id, replica), tf.equal(tf.cast(self._step, tf.int64), step)
+        tf.cond(is_copy & is_step, self._perturb_weight, lambda: False)
+
+    def on_average(
+        self,
+        per_shard_statistics: Sequence[Sequence[np.ndarray]],
+        averages: Mapping[str, np.ndarray],
+    ) -> Mapping[str, np.ndarray]:
+        """Returns the statistics of shard 0 in place of the averages."""
+        if self._fault.name == "local_batch_norm":
+            return dict(zip(averages, per_shard_statistics[0], strict=True))
+        return averages
+
+    def _perturb_weight(self) -> bool:
+        """Changes the first element of the first weight of the faulty copy."""
+        change = np.zeros(self._first_weight.shape, self._first_weight.dtype.as_numpy_dtype)
+        change.flat[0] = _PERTURBATION
+        self._first_weight.assign_add(change)
+        return True
+
+    def _delayed(self, shard_id: int | tf.Tensor, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        def wait(shard_id: np.ndarray) -> None:
+            if shard_id == self._fault.parameters["replica"]:
                 time.sleep(self._fault.parameters["ms"] / 1000)
 
         with tf.control_dependencies(gradients):
-            waited = tf.numpy_function(wait, [replica_id], [])
+            waited = tf.numpy_function(wait, [shard_id], [])
         with tf.control_dependencies([waited]):
             return [tf.identity(g) for g in gradients]
 
@@ -65,25 +99,25 @@ class FaultyObserver(Observer):
 def inject_fault(
     fault: Fault, strategy: Strategy, *, batch_sizes: Collection[int], num_steps: int
 ) -> Observer:
-    """Spoils a strategy that is built and has made no step.
+    """Injects a fault into a strategy that is built and has made no step.
 
     Args:
-        fault: what to do; what concerns the data is `inject_data_fault`'s.
-        strategy: to be spoiled.
+        fault: to inject; for those of the data set, see `inject_data_fault`.
+        strategy: its observer is replaced.
         batch_sizes: all sizes that a global batch will have.
         num_steps: how many steps will be made.
 
     Returns:
-        What looks on at its steps; it is in place already.
+        The new observer of the strategy.
 
     Raises:
         ConfigError: the fault cannot happen here.
     """
-    fault.check_replicas(strategy.num_replicas)
-    if fault.name == "mean_of_means" and not any(n % strategy.num_replicas for n in batch_sizes):
+    fault.check_replicas(strategy.num_shards)
+    if fault.name == "mean_of_means" and not any(n % strategy.num_shards for n in batch_sizes):
         sizes = " and ".join(map(str, sorted(batch_sizes, reverse=True)))
         raise ConfigError(
-            f"--inject={fault} with batches of {sizes} on {strategy.num_replicas} replicas — shards"
+            f"--inject={fault} with batches of {sizes} on {strategy.num_shards} replicas — shards"
             " of different sizes are required, or the mean of means is the mean; use"
             f" --global_batch_size={max(batch_sizes) + 1}"
         )
@@ -92,18 +126,12 @@ def inject_fault(
             f"--inject={fault} in a training of {num_steps} steps — a step that is made is"
             f" required; use step={num_steps} or less"
         )
-    if fault.name == "perturb_weight":
-        replica, step = (int(fault.parameters[name]) for name in ("replica", "step"))
-        _perturb_weight(strategy, replica=replica, step=step)
-    elif fault.name == "local_batch_norm":
-        if not any("moving_" in name for name in strategy.variable_names):
-            raise ConfigError(
-                f"--inject={fault} with a model without BatchNorm — moving statistics are required;"
-                " use --model=resnet18"
-            )
-        # From outside, as any fault: the strategy itself has no place for it.
-        strategy.average_moving_statistics = lambda: None  # type: ignore[method-assign]
-    strategy.observer = FaultyObserver(fault, strategy.num_replicas)
+    if fault.name == "local_batch_norm" and not strategy.statistics_names:
+        raise ConfigError(
+            f"--inject={fault} with a model without BatchNorm — moving statistics are required;"
+            " use --model=resnet18"
+        )
+    strategy.observer = FaultyObserver(fault, strategy)
     return strategy.observer
 
 
@@ -112,21 +140,21 @@ def inject_data_fault(
     create_dataset: Callable[[int], tf.data.Dataset],
     *,
     seed: int,
-    num_replicas: int,
+    num_shards: int,
 ) -> tf.data.Dataset:
-    """Returns the training set with what is wrong with it.
+    """Returns the training set with the fault injected, where it is one of the data.
 
     Args:
-        fault: what to do.
-        create_dataset: makes the set of global batches whose order follows from a seed.
-        seed: the right one.
-        num_replicas: R, into as many shards a batch is cut.
+        fault: to inject.
+        create_dataset: creates the set of global batches whose order follows from a seed.
+        seed: of the training.
+        num_shards: of each global batch.
     """
     dataset = create_dataset(seed)
     if fault.name == "same_shard":
 
         def repeat_first_shard(images: tf.Tensor, labels: tf.Tensor) -> Batch:
-            bounds = [shard_bounds(tf.size(labels), num_replicas, r) for r in range(num_replicas)]
+            bounds = [shard_bounds(tf.size(labels), num_shards, r) for r in range(num_shards)]
             rows = tf.concat([tf.range(end - start) for start, end in bounds], axis=0)
             return tf.gather(images, rows), tf.gather(labels, rows)
 
@@ -135,7 +163,7 @@ def inject_data_fault(
 
         def take_one_shard_from(right: Batch, wrong: Batch) -> tuple[tf.Tensor, ...]:
             replica = int(fault.parameters["replica"])
-            start, end = shard_bounds(tf.size(right[1]), num_replicas, replica)
+            start, end = shard_bounds(tf.size(right[1]), num_shards, replica)
             return tuple(
                 tf.concat([a[:start], b[start:end], a[end:]], axis=0)
                 for a, b in zip(right, wrong, strict=True)
@@ -143,34 +171,3 @@ def inject_data_fault(
 
         return tf.data.Dataset.zip(dataset, create_dataset(seed + 1)).map(take_one_shard_from)
     return dataset
-
-
-def _perturb_weight(strategy: Strategy, *, replica: int, step: int) -> None:
-    """Lets the first weight of a replica change after a step, as a bad memory chip would."""
-    make_steps = strategy.train_steps
-
-    def change() -> None:
-        if replica not in strategy.local_replica_ids:
-            return
-        position = replica - strategy.local_replica_ids.start
-        weight = strategy.replica_variables()[position][_first_trainable(strategy)]
-        flat = weight.numpy().ravel()
-        flat[0] += _PERTURBATION
-        weight.assign(flat.reshape(weight.shape))
-
-    def train_steps(iterator: BatchIterator, num_steps: int) -> StepTotals:
-        until = step - int(strategy.optimizer.iterations.numpy())
-        if not 0 < until <= num_steps:
-            return make_steps(iterator, num_steps)
-        totals = make_steps(iterator, until)
-        change()
-        return StepTotals.sum([totals, make_steps(iterator, num_steps - until)])
-
-    # From outside, as any fault: the strategy itself has no place for it.
-    strategy.train_steps = train_steps  # type: ignore[method-assign]
-    if step == 0 and int(strategy.optimizer.iterations.numpy()) == 0:
-        change()
-
-
-def _first_trainable(strategy: Strategy) -> int:
-    return next(i for i, v in enumerate(strategy.model.variables) if v.trainable)

@@ -6,7 +6,7 @@ import numpy as np
 
 from app.runtime.errors import DivergedError
 from strategies.base import StepTotals, Strategy
-from strategies.replicas import State
+from strategies.copies import State
 
 
 def check_finite_loss(

@@ -1,10 +1,9 @@
 """The training loop: epochs, evaluation, checkpoints. Of a strategy it uses the contract alone."""
 
-import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -13,8 +12,8 @@ from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.records.history import Summary
 from app.records.run_log import RunLog
-from app.runtime import console, signals
-from app.runtime.errors import Terminated, is_out_of_memory
+from app.runtime import signals
+from app.runtime.errors import Terminated
 from app.runtime.fault_points import fault_point
 from app.runtime.progress_bar import TrainingProgress
 from app.training.all_reduce_self_test import run_all_reduce_self_test
@@ -23,12 +22,12 @@ from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_data_fault, inject_fault
 from app.training.memory_guard import MemoryGuard
 from app.training.optimizers import last_learning_rate
-from app.training.replica_divergence import check_replica_divergence
 from app.training.resume import Resumed
 from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter, summary_template
 from app.training.training_spec import TrainingSpec
 from app.training.training_state import TrainingState
 from app.training.worker_sync import check_same_images, synchronize, wait_for_all
+from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
 # Steps go into one compiled call until it takes this long: the bar moves, the host hardly works.
@@ -37,6 +36,9 @@ _CALL_SEC = 0.5
 
 class Training:
     """One training: built and tried out; nothing is written to `run_dir` yet.
+
+    `run` calls `begin`, for each epoch `step` and `end_epoch`, and `end`. So does a caller with a
+    loop of its own, a benchmark for example.
 
     Where several workers train together, each of them creates a `Training` and calls the same
     methods at the same time, except that the chief calls `run` and the others call `assist`. The
@@ -83,11 +85,11 @@ class Training:
                 batch_sizes=batch_sizes,
                 num_steps=self._spec.num_steps,
             )
-        self._metadata = self._spec.metadata(self.strategy.num_replicas)
+        self._metadata = self._spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: Resumed | None = None
         self._writer: TrainingWriter = NullRunWriter()
-        self._compile_sec = 0.0
+        self._compile_sec, self._step_sec = 0.0, math.inf
         self._on_progress()
 
     def start(self, *, from_scratch: bool) -> None:
@@ -104,6 +106,11 @@ class Training:
         if self._workers.count > 1:
             self._state.broadcast(self._workers, self._resumed)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all epochs are trained, evaluated and saved."""
+        return self._state.progress.epoch == self._config.epochs
+
     def run(self, log: RunLog) -> Summary:
         """Trains the steps that are left; returns the summary, which is on disk by then.
 
@@ -118,16 +125,9 @@ class Training:
             KeyboardInterrupt, Terminated: a signal came in; the state is saved by then.
             ValueError: there is no run directory; call `assist`.
         """
-        if self._run_dir is None:
-            raise ValueError("run needs a run directory; a worker without one calls assist")
-        template = summary_template(
-            self._config, self._devices, self.dataset, self.strategy, self._metadata
-        )
-        writer = RunWriter(self._run_dir, log, template)
-        self._train(writer)
-        summary = writer.finish()
-        wait_for_all(self._workers)
-        return summary
+        self.begin(log)
+        self._train()
+        return self.end()
 
     def assist(self) -> None:
         """Trains the steps that are left as a worker that is not the chief, and writes nothing.
@@ -135,109 +135,73 @@ class Training:
         Raises:
             What `run` raises, but for errors of the disk.
         """
-        self._train(NullRunWriter())
+        self.begin(None)
+        self._train()
         wait_for_all(self._workers)
 
-    def _train(self, writer: TrainingWriter) -> None:
-        self._begin(writer)
-        shown = self._workers.is_chief
-        with TrainingProgress(
-            self._config.epochs, self.steps_per_epoch, self._state.position, shown=shown
-        ) as bar:
-            try:
-                self._train_epochs(bar)
-            except Exception as error:
-                within_epoch = self._state.progress.epoch_step < self.steps_per_epoch
-                if is_out_of_memory(error) and within_epoch:
-                    raise self._memory.out_of_memory() from error
-                raise
+    def begin(self, log: RunLog | None) -> None:
+        """Logs the start of the training, and where it resumes; compiles the step.
 
-    def _begin(self, writer: TrainingWriter) -> None:
-        """Writes what is trained and, of a training that resumes, from where."""
-        self._writer = writer
+        Args:
+            log: of the run directory; None to write nothing.
+        """
+        if log is not None:
+            self._writer = self._create_writer(log)
         resumed, self._resumed = self._resumed, None  # Frees its arrays.
-        writer.begin(self._metadata)
+        self._writer.begin(self._metadata)
         if resumed:
-            writer.resume(resumed)
-
-    def _train_epochs(self, bar: TrainingProgress) -> None:
-        """Trains the epochs that are left; after a signal it saves the state and ends."""
-        if self._state.progress.epoch == self._config.epochs:
+            self._writer.resume(resumed)
+        self._bar = TrainingProgress(
+            self._config.epochs,
+            self.steps_per_epoch,
+            self._state.position,
+            shown=self._workers.is_chief,
+        )
+        if self.is_finished:
             return  # The earlier attempt was interrupted after its last checkpoint.
-        # Kept: the destructor of a `tf.distribute` iterator can wait for half a minute.
-        iterator = self._iterator = self.strategy.distribute(self._batches())
-        self._compile(iterator)
-        with signals.deferred():
-            try:
-                while self._state.progress.epoch < self._config.epochs:
-                    self._train_epoch(iterator, bar)
-                    self._finish_epoch(bar)
-            except (KeyboardInterrupt, Terminated):
-                self._save()
-                wait_for_all(self._workers)
-                raise
-
-    def _batches(self) -> tf.data.Dataset:
-        """Returns the training set from the next step on, with the data fault that is injected."""
-
-        def batches(seed: int) -> tf.data.Dataset:
-            return self._spec.batches(seed=seed, start_step=self._state.position)
-
-        seed, fault = self._config.seed, self._config.fault
-        if fault is None:
-            return batches(seed)
-        return inject_data_fault(fault, batches, seed=seed, num_replicas=self.strategy.num_replicas)
-
-    def _compile(self, iterator: Iterator) -> None:
-        start = time.monotonic()
-        self.strategy.train_steps(iterator, 0)
-        self._compile_sec = time.monotonic() - start
+        with self._memory.naming_errors(self._is_within_epoch):
+            # Kept: the destructor of a `tf.distribute` iterator can wait for half a minute.
+            self._iterator = self.strategy.distribute(self._batches())
+            start = time.monotonic()
+            self.strategy.train_steps(self._iterator, 0)
+            self._compile_sec = time.monotonic() - start
         fault_point("compile")
 
-    def _train_epoch(self, iterator: Iterator, bar: TrainingProgress) -> None:
-        """Trains the steps that the epoch under way still lacks."""
-        step_sec = math.inf
-        while self._state.progress.epoch_step < self.steps_per_epoch:
-            num_steps = self._num_steps_of_next_call(step_sec)
-            call_sec = self._call(iterator, num_steps, bar)
-            step_sec, is_save_due = self._synchronize(
-                call_sec / num_steps, self._state.checkpoints.is_due(self._state.progress)
-            )
-            if is_save_due:
-                self._save()
+    def step(self, num_steps: int) -> StepTotals:
+        """Trains some steps in one compiled call, and adds them to the progress of the epoch.
 
-    def _num_steps_of_next_call(self, step_sec: float) -> int:
-        """Returns how many steps of `step_sec` seconds go into the next compiled call."""
-        num_steps = self._config.steps_per_call or max(1, int(_CALL_SEC / step_sec))
-        return min(num_steps, self._state.checkpoints.num_steps_before_next(self._state.progress))
+        Args:
+            num_steps: at most as many as the epoch still has.
 
-    def _call(self, iterator: Iterator, num_steps: int, bar: TrainingProgress) -> float:
-        """Trains `num_steps` steps in one compiled call; returns its seconds."""
+        Raises:
+            DivergedError: the loss is not finite.
+        """
         start = time.monotonic()
-        totals = self.strategy.train_steps(iterator, num_steps)
+        totals = self.strategy.train_steps(self._iterator, num_steps)
         call_sec = time.monotonic() - start
+        self._step_sec = call_sec / num_steps
         self._state.add_steps(num_steps, totals, call_sec=call_sec)
         fault_point("step")
         self._state.check_finite(totals, "training loss")
         images_per_sec = totals.examples / call_sec
-        bar.step(self._state.position, epoch_totals(self._state.progress), images_per_sec)
+        self._bar.step(self._state.position, epoch_totals(self._state.progress), images_per_sec)
         self._writer.steps(
             self._state.progress.step,
             totals,
             images_per_sec=images_per_sec,
             learning_rate=last_learning_rate(self.strategy.optimizer),
         )
-        return call_sec
+        return totals
 
-    def _synchronize(self, *numbers: float) -> list[float]:
-        """Returns the largest of each number over the workers; raises what a signal asks for."""
-        self._on_progress()
-        return synchronize(self._workers, *numbers)
+    def end_epoch(self) -> None:
+        """Evaluates the epoch whose steps are trained, and saves it.
 
-    def _finish_epoch(self, bar: TrainingProgress) -> None:
-        """Evaluates the epoch under way and saves it."""
-        bar.evaluating()
-        self._check_replica_divergence()
+        Raises:
+            DivergedError: the loss or a weight is not finite.
+            ReplicaDivergenceError: replicas hold different weights.
+        """
+        self._bar.evaluating()
+        self._state.check_replica_divergence(shown=self._workers.is_chief)
         start = time.monotonic()
         test = evaluate(self.strategy, self.dataset, self._after_test_batch)
         evaluation_sec = time.monotonic() - start
@@ -249,31 +213,82 @@ class Training:
             learning_rate=last_learning_rate(self.strategy.optimizer),
             injected_fault=str(self._config.fault or ""),
         )
-        self._save()
-        bar.epoch(self._state.progress.history[-1])
+        self.save()
+        self._bar.epoch(self._state.progress.history[-1])
         fault_point("epoch")
-        self._synchronize()
 
-    def _check_replica_divergence(self) -> None:
-        """Checks the replicas; notes how far apart their statistics are before they are averaged.
+    def save(self) -> None:
+        """Saves the state of the training, unless the last checkpoint has it."""
+        if self._state.save(self._writer, compile_sec=self._compile_sec):
+            self._on_progress()
+
+    def end(self) -> Summary:
+        """Marks the run as finished; returns its summary, once every worker is done.
 
         Raises:
-            ReplicaDivergenceError: replicas hold different weights.
+            ValueError: `begin` was given no log.
         """
-        divergence = check_replica_divergence(self.strategy)
-        if divergence.tensor and not self._state.progress.history and self._workers.is_chief:
-            console.say(
-                f"replicas hold the same weights, bit for bit; their own statistics are up to"
-                f" {divergence.absolute:.2g} apart ({divergence.tensor}) and are averaged now"
-            )
-        apart = max(divergence.absolute, self._state.progress.statistics_apart)
-        self._state.progress = dataclasses.replace(self._state.progress, statistics_apart=apart)
+        if not isinstance(self._writer, RunWriter):
+            raise ValueError("a training without a log has no summary")
+        summary = self._writer.finish()
+        wait_for_all(self._workers)
+        return summary
+
+    def _create_writer(self, log: RunLog) -> RunWriter:
+        if self._run_dir is None:
+            raise ValueError("a log needs a run directory; a worker without one calls assist")
+        template = summary_template(
+            self._config, self._devices, self.dataset, self.strategy, self._metadata
+        )
+        return RunWriter(self._run_dir, log, template)
+
+    def _is_within_epoch(self) -> bool:
+        return self._state.progress.epoch_step < self.steps_per_epoch
+
+    def _train(self) -> None:
+        """Trains the epochs that are left; after a signal it saves the state and ends."""
+        with self._bar, self._memory.naming_errors(self._is_within_epoch), signals.deferred():
+            try:
+                while not self.is_finished:
+                    self._train_epoch()
+                    self.end_epoch()
+                    self._synchronize()
+            except (KeyboardInterrupt, Terminated):
+                self.save()
+                wait_for_all(self._workers)
+                raise
+
+    def _train_epoch(self) -> None:
+        """Trains the steps that the epoch under way still lacks."""
+        self._step_sec = math.inf
+        while self._is_within_epoch():
+            self.step(self._num_steps_of_next_call())
+            is_due = self._state.checkpoints.is_due(self._state.progress)
+            self._step_sec, is_save_due = self._synchronize(self._step_sec, is_due)
+            if is_save_due:
+                self.save()
+
+    def _num_steps_of_next_call(self) -> int:
+        """Returns how many steps go into the next compiled call."""
+        num_steps = self._config.steps_per_call or max(1, int(_CALL_SEC / self._step_sec))
+        return min(num_steps, self._state.checkpoints.num_steps_before_next(self._state.progress))
+
+    def _batches(self) -> tf.data.Dataset:
+        """Returns the training set from the next step on, with the data fault that is injected."""
+
+        def batches(seed: int) -> tf.data.Dataset:
+            return self._spec.batches(seed=seed, start_step=self._state.position)
+
+        seed, fault = self._config.seed, self._config.fault
+        if fault is None:
+            return batches(seed)
+        return inject_data_fault(fault, batches, seed=seed, num_shards=self.strategy.num_shards)
+
+    def _synchronize(self, *numbers: float) -> list[float]:
+        """Returns the largest of each number over the workers; raises what a signal asks for."""
+        self._on_progress()
+        return synchronize(self._workers, *numbers)
 
     def _after_test_batch(self) -> None:
         fault_point("evaluate")
         self._synchronize()
-
-    def _save(self) -> None:
-        """Saves the state of the training, unless the last checkpoint has it."""
-        if self._state.save(self._writer, compile_sec=self._compile_sec):
-            self._on_progress()

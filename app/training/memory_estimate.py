@@ -53,16 +53,16 @@ class MemoryEstimate(NamedTuple):
         """Of each replica, whatever its shard."""
         return self.weights_bytes + self.optimizer_state_bytes + self.step_bytes
 
-    def total_bytes(self, *, num_replicas: int, global_batch_size: int) -> float:
+    def total_bytes(self, *, num_copies: int, global_batch_size: int) -> float:
         """Of all replicas together."""
-        return num_replicas * self.fixed_bytes + global_batch_size * self.image_bytes
+        return num_copies * self.fixed_bytes + global_batch_size * self.image_bytes
 
 
 def _size_bytes(variables: Iterable[keras.Variable]) -> int:
     return sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in variables)
 
 
-def _upper_bound(model: keras.Model, num_replicas: int, global_batch_size: int) -> float:
+def _upper_bound(model: keras.Model, num_copies: int, global_batch_size: int) -> float:
     """Returns more than any step can take: all that layers compute at once, with its gradients.
 
     Infinity where layers are made of layers: what these compute is not to be seen from outside.
@@ -76,15 +76,15 @@ def _upper_bound(model: keras.Model, num_replicas: int, global_batch_size: int) 
         return math.inf
     outputs = [tensor for layer in layers for tensor in keras.tree.flatten(layer.output)]
     computed = sum(int(np.prod(tensor.shape[1:])) for tensor in outputs)
-    copies = 4 * num_replicas * _size_bytes(model.variables)
-    return num_replicas * _WORK_BYTES + copies + 2 * 4 * global_batch_size * computed
+    copies = 4 * num_copies * _size_bytes(model.variables)
+    return num_copies * _WORK_BYTES + copies + 2 * 4 * global_batch_size * computed
 
 
 def check_memory(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
     *,
-    num_replicas: int,
+    num_copies: int,
     global_batch_size: int,
     available: int | None,
 ) -> None:
@@ -93,16 +93,16 @@ def check_memory(
     Args:
         model: of one replica.
         optimizer: of one replica, built.
-        num_replicas: how many share the memory.
+        num_copies: of the weights, which share the memory.
         global_batch_size: examples of a step over all of them.
         available: bytes; None where nobody knows.
 
     Raises:
         DeviceError: a step takes more than there is.
     """
-    if available is None or _upper_bound(model, num_replicas, global_batch_size) <= available:
+    if available is None or _upper_bound(model, num_copies, global_batch_size) <= available:
         return
-    sizes = {"num_replicas": num_replicas, "global_batch_size": global_batch_size}
+    sizes = {"num_copies": num_copies, "global_batch_size": global_batch_size}
     needed = MemoryEstimate.of(model, optimizer).total_bytes(**sizes)
     if _ACCURACY * needed > available:
         raise too_large(model, optimizer, **sizes, available=available)
@@ -112,38 +112,38 @@ def too_large(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
     *,
-    num_replicas: int,
+    num_copies: int,
     global_batch_size: int,
     available: int | None,
 ) -> DeviceError:
     """Returns what to raise where a batch does not fit, or did not.
 
     Args:
-        model, optimizer, num_replicas, global_batch_size, available: see `check_memory`;
+        model, optimizer, num_copies, global_batch_size, available: see `check_memory`;
             `available` is None where the memory is that of GPUs.
     """
     estimate = MemoryEstimate.of(model, optimizer)
-    needed = estimate.total_bytes(num_replicas=num_replicas, global_batch_size=global_batch_size)
+    needed = estimate.total_bytes(num_copies=num_copies, global_batch_size=global_batch_size)
     there = f", {available / 2**30:.1f} are free" if available is not None else ""
-    per_replica = f"{-(-global_batch_size // num_replicas):,} images"
+    per_replica = f"{-(-global_batch_size // num_copies):,} images"
     return DeviceError(
         f"out of memory: --global_batch_size={global_batch_size}, which is {per_replica} on each of"
-        f" {console.count(num_replicas, 'replica')}, takes {needed / 2**30:.1f} GiB by estimate"
+        f" {console.count(num_copies, 'replica')}, takes {needed / 2**30:.1f} GiB by estimate"
         f"{there} — memory for a step is required;"
-        f" {_advice(estimate, num_replicas, global_batch_size, available)}"
+        f" {_advice(estimate, num_copies, global_batch_size, available)}"
     )
 
 
 def _advice(
-    estimate: MemoryEstimate, num_replicas: int, global_batch_size: int, available: int | None
+    estimate: MemoryEstimate, num_copies: int, global_batch_size: int, available: int | None
 ) -> str:
     """Says which batch to use instead, where one can fit at all."""
     fits = global_batch_size // 2
     if available is not None:
-        room = available - num_replicas * estimate.fixed_bytes
+        room = available - num_copies * estimate.fixed_bytes
         fits = min(fits, int(room // estimate.image_bytes))
-    fits = fits // num_replicas * num_replicas
-    if fits < num_replicas:
+    fits = fits // num_copies * num_copies
+    if fits < num_copies:
         return "not even one image for each replica fits, use fewer devices or another machine"
     what = "by the same estimate the largest that fits" if available is not None else "half of it"
     return f"use --global_batch_size={fits}, {what}, or less"

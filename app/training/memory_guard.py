@@ -1,11 +1,13 @@
 """Refuses a batch that cannot fit into memory, before the training or when memory runs out."""
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from app.devices.device_setup import Devices
 from app.devices.free_memory import available_bytes
-from app.runtime.errors import DeviceError
+from app.runtime.errors import is_out_of_memory
 from app.training.memory_estimate import check_memory, too_large
 from strategies.base import Strategy
 from strategies.workers import Workers
@@ -34,9 +36,23 @@ class MemoryGuard:
         if self._on_cpu:
             check_memory(available=self._available_on_all_machines(), **self._step())
 
-    def out_of_memory(self) -> DeviceError:
-        """Returns the error for a step that ran out of memory."""
-        return too_large(available=available_bytes() if self._on_cpu else None, **self._step())
+    @contextlib.contextmanager
+    def naming_errors(self, is_within_epoch: Callable[[], bool]) -> Iterator[None]:
+        """Within it, running out of memory in an epoch raises the batch size that would fit.
+
+        Args:
+            is_within_epoch: returns whether steps are trained, and not the test set evaluated.
+
+        Raises:
+            DeviceError: a step ran out of memory.
+        """
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error) and is_within_epoch():
+                free = available_bytes() if self._on_cpu else None
+                raise too_large(available=free, **self._step()) from error
+            raise
 
     def _available_on_all_machines(self) -> int | None:
         """Returns free bytes: the number of machines times the least that a worker has."""
@@ -51,6 +67,6 @@ class MemoryGuard:
         return {
             "model": self._strategy.model,
             "optimizer": self._strategy.optimizer,
-            "num_replicas": self._strategy.num_replicas,
+            "num_copies": self._strategy.num_copies,
             "global_batch_size": self._global_batch_size,
         }

@@ -1,8 +1,8 @@
-"""Do the replicas still hold the same?"""
+"""The replica divergence check: compares the copies of the weights."""
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import tensorflow as tf
@@ -25,34 +25,27 @@ class ReplicaDivergence:
 
 
 def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
-    """Compares a hash of each variable on each replica.
+    """Compares a hash of each variable over all copies of the weights.
 
-    What is trained, and what the optimizer keeps, have to be the same bits everywhere.
+    Trainable variables and the optimizer state have to be bitwise identical in every copy.
 
     Raises:
         ReplicaDivergenceError: they are not; it names the tensor and the replicas.
     """
-    names, per_replica_variables = strategy.variable_names, strategy.replica_variables()
-    own = {
-        f"model/{v.path}" for v in strategy.model.variables if not v.trainable
-    }  # What replicas may hold each for itself.
+    copies = strategy.copies()
+    own = {f"model/{v.path}" for v in strategy.model.variables if not v.trainable}
     divergence = ReplicaDivergence("", 0.0)
-    per_replica_hashes = strategy.gather_replicas(
-        [_hash(variables) for variables in per_replica_variables]
-    )
-    for position, (name, hashes) in enumerate(
-        zip(names, zip(*per_replica_hashes, strict=True), strict=True)
+    per_copy_hashes = strategy.gather([_hash(copy.values()) for copy in copies])
+    for name, hashes in zip(
+        strategy.variable_names, zip(*per_copy_hashes, strict=True), strict=True
     ):
         groups: dict[bytes, list[int]] = {}
-        for replica_id, digest in enumerate(hashes):
-            groups.setdefault(digest.tobytes(), []).append(replica_id)
+        for copy_id, digest in enumerate(hashes):
+            groups.setdefault(digest.tobytes(), []).append(copy_id)
         if len(groups) == 1:
             continue
-        # What differs is known to every worker: all of them get here for the same tensor.
-        copies = strategy.gather_replicas(
-            [[variables[position].numpy()] for variables in per_replica_variables]
-        )
-        arrays = [array for (array,) in copies]
+        # Every worker knows the hashes: all of them get here for the same tensor.
+        arrays = [array for (array,) in strategy.gather([[copy[name].numpy()] for copy in copies])]
         apart = float(np.max(np.ptp(np.asarray(arrays, np.float64), axis=0)))
         if name not in own:
             raise ReplicaDivergenceError(_describe(name, list(groups.values()), apart))
@@ -61,7 +54,7 @@ def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
     return divergence
 
 
-def _hash(variables: Sequence[tf.Variable]) -> list[np.ndarray]:
+def _hash(variables: Iterable[tf.Variable]) -> list[np.ndarray]:
     """Returns 32 bytes for each variable."""
     digests = [hashlib.sha256(variable.numpy().tobytes()).digest() for variable in variables]
     return [np.frombuffer(digest, np.uint8) for digest in digests]

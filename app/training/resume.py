@@ -107,7 +107,7 @@ class Resumed:
             )
             if progress.epoch_step < self.found.checkpoint.progress.epoch_step:
                 console.warn(f"epoch {progress.epoch + 1} begins anew: its examples are others now")
-        before, now = self.found.checkpoint.metadata.num_replicas, metadata.num_replicas
+        before, now = self.found.checkpoint.metadata.num_shards, metadata.num_shards
         how = [*changes.how, *([f"replicas {before} → {now}"] if before != now else [])]
         if how:
             console.say(

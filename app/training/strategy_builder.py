@@ -11,7 +11,7 @@ from app.training.recipes import find_recipe
 from models import load_model_builder
 from strategies import load_strategy_class
 from strategies.base import Strategy
-from strategies.replicas import State
+from strategies.copies import State
 
 # Gradients of a mean loss above 64 would overflow; they are far below in any training that works.
 FLOAT16_LOSS_SCALE = 1024.0
@@ -27,6 +27,7 @@ def build_strategy(
     num_classes: int,
     learning_rate: float,
     num_steps: int,
+    all_reduce: str | None = None,
 ) -> Strategy:
     """Builds the strategy of `config` with its model and optimizer on every device.
 
@@ -37,6 +38,7 @@ def build_strategy(
         num_classes: of the data set.
         learning_rate: the peak.
         num_steps: of the whole training, for schedules.
+        all_reduce: another algorithm than that of `config`.
 
     Raises:
         ConfigError: the strategy has no such all-reduce on these devices, or the model does not
@@ -48,7 +50,7 @@ def build_strategy(
         strategy = strategy_class(
             devices.names,
             workers=devices.workers,
-            all_reduce=config.all_reduce,
+            all_reduce=all_reduce or config.all_reduce,
             bucket_mib=config.bucket_mib,
             communication_dtype=None
             if config.communication_dtype == "float32"
@@ -91,8 +93,8 @@ def restore(
         state = _with_new_schedule(state, strategy.state(), new_schedule_step)
     try:
         strategy.load_state(state)
-        if len(checkpoint.per_replica_statistics) == strategy.num_replicas:
-            strategy.load_per_replica_statistics(checkpoint.per_replica_statistics)
+        if len(checkpoint.per_replica_statistics) == strategy.num_shards:
+            strategy.load_per_shard_statistics(checkpoint.per_replica_statistics)
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint of step {checkpoint.progress.step}: {error} — one of the same model is"

@@ -56,8 +56,13 @@ class TrainingSpec:
             global_batch_size=config.global_batch_size, num_steps=self.num_steps
         )
 
-    def build_strategy(self, devices: Devices) -> Strategy:
-        """Builds the strategy of `config` with its model and optimizer on every device."""
+    def build_strategy(self, devices: Devices, *, all_reduce: str | None = None) -> Strategy:
+        """Builds the strategy with its model and optimizer on every device.
+
+        Args:
+            devices: where.
+            all_reduce: another algorithm than that of the configuration.
+        """
         return build_strategy(
             self.config,
             devices,
@@ -65,10 +70,11 @@ class TrainingSpec:
             num_classes=self.dataset.num_classes,
             learning_rate=self.learning_rate,
             num_steps=self.num_steps,
+            all_reduce=all_reduce,
         )
 
-    def metadata(self, num_replicas: int) -> RunMetadata:
-        """Returns what every checkpoint of this training says of it."""
+    def metadata(self, strategy: Strategy) -> RunMetadata:
+        """Returns the metadata of every checkpoint of this training."""
         return RunMetadata(
             config=self.config.result_fields(),
             learning_rate=self.learning_rate,
@@ -76,7 +82,9 @@ class TrainingSpec:
             dataset=self.dataset.name,
             dataset_sha256=self.dataset.sha256(),
             test_part_sha256=self.dataset.sha256_of_test_part(),
-            num_replicas=num_replicas,
+            num_devices=strategy.num_devices,
+            num_shards=strategy.num_shards,
+            num_copies=strategy.num_copies,
             versions=versions(),
         )
 

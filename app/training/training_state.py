@@ -7,6 +7,7 @@ import time
 from app.config import TrainConfig
 from app.records.checkpoint import Checkpoint
 from app.records.run_metadata import Progress, RunMetadata
+from app.runtime import console
 from app.training.checkpoint_schedule import CheckpointSchedule
 from app.training.epoch_progress import after_steps
 from app.training.finite_checks import check_finite_loss, check_finite_state
@@ -76,7 +77,7 @@ class TrainingState:
         self.checkpoints.mark_saved(self.progress)
         self._strategy.broadcast_state()
         own = resumed.checkpoint.per_replica_statistics if resumed else []
-        self._strategy.share_per_replica_statistics(own)
+        self._strategy.broadcast_per_shard_statistics(own)
 
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:
         """Adds the steps of a compiled call to the progress."""
@@ -92,6 +93,25 @@ class TrainingState:
             totals, description, self._strategy, self._where(), self.checkpoints.saved_step
         )
 
+    def check_replica_divergence(self, *, shown: bool) -> None:
+        """Checks the copies of the weights, and notes how far apart their statistics are.
+
+        Args:
+            shown: report the statistics at the end of the first epoch.
+
+        Raises:
+            ReplicaDivergenceError: replicas hold different weights.
+        """
+        divergence = check_replica_divergence(self._strategy)
+        if divergence.tensor and not self.progress.history and shown:
+            console.say(
+                "All replicas hold bitwise identical weights. Their BatchNorm statistics differ by"
+                f" up to {divergence.absolute:.2g} ({divergence.tensor}): the average is evaluated"
+                " and saved"
+            )
+        apart = max(divergence.absolute, self.progress.statistics_apart)
+        self.progress = dataclasses.replace(self.progress, statistics_apart=apart)
+
     def save(self, writer: TrainingWriter, *, compile_sec: float) -> bool:
         """Saves a checkpoint; returns False where the last one has this state already.
 
@@ -102,12 +122,9 @@ class TrainingState:
         """
         if self.checkpoints.is_saved(self.progress):
             return False
-        if self.progress.epoch_step:  # The state of replica 0 is saved for all replicas.
+        if self.progress.epoch_step:  # The state of the first copy is saved for all copies.
             check_replica_divergence(self._strategy)
-        own = self._strategy.per_replica_statistics()
-        state = self._strategy.state()
-        # `state` has averaged the statistics: the training continues with each replica's own.
-        self._strategy.load_per_replica_statistics(own)
+        state, own = self._strategy.state(), self._strategy.per_shard_statistics()
         check_finite_state(state, self._where(), self.checkpoints.saved_step)
         now = time.monotonic()
         total_sec = self.progress.total_sec + now - self._start

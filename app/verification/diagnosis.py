@@ -19,7 +19,7 @@ from app.verification.arithmetic import (
 )
 from app.verification.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement, relative_error
 from app.verification.step_context import WHOLE_BATCH_NORM, StepContext, name_replicas
-from app.verification.trace_checker import state_before
+from app.verification.trace_checker import state_before, statistics_before
 from app.verification.verdict import Diagnosis
 
 UNEXPLAINED = Diagnosis(
@@ -44,7 +44,7 @@ def explain(context: StepContext, mismatch: Measurement) -> Diagnosis:
 
 
 def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
-    replicas = range(context.trace.num_replicas)
+    replicas = range(context.trace.num_shards)
     sizes = [len(context.read(mismatch, "examples", r, "examples")) for r in replicas]
     sent = [context.arrays(mismatch, "gradients", replica_id) for replica_id in replicas]
     got = context.arrays(mismatch, "sums", mismatch.replica_id)
@@ -107,7 +107,7 @@ def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
             " their weights part",
         )
     wrong = context.wrong_replicas(mismatch, kind, tensor)
-    if len(wrong) < context.trace.num_replicas:
+    if len(wrong) < context.trace.num_copies:
         yield _changed_by_itself(context, mismatch, kind, tensor, wrong)
     before = state_before(context.trace, mismatch.step)
     if "iteration" in context.trace.tensors(mismatch.step, "slots"):
@@ -137,7 +137,7 @@ def _changed_by_itself(
     context: StepContext, mismatch: Measurement, kind: str, tensor: str, wrong: list[int]
 ) -> Diagnosis:
     """Says what distinguishes one replica from those that are right."""
-    right = next(r for r in range(context.trace.num_replicas) if r not in wrong)
+    right = next(r for r in range(context.trace.num_copies) if r not in wrong)
     actual, expected = (
         context.read(mismatch, kind, r, tensor).astype(np.float64).ravel()
         for r in (mismatch.replica_id, right)
@@ -156,7 +156,7 @@ def _initial_state(context: StepContext, mismatch: Measurement) -> Iterator[Diag
     what = {"weights": "weights", "slots": "optimizer variables"}.get(mismatch.kind, mismatch.kind)
     yield Diagnosis(
         "initial_weights" if mismatch.kind == "weights" else "initial_state",
-        f"{name_replicas(wrong, context.trace.num_replicas)} starts from other {what} than"
+        f"{name_replicas(wrong, context.trace.num_copies)} starts from other {what} than"
         f" model, recipe and flags give: {mismatch.tensor}, by up to {mismatch.absolute:.3g}",
     )
 
@@ -164,20 +164,23 @@ def _initial_state(context: StepContext, mismatch: Measurement) -> Iterator[Diag
 def _own_statistics(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     before, images, labels, _ = context.start(mismatch)
     actual = context.read(mismatch, "own statistics", mismatch.replica_id, mismatch.tensor)
-    if np.array_equal(actual, before[mismatch.tensor]):
+    own = statistics_before(context.trace, mismatch.step)[mismatch.replica_id]
+    if np.array_equal(actual, own[mismatch.tensor]):
         yield Diagnosis(
             "frozen_batch_norm",
             f"replica {mismatch.replica_id} does not move {mismatch.tensor}: BatchNorm works as in"
             " evaluation",
         )
-    (whole,) = context.reference64.gradients(before, images, labels, [np.arange(len(labels))])
+    (whole,) = context.reference64.gradients(
+        before, images, labels, [np.arange(len(labels))], per_shard_statistics=[own]
+    )
     if relative_error(actual, whole.statistics[mismatch.tensor]) <= mismatch.limit:
         yield WHOLE_BATCH_NORM
 
 
 def _statistics(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     actual = context.read(mismatch, "statistics", 0, mismatch.tensor)
-    for replica_id in range(context.trace.num_replicas):
+    for replica_id in range(context.trace.num_shards):
         own = context.read(mismatch, "own statistics", replica_id, mismatch.tensor)
         if np.array_equal(actual, own):
             yield Diagnosis(

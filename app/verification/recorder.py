@@ -2,7 +2,7 @@
 
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import keras
@@ -13,8 +13,8 @@ from app.runtime.errors import ConfigError, DivergedError
 from app.verification.straggler import SendTime
 from app.verification.trace import TraceWriter, hash_examples
 from strategies.base import Strategy
+from strategies.copies import State
 from strategies.observer import Observer, Shard
-from strategies.replicas import State
 
 T = TypeVar("T")
 
@@ -43,9 +43,6 @@ class Recorder(Observer):
         on_step: Callable[[int], None] = lambda step: None,
     ) -> list[list[SendTime]]:
         """Trains `num_steps` steps and leaves their trace in `path`.
-
-        Moving statistics are averaged over the replicas after every step, and not just when they
-        are needed: the average moves linearly, so this is the same training but for rounding.
 
         Args:
             iterator: what `strategy.distribute` returned.
@@ -88,68 +85,78 @@ class Recorder(Observer):
                 on_step(step)
         return times
 
-    def before_all_reduce(
-        self,
-        replica_id: int | tf.Tensor,
-        shard: Shard,
-        loss: tf.Tensor,
-        gradients: list[tf.Tensor],
+    def on_shard(
+        self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Keeps examples, loss and gradients, and when they were sent."""
-        self._keep("shard", replica_id, [shard.images, shard.labels, loss])
-        self._keep("gradients", replica_id, gradients)
-        sent = self._inner.before_all_reduce(replica_id, shard, loss, gradients)
+        self._keep("shard", shard_id, [shard.images, shard.labels, loss])
+        self._keep("gradients", shard_id, gradients)
+        sent = self._inner.on_shard(shard_id, shard, loss, gradients)
         with tf.control_dependencies(sent):
-            tf.numpy_function(self._keep_time, [replica_id], [])
+            tf.numpy_function(self._keep_time, [shard_id], [])
         return sent
 
-    def after_all_reduce(
-        self, replica_id: int | tf.Tensor, sums: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
+    def on_update(self, copy_id: int | tf.Tensor, summed_gradients: list[tf.Tensor]) -> None:
         """Keeps the sums."""
-        sums = self._inner.after_all_reduce(replica_id, sums)
-        self._keep("sums", replica_id, sums)
-        return sums
+        self._keep("sums", copy_id, summed_gradients)
+        self._inner.on_update(copy_id, summed_gradients)
 
-    def _keep(self, what: str, replica_id: int | tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
-        def keep(replica_id: np.ndarray, *arrays: np.ndarray) -> None:
-            self._kept[what, int(replica_id)] = [np.array(array) for array in arrays]
+    def on_average(
+        self,
+        per_shard_statistics: Sequence[Sequence[np.ndarray]],
+        averages: Mapping[str, np.ndarray],
+    ) -> Mapping[str, np.ndarray]:
+        """Returns the averages of the inner observer."""
+        return self._inner.on_average(per_shard_statistics, averages)
 
-        tf.numpy_function(keep, [replica_id, *tensors], [])
+    def _keep(self, what: str, item_id: int | tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
+        """Keeps tensors of a shard or a copy, once they are computed."""
 
-    def _keep_time(self, replica_id: np.ndarray) -> None:
-        self._sent[int(replica_id)] = time.monotonic(), time.process_time()
+        def keep(item_id: np.ndarray, *arrays: np.ndarray) -> None:
+            self._kept[what, int(item_id)] = [np.array(array) for array in arrays]
+
+        tf.numpy_function(keep, [item_id, *tensors], [])
+
+    def _keep_time(self, shard_id: np.ndarray) -> None:
+        self._sent[int(shard_id)] = time.monotonic(), time.process_time()
 
     def _take(self, what: str) -> list[list[np.ndarray]]:
-        """Returns what was kept under this name in the last step, a list for each replica."""
-        taken = {r: self._kept.pop((kind, r)) for kind, r in list(self._kept) if kind == what}
-        return self._per_replica(what, taken)
+        """Returns what was kept under this name in the last step, a list for each item."""
+        taken = {i: self._kept.pop((kind, i)) for kind, i in list(self._kept) if kind == what}
+        return self._in_order(what, taken)
 
     def _take_times(self) -> list[SendTime]:
         """Returns when each replica sent its gradients in the last step."""
         taken, self._sent = self._sent, {}
-        return self._per_replica("times", taken)
+        return self._in_order("times", taken)
 
-    def _per_replica(self, what: str, taken: dict[int, T]) -> list[T]:
-        """Returns what was taken of this worker's replicas, in their order."""
-        ids = self._strategy.local_replica_ids
+    def _in_order(self, what: str, taken: dict[int, T]) -> list[T]:
+        """Returns what was taken of this worker's shards, or copies, in their order."""
+        strategy, of_copies = self._strategy, what == "sums"
+        ids = strategy.local_copy_ids if of_copies else strategy.local_shard_ids
         if set(taken) != set(ids):
             found = ", ".join(map(str, sorted(taken))) or "none"
-            raise ConfigError(
-                f"strategy {self._strategy.name} reported the {what} of these replicas: {found} —"
-                " its train_step has to call self.observer.before_all_reduce and after_all_reduce"
-                " for each; see docs/add_a_strategy.md"
+            items, method = (
+                ("copies", "apply_gradients") if of_copies else ("shards", "local_gradients")
             )
-        return [taken[replica_id] for replica_id in ids]
+            raise ConfigError(
+                f"strategy {strategy.name} reported the {what} of {items} {found} instead of"
+                f" {', '.join(map(str, ids))}; its train_step has to call self.{method} for each,"
+                " see docs/add_a_strategy.md"
+            )
+        return [taken[item_id] for item_id in ids]
 
     def _write_states(self, trace: TraceWriter, step: int) -> None:
         strategy = self._strategy
-        own = strategy.replica_states()
-        _check_finite(step, "state", own)
+        states = strategy.copy_states()
+        _check_finite(step, "state", states)
         for kind in ("slots", "weights"):
-            trace.write(step, kind, [_part(state, kind, strategy) for state in own])
-        trace.write(step, "own statistics", [_part(state, "statistics", strategy) for state in own])
-        trace.write(step, "statistics", [_part(strategy.state(), "statistics", strategy)])
+            trace.write(step, kind, [_part(state, kind, strategy) for state in states])
+        own = [
+            {name: v.numpy() for name, v in shard.items()} for shard in strategy.shard_statistics()
+        ]
+        trace.write(step, "own statistics", [_without_prefix(arrays) for arrays in own])
+        trace.write(step, "statistics", [_without_prefix(strategy.averaged_statistics())])
 
 
 def _check_finite(step: int, kind: str, per_replica: list[dict[str, np.ndarray]]) -> None:
@@ -177,14 +184,13 @@ def check_repeatable(model: keras.Model) -> None:
 
 
 def _part(state: State, kind: str, strategy: Strategy) -> State:
-    """Returns the arrays of one kind, without the prefix of their names."""
+    """Returns the weights, or the optimizer state ("slots"), of a copy."""
     if kind == "slots":
         names = [name for name in state if name.startswith("optimizer/")]
     else:
-        names = [
-            f"model/{variable.path}"
-            for variable in strategy.model.variables
-            if variable.trainable == (kind == "weights")
-            and np.issubdtype(np.dtype(variable.dtype), np.floating)
-        ]
-    return {name.partition("/")[2]: state[name] for name in names}
+        names = [f"model/{variable.path}" for variable in strategy.model.trainable_variables]
+    return _without_prefix({name: state[name] for name in names})
+
+
+def _without_prefix(arrays: State) -> State:
+    return {name.partition("/")[2]: array for name, array in arrays.items()}

@@ -97,6 +97,8 @@ class Reference:
         images: np.ndarray,
         labels: np.ndarray,
         shards: Sequence[np.ndarray],
+        *,
+        per_shard_statistics: Sequence[Mapping[str, np.ndarray]] | None = None,
     ) -> list[ShardResult]:
         """Computes what each shard contributes, one after another.
 
@@ -109,11 +111,15 @@ class Reference:
             images: uint8 `(n, height, width, channels)`, the global batch.
             labels: integers `(n,)`.
             shards: for each, which rows of the global batch it holds, in order.
+            per_shard_statistics: the moving statistics that each shard starts from; None for those
+                of `before`.
         """
         _assign(self._weights, before)
         results = []
-        for rows in shards:
-            _assign(self._statistics, before)
+        for rows, statistics in zip(
+            shards, per_shard_statistics or [before] * len(shards), strict=True
+        ):
+            _assign(self._statistics, statistics)
             loss, gradients = self._compiled_gradients(
                 tf.constant(images[rows]),
                 tf.constant(labels[rows], tf.int32),

@@ -16,7 +16,7 @@ def examples(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]
     """Explains examples that were given twice, or not at all, or do not belong there."""
     images, labels = context.batch(mismatch.step)
     batch = hash_examples(images, labels)
-    replicas = range(context.trace.num_replicas)
+    replicas = range(context.trace.num_shards)
     per_replica = [context.read(mismatch, "examples", r, "examples") for r in replicas]
     actual = per_replica[mismatch.replica_id]
     replica = f"replica {mismatch.replica_id}"

@@ -13,7 +13,7 @@ from app.runtime.errors import CheckpointError, DataError
 from app.verification.difference import WeightDifference
 
 if TYPE_CHECKING:  # With it comes TensorFlow.
-    from strategies.replicas import State
+    from strategies.copies import State
 
 HEADER = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
 
@@ -108,9 +108,9 @@ def _has_batch_norm(state: "State") -> bool:
 
 def _explain(first: Summary, second: Summary, *, has_batch_norm: bool) -> str:
     """Says what two trainings do differently by design; it does not measure that this is all."""
-    if (first.num_replicas, first.all_reduce) == (second.num_replicas, second.all_reduce):
+    if (first.num_shards, first.all_reduce) == (second.num_shards, second.all_reduce):
         return "Both should add in the same order: this wants an explanation."
-    if has_batch_norm and first.num_replicas != second.num_replicas:
+    if has_batch_norm and first.num_shards != second.num_shards:
         why = (
             "each replica normalises with the statistics of its own shard (--batch_norm=average),"
             " so another number of replicas is another training"

@@ -30,11 +30,12 @@ def train_shard_by_shard(
         on_step: called after each step.
     """
     state = reference.initial_state
+    own: list[Arrays] = [state] * num_shards
     with TraceWriter(path) as trace:
-        _write_state(trace, 0, reference, state, [state])
+        _write_state(trace, 0, reference, state, own)
         for step, (images, labels) in enumerate(batches, start=1):
             shards = np.array_split(np.arange(len(labels)), num_shards)
-            results = reference.gradients(state, images, labels, shards)
+            results = reference.gradients(state, images, labels, shards, per_shard_statistics=own)
             examples = [hash_examples(images[rows], labels[rows]) for rows in shards]
             trace.write(step, "examples", [{"examples": hashes} for hashes in examples])
             trace.write(step, "loss", [{"loss": result.loss} for result in results])

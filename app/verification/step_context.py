@@ -7,7 +7,7 @@ import numpy as np
 
 from app.verification.measurement import Measurement
 from app.verification.reference import Arrays, Reference
-from app.verification.trace import Trace
+from app.verification.trace import KINDS_OF_A_SHARD, Trace
 from app.verification.trace_checker import find_shards, state_before
 from app.verification.verdict import Diagnosis
 
@@ -45,7 +45,8 @@ class StepContext:
             if m.order == mismatch.order and m.tensor == mismatch.tensor and not m.within_tolerance
         }  # fmt: skip
         named = self.trace.replicas(mismatch.step, kind, tensor)
-        replicas = range(self.trace.num_replicas)
+        own = kind in KINDS_OF_A_SHARD
+        replicas = range(self.trace.num_shards if own else self.trace.num_copies)
         return [r for r in replicas if (r if r in named else 0) in measured_wrong]
 
     def arrays(self, mismatch: Measurement, kind: str, replica_id: int) -> Arrays:

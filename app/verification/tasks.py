@@ -103,7 +103,7 @@ def record_on_workers(
     parts = [_worker_path(path, index) for index in range(len(per_worker))]
     merge_traces(parts, path)
     for part in parts:
-        part.unlink()
+        shutil.rmtree(part)
     send_sec = [
         [time for worker_times in times for time in worker_times]
         for times in zip(*(worker.send_sec for worker in per_worker), strict=True)
@@ -118,7 +118,7 @@ def _record_as_worker(
 
 
 def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
-    return path.with_name(f"{path.stem}-{index}{path.suffix}")
+    return path.with_name(f"{path.name}-{index}")
 
 
 def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) -> Recorded:
@@ -141,7 +141,7 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
             config.fault,
             lambda seed: spec.batches(seed=seed),
             seed=config.seed,
-            num_replicas=strategy.num_replicas,
+            num_shards=strategy.num_shards,
         )
     _check_space(strategy, num_steps, path)
     send_sec = Recorder(strategy, observer).record(
@@ -228,12 +228,10 @@ def _reference(spec: "TrainingSpec", dtype: str) -> "Reference":
 
 def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> None:
     """Refuses a trace that the disk has no room for, before a step is made."""
-    state_bytes = sum(
-        v.shape.num_elements() * v.dtype.size for v in strategy.replica_variables()[0]
-    )
+    state_bytes = sum(v.shape.num_elements() * v.dtype.size for v in strategy.copies()[0].values())
     weight_bytes = sum(v.value.shape.num_elements() * 4 for v in strategy.model.trainable_variables)
     # Gradients of each replica, their sum, and the state.
-    needed = num_steps * ((strategy.num_replicas + 1) * weight_bytes + state_bytes)
+    needed = num_steps * ((strategy.num_shards + 1) * weight_bytes + state_bytes)
     free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise DiskFullError(

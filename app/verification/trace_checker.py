@@ -93,9 +93,11 @@ class TraceChecker:
     ) -> Iterator[SummationSample]:
         """Loss, gradients and own statistics, each replica's from the shard that it was given."""
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # float64 takes the other core.
-            future = pool.submit(self.reference64.gradients, before, images, labels, shards)
-            in_order = self.reference32.gradients(before, images, labels, shards)
-            orders = list(self._other_orders(step, before, images, labels, shards))
+            own = statistics_before(trace, step)
+            arguments = before, images, labels, shards
+            future = pool.submit(self.reference64.gradients, *arguments, per_shard_statistics=own)
+            in_order = self.reference32.gradients(*arguments, per_shard_statistics=own)
+            orders = list(self._other_orders(step, before, images, labels, shards, own))
             exact = future.result()
         spreads: dict[tuple, list[float]] = collections.defaultdict(list)
         for results in orders:
@@ -116,6 +118,7 @@ class TraceChecker:
         images: np.ndarray,
         labels: np.ndarray,
         shards: list[np.ndarray],
+        own: list[Arrays],
     ) -> Iterator[list[ShardResult]]:
         """Yields what each shard contributes, its examples added in one order after another."""
         generator = np.random.default_rng(step)
@@ -123,7 +126,13 @@ class TraceChecker:
             num_parts = 1 if self.reference32.has_batch_norm else num_parts
             parts = [np.array_split(generator.permutation(s), num_parts) for s in shards]
             results = self.reference32.gradients(
-                before, images, labels, [part for shard in parts for part in shard if len(part)]
+                before,
+                images,
+                labels,
+                [part for shard in parts for part in shard if len(part)],
+                per_shard_statistics=[
+                    own[r] for r, shard in enumerate(parts) for part in shard if len(part)
+                ],
             )
             yield [_sum_of_parts([results.pop(0) for part in s if len(part)]) for s in parts]
 
@@ -136,12 +145,12 @@ class TraceChecker:
         rounded once more before.
         """
         unit, cast = float(UNIT_ROUNDOFF), 0
-        if self._communication_dtype != "float32" and trace.num_replicas > 1:
+        if self._communication_dtype != "float32" and trace.num_shards > 1:
             unit, cast = REDUCED_PRECISIONS[self._communication_dtype][1], 1
         for tensor in trace.tensors(step, "sums"):
             sent = [
                 trace.read(step, "gradients", replica_id, tensor)
-                for replica_id in range(trace.num_replicas)
+                for replica_id in range(trace.num_shards)
             ]
             total = np.sum([g.astype(np.float64) for g in sent], axis=0)
             magnitude = np.sum([np.abs(g.astype(np.float64)) for g in sent], axis=0)
@@ -181,7 +190,7 @@ def _arrays(trace: Trace, step: int) -> list[tuple[str, str, int]]:
         (kind, tensor, replica_id)
         for kind in ("loss", "gradients", "own statistics")
         for tensor in trace.tensors(step, kind)
-        for replica_id in range(trace.num_replicas)
+        for replica_id in range(trace.num_shards)
     ]
 
 
@@ -207,6 +216,15 @@ def state_before(trace: Trace, step: int) -> Arrays:
     }
 
 
+def statistics_before(trace: Trace, step: int) -> list[Arrays]:
+    """Returns the moving statistics that each shard of a step starts from."""
+    kind = "own statistics"
+    return [
+        {t: trace.read(step - 1, kind, shard_id, t) for t in trace.tensors(step - 1, kind)}
+        for shard_id in range(trace.num_shards)
+    ]
+
+
 def find_shards(
     trace: Trace, step: int, images: np.ndarray, labels: np.ndarray
 ) -> tuple[list[np.ndarray], list[int]]:
@@ -222,7 +240,7 @@ def find_shards(
     for row, example in enumerate(hash_examples(images, labels)):
         rows_of[int(example)].append(row)
     shards, wrong = [], []
-    for replica_id in range(trace.num_replicas):
+    for replica_id in range(trace.num_shards):
         examples = trace.read(step, "examples", replica_id, "examples")
         rows = [
             rows_of[int(example)].popleft() if rows_of[int(example)] else None
@@ -234,7 +252,7 @@ def find_shards(
     if left_out or any(wrong):
         if not any(wrong):
             wrong[-1] = left_out
-        return np.array_split(np.arange(len(labels)), trace.num_replicas), wrong
+        return np.array_split(np.arange(len(labels)), trace.num_shards), wrong
     return shards, wrong
 
 
@@ -253,7 +271,7 @@ def _averaged(trace: Trace, step: int) -> Iterator[Measurement]:
     for tensor in trace.tensors(step, "statistics"):
         own = [
             trace.read(step, "own statistics", replica_id, tensor)
-            for replica_id in range(trace.num_replicas)
+            for replica_id in range(trace.num_shards)
         ]
         actual = trace.read(step, "statistics", 0, tensor)
         mean = np.mean([array.astype(np.float64) for array in own], axis=0)

@@ -7,7 +7,7 @@ import numpy as np
 
 from app.verification.difference import Difference
 from app.verification.measurement import Where
-from app.verification.trace import KINDS, Trace
+from app.verification.trace import KINDS, KINDS_OF_A_SHARD, Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,6 @@ class PairDifference:
     identical: bool
 
 
-# A replica's own, which only trainings with the same number of replicas have in common.
-_OF_A_REPLICA = {"examples", "loss", "gradients", "own statistics"}
-
-
 def compare_traces(first: Trace, second: Trace) -> list[PairDifference]:
     """Compares all that two trainings have in common.
 
@@ -65,10 +61,10 @@ def compare_traces(first: Trace, second: Trace) -> list[PairDifference]:
 def _in_common(first: Trace, second: Trace, step: int, kind: str, tensor: str) -> Iterator[tuple]:
     """Yields a replica and the arrays of both for all that can be compared."""
     traces = first, second
-    if kind not in _OF_A_REPLICA:
+    if kind not in KINDS_OF_A_SHARD:
         replicas = {r for trace in traces for r in trace.replicas(step, kind, tensor)}
-    elif first.num_replicas == second.num_replicas:
-        replicas = set(range(first.num_replicas))
+    elif first.num_shards == second.num_shards:
+        replicas = set(range(first.num_shards))
     else:
         replicas = set()
         if kind == "loss":
@@ -88,5 +84,5 @@ def _difference(where: Where, a: np.ndarray, b: np.ndarray) -> PairDifference:
 
 
 def _total(trace: Trace, step: int) -> np.ndarray:
-    parts = [trace.read(step, "loss", r, "loss") for r in range(trace.num_replicas)]
+    parts = [trace.read(step, "loss", r, "loss") for r in range(trace.num_shards)]
     return np.asarray(np.sum(parts, axis=0, dtype=np.float64))
