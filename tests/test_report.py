@@ -348,7 +348,8 @@ class TestPlaces:
         )
         (tmp_path / "here").mkdir()
         arguments = [sys.executable, "-c", code, tmp_path / "a", tmp_path / "b"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        # Whatever matplotlib is to use elsewhere: nothing is shown in a window.
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "nonsense"}
         subprocess.run(arguments, cwd=tmp_path / "here", env=environment, check=True)
         page = Page((tmp_path / "here" / REPORT_FILE).read_text(encoding="utf-8"))
         assert list(page.rows("Every training with its result")) == ["a", "b"]

@@ -38,7 +38,7 @@ def _draw_throughput(record: dict) -> Figure:
     axes = figure.subplots()
     rates = [case["images_per_sec"] for case in cases]
     rows = [(rate["value"], rate["low"], rate["high"]) for rate in rates]
-    draw_bars(axes, rows, [_colour(case) for case in cases])
+    draw_bars(axes, rows, [_colour(case) for case in cases], height=0.8)
     axes.set_yticks(range(len(cases)), [case["short_name"] for case in cases])
     axes.invert_yaxis()
     axes.set_xlabel("images per second, median with 95 % interval")

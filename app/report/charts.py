@@ -201,6 +201,7 @@ def draw_bars(
     axes: Axes,
     rows: Sequence[tuple[float, float | None, float | None]],
     colours: Sequence[str] = _SERIES[:1],
+    height: float = 0.34,
 ) -> None:
     """Draws horizontal bars from top to bottom, with the ends of their intervals.
 
@@ -208,10 +209,11 @@ def draw_bars(
         axes: where they go.
         rows: value, lower and upper end.
         colours: of the bars, repeated.
+        height: of a bar, as a share of its row.
     """
     for row, (value, low, high) in enumerate(rows):
         colour = colours[row % len(colours)]
-        axes.barh(row, value, height=0.34, color=colour, alpha=0.6, linewidth=0)
+        axes.barh(row, value, height, color=colour, alpha=0.6, linewidth=0)
         if is_finite(low) and is_finite(high):
             # Not as errors: an interval need not hold its value.
             axes.plot([low, high], [row, row], "|-", color=_TEXT, linewidth=1.5, markersize=9)
