@@ -10,7 +10,7 @@ import pathlib
 import signal
 import sys
 
-if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Until a command begins it just ends us.
 if sys.version_info < (3, 11):  # Before anything is imported that an old Python cannot read.
     version = sys.version.split()[0]

@@ -180,3 +180,20 @@ def reset_layer_numbers() -> None:
     from keras.src.utils import naming
 
     _private(naming, "reset_uids")()
+
+
+def is_op_determinism_enabled() -> bool:
+    """Tells whether `tf.config.experimental.enable_op_determinism` was called."""
+    from tensorflow.python.framework import config
+
+    return _private(config, "is_op_determinism_enabled")()
+
+
+def disable_op_determinism() -> None:
+    """Undoes `tf.config.experimental.enable_op_determinism`, for which there is no public way.
+
+    A command that asks for it must not slow down the next one of the process.
+    """
+    from tensorflow.python.framework import config
+
+    _private(config, "disable_op_determinism")()

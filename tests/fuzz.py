@@ -188,7 +188,7 @@ _RUN_METADATA = RunMetadata(
 _RECORD = EpochRecord(1, 10, 1.0, 0.5, 1.0, 0.5, 2.5, 400.0)
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
-    | st.sampled_from(["../x", "/etc/passwd", "state.npz", "float32", "object", "O", "step", "\0"]),
+    | st.sampled_from(["../x", "/etc/passwd", "state.safetensors", "F32", "O", "step", "\0"]),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
     ),
@@ -232,15 +232,15 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
         own = [[np.float32([1, 2])], [np.float32([3, 4])]]
         checkpoints.save_checkpoint(folder, Checkpoint(_RUN_METADATA, progress, _STATE, own))
         path = folder / "checkpoints" / "step-00000017"
-        state = path / "state.npz"
+        state = path / "state.safetensors"
         state.write_bytes(_edited(state.read_bytes(), state_edits))
         manifest = json.loads((path / "MANIFEST.json").read_text())
         for place, new, remove in nodes:
             manifest = _replaced(manifest, place, new, remove)
         if forged and isinstance(manifest, dict):
             with contextlib.suppress(KeyError, TypeError):
-                manifest["files"]["state.npz"]["sha256"] = checkpoints._file_sha256(state)
-                manifest["files"]["state.npz"]["size_bytes"] = state.stat().st_size
+                manifest["files"]["state.safetensors"]["sha256"] = checkpoints._file_sha256(state)
+                manifest["files"]["state.safetensors"]["size_bytes"] = state.stat().st_size
             manifest.pop("sha256", None)
             manifest["sha256"] = checkpoints._manifest_sha256(manifest)
         content = json.dumps(manifest).encode("utf-8", "surrogatepass")

@@ -1,10 +1,14 @@
 """What tests run in processes of their own: nothing here imports TensorFlow."""
 
 import os
+import pathlib
+import signal
+import sys
 import tempfile
 import time
 
 from app.doctor.examination import DevicesSeen, SelfTestResult
+from app.runtime import console, run_context
 from app.runtime.errors import DiskFullError
 
 
@@ -64,3 +68,34 @@ def fail_in_examination(send, config, strategies):
 
 def refuse_in_examination(send, config, strategies):
     refuse(send)
+
+
+def tell_search_path(channel):
+    return sys.path, os.getcwd(), os.environ.get("GIVEN"), tempfile.gettempdir()
+
+
+def kill_itself(send):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell_and_wait(channel, path):
+    pathlib.Path(path).write_text(str(os.getpid()))
+    time.sleep(3600)
+
+
+def echo(channel):
+    while message := channel.receive():
+        channel.send(message)
+
+
+def warn_and_keep(send):
+    console.forward_warnings(send)
+    console.warn("a warning")
+    run_context.required().keep(Stubborn())
+
+
+class Stubborn:
+    """Taking it apart takes an hour."""
+
+    def __del__(self):
+        time.sleep(3600)

@@ -2,20 +2,24 @@
 
 import dataclasses
 import errno
-import io
 import json
 import multiprocessing
 import os
+import resource
+import struct
 import tracemalloc
-import zipfile
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+from safetensors.numpy import save as file_bytes
 
+from app.records import arrays as array_files
 from app.records import checkpoint as checkpoints
-from app.records.arrays import ArraySpec, read_arrays, write_arrays
+from app.records.arrays import read_arrays, write_arrays
 from app.records.checkpoint import Checkpoint, save_checkpoint
 from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
+from app.records.files import open_regular
 from app.records.history import EpochRecord
 from app.records.run_directory import open_run_directory
 from app.records.run_metadata import Progress, RunMetadata
@@ -68,8 +72,11 @@ def test_round_trip(tmp_path):
     for name, array in STATE.items():
         np.testing.assert_array_equal(loaded.state[name], array, strict=True)
     np.testing.assert_array_equal(loaded.per_replica_statistics, STATISTICS)
-    with np.load(path / "state.npz") as file:  # Plain arrays, for anyone to read.
-        np.testing.assert_array_equal(file["00000"], STATE["model/conv/kernel"])
+    stored = load_file(path / "state.safetensors")  # Plain arrays, for anyone to read.
+    assert set(stored) == {*STATE, "statistics/0/0", "statistics/1/0"}
+    np.testing.assert_array_equal(stored["statistics/1/0"], STATISTICS[1][0])
+    mode = (path / "MANIFEST.json").stat().st_mode
+    assert (path / "state.safetensors").stat().st_mode == mode
 
 
 def test_the_newest_three_and_the_best_are_kept(tmp_path):
@@ -140,7 +147,7 @@ def damage_file(path, damage):
         )
 
 
-@pytest.mark.parametrize("file", ["state.npz", "MANIFEST.json"])
+@pytest.mark.parametrize("file", ["state.safetensors", "MANIFEST.json"])
 @pytest.mark.parametrize("damage", ["remove", "truncate", "alter", "empty", "pipe", "link"])
 def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, file, damage):
     good, bad = save(tmp_path, 5), save(tmp_path, 8)
@@ -165,11 +172,11 @@ def test_a_digit_of_the_manifest_does_not_change_unseen(tmp_path):
 def forge(path, change, content=None):
     """Changes the manifest of a checkpoint so that all its hashes are right again."""
     if content is not None:
-        (path / "state.npz").write_bytes(content)
+        (path / "state.safetensors").write_bytes(content)
     manifest = json.loads((path / "MANIFEST.json").read_text())
-    manifest["files"]["state.npz"] = {
-        "size_bytes": (path / "state.npz").stat().st_size,
-        "sha256": checkpoints._file_sha256(path / "state.npz"),
+    manifest["files"]["state.safetensors"] = {
+        "size_bytes": (path / "state.safetensors").stat().st_size,
+        "sha256": checkpoints._file_sha256(path / "state.safetensors"),
     }
     change(manifest)
     del manifest["sha256"]
@@ -177,37 +184,36 @@ def forge(path, change, content=None):
     (path / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
-def zip_of(members, compression=zipfile.ZIP_STORED):
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", compression) as archive:
-        for name, array in members.items():
-            member = io.BytesIO()
-            np.lib.format.write_array(member, array)
-            archive.writestr(name, member.getvalue())
-    return content.getvalue()
-
-
-ARRAYS = [*STATE.values(), STATISTICS[0][0], STATISTICS[1][0]]
-MEMBERS = {f"{i:05d}.npy": array for i, array in enumerate(ARRAYS)}
+ARRAYS = {**STATE, "statistics/0/0": STATISTICS[0][0], "statistics/1/0": STATISTICS[1][0]}
+KERNEL = "model/conv/kernel"
 HUGE = [1 << 20, 1 << 20, 1 << 10]
 
 
-def with_header(shape):
-    """Returns the arrays' file with a header that announces another shape for the first."""
-    member = io.BytesIO()
-    description = {"descr": "<f4", "fortran_order": False, "shape": tuple(shape)}
-    np.lib.format.write_array_header_1_0(member, description)
-    content = io.BytesIO(zip_of(MEMBERS))
-    out = io.BytesIO()
-    with zipfile.ZipFile(content) as old, zipfile.ZipFile(out, "w") as new:
-        for info in old.infolist():
-            first = info.filename == "00000.npy"
-            new.writestr(info.filename, member.getvalue() if first else old.read(info))
-    return out.getvalue()
+def file_of(arrays, order=None):
+    """Returns a file of these arrays, with an order that may be any text."""
+    order = json.dumps(list(arrays)) if order is None else order
+    return file_bytes(arrays, metadata={"order": order})
 
 
-def set_first(**changes):
-    return lambda manifest: manifest["arrays"][0].update(changes)
+def with_header(**changes):
+    """Returns the arrays' file with a header that says something else of one array."""
+    content = file_of(ARRAYS)
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    header[KERNEL].update(changes)
+    return with_text(json.dumps(header), content[8 + size :])
+
+
+def with_text(header, content=b""):
+    return struct.pack("<Q", len(header)) + header.encode() + content
+
+
+def without(name):
+    return {other: array for other, array in ARRAYS.items() if other != name}
+
+
+def set_counts(counts):
+    return lambda manifest: manifest.update(per_replica_statistics=counts)
 
 
 def as_it_is(manifest):
@@ -216,30 +222,43 @@ def as_it_is(manifest):
 
 # What was made up → how the manifest is changed, the file of arrays, why it is refused.
 CRAFTED = {
-    "pickled": (
-        as_it_is,
-        zip_of({**MEMBERS, "00000.npy": np.array([print], object)}),
-        r"holds object\[1\] where",
+    "pickled": (as_it_is, b"cos\nsystem\n(S'true'\ntR.", "header too large"),
+    "objects": (as_it_is, with_header(dtype="O"), "unknown variant `O`"),
+    "a dtype that NumPy has not": (
+        as_it_is, with_header(dtype="BF16", shape=[12]), "kernel has dtype BF16",
     ),
-    "pickled, and said so": (set_first(dtype="object"), None, "dtype 'object' is not one of"),
-    "parent": (as_it_is, zip_of({"../00000.npy": ARRAYS[0], **MEMBERS}), r"'\.\./00000\.npy'"),
-    "absolute": (as_it_is, zip_of({"/etc/00000.npy": ARRAYS[0], **MEMBERS}), "'/etc/00000.npy'"),
-    "huge in the manifest": (set_first(shape=HUGE), None, "cannot be in state.npz"),
-    "huge in the header": (as_it_is, with_header(HUGE), r"holds float32\[1048576, 1048576, 1024\]"),
-    "huge in both": (set_first(shape=HUGE), with_header(HUGE), "cannot be in state.npz"),
-    "negative": (set_first(shape=[-1, 3]), None, "does not consist of sizes"),
-    "bomb": (as_it_is, zip_of({**MEMBERS, "00000.npy": np.zeros(4 << 20)}, zipfile.ZIP_DEFLATED),
-             "is not an array of 24 bytes, stored"),
-    "one too many": (as_it_is, zip_of({**MEMBERS, "00005.npy": ARRAYS[0]}), "6 arrays where 5"),
-    "one too few": (lambda m: m["arrays"].pop(), None, "5 arrays where 4"),
-    "two of one name": (
-        lambda m: m["arrays"][1].update(name=m["arrays"][0]["name"]), None, "name of their own",
+    "huge": (as_it_is, with_header(shape=HUGE), "invalid shape, data type, or offset"),
+    "beyond the file": (
+        as_it_is, with_header(shape=HUGE, data_offsets=[0, 4 << 50]), "Error while deserializing",
     ),
-    "another shape": (set_first(shape=[3, 2]), None, r"holds float32\[2, 3\] where"),
-    "another dtype": (set_first(dtype="int32"), None, r"holds float32\[2, 3\] where"),
-    "no zip": (as_it_is, b"PK nothing" * 100, "not a zip file"),
+    "beyond all numbers": (as_it_is, with_header(shape=[1 << 40] * 8), "overflow"),
+    "negative": (as_it_is, with_header(shape=[-1, 3]), "invalid value"),
+    "offsets that overlap": (as_it_is, with_header(data_offsets=[8, 32]), "invalid offset"),
+    "another shape": (as_it_is, with_header(shape=[3, 3]), "invalid shape, data type, or offset"),
+    "another dtype": (as_it_is, with_header(dtype="F64"), "invalid shape, data type, or offset"),
+    "more dimensions than NumPy has": (as_it_is, with_header(shape=[6] + [1] * 90), "dimension"),
+    "a header of another length": (as_it_is, struct.pack("<Q", 1 << 60), "header too large"),
+    "a header that is nested": (as_it_is, with_text("[" * 99_999), "invalid JSON"),
+    "more than the arrays": (as_it_is, file_of(ARRAYS) + b"7", "not fully covered"),
+    "no such file": (as_it_is, b"PK nothing" * 100, "header too large"),
+    "an order of others": (
+        as_it_is, file_of(ARRAYS, '["../x"]'), "does not name each of its arrays once",
+    ),
+    "one of the order twice": (
+        as_it_is, file_of(ARRAYS, json.dumps([*ARRAYS, KERNEL])), "does not name each",
+    ),
+    "an order that is none": (as_it_is, file_of(ARRAYS, "7"), "not iterable"),
+    "an order that is nested": (as_it_is, file_of(ARRAYS, "[" * 99_999), "recursion"),
+    "one replica too many": (set_counts([1, 1, 1]), None, "statistics/2/0' is missing"),
+    "one replica too few": (set_counts([1]), None, "statistics/1/0 belongs to no replica"),
+    "a replica without its own": (
+        as_it_is, file_of(without("statistics/1/0")), "statistics/1/0' is missing",
+    ),
+    "more than there can be": (set_counts([1 << 60]), None, "statistics/0/1' is missing"),
+    "counts that are none": (set_counts(["1"]), None, "cannot be interpreted as an integer"),
     "another file": (
-        lambda m: m["files"].update({"../x": m["files"].pop("state.npz")}), None, "'state.npz'",
+        lambda m: m["files"].update({"../x": m["files"].pop("state.safetensors")}), None,
+        "'state.safetensors'",
     ),
     "another step": (lambda m: m["progress"].update(step=8), None, "says step 8"),
     "a step that is none": (lambda m: m["progress"].update(step="7"), None, "step is '7'"),
@@ -263,7 +282,7 @@ CRAFTED = {
         lambda m: m.update(per_replica_statistics=[[]] * 5000), None, "5000 replicas",
     ),
     "beyond the epoch": (lambda m: m["metadata"].update(steps_per_epoch=3), None, "of the epoch 7"),
-    "another version": (lambda m: m.update(format_version=1), None, "format version 1"),
+    "another version": (lambda m: m.update(format_version=4), None, "format version 4"),
     "a list": (lambda m: m.update(metadata=[]), None, "must be a mapping"),
 }  # fmt: skip
 
@@ -306,7 +325,7 @@ def test_the_best_of_those_that_verify(tmp_path):
         history.append(record(epoch, accuracy=accuracy))
         save(tmp_path, 10 * epoch, history=history)
     save(tmp_path, 57, history=history)
-    damage_file(tmp_path / "checkpoints" / "step-00000020" / "state.npz", "truncate")
+    damage_file(tmp_path / "checkpoints" / "step-00000020" / "state.safetensors", "truncate")
     found = find_best_checkpoint(tmp_path)
     assert found.path.name == "step-00000050" and found.damaged[0][0].name == "step-00000020"
 
@@ -328,7 +347,7 @@ def test_content_is_on_the_disk_before_its_name_and_then_the_name(tmp_path, monk
     temporary = f".step-00000007.{os.getpid()}.tmp"
     assert calls == [
         ("fsync", tmp_path.name),  # Of the directory "checkpoints", which is new.
-        *(("fsync", temporary), ("fsync", "MANIFEST.json"), ("fsync", "state.npz")),
+        *(("fsync", temporary), ("fsync", "MANIFEST.json"), ("fsync", "state.safetensors")),
         *(("replace", "step-00000007"), ("fsync", "checkpoints")),
     ]
 
@@ -342,15 +361,81 @@ def test_links_lead_nowhere(tmp_path):
     assert list((tmp_path / "outside").iterdir()) == []
 
 
+def read_back(path):
+    with open_regular(path) as file:
+        return read_arrays(file)
+
+
 def test_arrays_of_every_form(tmp_path):
-    arrays = [
-        np.array(3), np.zeros((0, 3), np.float32), np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.arange(12, dtype=np.uint8)[::3], np.array([True, False]),
-    ]  # fmt: skip
-    write_arrays(tmp_path / "a.npz", arrays)
-    read = read_arrays(tmp_path / "a.npz", [ArraySpec.of(array) for array in arrays])
-    for one, other in zip(arrays, read, strict=True):
-        np.testing.assert_array_equal(one, other, strict=True)
+    arrays = {
+        "z": np.array(3), "no rows": np.zeros((0, 3), np.float32), "true": np.array([True, False]),
+        "transposed": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "in steps": np.arange(12, dtype=np.uint8)[::3], "half": np.float16([[1, 2]]),
+        "scalar": np.float32(2.5), "large": np.array([1 << 63], np.uint64),
+        "é/../\n": np.int64([-1]), "big endian": np.arange(3, dtype=">f4"),
+    }  # fmt: skip
+    write_arrays(tmp_path / "a", arrays)
+    read = read_back(tmp_path / "a")
+    assert list(read) == list(arrays)
+    for name, array in arrays.items():
+        expected = np.asarray(array)
+        expected = expected.astype(expected.dtype.newbyteorder("="))
+        np.testing.assert_array_equal(read[name], expected, strict=True)
+
+
+def test_a_file_of_another_program_is_read_by_name(tmp_path):
+    (tmp_path / "a").write_bytes(file_bytes({"b": np.ones(2), "a": np.zeros(3, np.int8)}))
+    assert list(read_back(tmp_path / "a")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "object"])
+def test_what_could_not_be_read_again_is_not_written(tmp_path, dtype):
+    with pytest.raises(ValueError, match=f"kernel has dtype {dtype}"):
+        write_arrays(tmp_path / "a", {"kernel": np.zeros(2, dtype)})
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_that_is_there_is_not_replaced(tmp_path):
+    (tmp_path / "a").write_text("notes")
+    with pytest.raises(FileExistsError):
+        write_arrays(tmp_path / "a", STATE)
+    assert (tmp_path / "a").read_text() == "notes"
+
+
+def test_a_disk_that_is_full_within_the_file_is_told_as_such(tmp_path, monkeypatch):
+    """The library tells the error's number within its text."""
+    save(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OutputError, match="step-00000002: File too large"):
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def full(*_, **__):
+        raise array_files.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(array_files, "save_file", full)
+    with pytest.raises(DiskFullError, match=r"step-00000003: No space left .* [\d,]+ bytes needed"):
+        save(tmp_path, 3)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_checkpoint_of_the_format_before_is_refused_in_a_line(tmp_path):
+    path = save(tmp_path)
+    (path / "state.safetensors").unlink()
+    np.savez(path / "state.npz", **{"00000": STATE[KERNEL]})
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    manifest["format_version"] = 2
+    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError) as refusal:
+        find_newest_checkpoint(tmp_path)
+    assert str(refusal.value) == (
+        f"{path}: does not verify (format version 2, which another version of this program wrote;"
+        " this one reads 3) — one that does is required; train again into another directory, or"
+        " use --overwrite"
+    )
 
 
 def test_the_hash_is_of_the_model_in_order():
@@ -476,14 +561,14 @@ class TestFaultPoints:
 def test_the_warning_says_which_kind_of_checkpoint_is_used(tmp_path):
     history = [record(1, accuracy=0.7), record(2, accuracy=0.9), record(3, accuracy=0.5)]
     paths = [save(tmp_path, step=10 * n, history=history[:n]) for n in (1, 2, 3)]
-    (paths[1] / "state.npz").write_bytes(b"")
+    (paths[1] / "state.safetensors").write_bytes(b"")
     best = find_best_checkpoint(tmp_path)
     assert best.path == paths[0] and best.kind == "best"
     assert f"{paths[0]} is used, the best that verifies" in best.warning()
-    (paths[2] / "state.npz").write_bytes(b"")
-    (paths[0] / "state.npz").write_bytes(b"")
+    (paths[2] / "state.safetensors").write_bytes(b"")
+    (paths[0] / "state.safetensors").write_bytes(b"")
     within_epoch = save(tmp_path, step=37, history=history)
-    (save(tmp_path, step=38, history=history) / "state.npz").write_bytes(b"")
+    (save(tmp_path, step=38, history=history) / "state.safetensors").write_bytes(b"")
     newest = find_newest_checkpoint(tmp_path)
     assert newest.path == within_epoch and newest.kind == "newest"
     assert f"{within_epoch} is used, the newest that verifies" in newest.warning()

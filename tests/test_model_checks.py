@@ -97,8 +97,8 @@ def test_manual_and_mirrored_train_unnamed_layers_bit_for_bit(tmp_path, images, 
         strategy = load_strategy_class(name)(CPUS[:3])
         strategy.build(lambda: build(network), lambda: recipe.create_optimizer(0.1, 10))
         batches = strategy.distribute(train_dataset(*images, seed=1, global_batch_size=16))
-        Recorder(strategy).record(batches, num_steps=2, path=tmp_path / f"{name}.npz")
-    with Trace(tmp_path / "manual.npz") as manual, Trace(tmp_path / "mirrored.npz") as mirrored:
+        Recorder(strategy).record(batches, num_steps=2, path=tmp_path / f"{name}")
+    with Trace(tmp_path / "manual") as manual, Trace(tmp_path / "mirrored") as mirrored:
         assert len(manual.tensors(2, "weights")) == (10 if "norm" in network.__name__ else 8)
         differences = compare_traces(manual, mirrored)
     assert differences and all(difference.identical for difference in differences)

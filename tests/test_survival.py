@@ -25,6 +25,7 @@ TRAIN = [
     *("--global_batch_size=20", "--epochs=2", "--steps_per_call=1", "--checkpoint_every=2"),
     "--deterministic",
 ]
+COMPARE = ["compare", "--strategies=manual,mirrored", *TRAIN]
 
 
 @pytest.fixture(autouse=True)
@@ -138,8 +139,7 @@ def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path, small
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "c" / "manual").rename(tmp_path / "moved")
     (tmp_path / "c" / "manual").symlink_to("../elsewhere")
-    command = ["compare", "--strategies=manual,mirrored", *TRAIN, f"--out={tmp_path}/c"]
-    result = run_here(*command)
+    result = run_here(*COMPARE, f"--out={tmp_path}/c")
     assert result.returncode == 5 and "manual is a symbolic link" in result.stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
 

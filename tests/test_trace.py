@@ -1,8 +1,14 @@
-"""Traces on disk: what is written can be read, by us and by NumPy alone."""
+"""Traces on disk: what is written can be read, by us and by safetensors alone."""
+
+import errno
+import os
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from app.records import arrays as array_files
+from app.runtime.errors import DataError, DiskFullError
 from app.verification.trace import Trace, TraceWriter, hash_examples
 from app.verification.trace_comparison import compare_traces
 
@@ -32,7 +38,7 @@ def write_trace(path, **options):
 
 
 def test_what_was_written_is_read(tmp_path):
-    with write_trace(tmp_path / "a.npz") as trace:
+    with write_trace(tmp_path / "a") as trace:
         assert (trace.num_steps, trace.num_shards) == (2, 2)
         assert trace.tensors(1, "sums") == ["a/kernel"]
         np.testing.assert_array_equal(trace.read(1, "gradients", 1, "a/kernel"), np.ones(3))
@@ -41,22 +47,22 @@ def test_what_was_written_is_read(tmp_path):
         np.testing.assert_array_equal(trace.read(2, "updates", 1, "a/kernel"), np.ones(3))
         with pytest.raises(KeyError):
             trace.read(1, "sums", 0, "b/kernel")
-    with np.load(tmp_path / "a.npz", allow_pickle=False) as file:
-        np.testing.assert_array_equal(file["2/weights/0/a/kernel"], np.full(3, 2))
+    stored = load_file(tmp_path / "a" / "step-00002.safetensors")
+    np.testing.assert_array_equal(stored["weights/0/a/kernel"], np.full(3, 2))
 
 
 def test_replicas_that_hold_the_same_bits_are_stored_once(tmp_path):
-    with write_trace(tmp_path / "a.npz") as trace:
+    with write_trace(tmp_path / "a") as trace:
         assert trace.replicas(1, "sums", "a/kernel") == [0]
         assert trace.replicas(1, "gradients", "a/kernel") == [0, 1]
         np.testing.assert_array_equal(trace.read(1, "sums", 1, "a/kernel"), np.ones(3))
 
 
 def test_the_number_of_replicas_is_known_even_if_all_hold_the_same(tmp_path):
-    with TraceWriter(tmp_path / "a.npz") as trace:
+    with TraceWriter(tmp_path / "a") as trace:
         trace.write(1, "examples", [{"examples": np.zeros(2, np.int64)}] * 3)
         trace.write(1, "loss", [{"loss": np.float32(1)}] * 3)
-    assert Trace(tmp_path / "a.npz").num_shards == 3
+    assert Trace(tmp_path / "a").num_shards == 3
 
 
 def test_examples_are_told_by_image_and_label():
@@ -68,9 +74,9 @@ def test_examples_are_told_by_image_and_label():
 
 
 def test_pairs_find_every_difference(tmp_path):
-    first, second = write_trace(tmp_path / "a.npz"), write_trace(tmp_path / "b.npz")
+    first, second = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
     assert all(d.identical for d in compare_traces(first, second))
-    with write_trace(tmp_path / "c.npz", scale=1.5) as third:
+    with write_trace(tmp_path / "c", scale=1.5) as third:
         apart = [d for d in compare_traces(first, third) if not d.identical]
     assert {(d.step, d.kind) for d in apart} == {
         (1, "sums"), (1, "weights"), (1, "updates"), (2, "sums"), (2, "weights"), (2, "updates"),
@@ -79,9 +85,100 @@ def test_pairs_find_every_difference(tmp_path):
 
 
 def test_other_numbers_of_replicas_are_compared_by_what_they_share(tmp_path):
-    first = write_trace(tmp_path / "a.npz")
-    second = write_trace(tmp_path / "b.npz", num_replicas=1)
+    first = write_trace(tmp_path / "a")
+    second = write_trace(tmp_path / "b", num_replicas=1)
     kinds = {d.kind: d for d in compare_traces(first, second) if d.step == 1}
     assert set(kinds) == {"loss", "sums", "weights", "updates"}
     assert kinds["loss"].absolute == 2  # 1 + 2 against 1.
     assert kinds["sums"].identical
+
+
+def test_a_trace_of_another_program_is_read(tmp_path):
+    """It needs nothing but the names."""
+    (tmp_path / "a").mkdir()
+    weights = {"weights/0/b": np.zeros(2, np.float32), "weights/0/a": np.ones((), np.float32)}
+    save_file(weights, tmp_path / "a" / "step-00000.safetensors")
+    examples = {f"examples/{r}/examples": np.int64([r]) for r in range(2)}
+    save_file(weights | examples, tmp_path / "a" / "step-00001.safetensors")
+    trace = Trace(tmp_path / "a")
+    assert (trace.num_steps, trace.num_shards) == (1, 2)
+    assert trace.tensors(1, "weights") == ["a", "b"]
+    assert trace.read(1, "updates", 1, "a") == 0
+
+
+def test_the_order_of_the_tensors_is_kept(tmp_path):
+    with TraceWriter(tmp_path / "a") as trace:
+        write_step(trace, 1)
+        trace.write(1, "slots", [{"z": np.float32(1), "b": np.int64(1), "a": np.float16([1])}])
+    assert Trace(tmp_path / "a").tensors(1, "slots") == ["z", "b", "a"]
+
+
+def cut(path):
+    os.truncate(path / "step-00002.safetensors", 100)
+
+
+def link(path):
+    (path / "step-00002.safetensors").rename(path / "elsewhere")
+    (path / "step-00002.safetensors").symlink_to("elsewhere")
+
+
+def pipe(path):
+    (path / "step-00002.safetensors").unlink()
+    os.mkfifo(path / "step-00002.safetensors")
+
+
+def without_first_step(path):
+    (path / "step-00001.safetensors").unlink()
+
+
+def misname(path, name="weights/first/conv1/kernel"):
+    save_file({name: np.zeros(2)}, path / "step-00002.safetensors")
+
+
+def misname_whole(path):
+    misname(path, "x")
+
+
+def empty(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, link, pipe, without_first_step, misname, misname_whole, empty, os.rmdir]
+)
+def test_a_damaged_trace_is_refused_in_a_line(tmp_path, damage):
+    write_trace(tmp_path / "a")
+    if damage is os.rmdir:
+        empty(tmp_path / "a")
+    damage(tmp_path / "a")
+    with pytest.raises(DataError, match=r"a: is no whole trace \(.+\) — .*; record it again"):
+        Trace(tmp_path / "a")
+
+
+def test_damage_that_comes_later_is_told_as_well(tmp_path):
+    trace = write_trace(tmp_path / "a")
+    cut(tmp_path / "a")
+    with pytest.raises(DataError, match="is no whole trace"):
+        trace.read(2, "weights", 0, "a/kernel")
+
+
+def test_a_trace_is_replaced_and_a_full_disk_told(tmp_path, monkeypatch):
+    write_trace(tmp_path / "a")
+    with TraceWriter(tmp_path / "a") as trace:
+        write_step(trace, 1)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["step-00001.safetensors"]
+
+    def full(*_, **__):
+        raise array_files.SafetensorError(f"I/O error: {os.strerror(28)} (os error {errno.ENOSPC})")
+
+    monkeypatch.setattr(array_files, "save_file", full)
+    with pytest.raises(DiskFullError, match="a: No space left"):
+        write_trace(tmp_path / "a")
+
+
+def test_an_error_is_not_hidden_by_what_was_left_to_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(array_files, "save_file", None)
+    with pytest.raises(ZeroDivisionError), TraceWriter(tmp_path / "a") as trace:
+        write_step(trace, 1)
+        trace.write(1, "loss", [{"loss": np.float32(1 / int("0"))}])

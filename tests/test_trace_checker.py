@@ -108,7 +108,7 @@ def test_clean_trainings_hold(images, tmp_path, num_replicas, build):
         if name == "single" and build is small_resnet and num_replicas > 1:
             continue  # Another training: BatchNorm over the whole batch.
         strategy = load_strategy_class(name)(CPUS[: 1 if name == "single" else num_replicas])
-        traces[name], _ = case.record(strategy, tmp_path / f"{name}.npz")
+        traces[name], _ = case.record(strategy, tmp_path / f"{name}")
         strategy_verdicts[name] = case.check(traces[name], name)
         assert strategy_verdicts[name].first_mismatch is None
         assert traces[name].num_shards == len(strategy.devices)
@@ -136,16 +136,17 @@ def test_a_training_whose_kernels_round_otherwise_holds(images, tmp_path):
         "    build = getattr(small_models, name)\n"
         "    case = test_trace_checker.Case((data['pixels'], data['labels']), build)\n"
         "    strategy = test_trace_checker.ManualStrategy(test_trace_checker.CPUS[:2])\n"
-        "    case.record(strategy, pathlib.Path(sys.argv[1]) / f'{name}.npz')\n"
+        "    case.record(strategy, pathlib.Path(sys.argv[1]) / name)\n"
     )
     builds = small_network, small_resnet
     np.savez(tmp_path / "data.npz", pixels=images[0], labels=images[1])
+    names = [build.__name__ for build in builds]
     subprocess.run(
-        [sys.executable, "-c", script, tmp_path, ROOT, ROOT / "tests", *(b.__name__ for b in builds)],
+        [sys.executable, "-c", script, tmp_path, ROOT, ROOT / "tests", *names],
         env=os.environ | {"TF_ENABLE_ONEDNN_OPTS": "0"}, check=True, capture_output=True,
     )  # fmt: skip
     for build in builds:
-        strategy_verdict = Case(images, build).check(Trace(tmp_path / f"{build.__name__}.npz"))
+        strategy_verdict = Case(images, build).check(Trace(tmp_path / build.__name__))
         assert strategy_verdict.first_mismatch is None
         computed = [m for m in strategy_verdict.measurements if m.kind == "gradients"]
         assert sum(m.absolute32 > 0 for m in computed) > len(computed) / 4
@@ -155,7 +156,7 @@ def test_a_training_whose_kernels_round_otherwise_holds(images, tmp_path):
 def test_every_kind_is_measured(images, tmp_path):
     """What is not measured cannot be false: each stage has its tolerance, and is within it."""
     case = Case(images, small_resnet)
-    trace, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "manual.npz")
+    trace, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "manual")
     measured = case.check(trace).measurements
     kinds = {"examples", "loss", "gradients", "sums", "slots", "updates", "weights"}
     assert {m.kind for m in measured} == kinds | {"own statistics", "statistics"}
@@ -198,7 +199,7 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_repl
     case = Case(images, small_resnet if fault == "local_batch_norm" else small_network)
     trace, _ = case.record(
         load_strategy_class(strategy)(CPUS[:num_replicas]),
-        tmp_path / "t.npz",
+        tmp_path / "t",
         fault=Fault.parse(fault),
     )
     strategy_verdict = case.check(trace)
@@ -213,7 +214,7 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_repl
 def test_a_slow_replica_is_caught_and_named(case, tmp_path, strategy):
     fault = Fault.parse("slow_replica:replica=1,ms=100")
     trace, send_sec = case.record(
-        load_strategy_class(strategy)(CPUS[:2]), tmp_path / "t.npz", fault=fault, num_steps=6
+        load_strategy_class(strategy)(CPUS[:2]), tmp_path / "t", fault=fault, num_steps=6
     )
     strategy_verdict = case.check(trace, send_sec=send_sec)
     assert strategy_verdict.first_mismatch is None and not strategy_verdict.passed
@@ -223,11 +224,11 @@ def test_a_slow_replica_is_caught_and_named(case, tmp_path, strategy):
 
 def test_factors_are_named(case, tmp_path):
     trace, _ = case.record(
-        ManualStrategy(CPUS[:3]), tmp_path / "t.npz", fault=Fault.parse("scale_gradient:factor=3")
+        ManualStrategy(CPUS[:3]), tmp_path / "t", fault=Fault.parse("scale_gradient:factor=3")
     )
     assert "3 is the number of replicas" in case.check(trace).diagnosis.text
     trace, _ = case.record(
-        ManualStrategy(CPUS[:3]), tmp_path / "t.npz", fault=Fault.parse("scale_gradient:factor=1.7")
+        ManualStrategy(CPUS[:3]), tmp_path / "t", fault=Fault.parse("scale_gradient:factor=1.7")
     )
     assert "1.7 times" in case.check(trace).diagnosis.text
 
@@ -324,7 +325,7 @@ def plain_sgd():
 )
 def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
     case = Case(images, optimizer_fn=plain_sgd)
-    trace, _ = case.record(strategy(CPUS[:2]), tmp_path / "t.npz")
+    trace, _ = case.record(strategy(CPUS[:2]), tmp_path / "t")
     assert case.check(trace).diagnosis.cause == cause
 
 
@@ -354,7 +355,7 @@ def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
     ],
 )
 def test_wrong_gradients_are_diagnosed(case, tmp_path, change, cause, said):
-    strategy_verdict = case.check(misreport(case, tmp_path / "t.npz", change))
+    strategy_verdict = case.check(misreport(case, tmp_path / "t", change))
     assert strategy_verdict.first_mismatch.kind == "gradients"
     assert strategy_verdict.diagnosis.cause == cause
     assert said in strategy_verdict.diagnosis.text
@@ -376,7 +377,7 @@ def misreport(case, path, change):
 def test_the_tolerance_of_gradients_is_no_blank_cheque(images, tmp_path, build, factor):
     """A ReLU that rounding tips over must not make room for what is wrong as a whole."""
     case = Case(images, build)
-    trace = misreport(case, tmp_path / "t.npz", lambda shard, gs: [g * factor for g in gs])
+    trace = misreport(case, tmp_path / "t", lambda shard, gs: [g * factor for g in gs])
     strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "scaled_gradient"
     assert f"{factor:g}" in strategy_verdict.diagnosis.text
@@ -392,8 +393,8 @@ def test_a_loss_that_is_merely_reported_wrong_is_named(case, tmp_path):
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
     strategy.observer = Doubles(recorder, None)
-    recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
-    strategy_verdict = case.check(Trace(tmp_path / "t.npz"))
+    recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t")
+    strategy_verdict = case.check(Trace(tmp_path / "t"))
     assert strategy_verdict.diagnosis.cause == "wrong_loss"
     assert "reports 2 times" in strategy_verdict.diagnosis.text
 
@@ -401,7 +402,7 @@ def test_a_loss_that_is_merely_reported_wrong_is_named(case, tmp_path):
 def test_another_learning_rate_is_found_at_the_start(images, tmp_path):
     case = Case(images, optimizer_fn=plain_sgd)
     trace, _ = case.record(
-        ManualStrategy(CPUS[:2]), tmp_path / "t.npz",
+        ManualStrategy(CPUS[:2]), tmp_path / "t",
         functions=(case.functions[0], lambda: keras.optimizers.SGD(0.2)),
     )  # fmt: skip
     strategy_verdict = case.check(trace)
@@ -423,7 +424,7 @@ class AddsInAnotherOrder(ManualStrategy):
 
 
 def test_sums_that_only_rounding_sets_apart_are_named(case, tmp_path):
-    trace, _ = case.record(AddsInAnotherOrder(CPUS[:3]), tmp_path / "t.npz")
+    trace, _ = case.record(AddsInAnotherOrder(CPUS[:3]), tmp_path / "t")
     strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "unequal_sums"
     assert "replica 1" in strategy_verdict.findings()[0].where
@@ -434,15 +435,15 @@ def test_examples_that_nobody_was_given_are_counted(case, tmp_path):
     strategy = ManualStrategy(CPUS[:2])
     strategy.build(*case.functions)
     batches = case.batches().map(lambda images, labels: (images[:14], labels[:14]))
-    Recorder(strategy).record(strategy.distribute(batches), num_steps=2, path=tmp_path / "t.npz")
-    strategy_verdict = case.check(Trace(tmp_path / "t.npz"))
+    Recorder(strategy).record(strategy.distribute(batches), num_steps=2, path=tmp_path / "t")
+    strategy_verdict = case.check(Trace(tmp_path / "t"))
     assert strategy_verdict.diagnosis.cause == "left_out"
     assert "1 of the batch's 15 examples" in strategy_verdict.diagnosis.text
 
 
 def test_updates_that_are_made_twice_are_counted(case, tmp_path):
     """With momentum, too."""
-    trace, _ = case.record(AppliesTwice(CPUS[:2]), tmp_path / "t.npz")
+    trace, _ = case.record(AppliesTwice(CPUS[:2]), tmp_path / "t")
     strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "scaled_update"
     assert "applied 2 times" in strategy_verdict.diagnosis.text
@@ -450,9 +451,7 @@ def test_updates_that_are_made_twice_are_counted(case, tmp_path):
 
 def test_other_initial_weights_are_named(case, tmp_path):
     keras.utils.set_random_seed(8)
-    trace, _ = case.record(
-        ManualStrategy(CPUS[:2]), tmp_path / "t.npz", functions=(small_network, sgd)
-    )
+    trace, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "t", functions=(small_network, sgd))
     strategy_verdict = case.check(trace)
     assert strategy_verdict.first_mismatch.step == 0
     assert strategy_verdict.diagnosis.cause == "initial_weights"
@@ -461,7 +460,7 @@ def test_other_initial_weights_are_named(case, tmp_path):
 
 def test_one_replica_that_starts_elsewhere_is_named(case, tmp_path):
     trace, _ = case.record(
-        ManualStrategy(CPUS[:3]), tmp_path / "t.npz",
+        ManualStrategy(CPUS[:3]), tmp_path / "t",
         fault=Fault.parse("perturb_weight:replica=2,step=0"),
     )  # fmt: skip
     strategy_verdict = case.check(trace)
@@ -476,9 +475,9 @@ def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
     batches = list(case.batches().take(NUM_STEPS).as_numpy_iterator())
     assert effect_of_shards(reference, *batches[0], num_shards=1) == 0
     assert effect_of_shards(reference, *batches[0], num_shards=2) > 0.01
-    train_shard_by_shard(reference, batches, num_shards=2, path=tmp_path / "one.npz")
-    one = Trace(tmp_path / "one.npz")
-    two, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "two.npz")
+    train_shard_by_shard(reference, batches, num_shards=2, path=tmp_path / "one")
+    one = Trace(tmp_path / "one")
+    two, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "two")
     strategy_verdicts = case.check(one, "single"), case.check(two, "manual")
     assert [strategy_verdict.first_mismatch for strategy_verdict in strategy_verdicts] == [
         None,
@@ -488,7 +487,7 @@ def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
         IDENTICAL,
         EQUAL,
     )
-    whole, _ = case.record(load_strategy_class("single")(CPUS[:1]), tmp_path / "whole.npz")
+    whole, _ = case.record(load_strategy_class("single")(CPUS[:1]), tmp_path / "whole")
     apart = [d.relative for d in compare_traces(whole, two) if (d.step, d.kind) == (1, "sums")]
     assert max(apart) > 0.01
 
@@ -516,13 +515,13 @@ def test_batch_norm_over_the_whole_batch_is_named(images, tmp_path):
     strategy.build(*case.functions)
     recorder = Recorder(strategy)
     strategy.observer = SynchronisedStatistics(recorder, whole.gradients)
-    recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
-    assert case.check(Trace(tmp_path / "t.npz")).diagnosis.cause == "whole_batch_norm"
+    recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t")
+    assert case.check(Trace(tmp_path / "t")).diagnosis.cause == "whole_batch_norm"
 
 
 def test_recording_changes_nothing(case, tmp_path):
     watched, alone = (ManualStrategy(CPUS[:2]) for _ in range(2))
-    case.record(watched, tmp_path / "t.npz")
+    case.record(watched, tmp_path / "t")
     alone.build(*case.functions)
     alone.train_steps(alone.distribute(case.batches()), NUM_STEPS)
     for name, array in alone.state().items():
@@ -535,7 +534,7 @@ def test_a_strategy_that_keeps_its_steps_to_itself_is_told(case, tmp_path):
     recorder = Recorder(strategy)
     strategy.observer = Observer()
     with pytest.raises(ConfigError, match=r"shards none instead of 0, 1; .* self\.local_gradients"):
-        recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t.npz")
+        recorder.record(strategy.distribute(case.batches()), num_steps=1, path=tmp_path / "t")
 
 
 def test_a_model_that_draws_random_numbers_is_refused(images, tmp_path):
@@ -549,4 +548,4 @@ def test_a_model_that_draws_random_numbers_is_refused(images, tmp_path):
 
     case = Case(images, build)
     with pytest.raises(ConfigError, match="draws random numbers"):
-        case.record(ManualStrategy(CPUS[:2]), tmp_path / "t.npz")
+        case.record(ManualStrategy(CPUS[:2]), tmp_path / "t")

@@ -333,7 +333,7 @@ def test_a_history_without_checkpoints_is_no_new_start(dataset, tmp_path):
 def test_a_damaged_checkpoint_is_quarantined(dataset, tmp_path, capsys):
     whole = train(dataset, tmp_path)
     newest = checkpoint_paths(tmp_path)[-1]
-    (newest / "state.npz").write_bytes((newest / "state.npz").read_bytes()[:-100])
+    (newest / "state.safetensors").write_bytes((newest / "state.safetensors").read_bytes()[:-100])
     again = train(dataset, tmp_path)
     assert f"damaged checkpoint: {newest}" in capsys.readouterr().err
     assert again.weights_sha256 == whole.weights_sha256
@@ -384,7 +384,7 @@ def test_weights_of_another_step_are_not_compared(dataset, tmp_path):
     for run_dir in run_dirs:
         train(dataset, run_dir, epochs=2)
     assert compare_weights(run_dirs)[0].difference.identical
-    (checkpoint_paths(run_dirs[0])[-1] / "state.npz").write_bytes(b"")
+    (checkpoint_paths(run_dirs[0])[-1] / "state.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"damaged .* not the weights of step 10"):
         compare_weights(run_dirs)
 

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file
 
 from app.commands import verify
 from app.config import Config
@@ -72,9 +73,10 @@ def test_verdicts(clean):
         ".lock", "config.json", "log.txt", "traces", "verify.json", "verify.png", "verify.svg",
         "report.html",
     }  # fmt: skip
-    assert {p.name for p in (out / "traces").iterdir()} == {
-        "single.npz", "manual.npz", "mirrored.npz",
-    }  # fmt: skip
+    traces = out / "traces"
+    assert {path.name for path in traces.iterdir()} == {"single", "manual", "mirrored"}
+    steps = {f"step-{step:05d}.safetensors" for step in range(9)}
+    assert {path.name for path in (traces / "manual").iterdir()} == steps
 
 
 def test_the_record_holds_every_number(clean):
@@ -93,8 +95,8 @@ def test_the_record_holds_every_number(clean):
     assert {"loss", "gradients", "sums", "slots", "updates", "weights"} <= set(measured["kind"])
     holds = zip(measured["error"], measured["limit"], measured["absolute32"], strict=True)
     assert all(error <= limit or exact == 0 for error, limit, exact in holds)
-    with np.load(out / "traces" / "manual.npz", allow_pickle=False) as trace:
-        assert trace["8/weights/0/logits/kernel"].shape == (784, 10)
+    step = load_file(out / "traces" / "manual" / "step-00008.safetensors")
+    assert step["weights/0/logits/kernel"].shape == (784, 10)
 
 
 def test_the_figure_is_one(clean):

@@ -84,10 +84,11 @@ class WorkerProcess:
         ]
 
     def _read_lines(self, stream: IO[bytes], is_error: bool) -> None:
-        for line in stream:
-            text = line.decode(errors="replace").rstrip("\n")
-            self._last_lines.append(text)
-            self._say(f"[{self.index}] {text}", is_error)
+        with stream:
+            for line in stream:
+                text = line.decode(errors="replace").rstrip("\n")
+                self._last_lines.append(text)
+                self._say(f"[{self.index}] {text}", is_error)
 
     @property
     def exit_code(self) -> int | None:

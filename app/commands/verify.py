@@ -62,7 +62,7 @@ def _verify(
         for name in sorted(config.strategies, key=lambda name: name == "single"):
             function, child = _recording(config, name, recorded)
             progress.start(f"recording {name}")
-            trace = traces / f"{name}.npz"
+            trace = traces / name
             if name == "multi_worker":
                 recorded[name] = tasks.record_on_workers(
                     progress.message, child, config.steps, trace, config.num_workers
@@ -110,7 +110,7 @@ def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> Differences
     """Returns pair of strategies → the differences of their traces."""
     differences = {}
     for pair in itertools.combinations(recorded, 2):
-        first, second = (Trace(traces / f"{name}.npz") for name in pair)
+        first, second = (Trace(traces / name) for name in pair)
         with first, second:
             differences[pair] = compare_traces(first, second)
     return differences
@@ -131,7 +131,7 @@ def _check_traces(
         tasks.check,
         config.on_one_machine(),
         config.steps,
-        [traces / f"{name}.npz" for name in distinct],
+        [traces / name for name in distinct],
         on_message=progress.message,
     )
     checked_of = dict(zip(distinct, checked, strict=True))

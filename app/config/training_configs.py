@@ -232,7 +232,7 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Co
 
     steps: int = option(20, "Steps to verify.", VERIFICATION, metavar="N", low=1, high=100_000)
     keep_traces: bool = option(
-        False, "Keep the recorded traces, an .npz for each strategy.", VERIFICATION
+        False, "Keep the recorded traces, a directory for each strategy.", VERIFICATION
     )
 
     def check(self) -> None:

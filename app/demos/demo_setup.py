@@ -119,7 +119,7 @@ def recorded(
     from app.verification.trace import Trace
 
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "steps.npz"
+        path = pathlib.Path(folder) / "trace"
         times = Recorder(strategy, inner).record(iterator, num_steps=num_steps, path=path)
         with Trace(path) as trace:
             yield trace, times

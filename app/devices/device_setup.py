@@ -13,6 +13,12 @@ from app.config import TrainConfig
 from app.config.names import DEFAULT_LOGICAL_CPUS
 from app.config.run_options import VerbosityOptions
 from app.devices.gpu_obstacles import why_no_gpu
+from app.devices.tensorflow_settings import (
+    keep_order_of_summation,
+    restore_at_end,
+    restore_logging_at_end,
+    settle_keras,
+)
 from app.runtime import console, run_context
 from app.runtime.errors import DeviceError, reason_of
 
@@ -60,7 +66,8 @@ def set_up(config: TrainConfig) -> Devices:
     if os.environ.pop("TF_CONFIG", None) and not cluster:
         console.warn(f"TF_CONFIG is set, but {config.strategy} runs on one machine: not used")
     tf = import_tensorflow(config.verbosity)
-    _settle_keras()
+    restore_at_end()
+    settle_keras()
     gpus = tf.config.list_physical_devices("GPU") if config.device != "cpu" else []
     wanted = config.num_devices_asked
     _check_gpus(config, gpus, wanted)
@@ -80,7 +87,8 @@ def set_up(config: TrainConfig) -> Devices:
 def _prepare(gpus: list, num_devices: int, cluster: Cluster | None) -> Devices:
     """Prepares GPUs, or logical CPU devices; takes those that there are if it is too late for that.
 
-    TensorFlow does not change its devices once it has used one: in a notebook, say.
+    TensorFlow does not change its devices once it has used one: in a notebook, or for a second
+    command of one process. Of more logical CPU devices than are asked for, the first ones are used.
     """
     try:
         return _set_up_gpus(gpus) if gpus else _set_up_logical_cpus(num_devices, cluster)
@@ -96,9 +104,10 @@ def _take_devices(kind: str, num_devices: int) -> Devices:
     names = [f"/device:{kind}:{i}" for i in range(len(tf.config.list_logical_devices(kind)))]
     if len(names) < num_devices:
         raise DeviceError(
-            f"{console.count(num_devices, 'device')} asked for — this process has"
-            f" {console.count(len(names), 'device')} since TensorFlow was first used in it; begin"
-            " with the largest number, or call app.run, which has a process for each command"
+            f"{console.count(num_devices, f'{kind} device')} asked for — TensorFlow's devices are"
+            " fixed for the life of a process, and this one has"
+            f" {console.count(len(names), f'{kind} device')}; use a new process, or call app.run,"
+            " which starts one for each command"
         )
     return Devices(
         names[:num_devices],
@@ -149,6 +158,7 @@ def _import_quietly(verbosity: int) -> Any:
 
         return tensorflow
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    restore_logging_at_end()
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     with tempfile.TemporaryFile() as held_back:
         saved = os.dup(2)
@@ -163,26 +173,6 @@ def _import_quietly(verbosity: int) -> Any:
             os.dup2(saved, 2)
             os.close(saved)
     return tensorflow
-
-
-def _settle_keras() -> None:
-    """Sets what a user's own keras.json may have changed, and what all models here rely on."""
-    import keras
-
-    keras.config.set_floatx("float32")
-    keras.config.set_image_data_format("channels_last")
-
-
-def keep_order_of_summation() -> None:
-    """Forbids TensorFlow to rewrite sums, so that (a + b) + c is computed as it stands.
-
-    Its graph optimizer turns a chain of additions into one `AddN`, which adds in an order of its
-    own: with three replicas or more the gradients of `manual` and `mirrored` then differ in the
-    last bit. Measured: an epoch takes as long with as without.
-    """
-    import tensorflow as tf
-
-    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
 
 
 def _check_gpus(config: TrainConfig, gpus: list, wanted: int | None) -> None:

@@ -28,7 +28,7 @@ def profile_step(config: TrainConfig, on_message: Callable[[Any], None]) -> tupl
         devices are simulated.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "step.npz"
+        path = pathlib.Path(folder) / "trace"
         recorded = call_in_child_process(tasks.record, config, 1, path, on_message=on_message)
         with Trace(path) as trace:
 

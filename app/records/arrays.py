@@ -1,130 +1,104 @@
-"""Arrays in one file: `.npz`, stored as they are, and believed in nothing when they are read.
+"""Named arrays in one `.safetensors` file: numbers only, never code.
 
-`numpy.load` reads what is written here. Reading is our own, because a file that someone made up may
-hold pickled code, name members outside of itself or announce arrays larger than any memory.
+The library checks the header's length, dtypes, shapes and offsets against the file's size before it
+reads an array. What it does not check is checked here: that the file is a regular one, that NumPy
+has the dtypes, and that the order of the names is complete.
 """
 
-import math
+import contextlib
+import io
+import json
+import os
 import pathlib
-import zipfile
-from collections.abc import Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Mapping
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from app.records.files import open_regular
-from app.runtime.fault_points import fault_point
-
-# What variables of models and optimizers can be. No objects: those would be pickled.
+# What variables of models and optimizers can be, safetensors' names for NumPy's. No bfloat16, which
+# NumPy does not have.
 DTYPES = {
-    *("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64"),
-    *("uint8", "uint16", "uint32", "uint64"),
+    **{"BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64"},
+    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
+    **{"U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
 }
-_MAX_RANK = 8
-_MAX_HEADER_BYTES = 4096  # Of an array in the file, and of its entry in the list at the end.
+_ORDER = "order"  # The library sorts by dtype and name, so the file's metadata hold the order.
 
 
-class ArraySpec(NamedTuple):
-    """What an array has to be: shape and the name of its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, array: np.ndarray) -> "ArraySpec":
-        """Returns the specification of an array that is there."""
-        return cls(array.shape, array.dtype.name)
-
-    @classmethod
-    def parse(cls, shape: object, dtype: object) -> "ArraySpec":
-        """Returns the specification that plain values describe.
-
-        Raises:
-            ValueError: they describe no array of numbers.
-        """
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(sorted(DTYPES))}")
-        if not isinstance(shape, list) or len(shape) > _MAX_RANK:
-            raise ValueError(f"shape {str(shape)[:80]} is not a list of up to {_MAX_RANK} sizes")
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"shape {str(shape)[:80]} does not consist of sizes")
-        return cls(tuple(shape), dtype)
-
-    @property
-    def size_bytes(self) -> int:
-        """What its values take."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
-def write_arrays(path: pathlib.Path, arrays: Sequence[np.ndarray]) -> None:
-    """Writes arrays as members 00000.npy, 00001.npy, … of one file.
-
-    Positions are safe as names of members, whatever a layer is called. No second copy is made.
-    """
-    with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
-        for position, array in enumerate(arrays):
-            if position == len(arrays) // 2:
-                fault_point("checkpoint.mid_file")
-            with archive.open(_member(position), "w", force_zip64=True) as member:
-                in_order = np.asarray(array, order="C")
-                np.lib.format.write_array(member, in_order, allow_pickle=False)
-
-
-def read_arrays(path: pathlib.Path, specs: Sequence[ArraySpec]) -> list[np.ndarray]:
-    """Reads the arrays of a file that `write_arrays` wrote.
-
-    Args:
-        path: the file.
-        specs: what each array has to be; nothing is allocated for one that is anything else.
+def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a new file; only arrays that are not in C order are copied in memory.
 
     Raises:
-        OSError: it is not there or cannot be read.
-        ValueError, zipfile.BadZipFile: it holds anything else.
+        OSError: it is there already, or cannot be written.
+        ValueError: an array's dtype is not one of `DTYPES`.
     """
-    with open_regular(path) as file:
-        size_bytes = file.seek(0, 2)
-        needed = sum(spec.size_bytes for spec in specs)
-        if needed > size_bytes:
-            raise ValueError(
-                f"arrays of {needed:,} bytes cannot be in {path.name} of {size_bytes:,} bytes"
-            )
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-            for position, member in enumerate(members):
-                if member.filename != _member(position):
-                    raise ValueError(
-                        f"member {member.filename[:80]!r} where {_member(position)} is required"
-                    )
-            if len(members) != len(specs):
-                raise ValueError(f"{len(members)} arrays where {len(specs)} are required")
-            return [
-                _read_array(archive, member, spec)
-                for member, spec in zip(members, specs, strict=True)
-            ]
+    for name, array in arrays.items():
+        if array.dtype.name not in DTYPES.values():
+            raise ValueError(f"{name} has dtype {array.dtype.name}, which cannot be saved")
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode  # The library's file could be read by its owner alone.
+    # The library writes the buffer as it lies in memory, whatever the strides.
+    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    with _os_errors():
+        save_file(in_order, path, metadata={_ORDER: json.dumps(list(arrays))})
+    path.chmod(mode)
 
 
-def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, spec: ArraySpec) -> np.ndarray:
-    if (
-        member.compress_type != zipfile.ZIP_STORED
-        or member.file_size > spec.size_bytes + _MAX_HEADER_BYTES
-    ):
-        raise ValueError(f"{member.filename} is not an array of {spec.size_bytes:,} bytes, stored")
-    with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        if version != (1, 0):
-            raise ValueError(f"{member.filename} has format version {version}")
-        shape, in_fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
-        # An object's dtype has no name among ours, so nothing pickled gets past this.
-        if (shape, dtype.name) != spec or dtype.byteorder == ">" or in_fortran_order:
-            raise ValueError(
-                f"{member.filename} holds {dtype.name}{list(shape)} where"
-                f" {spec.dtype}{list(spec.shape)} is required"
-            )
-        content = file.read(spec.size_bytes)
-        if len(content) != spec.size_bytes or file.read(1):
-            raise ValueError(f"{member.filename} does not end where it has to")
-    return np.frombuffer(content, dtype).reshape(shape)
+@contextlib.contextmanager
+def open_arrays(file: io.BufferedReader) -> Iterator[safe_open]:
+    """Opens a file of arrays, to read them one at a time with `get_tensor(name)`.
+
+    Args:
+        file: what `open_regular` returned.
+
+    Raises:
+        OSError: it cannot be read.
+        SafetensorError: it is no such file, or does not hold an array that is asked for.
+    """
+    # By descriptor: whatever has the path's name by now. Not mapped into memory, where reading a
+    # file that somebody truncates would end the process.
+    path = f"/proc/self/fd/{file.fileno()}"
+    with _os_errors(), safe_open(path, "numpy", backend="pread") as arrays:
+        yield arrays
 
 
-def _member(position: int) -> str:
-    return f"{position:05d}.npy"
+def array_names(arrays: safe_open) -> list[str]:
+    """Returns the names of all arrays, in the order in which they were written.
+
+    Raises:
+        ValueError: the order does not name each of them once, or a dtype is not one of `DTYPES`.
+    """
+    names = arrays.keys()
+    for name in names:
+        dtype = arrays.get_slice(name).get_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(f"{name:.80} has dtype {dtype}")
+    text = (arrays.metadata() or {}).get(_ORDER)  # None if another program wrote the file.
+    order = sorted(names) if text is None else [str(name) for name in json.loads(text)]
+    if sorted(order) != sorted(names):
+        raise ValueError("the order in its metadata does not name each of its arrays once")
+    return order
+
+
+def read_arrays(file: io.BufferedReader) -> dict[str, np.ndarray]:
+    """Reads all arrays of a file, in the order in which they were written.
+
+    Raises:
+        OSError, SafetensorError, ValueError: see `open_arrays` and `array_names`.
+    """
+    with open_arrays(file) as arrays:
+        return {name: arrays.get_tensor(name) for name in array_names(arrays)}
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raises an error of the system as an `OSError`: the library has its number in a text only."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

@@ -1,34 +1,37 @@
 """Checkpoints: arrays only, never code, each file with its hash, whole or not there.
 
-`checkpoints/step-00000235/` holds `state.npz` and `MANIFEST.json`. The state is that of one
-replica, so any strategy on any number of devices can load it; what each replica keeps for itself
-lies beside it, for the same number of them to go on bit for bit.
+`checkpoints/step-00000235/` holds `state.safetensors` and `MANIFEST.json`. The state is that of one
+replica, so any strategy on any number of devices can load it. Each replica's own statistics lie
+beside it under `statistics/REPLICA/POSITION`, so that the same number of replicas resumes bitwise
+identically.
 """
 
 import dataclasses
 import errno
 import hashlib
-import itertools
+import io
 import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from app.records.arrays import ArraySpec, read_arrays, write_arrays
+from app.records.arrays import read_arrays, write_arrays
 from app.records.files import fsync, io_errors_as, open_regular, read_json, remove, write_atomically
 from app.records.history import checked_record
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime.errors import CheckpointError, OutputError, reason_of
 from app.runtime.fault_points import fault_point
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NUM_NEWEST_KEPT = 3
-# What an array takes in both files beside its values, about.
-_OVERHEAD_BYTES = 1024
-_STATE_FILE, _MANIFEST_FILE = "state.npz", "MANIFEST.json"
+# What an array takes in the header of the file beside its values, at most about.
+_OVERHEAD_BYTES = 256
+_MANIFEST_BYTES = 64 << 10
+_STATE_FILE, _MANIFEST_FILE = "state.safetensors", "MANIFEST.json"
+_OWN = "statistics/"  # Of a replica; names of the state begin with model/ or optimizer/.
 _MAX_REPLICAS = 4096
 # What is not there, or not what it has to be. Another error may pass: it is no damage.
 _MEANS_DAMAGE = {
@@ -80,16 +83,21 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
             parent.mkdir()
             fsync(run_dir)
     path = parent / _name(checkpoint.progress.step)
-    arrays = [*checkpoint.state.values(), *itertools.chain(*checkpoint.per_replica_statistics)]
+    own = checkpoint.per_replica_statistics
+    arrays = checkpoint.state | {
+        _own_name(r, i): array for r, arrays in enumerate(own) for i, array in enumerate(arrays)
+    }
 
     def write(directory: pathlib.Path) -> None:
         directory.mkdir()
         fault_point("checkpoint.made")
         write_arrays(directory / _STATE_FILE, arrays)
+        fault_point("checkpoint.before_manifest")
         manifest = _describe(checkpoint, directory / _STATE_FILE)
         (directory / _MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
-    size_bytes = sum(array.nbytes + _OVERHEAD_BYTES for array in arrays)
+    size_bytes = sum(array.nbytes + _OVERHEAD_BYTES for array in arrays.values())
+    size_bytes += _MANIFEST_BYTES
     write_atomically(path, write, size_bytes=size_bytes, points="checkpoint")
     best = checkpoint.progress.best_epoch
     kept = {_name(best.step)} if best else set()
@@ -108,20 +116,13 @@ def _discard(path: pathlib.Path) -> None:
 
 
 def _describe(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:
-    """Returns the manifest: what the arrays are, what they stand for, and the hashes of both."""
+    """Returns the manifest: what the arrays belong to, and the hashes of both files."""
     manifest = {
         "format_version": FORMAT_VERSION,
         "epoch": checkpoint.progress.epoch,
         "metadata": dataclasses.asdict(checkpoint.metadata),
         "progress": dataclasses.asdict(checkpoint.progress),
-        "arrays": [
-            {"name": name, **ArraySpec.of(array)._asdict()}
-            for name, array in checkpoint.state.items()
-        ],
-        "per_replica_statistics": [
-            [ArraySpec.of(array)._asdict() for array in arrays]
-            for arrays in checkpoint.per_replica_statistics
-        ],
+        "per_replica_statistics": [len(arrays) for arrays in checkpoint.per_replica_statistics],
         "files": {
             _STATE_FILE: {
                 "size_bytes": state_path.stat().st_size,
@@ -130,6 +131,10 @@ def _describe(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:
         },
     }
     return {**manifest, "sha256": _manifest_sha256(manifest)}
+
+
+def _own_name(replica_id: int, position: int) -> str:
+    return f"{_OWN}{replica_id}/{position}"
 
 
 def checkpoint_paths(run_dir: pathlib.Path) -> list[pathlib.Path]:
@@ -187,19 +192,16 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
 
 def _load(path: pathlib.Path) -> Checkpoint:
     metadata, progress, manifest = load_manifest(path)
-    names = [described["name"] for described in manifest["arrays"]]
-    if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
-        raise ValueError("arrays without a name of their own")
-    specs = _parse_specs(manifest["arrays"])
-    if len(manifest["per_replica_statistics"]) > _MAX_REPLICAS:
-        raise ValueError(f"{len(manifest['per_replica_statistics'])} replicas")
-    per_replica_specs = [_parse_specs(list_) for list_ in manifest["per_replica_statistics"]]
-    _verify_file(path / _STATE_FILE, **manifest["files"][_STATE_FILE])
-    all_specs = [*specs, *itertools.chain(*per_replica_specs)]
-    arrays = iter(read_arrays(path / _STATE_FILE, all_specs))
-    state = {name: next(arrays) for name in names}
-    statistics = [[next(arrays) for _ in list_] for list_ in per_replica_specs]
-    return Checkpoint(metadata, progress, state, statistics)
+    counts = manifest["per_replica_statistics"]
+    if len(counts) > _MAX_REPLICAS:
+        raise ValueError(f"{len(counts)} replicas")
+    with open_regular(path / _STATE_FILE) as file:
+        _verify_file(file, **manifest["files"][_STATE_FILE])
+        state = read_arrays(file)
+    own = [[state.pop(_own_name(r, i)) for i in range(count)] for r, count in enumerate(counts)]
+    if surplus := [name for name in state if name.startswith(_OWN)]:
+        raise ValueError(f"{surplus[0]:.80} belongs to no replica")
+    return Checkpoint(metadata, progress, state, own)
 
 
 def load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
@@ -211,10 +213,10 @@ def load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
     if path.is_symlink():
         raise ValueError("a symbolic link")
     manifest = read_json(path / _MANIFEST_FILE)
-    if manifest["format_version"] != FORMAT_VERSION:
+    if (version := manifest["format_version"]) != FORMAT_VERSION:
         raise ValueError(
-            f"format version {manifest['format_version']!s:.20}, this program reads"
-            f" {FORMAT_VERSION}"
+            f"format version {version!s:.20}, which another version of this program wrote; this one"
+            f" reads {FORMAT_VERSION}"
         )
     if manifest.pop("sha256") != _manifest_sha256(manifest):
         raise ValueError(f"{_MANIFEST_FILE} has another SHA-256 than it says")
@@ -225,17 +227,13 @@ def load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
     return metadata, progress, manifest
 
 
-def _parse_specs(described: Sequence[Mapping]) -> list[ArraySpec]:
-    return [ArraySpec.parse(one["shape"], one["dtype"]) for one in described]
-
-
-def _verify_file(path: pathlib.Path, *, size_bytes: int, sha256: str) -> None:
-    with open_regular(path) as file:
-        found_bytes = file.seek(0, 2)
+def _verify_file(file: io.BufferedReader, *, size_bytes: int, sha256: str) -> None:
+    found_bytes = file.seek(0, os.SEEK_END)
     if found_bytes != size_bytes:
-        raise ValueError(f"{path.name} has {found_bytes:,} of {size_bytes:,} bytes")
-    if _file_sha256(path) != sha256:
-        raise ValueError(f"{path.name} has another SHA-256 than {_MANIFEST_FILE} says")
+        raise ValueError(f"{_STATE_FILE} has {found_bytes:,} of {size_bytes:,} bytes")
+    file.seek(0)
+    if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+        raise ValueError(f"{_STATE_FILE} has another SHA-256 than {_MANIFEST_FILE} says")
 
 
 def _file_sha256(path: pathlib.Path) -> str:

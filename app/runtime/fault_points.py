@@ -21,7 +21,7 @@ _OF_THE_LOOP = ("compile", "step", "evaluate", "epoch")
 POINTS = (
     *(f"{kind}.{stage}" for kind in ("checkpoint", "history", "summary") for stage in _STAGES),
     *(f"{kind}.{stage}" for kind in ("config", "accuracy") for stage in _STAGES),
-    *("checkpoint.directory", "checkpoint.mid_file", "checkpoint.between"),
+    *("checkpoint.directory", "checkpoint.before_manifest", "checkpoint.between"),
     *("checkpoint.before_delete", "log"),
     *_OF_THE_LOOP,
 )

@@ -41,7 +41,6 @@ class Subprocess:
         is_piped: whether standard output and standard error come to `stdout` and `stderr`, and
             signals of the terminal do not reach the process: this one passes them on.
         is_silent: whether standard output is thrown away.
-        reads_stdin: whether the process has the standard input of this one.
         pass_fds: descriptors of files that the process inherits.
     """
 
@@ -54,7 +53,6 @@ class Subprocess:
         cores: Sequence[int] = (),
         is_piped: bool = False,
         is_silent: bool = False,
-        reads_stdin: bool = False,
         pass_fds: Sequence[int] = (),
     ):
         output = subprocess.DEVNULL if is_silent else None
@@ -67,7 +65,7 @@ class Subprocess:
         self._process = subprocess.Popen(
             command,
             env=environment,
-            stdin=None if reads_stdin else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if is_piped else output,
             stderr=subprocess.PIPE if is_piped else None,
             start_new_session=is_piped,

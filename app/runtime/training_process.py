@@ -26,7 +26,6 @@ def train_in_child_process(words: Sequence[str], run_dir: pathlib.Path) -> int:
         main_command([*words, f"--out={run_dir}"]),
         child_environment(**{PART_VARIABLE: "1"}),  # It is for us to say how to go on.
         death_signal=signals.STOP_REQUEST,  # It saves, and leaves no training behind.
-        reads_stdin=True,
     )
     try:
         return child.wait() or 0

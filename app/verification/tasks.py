@@ -103,7 +103,7 @@ def record_on_workers(
     parts = [_worker_path(path, index) for index in range(len(per_worker))]
     merge_traces(parts, path)
     for part in parts:
-        part.unlink()
+        shutil.rmtree(part)
     send_sec = [
         [time for worker_times in times for time in worker_times]
         for times in zip(*(worker.send_sec for worker in per_worker), strict=True)
@@ -118,7 +118,7 @@ def _record_as_worker(
 
 
 def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
-    return path.with_name(f"{path.stem}-{index}{path.suffix}")
+    return path.with_name(f"{path.name}-{index}")
 
 
 def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) -> Recorded:

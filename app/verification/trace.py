@@ -1,19 +1,24 @@
-"""What each step of a training computed, in one file that is written and read as a stream.
+"""What each step of a training computed, on disk.
 
-A trace is an uncompressed `.npz`: `numpy.load` opens it anywhere, and reads one array at a time, so
-that neither writing nor comparing traces needs more memory than a few arrays. An array's name is
-`STEP/KIND/REPLICA/TENSOR`, for example `3/gradients/1/conv1/kernel`. Step 0 is before the first.
+A trace is a directory with one file for each step, `step-00003.safetensors`; step 0 is the state
+before the first step. An array's name in it is `KIND/REPLICA/TENSOR`, for example
+`gradients/1/conv1/kernel`. A replica's array that is bitwise identical to replica 0's is left out,
+except of "examples"; `copies/0/count` is the number of copies of the weights. The metadata entry
+`order` holds the names as a JSON list in the order of the model. Writing needs memory for the
+arrays of one step, reading for one array.
 """
 
 import contextlib
 import hashlib
 import pathlib
-import zipfile
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from app.records.files import write_error
+from app.records.arrays import array_names, open_arrays, write_arrays
+from app.records.files import io_errors_as, open_regular, remove
+from app.runtime.errors import DataError, reason_of
 
 # Everything that a step computes, in the order in which it does: the first mismatch explains those
 # after it. "updates" are not stored but taken from the weights.
@@ -33,13 +38,15 @@ KINDS = {
 # Those that each shard has of its own; copies of the weights have the others in common.
 KINDS_OF_A_SHARD = {"examples", "loss", "gradients", "own statistics"}
 _STORED = [kind for kind in KINDS if kind not in ("updates", "agreement")]
+_NUM_COPIES = "copies/0/count"
+_NAME = re.compile(r"step-(\d{5,})\.safetensors")
 
 
 class TraceWriter:
     """Writes one trace; use it in a `with` statement.
 
     Args:
-        path: the file; replaced if it is there.
+        path: the directory; replaced if it is there.
 
     Raises:
         DiskFullError: no space, at any point until it is closed.
@@ -47,39 +54,42 @@ class TraceWriter:
     """
 
     def __init__(self, path: pathlib.Path):
-        self._path = path
-        with self._write_errors():
-            self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True)
+        self._path, self._step = path, 0
+        self._arrays: dict[str, np.ndarray] = {}  # Of the step that is being written.
+        with io_errors_as(path):
+            remove(path)
+            path.mkdir()
 
     def __enter__(self) -> "TraceWriter":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        with self._write_errors():
-            self._zip.close()
-
-    @contextlib.contextmanager
-    def _write_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise write_error(self._path, error) from error
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
+        if error is None:
+            self._finish_step()
 
     def write(self, step: int, kind: str, per_replica: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Writes arrays of all replicas; a replica that holds replica 0's bits is left out.
 
-        Of "examples" none is left out: they tell how many replicas there are.
+        The file of a step appears with the first call for the next step; until then the arrays
+        must not change. Of "examples" none is left out: they tell how many replicas there are.
         """
+        if step != self._step:
+            self._finish_step()
+            self._step = step
+        if kind == "weights":
+            self._arrays[_NUM_COPIES] = np.array(len(per_replica))
         for replica_id, arrays in enumerate(per_replica):
             for tensor, array in arrays.items():
-                array = np.asarray(array, order="C")
+                array = np.asarray(array)
                 first = per_replica[0].get(tensor)
                 if replica_id == 0 or kind == "examples" or not _same_bits(array, first):
-                    self._write_array(f"{step}/{kind}/{replica_id}/{tensor}", array)
+                    self._arrays[f"{kind}/{replica_id}/{tensor}"] = array
 
-    def _write_array(self, name: str, array: np.ndarray) -> None:
-        with self._write_errors(), self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
-            np.lib.format.write_array(member, array, allow_pickle=False)
+    def _finish_step(self) -> None:
+        if self._arrays:
+            with io_errors_as(self._path):
+                write_arrays(_step_path(self._path, self._step), self._arrays)
+            self._arrays = {}
 
 
 class Trace:
@@ -88,24 +98,49 @@ class Trace:
     Attributes:
         num_steps: the last step that it holds.
         num_shards: how many shards sent gradients.
-        num_copies: of the weights.
+
+    Raises:
+        DataError: it is damaged, or no trace.
     """
 
     def __init__(self, path: pathlib.Path):
-        self._file = np.load(path, allow_pickle=False)
+        self._path = path
         self._index: dict[tuple[int, str], dict[str, set[int]]] = {}
-        for name in self._file.files:
-            step, kind, replica_id, tensor = name.split("/", 3)
-            tensors = self._index.setdefault((int(step), kind), {})
-            tensors.setdefault(tensor, set()).add(int(replica_id))
-        self.num_steps = max(step for step, _ in self._index)
-        self.num_shards = self.num_copies = len(self._index[1, "examples"]["examples"])
+        with self._read_errors():
+            for step in sorted(int(m[1]) for p in path.iterdir() if (m := _NAME.fullmatch(p.name))):
+                self._add_step(step)
+            self.num_steps = max(step for step, _ in self._index)
+            self.num_shards = len(self._index[1, "examples"]["examples"])
+
+    def _add_step(self, step: int) -> None:
+        with open_regular(_step_path(self._path, step)) as file, open_arrays(file) as arrays:
+            for name in array_names(arrays):
+                kind, replica_id, tensor = name.split("/", 2)
+                tensors = self._index.setdefault((step, kind), {})
+                tensors.setdefault(tensor, set()).add(int(replica_id))
+
+    @contextlib.contextmanager
+    def _read_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # A damaged file may raise anything.
+            if isinstance(error, MemoryError):
+                raise
+            raise DataError(
+                f"{self._path}: is no whole trace ({reason_of(error)}) — a directory with a file of"
+                " arrays for each step is required; record it again"
+            ) from error
 
     def __enter__(self) -> "Trace":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        pass
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies of the weights there were."""
+        return int(self.read(0, "copies", 0, "count"))
 
     def tensors(self, step: int, kind: str) -> list[str]:
         """Returns the names of the tensors of a kind, in the order of the model."""
@@ -125,12 +160,19 @@ class Trace:
 
         Raises:
             KeyError: there is no such array.
+            DataError: the trace is damaged.
         """
         if kind == "updates":
             after, before = (self.read(s, "weights", replica_id, tensor) for s in (step, step - 1))
             return after.astype(np.float64) - before
         stored = self._index[step, kind][tensor]
-        return self._file[f"{step}/{kind}/{replica_id if replica_id in stored else 0}/{tensor}"]
+        name = f"{kind}/{replica_id if replica_id in stored else 0}/{tensor}"
+        with (
+            self._read_errors(),
+            open_regular(_step_path(self._path, step)) as file,
+            open_arrays(file) as arrays,
+        ):
+            return arrays.get_tensor(name)
 
 
 def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
@@ -148,12 +190,15 @@ def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
         merged = stack.enter_context(TraceWriter(path))
         for step in range(traces[0].num_steps + 1):
             for kind in _STORED:
+                own = kind in KINDS_OF_A_SHARD
+                items = [
+                    (t, i) for t in traces for i in range(t.num_shards if own else t.num_copies)
+                ]
                 # Averaged statistics are the same for all: each worker holds them once.
-                copies = [(t, r) for t in traces for r in range(t.num_shards)]
-                copies = copies[:1] if kind == "statistics" else copies
+                items = items[:1] if kind == "statistics" else items
                 per_replica = [
-                    {tensor: t.read(step, kind, r, tensor) for tensor in t.tensors(step, kind)}
-                    for t, r in copies
+                    {tensor: t.read(step, kind, i, tensor) for tensor in t.tensors(step, kind)}
+                    for t, i in items
                 ]
                 merged.write(step, kind, per_replica)
 
@@ -165,6 +210,10 @@ def hash_examples(images: np.ndarray, labels: np.ndarray) -> np.ndarray:
         for image, label in zip(images, labels, strict=True)
     ]
     return np.frombuffer(b"".join(digests), np.int64)
+
+
+def _step_path(path: pathlib.Path, step: int) -> pathlib.Path:
+    return path / f"step-{step:05d}.safetensors"
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray | None) -> bool:
