@@ -1,6 +1,6 @@
 """Breaks one line of the program at a time and counts how many of these bugs the tests notice.
 
-    python tests/mutations/run.py [--only=3,17] [--jobs=1]
+    python tests/mutations/run.py [--only=3,17] [--jobs=1] [--first_only]
 
 Each mutation of `mutations.toml` is made in a copy of the repository. The test files that are most
 likely to notice it run first, then the rest of `make test`; both stop at the first failure. A test
@@ -10,22 +10,29 @@ or if a mutation does not fit the program.
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import fnmatch
+import functools
+import multiprocessing.connection
+import os
 import pathlib
-import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 import tomllib
 
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = pathlib.Path(__file__).parents[2]
 LIST = pathlib.Path(__file__).with_name("mutations.toml")
 MIN_NOTICED = 0.95
 TIMEOUT_SEC = 1800
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+(?: [^-]\S*)*)", re.MULTILINE)
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tensorflow", "keras"])  # Once, not for every mutation.
 NOT_COPIED = (".git", ".venv*", "runs", "__pycache__", ".*_cache", "mutations")
 
 
@@ -101,25 +108,62 @@ def copy_repository(folder: pathlib.Path) -> pathlib.Path:
     return copy
 
 
-def run_tests(copy: pathlib.Path, *arguments: str) -> tuple[int, list[str]]:
-    """Runs tests in a copy; returns pytest's exit code and the names of those that failed.
+def run_tests(copy: pathlib.Path, *arguments: str) -> list[str]:
+    """Runs tests in a copy; returns the names of those that failed.
 
     A run that does not end within half an hour counts as a failure.
     """
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=0", "--tb=no"]
+    receiving, sending = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_run_pytest, args=(sending, copy, arguments))
+    process.start()
+    sending.close()
     try:
-        result = subprocess.run(
-            [*command, "-rfE", "-m", "not slow", *arguments],
-            cwd=copy, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return 1, [f"no end within {TIMEOUT_SEC // 60} minutes"]
-    if result.returncode not in (0, 1, 2):  # Passed, failed, or a file that cannot be imported.
-        sys.exit(f"error: pytest ended with {result.returncode}\n{result.stdout}{result.stderr}")
-    return result.returncode, FAILED.findall(result.stdout)
+        if not receiving.poll(TIMEOUT_SEC):
+            return [f"no end within {TIMEOUT_SEC // 60} minutes"]
+        exit_code, failed = receiving.recv()
+    except EOFError:
+        return ["the tests ended all at once"]
+    finally:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # What it has started ends, too.
+        process.join()
+    if exit_code not in (0, 1, 2):  # Passed, failed, or a file that cannot be imported.
+        sys.exit(f"error: pytest ended with exit code {exit_code} for {' '.join(arguments)}")
+    return failed
 
 
-def try_mutation(mutation: Mutation) -> Outcome:
+def _run_pytest(
+    sending: multiprocessing.connection.Connection, copy: pathlib.Path, arguments: tuple[str, ...]
+) -> None:
+    """Runs in a process that has imported TensorFlow, and nothing of the program."""
+    os.setsid()
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    failures = _Failures()
+    options = ["-p", "no:cacheprovider", "--tb=no", "-m", "not slow", "-x"]
+    exit_code = pytest.main([*options, *arguments], plugins=[failures])
+    sending.send((int(exit_code), failures.names))
+
+
+class _Failures:
+    """A plugin of pytest that notes what fails."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.names.append(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.names.append(f"{report.nodeid}, which cannot be imported")
+
+
+def try_mutation(mutation: Mutation, *, first_only: bool) -> Outcome:
     """Makes one mutation in a copy of its own and runs the tests until one fails."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutation") as folder:
@@ -127,13 +171,10 @@ def try_mutation(mutation: Mutation) -> Outcome:
         text = (copy / mutation.file).read_text(encoding="utf-8")
         mutated = text.replace(mutation.old, mutation.new)
         (copy / mutation.file).write_text(mutated, encoding="utf-8")
-        code, failed = 0, []
-        if mutation.tests:
-            code, failed = run_tests(copy, "-x", "-n0", *mutation.tests)
-        if not code:
-            ignored = [f"--ignore={name}" for name in mutation.tests]
-            code, failed = run_tests(copy, "-x", *ignored)
-    noticed_by = (failed or ["a file of tests that cannot be imported"])[0] if code else ""
+        failed = run_tests(copy, "-n0", *mutation.tests) if mutation.tests else []
+        if not failed and not first_only:
+            failed = run_tests(copy, *(f"--ignore={name}" for name in mutation.tests))
+    noticed_by = failed[0] if failed else ""
     return Outcome(mutation, mutation.line_number(text), noticed_by, time.monotonic() - begin)
 
 
@@ -143,7 +184,8 @@ def failing_anyway(outcomes: list[Outcome]) -> set[str]:
     if not tests:
         return set()
     with tempfile.TemporaryDirectory(prefix="mutation") as folder:
-        return set(run_tests(copy_repository(pathlib.Path(folder)), *tests)[1])
+        copy = copy_repository(pathlib.Path(folder))
+        return set(run_tests(copy, "--maxfail=1000", *tests))
 
 
 def print_outcome(outcome: Outcome) -> None:
@@ -162,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="numbers of mutations, separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="how many are tried at once")
+    parser.add_argument("--first_only", action="store_true", help="leave the rest of the tests out")
     arguments = parser.parse_args()
     mutations = load_mutations()
     if arguments.only:
@@ -170,7 +213,8 @@ def main() -> None:
     print("| # | line | change | noticed by | seconds |\n| --- | --- | --- | --- | --- |")
     outcomes = []
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        for outcome in pool.map(try_mutation, mutations):
+        attempt = functools.partial(try_mutation, first_only=arguments.first_only)
+        for outcome in pool.map(attempt, mutations):
             outcomes.append(outcome)
             print_outcome(outcome)
     broken = failing_anyway(outcomes)
