@@ -87,7 +87,7 @@ def test_an_interruption_saves_and_the_same_call_goes_on(
 ):
     monkeypatch.syspath_prepend(small_program)
     # So many epochs that the signal comes before the last.
-    config = training(small_data, tmp_path / "run", epochs=20)
+    config = training(small_data, tmp_path / "run", epochs=8)
 
     def interrupt():
         while not (tmp_path / "run" / "history.jsonl").exists():
@@ -98,10 +98,10 @@ def test_an_interruption_saves_and_the_same_call_goes_on(
     with pytest.raises(KeyboardInterrupt):
         run(config)
     done = len(load_history(tmp_path / "run"))
-    assert 0 < done < 20
+    assert 0 < done < 8
     assert load_summary(tmp_path / "run").status == "running"
     assert run(config).status == "finished"
-    assert len(load_history(tmp_path / "run")) == 20
+    assert len(load_history(tmp_path / "run")) == 8
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ MANUAL_ALGORITHMS = ALL_REDUCE_ALGORITHMS["manual"]
 
 
 @pytest.fixture
-def prepared(monkeypatch, small_lenet):
+def prepared(monkeypatch):
     """The devices of the tests in place of those that a command would set up."""
 
     def set_up(config):
@@ -114,7 +114,9 @@ def test_split_batch_shows_why_the_count_is_global(prepared, capsys):
     assert "is 9.5: right only because these shards are equal" in four
 
 
-def test_weights_are_equal_after_the_update_and_gradients_before_are_not(prepared, data):
+def test_weights_are_equal_after_the_update_and_gradients_before_are_not(
+    prepared, small_lenet, data
+):
     training = demo_setup.training(config_of("replicate", **data))
     dataset = load_data(training)
     spec, strategy, iterator = demo_setup.create(training, demo_setup.first(prepared, 3), dataset)
@@ -140,7 +142,7 @@ def test_replicate_reads_the_gradient(prepared, data, capsys):
 # The exercises.
 
 
-def test_variants_of_scale(prepared, data, capsys):
+def test_variants_of_scale(prepared, small_lenet, data, capsys):
     options = {**data, "num_train_examples": 600, "epochs": 1}
     output = run(config_of("scale", **options), capsys)
     rows = [row for first in "12" for row in cells(output, first) if row[1].isdigit()]
@@ -155,7 +157,7 @@ def test_numbers_of_devices():
     assert many_devices.counts_up_to(6) == [1, 2, 4, 6]
 
 
-def test_many_devices(prepared, data, capsys, monkeypatch):
+def test_many_devices(prepared, small_lenet, data, capsys, monkeypatch):
     """Each number of devices trains; what is timed in processes of its own is made up here."""
     found = {}
 
@@ -183,7 +185,7 @@ def test_a_batch_is_divided_by_rate():
     assert sum(sizes) == 10 and sizes == [3, 3, 4] and sec == 1.0
 
 
-def test_slow_replica_names_the_slow_one(prepared, data, capsys, monkeypatch):
+def test_slow_replica_names_the_slow_one(prepared, small_lenet, data, capsys, monkeypatch):
     monkeypatch.setattr(slow_replica, "_ROUNDS", 2)
     monkeypatch.setattr(slow_replica, "_STEPS_PER_BLOCK", 2)
     output = run(config_of("slow_replica", num_devices=3, **data), capsys)
@@ -195,7 +197,7 @@ def test_slow_replica_names_the_slow_one(prepared, data, capsys, monkeypatch):
     assert int(rows[2][5]) < 85
 
 
-def test_predict_on_several_devices_is_predict_on_one(prepared, data, capsys):
+def test_predict_on_several_devices_is_predict_on_one(prepared, small_lenet, data, capsys):
     output = run(config_of("predict", num_devices=3, num_train_examples=300, **data), capsys)
     owners = [row[1] for i in range(5) for row in cells(output, str(i)) if row[1] in CPUS]
     assert owners == [CPUS[0], CPUS[0], CPUS[1], CPUS[1], CPUS[2]]
