@@ -6,11 +6,8 @@ style and a marker of its own as well, so that it can be told in grey and where 
 
 import dataclasses
 import io
-import os
 import pathlib
 from collections.abc import Sequence
-
-os.environ["MPLBACKEND"] = "agg"  # Figures go into files, whatever the user's own setting.
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -5,6 +5,7 @@ import pathlib
 
 from app.records.caveats import dataset_title
 from app.report.accuracy_plot import Figure, save_figure
+from app.report.charts import draw_bars
 
 _COLOURS = {"single": "#000000", "manual": "#0072B2", "mirrored": "#E69F00"}
 _MARKERS = {"single": "^", "manual": "o", "mirrored": "s"}
@@ -35,16 +36,9 @@ def _draw_throughput(record: dict) -> Figure:
     cases = record["cases"]
     figure = Figure(figsize=(8.5, 1.6 + 0.36 * len(cases)), layout="constrained")
     axes = figure.subplots()
-    for row, case in enumerate(cases):
-        rate = case["images_per_sec"]
-        axes.barh(
-            row,
-            rate["value"],
-            xerr=[[rate["value"] - rate["low"]], [rate["high"] - rate["value"]]],
-            color=_colour(case),
-            alpha=0.75,
-            capsize=3,
-        )
+    rates = [case["images_per_sec"] for case in cases]
+    rows = [(rate["value"], rate["low"], rate["high"]) for rate in rates]
+    draw_bars(axes, rows, [_colour(case) for case in cases], height=0.8)
     axes.set_yticks(range(len(cases)), [case["short_name"] for case in cases])
     axes.invert_yaxis()
     axes.set_xlabel("images per second, median with 95 % interval")

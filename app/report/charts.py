@@ -1,23 +1,53 @@
-"""Figures of a report: where lines, bars, ticks and texts go; the template draws them as SVG.
+"""Charts of a report, drawn by matplotlib as SVG that stands in the page.
 
-Drawn here and not by matplotlib, so that text and axes have the colour of the page, light or dark.
-Coordinates are those of the SVG, from its upper left corner.
+Colours become variables of the page's style sheet, so that a chart suits the light and the dark
+theme. Texts stay texts, in the font of the page.
 """
 
+import contextlib
 import dataclasses
-import itertools
+import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib import figure
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from app.report.page_parts import Table, is_finite
 
 COLOURS, STYLES = 7, 4  # Have no factor in common: 28 looks, all different.
 _WIDTHS = (4.5, 2.4, 1.8, 1.4)  # Of curves that coincide all remain visible.
+_DASHES = ("-", (0, (9, 4)), (0, (2, 3)), (0, (9, 3, 2, 3)))
+_MARKERS = "os^D"
+_SERIES = ("#0072b2", "#e69f00", "#000000", "#cc79a7", "#009e73", "#56b4e9", "#d55e00")
+_TEXT, _QUIET, _RULE, _GROUND = "#1b1f24", "#57606a", "#d5dae0", "#ffffff"
+_VARIABLES = {
+    **{colour: f"var(--c{index})" for index, colour in enumerate(_SERIES)},
+    **{_TEXT: "var(--text)", _QUIET: "var(--quiet)", _RULE: "var(--rule)"},
+    _GROUND: "var(--ground)",
+}
+_STYLE: Any = {
+    "lines.scale_dashes": False,
+    "svg.fonttype": "none", "svg.hashsalt": "chart", "text.parse_math": False, "font.size": 13,
+    "text.color": _TEXT, "axes.edgecolor": _QUIET, "axes.labelcolor": _TEXT,
+    "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": _RULE,
+    "grid.linewidth": 1, "xtick.color": _QUIET, "ytick.color": _RULE, "xtick.labelcolor": _TEXT,
+    "ytick.labelcolor": _TEXT, "ytick.major.size": 0, "axes.linewidth": 1,
+    "font.weight": "normal", "savefig.transparent": True,
+}  # fmt: skip
 _WIDTH, _HEIGHT = 440, 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 30, 42  # Room around the axes.
+_BAR_ROW = 44
 _MOST_MARKERS = 30
 _LONGEST_LABEL = 58
-_BAR_ROW = 44
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,57 +65,25 @@ class Look:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """One series of a chart."""
-
-    look: Look
-    points: str
-    markers: Sequence[tuple[float, float]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """One bar, its interval and the texts beside it."""
-
-    y: float
-    x: float
-    width: float
-    low: float | None
-    high: float | None
-    label: str
-    value: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Chart:
     """One SVG.
 
     Attributes:
         title: what it shows, in a few words.
         description: the same, for who cannot see it.
-        width: of its box.
-        height: likewise.
-        x_ticks: position and text.
-        y_ticks: likewise.
-        x_label: under the axis.
-        lines: those that are drawn first lie below.
-        bars: from top to bottom.
-        band: top and bottom of what is allowed.
-        reference: position of a value that bars are held against.
+        height: of its box, which is 440 wide.
+        drawing: what is in the box; its ids are its own only.
     """
 
     title: str
     description: str
-    width: float = _WIDTH
-    height: float = _HEIGHT
-    x_ticks: Sequence[tuple[float, str]] = ()
-    y_ticks: Sequence[tuple[float, str]] = ()
-    x_label: str = ""
-    lines: Sequence[Line] = ()
-    bars: Sequence[Bar] = ()
-    band: tuple[float, float] | None = None
-    reference: float | None = None
-    left, right, top, bottom = _LEFT, _RIGHT, _TOP, _BOTTOM
+    height: int
+    drawing: str
+    width = _WIDTH
+
+    def body(self, chart_id: str) -> Markup:
+        """Returns the drawing with ids that begin with that of the chart: unique in the page."""
+        return Markup(re.sub(r'(<path id="|xlink:href="#)', rf"\g<1>{chart_id}-", self.drawing))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +123,7 @@ def line_chart(
         title: what the y axis is.
         series: name → points; what is not finite is left out.
         x_label: what the x axis is.
-        form: format of the numbers on the y axis.
+        form: format of the numbers in the description.
         log: whether the y axis has powers of ten.
         least_span: of the y axis: less would make noise look large.
         most: the largest value that there can be.
@@ -136,41 +134,26 @@ def line_chart(
         for name, points in series.items()
     }
     ys = [y for points in drawn.values() for _, y in points]
-    ys += [] if allowed is None else [allowed, 10 * allowed]  # The band ends within the chart.
-    xs = [x for points in drawn.values() for x, _ in points]
-    low, high, y_values = _log_axis(ys) if log else _linear_axis(ys, least_span, most)
-    first, last = (min(xs), max(xs)) if xs else (0, 1)
-    room = max(0.5, 0.03 * (last - first)) if last - first < 20 else 0.02 * (last - first)
-
-    def across(x: float) -> float:
-        return _between(_LEFT, _WIDTH - _RIGHT, (x - first + room) / (last - first + 2 * room))
-
-    def down(y: float) -> float:
+    with _axes(_HEIGHT, _LEFT, _BOTTOM) as (axes, svg):
+        axes.set_title(_plain(title), x=0)
+        axes.set_xlabel(x_label)
+        for index, points in enumerate(drawn.values()):
+            _draw_line(axes, points, Look.of(index))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+        axes.margins(x=0.03)
         if log:
-            return _between(
-                _HEIGHT - _BOTTOM, _TOP, math.log10(y / low) / (math.log10(high / low) or 1)
+            _set_log_axis(axes, [*ys, *([allowed, 10 * allowed] if allowed else [])])
+        else:
+            _set_linear_axis(axes, ys, least_span, most)
+        if allowed is not None:
+            low, _ = axes.get_ylim()
+            axes.axhspan(low, allowed, color=_SERIES[4], alpha=0.14, linewidth=0)
+            axes.axhline(allowed, color=_SERIES[4], linewidth=1.5)
+            axes.text(
+                0.99, allowed * 1.2, "↓ allowed", ha="right", transform=axes.get_yaxis_transform()
             )
-        return _between(_HEIGHT - _BOTTOM, _TOP, (y - low) / ((high - low) or 1))
-
-    lines = []
-    for index, points in enumerate(drawn.values()):
-        places = [(round(across(x), 1), round(down(y), 1)) for x, y in points]
-        lines.append(
-            Line(
-                Look.of(index),
-                " ".join(f"{x:g},{y:g}" for x, y in places),
-                places if len(places) <= _MOST_MARKERS else [],
-            )
-        )
-    return Chart(
-        title,
-        _described(title, x_label, drawn, form),
-        x_ticks=[(across(x), f"{x:,}") for x in _whole_ticks(first, last)],
-        y_ticks=[(down(y), _power(y) if log else f"{y:.{_decimals(y_values)}f}") for y in y_values],
-        x_label=x_label,
-        lines=sorted(lines, key=lambda line: -line.look.width),
-        band=None if allowed is None else (down(allowed), down(low)),
-    )
+        drawing = svg()
+    return Chart(title, _described(title, x_label, drawn, form), _HEIGHT, drawing)
 
 
 def bar_chart(
@@ -191,37 +174,104 @@ def bar_chart(
         reference: a value to hold them against.
     """
     rows = [row for row in rows if is_finite(row[1])]
-    known = [v for _, *values in rows for v in values if is_finite(v)] + [0.0, reference or 0.0]
-    low, high = min(known), max(known)
-    right = _WIDTH - 96  # Room for the value.
+    height = _TOP + 4 + _BAR_ROW * max(1, len(rows))
+    shown = [f"{value:{form}} {unit}".rstrip() for _, value, *_ in rows]
+    with _axes(height, 4, 4) as (axes, svg):
+        axes.set_title(_plain(title), x=0, pad=10)
+        draw_bars(axes, [(value, low, high) for _, value, low, high in rows])
+        axes.set_axis_off()
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        left, right = axes.get_xlim()
+        axes.set_xlim(left, right + 0.28 * (right - left))  # Room for the value.
+        if reference is not None:
+            axes.axvline(reference, color=_TEXT, linewidth=1.5, linestyle=(0, (2, 4)))
+        box = {"facecolor": _GROUND, "edgecolor": "none", "pad": 1.5}  # Lies over the line.
+        for row, ((label, *values), text) in enumerate(zip(rows, shown, strict=True)):
+            end = max(0.0, *(value for value in values if is_finite(value)))
+            at = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+            axes.annotate(_shortened(label), (0, row), (2, 13), bbox=box, **at)
+            at["xycoords"] = axes.transData
+            axes.annotate(text, (end, row), (8, 0), va="center", bbox=box, **at)
+        drawing = svg()
+    told = "; ".join(f"{row[0]}: {text}" for row, text in zip(rows, shown, strict=True))
+    return Chart(title, f"{title}, a bar for each: {told}", height, drawing)
 
-    def across(value: float) -> float:
-        return round(_between(4, right, (value - low) / ((high - low) or 1)), 1)
 
-    bars = [
-        Bar(
-            y=_TOP + _BAR_ROW * index,
-            x=min(across(0.0), across(value)),
-            width=abs(across(value) - across(0.0)),
-            low=across(lower) if is_finite(lower) else None,
-            high=across(upper) if is_finite(upper) else None,
-            label=label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…",
-            value=f"{value:{form}} {unit}".rstrip(),
-        )
-        for index, (label, value, lower, upper) in enumerate(rows)
-    ]
-    told = "; ".join(f"{label}: {value:{form}} {unit}".rstrip() for label, value, *_ in rows)
-    return Chart(
-        title,
-        f"{title}, a bar for each: {told}",
-        height=_TOP + _BAR_ROW * len(rows) + 8,
-        bars=bars,
-        reference=None if reference is None else across(reference),
+def draw_bars(
+    axes: Axes,
+    rows: Sequence[tuple[float, float | None, float | None]],
+    colours: Sequence[str] = _SERIES[:1],
+    height: float = 0.34,
+) -> None:
+    """Draws horizontal bars from top to bottom, with the ends of their intervals.
+
+    Args:
+        axes: where they go.
+        rows: value, lower and upper end.
+        colours: of the bars, repeated.
+        height: of a bar, as a share of its row.
+    """
+    for row, (value, low, high) in enumerate(rows):
+        colour = colours[row % len(colours)]
+        axes.barh(row, value, height, color=colour, alpha=0.6, linewidth=0)
+        if is_finite(low) and is_finite(high):
+            # Not as errors: an interval need not hold its value.
+            axes.plot([low, high], [row, row], "|-", color=_TEXT, linewidth=1.5, markersize=9)
+
+
+@contextlib.contextmanager
+def _axes(height: int, left: int, bottom: int) -> Iterator:
+    """Yields axes to draw on, and a function that returns what is drawn as SVG."""
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A font lacks letters: the page's own has them.
+        drawn = figure.Figure((_WIDTH / 72, height / 72))
+        # Fixed margins: a layout engine takes longer than all of the drawing.
+        across, down = (_WIDTH - left - _RIGHT) / _WIDTH, (height - _TOP - bottom) / height
+        axes = drawn.add_axes((left / _WIDTH, bottom / height, across, down))
+        yield axes, lambda: _svg(drawn)
+
+
+def _svg(drawn: figure.Figure) -> str:
+    content = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    drawn.savefig(content, format="svg", metadata=nothing)
+    text = content.getvalue()
+    text = text[text.index("<g id=") : text.rindex("</svg>")]  # Without head and style.
+    text = re.sub(r'(?<=<g) id="[^"]*"| clip-path="[^"]*"', "", text)  # All is within the axes.
+    text = re.sub(r"<clipPath.*?</clipPath>", "", text, flags=re.DOTALL)
+    return re.sub(r"#[0-9a-f]{6}", lambda match: _VARIABLES.get(match[0], match[0]), text)
+
+
+def _draw_line(axes: Axes, points: Sequence[tuple[int, float]], look: Look) -> None:
+    axes.plot(
+        [x for x, _ in points],
+        [y for _, y in points],
+        color=_SERIES[look.colour],
+        linestyle=_DASHES[look.style],
+        linewidth=look.width,
+        marker=_MARKERS[look.style] if len(points) <= _MOST_MARKERS else "",
+        markersize=4.4 + look.width,
+        markerfacecolor=_GROUND,
+        markeredgewidth=1.5,
+        zorder=3 - look.width / 10,  # Wide ones lie below.
     )
 
 
-def _between(start: float, end: float, share: float) -> float:
-    return start + (end - start) * share
+def _set_linear_axis(axes: Axes, ys: Sequence[float], least: float, most: float) -> None:
+    low, high = (min(ys), max(ys)) if ys else (0.0, 1.0)
+    room = max((least - (high - low)) / 2, 0.06 * (high - low), 1e-3)
+    axes.set_ylim(max(0.0, low - room), min(most, high + room))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+
+
+def _set_log_axis(axes: Axes, ys: Sequence[float]) -> None:
+    low = math.floor(math.log10(min(ys))) if ys else 0
+    high = max(math.ceil(math.log10(max(ys))) if ys else 1, low + 1)
+    axes.set_yscale("log")
+    axes.set_ylim(10.0**low, 10.0**high)
+    axes.yaxis.set_major_locator(LogLocator(numticks=7))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda value, _: _power(value))
 
 
 def _described(title: str, x_label: str, drawn: Mapping, form: str) -> str:
@@ -233,39 +283,16 @@ def _described(title: str, x_label: str, drawn: Mapping, form: str) -> str:
     return f"{title} over {x_label}s, first to last. " + "; ".join(ends)
 
 
-def _linear_axis(ys: Sequence[float], least: float, most: float) -> tuple[float, float, list]:
-    low, high = (min(ys), max(ys)) if ys else (0.0, 1.0)
-    room = max((least - (high - low)) / 2, 0.06 * (high - low), 1e-3)
-    low, high = max(0.0, low - room), min(most, high + room)
-    step = _round_step((high - low) / 5)
-    first = math.ceil(low / step - 1e-9)
-    ticks = [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-    return low, high, ticks
-
-
-def _decimals(ticks: Sequence[float]) -> int:
-    """Returns how many decimals all ticks of an axis need, so that they look alike."""
-    step = min((b - a for a, b in itertools.pairwise(ticks)), default=1.0)
-    return max(0, -math.floor(math.log10(step) + 1e-9))
-
-
-def _log_axis(ys: Sequence[float]) -> tuple[float, float, list]:
-    low = math.floor(math.log10(min(ys))) if ys else 0
-    high = max(math.ceil(math.log10(max(ys))) if ys else 1, low + 1)
-    stride = max(1, math.ceil((high - low) / 6))
-    return 10.0**low, 10.0**high, [10.0**i for i in range(low, high + 1, stride)]
-
-
 def _power(value: float) -> str:
     exponent = str(round(math.log10(value)))
     return "10" + exponent.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def _whole_ticks(first: int, last: int) -> list[int]:
-    step = max(1, math.ceil(_round_step((last - first) / 6))) if last > first else 1
-    return list(range(-(-first // step) * step, last + 1, step)) or [first]
+def _shortened(label: str) -> str:
+    plain = _plain(label)
+    return plain if len(plain) <= _LONGEST_LABEL else f"{plain[: _LONGEST_LABEL - 1]}…"
 
 
-def _round_step(step: float) -> float:
-    power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= step * (1 - 1e-9))
+def _plain(text: str) -> str:
+    """Returns text in one line, of letters that a font can have."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
