@@ -13,8 +13,7 @@ class Worker:
 
     def __init__(self, index, exit_code, *, is_stopped=False, killed=False):
         self.index, self.exit_code, self.is_stopped = index, exit_code, is_stopped
-        code = exit_code and (128 - exit_code if killed else exit_code)
-        self.process = types.SimpleNamespace(returncode=code)
+        self.process = types.SimpleNamespace(was_killed=killed)
 
     def join(self):
         """Nothing to wait for."""

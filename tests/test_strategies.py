@@ -292,3 +292,25 @@ def test_an_unknown_all_reduce_is_refused_at_once(name):
 def test_single_refuses_more_than_one_device():
     with pytest.raises(ValueError, match="one device"):
         load_strategy_class("single")(CPUS[:2])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_reading_changes_nothing(images, name):
+    strategy = create(name, 1 if name == "single" else 2, small_resnet)
+    iterator = strategy.distribute(train_dataset(*images, seed=3, global_batch_size=15))
+    strategy.train_steps(iterator, 2)
+    before = strategy.copy_states()
+    dataset = eval_dataset(*images, global_batch_size=13)
+    totals, logits, state = (
+        strategy.evaluate(dataset),
+        strategy.predict(images[0]),
+        strategy.state(),
+    )
+    strategy.per_shard_statistics()
+    for old, new in zip(before, strategy.copy_states(), strict=True):
+        assert_same_bits(new, old)
+    # What was read is what another strategy, to which the state is assigned, holds.
+    single = create("single", 1, small_resnet)
+    single.load_state(state)
+    assert single.evaluate(dataset).correct == totals.correct
+    np.testing.assert_allclose(single.predict(images[0]), logits, rtol=1e-4, atol=1e-5)

@@ -57,7 +57,7 @@ class ChildProcess:
                 self._process = self._start(theirs.fileno(), temporary)
             stack.callback(self._end)
             with contextlib.suppress(OSError):  # It has ended already: `receive` says so.
-                self._connection.send([path or os.getcwd() for path in sys.path])
+                self._connection.send(sys.path)
                 self._connection.send_bytes(call)
             self._stack = stack.pop_all()
         return self
