@@ -92,8 +92,9 @@ def test_a_cluster_is_one_training(undisturbed, small_program, small_data, tmp_p
     assert undisturbed.num_replicas == 2
     assert undisturbed.num_test_examples == 200
     assert undisturbed.steps == 40
-    arguments = [f for f in flags(small_data, tmp_path / "manual") if f != "--deterministic"]
-    run_here_ok("train", "--strategy=manual", "--num_devices=2", *arguments)
+    run_here_ok(
+        *("train", "--strategy=manual", "--num_devices=2"), *flags(small_data, tmp_path / "manual")
+    )
     assert load_summary(tmp_path / "manual").weights_sha256 == undisturbed.weights_sha256
 
 

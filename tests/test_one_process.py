@@ -11,6 +11,8 @@ import pytest
 from app.records.history import load_summary
 from conftest import ROOT, program_environment, run_ok
 
+pytestmark = pytest.mark.slow  # Most tests of commands run them in one process, one after another.
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):

@@ -13,7 +13,7 @@ from app.data.input_pipeline import eval_dataset, train_dataset
 from app.training.optimizers import FusedSGD
 from conftest import CPUS
 from models import MODELS
-from small_models import build_network, create, small_resnet
+from small_models import build_network, create, small_network, small_resnet
 from strategies import STRATEGIES, load_strategy_class
 
 # Float32 sums of a few dozen terms in another order differ in the last bits; a few steps with
@@ -163,6 +163,17 @@ def test_steps_in_one_call_are_the_same_steps(images, name):
     for loss_sum, state in results[1:]:
         assert loss_sum == results[0][0]
         assert_same_bits(state, results[0][1])
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_replicas_start_from_the_weights_of_the_first_whatever_builds_them(name):
+    """Without a seed each model that is built has weights of its own."""
+    strategy = load_strategy_class(name)(CPUS[:3])
+    strategy.build(small_network, lambda: keras.optimizers.SGD(0.1))
+    first, *others = strategy.copy_states()
+    assert np.ptp(first["model/logits/kernel"]) > 0.1
+    for state in others:
+        assert_same_bits(state, first)
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
