@@ -171,7 +171,7 @@ def test_replicas_start_from_the_weights_of_the_first_whatever_builds_them(name)
     strategy = load_strategy_class(name)(CPUS[:3])
     strategy.build(small_network, lambda: keras.optimizers.SGD(0.1))
     first, *others = strategy.copy_states()
-    assert np.ptp(first["model/logits/kernel"]) > 0.1
+    assert np.ptp(next(iter(first.values()))) > 0.1  # Of a kernel.
     for state in others:
         assert_same_bits(state, first)
 
