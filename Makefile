@@ -1,7 +1,7 @@
 # make train   trains LeNet by hand on two devices; ARGS="--flag=value …" is passed on
 # make test    runs the tests, but for the slowest: some minutes
 # make test-all  runs all of them: the notebook and the README's own commands, too
-# make mutations  breaks the program line by line, to see whether the tests notice: an hour
+# make mutations  makes one bug after another, to see whether the tests notice
 # make soak    kills and resumes a small training 200 times: half an hour
 # make fuzz    tries damaged input of five kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
