@@ -67,11 +67,13 @@ class ThreadAsProcess:
         self.pid = os.getpid()
 
     def __enter__(self):
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *exception):
-        self._to_function.put(None)
+        self._to_function.put(None)  # It is told to end.
+        self._thread.join(60)
 
     def _run(self):
         function, arguments = self._call
