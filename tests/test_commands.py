@@ -1,6 +1,7 @@
 """The program as a user runs it, end to end: mostly in this process, some in one of their own."""
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from app.config.names import ONE_MACHINE_STRATEGIES
+from app.data.synthetic import generate_synthetic
 from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.event_file import EVENTS_FILE
 from app.records.history import load_summary
 from app.records.run_log_check import check_log
-from conftest import program_environment, run_ok
+from conftest import program_environment, run_main, run_ok
 from in_process import run_here, run_here_ok
 from models import MODELS
 
@@ -126,10 +128,9 @@ def test_evaluate_refuses_other_images_than_the_run_s(runs, small_data, tmp_path
     assert result.returncode == 3 and "not those of" in result.stderr
 
 
-def test_deterministic_runs_are_the_same_training(tmp_path, small_program):
-    """Each in a process: TensorFlow's determinism is for good."""
+def test_deterministic_runs_are_the_same_training(tmp_path):
     command = ["compare", "--strategies=manual,mirrored", "--deterministic", *ON_CPUS, *SMALL]
-    result = run_ok(*command, f"--out={tmp_path}/c", program=small_program)
+    result = run_here_ok(*command, f"--out={tmp_path}/c")
     assert "manual and mirrored: bit-identical" in result.stdout
     assert json.loads((tmp_path / "c" / "manual" / "config.json").read_text())["deterministic"]
 
@@ -216,10 +217,11 @@ def test_compare(tmp_path):
     assert again.stdout.count("already finished") == len(ONE_MACHINE_STRATEGIES)
 
 
-def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):
-    result = run_here(
+def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path, small_program):
+    """A training is a process, as ever."""
+    result = run_main(
         "compare", "--strategies=manual,mirrored", *SMALL, "--global_batch_size=50", "--lr=1e30",
-        f"--out={tmp_path}/c",
+        f"--out={tmp_path}/c", program=small_program,
     )  # fmt: skip
     assert result.returncode == 7
     told, last = result.stderr.splitlines()[-2:]
@@ -280,7 +282,9 @@ def test_num_gpus_on_a_machine_without_one_says_so_where_one_looks(tmp_path, no_
     assert result.stderr.count("WARNING: --num_gpus=2") == 2  # At the start and before the end.
 
 
-def test_generated_images_in_place_of_real_ones_say_so(tmp_path):
+def test_generated_images_in_place_of_real_ones_say_so(tmp_path, monkeypatch):
+    few = functools.partial(generate_synthetic, num_train=600, num_test=100)
+    monkeypatch.setattr("app.data.dataset_loader.generate_synthetic", few)
     result = run_here_ok(
         *SMALL, f"--out={tmp_path}/run",
         env={"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none"},

@@ -215,11 +215,12 @@ def test_order_finds_a_number_with_two_sums():
 
 
 @pytest.mark.e2e
-def test_order_distinguishes_equal_orders_from_others(data, capfd):
+def test_order_distinguishes_equal_orders_from_others(data, small_program, monkeypatch, capfd):
     """In a process of its own, as ever: collectives of four devices would break those of others."""
+    monkeypatch.syspath_prepend(small_program)
     demo.run(config_of("order", device="cpu", **data))
     output = capfd.readouterr().out
-    rows = {" ".join(line.split()[:2]): line for line in output.splitlines() if " of 129," in line}
+    rows = {" ".join(line.split()[:2]): line for line in output.splitlines() if " of 7,850" in line}
     same = {name for name, row in rows.items() if row.count("bit-identical") == 2}
     assert same == {"manual reduce_to_one", "manual direct", "mirrored reduce_to_one"}
     assert {"manual tree", "manual ring", "mirrored ring"} == set(rows) - same

@@ -26,7 +26,7 @@ def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, mo
     training.assist()
     assert training.strategy.state()["optimizer/iteration"] == 5
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="run needs a run directory"):
+    with pytest.raises(ValueError, match="a log needs a run directory"):
         training.run(RunLog(tmp_path))
 
 
