@@ -97,7 +97,8 @@ class Strategy(Copies):
         self._bucket_bytes = round(bucket_mib * 2**20)
         self._communication_dtype = communication_dtype
         choices = "auto", *self.all_reduce_algorithms
-        if all_reduce not in (*choices, "none"):
+        can_leave_out = bool(self.all_reduce_algorithms) and all_reduce == "none"
+        if all_reduce not in choices and not can_leave_out:
             raise ValueError(
                 f"--all_reduce of strategy {self.name} must be one of {', '.join(choices)}, got"
                 f" {all_reduce}"
@@ -167,7 +168,7 @@ class Strategy(Copies):
         Summed over shards of any sizes, it is that of the mean over the global batch.
 
         Args:
-            replica: whose weights to take.
+            replica: its weights are taken.
             shard: images `(n_r, height, width, channels)` and labels `(n_r,)`.
             num_global_examples: int scalar, examples in the whole global batch.
 
@@ -267,7 +268,8 @@ class Strategy(Copies):
 
     def _statistics_to_evaluate(self) -> Statistics:
         averages = self.averaged_statistics()
-        return {name.removeprefix("model/"): tf.constant(a) for name, a in averages.items()}
+        with tf.device("CPU:0"):  # From the host each device copies what its batches need.
+            return {name.removeprefix("model/"): tf.constant(a) for name, a in averages.items()}
 
     def _over_workers(self, totals: StepTotals) -> StepTotals:
         """Returns the totals of all workers, added in their order: each counts its own shards."""

@@ -17,7 +17,6 @@ _Communication = tf.distribute.experimental.CommunicationImplementation
 IMPLEMENTATIONS = {
     "ring": _Communication.RING,
     "nccl": _Communication.NCCL,
-    "none": _Communication.AUTO,
 }
 _SHORT_BYTES = 1000  # A message up to this long takes one collective, a longer one two.
 _HEARTBEAT_SEC = 10
@@ -51,7 +50,7 @@ class CollectiveStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 self,
                 cluster_resolver=_resolver(addresses, index),
                 communication_options=tf.distribute.experimental.CommunicationOptions(
-                    implementation=IMPLEMENTATIONS[all_reduce]
+                    implementation=IMPLEMENTATIONS.get(all_reduce, _Communication.AUTO)
                 ),
                 local_devices=local_devices,
             ),

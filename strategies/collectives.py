@@ -162,19 +162,11 @@ def _join(
     return joined
 
 
-def no_all_reduce(
-    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
-) -> PerReplicaTensors:
-    """Returns each replica's own tensors: a step without all-reduce, to measure what that costs."""
-    return per_replica_tensors
-
-
 # Algorithms of `manual` in place of its own `all_reduce`, which is "reduce_to_one".
 ALL_REDUCE_FUNCTIONS: dict[str, Callable[..., PerReplicaTensors]] = {
     "ring": ring,
     "tree": tree,
     "direct": direct,
-    "none": no_all_reduce,
 }
 
 

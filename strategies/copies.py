@@ -30,8 +30,11 @@ class Copies(abc.ABC):
         num_copies: copies of the weights, over all workers.
         workers: the processes that train together.
         observer: to be replaced before the first step, if at all.
-        model: the first copy of this worker, once built.
-        optimizer: likewise.
+        model: of the first copy on this worker, once built.
+        optimizer: of the first copy on this worker, once built.
+
+    `gather`, `state`, `averaged_statistics`, `per_shard_statistics` and all names that begin with
+    `broadcast_` communicate: every worker has to call them at the same point.
     """
 
     num_devices: int
@@ -65,7 +68,9 @@ class Copies(abc.ABC):
         return self._local(self.num_shards)
 
     def _local(self, count: int) -> range:
-        num_local = count // self.workers.count
+        num_local, rest = divmod(count, self.workers.count)
+        if rest:
+            raise ValueError(f"{count} cannot be divided among {self.workers.count} workers")
         return range(self.workers.index * num_local, (self.workers.index + 1) * num_local)
 
     def named_variables(
@@ -207,9 +212,13 @@ class Copies(abc.ABC):
         if not per_shard_arrays:
             return
         own, ids = self.shard_statistics(), self.local_shard_ids
-        shapes = [variable.shape.as_list() for variable in own[0].values()]
-        given = [[list(array.shape) for array in arrays] for arrays in per_shard_arrays]
-        if given != [shapes] * self.num_shards:
+        if len(per_shard_arrays) != self.num_shards:
+            raise ValueError(
+                f"BatchNorm statistics of {len(per_shard_arrays)} replicas instead of"
+                f" {self.num_shards}"
+            )
+        shapes = [list(variable.shape) for variable in own[0].values()]
+        if any([list(a.shape) for a in arrays] != shapes for arrays in per_shard_arrays):
             raise ValueError("the per-replica BatchNorm statistics are those of another model")
         for variables, arrays in zip(own, per_shard_arrays[ids.start : ids.stop], strict=True):
             for variable, array in zip(variables.values(), arrays, strict=True):

@@ -52,7 +52,7 @@ def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -
         devices: R device names.
 
     Returns:
-        R lists of V tensors, placed like the argument; item [r][v] has the same bits for every r.
+        R lists of V tensors, placed like the argument; item [r][v] is bitwise equal for every r.
 
     Reference: the algorithm of `tf.distribute.ReductionToOneDevice`.
     """
@@ -100,6 +100,8 @@ class ManualStrategy(base.Strategy):
         return base.StepTotals.sum(per_replica_totals)
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
+        if self.algorithm == "none":
+            return per_replica_tensors
         return collectives.in_buckets(
             collectives.ALL_REDUCE_FUNCTIONS.get(self.algorithm, all_reduce),
             per_replica_tensors,

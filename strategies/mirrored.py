@@ -30,7 +30,6 @@ CROSS_DEVICE_OPS = {
     "nccl": tf.distribute.NcclAllReduce,
     "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
     "ring": lambda: None,
-    "none": lambda: None,
 }
 
 
@@ -63,7 +62,7 @@ class MirroredStrategy(Strategy):
 
     def _create_tf_strategy(self) -> tf.distribute.Strategy:
         return tf.distribute.MirroredStrategy(
-            self.devices, cross_device_ops=CROSS_DEVICE_OPS[self.algorithm]()
+            self.devices, cross_device_ops=CROSS_DEVICE_OPS.get(self.algorithm, lambda: None)()
         )
 
     def default_all_reduce(self) -> str:
@@ -130,20 +129,20 @@ class MirroredStrategy(Strategy):
 
     @tf.function
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        def tensor_of(
-            context: tf.distribute.ReplicaContext, copies: Sequence[tf.Tensor]
-        ) -> tf.Tensor:
-            position = context.replica_id_in_sync_group - self.local_shard_ids.start
-            # `tf.distribute` asks for the device, which the argument of a graph does not know.
-            return tf.identity(copies[position])
+        def tensor_of(copies: Sequence[tf.Tensor], context: Any) -> tf.Tensor:
+            return copies[context.replica_id_in_sync_group - self.local_shard_ids.start]
+
+        def sum_over_replicas(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+            # On the replica's device: NCCL asks for it, and the arguments of a graph have none.
+            return self._sum_over_replicas([tf.identity(tensor) for tensor in tensors])
 
         values = [
             self._tf_strategy.experimental_distribute_values_from_function(
-                functools.partial(tensor_of, copies=copies)
+                functools.partial(tensor_of, copies)
             )
             for copies in zip(*per_replica_tensors, strict=True)
         ]
-        return self._per_replica(self._tf_strategy.run(self._sum_over_replicas, args=(values,)))
+        return self._per_replica(self._tf_strategy.run(sum_over_replicas, args=(values,)))
 
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
         def replica_forward(

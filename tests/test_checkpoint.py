@@ -71,7 +71,7 @@ def test_round_trip(tmp_path):
     assert list(loaded.state) == list(STATE)
     for name, array in STATE.items():
         np.testing.assert_array_equal(loaded.state[name], array, strict=True)
-    np.testing.assert_array_equal(loaded.per_replica_statistics, STATISTICS)
+    np.testing.assert_array_equal(loaded.per_shard_statistics, STATISTICS)
     stored = load_file(path / "state.safetensors")  # Plain arrays, for anyone to read.
     assert set(stored) == {*STATE, "statistics/0/0", "statistics/1/0"}
     np.testing.assert_array_equal(stored["statistics/1/0"], STATISTICS[1][0])
@@ -213,7 +213,7 @@ def without(name):
 
 
 def set_counts(counts):
-    return lambda manifest: manifest.update(per_replica_statistics=counts)
+    return lambda manifest: manifest.update(per_shard_statistics=counts)
 
 
 def as_it_is(manifest):
@@ -279,7 +279,7 @@ CRAFTED = {
         "steps do not rise",
     ),
     "more replicas than there are": (
-        lambda m: m.update(per_replica_statistics=[[]] * 5000), None, "5000 replicas",
+        lambda m: m.update(per_shard_statistics=[[]] * 5000), None, "5000 replicas",
     ),
     "beyond the epoch": (lambda m: m["metadata"].update(steps_per_epoch=3), None, "of the epoch 7"),
     "another version": (lambda m: m.update(format_version=4), None, "format version 4"),

@@ -8,6 +8,7 @@ import pytest
 from app.devices import free_memory
 from app.runtime.errors import DeviceError, is_out_of_memory
 from app.training import memory_estimate
+from app.training.memory_estimate import StepSize
 from app.training.tensor_lifetimes import live_tensors_in_step
 from small_models import build_network, small_network
 
@@ -40,8 +41,15 @@ def test_an_estimate_has_weights_and_what_the_optimizer_keeps():
     parameters = 3 * 25 + 3 + 108 * 10 + 10
     assert estimate.weights_bytes == 4 * parameters
     assert 4 * parameters <= estimate.optimizer_state_bytes < 4 * parameters + 100
-    total = estimate.total_bytes(num_copies=2, global_batch_size=10)
-    assert total == pytest.approx(2 * estimate.fixed_bytes + 10 * estimate.image_bytes)
+    total = estimate.total_bytes(StepSize(2, 2, 10))
+    state_bytes = estimate.weights_bytes + estimate.optimizer_state_bytes
+    fixed = 2 * (state_bytes + estimate.step_bytes)
+    assert total == pytest.approx(fixed + 10 * estimate.image_bytes)
+    # One copy of the weights whose gradients are computed on four shards, as a pipeline does.
+    fixed = state_bytes + 4 * estimate.step_bytes
+    assert estimate.total_bytes(StepSize(1, 4, 10)) == pytest.approx(
+        fixed + 10 * estimate.image_bytes
+    )
 
 
 def test_half_precision_takes_about_half():
@@ -58,10 +66,9 @@ def test_half_precision_takes_about_half():
 def test_the_bound_that_spares_the_estimate_is_above_it():
     for build in (small_network, lambda: build_network("lenet"), lambda: build_network("resnet18")):
         model = build()
-        needed = memory_estimate.MemoryEstimate.of(model).total_bytes(
-            num_copies=2, global_batch_size=64
-        )
-        assert memory_estimate._upper_bound(model, 2, 64) > needed
+        size = StepSize(2, 2, 64)
+        needed = memory_estimate.MemoryEstimate.of(model).total_bytes(size)
+        assert memory_estimate._upper_bound(model, size) > needed
 
 
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_can():
@@ -70,20 +77,16 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_can():
     with pytest.raises(
         DeviceError, match=r"60000, which is 30,000 images on each of 2 rep"
     ) as told:
-        memory_estimate.check_memory(
-            model, optimizer, num_copies=2, global_batch_size=60_000, available=16 * GIB
-        )
+        memory_estimate.check_memory(model, optimizer, StepSize(2, 2, 60_000), available=16 * GIB)
     assert " GiB by estimate, 16.0 are free" in str(told.value)
     fits = int(re.search(r"use --global_batch_size=(\d+)", str(told.value))[1])
     assert 100 < fits < 10_000 and fits % 2 == 0
-    memory_estimate.check_memory(
-        model, optimizer, num_copies=2, global_batch_size=fits, available=16 * GIB
-    )
+    memory_estimate.check_memory(model, optimizer, StepSize(2, 2, fits), available=16 * GIB)
 
 
 def test_without_a_number_nothing_is_refused():
-    sizes = {"num_copies": 1, "global_batch_size": 60_000}
-    memory_estimate.check_memory(small_network(), None, **sizes, available=None)
+    size = StepSize(1, 1, 60_000)
+    memory_estimate.check_memory(small_network(), None, size, available=None)
 
 
 def test_memory_of_this_machine_is_found():

@@ -325,3 +325,48 @@ def test_reading_changes_nothing(images, name):
     single.load_state(state)
     assert single.evaluate(dataset).correct == totals.correct
     np.testing.assert_allclose(single.predict(images[0]), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "multi_worker"])
+def test_tensors_are_summed_on_their_replica_s_device(monkeypatch, name):
+    """NCCL refuses tensors whose device is unknown; here there is no GPU to refuse them."""
+    strategy, devices = create(name, 2), []
+    monkeypatch.setattr(
+        strategy,
+        "_sum_over_replicas",
+        lambda tensors: [devices.append(t.device) or t for t in tensors],
+    )
+    strategy.all_reduce([[tf.constant(1.0)], [tf.constant(2.0)]])
+    assert [device.rpartition("/")[2] for device in sorted(devices)] == [
+        "device:CPU:0",
+        "device:CPU:1",
+    ]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_step_without_all_reduce_keeps_each_replica_s_own_gradients(images, name):
+    if name == "single":
+        with pytest.raises(ValueError, match="got none"):
+            load_strategy_class(name)(CPUS[:1], all_reduce="none")
+        return
+    strategy = create(name, 2, all_reduce="none", bucket_mib=1.0, communication_dtype="bfloat16")
+    strategy.train_steps(
+        strategy.distribute(train_dataset(*images, seed=3, global_batch_size=15)), 1
+    )
+    first, second = strategy.copy_states()
+    weight = f"model/{strategy.model.trainable_variables[0].path}"
+    assert not np.array_equal(first[weight], second[weight])
+    sent = [[tf.constant(1.001)], [tf.constant(2.0)]]
+    assert [t.numpy() for (t,) in strategy.all_reduce(sent)] == [np.float32(1.001), 2.0]
+
+
+def test_statistics_of_another_number_of_shards_are_refused(images):
+    strategy = create("manual", 2, small_resnet)
+    strategy.train_steps(
+        strategy.distribute(train_dataset(*images, seed=3, global_batch_size=15)), 1
+    )
+    own = strategy.per_shard_statistics()
+    with pytest.raises(ValueError, match="of 3 replicas instead of 2"):
+        strategy.load_per_shard_statistics([*own, own[0]])
+    with pytest.raises(ValueError, match="another model"):
+        strategy.load_per_shard_statistics([own[0], own[1][:-1]])

@@ -71,6 +71,7 @@ class Case:
             observer = inject_fault(
                 fault, strategy, batch_sizes={GLOBAL_BATCH_SIZE, 10}, num_steps=num_steps
             )
+            observer.begin()
             dataset = inject_data_fault(fault, self.batches, seed=3, num_shards=strategy.num_shards)
         recorder = Recorder(strategy, observer)
         send_sec = recorder.record(strategy.distribute(dataset), num_steps=num_steps, path=path)
@@ -466,6 +467,17 @@ def test_one_replica_that_starts_elsewhere_is_named(case, tmp_path):
     strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "initial_weights"
     assert strategy_verdict.diagnosis.text.startswith("replica 2 starts")
+
+
+@pytest.mark.parametrize("name", ["manual", "mirrored"])
+def test_the_one_replica_that_changes_is_named(case, tmp_path, name):
+    strategy = load_strategy_class(name)(CPUS[:3])
+    fault = Fault.parse("perturb_weight:replica=2,step=2")
+    trace, _ = case.record(strategy, tmp_path / "t", fault=fault)
+    strategy_verdict = case.check(trace)
+    first = strategy_verdict.first_mismatch
+    assert (first.step, first.replica_id) == (2, 2)
+    assert strategy_verdict.diagnosis.cause == "changed_by_itself"
 
 
 def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):

@@ -165,7 +165,7 @@ def test_batch_norm_statistics_go_on_bit_for_bit(dataset, tmp_path, strategy, mo
     whole = train(dataset, tmp_path / "whole", **options)
     options |= {"checkpoint_every": 3}
     train_until(dataset, tmp_path / "cut", "step:4:raise", **options)
-    own = find_newest_checkpoint(tmp_path / "cut").checkpoint.per_replica_statistics
+    own = find_newest_checkpoint(tmp_path / "cut").checkpoint.per_shard_statistics
     assert len(own) == 2 and not np.array_equal(own[0][0], own[1][0])
     assert train(dataset, tmp_path / "cut", **options).weights_sha256 == whole.weights_sha256
 

@@ -79,7 +79,7 @@ def talk(prepared, config):
         return strategy._tf_strategy.experimental_local_results(kept)
 
     seen = [[shard.numpy().tolist() for shard in shards()] for _ in range(3)]
-    return said, list(strategy.local_replica_ids), seen
+    return said, list(strategy.local_shard_ids), seen
 
 
 @pytest.mark.e2e
@@ -117,7 +117,7 @@ def train_with_batch_norm(strategy):
     pixels = np.random.default_rng(0).integers(0, 256, (60, 28, 28, 1), dtype=np.uint8)
     dataset = tf.data.Dataset.from_tensor_slices((pixels, np.arange(60, dtype=np.int32) % 10))
     totals = strategy.train_steps(strategy.distribute(dataset.batch(20).repeat()), 3)
-    own = strategy.per_replica_statistics()
+    own = strategy.per_shard_statistics()
     state = strategy.state()
     evaluated = strategy.evaluate(dataset.batch(25))
     return tuple(totals), own, state, tuple(evaluated), strategy.predict(pixels)
@@ -131,13 +131,15 @@ def normalise(prepared):
     strategy = load_strategy_class("multi_worker")(prepared.names, workers=prepared.workers)
     results = train_with_batch_norm(strategy)
     own = results[1]
-    averaged = strategy.per_replica_statistics()
-    strategy.share_per_replica_statistics(own if prepared.workers.is_chief else [])
+    after_reading = strategy.per_shard_statistics()
+    strategy.load_state(results[2])
+    averaged = strategy.per_shard_statistics()
+    strategy.broadcast_per_shard_statistics(own if prepared.workers.is_chief else [])
     divergence = check_replica_divergence(strategy)
-    given_back = strategy.per_replica_statistics()
+    given_back = strategy.per_shard_statistics()
     strategy.load_state({name: array + 1 for name, array in results[2].items()})
     strategy.broadcast_state()
-    return *results, averaged, given_back, divergence.tensor
+    return *results, after_reading, averaged, given_back, divergence.tensor
 
 
 @pytest.mark.e2e
@@ -147,15 +149,19 @@ def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
 
     expected = train_with_batch_norm(load_strategy_class("manual")(CPUS))
     for _, results in per_worker:
-        totals, own, state, evaluated, logits, averaged, given_back, divergence = results
+        totals, own, state, evaluated, logits, after_reading, averaged, given_back, divergence = (
+            results
+        )
         assert len(own) == len(given_back) == 4
         assert totals[1:] == expected[0][1:] and totals[2] == 60
         assert totals[0] == pytest.approx(expected[0][0], rel=1e-6)
         assert evaluated[2] == 60 and evaluated[1] == expected[3][1]
         assert averaged == [] and divergence.startswith("norm/moving_")
-        for replica, (arrays, again) in enumerate(zip(own, given_back, strict=True)):
-            for array, copy, other in zip(arrays, again, expected[1][replica], strict=True):
-                np.testing.assert_array_equal(array, copy)
+        for replica, arrays in enumerate(own):
+            copies = arrays, after_reading[replica], given_back[replica], expected[1][replica]
+            for array, unchanged, copy, other in zip(*copies, strict=True):
+                np.testing.assert_array_equal(unchanged, array)
+                np.testing.assert_array_equal(copy, array)
                 np.testing.assert_allclose(array, other, rtol=1e-6)
         for array, other in zip(state.values(), expected[2].values(), strict=True):
             np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)

@@ -72,7 +72,8 @@ def watch_step(
 
         def recorded(step: int, kind: str) -> list:
             (name,) = [t for t in trace.tensors(step, kind) if t.endswith(_TENSOR)]
-            return [trace.read(step, kind, r, name) for r in range(trace.num_shards)]
+            count = trace.num_shards if kind == "gradients" else trace.num_copies
+            return [trace.read(step, kind, r, name) for r in range(count)]
 
         moments = [
             ("weight, before", recorded(0, "weights")),

@@ -14,7 +14,7 @@ from app.devices.free_memory import available_bytes
 from app.performance.all_reduce_model import all_reduce_cost
 from app.runtime import console
 from app.runtime.errors import ConfigError
-from app.training.memory_estimate import MemoryEstimate
+from app.training.memory_estimate import MemoryEstimate, StepSize
 from app.training.recipes import MIN_WARMUP_STEPS, REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
 from models import load_model_builder
 from strategies import ALL_REDUCE_ALGORITHMS
@@ -117,7 +117,7 @@ class TrainingPlan:
     @property
     def memory_bytes(self) -> float:
         """Of each device, by estimate."""
-        return self.memory.total_bytes(num_copies=1, global_batch_size=self.largest_shard)
+        return self.memory.total_bytes(StepSize(1, 1, self.largest_shard))
 
     def all_reduces(self) -> dict[str, tuple[int, float]]:
         """Returns algorithm → messages one after another, bytes through the busiest connection."""

@@ -59,7 +59,7 @@ def open_arrays(file: io.BufferedReader) -> Iterator[safe_open]:
     """
     # By descriptor: whatever has the path's name by now. Not mapped into memory, where reading a
     # file that somebody truncates would end the process.
-    path = f"/proc/self/fd/{file.fileno()}"
+    path = f"/dev/fd/{file.fileno()}"
     with _os_errors(), safe_open(path, "numpy", backend="pread") as arrays:
         yield arrays
 

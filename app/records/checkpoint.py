@@ -48,14 +48,14 @@ class Checkpoint:
         metadata: what is trained on which data.
         progress: how far it is.
         state: name → array, in the order of the variables: model first, then optimizer.
-        per_replica_statistics: each replica's own moving statistics; empty where they do not
+        per_shard_statistics: each replica's own moving statistics; empty where they do not
             differ.
     """
 
     metadata: RunMetadata
     progress: Progress
     state: dict[str, np.ndarray]
-    per_replica_statistics: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
+    per_shard_statistics: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
 
 
 def weights_sha256(state: Mapping[str, np.ndarray]) -> str:
@@ -83,7 +83,7 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
             parent.mkdir()
             fsync(run_dir)
     path = parent / _name(checkpoint.progress.step)
-    own = checkpoint.per_replica_statistics
+    own = checkpoint.per_shard_statistics
     arrays = checkpoint.state | {
         _own_name(r, i): array for r, arrays in enumerate(own) for i, array in enumerate(arrays)
     }
@@ -122,7 +122,7 @@ def _describe(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:
         "epoch": checkpoint.progress.epoch,
         "metadata": dataclasses.asdict(checkpoint.metadata),
         "progress": dataclasses.asdict(checkpoint.progress),
-        "per_replica_statistics": [len(arrays) for arrays in checkpoint.per_replica_statistics],
+        "per_shard_statistics": [len(arrays) for arrays in checkpoint.per_shard_statistics],
         "files": {
             _STATE_FILE: {
                 "size_bytes": state_path.stat().st_size,
@@ -192,7 +192,7 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
 
 def _load(path: pathlib.Path) -> Checkpoint:
     metadata, progress, manifest = load_manifest(path)
-    counts = manifest["per_replica_statistics"]
+    counts = manifest["per_shard_statistics"]
     if len(counts) > _MAX_REPLICAS:
         raise ValueError(f"{len(counts)} replicas")
     with open_regular(path / _STATE_FILE) as file:

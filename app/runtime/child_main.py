@@ -19,8 +19,10 @@ def main() -> None:
     except EOFError:
         return  # The process that waits has ended.
     from app.runtime import function_call
+    from app.runtime.run_context import RunContext
 
-    function_call.run(connection, parent_pid, signal.Signals(death_signal))
+    context = RunContext()  # Named here, so that all that it keeps lasts until `_exit`.
+    function_call.run(connection, parent_pid, signal.Signals(death_signal), context)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)  # Taking TensorFlow's objects apart was seen to wait for half a minute.

@@ -26,20 +26,23 @@ class Channel(NamedTuple):
     receive: Callable[[], Any]
 
 
-def run(connection: Connection, parent_pid: int, death_signal: signal.Signals) -> None:
+def run(
+    connection: Connection, parent_pid: int, death_signal: signal.Signals, context: RunContext
+) -> None:
     """Receives a function with its arguments and calls it: all that this process does.
 
     Args:
         connection: to the parent.
         parent_pid: of the parent, which may have ended meanwhile.
         death_signal: what ends this process when the parent ends.
+        context: of this process, kept by the caller until the process ends.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED_EXIT_CODE))
     signals.end_with_parent(death_signal)
     if os.getppid() != parent_pid:  # It has ended before the kernel was asked.
         return
     temporary_directories.hold(tempfile.gettempdir())
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError), RunContext():
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError), context:
         try:
             function, arguments = connection.recv()
             channel = Channel(

@@ -18,7 +18,7 @@ def run_all_reduce_self_test(strategy: Strategy) -> None:
     counted twice, can be told apart in every case. A sum that loses a replica is wrong in the same
     way on every replica: nothing else would show it, for all weights stay equal.
 
-    Takes milliseconds, for each dtype in which gradients are exchanged.
+    Takes milliseconds, for each dtype of the gradients.
 
     Raises:
         AllReduceError: a replica got another sum.
@@ -42,7 +42,7 @@ def run_all_reduce_self_test(strategy: Strategy) -> None:
                     f"all-reduce {strategy.algorithm} of {strategy.name} on {num_replicas}"
                     f" replicas ({dtype}): {explain(got, replica_id, num_replicas)} — every"
                     " gradient has to be in the sum once;"
-                    f" {'use --all_reduce=auto' if chosen else 'mend its exchange'}"
+                    f" {'use --all_reduce=auto' if chosen else 'fix its all-reduce'}"
                 )
 
 

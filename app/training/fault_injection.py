@@ -38,8 +38,12 @@ class FaultyObserver(Observer):
         self._first_weight = next(
             faulty_copy[f"model/{v.path}"] for v in strategy.model.variables if v.trainable
         )
-        if fault.name == "perturb_weight" and fault.parameters["step"] == 0:
-            self.on_update(int(copy_id), [])
+
+    def begin(self) -> None:
+        """Injects a fault that is there before the first step, once the state is loaded."""
+        is_first = int(self._step.numpy()) == 0 == self._fault.parameters.get("step")
+        if self._fault.name == "perturb_weight" and self._is_here and is_first:
+            self._perturb_weight()
 
     def on_shard(
         self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
@@ -65,6 +69,8 @@ class FaultyObserver(Observer):
         if self._fault.name != "perturb_weight" or not self._is_here:
             return
         replica, step = (int(self._fault.parameters[name]) for name in ("replica", "step"))
+        if isinstance(copy_id, int) and copy_id != replica:
+            return
         is_copy, is_step = tf.equal(copy_id, replica), tf.equal(tf.cast(self._step, tf.int64), step)
         tf.cond(is_copy & is_step, self._perturb_weight, lambda: False)
 
@@ -98,7 +104,7 @@ class FaultyObserver(Observer):
 
 def inject_fault(
     fault: Fault, strategy: Strategy, *, batch_sizes: Collection[int], num_steps: int
-) -> Observer:
+) -> FaultyObserver:
     """Injects a fault into a strategy that is built and has made no step.
 
     Args:
@@ -108,12 +114,13 @@ def inject_fault(
         num_steps: how many steps will be made.
 
     Returns:
-        The new observer of the strategy.
+        The new observer of the strategy, whose `begin` is to be called before the first step.
 
     Raises:
         ConfigError: the fault cannot happen here.
     """
-    fault.check_replicas(strategy.num_shards)
+    of_copies = fault.name == "perturb_weight"
+    fault.check_replicas(strategy.num_copies if of_copies else strategy.num_shards)
     if fault.name == "mean_of_means" and not any(n % strategy.num_shards for n in batch_sizes):
         sizes = " and ".join(map(str, sorted(batch_sizes, reverse=True)))
         raise ConfigError(
@@ -131,8 +138,8 @@ def inject_fault(
             f"--inject={fault} with a model without BatchNorm — moving statistics are required;"
             " use --model=resnet18"
         )
-    strategy.observer = FaultyObserver(fault, strategy)
-    return strategy.observer
+    strategy.observer = observer = FaultyObserver(fault, strategy)
+    return observer
 
 
 def inject_data_fault(

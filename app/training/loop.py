@@ -79,7 +79,7 @@ class Training:
         self._memory.check()
         run_all_reduce_self_test(self.strategy)
         if config.fault:
-            inject_fault(
+            self._faulty_observer = inject_fault(
                 config.fault,
                 self.strategy,
                 batch_sizes=batch_sizes,
@@ -147,6 +147,8 @@ class Training:
         """
         if log is not None:
             self._writer = self._create_writer(log)
+        if self._config.fault:
+            self._faulty_observer.begin()
         resumed, self._resumed = self._resumed, None  # Frees its arrays.
         self._writer.begin(self._metadata)
         if resumed:

@@ -18,6 +18,20 @@ _WORK_BYTES, _WORK_SHARE = 16 << 20, 1.12
 _ACCURACY = 0.8
 
 
+class StepSize(NamedTuple):
+    """The size of a training step.
+
+    Attributes:
+        num_copies: copies of the weights.
+        num_shards: parts of the global batch.
+        global_batch_size: examples of a step over all shards.
+    """
+
+    num_copies: int
+    num_shards: int
+    global_batch_size: int
+
+
 class MemoryEstimate(NamedTuple):
     """What the training of a replica takes beside the program itself.
 
@@ -48,21 +62,21 @@ class MemoryEstimate(NamedTuple):
             _WORK_SHARE * alive.image_bytes,
         )
 
-    @property
-    def fixed_bytes(self) -> float:
-        """Of each replica, whatever its shard."""
-        return self.weights_bytes + self.optimizer_state_bytes + self.step_bytes
+    def total_bytes(self, size: StepSize) -> float:
+        """Returns the bytes of all copies of the weights and all shards together."""
+        return self.fixed_bytes(size) + size.global_batch_size * self.image_bytes
 
-    def total_bytes(self, *, num_copies: int, global_batch_size: int) -> float:
-        """Of all replicas together."""
-        return num_copies * self.fixed_bytes + global_batch_size * self.image_bytes
+    def fixed_bytes(self, size: StepSize) -> float:
+        """Returns the bytes that do not depend on the number of examples."""
+        state_bytes = self.weights_bytes + self.optimizer_state_bytes
+        return size.num_copies * state_bytes + size.num_shards * self.step_bytes
 
 
 def _size_bytes(variables: Iterable[keras.Variable]) -> int:
     return sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in variables)
 
 
-def _upper_bound(model: keras.Model, num_copies: int, global_batch_size: int) -> float:
+def _upper_bound(model: keras.Model, size: StepSize) -> float:
     """Returns more than any step can take: all that layers compute at once, with its gradients.
 
     Infinity where layers are made of layers: what these compute is not to be seen from outside.
@@ -76,16 +90,15 @@ def _upper_bound(model: keras.Model, num_copies: int, global_batch_size: int) ->
         return math.inf
     outputs = [tensor for layer in layers for tensor in keras.tree.flatten(layer.output)]
     computed = sum(int(np.prod(tensor.shape[1:])) for tensor in outputs)
-    copies = 4 * num_copies * _size_bytes(model.variables)
-    return num_copies * _WORK_BYTES + copies + 2 * 4 * global_batch_size * computed
+    copies = 4 * max(size.num_copies, size.num_shards) * _size_bytes(model.variables)
+    return size.num_shards * _WORK_BYTES + copies + 2 * 4 * size.global_batch_size * computed
 
 
 def check_memory(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
+    size: StepSize,
     *,
-    num_copies: int,
-    global_batch_size: int,
     available: int | None,
 ) -> None:
     """Refuses a batch that cannot fit into main memory, which all logical CPU devices share.
@@ -93,57 +106,52 @@ def check_memory(
     Args:
         model: of one replica.
         optimizer: of one replica, built.
-        num_copies: of the weights, which share the memory.
-        global_batch_size: examples of a step over all of them.
+        size: of a step; all of it shares the memory.
         available: bytes; None where nobody knows.
 
     Raises:
         DeviceError: a step takes more than there is.
     """
-    if available is None or _upper_bound(model, num_copies, global_batch_size) <= available:
+    if available is None or _upper_bound(model, size) <= available:
         return
-    sizes = {"num_copies": num_copies, "global_batch_size": global_batch_size}
-    needed = MemoryEstimate.of(model, optimizer).total_bytes(**sizes)
+    needed = MemoryEstimate.of(model, optimizer).total_bytes(size)
     if _ACCURACY * needed > available:
-        raise too_large(model, optimizer, **sizes, available=available)
+        raise too_large(model, optimizer, size, available=available)
 
 
 def too_large(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
+    size: StepSize,
     *,
-    num_copies: int,
-    global_batch_size: int,
     available: int | None,
 ) -> DeviceError:
     """Returns what to raise where a batch does not fit, or did not.
 
     Args:
-        model, optimizer, num_copies, global_batch_size, available: see `check_memory`;
-            `available` is None where the memory is that of GPUs.
+        model, optimizer, size, available: see `check_memory`; `available` is None where the memory
+            is that of GPUs.
     """
     estimate = MemoryEstimate.of(model, optimizer)
-    needed = estimate.total_bytes(num_copies=num_copies, global_batch_size=global_batch_size)
+    needed = estimate.total_bytes(size)
     there = f", {available / 2**30:.1f} are free" if available is not None else ""
-    per_replica = f"{-(-global_batch_size // num_copies):,} images"
+    per_shard = f"{-(-size.global_batch_size // size.num_shards):,} images"
     return DeviceError(
-        f"out of memory: --global_batch_size={global_batch_size}, which is {per_replica} on each of"
-        f" {console.count(num_copies, 'replica')}, takes {needed / 2**30:.1f} GiB by estimate"
-        f"{there} — memory for a step is required;"
-        f" {_advice(estimate, num_copies, global_batch_size, available)}"
+        f"out of memory: --global_batch_size={size.global_batch_size}, which is {per_shard} on each"
+        f" of {console.count(size.num_shards, 'replica')}, takes {needed / 2**30:.1f} GiB by"
+        f" estimate{there} — memory for a step is required;"
+        f" {_advice(estimate, size, available)}"
     )
 
 
-def _advice(
-    estimate: MemoryEstimate, num_copies: int, global_batch_size: int, available: int | None
-) -> str:
+def _advice(estimate: MemoryEstimate, size: StepSize, available: int | None) -> str:
     """Says which batch to use instead, where one can fit at all."""
-    fits = global_batch_size // 2
+    fits = size.global_batch_size // 2
     if available is not None:
-        room = available - num_copies * estimate.fixed_bytes
+        room = available - estimate.fixed_bytes(size)
         fits = min(fits, int(room // estimate.image_bytes))
-    fits = fits // num_copies * num_copies
-    if fits < num_copies:
+    fits = fits // size.num_shards * size.num_shards
+    if fits < size.num_shards:
         return "not even one image for each replica fits, use fewer devices or another machine"
     what = "by the same estimate the largest that fits" if available is not None else "half of it"
     return f"use --global_batch_size={fits}, {what}, or less"

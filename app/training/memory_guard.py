@@ -8,7 +8,7 @@ from typing import Any
 from app.devices.device_setup import Devices
 from app.devices.free_memory import available_bytes
 from app.runtime.errors import is_out_of_memory
-from app.training.memory_estimate import check_memory, too_large
+from app.training.memory_estimate import StepSize, check_memory, too_large
 from strategies.base import Strategy
 from strategies.workers import Workers
 
@@ -67,6 +67,7 @@ class MemoryGuard:
         return {
             "model": self._strategy.model,
             "optimizer": self._strategy.optimizer,
-            "num_copies": self._strategy.num_copies,
-            "global_batch_size": self._global_batch_size,
+            "size": StepSize(
+                self._strategy.num_copies, self._strategy.num_shards, self._global_batch_size
+            ),
         }

@@ -2,13 +2,14 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from app.runtime.errors import ReplicaDivergenceError
 from strategies.base import Strategy
+from strategies.copies import Variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,26 +33,40 @@ def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
     Raises:
         ReplicaDivergenceError: they are not; it names the tensor and the replicas.
     """
-    copies = strategy.copies()
-    own = {f"model/{v.path}" for v in strategy.model.variables if not v.trainable}
+    statistics = set(strategy.statistics_names)
+    copies = [
+        {name: variable for name, variable in copy.items() if name not in statistics}
+        for copy in strategy.copies()
+    ]
+    for name, groups, apart in _differences(strategy, copies):
+        raise ReplicaDivergenceError(_describe(name, groups, apart))
     divergence = ReplicaDivergence("", 0.0)
-    per_copy_hashes = strategy.gather([_hash(copy.values()) for copy in copies])
-    for name, hashes in zip(
-        strategy.variable_names, zip(*per_copy_hashes, strict=True), strict=True
-    ):
-        groups: dict[bytes, list[int]] = {}
-        for copy_id, digest in enumerate(hashes):
-            groups.setdefault(digest.tobytes(), []).append(copy_id)
-        if len(groups) == 1:
-            continue
-        # Every worker knows the hashes: all of them get here for the same tensor.
-        arrays = [array for (array,) in strategy.gather([[copy[name].numpy()] for copy in copies])]
-        apart = float(np.max(np.ptp(np.asarray(arrays, np.float64), axis=0)))
-        if name not in own:
-            raise ReplicaDivergenceError(_describe(name, list(groups.values()), apart))
+    for name, _, apart in _differences(strategy, strategy.shard_statistics()):
         if np.isnan(apart) or apart > divergence.absolute:
             divergence = ReplicaDivergence(name.removeprefix("model/"), apart)
     return divergence
+
+
+def _differences(
+    strategy: Strategy, per_item_variables: Sequence[Variables]
+) -> Iterator[tuple[str, list[list[int]], float]]:
+    """Yields each variable that is not bitwise identical in all copies, or shards.
+
+    Yields:
+        Its name, the items with identical values in groups, and the largest difference.
+    """
+    names = list(per_item_variables[0])
+    per_item_hashes = strategy.gather([_hash(v.values()) for v in per_item_variables])
+    for name, hashes in zip(names, zip(*per_item_hashes, strict=True), strict=True):
+        groups: dict[bytes, list[int]] = {}
+        for item_id, digest in enumerate(hashes):
+            groups.setdefault(digest.tobytes(), []).append(item_id)
+        if len(groups) > 1:
+            # Every worker knows the hashes: all of them get here for the same variable.
+            own = [[variables[name].numpy()] for variables in per_item_variables]
+            arrays = [array for (array,) in strategy.gather(own)]
+            apart = float(np.max(np.ptp(np.asarray(arrays, np.float64), axis=0)))
+            yield name, list(groups.values()), apart
 
 
 def _hash(variables: Iterable[tf.Variable]) -> list[np.ndarray]:

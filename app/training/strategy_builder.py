@@ -90,11 +90,11 @@ def restore(
     """
     state = checkpoint.state
     if new_schedule_step is not None:
-        state = _with_new_schedule(state, strategy.state(), new_schedule_step)
+        state = _with_new_schedule(state, strategy.copy_states()[0], new_schedule_step)
     try:
         strategy.load_state(state)
-        if len(checkpoint.per_replica_statistics) == strategy.num_shards:
-            strategy.load_per_shard_statistics(checkpoint.per_replica_statistics)
+        if len(checkpoint.per_shard_statistics) == strategy.num_shards:
+            strategy.load_per_shard_statistics(checkpoint.per_shard_statistics)
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint of step {checkpoint.progress.step}: {error} — one of the same model is"

@@ -76,7 +76,7 @@ class TrainingState:
         self.progress = broadcast_progress(workers, self.progress, steps_per_epoch)
         self.checkpoints.mark_saved(self.progress)
         self._strategy.broadcast_state()
-        own = resumed.checkpoint.per_replica_statistics if resumed else []
+        own = resumed.checkpoint.per_shard_statistics if resumed else []
         self._strategy.broadcast_per_shard_statistics(own)
 
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:

@@ -156,7 +156,7 @@ def _initial_state(context: StepContext, mismatch: Measurement) -> Iterator[Diag
     what = {"weights": "weights", "slots": "optimizer variables"}.get(mismatch.kind, mismatch.kind)
     yield Diagnosis(
         "initial_weights" if mismatch.kind == "weights" else "initial_state",
-        f"{name_replicas(wrong, context.trace.num_copies)} starts from other {what} than"
+        f"{name_replicas(wrong, context.num_items(mismatch.kind))} starts from other {what} than"
         f" model, recipe and flags give: {mismatch.tensor}, by up to {mismatch.absolute:.3g}",
     )
 

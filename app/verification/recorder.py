@@ -58,7 +58,8 @@ class Recorder(Observer):
             DivergedError: something that was computed is not finite.
             DiskFullError: no space for the trace.
         """
-        check_repeatable(self._strategy.model)
+        strategy = self._strategy
+        check_repeatable(strategy.model)
         trainable = [variable.path for variable in self._strategy.model.trainable_variables]
         times = []
         with TraceWriter(path) as trace:
@@ -66,8 +67,8 @@ class Recorder(Observer):
             for step in range(1, num_steps + 1):
                 start, busy = time.monotonic(), time.process_time()
                 self._strategy.train_steps(iterator, 1)
-                shards = self._take("shard")
-                _check_finite(step, "loss", [{"loss": loss} for *_, loss in shards])
+                shards, ids = self._take("shard"), strategy.local_shard_ids
+                _check_finite(step, "loss", ids, [{"loss": loss} for *_, loss in shards])
                 trace.write(
                     step,
                     "examples",
@@ -78,7 +79,8 @@ class Recorder(Observer):
                     per_replica = [
                         dict(zip(trainable, arrays, strict=True)) for arrays in self._take(kind)
                     ]
-                    _check_finite(step, kind, per_replica)
+                    ids = strategy.local_copy_ids if kind == "sums" else strategy.local_shard_ids
+                    _check_finite(step, kind, ids, per_replica)
                     trace.write(step, kind, per_replica)
                 self._write_states(trace, step)
                 times.append([(sent - start, cpu - busy) for sent, cpu in self._take_times()])
@@ -149,7 +151,7 @@ class Recorder(Observer):
     def _write_states(self, trace: TraceWriter, step: int) -> None:
         strategy = self._strategy
         states = strategy.copy_states()
-        _check_finite(step, "state", states)
+        _check_finite(step, "state", strategy.local_copy_ids, states)
         for kind in ("slots", "weights"):
             trace.write(step, kind, [_part(state, kind, strategy) for state in states])
         own = [
@@ -159,8 +161,10 @@ class Recorder(Observer):
         trace.write(step, "statistics", [_without_prefix(strategy.averaged_statistics())])
 
 
-def _check_finite(step: int, kind: str, per_replica: list[dict[str, np.ndarray]]) -> None:
-    for replica_id, arrays in enumerate(per_replica):
+def _check_finite(
+    step: int, kind: str, item_ids: range, per_item: list[dict[str, np.ndarray]]
+) -> None:
+    for replica_id, arrays in zip(item_ids, per_item, strict=True):
         for tensor, array in arrays.items():
             if not np.isfinite(array).all():
                 raise DivergedError(

@@ -38,6 +38,11 @@ class StepContext:
         shards, _ = find_shards(self.trace, mismatch.step, images, labels)
         return state_before(self.trace, mismatch.step), images, labels, shards
 
+    def num_items(self, kind: str) -> int:
+        """Returns how many shards, or copies of the weights, have arrays of a kind."""
+        own = kind in KINDS_OF_A_SHARD
+        return self.trace.num_shards if own else self.trace.num_copies
+
     def wrong_replicas(self, mismatch: Measurement, kind: str, tensor: str) -> list[int]:
         """Returns the replicas whose array is wrong; a trace names those of other bits only."""
         measured_wrong = {
@@ -45,8 +50,7 @@ class StepContext:
             if m.order == mismatch.order and m.tensor == mismatch.tensor and not m.within_tolerance
         }  # fmt: skip
         named = self.trace.replicas(mismatch.step, kind, tensor)
-        own = kind in KINDS_OF_A_SHARD
-        replicas = range(self.trace.num_shards if own else self.trace.num_copies)
+        replicas = range(self.num_items(kind))
         return [r for r in replicas if (r if r in named else 0) in measured_wrong]
 
     def arrays(self, mismatch: Measurement, kind: str, replica_id: int) -> Arrays:

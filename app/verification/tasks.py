@@ -137,6 +137,7 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
         observer = inject_fault(
             config.fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=num_steps
         )
+        observer.begin()
         dataset = inject_data_fault(
             config.fault,
             lambda seed: spec.batches(seed=seed),

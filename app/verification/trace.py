@@ -98,6 +98,7 @@ class Trace:
     Attributes:
         num_steps: the last step that it holds.
         num_shards: how many shards sent gradients.
+        num_copies: how many copies of the weights there were; 0 if it has no weights.
 
     Raises:
         DataError: it is damaged, or no trace.
@@ -111,6 +112,8 @@ class Trace:
                 self._add_step(step)
             self.num_steps = max(step for step, _ in self._index)
             self.num_shards = len(self._index[1, "examples"]["examples"])
+        has_copies = (0, "copies") in self._index
+        self.num_copies = int(self.read(0, "copies", 0, "count")) if has_copies else 0
 
     def _add_step(self, step: int) -> None:
         with open_regular(_step_path(self._path, step)) as file, open_arrays(file) as arrays:
@@ -136,11 +139,6 @@ class Trace:
 
     def __exit__(self, *exception: object) -> None:
         pass
-
-    @property
-    def num_copies(self) -> int:
-        """How many copies of the weights there were."""
-        return int(self.read(0, "copies", 0, "count"))
 
     def tensors(self, step: int, kind: str) -> list[str]:
         """Returns the names of the tensors of a kind, in the order of the model."""
