@@ -168,7 +168,7 @@ def test_one_s_own_strategy_is_verified_and_trained(copy, small_data):
     run_ok(copy, command("add_a_strategy", "--strategy=server"), small_data)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_one_s_own_parts_pass_the_tests_of_all(copy, small_data):
     """The page's lines of pytest in one process; the parity test of four steps is the longest."""
     lines = [line for page in GUIDES for line in sh_lines(TEXTS[page]) if "pytest" in line]

@@ -90,7 +90,9 @@ def test_weights_do_not_depend_on_the_numbers_of_layers():
             np.testing.assert_array_equal(expected.numpy(), variable.numpy())
 
 
-@pytest.mark.parametrize("network", [build_unnamed, build_normalised_unnamed])
+@pytest.mark.parametrize(
+    "network", [pytest.param(build_unnamed, marks=pytest.mark.slow), build_normalised_unnamed]
+)
 def test_manual_and_mirrored_train_unnamed_layers_bit_for_bit(tmp_path, images, network):
     recipe = find_recipe("fast", "other")
     for name in ("manual", "mirrored"):

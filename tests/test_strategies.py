@@ -53,8 +53,16 @@ def assert_close(first, second, tolerance=ROUNDING):
 
 # 40 examples: 20 divides for 1, 2 and 4 replicas; 15 and 17 leave uneven shards and short last
 # batches of 10 and 6.
-@pytest.mark.parametrize("global_batch_size", [20, 15, 17])
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("num_replicas", "global_batch_size"),
+    [
+        pytest.param(
+            r, n, marks=[pytest.mark.slow] if (r, n) in ((1, 15), (4, 20), (4, 17)) else []
+        )
+        for r in (1, 2, 3, 4)
+        for n in (20, 15, 17)
+    ],
+)
 def test_parity_step_by_step(images, num_replicas, global_batch_size):
     single_losses, single_states = walk(
         create("single", 1), images, global_batch_size=global_batch_size
@@ -227,8 +235,16 @@ def test_prediction_keeps_the_order(images, name, num_images):
     np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        pytest.param(n, m, marks=[pytest.mark.slow] if (n, m) != ("manual", "resnet18") else [])
+        if m == "resnet18"
+        else (n, m)
+        for n in PARALLEL
+        for m in MODELS
+    ],
+)
 def test_fewer_images_than_replicas(images, name, model):
     """Empty shards, with the fused kernels of the real models."""
 
@@ -245,8 +261,15 @@ def test_fewer_images_than_replicas(images, name, model):
     assert strategy.evaluate(dataset).examples == 4
 
 
-@pytest.mark.parametrize("writer", STRATEGIES)
-@pytest.mark.parametrize("reader", STRATEGIES)
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        # One state is like another: each strategy writes one that manual reads, and reads manual's.
+        pytest.param(w, r, marks=[] if "manual" in (w, r) else [pytest.mark.slow])
+        for w in STRATEGIES
+        for r in STRATEGIES
+    ],
+)
 def test_any_strategy_goes_on_from_the_state_of_any_other(images, writer, reader):
     first = create(writer, 1 if writer == "single" else 2)
     _, states = walk(first, images, global_batch_size=20)

@@ -70,7 +70,10 @@ def whole_run(tmp_path_factory, small_data, small_program):
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("signal_number", "code", "what"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_saves_and_names_the_command_that_goes_on(
     tmp_path, small_program, whole_run, signal_number, code, what

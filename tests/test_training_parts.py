@@ -12,11 +12,13 @@ from app.records.run_log import RunLog
 from app.records.run_metadata import Progress
 from app.runtime.errors import DivergedError
 from app.training.checkpoint_schedule import CheckpointSchedule
+from app.training.epoch_progress import after_epoch
 from app.training.finite_checks import check_finite_state
 from app.training.loop import Training
 from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter
 from conftest import CPUS
 from models import MODELS
+from strategies.step_totals import StepTotals
 
 
 def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, monkeypatch):
@@ -69,3 +71,16 @@ def test_one_number_that_is_not_finite_is_found(number):
     ):
         check_finite_state(state, "step 3", saved_step=2)
     check_finite_state({"model/a": state["model/a"]}, "step 3", saved_step=2)
+
+
+def test_a_finished_epoch_tells_of_training_and_test_apart():
+    under_way = Progress(
+        step=9, epoch_step=4, loss_sum=30.0, correct=15, examples=60, epoch_sec=2.0
+    )
+    test = StepTotals(10.0, 4, 40)
+    after = after_epoch(under_way, test, evaluation_sec=0.5, learning_rate=0.1, injected_fault="")
+    (record,) = after.history
+    assert (after.step, after.epoch_step, record.epoch, record.step) == (9, 0, 1, 9)
+    assert (record.train_loss, record.train_accuracy) == (0.5, 0.25)
+    assert (record.test_loss, record.test_accuracy) == (0.25, 0.1)
+    assert (record.images_per_sec, record.epoch_sec, record.evaluation_sec) == (30.0, 2.0, 0.5)

@@ -119,6 +119,7 @@ def test_a_fault_is_caught_named_and_marked(tmp_path, small_program):
     assert last.startswith("error: mirrored is different: lost gradient, first at step 1, sums of ")
     assert "the sum is without replica 1" in last and "Traceback" not in result.stderr
     assert re.search(r"manual – mirrored +different ", result.stdout)
+    assert re.search(r"^ +where +first at step 1, sums of ", result.stdout, re.MULTILINE)
     assert "injected fault: drop_gradient:replica=1" in result.stderr
     assert "lost gradient" in (out / "report.html").read_text(encoding="utf-8")
     record = load(out)
