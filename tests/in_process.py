@@ -37,8 +37,8 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
     main, argv = _import_main(), ["main.py", *map(str, arguments)]
     with (
         threads_as_processes() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as stdout,
-        contextlib.redirect_stderr(io.StringIO()) as stderr,
+        contextlib.redirect_stdout(_Captured()) as stdout,
+        contextlib.redirect_stderr(_Captured()) as stderr,
     ):
         for name, value in (env or {}).items():
             patch.setenv(name, value)
@@ -48,7 +48,7 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
             code = main.main(main.parse(argv))
         except SystemExit as end:
             code = end.code
-    return subprocess.CompletedProcess(argv, code, stdout.getvalue(), stderr.getvalue())
+    return subprocess.CompletedProcess(argv, code, stdout.text(), stderr.text())
 
 
 def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
@@ -56,6 +56,17 @@ def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
     result = run_here(*arguments, **options)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+class _Captured(io.TextIOWrapper):
+    """A stream with an encoding, as that of a process has one."""
+
+    def __init__(self):
+        super().__init__(io.BytesIO(), encoding="utf-8")
+
+    def text(self):
+        self.flush()
+        return self.buffer.getvalue().decode()
 
 
 class ThreadAsProcess:
@@ -67,11 +78,13 @@ class ThreadAsProcess:
         self.pid = os.getpid()
 
     def __enter__(self):
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *exception):
-        self._to_function.put(None)
+        self._to_function.put(None)  # It is told to end.
+        self._thread.join(60)
 
     def _run(self):
         function, arguments = self._call

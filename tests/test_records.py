@@ -12,6 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from app.records import files
 from app.records import history as histories
 from app.records.files import write_atomically, write_json
 from app.records.history import EpochRecord, Summary
@@ -57,6 +58,16 @@ class TestFiles:
             write_atomically(path, fail, size_bytes=4)
         assert json.loads(path.read_text()) == {"a": 1}
         assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+    def test_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
+        self, tmp_path, monkeypatch
+    ):
+        done, replace = [], os.replace
+        monkeypatch.setattr(files, "fsync", lambda path: done.append(f"fsync {path.name}"))
+        monkeypatch.setattr(os, "replace", lambda a, b: (done.append("rename"), replace(a, b)))
+        write_json(tmp_path / "file.json", {})
+        temporary = files.temporary_path(tmp_path / "file.json").name
+        assert done == [f"fsync {temporary}", "rename", f"fsync {tmp_path.name}"]
 
     def test_a_full_disk_is_named_and_cleaned_up(self, tmp_path):
         def fill(temporary):

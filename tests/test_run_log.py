@@ -1,6 +1,8 @@
 """`log.jsonl`: what is written, repaired, and found by its checker."""
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -80,6 +82,24 @@ def test_a_refused_start_leaves_no_line(tmp_path):
     with pytest.raises(OutputError), open_run_log(tmp_path):
         raise OutputError("refused — for a test")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_that_is_written_in_part_is_taken_back(tmp_path, monkeypatch):
+    """The disk is full after ten bytes of it; the stop that follows finds room."""
+    write, sizes = os.write, iter([10])
+
+    def write_part(descriptor, data):
+        if b'"epoch"' not in data:
+            return write(descriptor, data)
+        if (size := next(sizes, None)) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:size])
+
+    with monkeypatch.context() as patch, pytest.raises(DiskFullError):
+        patch.setattr(os, "write", write_part)
+        attempt(tmp_path, lambda log: log.event("epoch", epoch=1, step=10))
+    assert check_log(tmp_path) == []
+    assert load_attempts(tmp_path)[0].stop["status"] == "disk_full"
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path):

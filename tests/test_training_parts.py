@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 
 from app.config import TrainConfig
@@ -9,7 +10,9 @@ from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.records.run_log import RunLog
 from app.records.run_metadata import Progress
+from app.runtime.errors import DivergedError
 from app.training.checkpoint_schedule import CheckpointSchedule
+from app.training.finite_checks import check_finite_state
 from app.training.loop import Training
 from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter
 from conftest import CPUS
@@ -56,3 +59,13 @@ def test_a_schedule_knows_what_is_saved():
     assert not schedule.is_saved(Progress(step=8, epoch_step=8))
     assert not schedule.is_due(Progress(step=8, epoch_step=8))
     assert schedule.num_steps_before_next(Progress(step=8, epoch_step=8)) == 2
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_one_number_that_is_not_finite_is_found(number):
+    state = {"model/a": np.zeros(3, np.float32), "model/b": np.float32([1, number, 2])}
+    with pytest.raises(
+        DivergedError, match="^model/b is not finite at step 3 .* of step 2 is kept"
+    ):
+        check_finite_state(state, "step 3", saved_step=2)
+    check_finite_state({"model/a": state["model/a"]}, "step 3", saved_step=2)
