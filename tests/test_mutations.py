@@ -1,0 +1,25 @@
+"""The list of bugs of `make mutations` follows the program."""
+
+import tomllib
+
+import pytest
+
+from conftest import ROOT
+
+MUTATIONS = tomllib.loads((ROOT / "tests/mutations/mutations.toml").read_text("utf-8"))["mutation"]
+
+
+@pytest.mark.parametrize("number", range(1, len(MUTATIONS) + 1))
+def test_each_bug_can_be_made_in_one_place(number):
+    mutation = MUTATIONS[number - 1]
+    source = (ROOT / mutation["file"]).read_text("utf-8")
+    assert source.count(mutation["old"]) == 1
+    changed = source.replace(mutation["old"], mutation["new"])
+    assert changed != source
+    compile(changed, mutation["file"], "exec")
+
+
+def test_there_are_forty_in_all_four_packages():
+    packages = {"strategies", "app/training", "app/verification", "app/records"}
+    assert len(MUTATIONS) >= 40
+    assert {m["file"].rpartition("/")[0] for m in MUTATIONS} == packages
