@@ -152,7 +152,7 @@ def test_one_s_own_all_reduce_is_verified_and_its_fault_found(copy, small_data):
     line = command("add_a_strategy", "main.py verify --strategies=manual --all_reduce=pairwise")
     run_ok(copy, line, small_data)
     kept = (copy / "strategies" / "collectives.py").read_text()
-    assert ODD_ONE in TEXTS["add_a_strategy"].partition("Now leave out")[2]
+    assert ODD_ONE in TEXTS["add_a_strategy"].partition("Leave out the term")[2]
     edit(copy / "strategies" / "collectives.py", (ODD_ONE, ""))
     result = run(copy, line, small_data)
     (copy / "strategies" / "collectives.py").write_text(kept)
