@@ -8,7 +8,9 @@ import pytest
 from app.config import TrainConfig
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
-from app.records.run_log import RunLog
+from app.records.checkpoint import Checkpoint
+from app.records.history import EpochRecord, load_summary
+from app.records.run_log import RunLog, open_run_log
 from app.records.run_metadata import Progress
 from app.runtime.errors import DivergedError
 from app.training.checkpoint_schedule import CheckpointSchedule
@@ -16,9 +18,12 @@ from app.training.epoch_progress import after_epoch
 from app.training.finite_checks import check_finite_state
 from app.training.loop import Training
 from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter
+from app.training.training_spec import TrainingSpec
 from conftest import CPUS
 from models import MODELS
 from strategies.step_totals import StepTotals
+from test_checkpoint import RUN_METADATA
+from test_records import make_summary
 
 
 def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, monkeypatch):
@@ -84,3 +89,29 @@ def test_a_finished_epoch_tells_of_training_and_test_apart():
     assert (record.train_loss, record.train_accuracy) == (0.5, 0.25)
     assert (record.test_loss, record.test_accuracy) == (0.25, 0.1)
     assert (record.images_per_sec, record.epoch_sec, record.evaluation_sec) == (30.0, 2.0, 0.5)
+
+
+def test_the_order_of_examples_follows_from_the_seed():
+    dataset = generate_synthetic(num_train=300, num_test=70)
+
+    def first_batch(own_seed, **options):
+        config = TrainConfig(global_batch_size=64, recipe="d2l", seed=own_seed)
+        return next(TrainingSpec(config, dataset).batches(**options).as_numpy_iterator())[0]
+
+    np.testing.assert_array_equal(first_batch(1), first_batch(2, seed=1))
+    assert not np.array_equal(first_batch(1), first_batch(2))
+
+
+def test_the_best_epoch_need_not_be_the_last(tmp_path):
+    history = [
+        EpochRecord(1, 10, 1.0, 0.5, 1.0, 0.9, 2.5, 400.0),
+        EpochRecord(2, 20, 0.5, 0.7, 1.0, 0.6, 2.5, 400.0),
+    ]
+    state = {"model/kernel": np.ones(3, np.float32)}
+    with open_run_log(tmp_path) as log:
+        writer = RunWriter(tmp_path, log, make_summary())
+        writer.begin(RUN_METADATA)
+        progress = Progress(step=20, history=history)
+        writer.save(Checkpoint(RUN_METADATA, progress, state), compile_sec=0.0)
+    summary = load_summary(tmp_path)
+    assert (summary.test_accuracy, summary.best_test_accuracy) == (0.6, 0.9)
