@@ -469,6 +469,15 @@ def test_one_replica_that_starts_elsewhere_is_named(case, tmp_path):
     assert strategy_verdict.diagnosis.text.startswith("replica 2 starts")
 
 
+def test_an_all_reduce_in_bfloat16_that_was_asked_for_is_right(case, tmp_path):
+    trace, _ = case.record(ManualStrategy(CPUS[:2], communication_dtype="bfloat16"), tmp_path / "t")
+    references = [Reference(*case.functions, dtype) for dtype in ("float64", "float32")]
+    for asked, right in (("bfloat16", True), ("float32", False)):
+        checker = TraceChecker(*references, communication_dtype=asked)
+        measurements = checker.check(trace, case.batches().as_numpy_iterator())
+        assert (first_mismatch(measurements) is None) == right
+
+
 @pytest.mark.parametrize("name", ["manual", "mirrored"])
 def test_the_one_replica_that_changes_is_named(case, tmp_path, name):
     strategy = load_strategy_class(name)(CPUS[:3])
