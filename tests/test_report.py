@@ -434,7 +434,7 @@ def leaves(value, path=()):
         yield from leaves(value[key], (*path, key))
 
 
-@pytest.mark.parametrize("num_tries", [20, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_tries", [60, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -462,8 +462,7 @@ def test_whatever_a_record_holds_it_is_shown_or_refused(
             shown += 1
         except OutputError:
             refused += 1
-    assert refused
-    assert shown or num_tries == 20  # Of a summary few values can be damaged and shown.
+    assert refused and shown
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
