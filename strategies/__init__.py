@@ -16,6 +16,9 @@ STRATEGIES: dict[str, str] = {
     "manual": "strategies.manual:ManualStrategy",
     "mirrored": "strategies.mirrored:MirroredStrategy",
     "multi_worker": "strategies.multi_worker:MultiWorkerStrategy",
+    "sharded": "strategies.sharded:ShardedStrategy",
+    "pipeline": "strategies.pipeline:PipelineStrategy",
+    "tensor": "strategies.tensor:TensorStrategy",
 }
 
 # Name of a strategy → its all-reduce algorithms. A strategy that is missing has none to choose
