@@ -7,7 +7,7 @@ these methods at the same point. Reading changes nothing.
 
 import abc
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -247,6 +247,19 @@ def optimizer_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
     """
     paths = [variable.path.partition("/")[2] for variable in optimizer.variables]
     return [f"optimizer/{path}" for path in paths]
+
+
+def optimizer_shapes(
+    model: keras.Model, optimizer_fn: Callable[[], keras.optimizers.Optimizer]
+) -> dict[str, tuple[int, ...]]:
+    """Returns name → shape of the variables of an optimizer of the whole model.
+
+    It is built and dropped: for strategies that have no such optimizer.
+    """
+    optimizer = optimizer_fn()
+    optimizer.build(model.trainable_variables)
+    shapes = [tuple(variable.shape) for variable in optimizer.variables]
+    return dict(zip(optimizer_names(optimizer), shapes, strict=True))
 
 
 def _read(per_item_variables: Sequence[Variables]) -> list[list[np.ndarray]]:

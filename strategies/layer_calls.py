@@ -124,19 +124,27 @@ def run(
     return values
 
 
+def variables_of(
+    calls: Iterable[LayerCall],
+) -> tuple[list[keras.Variable], list[keras.Variable]]:
+    """Returns the trainable variables of the layers that are called, and the other ones."""
+    layers = [call.layer for call in calls]
+    return (
+        [variable for layer in layers for variable in layer.trainable_variables],
+        [variable for layer in layers for variable in layer.non_trainable_variables],
+    )
+
+
 def with_values(
     function: Callable[[], T],
     values: Sequence[tuple[keras.Variable, tf.Tensor | tf.Variable]],
-    *,
-    assigns: bool = True,
 ) -> T:
     """Calls a function that uses Keras variables, with other values in their place.
 
     Args:
         function: called once.
-        values: for each variable, the tensor or variable in its place.
-        assigns: whether what the function assigns to a variable is assigned to the one in its
-            place; it is dropped otherwise.
+        values: for each variable, the tensor or variable in its place. What the function assigns
+            to it is assigned to the variable in its place, and dropped where that is a tensor.
     """
     if not values:
         return function()
@@ -145,6 +153,6 @@ def with_values(
         result = function()
     for (variable, old), (_, place) in zip(read, values, strict=True):
         new = scope.get_current_value(variable)
-        if assigns and isinstance(place, tf.Variable) and new is not old:
+        if isinstance(place, tf.Variable) and new is not old:
             place.assign(new)
     return result

@@ -7,7 +7,8 @@ long, they are idle for (K - 1) / (M + K - 1) of the time, in both schedules: wh
 many micro-batches a stage has to remember.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -85,10 +86,9 @@ def in_time_slots(
     return slots
 
 
-def in_order(schedule: Schedule, num_stages: int, num_micro_batches: int) -> Iterator[Task]:
-    """Yields the tasks of all stages so that each comes after those that it needs."""
-    for slot in in_time_slots(schedule, num_stages, num_micro_batches):
-        yield from slot
+def in_order(schedule: Schedule, num_stages: int, num_micro_batches: int) -> list[Task]:
+    """Returns the tasks of all stages so that each comes after those that it needs."""
+    return list(itertools.chain(*in_time_slots(schedule, num_stages, num_micro_batches)))
 
 
 def _needs(task: Task, num_stages: int) -> set[Task]:

@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from strategies import base, collectives
 from strategies.base import PerReplicaTensors
-from strategies.copies import State, Variables, optimizer_names
+from strategies.copies import State, Variables, optimizer_shapes
 from strategies.manual import all_reduce, gradients_on_each_device, split_batch
 from strategies.shard_step import copies_of
 from strategies.split_variable import RepeatedVariable, SplitVariable
@@ -57,11 +57,8 @@ class ShardedStrategy(base.Strategy):
 
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model = model_fn()
-        whole_optimizer = optimizer_fn()
-        whole_optimizer.build(self.model.trainable_variables)
-        self._names = optimizer_names(whole_optimizer)
+        self._optimizer_shapes = optimizer_shapes(self.model, optimizer_fn)
         self._shapes = [tf.TensorShape(v.shape) for v in self.model.trainable_variables]
-        self._optimizer_shapes = [v.shape for v in whole_optimizer.variables]
         self.replicas, self.parts = [], []
         for device_id, device in enumerate(self.devices):
             with tf.device(device):
@@ -212,8 +209,8 @@ class ShardedStrategy(base.Strategy):
         parts = zip(*(part.optimizer.variables for part in self.parts), strict=True)
         optimizer = {
             name: _whole(parts_of_one, shape)
-            for name, parts_of_one, shape in zip(
-                self._names, parts, self._optimizer_shapes, strict=True
+            for (name, shape), parts_of_one in zip(
+                self._optimizer_shapes.items(), parts, strict=True
             )
         }
         if not self.splits_weights:

@@ -1,12 +1,85 @@
-"""Where a network can be cut into stages, and where it should be."""
+"""Consecutive layers of a network on devices of their own, and where a network can be cut."""
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import keras
+import tensorflow as tf
 
+from strategies import layer_calls
 from strategies.flops import forward_flops
 from strategies.layer_calls import LayerCall, LayerCalls
+from strategies.shard_step import copies_of
+
+
+class Stage(NamedTuple):
+    """Consecutive layers of a network, with variables of their own on one device.
+
+    Attributes:
+        device: its name.
+        calls: of the layers, whose own variables are not used.
+        weights: in place of the layers' trainable variables.
+        statistics: for each micro-batch, variables in place of the other ones.
+        optimizer: of the weights.
+    """
+
+    device: str
+    calls: list[LayerCall]
+    weights: list[keras.Variable]
+    statistics: list[list[keras.Variable]]
+    optimizer: keras.optimizers.Optimizer
+
+    @classmethod
+    def create(
+        cls,
+        calls: list[LayerCall],
+        device: str,
+        optimizer: keras.optimizers.Optimizer,
+        num_micro_batches: int,
+    ) -> "Stage":
+        """Creates the variables, with the values of the layers' own, on the device."""
+        trainable, others = layer_calls.variables_of(calls)
+        with tf.device(device):
+            weights = copies_of(trainable)
+            statistics = [copies_of(others) for _ in range(num_micro_batches)]
+            optimizer.build(weights)
+        return cls(device, calls, weights, statistics, optimizer)
+
+    @property
+    def weight_paths(self) -> list[str]:
+        """Paths of the weights in the model."""
+        return [variable.path for variable in layer_calls.variables_of(self.calls)[0]]
+
+    @property
+    def statistics_paths(self) -> list[str]:
+        """Paths of the other variables in the model."""
+        return [variable.path for variable in layer_calls.variables_of(self.calls)[1]]
+
+    def forward(
+        self,
+        x: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        statistics: Sequence[tf.Tensor | tf.Variable],
+        *,
+        training: bool,
+    ) -> tf.Tensor:
+        """Returns what the layers make of the images, or of the activations of the stage before.
+
+        Args:
+            x: `(n, ...)`, on this device.
+            weights: to use, tensors.
+            statistics: to use; those that are variables are updated in training.
+            training: for layers that work differently in training.
+        """
+
+        def call_layers() -> tf.Tensor:
+            tensors = layer_calls.run(self.calls, {self.calls[0].inputs[0]: x}, training=training)
+            return tensors[self.calls[-1].output]
+
+        trainable, others = layer_calls.variables_of(self.calls)
+        values = [*zip(trainable, weights, strict=True), *zip(others, statistics, strict=True)]
+        return layer_calls.with_values(call_layers, values)
 
 
 def cut_points(model_calls: LayerCalls) -> list[int]:
@@ -94,8 +167,3 @@ def _balanced(
             for end in ends[num_cuts:]
         }
     return best[ends[-1]][1]
-
-
-def layer_variables(calls: Sequence[LayerCall]) -> list[keras.Variable]:
-    """Returns the variables of the layers that are called, in their order."""
-    return [variable for call in calls for variable in call.layer.variables]
