@@ -39,6 +39,14 @@ class DeviceTape:
         self._record: list[tuple[Sequence[Spread], Spread, Callable]] = []
         self._weight_gradients: dict = {}
 
+    def copies_of(self, tensor: tf.Tensor) -> Spread:
+        """Copies a tensor to every device, to be used but not to be differentiated by."""
+        copies = []
+        for device in self._devices:
+            with tf.device(device):
+                copies.append(tf.identity(tensor))
+        return Spread(copies)
+
     def each(
         self,
         function: Callable[..., tf.Tensor],

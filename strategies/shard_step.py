@@ -60,7 +60,7 @@ class ShardStep(Copies):
         shard_weights: the sizes of all shards in proportion to each other.
     """
 
-    replicas: list[Replica]
+    replicas: Sequence[Replica] = ()
     num_replicas: int
     shards_per_replica: int
     shard_weights: list[int]
