@@ -18,7 +18,7 @@ from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import PerReplicaTensors
 from strategies.gradient_buckets import GradientBuckets
 from strategies.observer import Observer
-from strategies.shard_step import LogitsAndTotals, Replica, ShardStep, Statistics
+from strategies.shard_step import LogitsAndTotals, ShardStep, Statistics
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 

@@ -46,7 +46,6 @@ class SplitCall(NamedTuple):
     gathers: bool
     sizes: list[int] | None
 
-
     def on_each_device(
         self,
         tape: DeviceTape,
@@ -65,9 +64,7 @@ class SplitCall(NamedTuple):
             training: for layers that work differently in training.
         """
         paths = [variable.path for variable in self.call.layer.variables]
-        weights = [
-            [named[v.path] for v in self.call.layer.trainable_variables] for named in values
-        ]
+        weights = [[named[v.path] for v in self.call.layer.trainable_variables] for named in values]
 
         def call_part(d: int, *tensors: tf.Tensor) -> tf.Tensor:
             part = self.layers[d]
@@ -75,9 +72,7 @@ class SplitCall(NamedTuple):
                 (variable, values[d].get(path, variable.value))
                 for path, variable in zip(paths, part.variables, strict=True)
             ]
-            return with_values(
-                lambda: self.call(tensors, training=training, layer=part), in_place
-            )
+            return with_values(lambda: self.call(tensors, training=training, layer=part), in_place)
 
         return tape.each(call_part, inputs, weights)
 
@@ -139,11 +134,9 @@ def _part_of(
     """Returns a layer that computes a part of the channels, with its part of the variables."""
     config = layer.get_config()
     if sizes:
-        for key in ("filters", "units"):
-            if key in config:
-                config[key] = sizes[device_id]
+        config |= {key: sizes[device_id] for key in ("filters", "units") if key in config}
     part = type(layer).from_config(config)
-    if layer.variables:
+    if layer.variables and sizes:
         shape = list(layer.input.shape)
         if isinstance(layer, keras.layers.BatchNormalization):
             shape[-1] = sizes[device_id]
@@ -209,18 +202,14 @@ class Row(NamedTuple):
         both = (self.variables(device_id, trainable=t) for t in (True, False))
         return next(named[path].shape[-1] for named in both if path in named)
 
-    def whole_variables(
-        self, names: Sequence[str]
-    ) -> dict[str, SplitVariable | RepeatedVariable]:
+    def whole_variables(self, names: Sequence[str]) -> dict[str, SplitVariable | RepeatedVariable]:
         """Returns name → what stands for the whole variable, in an order of names."""
         parts: dict[str, list[tf.Variable]] = {name: [] for name in names}
         for d, optimizer in enumerate(self.optimizers):
             for trainable in (True, False):
                 for path, variable in self.variables(d, trainable=trainable).items():
                     parts[f"model/{path}"].append(variable.value)
-            for name, variable in zip(
-                optimizer_names(optimizer), optimizer.variables, strict=True
-            ):
+            for name, variable in zip(optimizer_names(optimizer), optimizer.variables, strict=True):
                 parts[name].append(variable.value)
         return {
             name: SplitVariable(own, -1) if own[0].shape.rank else RepeatedVariable(own)

@@ -5,11 +5,11 @@ Here every device has a small tape for each function, and what travels between d
 rule: the backward pass of a gather is a reduce-scatter.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
-from strategies import collectives
+from strategies.gather_scatter import all_gather, reduce_scatter
 from strategies.observer import Observer
 
 
@@ -66,7 +66,9 @@ class DeviceTape:
         for d, device in enumerate(self._devices):
             tensors = [value.tensors[d] for value in inputs]
             with tf.device(device), tf.GradientTape() as tape:
-                tape.watch([*(t for t in tensors if t.dtype.is_floating), *weights[d]])
+                tape.watch(
+                    [*(t for t in tensors if t is not None and t.dtype.is_floating), *weights[d]]
+                )
                 outputs.append(function(d, *tensors))
             tapes.append(tape)
 
@@ -98,7 +100,7 @@ class DeviceTape:
             first_alone: join them on the first device alone.
         """
         receivers = self._devices[:1] if first_alone else self._devices
-        wholes = collectives.all_gather(value.tensors, receivers, axis=-1)
+        wholes = all_gather(value.tensors, receivers, axis=-1)
         none = [None] * (len(self._devices) - len(receivers))
 
         def pullback(output_gradients: Sequence[tf.Tensor | None]) -> list[list]:
@@ -109,7 +111,7 @@ class DeviceTape:
                 if g is not None
             ]
             return [
-                collectives.reduce_scatter(
+                reduce_scatter(
                     sent,
                     sizes,
                     senders,

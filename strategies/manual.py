@@ -20,6 +20,7 @@ import tensorflow as tf
 from strategies import base, collectives
 from strategies.base import PerReplicaTensors
 from strategies.copies import Variables
+from strategies.shard_step import Replica
 from strategies.sync_batch_norm import synchronized_gradients
 
 
@@ -49,7 +50,7 @@ def split_batch(
 
 def gradients_on_each_device(
     strategy: base.Strategy,
-    replicas: Sequence[base.Replica],
+    replicas: Sequence[Replica],
     shards: Sequence[Sequence[tf.Tensor]],
     num_global_examples: tf.Tensor,
 ) -> tuple[PerReplicaTensors, list[base.StepTotals]]:
@@ -112,7 +113,7 @@ class ManualStrategy(base.Strategy):
                 model, optimizer = model_fn(), optimizer_fn()
                 optimizer.build(model.trainable_variables)
                 statistics = self.new_statistics(model)
-            self.replicas.append(base.Replica(replica_id, device, model, optimizer, statistics))
+            self.replicas.append(Replica(replica_id, device, model, optimizer, statistics))
         self.model, self.optimizer = self.replicas[0].model, self.replicas[0].optimizer
         for replica in self.replicas[1:]:  # Equal weights everywhere (d2l: `get_params`).
             for variable, first in zip(replica.model.variables, self.model.variables, strict=True):
@@ -121,7 +122,9 @@ class ManualStrategy(base.Strategy):
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:  # d2l: train_batch
         images, labels = next(iterator)
         weights = self.replica_weights
-        shards = split_batch((images, labels), self.devices, weights)  # 1. A shard for each replica.
+        shards = split_batch(
+            (images, labels), self.devices, weights
+        )  # 1. A shard for each replica.
         per_replica_gradients, per_replica_totals = gradients_on_each_device(  # 2. Their gradients.
             self, self.replicas, shards, tf.size(labels)
         )

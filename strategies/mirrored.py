@@ -15,13 +15,13 @@ from strategies.base import (
     LogitsAndTotals,
     ModelFn,
     OptimizerFn,
-    Replica,
     Statistics,
     StepTotals,
     Strategy,
 )
 from strategies.collectives import PerReplicaTensors, add_in_order, weighted_bounds
 from strategies.copies import Variables
+from strategies.shard_step import Replica
 from strategies.tf_private import disable_optimizer_all_reduce, flatten_layers
 
 # TensorFlow's all-reduce of each name. `reduce_to_one` adds in the order of our own, so that

@@ -13,8 +13,8 @@ batch; before the update the gradients of each stage are summed over them (an al
 
 Left out on purpose: interleaved stages, several on each device, shorten idle time by more messages
 (D. Narayanan et al., 2021). Zero-bubble schedules split the backward pass into that by inputs and
-that by weights, so that the latter fills the gaps (P. Qi et al., 2023). PipeDream (2019) never waits
-for the last micro-batch, and trains with weights that are one or more updates old.
+that by weights, so that the latter fills the gaps (P. Qi et al., 2023). PipeDream (2019) never
+waits for the last micro-batch, and trains with weights that are one or more updates old.
 
 Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism", 2019.
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from strategies import base, collectives
@@ -112,7 +113,7 @@ class PipelineStrategy(base.Strategy):
         x = {(0, m): batch.images for m, batch in enumerate(micro_batches)}  # Inputs of stages.
         dy = {}  # Gradients by their outputs.
         passes, gradients, losses, totals = {}, {}, {}, {}
-        done = [[] for _ in stages]
+        done: list[list[tf.Operation]] = [[] for _ in stages]
         for k, is_forward, m in self.tasks:  # 2. The schedule.
             stage = stages[k]
             # In this order: left to itself, a device starts whatever has its inputs.
@@ -162,7 +163,7 @@ class PipelineStrategy(base.Strategy):
             return tape, stage.forward(x, weights, statistics, training=True)
 
     def _micro_batches(self, r: int, images: tf.Tensor, labels: tf.Tensor) -> list[Shard]:
-        """Returns the micro-batches of replica r: images on its first device, labels on its last."""
+        """Splits off replica r's micro-batches: images on its first device, labels on its last."""
         stages, micro_batches = self.pipelines[r], []
         for shard_id in range(r * self.shards_per_replica, (r + 1) * self.shards_per_replica):
             start, end = self.shard_bounds(tf.size(labels), shard_id)
@@ -183,9 +184,7 @@ class PipelineStrategy(base.Strategy):
                 weights.append(list(self.observer.on_weights(device_id, named).values()))
         return weights
 
-    def _observe(
-        self, r: int, micro_batches: list[Shard], losses: dict, gradients: dict
-    ) -> None:
+    def _observe(self, r: int, micro_batches: list[Shard], losses: dict, gradients: dict) -> None:
         """Shows each micro-batch to the observer, and takes the gradients that it returns."""
         for m, batch in enumerate(micro_batches):
             per_stage = [gradients[k, m] for k in range(self.devices_per_replica)]
@@ -204,7 +203,9 @@ class PipelineStrategy(base.Strategy):
 
     def _to_stages(self, tensors: list[tf.Tensor]) -> list[list[tf.Tensor]]:
         """The opposite of `_to_model_order`."""
-        flat = iter(t for _, t in sorted(zip(self._model_order, tensors, strict=True), key=itemgetter(0)))
+        flat = iter(
+            t for _, t in sorted(zip(self._model_order, tensors, strict=True), key=itemgetter(0))
+        )
         return [[next(flat) for _ in stage.weights] for stage in self.pipelines[0]]
 
     def forward(
@@ -235,9 +236,10 @@ class PipelineStrategy(base.Strategy):
         return results
 
     def copies(self) -> list[Variables]:
-        copies = []
+        copies: list[Variables] = []
         for stages in self.pipelines:
-            model, optimizer = {}, {name: [] for name in self._optimizer_names}
+            model: dict[str, keras.Variable] = {}
+            optimizer: dict[str, list] = {name: [] for name in self._optimizer_names}
             for stage in stages:
                 model |= zip(stage.weight_paths, stage.weights, strict=True)
                 model |= zip(stage.statistics_paths, stage.statistics[0], strict=True)
@@ -251,7 +253,7 @@ class PipelineStrategy(base.Strategy):
         return copies
 
     def shard_statistics(self) -> list[Variables]:
-        per_shard = []
+        per_shard: list[Variables] = []
         for stages in self.pipelines:
             for m in range(self.shards_per_replica):
                 own = {

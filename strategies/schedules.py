@@ -40,9 +40,7 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Task]:
     ]
 
 
-def one_forward_one_backward(
-    stage: int, num_stages: int, num_micro_batches: int
-) -> list[Task]:
+def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Task]:
     """One pass forwards, one backwards in turn, as soon as a micro-batch has come back ("1F1B").
 
     A stage first takes as many micro-batches as there are stages after it, so that none of these
@@ -63,9 +61,7 @@ def one_forward_one_backward(
 SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
-def in_time_slots(
-    schedule: Schedule, num_stages: int, num_micro_batches: int
-) -> list[list[Task]]:
+def in_time_slots(schedule: Schedule, num_stages: int, num_micro_batches: int) -> list[list[Task]]:
     """Returns the tasks of all stages slot by slot, where every task takes one slot.
 
     In a slot each stage does the next task of its list, if its neighbours have done what it needs.
@@ -75,9 +71,11 @@ def in_time_slots(
     """
     lists = [schedule(k, num_stages, num_micro_batches) for k in range(num_stages)]
     done: set[Task] = set()
-    slots = []
+    slots: list[list[Task]] = []
     while any(lists):
-        slots.append([tasks[0] for tasks in lists if tasks and _needs(tasks[0], num_stages) <= done])
+        slots.append(
+            [tasks[0] for tasks in lists if tasks and _needs(tasks[0], num_stages) <= done]
+        )
         if not slots[-1]:
             raise ValueError("every stage of this schedule waits for another one")
         for task in slots[-1]:

@@ -1,6 +1,6 @@
 """What is computed on one shard, whatever the strategy: loss, gradients, update, logits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras

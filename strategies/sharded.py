@@ -29,8 +29,9 @@ import tensorflow as tf
 from strategies import base, collectives
 from strategies.base import PerReplicaTensors
 from strategies.copies import State, Variables, optimizer_shapes
+from strategies.gather_scatter import all_gather, reduce_scatter
 from strategies.manual import all_reduce, gradients_on_each_device, split_batch
-from strategies.shard_step import copies_of
+from strategies.shard_step import Replica, copies_of
 from strategies.split_variable import RepeatedVariable, SplitVariable
 from strategies.tf_private import free_values
 
@@ -101,7 +102,7 @@ class ShardedStrategy(base.Strategy):
             with tf.device(device):
                 parts.append([tf.reshape(tensor, [-1]) for tensor in tensors])
         per_variable = [
-            collectives.reduce_scatter(
+            reduce_scatter(
                 copies, collectives.shard_sizes(copies[0].shape[0], len(copies)), self.devices
             )
             for copies in zip(*parts, strict=True)
@@ -113,8 +114,7 @@ class ShardedStrategy(base.Strategy):
     ) -> PerReplicaTensors:
         """Joins the parts of each tensor on every device; the opposite of the scatter."""
         per_variable = [
-            collectives.all_gather(parts, self.devices)
-            for parts in zip(*per_device_parts, strict=True)
+            all_gather(parts, self.devices) for parts in zip(*per_device_parts, strict=True)
         ]
         wholes = []
         for r, device in enumerate(self.devices):
@@ -137,7 +137,7 @@ class ShardedStrategy(base.Strategy):
                 per_device_weights.append(list(self.observer.on_weights(r, named).values()))
         return per_device_weights
 
-    def _with_weights(self) -> list[base.Replica]:
+    def _with_weights(self) -> Sequence[Replica]:
         """Returns the replicas, with gathered weights where they have none of their own."""
         if not self.splits_weights:
             return self.replicas
@@ -173,9 +173,7 @@ class ShardedStrategy(base.Strategy):
                 results.append(self.classify(replica, shard, tf.size(labels), statistics))
         return results
 
-    def _new_part(
-        self, device_id: int, device: str, optimizer: keras.optimizers.Optimizer
-    ) -> Part:
+    def _new_part(self, device_id: int, device: str, optimizer: keras.optimizers.Optimizer) -> Part:
         weights = [
             keras.Variable(
                 self._part(tf.convert_to_tensor(v.value), device_id),
@@ -187,17 +185,17 @@ class ShardedStrategy(base.Strategy):
         optimizer.build(weights)
         return Part(device, weights, optimizer)
 
-    def _new_replica(self, device_id: int, device: str, model_fn: base.ModelFn) -> base.Replica:
+    def _new_replica(self, device_id: int, device: str, model_fn: base.ModelFn) -> Replica:
         """Creates what a device has besides its part: the whole model, or its statistics alone."""
         optimizer = self.parts[device_id].optimizer
         if self.splits_weights:
             own = self.model.non_trainable_variables
             statistics = [copies_of(own) for _ in range(self.shards_per_replica)]
-            return base.Replica(device_id, device, self.model, optimizer, statistics)
+            return Replica(device_id, device, self.model, optimizer, statistics)
         model = model_fn() if device_id else self.model
         for variable, first in zip(model.variables, self.model.variables, strict=True):
             variable.assign(first)
-        return base.Replica(device_id, device, model, optimizer, self.new_statistics(model))
+        return Replica(device_id, device, model, optimizer, self.new_statistics(model))
 
     def _part(self, tensor: tf.Tensor, device_id: int) -> tf.Tensor:
         """Returns the elements of a tensor that a device keeps, flat."""

@@ -10,12 +10,12 @@ from strategies.base import (
     LogitsAndTotals,
     ModelFn,
     OptimizerFn,
-    Replica,
     Statistics,
     StepTotals,
     Strategy,
 )
 from strategies.copies import Variables
+from strategies.shard_step import Replica
 
 
 class SingleStrategy(Strategy):

@@ -16,9 +16,7 @@ class SplitVariable:
             its elements are flat.
     """
 
-    def __init__(
-        self, parts: Sequence[tf.Variable], axis: int, shape: Sequence[int] | None = None
-    ):
+    def __init__(self, parts: Sequence[tf.Variable], axis: int, shape: Sequence[int] | None = None):
         self.parts, self.axis = list(parts), axis
         sizes = [part.shape[axis] for part in self.parts]
         self._bounds = np.cumsum(sizes)[:-1]
@@ -35,9 +33,7 @@ class SplitVariable:
     def assign(self, value: np.ndarray) -> None:
         """Assigns its part of a whole array to each device."""
         joined = np.reshape(value, self._joined_shape)
-        for part, piece in zip(
-            self.parts, np.split(joined, self._bounds, self.axis), strict=True
-        ):
+        for part, piece in zip(self.parts, np.split(joined, self._bounds, self.axis), strict=True):
             part.assign(piece)
 
 

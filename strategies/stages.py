@@ -96,9 +96,7 @@ def cut_points(model_calls: LayerCalls) -> list[int]:
     first = next((i for i, call in enumerate(calls) if call.layer.trainable_variables), len(calls))
     points = []
     for position in range(first, len(calls) - 1):
-        alive = [
-            call.output for call in calls[: position + 1] if last_use[call.output] > position
-        ]
+        alive = [call.output for call in calls[: position + 1] if last_use[call.output] > position]
         if alive == [calls[position].output]:
             points.append(position)
     return points
@@ -122,14 +120,14 @@ def cut(
     names = {calls[point].layer.name: point for point in points}
     if num_stages > len(points) + 1:
         raise ValueError(
-            f"{num_stages} stages need {num_stages - 1} cuts, and this network can be cut in"
-            f" {len(points)} places, after {', '.join(names)}; use --model_parallel={len(points) + 1}"
-            " or less"
+            f"{num_stages} stages need {num_stages - 1} cuts, and the network can be cut in"
+            f" {len(points)} places, after {', '.join(names)}; use"
+            f" --model_parallel={len(points) + 1} or less"
         )
     if after and (len(after) != num_stages - 1 or not set(after) <= set(names)):
         raise ValueError(
-            f"--pipeline_cuts={','.join(after)} must name {num_stages - 1} of the layers after which"
-            f" this network can be cut: {', '.join(names)}"
+            f"--pipeline_cuts={','.join(after)} must name {num_stages - 1} of the layers after"
+            f" which the network can be cut: {', '.join(names)}"
         )
     if after:
         chosen = tuple(names[name] for name in after)
@@ -156,7 +154,7 @@ def _balanced(
     ends = [*points, len(calls) - 1]
     sums = list(itertools.accumulate((stage_flops([call]) for call in calls), initial=0.0))
     # For the calls up to each end: the largest of k stages, and the cuts between them.
-    best = {end: (sums[end + 1], ()) for end in ends}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {e: (sums[e + 1], ()) for e in ends}
     for num_cuts in range(1, num_stages):
         best = {
             end: min(

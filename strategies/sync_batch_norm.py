@@ -65,7 +65,7 @@ def synchronized_gradients(
         replicas, shards, losses, tape.gradient(logits, logits_gradients, weights), strict=True
     ):
         with tf.device(replica.device):
-            examples = Shard(*shard, num_global_examples)
+            examples = Shard(shard[0], shard[1], num_global_examples)
             per_replica_gradients.append(
                 strategy.observer.on_shard(
                     replica.replica_id, examples, loss, strategy.unscale(gradients)
@@ -166,7 +166,7 @@ def _with_channels_last(x: tf.Tensor, layer: keras.layers.BatchNormalization) ->
 
 
 def _trainable_values(replica: Replica) -> list[tf.Tensor]:
-    """Returns what the gradients of a replica are taken by: its weights, as tensors or variables."""
+    """Returns what a replica is differentiated by: its weights, as tensors or variables."""
     if replica.weights:
         return list(replica.weights)
     return [variable.value for variable in replica.model.trainable_variables]

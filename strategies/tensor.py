@@ -66,7 +66,9 @@ class TensorStrategy(base.Strategy):
         shards = split_batch((images, labels), firsts, self.replica_weights)
         per_replica_gradients, per_replica_totals = [], []
         for r, shard in enumerate(shards):
-            gradients, totals = self._gradients_of_row(r, Shard(*shard, tf.size(labels)))
+            gradients, totals = self._gradients_of_row(
+                r, Shard(shard[0], shard[1], tf.size(labels))
+            )
             per_replica_gradients.append(gradients)  # Item [r][d] is of device d.
             per_replica_totals.append(totals)
         per_device_sums = [
@@ -123,19 +125,21 @@ class TensorStrategy(base.Strategy):
             training: for layers that work differently in training.
         """
         values = {self._calls.input: tape.copies_of(images)}
-        sizes, gathered = {self._calls.input: None}, {}
+        sizes: dict[int, list[int] | None] = {self._calls.input: None}
+        gathered: dict[int, Spread] = {}
         for split in row.calls:
             inputs = []
             for i in split.call.inputs:
-                if split.gathers and sizes[i] and i not in gathered:
-                    gathered[i] = tape.gather(values[i], sizes[i])
-                inputs.append(gathered[i] if split.gathers and sizes[i] else values[i])
+                own_sizes = sizes[i]
+                if split.gathers and own_sizes and i not in gathered:
+                    gathered[i] = tape.gather(values[i], own_sizes)
+                inputs.append(gathered.get(i, values[i]) if split.gathers else values[i])
             values[split.call.output] = split.on_each_device(
                 tape, inputs, weights, training=training
             )
             sizes[split.call.output] = split.sizes
         output = self._calls.output
-        return tape.gather(values[output], sizes[output], first_alone=True)
+        return tape.gather(values[output], sizes[output] or [], first_alone=True)
 
     def _weights(self, r: int) -> list[dict[str, tf.Tensor]]:
         """Reads the weights of each device of a replica."""
@@ -172,9 +176,7 @@ class TensorStrategy(base.Strategy):
         return results
 
     def copies(self) -> list[Variables]:
-        return [
-            row.whole_variables(self.variable_names) for row in self.rows
-        ]
+        return [row.whole_variables(self.variable_names) for row in self.rows]
 
     @property
     def variable_names(self) -> list[str]:

@@ -80,8 +80,10 @@ def has_symbolic_output(layer: keras.layers.Layer) -> bool:
     return bool(_private(layer, "_inbound_nodes"))
 
 
-def layer_nodes(model: keras.Model) -> list[tuple[keras.layers.Layer, Any, list[keras.KerasTensor]]]:
-    """Returns the calls that a functional model consists of, in the order in which Keras makes them.
+def layer_nodes(
+    model: keras.Model,
+) -> list[tuple[keras.layers.Layer, Any, list[keras.KerasTensor]]]:
+    """Returns the calls that a functional model consists of, in the order of Keras.
 
     The public `model.layers` does not tell what a layer is called with.
 
@@ -95,8 +97,8 @@ def layer_nodes(model: keras.Model) -> list[tuple[keras.layers.Layer, Any, list[
         model = _private(model, "_functional")
     if not hasattr(model, "_nodes_by_depth"):
         raise ValueError(
-            f"model {model.name} is not made by keras.Model(inputs, outputs) or keras.Sequential: it"
-            " does not tell its layers apart; use a strategy that splits the data alone"
+            f"model {model.name} is not made by keras.Model(inputs, outputs) or keras.Sequential,"
+            " and does not tell its layers apart; use a strategy that splits the data alone"
         )
     by_depth = model._nodes_by_depth
     return [
