@@ -16,7 +16,25 @@ STRATEGIES: dict[str, str] = {
     "manual": "strategies.manual:ManualStrategy",
     "mirrored": "strategies.mirrored:MirroredStrategy",
     "multi_worker": "strategies.multi_worker:MultiWorkerStrategy",
+    "sharded": "strategies.sharded:ShardedStrategy",
+    "pipeline": "strategies.pipeline:PipelineStrategy",
+    "tensor": "strategies.tensor:TensorStrategy",
 }
+
+# Name of a strategy → the options that it alone, or not every strategy, has. A strategy that is
+# missing has none of them.
+STRATEGY_OPTIONS: dict[str, tuple[str, ...]] = {
+    "single": ("accumulate_steps",),
+    "manual": ("batch_norm", "accumulate_steps", "shard_weights"),
+    "mirrored": ("batch_norm", "accumulate_steps", "shard_weights"),
+    "multi_worker": ("batch_norm", "accumulate_steps", "shard_weights"),
+    "sharded": ("batch_norm", "accumulate_steps", "shard_weights", "shard"),
+    "pipeline": ("model_parallel", "micro_batches", "schedule", "recompute", "pipeline_cuts"),
+    "tensor": ("model_parallel",),
+}
+
+# Strategies that XLA cannot compile: their devices exchange tensors within a forward pass.
+WITHOUT_JIT_COMPILE = ("pipeline", "tensor")
 
 # Name of a strategy → its all-reduce algorithms. A strategy that is missing has none to choose
 # from: it takes "auto" alone.
