@@ -49,11 +49,10 @@ def make_sample(
     found = dataclasses.replace(
         FACTS,
         devices=[f"/device:{kind}:{i}" for i in range(num_devices)],
-        num_replicas=num_devices,
         simulated_devices=simulated,
         global_batch_size=global_batch_size,
         compute_dtype=precision.removeprefix("mixed_"),
-        **facts,
+        **{"num_replicas": num_devices} | facts,
     )
     blocks = [Block(10, 10 * global_batch_size, 10 * sec, tracings) for sec in step_secs]
     return Sample(Case(config), found, blocks, PeakMemory(1 << 20, 1 << 10))

@@ -99,6 +99,17 @@ def test_every_comparison_that_the_cases_allow_is_made_once():
     ]
 
 
+def test_strategies_are_compared_on_as_many_devices_however_many_replicas_they_make():
+    pipeline = make_sample("pipeline", 2, num_replicas=1)
+    cases = [make_sample("single"), make_sample("manual", 2), pipeline]
+    found = [(c.axis, c.case[:12], c.base[:12], c.ideal) for c in all_comparisons(cases)]
+    assert found == [
+        ("strong scaling", "manual × 2, ", "single × 1, ", 2),
+        ("strong scaling", "pipeline × 2", "single × 1, ", 2),
+        ("strategy", "pipeline × 2", "manual × 2, ", None),
+    ]
+
+
 def test_what_concerns_everything_is_said_once():
     lines = setup_caveats([make_sample(num_devices=2, simulated=True, dataset="synthetic")] * 2)
     assert len(lines) == 2
