@@ -2,13 +2,13 @@
 
 The loop in `app/training/loop.py` uses nothing else. A subclass defines where the copies of the
 weights are, what travels between devices, and in which order gradients are added. Everything else
-is the same code for all strategies, here and in `copies.py`, so that a difference in results can
-only come from a subclass.
+is the same code for all strategies, here, in `shard_step.py` and in `copies.py`, so that a
+difference in results can only come from a subclass.
 """
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,45 +16,26 @@ import tensorflow as tf
 
 from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import PerReplicaTensors
-from strategies.copies import Copies
 from strategies.gradient_buckets import GradientBuckets
-from strategies.loss import differentiate, shard_loss
-from strategies.observer import Observer, Shard
-from strategies.prediction import predict_shard
+from strategies.observer import Observer
+from strategies.shard_step import LogitsAndTotals, Replica, ShardStep, Statistics
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
 ModelFn = Callable[[], keras.Model]
 OptimizerFn = Callable[[], keras.optimizers.Optimizer]
 BatchIterator = Any  # TensorFlow has several types for what `distribute` returns.
-Statistics = dict[str, tf.Tensor]
-LogitsAndTotals = tuple[tf.Tensor, StepTotals]  # Of a shard; logits `(n_r, num_classes)`.
 
 
-class Replica(NamedTuple):
-    """A copy of the weights, trained on one shard of each global batch.
-
-    Attributes:
-        replica_id: in 0 to R - 1, an int or an int scalar tensor.
-        device: its name; "" where `tf.distribute` places it.
-        model: on this device.
-        optimizer: on this device.
-    """
-
-    replica_id: int | tf.Tensor
-    device: str
-    model: keras.Model
-    optimizer: keras.optimizers.Optimizer
-
-
-class Strategy(Copies):
+class Strategy(ShardStep):
     """One way to train a model on a list of devices.
 
     Data sets are `tf.data` sets of global batches `(images, labels)`: uint8
     `(n, height, width, channels)` and int32 `(n,)`, where n may differ from batch to batch.
 
-    There is one shard and one copy of the weights for each device, as in data parallelism, unless a
-    subclass sets other numbers.
+    The devices are R replicas of K devices each, in a row; each replica trains on its own part of
+    every global batch, which is one shard or several. There is a copy of the weights for each
+    replica, unless a subclass sets another number.
 
     Args:
         devices: names of the devices of all workers, for example `["/device:CPU:0"]`.
@@ -66,6 +47,12 @@ class Strategy(Copies):
             gradient on its own, None for the default of the strategy.
         communication_dtype: dtype of the all-reduce, None for that of the gradients.
         jit_compile: compile loss and gradients of a shard with XLA.
+        batch_norm: "average" normalises each shard by itself, "sync" all examples of a global
+            batch together.
+        accumulate_steps: shards of each replica, whose gradients it adds before the exchange.
+        shard_weights: sizes of the replicas' parts in proportion to each other, whole numbers;
+            empty for equal parts.
+        model_parallel: K, devices of a replica.
         label_smoothing: see `strategies.loss.shard_loss`.
         loss_scale: see `strategies.loss.differentiate`.
 
@@ -86,10 +73,20 @@ class Strategy(Copies):
         jit_compile: bool = False,
         label_smoothing: float = 0.0,
         loss_scale: float = 1.0,
+        batch_norm: str = "average",
+        accumulate_steps: int = 1,
+        shard_weights: Sequence[int] = (),
+        model_parallel: int = 1,
     ):
         self.devices, self.workers = list(devices), workers or Workers()
-        self.num_devices = self.num_shards = self.num_copies = len(self.devices)
-        self.jit_compile = jit_compile
+        self.num_devices, self.devices_per_replica = len(self.devices), model_parallel
+        self.num_replicas = self.num_copies = len(self.devices) // model_parallel
+        self.shards_per_replica = accumulate_steps
+        self.num_shards = self.num_replicas * accumulate_steps
+        weights = list(shard_weights) or [1] * self.num_replicas
+        self._check_numbers(weights)
+        self.shard_weights = [weight for weight in weights for _ in range(accumulate_steps)]
+        self.syncs_batch_norm, self.jit_compile = batch_norm == "sync", jit_compile
         self.observer = Observer()
         self.algorithm = self.default_all_reduce() if all_reduce == "auto" else all_reduce
         self._label_smoothing, self._loss_scale = label_smoothing, loss_scale
@@ -102,6 +99,18 @@ class Strategy(Copies):
             raise ValueError(
                 f"--all_reduce of strategy {self.name} must be one of {', '.join(choices)}, got"
                 f" {all_reduce}"
+            )
+
+    def _check_numbers(self, replica_weights: Sequence[int]) -> None:
+        if self.num_replicas * self.devices_per_replica != self.num_devices:
+            raise ValueError(
+                f"--model_parallel={self.devices_per_replica} must divide the"
+                f" {self.num_devices} devices"
+            )
+        if len(replica_weights) != self.num_replicas:
+            raise ValueError(
+                f"--shard_weights={','.join(map(str, replica_weights))} must have a weight for each"
+                f" of {self.num_replicas} replicas"
             )
 
     @property
@@ -123,6 +132,11 @@ class Strategy(Copies):
         ids = self._local(self.num_devices)
         return self.devices[ids.start : ids.stop]
 
+    @property
+    def local_replica_devices(self) -> list[str]:
+        """The first device of each replica of this worker."""
+        return self.local_devices[:: self.devices_per_replica]
+
     @abc.abstractmethod
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         """Builds every copy of the model and its optimizer, all with the same weights."""
@@ -133,14 +147,14 @@ class Strategy(Copies):
 
     @abc.abstractmethod
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
-        """Classifies one global batch with `classify`, and trains nothing (traced, in a graph).
+        """Classifies one global batch, and trains nothing (traced, in a graph).
 
         Args:
             iterator: over global batches.
             statistics: path of a variable → tensor to take in place of the copy's own.
 
         Returns:
-            For each shard of this worker, in order, its logits and totals.
+            For each replica of this worker, in order, the logits and totals of its examples.
         """
 
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
@@ -148,7 +162,7 @@ class Strategy(Copies):
         return iter(dataset)
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        """Sums tensors over the shards, exactly as a training step sums gradients.
+        """Sums tensors over the replicas, exactly as a training step sums gradients.
 
         Args:
             per_replica_tensors: lists of V tensors, one for each replica of this worker.
@@ -158,59 +172,6 @@ class Strategy(Copies):
             nothing to sum.
         """
         return per_replica_tensors
-
-    def local_gradients(
-        self, replica: Replica, shard: Sequence[tf.Tensor], num_global_examples: tf.Tensor
-    ) -> tuple[list[tf.Tensor], StepTotals]:
-        """Computes the part of one shard in the gradients of the global batch's mean loss.
-
-        It is the gradient of the sum of the shard's losses over the number of *all* examples.
-        Summed over shards of any sizes, it is that of the mean over the global batch.
-
-        Args:
-            replica: its weights are taken.
-            shard: images `(n_r, height, width, channels)` and labels `(n_r,)`.
-            num_global_examples: int scalar, examples in the whole global batch.
-
-        Returns:
-            The gradients, one for each trainable variable, and the totals of the shard.
-        """
-
-        def loss_and_gradients(
-            images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
-        ) -> tuple[tf.Tensor, StepTotals, list[tf.Tensor]]:
-            with tf.GradientTape() as tape:
-                logits = replica.model(images, training=True)
-                loss, totals = shard_loss(
-                    logits, labels, num_global_examples, label_smoothing=self._label_smoothing
-                )
-            variables = replica.model.trainable_variables
-            return loss, totals, differentiate(tape, loss, variables, loss_scale=self._loss_scale)
-
-        if self.jit_compile:
-            loss_and_gradients = tf.function(loss_and_gradients, jit_compile=True)
-        images, labels = shard
-        loss, totals, gradients = loss_and_gradients(images, labels, num_global_examples)
-        observed = Shard(images, labels, num_global_examples)
-        return self.observer.on_shard(replica.replica_id, observed, loss, gradients), totals
-
-    def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
-        """Updates the weights of a replica with gradients that are summed over the shards."""
-        replica.optimizer.apply(summed_gradients, replica.model.trainable_variables)
-        self.observer.on_update(replica.replica_id, summed_gradients)
-
-    def classify(
-        self,
-        replica: Replica,
-        shard: Sequence[tf.Tensor],
-        num_global_examples: tf.Tensor,
-        statistics: Statistics,
-    ) -> LogitsAndTotals:
-        """Computes the logits of a shard, which may be empty, and its totals; see `forward`."""
-        images, labels = shard
-        logits = predict_shard(replica.model, images, statistics)
-        _, totals = shard_loss(logits, labels, num_global_examples)
-        return logits, totals
 
     def gradient_buckets(self, tensors: Sequence[tf.Tensor]) -> GradientBuckets:
         """Returns the buckets in which a replica's tensors are summed."""

@@ -5,6 +5,7 @@ each result on the device of its replica. `strategies/manual.py` has the simples
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -39,6 +40,87 @@ def shard_sizes(num_examples: int, num_replicas: int) -> list[int]:
     """Returns how many examples of a batch each replica gets."""
     bounds = [shard_bounds(num_examples, num_replicas, r) for r in range(num_replicas)]
     return [end - start for start, end in bounds]
+
+
+def weighted_bounds(
+    num_examples: int | tf.Tensor, weights: Sequence[int], shard_id: int | tf.Tensor
+) -> tuple[int | tf.Tensor, int | tf.Tensor]:
+    """Returns where a shard starts and ends in a batch that is split in proportion to weights.
+
+    The batch is split into as many equal units as the weights add up to, and a shard of weight w
+    is w units in a row: 100 by 3 and 1 is 75 and 25, by 1, 1 and 1 as in `shard_bounds`.
+
+    Args:
+        num_examples: int or int scalar tensor.
+        weights: of the shards, whole numbers of at least 1.
+        shard_id: int or int scalar tensor.
+    """
+    ends = list(itertools.accumulate(weights))
+    if tf.is_tensor(shard_id):
+        end = tf.gather(tf.constant(ends), shard_id)
+        first = end - tf.gather(tf.constant(list(weights)), shard_id)
+    else:
+        end, first = ends[shard_id], ends[shard_id] - weights[shard_id]
+    return tuple(shard_bounds(num_examples, ends[-1], unit)[0] for unit in (first, end))
+
+
+def all_gather(
+    parts: Sequence[tf.Tensor], devices: Sequence[str], *, axis: int = 0
+) -> list[tf.Tensor]:
+    """Copies the parts of a tensor, one of each device, to every device, and joins them there.
+
+    Of S bytes each device receives what the others have of them: (R - 1) * S bytes in all.
+
+    Args:
+        parts: R tensors; item [r] is on device r.
+        devices: R device names.
+        axis: along which the tensor is in parts.
+
+    Returns:
+        R tensors with the same bits; item [r] is on device r.
+    """
+    wholes = []
+    for device in devices:
+        with tf.device(device):
+            wholes.append(tf.concat(parts, axis=axis))
+    return wholes
+
+
+def reduce_scatter(
+    wholes: Sequence[tf.Tensor],
+    sizes: Sequence[int],
+    devices: Sequence[str],
+    *,
+    axis: int = 0,
+    receivers: Sequence[str] = (),
+    on_pieces: Callable[[int, list[tf.Tensor]], list[tf.Tensor]] = lambda index, pieces: pieces,
+) -> list[tf.Tensor]:
+    """Adds tensors of all devices, in order; each device gets its part of the sum.
+
+    An all-reduce is this and an `all_gather`. Of S bytes each device sends the others their parts:
+    (R - 1) * S bytes in all.
+
+    Args:
+        wholes: R tensors of one shape; item [r] is on device r.
+        sizes: of the parts, along the axis.
+        devices: R device names.
+        axis: along which the sum is split.
+        receivers: the devices of the parts; empty where they are those of `wholes`.
+        on_pieces: is given the number of a part and the pieces that make it up, one of each
+            device, and returns what is added.
+
+    Returns:
+        The parts of the sum; item [r] is on receiver r.
+    """
+    pieces = []
+    for whole, device in zip(wholes, devices, strict=True):
+        with tf.device(device):  # Split where it is: of each tensor only the part travels.
+            pieces.append(tf.split(whole, sizes, axis=axis))
+    parts = []
+    for index, device in enumerate(receivers or devices):
+        with tf.device(device):
+            parts.append(add_in_order(on_pieces(index, [piece[index] for piece in pieces])))
+    return parts
 
 
 def add_in_order(copies: Sequence[tf.Tensor]) -> tf.Tensor:

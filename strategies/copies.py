@@ -7,7 +7,7 @@ these methods at the same point. Reading changes nothing.
 
 import abc
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -82,13 +82,9 @@ class Copies(abc.ABC):
 
     @property
     def variable_names(self) -> list[str]:
-        """Names of all variables of a copy: the model's, then the optimizer's.
-
-        The optimizer's own name is left out: Keras numbers the optimizers of a process.
-        """
+        """Names of all variables of a copy: the model's, then the optimizer's."""
         names = [f"model/{variable.path}" for variable in self.model.variables]
-        paths = [variable.path.partition("/")[2] for variable in self.optimizer.variables]
-        return names + [f"optimizer/{path}" for path in paths]
+        return names + optimizer_names(self.optimizer)
 
     @property
     def statistics_names(self) -> list[str]:
@@ -242,6 +238,28 @@ class Copies(abc.ABC):
             arrays = split_bytes(message, likes * self.num_shards)
             starts = range(0, len(arrays), len(likes))
             self.load_per_shard_statistics([arrays[i : i + len(likes)] for i in starts])
+
+
+def optimizer_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """Returns the names of the variables of an optimizer.
+
+    Its own name is left out: Keras numbers the optimizers of a process.
+    """
+    paths = [variable.path.partition("/")[2] for variable in optimizer.variables]
+    return [f"optimizer/{path}" for path in paths]
+
+
+def optimizer_shapes(
+    model: keras.Model, optimizer_fn: Callable[[], keras.optimizers.Optimizer]
+) -> dict[str, tuple[int, ...]]:
+    """Returns name → shape of the variables of an optimizer of the whole model.
+
+    It is built and dropped: for strategies that have no such optimizer.
+    """
+    optimizer = optimizer_fn()
+    optimizer.build(model.trainable_variables)
+    shapes = [tuple(variable.shape) for variable in optimizer.variables]
+    return dict(zip(optimizer_names(optimizer), shapes, strict=True))
 
 
 def _read(per_item_variables: Sequence[Variables]) -> list[list[np.ndarray]]:

@@ -20,26 +20,59 @@ import tensorflow as tf
 from strategies import base, collectives
 from strategies.base import PerReplicaTensors
 from strategies.copies import Variables
+from strategies.sync_batch_norm import synchronized_gradients
 
 
-def split_batch(batch: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tuple[tf.Tensor, ...]]:
+def split_batch(
+    batch: Sequence[tf.Tensor], devices: Sequence[str], weights: Sequence[int] = ()
+) -> list[tuple[tf.Tensor, ...]]:
     """Splits a global batch into one shard for each device, in order (d2l: `split_batch`).
 
     Args:
         batch: tensors `(n, ...)` with the same n, for example images and labels.
         devices: R device names.
+        weights: sizes of the shards in proportion to each other; empty for equal ones, which
+            differ by at most one example.
 
     Returns:
-        R tuples; item [r] is on device r and holds rows `shard_bounds(n, R, r)` of each tensor:
-        shards differ by at most one example.
+        R tuples; item [r] is on device r and holds rows `weighted_bounds(n, weights, r)`.
     """
     num_examples, shards = tf.shape(batch[0])[0], []
+    weights = weights or [1] * len(devices)
     for replica_id, device in enumerate(devices):
-        start, end = collectives.shard_bounds(num_examples, len(devices), replica_id)
+        start, end = collectives.weighted_bounds(num_examples, weights, replica_id)
         rows = [tensor[start:end] for tensor in batch]
         with tf.device(device):
             shards.append(tuple(tf.identity(tensor) for tensor in rows))
     return shards
+
+
+def gradients_on_each_device(
+    strategy: base.Strategy,
+    replicas: Sequence[base.Replica],
+    shards: Sequence[Sequence[tf.Tensor]],
+    num_global_examples: tf.Tensor,
+) -> tuple[PerReplicaTensors, list[base.StepTotals]]:
+    """Computes gradients of sum(losses of a shard) / size of the global batch, for each shard.
+
+    Args:
+        strategy: defines the loss.
+        replicas: R replicas, each on its device.
+        shards: R tuples of images and labels, placed likewise.
+        num_global_examples: int scalar, the size of the global batch.
+
+    Returns:
+        R lists with a gradient for each weight, and R totals.
+    """
+    if strategy.syncs_batch_norm:  # Its layers wait for each other.
+        return synchronized_gradients(strategy, replicas, shards, num_global_examples)
+    per_replica_gradients, per_replica_totals = [], []
+    for replica, shard in zip(replicas, shards, strict=True):
+        with tf.device(replica.device):
+            gradients, totals = strategy.local_gradients(replica, shard, num_global_examples)
+        per_replica_gradients.append(gradients)
+        per_replica_totals.append(totals)
+    return per_replica_gradients, per_replica_totals
 
 
 def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
@@ -76,23 +109,22 @@ class ManualStrategy(base.Strategy):
         self.replicas = []
         for replica_id, device in enumerate(self.devices):
             with tf.device(device):
-                replica = base.Replica(replica_id, device, model_fn(), optimizer_fn())
-                replica.optimizer.build(replica.model.trainable_variables)
-            self.replicas.append(replica)
-        _, _, self.model, self.optimizer = self.replicas[0]
+                model, optimizer = model_fn(), optimizer_fn()
+                optimizer.build(model.trainable_variables)
+                statistics = self.new_statistics(model)
+            self.replicas.append(base.Replica(replica_id, device, model, optimizer, statistics))
+        self.model, self.optimizer = self.replicas[0].model, self.replicas[0].optimizer
         for replica in self.replicas[1:]:  # Equal weights everywhere (d2l: `get_params`).
             for variable, first in zip(replica.model.variables, self.model.variables, strict=True):
                 variable.assign(first)
 
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:  # d2l: train_batch
         images, labels = next(iterator)
-        shards = split_batch((images, labels), self.devices)  # 1. A shard for each replica.
-        per_replica_gradients, per_replica_totals = [], []
-        for replica, shard in zip(self.replicas, shards, strict=True):
-            with tf.device(replica.device):  # 2. Gradients of sum(losses) / size of global batch.
-                gradients, totals = self.local_gradients(replica, shard, tf.size(labels))
-            per_replica_gradients.append(gradients)
-            per_replica_totals.append(totals)
+        weights = self.replica_weights
+        shards = split_batch((images, labels), self.devices, weights)  # 1. A shard for each replica.
+        per_replica_gradients, per_replica_totals = gradients_on_each_device(  # 2. Their gradients.
+            self, self.replicas, shards, tf.size(labels)
+        )
         per_replica_sums = self.all_reduce(per_replica_gradients)  # 3. All-reduce (sum).
         for replica, sums in zip(self.replicas, per_replica_sums, strict=True):
             with tf.device(replica.device):
@@ -113,7 +145,7 @@ class ManualStrategy(base.Strategy):
         self, iterator: base.BatchIterator, statistics: base.Statistics
     ) -> list[base.LogitsAndTotals]:  # d2l: evaluate_accuracy_gpu
         images, labels = next(iterator)
-        shards = split_batch((images, labels), self.devices)
+        shards = split_batch((images, labels), self.devices, self.replica_weights)
         results = []
         for replica, shard in zip(self.replicas, shards, strict=True):
             with tf.device(replica.device):

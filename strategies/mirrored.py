@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import keras
 import tensorflow as tf
 
 from strategies.base import (
@@ -19,9 +20,9 @@ from strategies.base import (
     StepTotals,
     Strategy,
 )
-from strategies.collectives import PerReplicaTensors, add_in_order, shard_bounds
+from strategies.collectives import PerReplicaTensors, add_in_order, weighted_bounds
 from strategies.copies import Variables
-from strategies.tf_private import disable_optimizer_all_reduce
+from strategies.tf_private import disable_optimizer_all_reduce, flatten_layers
 
 # TensorFlow's all-reduce of each name. `reduce_to_one` adds in the order of our own, so that
 # `manual` and `mirrored` are bitwise identical. `ring` is MirroredStrategy's default on CPUs.
@@ -72,6 +73,13 @@ class MirroredStrategy(Strategy):
         with self._tf_strategy.scope():
             self.model, self.optimizer = model_fn(), optimizer_fn()
             self.optimizer.build(self.model.trainable_variables)
+            statistics = self.new_statistics(self.model)
+        # As a template: `tf.distribute` makes a replica of it on each device.
+        self.replicas = [Replica(0, "", self.model, self.optimizer, statistics)]
+        if self.syncs_batch_norm:
+            for layer in flatten_layers(self.model):
+                if isinstance(layer, keras.layers.BatchNormalization):
+                    layer.synchronized = True
         disable_optimizer_all_reduce(self.optimizer)
 
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
@@ -86,10 +94,10 @@ class MirroredStrategy(Strategy):
             num_examples = tf.shape(labels)[0]
 
             def to_shard(replica_id: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-                start, end = shard_bounds(num_examples, self.num_shards, replica_id)
+                start, end = weighted_bounds(num_examples, self.replica_weights, replica_id)
                 return images[start:end], labels[start:end], num_examples
 
-            ids = self.local_shard_ids
+            ids = self._local(self.num_replicas)
             return tf.data.Dataset.range(ids.start, ids.stop, output_type=tf.int32).map(to_shard)
 
         shards = dataset.flat_map(to_shards)
@@ -117,7 +125,7 @@ class MirroredStrategy(Strategy):
     def _replica(self) -> Replica:
         """Returns the replica that `tf.distribute` is running, in replica context."""
         replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return Replica(replica_id, "", self.model, self.optimizer)
+        return self.replicas[0]._replace(replica_id=replica_id)
 
     def _sum_over_replicas(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors with TensorFlow's cross-device ops, in replica context."""
@@ -130,7 +138,7 @@ class MirroredStrategy(Strategy):
     @tf.function
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         def tensor_of(copies: Sequence[tf.Tensor], context: Any) -> tf.Tensor:
-            return copies[context.replica_id_in_sync_group - self.local_shard_ids.start]
+            return copies[context.replica_id_in_sync_group - self._local(self.num_replicas).start]
 
         def sum_over_replicas(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
             # On the replica's device: NCCL asks for it, and the arguments of a graph have none.
@@ -159,6 +167,18 @@ class MirroredStrategy(Strategy):
         return [
             dict(zip(variables, copies, strict=True))
             for copies in zip(*per_variable_copies, strict=True)
+        ]
+
+    def shard_statistics(self) -> list[Variables]:
+        per_shard = super().shard_statistics()
+        if not self.replicas[0].statistics:
+            return per_shard
+        # Of the template; each replica has its own copy of every variable.
+        local = self._tf_strategy.experimental_local_results
+        return [
+            {name: local(variable)[r] for name, variable in own.items()}
+            for r in range(len(self.local_devices))
+            for own in per_shard
         ]
 
     def _per_replica(self, distributed: Any) -> list[Any]:

@@ -53,6 +53,31 @@ class Observer:
             summed_gradients: over all shards, one for each trainable variable.
         """
 
+    def on_weights(
+        self, device_id: int, weights: Mapping[str, tf.Tensor]
+    ) -> Mapping[str, tf.Tensor]:
+        """Returns the weights that a device computes with.
+
+        Called where a device holds a part of the weights, or gathers them, while the step is
+        traced, on that device.
+
+        Args:
+            device_id: its number.
+            weights: path of a variable → its value, or the device's part of it.
+        """
+        return weights
+
+    def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns what a device adds in the backward pass of a gather.
+
+        Called while the step is traced, on the device that adds.
+
+        Args:
+            device_id: its number among those that gather.
+            pieces: one of each device, in their order.
+        """
+        return pieces
+
     def on_average(
         self,
         per_shard_statistics: Sequence[Sequence[np.ndarray]],

@@ -35,22 +35,23 @@ class SingleStrategy(Strategy):
         with tf.device(self.devices[0]):
             self.model, self.optimizer = model_fn(), optimizer_fn()
             self.optimizer.build(self.model.trainable_variables)
-        self._replica = Replica(0, self.devices[0], self.model, self.optimizer)
+            statistics = self.new_statistics(self.model)
+        self.replicas = [Replica(0, self.devices[0], self.model, self.optimizer, statistics)]
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
         images, labels = next(iterator)
         with tf.device(self.devices[0]):
             gradients, totals = self.local_gradients(
-                self._replica, (images, labels), tf.size(labels)
+                self.replicas[0], (images, labels), tf.size(labels)
             )
-            self.apply_gradients(self._replica, gradients)
+            self.apply_gradients(self.replicas[0], gradients)
         return totals
 
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
         images, labels = next(iterator)
         with tf.device(self.devices[0]):
-            shard = images, labels
-            return [self.classify(self._replica, shard, tf.size(labels), statistics)]
+            examples = images, labels
+            return [self.classify(self.replicas[0], examples, tf.size(labels), statistics)]
 
     def copies(self) -> list[Variables]:
         return [self.named_variables(self.model, self.optimizer)]

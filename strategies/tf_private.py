@@ -80,6 +80,54 @@ def has_symbolic_output(layer: keras.layers.Layer) -> bool:
     return bool(_private(layer, "_inbound_nodes"))
 
 
+def layer_nodes(model: keras.Model) -> list[tuple[keras.layers.Layer, Any, list[keras.KerasTensor]]]:
+    """Returns the calls that a functional model consists of, in the order in which Keras makes them.
+
+    The public `model.layers` does not tell what a layer is called with.
+
+    Returns:
+        For each call its layer, (args, kwargs) with symbolic tensors, and the tensors it returns.
+
+    Raises:
+        ValueError: the model is not a functional one.
+    """
+    if isinstance(model, keras.Sequential):
+        model = _private(model, "_functional")
+    if not hasattr(model, "_nodes_by_depth"):
+        raise ValueError(
+            f"model {model.name} is not made by keras.Model(inputs, outputs) or keras.Sequential: it"
+            " does not tell its layers apart; use a strategy that splits the data alone"
+        )
+    by_depth = model._nodes_by_depth
+    return [
+        (node.operation, (node.arguments.args, node.arguments.kwargs), node.outputs)
+        for depth in sorted(by_depth, reverse=True)
+        for node in by_depth[depth]
+        if not node.is_input
+    ]
+
+
+def free_values(variables: Sequence[keras.Variable]) -> None:
+    """Frees the memory of variables; they keep names, shapes and dtypes.
+
+    Calls with other values in their place, in a `keras.StatelessScope`, still work; reading or
+    assigning the variables does not. There is no public way to have a model without its values.
+    """
+    for variable in variables:
+        _private(variable, "_value")
+        variable._value = _Freed(variable.path)
+
+
+class _Freed:
+    """In place of the value of a variable whose memory was freed."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"variable {self._path} has no value of its own ({name})")
+
+
 def set_collective_key_base(strategy: tf.distribute.Strategy, key_base: int) -> None:
     """Sets the number from which a strategy counts its groups of devices; changes the strategy.
 

@@ -7,7 +7,7 @@ import pytest
 from app.config import Config
 from app.performance.benchmark_output import create_cases, write_benchmark
 from app.performance.case import split_names
-from app.performance.flops import training_flops_per_example
+from strategies.flops import training_flops_per_example
 from app.performance.speed_comparison import all_comparisons
 from app.report.benchmark_plot import plot_benchmark
 from app.runtime.errors import ConfigError

@@ -153,7 +153,7 @@ def _facts(
 ) -> Facts:
     import tensorflow as tf
 
-    from app.performance.flops import product_layers, training_flops_per_example
+    from strategies.flops import product_layers, training_flops_per_example
     from app.runtime.versions import versions
 
     weights = [tf.TensorSpec(w.shape, w.dtype) for w in strategy.model.trainable_variables]

@@ -21,10 +21,13 @@ def training_flops_per_example(model: keras.Model) -> float:
     Convolutions and matrix products alone, as is usual: each costs as much again for the gradient
     of its weights, and once more for that of its input, which the first of them does not need.
     """
-    products = [_forward_flops(layer) for layer in product_layers(model)]
+    products = [forward_flops(layer) for layer in product_layers(model)]
     return 3 * sum(products) - products[0] if products else 0.0
 
 
-def _forward_flops(layer: keras.layers.Layer) -> float:
+def forward_flops(layer: keras.layers.Layer) -> float:
+    """Counts those of a layer's forward pass on one example; 0 where it multiplies no matrices."""
+    if not isinstance(layer, keras.layers.Conv2D | keras.layers.Dense):
+        return 0.0
     positions = np.prod(layer.output.shape[1:-1])  # Of a dense layer there is one.
     return float(2 * positions * np.prod(layer.kernel.shape))

@@ -1,0 +1,197 @@
+"""BatchNorm over the whole global batch, although every replica has a part of it.
+
+The layers of all replicas are called side by side: a BatchNorm layer needs the sums of all replicas
+before any of them can go on, and so does its backward pass. What travels are two numbers for each
+channel and replica.
+"""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from strategies.collectives import add_in_order
+from strategies.device_tape import DeviceTape, Spread
+from strategies.layer_calls import LayerCall, LayerCalls, with_values
+from strategies.observer import Shard
+from strategies.shard_step import Replica, ShardStep
+from strategies.step_totals import StepTotals
+
+
+def synchronized_gradients(
+    strategy: ShardStep,
+    replicas: Sequence[Replica],
+    shards: Sequence[Sequence[tf.Tensor]],
+    num_global_examples: tf.Tensor,
+) -> tuple[list[list[tf.Tensor]], list[StepTotals]]:
+    """Computes what `local_gradients` computes, for all replicas together.
+
+    Args:
+        strategy: whose loss is taken, and whose observer is told.
+        replicas: on devices of their own.
+        shards: images and labels of each replica, on its device.
+        num_global_examples: int scalar.
+
+    Returns:
+        For each replica its gradients, of the losses of all replicas by its own copy of the
+        weights, and its totals. Summed over the replicas, these are the gradients of the mean loss.
+    """
+    devices = [replica.device for replica in replicas]
+    tape = DeviceTape(devices, strategy.observer)
+    per_replica_calls = [LayerCalls.of(replica.model) for replica in replicas]
+    first = per_replica_calls[0]
+    weights = [_trainable_values(replica) for replica in replicas]
+    values = {first.input: Spread(images for images, _ in shards)}
+    for position, call in enumerate(first.calls):
+        layers = [calls.calls[position].layer for calls in per_replica_calls]
+        inputs = [values[i] for i in call.inputs]
+        is_batch_norm = isinstance(call.layer, keras.layers.BatchNormalization)
+        if is_batch_norm and call.layer.trainable:
+            values[call.output] = _normalize(tape, replicas, layers, inputs[0])
+        else:
+            values[call.output] = _call_on_each(tape, replicas, layers, call, inputs)
+    logits = values[first.output]
+    losses, totals, logits_gradients = [], [], []
+    for own_logits, device, (_, labels) in zip(logits.tensors, devices, shards, strict=True):
+        with tf.device(device):
+            loss, own_totals, gradient = strategy.loss_and_logits_gradient(
+                own_logits, labels, num_global_examples
+            )
+        losses.append(loss)
+        totals.append(own_totals)
+        logits_gradients.append(gradient)
+    per_replica_gradients = []
+    for replica, shard, loss, gradients in zip(
+        replicas, shards, losses, tape.gradient(logits, logits_gradients, weights), strict=True
+    ):
+        with tf.device(replica.device):
+            examples = Shard(*shard, num_global_examples)
+            per_replica_gradients.append(
+                strategy.observer.on_shard(
+                    replica.replica_id, examples, loss, strategy.unscale(gradients)
+                )
+            )
+    return per_replica_gradients, totals
+
+
+def _call_on_each(
+    tape: DeviceTape,
+    replicas: Sequence[Replica],
+    layers: Sequence[keras.layers.Layer],
+    call: LayerCall,
+    inputs: Sequence[Spread],
+) -> Spread:
+    """Calls a layer of each replica on its own device."""
+
+    def function(d: int, *tensors: tf.Tensor) -> tf.Tensor:
+        return with_values(
+            lambda: call(tensors, training=True, layer=layers[d]), _values(replicas[d], layers[d])
+        )
+
+    return tape.each(function, inputs, _weights_of(replicas, layers))
+
+
+def _normalize(
+    tape: DeviceTape,
+    replicas: Sequence[Replica],
+    layers: Sequence[keras.layers.BatchNormalization],
+    inputs: Spread,
+) -> Spread:
+    """Normalises the examples of all replicas by the mean and variance of all of them.
+
+    Each replica computes the count, mean and sum of squared deviations of its own examples; from
+    those of all replicas each of them computes the same two moments. Unlike a mean of squares, that
+    loses no digits where the mean is large.
+
+    Reference: T. Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample
+        Variances", 1979.
+    """
+    layer = layers[0]
+    num_channels = layer.moving_mean.shape[0]
+
+    def local_moments(d: int, x: tf.Tensor) -> tf.Tensor:
+        x = _with_channels_last(x, layer)
+        axes = list(range(len(x.shape) - 1))
+        count = tf.cast(tf.size(x) // num_channels, x.dtype)
+        mean = tf.reduce_mean(x, axes)
+        squares = tf.reduce_sum(tf.math.squared_difference(x, mean), axes)
+        return tf.stack([tf.fill([num_channels], count), mean, squares])
+
+    def normalized(d: int, x: tf.Tensor, moments: tf.Tensor) -> tf.Tensor:
+        mean, variance = _combined(tf.split(moments, len(replicas), axis=-1))
+        return with_values(
+            lambda: _apply(layers[d], x, mean, variance), _values(replicas[d], layers[d])
+        )
+
+    per_replica_moments = tape.each(local_moments, [inputs])
+    gathered = tape.gather(per_replica_moments, [num_channels] * len(replicas))
+    return tape.each(normalized, [inputs, gathered], _weights_of(replicas, layers))
+
+
+def _combined(per_replica_moments: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns mean and variance over all examples, from those of each replica: `(3, channels)`."""
+    counts, means, squares = zip(*map(tf.unstack, per_replica_moments), strict=True)
+    count = add_in_order(counts)
+    mean = add_in_order([n * m for n, m in zip(counts, means, strict=True)]) / count
+    between = add_in_order([n * (m - mean) ** 2 for n, m in zip(counts, means, strict=True)])
+    return mean, (add_in_order(squares) + between) / count
+
+
+def _apply(
+    layer: keras.layers.BatchNormalization, x: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor
+) -> tf.Tensor:
+    """Does what the layer does in training, with these moments in place of its own."""
+    for moving, new in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+        moving.assign(moving * layer.momentum + new * (1 - layer.momentum))
+    dtype = mean.dtype
+    normalized = keras.ops.batch_normalization(
+        tf.cast(x, dtype),
+        mean,
+        variance,
+        axis=layer.axis,
+        offset=keras.ops.cast(layer.beta, dtype) if layer.center else None,
+        scale=keras.ops.cast(layer.gamma, dtype) if layer.scale else None,
+        epsilon=layer.epsilon,
+    )
+    return tf.cast(normalized, layer.compute_dtype)
+
+
+def _with_channels_last(x: tf.Tensor, layer: keras.layers.BatchNormalization) -> tf.Tensor:
+    """Returns the input in the dtype in which moments are computed."""
+    if layer.axis not in (-1, len(x.shape) - 1) or layer.renorm:
+        raise ValueError(
+            f"layer {layer.name}: --batch_norm=sync needs channels on the last axis and no renorm"
+        )
+    return tf.cast(x, "float32" if x.dtype in (tf.float16, tf.bfloat16) else x.dtype)
+
+
+def _trainable_values(replica: Replica) -> list[tf.Tensor]:
+    """Returns what the gradients of a replica are taken by: its weights, as tensors or variables."""
+    if replica.weights:
+        return list(replica.weights)
+    return [variable.value for variable in replica.model.trainable_variables]
+
+
+def _weights_of(
+    replicas: Sequence[Replica], layers: Sequence[keras.layers.Layer]
+) -> list[list[tf.Tensor]]:
+    """Returns for each replica the weights of its layer."""
+    weights = []
+    for replica, layer in zip(replicas, layers, strict=True):
+        paths = {variable.path for variable in layer.trainable_variables}
+        weights.append(
+            [
+                value
+                for variable, value in zip(
+                    replica.model.trainable_variables, _trainable_values(replica), strict=True
+                )
+                if variable.path in paths
+            ]
+        )
+    return weights
+
+
+def _values(replica: Replica, layer: keras.layers.Layer) -> list:
+    """Returns what stands in place of the variables of a layer."""
+    own = {variable.path for variable in layer.variables}
+    return [pair for pair in replica.values(0) if pair[0].path in own]

@@ -1,0 +1,181 @@
+"""Tensor parallelism (layerwise partitioning), to be read from top to bottom.
+
+Every layer is split: each of T devices has some of the output channels of every convolution and
+dense layer, and the weights that they need. All devices take the same images. One training step
+goes 1. forward, layer by layer, on all devices side by side; where a layer needs all channels of
+its input, each device copies those of the others (all-gather). 2. The loss is computed from the
+gathered logits on the first device. 3. The way back: to each channel the gradient comes from every
+device that has used it, so that the backward pass of a gather is a sum over the devices, of which
+each takes its own channels (reduce-scatter). 4. Each device updates its own weights.
+
+What the devices compute is one training step of one device: BatchNorm takes its channels' mean over
+the *whole* batch, without any exchange. Left out, that sum leaves the loss of the first step right
+and lets the network learn; only its gradients are wrong.
+
+With `--model_parallel=T` on R·T devices there are R replicas, each with its own part of the batch;
+before the update the gradients of each device are summed over them (an all-reduce).
+
+Left out on purpose: splits by input channels, which gather nothing and sum outputs instead
+(Megatron-LM, M. Shoeybi et al., 2019); they pay in pairs of layers without anything in between.
+TensorFlow's own DTensor does not split convolutions.
+
+Reference: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from strategies import base
+from strategies.channel_parts import Row
+from strategies.copies import Variables, optimizer_shapes
+from strategies.device_tape import DeviceTape, Spread
+from strategies.layer_calls import LayerCalls
+from strategies.manual import all_reduce, split_batch
+from strategies.observer import Shard
+from strategies.prediction import call_without_empty_batch
+from strategies.tf_private import free_values
+
+
+class TensorStrategy(base.Strategy):
+    """The channels of every layer split over the devices."""
+
+    name = "tensor"
+
+    def __init__(
+        self, devices: Sequence[str], *, model_parallel: int | None = None, **options: Any
+    ):
+        super().__init__(devices, model_parallel=model_parallel or len(devices), **options)
+
+    def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
+        self.model = model_fn()
+        self._optimizer_names = list(optimizer_shapes(self.model, optimizer_fn))
+        self._paths = [variable.path for variable in self.model.trainable_variables]
+        self._calls, num_parts = LayerCalls.of(self.model), self.devices_per_replica
+        self.rows = [
+            Row.create(self.devices[i : i + num_parts], self._calls, optimizer_fn)
+            for i in range(0, self.num_devices, num_parts)
+        ]
+        self.optimizer = self.rows[0].optimizers[0]
+        free_values(self.model.variables)  # The parts have their own.
+
+    def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:
+        images, labels = next(iterator)
+        firsts = [row.devices[0] for row in self.rows]
+        shards = split_batch((images, labels), firsts, self.replica_weights)
+        per_replica_gradients, per_replica_totals = [], []
+        for r, shard in enumerate(shards):
+            gradients, totals = self._gradients_of_row(r, Shard(*shard, tf.size(labels)))
+            per_replica_gradients.append(gradients)  # Item [r][d] is of device d.
+            per_replica_totals.append(totals)
+        per_device_sums = [
+            all_reduce(list(of_device), [row.devices[d] for row in self.rows])
+            for d, of_device in enumerate(zip(*per_replica_gradients, strict=True))
+        ]
+        for r, row in enumerate(self.rows):
+            sums = [of_device[r] for of_device in per_device_sums]
+            for d, device in enumerate(row.devices):
+                with tf.device(device):  # 4. Each device updates its own weights.
+                    weights = list(row.variables(d, trainable=True).values())
+                    row.optimizers[d].apply(sums[d], weights)
+            self.observer.on_update(r, row.join(sums, self._paths))
+        return base.StepTotals.sum(per_replica_totals)
+
+    def _gradients_of_row(
+        self, r: int, shard: Shard
+    ) -> tuple[list[list[tf.Tensor]], base.StepTotals]:
+        """Computes the gradients of a replica's shard; item [d] is of its device d."""
+        row, tape = self.rows[r], DeviceTape(self.rows[r].devices, self.observer)
+        weights = self._weights(r)
+        logits = self._logits(tape, row, shard.images, weights, training=True)  # 1. Forward.
+        with tf.device(row.devices[0]):  # 2. The loss.
+            loss, totals, gradient = self.loss_and_logits_gradient(
+                logits.tensors[0], shard.labels, shard.num_global_examples
+            )
+        others = [None] * (len(row.devices) - 1)
+        per_device_weights = [list(named.values()) for named in weights]
+        gradients = tape.gradient(logits, [gradient, *others], per_device_weights)  # 3. Back.
+        for d, device in enumerate(row.devices):
+            with tf.device(device):
+                gradients[d] = self.unscale(gradients[d])
+        whole = row.join(gradients, self._paths)
+        with tf.device(row.devices[0]):
+            seen = self.observer.on_shard(r, shard, loss, whole)
+        return (gradients if seen is whole else row.split(seen, self._paths)), totals
+
+    def _logits(
+        self,
+        tape: DeviceTape,
+        row: Row,
+        images: tf.Tensor,
+        weights: Sequence[Mapping[str, tf.Tensor]],
+        *,
+        training: bool,
+    ) -> Spread:
+        """Calls all layers on all devices of a replica; returns the logits, on the first device.
+
+        Args:
+            tape: records the calls.
+            row: the devices and layers.
+            images: uint8 `(n, height, width, channels)`.
+            weights: for each device, path of a variable → its part.
+            training: for layers that work differently in training.
+        """
+        values = {self._calls.input: tape.copies_of(images)}
+        sizes, gathered = {self._calls.input: None}, {}
+        for split in row.calls:
+            inputs = []
+            for i in split.call.inputs:
+                if split.gathers and sizes[i] and i not in gathered:
+                    gathered[i] = tape.gather(values[i], sizes[i])
+                inputs.append(gathered[i] if split.gathers and sizes[i] else values[i])
+            values[split.call.output] = split.on_each_device(
+                tape, inputs, weights, training=training
+            )
+            sizes[split.call.output] = split.sizes
+        output = self._calls.output
+        return tape.gather(values[output], sizes[output], first_alone=True)
+
+    def _weights(self, r: int) -> list[dict[str, tf.Tensor]]:
+        """Reads the weights of each device of a replica."""
+        per_device = []
+        for d, device in enumerate(self.rows[r].devices):
+            with tf.device(device):
+                parts = self.rows[r].variables(d, trainable=True).items()
+                read = {path: tf.identity(variable.value) for path, variable in parts}
+                device_id = r * self.devices_per_replica + d
+                per_device.append(dict(self.observer.on_weights(device_id, read)))
+        return per_device
+
+    def forward(
+        self, iterator: base.BatchIterator, statistics: base.Statistics
+    ) -> list[base.LogitsAndTotals]:
+        images, labels = next(iterator)
+        firsts = [row.devices[0] for row in self.rows]
+        shards = split_batch((images, labels), firsts, self.replica_weights)
+        results = []
+        for r, (row, (own_images, own_labels)) in enumerate(zip(self.rows, shards, strict=True)):
+            values = [
+                weights | parts
+                for weights, parts in zip(self._weights(r), row.parts_of(statistics), strict=True)
+            ]
+
+            def logits(x: tf.Tensor, row: Row = row, values: list = values) -> tf.Tensor:
+                tape = DeviceTape(row.devices, self.observer)
+                return self._logits(tape, row, x, values, training=False).tensors[0]
+
+            with tf.device(row.devices[0]):
+                own_logits = call_without_empty_batch(logits, own_images)
+                _, totals = self.loss(own_logits, own_labels, tf.size(labels))
+            results.append((own_logits, totals))
+        return results
+
+    def copies(self) -> list[Variables]:
+        return [
+            row.whole_variables(self.variable_names) for row in self.rows
+        ]
+
+    @property
+    def variable_names(self) -> list[str]:
+        return [f"model/{v.path}" for v in self.model.variables] + self._optimizer_names
