@@ -21,6 +21,21 @@ STRATEGIES: dict[str, str] = {
     "tensor": "strategies.tensor:TensorStrategy",
 }
 
+# Name of a strategy → the options that it alone, or not every strategy, has. A strategy that is
+# missing has none of them.
+STRATEGY_OPTIONS: dict[str, tuple[str, ...]] = {
+    "single": ("accumulate_steps",),
+    "manual": ("batch_norm", "accumulate_steps", "shard_weights"),
+    "mirrored": ("batch_norm", "accumulate_steps", "shard_weights"),
+    "multi_worker": ("batch_norm", "accumulate_steps", "shard_weights"),
+    "sharded": ("batch_norm", "accumulate_steps", "shard_weights", "shard"),
+    "pipeline": ("model_parallel", "micro_batches", "schedule", "recompute", "pipeline_cuts"),
+    "tensor": ("model_parallel",),
+}
+
+# Strategies that XLA cannot compile: their devices exchange tensors within a forward pass.
+WITHOUT_JIT_COMPILE = ("pipeline", "tensor")
+
 # Name of a strategy → its all-reduce algorithms. A strategy that is missing has none to choose
 # from: it takes "auto" alone.
 ALL_REDUCE_ALGORITHMS: dict[str, tuple[str, ...]] = {

@@ -8,6 +8,7 @@ from app.performance.peak_memory import PeakMemory
 
 FACTS = Facts(
     devices=["/device:CPU:0"],
+    num_replicas=1,
     simulated_devices=False,
     cores=2,
     intra_op_threads=1,
@@ -26,7 +27,7 @@ FACTS = Facts(
 
 def make_sample(
     strategy="manual",
-    num_replicas=1,
+    num_devices=1,
     step_secs=(1.0,) * 5,
     *,
     simulated=False,
@@ -42,16 +43,16 @@ def make_sample(
         model=model,
         precision=precision,
         global_batch_size=global_batch_size,
-        num_devices=None if strategy == "single" else num_replicas,
+        num_devices=None if strategy == "single" else num_devices,
     )
     kind = "CPU" if simulated else "GPU"
     found = dataclasses.replace(
         FACTS,
-        devices=[f"/device:{kind}:{i}" for i in range(num_replicas)],
+        devices=[f"/device:{kind}:{i}" for i in range(num_devices)],
         simulated_devices=simulated,
         global_batch_size=global_batch_size,
         compute_dtype=precision.removeprefix("mixed_"),
-        **facts,
+        **{"num_replicas": num_devices} | facts,
     )
     blocks = [Block(10, 10 * global_batch_size, 10 * sec, tracings) for sec in step_secs]
     return Sample(Case(config), found, blocks, PeakMemory(1 << 20, 1 << 10))

@@ -90,7 +90,11 @@ def write_verification(path, *, fault=None):
         ),
         "mirrored": StrategyVerdict("mirrored", measured(0.5, 0.0), None, None, None),
     }
-    run = Recorded(CPUS, True, "synthetic", "cc" * 32, 0.2, 100, False, False, None, [], VERSIONS)
+    counts = len(CPUS), len(CPUS), len(CPUS)
+    run = Recorded(
+        *(CPUS, *counts, True, "synthetic", "cc" * 32, 0.2, 100),
+        *(False, False, None, [], VERSIONS),
+    )
     apart = [
         PairDifference(step, "weights", "logits/kernel", 0, 3e-9 * step, 1e-7, 4, not fault)
         for step in (1, 2)

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from app.config.names import ONE_MACHINE_STRATEGIES
+from app.config.names import COMPARED_BY_DEFAULT, ONE_MACHINE_STRATEGIES
 from app.data.synthetic import generate_synthetic
 from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.event_file import EVENTS_FILE
@@ -104,7 +104,7 @@ def test_a_finished_run_prints_its_result_again(runs):
 def test_the_result_of_other_replicas_is_not_passed_off(runs):
     folder, _ = runs
     result = run_here("--device=cpu", "--num_devices=3", *SMALL, f"--out={folder}/manual")
-    assert result.returncode == 4 and "(replicas 2 → 3)" in result.stderr
+    assert result.returncode == 4 and "(devices 2 → 3)" in result.stderr
 
 
 def test_overwrite_loses_nothing_when_the_new_run_is_refused(runs):
@@ -201,20 +201,20 @@ def test_compare(tmp_path):
     assert "manual and mirrored: bit-identical weights after 2 steps" in result.stdout
     assert "simulated devices" in result.stdout
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines if line.endswith("x")] == list(ONE_MACHINE_STRATEGIES)
+    assert [line.split()[0] for line in lines if line.endswith("x")] == list(COMPARED_BY_DEFAULT)
     saved = json.loads((tmp_path / "c" / "compare.json").read_text())
-    assert [run["strategy"] for run in saved["runs"]] == list(ONE_MACHINE_STRATEGIES)
+    assert [run["strategy"] for run in saved["runs"]] == list(COMPARED_BY_DEFAULT)
     assert saved["runs"][0]["num_replicas"] == 1 and saved["runs"][1]["num_replicas"] == 2
     assert len(saved["verdicts"]) == 3
     for name in ("accuracy.png", "accuracy.svg"):
         assert (tmp_path / "c" / name).stat().st_size > 10_000
     page = (tmp_path / "c" / "report.html").read_text(encoding="utf-8")
-    assert all(f"c/{name}" in page for name in ONE_MACHINE_STRATEGIES)
+    assert all(f"c/{name}" in page for name in COMPARED_BY_DEFAULT)
     assert "bit-identical" in page and ", report.html" in result.stdout
     of_all = run_here("evaluate", f"--run={tmp_path}/c")
     assert of_all.returncode == 5 and f"--run={tmp_path}/c/single" in of_all.stderr
     again = run_here_ok(*command)
-    assert again.stdout.count("already finished") == len(ONE_MACHINE_STRATEGIES)
+    assert again.stdout.count("already finished") == len(COMPARED_BY_DEFAULT)
 
 
 def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path, small_program):

@@ -12,7 +12,7 @@ from performance_samples import make_sample
     [
         ("strategy", {"jit_compile": True}, "XLA on one side only"),
         ("strong scaling", {"global_batch_size": 512}, "another global batch: 256 and 512"),
-        ("weak scaling", {"global_batch_size": 512}, "another batch for each replica: 256 and 512"),
+        ("weak scaling", {"global_batch_size": 512}, "another batch for each device: 256 and 512"),
         ("strategy", {"tracings": 1}, "traced 5 times while it was timed"),
         ("strategy", {"precision": "mixed_bfloat16"}, "another precision: float32 and bfloat16"),
         ("precision", {"tensor_float_32": True}, "TF32 on one side only"),
@@ -31,16 +31,14 @@ def test_unfair_comparisons_are_refused(axis, change, text):
 def test_the_same_global_batch_is_not_asked_of_weak_scaling():
     assert (
         find_caveats(
-            make_sample(), make_sample(num_replicas=2, global_batch_size=512), "weak scaling"
+            make_sample(), make_sample(num_devices=2, global_batch_size=512), "weak scaling"
         )
         == []
     )
 
 
 def test_shared_processors_and_rounded_float32_are_marked_not_refused():
-    simulated = compare(
-        "strong scaling", make_sample(num_replicas=2, simulated=True), make_sample()
-    )
+    simulated = compare("strong scaling", make_sample(num_devices=2, simulated=True), make_sample())
     assert "2 share 2 cores" in simulated.caveats[0].text
     assert simulated.speed_up is not None
     tf32 = compare(
@@ -101,8 +99,19 @@ def test_every_comparison_that_the_cases_allow_is_made_once():
     ]
 
 
+def test_strategies_are_compared_on_as_many_devices_however_many_replicas_they_make():
+    pipeline = make_sample("pipeline", 2, num_replicas=1)
+    cases = [make_sample("single"), make_sample("manual", 2), pipeline]
+    found = [(c.axis, c.case[:12], c.base[:12], c.ideal) for c in all_comparisons(cases)]
+    assert found == [
+        ("strong scaling", "manual × 2, ", "single × 1, ", 2),
+        ("strong scaling", "pipeline × 2", "single × 1, ", 2),
+        ("strategy", "pipeline × 2", "manual × 2, ", None),
+    ]
+
+
 def test_what_concerns_everything_is_said_once():
-    lines = setup_caveats([make_sample(num_replicas=2, simulated=True, dataset="synthetic")] * 2)
+    lines = setup_caveats([make_sample(num_devices=2, simulated=True, dataset="synthetic")] * 2)
     assert len(lines) == 2
     assert "share 2 cores" in lines[0] and "generated" in lines[1]
     assert setup_caveats([make_sample()]) == []

@@ -1,16 +1,22 @@
 """Options: each defined once; what is refused before anything is loaded; arithmetic of shards."""
 
 import dataclasses
+import itertools
+import json
 
 import pytest
 
 from app.cli.option_page import PAGE, option_page
-from app.config import Config, TrainConfig, VerifyConfig
+from app.config import Config, TrainConfig, VerifyConfig, split_numbers
 from app.config.constraints import check_shards
 from app.config.names import GROUPS, RECIPE_NAMES
 from app.config.option import check_values, option, options_of, same_option
+from app.config.split_options import SplitOptions
 from app.runtime.errors import ConfigError
 from app.training.recipes import RECIPES
+from app.training.resume import find_changes
+from strategies import STRATEGIES, STRATEGY_OPTIONS
+from strategies.collectives import shard_sizes
 
 COMMANDS = Config.commands()
 
@@ -107,7 +113,7 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("train", {"strategy": "mirrored", "all_reduce": "tree"}, "--all_reduce=tree is not avail"),
         ("train", {"all_reduce": "nccl"}, "only in mirrored and multi_worker"),
         ("train", {"last_batch": "pad"}, "got 'pad'"),
-        ("train", {"batch_norm": "sync"}, "got 'sync'"),
+        ("train", {"batch_norm": "global"}, "got 'global'"),
         ("train", {"num_devices": 0}, "--num_devices must be between 1 and 64, got 0"),
         ("train", {"num_devices": -2}, "got -2"),
         ("train", {"num_devices": 65}, "got 65"),
@@ -174,6 +180,125 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("benchmark", {"strategies": ("single",), "num_devices": (2,)}, "runs on one device"),
         ("benchmark", {"model": ("lenet", "lenet")}, "--model must name each value once"),
         ("plan", {"num_workers": 4, "global_batch_size": 3}, "the number of devices, 4, got 3"),
+        (
+            "train",
+            {"shard": "gradients"},
+            "--shard=gradients needs the strategy sharded, got manual",
+        ),
+        ("train", {"recompute": True}, "--recompute needs the strategy pipeline, got manual"),
+        (
+            "train",
+            {"strategy": "tensor", "pipeline_cuts": ("pool1", "pool2")},
+            "--pipeline_cuts=pool1,pool2 needs the strategy pipeline, got tensor; leave",
+        ),
+        (
+            "train",
+            {"strategy": "single", "batch_norm": "sync"},
+            "--batch_norm=sync needs the strategy manual, mirrored, multi_worker or sharded, got",
+        ),
+        (
+            "train",
+            {"strategy": "pipeline", "accumulate_steps": 2},
+            "--accumulate_steps=2 needs the",
+        ),
+        ("train", {"strategy": "tensor", "jit_compile": True}, "--jit_compile needs the strategy"),
+        (
+            "train",
+            {"strategy": "sharded", "bucket_mib": 1.0},
+            "--bucket_mib=1.0 needs the strategy",
+        ),
+        ("train", {"strategy": "sharded", "all_reduce": "ring"}, "--all_reduce=ring needs the"),
+        (
+            "compare",
+            {"strategies": ("single", "tensor"), "communication_dtype": "bfloat16"},
+            "--communication_dtype=bfloat16 needs the strategy manual, mirrored or multi_worker,"
+            " got single, tensor; leave the flag out",
+        ),
+        (
+            "launch",
+            {"schedule": "gpipe"},
+            "--schedule=gpipe needs the strategy pipeline, got multi_",
+        ),
+        (
+            "verify",
+            {"model_parallel": 2},
+            "--model_parallel=2 needs the strategy pipeline or tensor",
+        ),
+        ("benchmark", {"shard": "optimizer"}, "got single, manual, mirrored; leave the flag out"),
+        (
+            "train",
+            {"strategy": "pipeline", "num_devices": 4, "model_parallel": 3},
+            "--model_parallel=3 must divide the number of devices, 4; use 1, 2 or 4, or"
+            " --num_devices=6",
+        ),
+        (
+            "verify",
+            {"strategies": ("manual", "tensor"), "num_devices": 2, "model_parallel": 4},
+            "--model_parallel=4 must divide the number of devices, 2; use 1 or 2, or",
+        ),
+        (
+            "train",
+            {"num_devices": 3, "shard_weights": (3, 1)},
+            "--shard_weights=3,1 must have a weight for each replica, 3, got 2",
+        ),
+        (
+            "launch",
+            {"num_workers": 3, "device": "cpu", "shard_weights": (3, 1)},
+            "--shard_weights=3,1 must have a weight for each replica, 3, got 2",
+        ),
+        ("train", {"shard_weights": (3, 0)}, "--shard_weights must be between 1 and 1000, got 0"),
+        (
+            "train",
+            {"num_devices": 2, "shard_weights": (3, 1), "global_batch_size": 3},
+            "--shard_weights=3,1 leaves a shard of --global_batch_size=3 without examples; use"
+            " --global_batch_size=4 or more",
+        ),
+        (
+            "train",
+            {
+                **{"num_devices": 2, "shard_weights": (3, 1), "global_batch_size": 4},
+                **{"num_train_examples": 7},
+            },
+            "leaves 3 of 7 training examples for the last batch, too few for --shard_weights=3,1",
+        ),
+        (
+            "train",
+            {"strategy": "pipeline", "micro_batches": 512},
+            "--micro_batches=512 must be at most --global_batch_size=256",
+        ),
+        (
+            "train",
+            {
+                **{"strategy": "pipeline", "num_devices": 4, "model_parallel": 2},
+                **{"micro_batches": 200},
+            },
+            "--micro_batches=200 must be at most 128, the share of each of 2 replicas in"
+            " --global_batch_size=256",
+        ),
+        (
+            "train",
+            {"strategy": "single", "accumulate_steps": 8, "global_batch_size": 7},
+            "--accumulate_steps=8 must be at most --global_batch_size=7",
+        ),
+        (
+            "train",
+            {
+                **{"num_devices": 2, "accumulate_steps": 4, "global_batch_size": 100},
+                **{"num_train_examples": 1007},
+            },
+            "leaves 7 of 1007 training examples for the last batch, too few for 8 shards",
+        ),
+        (
+            "train",
+            {"batch_norm": "sync", "accumulate_steps": 2},
+            "--batch_norm=sync needs the whole batch at once, got --accumulate_steps=2",
+        ),
+        (
+            "compare",
+            {"batch_norm": "sync", "jit_compile": True},
+            "cannot compile --batch_norm=sync",
+        ),
+        ("explain", {"strategy": "pipeline"}, "--strategy must be one of manual, mirrored"),
         ("report", {}, "report needs the directory of a run"),
         ("demo", {"all_reduce": "nccl"}, "--all_reduce must be one of auto, reduce_to_one"),
     ],
@@ -212,7 +337,7 @@ def test_refuses_a_last_batch_that_leaves_a_replica_without_examples():
 
 def test_single_runs_on_one_device_whatever_the_machine_has():
     assert Config.of(strategy="single").num_replicas_asked == 1
-    assert Config.of("compare", num_devices=3).num_replicas_asked == 3
+    assert Config.of("compare", num_devices=3).num_devices_of_all_workers == 3
     assert Config.of().num_replicas_asked is None
     assert Config.of(device="cpu").num_replicas_asked == 2
 
@@ -239,7 +364,7 @@ def test_lists_and_the_output_directory_stay_with_their_command():
 
 def test_beside_workers_others_have_as_many_replicas_on_one_machine():
     config = VerifyConfig(strategies=("single", "manual", "multi_worker"), num_workers=3)
-    assert config.num_replicas_asked == 3
+    assert config.num_devices_of_all_workers == 3
     assert config.for_training("manual").num_devices == 3
     assert config.for_training("multi_worker").num_devices == 1
     assert config.for_training("single").num_devices is None
@@ -250,4 +375,123 @@ def test_results_depend_on_what_is_marked_so():
     fields = Config.of(seed=3, inject="drop_gradient").result_fields()
     assert fields["seed"] == 3 and fields["inject"] == "drop_gradient:replica=1"
     assert {"out", "overwrite", "verbosity", "data_dir", "num_devices"}.isdisjoint(fields)
-    assert len(fields) == 18
+    assert len(fields) == 26
+
+
+def test_lists_are_recorded_as_they_come_back_from_a_file():
+    fields = Config.of(num_devices=2, shard_weights=(3, 3)).result_fields()
+    assert json.loads(json.dumps(fields)) == fields and fields["shard_weights"] == [3, 3]
+
+
+def test_a_list_is_written_on_the_command_line_as_it_is_read():
+    config = TrainConfig(strategy="pipeline", pipeline_cuts=("a", "b"), recompute=True)
+    assert set(config.train_flags()) == {
+        *("--strategy=pipeline", "--recompute=True", "--pipeline_cuts=a,b")
+    }
+
+
+def test_an_option_goes_to_the_strategies_that_have_it_and_to_no_other():
+    config = VerifyConfig(
+        strategies=("single", "manual", "sharded", "pipeline", "tensor"),
+        num_devices=4,
+        all_reduce="ring",
+        jit_compile=True,
+        accumulate_steps=2,
+        shard_weights=(3, 1, 1, 1),
+        shard="gradients",
+        micro_batches=8,
+        pipeline_cuts=("pool1",),
+        model_parallel=2,
+    )
+    changed = {
+        name: {flag.partition("=")[0].removeprefix("--") for flag in flags} - {"strategy"}
+        for name in config.strategies
+        if (flags := config.for_training(name).train_flags())
+    }
+    data = {"num_devices", "jit_compile", "accumulate_steps", "shard_weights"}
+    model = {"num_devices", "model_parallel"}
+    assert changed == {
+        "single": {"jit_compile", "accumulate_steps"},
+        "manual": {*data, "all_reduce"},
+        "sharded": {*data, "shard"},
+        "pipeline": {*model, "micro_batches", "pipeline_cuts"},
+        "tensor": model,
+    }
+
+
+def test_every_strategy_of_the_table_has_options_that_exist():
+    assert set(STRATEGY_OPTIONS) == set(STRATEGIES)
+    options = {each.name for each in options_of(TrainConfig)}
+    assert set().union(*STRATEGY_OPTIONS.values()) <= options
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "num_devices", "numbers"),
+    [
+        ("single", {"accumulate_steps": 4}, 1, (1, 4, 1)),
+        ("manual", {}, 3, (3, 3, 3)),
+        ("mirrored", {"accumulate_steps": 2}, 3, (3, 6, 3)),
+        ("sharded", {}, 4, (4, 4, 1)),
+        ("sharded", {"shard": "gradients", "accumulate_steps": 2}, 4, (4, 8, 4)),
+        ("pipeline", {}, 3, (1, 4, 1)),
+        ("pipeline", {"model_parallel": 2, "micro_batches": 8}, 4, (2, 16, 2)),
+        ("pipeline", {"model_parallel": 1}, 2, (2, 8, 2)),
+        ("tensor", {"micro_batches": 8}, 4, (1, 1, 1)),
+        ("tensor", {"model_parallel": 2}, 4, (2, 2, 2)),
+        ("my_own", {}, 3, (3, 3, 3)),
+    ],
+)
+def test_numbers_of_a_strategy_follow_from_its_options(strategy, options, num_devices, numbers):
+    split = strategy, SplitOptions(**options), num_devices
+    functions = split_numbers.num_replicas, split_numbers.num_shards, split_numbers.num_copies
+    assert tuple(function(*split) for function in functions) == numbers
+
+
+@pytest.mark.parametrize("weights", [(3, 1), (1, 3), (2, 2, 5), (1, 1, 1), (5, 1, 1)])
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_no_shard_is_empty_from_the_fewest_examples_on_and_one_is_below(weights, accumulate_steps):
+    """Shards are runs of equal units, as many as their weight, each a shard of `shard_bounds`."""
+    split = SplitOptions(shard_weights=weights, accumulate_steps=accumulate_steps)
+    per_shard = [weight for weight in weights for _ in range(accumulate_steps)]
+    ends = list(itertools.accumulate(per_shard))
+
+    def has_empty_shard(num_examples):
+        sizes = shard_sizes(num_examples, sum(per_shard))
+        return not all(
+            sum(sizes[end - weight : end]) for end, weight in zip(ends, per_shard, strict=True)
+        )
+
+    fewest = split_numbers.fewest_examples("manual", split, len(weights))
+    assert has_empty_shard(fewest - 1)
+    assert not any(has_empty_shard(n) for n in range(fewest, fewest + 20))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "share"),
+    [
+        ("manual", {}, 1),
+        ("manual", {"accumulate_steps": 4}, 1 / 4),
+        ("pipeline", {"schedule": "gpipe"}, 1),
+        ("pipeline", {"micro_batches": 8}, (4 + 3 + 2 + 1) / (4 * 8)),
+        ("pipeline", {"micro_batches": 2}, (2 + 2 + 2 + 1) / (4 * 2)),
+        ("pipeline", {"micro_batches": 8, "recompute": True, "schedule": "gpipe"}, 1 / 8),
+    ],
+)
+def test_a_schedule_decides_how_much_of_a_batch_is_in_memory(strategy, options, share):
+    assert split_numbers.share_of_batch_alive(strategy, SplitOptions(**options), 4) == share
+
+
+def test_a_record_that_is_older_than_an_option_has_its_default():
+    fields = Config.of(strategy="manual").result_fields()
+    old = {n: v for n, v in fields.items() if n not in options_of_a_split()}
+    assert find_changes(old, fields).names == set()
+    changed = Config.of(strategy="pipeline", micro_batches=8).result_fields()
+    changes = find_changes(old, changed)
+    assert sorted(changes.how) == ["micro_batches 4 → 8", "strategy manual → pipeline"]
+    assert changes.serious == []
+    synchronized = Config.of(batch_norm="sync").result_fields()
+    assert find_changes(old, synchronized).serious == ["batch_norm average → sync"]
+
+
+def options_of_a_split():
+    return {each.name for each in options_of(SplitOptions)}

@@ -49,6 +49,9 @@ def refuse(*arguments):
         (["--model=a\nb"], r"got 'a\nb'"),
         (["--lr=1e39"], "--learning_rate"),
         (["--lr=nan"], "--learning_rate must be above 0, got nan"),
+        (["--shard_weights=3,x"], "--shard_weights must be whole numbers separated by commas"),
+        (["--schedule=zero"], "--schedule must be one of gpipe, 1f1b, got 'zero'"),
+        (["--strategy=pipeline", "--micro_batches=0"], "must be between 1 and 1024, got 0"),
         (["--verbosity=7"], "--verbosity must be between -1 and 1, got 7"),
     ],
 )

@@ -5,6 +5,7 @@ import re
 import keras
 import pytest
 
+from app.config import Config
 from app.devices import free_memory
 from app.runtime.errors import DeviceError, is_out_of_memory
 from app.training import memory_estimate
@@ -45,11 +46,34 @@ def test_an_estimate_has_weights_and_what_the_optimizer_keeps():
     state_bytes = estimate.weights_bytes + estimate.optimizer_state_bytes
     fixed = 2 * (state_bytes + estimate.step_bytes)
     assert total == pytest.approx(fixed + 10 * estimate.image_bytes)
-    # One copy of the weights whose gradients are computed on four shards, as a pipeline does.
+    # One copy of the weights whose gradients are computed on four replicas.
     fixed = state_bytes + 4 * estimate.step_bytes
     assert estimate.total_bytes(StepSize(1, 4, 10)) == pytest.approx(
         fixed + 10 * estimate.image_bytes
     )
+
+
+def test_a_step_is_as_large_as_the_strategy_makes_it():
+    def size(num_devices, **options):
+        return StepSize.of(Config.of(**options), num_devices, 64)
+
+    assert size(2) == StepSize(2, 2, 64, 2)
+    assert size(1, strategy="single", accumulate_steps=4) == StepSize(1, 1, 64, 1, 1 / 4)
+    # Each device has its part of the weights, and in a step all of them.
+    assert size(3, strategy="sharded") == StepSize(4, 3, 64, 1)
+    assert size(3, strategy="sharded", shard="optimizer") == StepSize(3, 3, 64, 1)
+    assert size(2, strategy="tensor") == StepSize(1, 1, 64, 1)
+    assert size(4, strategy="pipeline", model_parallel=2, schedule="gpipe") == StepSize(2, 2, 64, 2)
+    assert size(2, strategy="pipeline") == StepSize(1, 1, 64, 1, 3 / 8)
+
+
+def test_a_model_without_values_is_estimated_like_any_other():
+    """Of a split model each device has a part, and the whole has none."""
+    whole, split = small_network(), small_network()
+    for variable in split.variables:
+        variable._value = None
+    estimates = [memory_estimate.MemoryEstimate.of(model) for model in (whole, split)]
+    assert estimates[0] == estimates[1]
 
 
 def test_half_precision_takes_about_half():

@@ -46,6 +46,15 @@ def test_cases_are_all_combinations_and_single_has_one_device():
     cases = create_cases(config)
     assert len(cases) == 6 and len({p.name for p in cases}) == 6
     assert {p.config.all_reduce for p in cases if p.config.num_replicas_asked == 2} == {"ring"}
+    config = Config.of(
+        "benchmark", strategies=("single", "manual", "pipeline"), num_devices=(2, 4),
+        model_parallel=2, micro_batches=8,
+    )  # fmt: skip
+    cases = [(c.name.partition(",")[0], c.config.micro_batches) for c in create_cases(config)]
+    assert cases == [
+        ("single × 1", 4), ("manual × 2", 4), ("manual × 4", 4),
+        ("pipeline × 2", 8), ("pipeline × 4", 8),
+    ]  # fmt: skip
     with pytest.raises(ConfigError, match="number of replicas, 2, got 1"):
         create_cases(Config.of("benchmark", global_batch_size=(1,)))
 

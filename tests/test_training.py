@@ -345,7 +345,10 @@ def test_a_damaged_checkpoint_is_quarantined(dataset, tmp_path, capsys):
 def test_going_on_with_other_replicas_says_so(dataset, tmp_path, capsys):
     train_until(dataset, tmp_path, "epoch:1:raise", strategy="single")
     assert train(dataset, tmp_path).status == "finished"
-    assert "strategy single → manual; replicas 1 → 2: global batch 64" in capsys.readouterr().out
+    assert (
+        "strategy single → manual; shards of a batch 1 → 2: global batch 64"
+        in capsys.readouterr().out
+    )
 
 
 def test_more_epochs_go_on(dataset, tmp_path, capsys):

@@ -28,7 +28,7 @@ def run(config: CompareConfig) -> list[Summary]:
     fields = {
         **config.result_fields(),
         "strategy": ",".join(config.strategies),
-        "num_replicas": config.num_replicas_asked,
+        "num_replicas": config.num_devices_of_all_workers,  # Of data parallelism.
     }
     with open_run_directory(path, fields) as run_directory:
         open_log(path)

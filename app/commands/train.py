@@ -69,12 +69,10 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
         return None
     if summary is None or summary.status != "finished" or summary.epochs != config.epochs:
         return None
-    asked = config.num_replicas_asked
+    asked, found = config.num_devices_of_all_workers, len(summary.devices)
     if config.strategy == "multi_worker" and config.num_devices_asked:
         asked = config.num_devices_asked * len(find_cluster(os.environ).addresses)
-    others = [f"replicas {summary.num_replicas} → {asked}"] * (
-        asked not in (None, summary.num_replicas)
-    )
+    others = [f"devices {found} → {asked}"] * (asked not in (None, found))
     if others or changes.names:
         differing = "; ".join([*changes.how, *changes.serious, *others])
         raise CheckpointError(
@@ -169,7 +167,10 @@ def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Tr
         f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.recipe}, batch"
         f" {config.global_batch_size}, learning rate {training.learning_rate:g}"
     )
-    console.say(f"replicas on {', '.join(prepared.names)}")
+    num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
+    split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
+    shown = "replicas on" if num_replicas == num_devices else split
+    console.say(f"{shown} {', '.join(prepared.names)}")
     if config.fault:
         console.warn(injected_fault_caveat(str(config.fault)))
     if prepared.simulated:

@@ -38,7 +38,7 @@ def run(config: VerifyConfig) -> list[PairVerdict]:
         "command": "verify",
         **config.result_fields(),
         "strategy": ",".join(config.strategies),
-        "num_replicas": config.num_replicas_asked,
+        "num_replicas": config.num_devices_of_all_workers,  # Of data parallelism.
         "steps": config.steps,
     }
     with open_run_directory(path, fields) as run_directory:
@@ -60,7 +60,7 @@ def _verify(
     with StepProgress(config.steps) as progress:
         recorded: dict[str, Recorded] = {}
         for name in sorted(config.strategies, key=lambda name: name == "single"):
-            function, child = _recording(config, name, recorded)
+            function, child, more = _recording(config, name, recorded)
             progress.start(f"recording {name}")
             trace = traces / name
             if name == "multi_worker":
@@ -69,7 +69,7 @@ def _verify(
                 )
             else:
                 recorded[name] = call_in_child_process(
-                    function, child, config.steps, trace, on_message=progress.message
+                    function, child, config.steps, trace, *more, on_message=progress.message
                 )
         recorded = {name: recorded[name] for name in config.strategies}
         progress.start("comparing")
@@ -84,26 +84,32 @@ def _verify(
 
 def _recording(
     config: VerifyConfig, name: str, recorded: dict[str, Recorded]
-) -> tuple[Callable[..., Recorded], TrainConfig]:
-    """Returns the function that records a strategy, and its configuration.
+) -> tuple[Callable[..., Recorded], TrainConfig, tuple[int, ...]]:
+    """Returns the function that records a strategy, its configuration, and further arguments.
 
-    `single` comes last. With BatchNorm the number of replicas is part of the training: `single` is
+    `single` comes last. With BatchNorm the number of shards is part of the training: `single` is
     then the one-device training whose BatchNorm works shard by shard, as that of the others does.
+    With --batch_norm=sync, and where all others have one shard, it is the usual one.
     """
     fault = config.fault
     parallel = [other for other in config.strategies if other != "single"] or ["single"]
     has_fault = fault is not None and name == (fault.strategy or parallel[0])
     inject = config.inject if has_fault else None
-    if name == "single" and any(
-        other.has_batch_norm and len(other.devices) > 1 for other in recorded.values()
-    ):
+    num_shards = [
+        run.num_shards
+        for other, run in recorded.items()
+        if run.has_batch_norm
+        and run.num_shards > 1
+        and config.for_training(other, inject=None).batch_norm == "average"
+    ]
+    if name == "single" and num_shards:
         if has_fault:
             raise ConfigError(
                 f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
                 f" which nothing can spoil; use strategy={parallel[0]}"
             )
-        return tasks.record_on_one_device, config.on_one_machine()
-    return tasks.record, config.for_training(name, inject=inject)
+        return tasks.record_on_one_device, config.on_one_machine(), (num_shards[0],)
+    return tasks.record, config.for_training(name, inject=inject), ()
 
 
 def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> Differences:
@@ -153,7 +159,8 @@ def _first_of_same_bits(recorded: dict[str, Recorded], differences: Differences)
         same = [
             first for first, second in differences
             if second == name and stands_for[first] == first
-            and len(recorded[first].devices) == len(recorded[name].devices)
+            and recorded[first].num_shards == recorded[name].num_shards
+            and recorded[first].num_copies == recorded[name].num_copies
             and all(difference.identical for difference in differences[first, second])
         ]  # fmt: skip
         stands_for[name] = same[0] if same else name

@@ -6,8 +6,8 @@ The order of the imports is that of the commands in `--help`.
 # isort: skip_file
 from app.config.base_config import Config
 from app.config.training_configs import TrainConfig, LaunchConfig
+from app.config.comparison_configs import CompareConfig, VerifyConfig
 from app.config.finished_run_configs import EvaluateConfig, PredictConfig, ReportConfig
-from app.config.training_configs import CompareConfig, VerifyConfig
 from app.config.measurement_configs import BenchmarkConfig, ExplainConfig
 from app.config.plan_config import PlanConfig
 from app.config.examination_configs import DemoConfig, DoctorConfig

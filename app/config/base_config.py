@@ -71,8 +71,12 @@ class Config:
 
     def result_fields(self) -> dict[str, Any]:
         """Returns what the result of a training depends on, without paths and display."""
-        options = {each.name: each for each in options_of(self)}
-        return {n: getattr(self, n) for n, o in options.items() if o.metadata.affects_result}
+        fields = {
+            each.name: getattr(self, each.name)
+            for each in options_of(self)
+            if each.metadata.affects_result
+        }  # Lists as they come back from a file.
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in fields.items()}
 
 
 def find_command(name: str) -> type[Config]:

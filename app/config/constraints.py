@@ -1,15 +1,14 @@
 """What options must be together; each value by itself is checked by its own metadata."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from app.config.distribution_options import AllReduceOptions, DeviceOptions
 from app.config.fault import MIN_STRAGGLER_STEPS, Fault
 from app.config.model_options import DataFileOptions, DatasetOptions
 from app.config.names import MULTI_WORKER, SINGLE
+from app.config.split_numbers import ALL_REDUCE_OPTIONS, has_option
 from app.runtime.errors import ConfigError
 from strategies import ALL_REDUCE_ALGORITHMS
-
-ALL_REDUCE_OPTIONS = ("all_reduce", "bucket_mib", "communication_dtype")
 
 
 def check_devices(options: DeviceOptions) -> None:
@@ -27,7 +26,7 @@ def check_devices(options: DeviceOptions) -> None:
     if num_gpus and options.num_devices not in (None, num_gpus):
         raise ConfigError(
             f"--num_gpus={num_gpus} contradicts --num_devices={options.num_devices}: both count"
-            " the replicas; give one of them"
+            " the devices; give one of them"
         )
 
 
@@ -69,15 +68,15 @@ def check_all_reduce(options: AllReduceOptions, strategies: Sequence[str], devic
     Raises:
         ConfigError: one has not, or these devices cannot run it.
     """
-    parallel = [name for name in strategies if name != SINGLE]
+    has_all_reduce = [name for name in strategies if has_option(name, "all_reduce")]
     for name in ALL_REDUCE_OPTIONS:
         value = getattr(options, name)
-        if value != getattr(AllReduceOptions, name) and not parallel:
+        if value != getattr(AllReduceOptions, name) and set(strategies) == {SINGLE}:
             raise ConfigError(
                 f"--{name}={value} means nothing to single, which has one device; leave the flag"
                 " out"
             )
-    check_algorithm(options.all_reduce, parallel, device)
+    check_algorithm(options.all_reduce, has_all_reduce, device)
 
 
 def check_algorithm(algorithm: str, strategies: Iterable[str], device: str) -> None:
@@ -127,7 +126,10 @@ def check_data_files(options: DataFileOptions, reads_no_data: str) -> None:
 
 
 def check_fault(
-    fault: Fault | None, flag: str, strategies: Iterable[str], num_replicas: int | None
+    fault: Fault | None,
+    flag: str,
+    strategies: Iterable[str],
+    count: Callable[[str, Fault], int | None],
 ) -> None:
     """Checks that a fault can be injected.
 
@@ -135,10 +137,11 @@ def check_fault(
         fault: to inject; None for none.
         flag: `--inject` with its value.
         strategies: those that are trained.
-        num_replicas: of each but `single`; None where the machine decides.
+        count: strategy, fault → how many shards, or copies, it can choose from; None where the
+            machine decides.
 
     Raises:
-        ConfigError: its strategy is not trained, or has too few replicas.
+        ConfigError: its strategy is not trained, or has too few shards or copies.
     """
     if fault is None:
         return
@@ -148,10 +151,10 @@ def check_fault(
             f"{flag} names the strategy {fault.strategy}, which is not trained; choose one of"
             f" {', '.join(trained)} or leave strategy= out"
         )
-    if fault.strategy == SINGLE or set(trained) == {SINGLE}:
-        fault.check_replicas(1)
-    elif num_replicas:
-        fault.check_replicas(num_replicas)
+    parallel = [name for name in trained if name != SINGLE] or [SINGLE]
+    number = count(fault.strategy or parallel[0], fault)
+    if number:
+        fault.check_replicas(number)
 
 
 def check_fault_steps(fault: Fault | None, flag: str, num_steps: int) -> None:
@@ -173,15 +176,27 @@ def check_fault_steps(fault: Fault | None, flag: str, num_steps: int) -> None:
 
 
 def check_shards(
-    *, global_batch_size: int, last_batch: str, num_replicas: int, num_train_examples: int
+    *,
+    global_batch_size: int,
+    last_batch: str,
+    num_replicas: int,
+    num_train_examples: int,
+    fewest: int | None = None,
+    shards: str = "",
 ) -> None:
-    """Checks that every replica gets an example of every batch, the last one included.
+    """Checks that every shard has an example of every batch, the last one included.
 
-    A replica without examples has no BatchNorm statistics: its weights become NaN without an
+    A shard without examples has no BatchNorm statistics: its weights become NaN without an
     error. So it is refused by arithmetic, before the first step.
 
+    Args:
+        global_batch_size, last_batch, num_train_examples: of the training.
+        num_replicas: R.
+        fewest: the size of the smallest batch without an empty shard; None for R.
+        shards: what the batch is cut into, with their number; "" for R replicas.
+
     Raises:
-        ConfigError: some replica would get nothing, or an epoch would have no step.
+        ConfigError: some shard would be empty, or an epoch would have no step.
     """
     if global_batch_size < num_replicas:
         raise ConfigError(
@@ -190,11 +205,11 @@ def check_shards(
         )
     check_has_step(global_batch_size, last_batch, num_train_examples)
     rest = num_train_examples % global_batch_size
-    if last_batch == "keep" and 0 < rest < num_replicas:
+    if last_batch == "keep" and 0 < rest < (fewest or num_replicas):
         raise ConfigError(
             f"--global_batch_size={global_batch_size} leaves {rest} of {num_train_examples}"
-            f" training examples for the last batch, too few for {num_replicas} replicas; use"
-            " --last_batch=drop or another batch size"
+            f" training examples for the last batch, too few for"
+            f" {shards or f'{num_replicas} replicas'}; use --last_batch=drop or another batch size"
         )
 
 

@@ -5,12 +5,12 @@ import dataclasses
 from app.config.names import (
     ALL_REDUCE_NAMES,
     CLUSTER,
+    COMPARED_BY_DEFAULT,
     DEFAULT_LOGICAL_CPUS,
     DISTRIBUTION,
     MAX_LOCAL_WORKERS,
     MAX_LOGICAL_DEVICES,
     MULTI_WORKER,
-    ONE_MACHINE_STRATEGIES,
     SINGLE,
     STRATEGY_NAMES,
 )
@@ -24,7 +24,7 @@ class DeviceOptions:
 
     num_gpus: int | None = option(
         None,
-        "N replicas on GPUs; on a machine without any, N logical CPU devices.",
+        "N GPUs; on a machine without any, N logical CPU devices.",
         DISTRIBUTION,
         metavar="N",
         low=1,
@@ -38,7 +38,7 @@ class DeviceOptions:
     )
     num_devices: int | None = option(
         None,
-        "N replicas; without it every GPU, else 2 logical CPUs. multi_worker: on each worker.",
+        "N devices; without it every GPU, else 2 logical CPUs. multi_worker: on each worker.",
         DISTRIBUTION,
         metavar="N",
         low=1,
@@ -56,8 +56,8 @@ class DeviceOptions:
         return self.num_devices or self.num_gpus or self.default_num_devices
 
     @property
-    def num_replicas_asked(self) -> int | None:
-        """The number of replicas in all; None where the machine or the cluster decides."""
+    def num_devices_of_all_workers(self) -> int | None:
+        """The number of devices in all; None where the machine or the cluster decides."""
         return self.num_devices_asked
 
 
@@ -67,7 +67,9 @@ class StrategyOptions(DeviceOptions):
 
     strategy: str = option(
         "manual",
-        "Distribution strategy. multi_worker spans several machines: see launch.",
+        "Distribution strategy. manual and mirrored split the batch, sharded the batch and the"
+        " weights, pipeline the layers, tensor each layer; multi_worker spans several machines:"
+        " see launch.",
         DISTRIBUTION,
         choices=STRATEGY_NAMES,
         affects_result=True,
@@ -88,8 +90,8 @@ class StrategyOptions(DeviceOptions):
         return super().default_num_devices
 
     @property
-    def num_replicas_asked(self) -> int | None:
-        """The number of replicas in all; None where the machine or the cluster decides."""
+    def num_devices_of_all_workers(self) -> int | None:
+        """The number of devices in all; None where the machine or the cluster decides."""
         return None if self.has_workers else self.num_devices_asked
 
 
@@ -98,7 +100,7 @@ class StrategiesOptions:
     """Which strategies are compared."""
 
     strategies: tuple[str, ...] = option(
-        ONE_MACHINE_STRATEGIES,
+        COMPARED_BY_DEFAULT,
         "The strategies, separated by commas.",
         DISTRIBUTION,
         metavar="A,B,…",
@@ -160,9 +162,11 @@ class BatchOptions:
     )
     batch_norm: str = option(
         "average",
-        "Statistics of each replica's shard; moving statistics are averaged over the replicas.",
+        "average: each shard of the batch is normalised by its own statistics, and the moving"
+        " statistics of the shards are averaged. sync: statistics of the whole batch, which the"
+        " replicas compute together.",
         DISTRIBUTION,
-        choices=("average",),
+        choices=("average", "sync"),
         affects_result=True,
     )
 
@@ -183,9 +187,9 @@ class WorkerOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComparedStrategiesOptions(StrategiesOptions, DeviceOptions, WorkerOptions):
-    """Several strategies on as many replicas each, and their devices.
+    """Several strategies on as many devices each.
 
-    Where `multi_worker` is one of them, the other strategies have as many replicas on one machine
+    Where `multi_worker` is one of them, the other strategies have as many devices on one machine
     as its workers have together.
     """
 
@@ -195,8 +199,8 @@ class ComparedStrategiesOptions(StrategiesOptions, DeviceOptions, WorkerOptions)
         return 1 if self.has_workers else super().default_num_devices
 
     @property
-    def num_replicas_asked(self) -> int | None:
-        """The number of replicas of each strategy; None where the machine decides."""
+    def num_devices_of_all_workers(self) -> int | None:
+        """The number of devices of each strategy; None where the machine decides."""
         if not self.has_workers:
             return self.num_devices_asked
         return self.num_devices_asked and self.num_devices_asked * self.num_workers

@@ -17,11 +17,11 @@ from app.config.model_options import (
 )
 from app.config.names import (
     ONE_MACHINE_STRATEGIES,
-    SINGLE,
     WORDS,
 )
 from app.config.option import option, same_option
 from app.config.run_options import OutputOptions, VerbosityOptions
+from app.config.split_numbers import has_option
 from app.config.training_configs import TrainConfig, training_config
 from strategies import ALL_REDUCE_ALGORITHMS
 
@@ -78,6 +78,6 @@ class DoctorConfig(StrategiesOptions, DeviceOptions, DatasetOptions, VerbosityOp
         """Checks what options must be together."""
         constraints.check_devices(self)
         constraints.check_single("--strategies", self.strategies, self.num_devices or self.num_gpus)
-        parallel = [name for name in self.strategies if name != SINGLE]
-        constraints.check_algorithm(self.all_reduce, parallel or [SINGLE], self.device)
+        names = [name for name in self.strategies if has_option(name, "all_reduce")]
+        constraints.check_algorithm(self.all_reduce, names or self.strategies[:1], self.device)
         constraints.check_dataset(self)

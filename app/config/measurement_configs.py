@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from app.config import constraints
+from app.config import constraints, split_constraints
 from app.config.base_config import Config
 from app.config.distribution_options import (
     AllReduceOptions,
@@ -22,17 +22,24 @@ from app.config.names import (
     MEASUREMENT,
     NUM_TRAIN_EXAMPLES,
     ONE_MACHINE_STRATEGIES,
-    SINGLE,
 )
 from app.config.option import option, same_option
 from app.config.run_options import OutputOptions, VerbosityOptions
+from app.config.split_numbers import has_option
+from app.config.split_options import SplitOptions
 from app.config.training_configs import TrainConfig, training_config
 from app.runtime.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(
-    StrategiesOptions, AllReduceOptions, SubsetOptions, OutputOptions, VerbosityOptions, Config
+    StrategiesOptions,
+    AllReduceOptions,
+    SplitOptions,
+    SubsetOptions,
+    OutputOptions,
+    VerbosityOptions,
+    Config,
 ):
     """The options of `benchmark`: how fast every combination is."""
 
@@ -40,6 +47,7 @@ class BenchmarkConfig(
     summary: ClassVar[str] = "throughput of strategies, device counts, batches and precisions"
     examples: ClassVar[tuple[str, ...]] = ("--num_devices=1,2,4 --repeats=20",)
 
+    batch_norm: str = same_option(BatchOptions, "batch_norm")
     model: tuple[str, ...] = same_option(
         ModelOptions, "model", default=("lenet",), help="The networks.", metavar="A,B,…"
     )
@@ -85,6 +93,7 @@ class BenchmarkConfig(
     def check(self) -> None:
         """Checks what options must be together."""
         constraints.check_all_reduce(self, self.strategies, self.device)
+        split_constraints.check_options_of_some(self, self.strategies)
         constraints.check_dataset(self)
         if self.num_devices != BenchmarkConfig.num_devices:
             constraints.check_single("--strategies", self.strategies, max(self.num_devices))
@@ -107,7 +116,10 @@ class ExplainConfig(
     examples: ClassVar[tuple[str, ...]] = ("--num_devices=2,3,4 --all_reduce=ring",)
 
     strategy: str = same_option(
-        StrategyOptions, "strategy", choices=tuple(n for n in ONE_MACHINE_STRATEGIES if n != SINGLE)
+        StrategyOptions,
+        "strategy",
+        help="Distribution strategy, one that all-reduces gradients.",
+        choices=tuple(n for n in ONE_MACHINE_STRATEGIES if has_option(n, "all_reduce")),
     )
     num_devices: tuple[int, ...] = same_option(
         DeviceOptions,

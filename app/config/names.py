@@ -8,6 +8,7 @@ SINGLE = "single"
 MODEL_NAMES = tuple(MODELS)
 STRATEGY_NAMES = tuple(STRATEGIES)
 ONE_MACHINE_STRATEGIES = tuple(name for name in STRATEGIES if name != MULTI_WORKER)
+COMPARED_BY_DEFAULT = (SINGLE, "manual", "mirrored")
 ALL_REDUCE_NAMES = tuple(
     dict.fromkeys(n for names in ALL_REDUCE_ALGORITHMS.values() for n in names)
 )

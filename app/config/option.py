@@ -34,6 +34,7 @@ class Option:
         positional: whether it is given by the words after the command, not by a flag.
         affects_result: whether the result of a training depends on it: another value makes another
             run.
+        repeats: whether a list may have a value more than once.
     """
 
     help: str
@@ -47,6 +48,7 @@ class Option:
     required: bool = False
     positional: bool = False
     affects_result: bool = False
+    repeats: bool = False
 
 
 def option(default: Any, help: str, group: str, **metadata: Any) -> Any:
@@ -161,7 +163,7 @@ class BoundOption:
             raise ConfigError(f"{self.flag} must be {self.expected}, got {shown!r}")
         for item in items:
             self._check_item(item)
-        if len(set(items)) != len(items):
+        if len(set(items)) != len(items) and not self.metadata.repeats:
             shown = ",".join(map(str, items))
             raise ConfigError(f"{self.flag} must name each value once, got {shown}")
 

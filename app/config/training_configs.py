@@ -1,17 +1,17 @@
-"""The commands that train: `train`, `launch`, `compare` and `verify`."""
+"""The commands that train with one strategy: `train` and `launch`."""
 
 import dataclasses
 from typing import Any, ClassVar
 
-from app.config import constraints
+from app.config import constraints, split_constraints, split_numbers
 from app.config.base_config import Config
 from app.config.distribution_options import (
     AllReduceOptions,
     BatchOptions,
-    ComparedStrategiesOptions,
     StrategyOptions,
     WorkerOptions,
 )
+from app.config.fault import Fault
 from app.config.model_options import (
     ComputationOptions,
     Hyperparameters,
@@ -22,9 +22,7 @@ from app.config.names import (
     CLUSTER,
     MULTI_WORKER,
     NUM_TRAIN_EXAMPLES,
-    ONE_MACHINE_STRATEGIES,
     SINGLE,
-    VERIFICATION,
 )
 from app.config.option import option, options_of, same_option
 from app.config.run_options import (
@@ -34,10 +32,9 @@ from app.config.run_options import (
     SavingOptions,
     VerbosityOptions,
 )
+from app.config.split_numbers import OPTIONS_OF_SOME, has_option
+from app.config.split_options import SplitOptions
 from app.runtime.errors import ConfigError
-
-# What a training on one device does not have: it is set back to its default.
-_OF_SEVERAL_DEVICES = ("num_devices", "num_gpus", *constraints.ALL_REDUCE_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +43,7 @@ class TrainingOptions(
     SubsetOptions,
     AllReduceOptions,
     BatchOptions,
+    SplitOptions,
     Hyperparameters,
     ComputationOptions,
     OutputOptions,
@@ -61,23 +59,6 @@ class TrainingOptions(
         """
         constraints.check_dataset(self)
 
-    def check_shards(self, num_replicas: int, num_train_examples: int | None = None) -> None:
-        """Checks that every replica gets an example of every batch.
-
-        Args:
-            num_replicas: R.
-            num_train_examples: of the data set; None for what the options say.
-
-        Raises:
-            ConfigError: some replica would get nothing, or an epoch would have no step.
-        """
-        constraints.check_shards(
-            global_batch_size=self.global_batch_size,
-            last_batch=self.last_batch,
-            num_replicas=num_replicas,
-            num_train_examples=num_train_examples or self.num_train_examples or NUM_TRAIN_EXAMPLES,
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(
@@ -91,7 +72,15 @@ class TrainConfig(
         "--strategy=manual --device=cpu --num_devices=2 --epochs=3",
         "--recipe=fast --epochs=1 --out=runs/first",
         "--strategy=mirrored --num_gpus=2 --model=resnet18",
+        "--strategy=pipeline --num_devices=2 --micro_batches=8",
+        "--strategy=sharded --num_devices=2 --shard=gradients",
     )
+
+    @property
+    def num_replicas_asked(self) -> int | None:
+        """The number of replicas in all; None where the machine or the cluster decides."""
+        number = self.num_devices_of_all_workers
+        return number and split_numbers.num_replicas(self.strategy, self, number)
 
     def check(self) -> None:
         """Checks what options must be together."""
@@ -104,20 +93,63 @@ class TrainConfig(
             start_timeout_sec=(self.start_timeout_sec, TrainConfig.start_timeout_sec),
         )
         constraints.check_all_reduce(self, names, self.device)
+        split_constraints.check_options_of_some(self, names)
+        split_constraints.check_sync_batch_norm(self.batch_norm, self, jit_compile=self.jit_compile)
         self.check_training()
         if self.overwrite and self.force_resume:
             raise ConfigError(
                 "--overwrite starts from scratch and --force_resume resumes; leave one of them out"
             )
-        constraints.check_fault(
-            self.fault, f"--inject={self.inject}", names, self.num_replicas_asked
+        number = self.num_devices_of_all_workers
+        self.check_fault(number)
+        self.check_shards(number)
+
+    def check_fault(self, num_devices: int | None) -> None:
+        """Checks that the fault, if any, can be injected.
+
+        Args:
+            num_devices: of all workers; None where the machine or the cluster decides.
+
+        Raises:
+            ConfigError: there are too few shards or copies of the weights for it.
+        """
+
+        def count(strategy: str, fault: Fault) -> int | None:
+            return num_devices and num_faulty(strategy, self, num_devices, fault)
+
+        constraints.check_fault(self.fault, f"--inject={self.inject}", (self.strategy,), count)
+
+    def check_shards(self, num_devices: int | None, num_train_examples: int | None = None) -> None:
+        """Checks that the devices can be split as asked, and that no shard of a batch is empty.
+
+        Args:
+            num_devices: of all workers; None where the machine or the cluster decides.
+            num_train_examples: of the data set; None for what the options say.
+
+        Raises:
+            ConfigError: numbers do not fit together, some shard would be empty, or an epoch would
+                have no step.
+        """
+        if num_devices:
+            split_constraints.check_split(self.strategy, self, num_devices)
+        # As few replicas as there can be.
+        number = num_devices or len(self.shard_weights) or self.model_parallel or 1
+        split = self.strategy, self, number
+        split_constraints.check_parts(*split, self.global_batch_size)
+        split_constraints.check_full_batch(*split, self.global_batch_size)
+        constraints.check_shards(
+            global_batch_size=self.global_batch_size,
+            last_batch=self.last_batch,
+            num_replicas=split_numbers.num_replicas(*split),
+            num_train_examples=num_train_examples or self.num_train_examples or NUM_TRAIN_EXAMPLES,
+            fewest=split_numbers.fewest_examples(*split),
+            shards=split_constraints.name_shards(*split),
         )
-        self.check_shards(self.num_replicas_asked or 1)
 
     def train_flags(self) -> list[str]:
         """Returns the flags of a `train` that does this, without `--out`."""
         return [
-            f"--{each.name}={getattr(self, each.name)}"
+            f"--{each.name}={_written(getattr(self, each.name))}"
             for each in options_of(self)
             if each.name != "out" and getattr(self, each.name) != each.default
         ]
@@ -127,13 +159,26 @@ class TrainConfig(
         return super().result_fields() | self.inject_field()
 
 
+def _written(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def num_faulty(strategy: str, options: SplitOptions, num_devices: int, fault: Fault) -> int:
+    """Returns how many copies of the weights, or else shards, a fault can choose from."""
+    of_copies = fault.name == "perturb_weight"
+    number = split_numbers.num_copies if of_copies else split_numbers.num_shards
+    return number(strategy, options, num_devices)
+
+
 def training_config(config: Config, strategy: str, **options: Any) -> TrainConfig:
     """Returns the configuration of a training with one strategy, else with a command's options.
 
-    `single` has one device, with all cores, and no all-reduce.
+    Options that the strategy does not have are set back to their defaults. `single` has one device,
+    with all cores.
 
     Args:
-        config: of the command; options that `train` does not have are left out, as are lists.
+        config: of the command; options that `train` does not have are left out, as are lists of
+            values to try.
         strategy: of the training.
         **options: what differs from the command's options.
     """
@@ -141,10 +186,13 @@ def training_config(config: Config, strategy: str, **options: Any) -> TrainConfi
         each.name: getattr(config, each.name)
         for each in options_of(TrainConfig)
         if hasattr(config, each.name)
+        and (each.is_list or not isinstance(getattr(config, each.name), tuple))
     }
-    given = {n: v for n, v in given.items() if v is not None and not isinstance(v, tuple)} | options
+    given = {name: value for name, value in given.items() if value is not None} | options
+    without = {name for name in OPTIONS_OF_SOME if not has_option(strategy, name)}
     if strategy == SINGLE:
-        given = {n: v for n, v in given.items() if n not in _OF_SEVERAL_DEVICES}
+        without |= {"num_devices", "num_gpus"}
+    given = {name: value for name, value in given.items() if name not in without}
     return TrainConfig(**{**given, "strategy": strategy})
 
 
@@ -177,116 +225,17 @@ class LaunchConfig(
     )
 
     @property
-    def num_replicas_asked(self) -> int | None:
-        """The number of replicas of all workers; None where the machine decides."""
+    def num_devices_of_all_workers(self) -> int | None:
+        """The number of devices of all workers; None where the machine decides."""
         return self.num_devices_asked and self.num_devices_asked * self.num_workers
 
     def check(self) -> None:
         """Checks what options must be together."""
-        training = self.train_config()  # It checks all but the number of replicas.
-        flag = f"--inject={self.inject}"
-        constraints.check_fault(self.fault, flag, (self.strategy,), self.num_replicas_asked)
-        training.check_shards(self.num_replicas_asked or 1)
+        split_constraints.check_options_of_some(self, (self.strategy,))
+        training = self.train_config()  # It checks all but the number of devices.
+        training.check_fault(self.num_devices_of_all_workers)
+        training.check_shards(self.num_devices_of_all_workers)
 
     def train_config(self) -> TrainConfig:
         """Returns the configuration of each worker."""
         return training_config(self, self.strategy)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareConfig(ComparedStrategiesOptions, TrainingOptions, SavingOptions, Config):
-    """The options of `compare`: several strategies, side by side."""
-
-    command: ClassVar[str] = "compare"
-    summary: ClassVar[str] = "several strategies from the same weights and data, side by side"
-    examples: ClassVar[tuple[str, ...]] = (
-        "--recipe=fast --epochs=1",
-        "--strategies=single,manual --num_gpus=2",
-    )
-
-    def check(self) -> None:
-        """Checks what options must be together."""
-        _check_compared(self, self)
-        if len(self.strategies) < 2:
-            raise ConfigError(
-                f"--strategies must name at least two, got {','.join(self.strategies)}"
-            )
-        for name in self.strategies:
-            self.for_training(name)
-
-    def for_training(self, strategy: str, **options: Any) -> TrainConfig:
-        """Returns the configuration of the training with one of the strategies."""
-        return training_config(self, strategy, **{**_devices_of(self, strategy), **options})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Config):
-    """The options of `verify`: are these strategies the same training?"""
-
-    command: ClassVar[str] = "verify"
-    summary: ClassVar[str] = "are strategies the same training? names the first mismatch if not"
-    examples: ClassVar[tuple[str, ...]] = (
-        "--strategies=manual,mirrored --steps=20",
-        "--strategies=manual --inject=drop_gradient:replica=1",
-    )
-
-    steps: int = option(20, "Steps to verify.", VERIFICATION, metavar="N", low=1, high=100_000)
-    keep_traces: bool = option(
-        False, "Keep the recorded traces, a directory for each strategy.", VERIFICATION
-    )
-
-    def check(self) -> None:
-        """Checks what options must be together."""
-        _check_compared(self, self)
-        if self.precision == "mixed_float16":
-            raise ConfigError(
-                "--precision=mixed_float16 cannot be verified, as it needs a loss scale; use"
-                " --precision=mixed_bfloat16 or float32"
-            )
-        flag = f"--inject={self.inject}"
-        constraints.check_fault(self.fault, flag, self.strategies, self.num_replicas_asked)
-        constraints.check_fault_steps(self.fault, flag, self.steps)
-        for name in self.strategies:
-            self.for_training(name, inject=None)
-
-    def result_fields(self) -> dict[str, Any]:
-        """Returns what the result of the trainings depends on, without paths and display."""
-        return super().result_fields() | self.inject_field()
-
-    def for_training(self, strategy: str, **options: Any) -> TrainConfig:
-        """Returns the configuration of the training with one of the strategies."""
-        return training_config(self, strategy, **{**_devices_of(self, strategy), **options})
-
-    def on_one_machine(self) -> TrainConfig:
-        """Returns a training of one process, with as many replicas as the strategies have."""
-        parallel = [n for n in self.strategies if n in ONE_MACHINE_STRATEGIES and n != SINGLE]
-        if parallel:
-            return self.for_training(parallel[0], inject=None)
-        if self.has_workers:
-            return self.for_training("manual", inject=None, all_reduce="auto", bucket_mib=None)
-        return self.for_training(SINGLE, inject=None)
-
-
-def _check_compared(compared: ComparedStrategiesOptions, training: TrainingOptions) -> None:
-    """Checks what options of a command that compares strategies must be together."""
-    names = compared.strategies
-    constraints.check_devices(compared)
-    constraints.check_single("--strategies", names, compared.num_devices or compared.num_gpus)
-    constraints.check_workers(
-        compared.has_workers,
-        names,
-        num_workers=(compared.num_workers, WorkerOptions.num_workers),
-    )
-    constraints.check_all_reduce(training, names, compared.device)
-    training.check_training()
-    training.check_shards(compared.num_replicas_asked or 1)
-
-
-def _devices_of(compared: ComparedStrategiesOptions, strategy: str) -> dict[str, Any]:
-    """Returns how many devices one of the compared strategies has, where that is not as asked."""
-    if not compared.has_workers or strategy == SINGLE:
-        return {}
-    own = strategy == MULTI_WORKER
-    number = compared.num_devices_asked if own else compared.num_replicas_asked
-    name = "num_gpus" if compared.num_gpus else "num_devices"
-    return {name: number, "num_devices": number}

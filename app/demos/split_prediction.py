@@ -83,9 +83,9 @@ def _show_short_shards(many: "Strategy", one: "Strategy", images: np.ndarray) ->
     from strategies.collectives import shard_sizes
 
     rows = []
-    for num_images in sorted({1, many.num_shards, many.num_shards + 1, 101}):
+    for num_images in sorted({1, many.num_replicas, many.num_replicas + 1, 101}):
         logits, expected = (s.predict(images[:num_images]) for s in (many, one))
-        sizes = shard_sizes(num_images, many.num_shards)
+        sizes = shard_sizes(num_images, many.num_replicas)
         right = np.array_equal(logits.argmax(axis=1), expected.argmax(axis=1))
         rows.append(
             [
@@ -114,7 +114,7 @@ def _compare_all(many: "Strategy", one: "Strategy", dataset: "ImageDataset") -> 
     accuracy = np.mean(probabilities.argmax(axis=1) == dataset.test_labels)
     apart = np.abs(probabilities - expected).max()
     presentation.end(
-        f"All {len(images):,} test images: the same class on {many.num_shards} devices as on one"
+        f"All {len(images):,} test images: the same class on {many.num_replicas} devices as on one"
         f" for {num_classes:,} of them (accuracy {accuracy:.4f}), the same bits for {num_same:,};"
         f" the largest difference of a probability is {apart:.2g}."
         " Where logits are a little apart, a matrix product with another number of rows has added"

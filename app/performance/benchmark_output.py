@@ -84,7 +84,7 @@ def _case_record(s: Sample, peaks: Mapping[str, Sequence[float]]) -> dict:
         "strategy": config.strategy,
         "model": config.model,
         "precision": config.precision,
-        "num_replicas": s.facts.num_replicas,
+        "num_devices": s.facts.num_devices,
         **dataclasses.asdict(s.facts),
         "images_per_sec": dataclasses.asdict(interval.median(s.rates)),
         "step_sec": dataclasses.asdict(interval.median(s.step_secs)),
@@ -103,7 +103,7 @@ def share_of_peak(s: Sample, peaks: Mapping[str, Sequence[float]]) -> interval.I
     """
     if s.case.config.precision not in peaks:
         return None
-    num_limits = 1 if "CPU" in s.facts.devices[0] else s.facts.num_replicas
+    num_limits = 1 if "CPU" in s.facts.devices[0] else s.facts.num_devices
     achieved = [rate * s.facts.flops_per_example / num_limits for rate in s.rates]
     return interval.ratio(achieved, peaks[s.case.config.precision])
 
@@ -143,7 +143,7 @@ def print_benchmark(
 
 AXIS_TITLES = {
     "strong scaling": "strong scaling: the same global batch, cut into more shards",
-    "weak scaling": "weak scaling: the same batch for each replica",
+    "weak scaling": "weak scaling: the same batch for each device",
     "strategy": "strategies: the same training on as many devices",
     "precision": "precisions: the same training, computed in other types",
 }

@@ -26,19 +26,19 @@ class Case:
     cores: int | None = None
 
     @property
-    def num_replicas(self) -> int | None:
-        """How many replicas are asked for, over all workers; None for one on each device."""
+    def num_devices(self) -> int | None:
+        """How many devices are asked for, over all workers; None for all that there are."""
         config = self.config
         if config.has_workers:
             return self.num_workers * (config.num_devices_asked or 1)
-        return config.num_replicas_asked
+        return config.num_devices_asked
 
     @property
     def name(self) -> str:
         """What the case is called in tables and progress lines."""
         config = self.config
         parts = [
-            f"{config.strategy} × {self.num_replicas or 'all'}",
+            f"{config.strategy} × {self.num_devices or 'all'}",
             config.model,
             f"batch {config.global_batch_size}",
             config.precision,
@@ -76,7 +76,8 @@ class Facts:
     """What a process found when it had built its training: that, and not what was asked for.
 
     Attributes:
-        devices: one for each replica.
+        devices: of all workers.
+        num_replicas: parts of a batch that are trained on at the same time.
         simulated_devices: logical devices that share one processor.
         cores: processor cores that the process may use.
         intra_op_threads: of one operation on a CPU, 0 for TensorFlow's own choice.
@@ -95,6 +96,7 @@ class Facts:
     """
 
     devices: list[str]
+    num_replicas: int
     simulated_devices: bool
     cores: int
     intra_op_threads: int
@@ -110,8 +112,8 @@ class Facts:
     versions: dict[str, str]
 
     @property
-    def num_replicas(self) -> int:
-        """How many replicas there are."""
+    def num_devices(self) -> int:
+        """How many devices there are."""
         return len(self.devices)
 
 

@@ -99,7 +99,9 @@ def time_all_reduce(strategy: "Strategy") -> list[AllReduceTime]:
     The last one has their own size, and is the only one where they are packed: other sizes would
     be other numbers of buckets.
     """
-    weights = [w.value for w in strategy.model.trainable_variables]
+    import tensorflow as tf
+
+    weights = [tf.TensorSpec(w.shape, w.dtype) for w in strategy.model.trainable_variables]
     gradient_buckets = strategy.gradient_buckets(weights)
     scales = [s for s in _SCALES if s * gradient_buckets.size_bytes <= _LARGEST_ALL_REDUCE_BYTES]
     if len(gradient_buckets.buckets) < len(weights):
@@ -108,12 +110,12 @@ def time_all_reduce(strategy: "Strategy") -> list[AllReduceTime]:
 
 
 def _time_all_reduce_of(
-    strategy: "Strategy", weights: "list[tf.Tensor]", scale: float
+    strategy: "Strategy", weights: "list[tf.TensorSpec]", scale: float
 ) -> AllReduceTime:
     import tensorflow as tf
 
     tensors = []
-    for device in strategy.local_devices:
+    for device in strategy.local_replica_devices:
         with tf.device(device):
             shapes = [w.shape if scale == 1 else _scaled(w, scale) for w in weights]
             tensors.append(
@@ -139,10 +141,10 @@ def _time_all_reduce_of(
             num_times *= 2
         else:
             secs.append(sec / num_times)
-    return AllReduceTime(strategy.num_devices, size_bytes, statistics.median(secs))
+    return AllReduceTime(strategy.num_replicas, size_bytes, statistics.median(secs))
 
 
-def _scaled(weight: "tf.Tensor", scale: float) -> list[int]:
+def _scaled(weight: "tf.TensorSpec", scale: float) -> list[int]:
     return [max(1, round(weight.shape.num_elements() * scale))]
 
 
@@ -154,9 +156,10 @@ def _facts(
     from strategies.flops import product_layers, training_flops_per_example
     from app.runtime.versions import versions
 
-    weights = strategy.model.trainable_variables
+    weights = [tf.TensorSpec(w.shape, w.dtype) for w in strategy.model.trainable_variables]
     return Facts(
         devices=strategy.devices,
+        num_replicas=strategy.num_replicas,
         simulated_devices=prepared.simulated,
         cores=device_setup.num_cores(),
         intra_op_threads=prepared.intra_op_threads,
@@ -167,7 +170,7 @@ def _facts(
         all_reduce=strategy.algorithm,
         tensor_float_32="GPU" in strategy.devices[0]
         and tf.config.experimental.tensor_float_32_execution_enabled(),
-        gradient_bytes=strategy.gradient_buckets([w.value for w in weights]).size_bytes,
+        gradient_bytes=strategy.gradient_buckets(weights).size_bytes,
         flops_per_example=training_flops_per_example(strategy.model),
         compile_sec=compile_sec,
         versions=versions(),

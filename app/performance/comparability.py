@@ -23,7 +23,7 @@ class Caveat:
 
 
 # What a comparison may be about: everything else has to be equal. `scaling` compares numbers of
-# devices, strong with one global batch, weak with one batch for each replica.
+# devices, strong with one global batch, weak with one batch for each device.
 AXES = ("strong scaling", "weak scaling", "strategy", "precision")
 
 
@@ -41,9 +41,9 @@ def _refusals(first: Sample, second: Sample, axis: str) -> Iterator[Caveat]:
     if a.dataset != b.dataset:
         yield Caveat(True, f"other images: {a.dataset} and {b.dataset}")
     if axis == "weak scaling":
-        sizes = [facts.global_batch_size / facts.num_replicas for facts in (a, b)]
+        sizes = [facts.global_batch_size / facts.num_devices for facts in (a, b)]
         if sizes[0] != sizes[1]:
-            yield Caveat(True, f"another batch for each replica: {sizes[0]:g} and {sizes[1]:g}")
+            yield Caveat(True, f"another batch for each device: {sizes[0]:g} and {sizes[1]:g}")
     elif a.global_batch_size != b.global_batch_size:
         yield Caveat(True, f"another global batch: {a.global_batch_size} and {b.global_batch_size}")
     if axis != "precision" and a.compute_dtype != b.compute_dtype:
@@ -62,7 +62,7 @@ def _refusals(first: Sample, second: Sample, axis: str) -> Iterator[Caveat]:
 
 def _marks(first: Sample, second: Sample, axis: str) -> Iterator[Caveat]:
     a, b = first.facts, second.facts
-    counts = {facts.num_replicas for facts in (a, b)}
+    counts = {facts.num_devices for facts in (a, b)}
     if axis.endswith("scaling") and any(facts.simulated_devices for facts in (a, b)):
         cores = min(a.cores, b.cores)
         yield Caveat(

@@ -58,7 +58,7 @@ def all_comparisons(samples: Sequence[Sample]) -> list[Comparison]:
 
 
 def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
-    """More devices against the fewest, with one global batch or one batch for each replica.
+    """More devices against the fewest, with one global batch or one batch for each device.
 
     `single` stands for one device of any strategy where it was measured.
     """
@@ -67,15 +67,15 @@ def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
             base
             for base in samples
             if _key(base, axis) == _key(s, axis)
-            and base.facts.num_replicas < s.facts.num_replicas
+            and base.facts.num_devices < s.facts.num_devices
             and base.case.config.strategy in ("single", s.case.config.strategy)
         ]
         if bases:
             base = min(
                 bases,
-                key=lambda b: (b.facts.num_replicas, b.case.config.strategy != "single"),
+                key=lambda b: (b.facts.num_devices, b.case.config.strategy != "single"),
             )
-            ideal = s.facts.num_replicas / base.facts.num_replicas
+            ideal = s.facts.num_devices / base.facts.num_devices
             if s.facts.simulated_devices:
                 # The cores that a single device has to itself are shared out.
                 ideal = 1.0
@@ -85,7 +85,7 @@ def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
 def _key(s: Sample, axis: str) -> tuple:
     config, facts = s.case.config, s.facts
     weak = axis == "weak scaling"
-    batch = facts.global_batch_size / facts.num_replicas if weak else facts.global_batch_size
+    batch = facts.global_batch_size / facts.num_devices if weak else facts.global_batch_size
     return config.model, config.precision, batch
 
 
@@ -93,7 +93,7 @@ def _other_strategies(samples: Sequence[Sample]) -> Iterator[Comparison]:
     """Each strategy against the first one on as many devices."""
     first: dict[tuple, Sample] = {}
     for s in samples:
-        key = (*_key(s, "strategy"), s.facts.num_replicas)
+        key = (*_key(s, "strategy"), s.facts.num_devices)
         if key in first:
             yield compare("strategy", s, first[key])
         first.setdefault(key, s)
@@ -104,7 +104,7 @@ def _other_precisions(samples: Sequence[Sample]) -> Iterator[Comparison]:
     first: dict[tuple, Sample] = {}
     for s in samples:
         config = s.case.config
-        key = config.strategy, s.facts.num_replicas, config.model, s.facts.global_batch_size
+        key = config.strategy, s.facts.num_devices, config.model, s.facts.global_batch_size
         if key in first:
             yield compare("precision", s, first[key])
         first.setdefault(key, s)

@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Iterator
 
+from app.config.split_options import recorded_value
 from app.records.event_file import EVENTS_FILE
 from app.records.files import (
     io_errors_as,
@@ -76,9 +77,9 @@ class RunDirectory:
         """
         old, new = self.load_config() if self.is_started else self.config, self.config
         changes = [
-            f"{name} {old.get(name)} → {new.get(name)}"
+            f"{name} {recorded_value(old, name)} → {new.get(name)}"
             for name in {**old, **new}
-            if old.get(name) != new.get(name)
+            if (recorded_value(old, name) if name in new else old[name]) != new.get(name)
         ]
         if changes:
             raise CheckpointError(

@@ -150,6 +150,6 @@ def _what(summary: Summary) -> str:
 
 def _where(summary: Summary) -> str:
     if summary.simulated_devices:
-        return f"{summary.num_replicas} {TIMING_CAVEAT}"
+        return f"{len(summary.devices)} {TIMING_CAVEAT}"
     kind = "GPU" if "GPU" in summary.devices[0] else "CPU"
-    return f"{summary.num_replicas} {kind}" + ("s" if summary.num_replicas > 1 else "")
+    return f"{len(summary.devices)} {kind}" + ("s" if len(summary.devices) > 1 else "")

@@ -59,11 +59,11 @@ def _draw_speed_up(record: dict, scaling: list[dict]) -> Figure:
             if comparison["axis"] == kind:
                 case, base = cases[comparison["case"]], cases[comparison["base"]]
                 size = case["global_batch_size"]
-                batch = f"{size // case['num_replicas']} each" if kind[0] == "w" else f"{size}"
+                batch = f"{size // len(case['devices'])} each" if kind[0] == "w" else f"{size}"
                 key = (case["strategy"], case["model"], case["precision"], batch)
-                curve = curves.setdefault(key, [(base["num_replicas"], 1.0, 1.0, 1.0)])
+                curve = curves.setdefault(key, [(len(base["devices"]), 1.0, 1.0, 1.0)])
                 speed = comparison["speed_up"]
-                curve.append((case["num_replicas"], speed["value"], speed["low"], speed["high"]))
+                curve.append((len(case["devices"]), speed["value"], speed["low"], speed["high"]))
         counts = sorted({count for curve in curves.values() for count, *_ in curve})
         simulated = all(c["ideal"] == 1 for c in scaling)
         ideal = [1 if simulated else count / counts[0] for count in counts]

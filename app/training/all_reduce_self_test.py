@@ -23,15 +23,17 @@ def run_all_reduce_self_test(strategy: Strategy) -> None:
     Raises:
         AllReduceError: a replica got another sum.
     """
-    num_replicas = strategy.num_shards
+    num_replicas = strategy.num_replicas
     if num_replicas == 1 or strategy.algorithm == "none":
         return
     for dtype in sorted({str(v.dtype) for v in strategy.model.trainable_variables}):
         sent = [_message(replica_id, num_replicas) for replica_id in range(num_replicas)]
         expected = np.sum(sent, axis=0)
         tensors = []
-        ids = strategy.local_shard_ids
-        for replica_id, device in zip(ids, strategy.local_devices, strict=True):
+        devices = strategy.local_replica_devices
+        first = strategy.workers.index * len(devices)
+        ids = range(first, first + len(devices))
+        for replica_id, device in zip(ids, devices, strict=True):
             with tf.device(device):
                 tensors.append([tf.constant(sent[replica_id], dtype)])
         for replica_id, (total,) in zip(ids, strategy.all_reduce(tensors), strict=True):

@@ -75,7 +75,7 @@ class Training:
         self.learning_rate = self._spec.learning_rate
         self.strategy = self._spec.build_strategy(devices)
         batch_sizes = self._spec.batch_sizes()
-        self._memory = MemoryGuard(self.strategy, devices, max(batch_sizes))
+        self._memory = MemoryGuard(self.strategy, config, devices, max(batch_sizes))
         self._memory.check()
         run_all_reduce_self_test(self.strategy)
         if config.fault:

@@ -7,6 +7,13 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from app.config import TrainConfig
+from app.config.split_numbers import (
+    has_option,
+    num_copies,
+    num_replicas,
+    share_of_batch_alive,
+)
 from app.runtime import console
 from app.runtime.errors import DeviceError
 from strategies.tf_private import flatten_layers, has_symbolic_output
@@ -22,14 +29,39 @@ class StepSize(NamedTuple):
     """The size of a training step.
 
     Attributes:
-        num_copies: copies of the weights.
-        num_shards: parts of the global batch.
-        global_batch_size: examples of a step over all shards.
+        num_copies: copies of the weights at the same time, gathered ones included.
+        num_replicas: parts of the global batch whose gradients are computed at the same time.
+        global_batch_size: examples of a step over all replicas.
+        num_states: copies of the optimizer state; None for as many as of the weights.
+        share_alive: share of the batch whose activations are there at the same time.
     """
 
     num_copies: int
-    num_shards: int
+    num_replicas: int
     global_batch_size: int
+    num_states: int | None = None
+    share_alive: float = 1.0
+
+    @classmethod
+    def of(cls, config: TrainConfig, num_devices: int, global_batch_size: int) -> "StepSize":
+        """Returns the size of a step of a training.
+
+        Args:
+            config: of the training.
+            num_devices: of all workers.
+            global_batch_size: of its largest batch.
+        """
+        split = config.strategy, config, num_devices
+        replicas = num_replicas(*split)
+        is_sharded = has_option(config.strategy, "shard")
+        return cls(
+            # Replicas that keep a part of the weights gather all of them in a step.
+            num_copies=replicas + (is_sharded and num_copies(*split) < replicas),
+            num_replicas=replicas,
+            global_batch_size=global_batch_size,
+            num_states=1 if is_sharded else replicas,
+            share_alive=share_of_batch_alive(*split),
+        )
 
 
 class MemoryEstimate(NamedTuple):
@@ -63,13 +95,16 @@ class MemoryEstimate(NamedTuple):
         )
 
     def total_bytes(self, size: StepSize) -> float:
-        """Returns the bytes of all copies of the weights and all shards together."""
-        return self.fixed_bytes(size) + size.global_batch_size * self.image_bytes
+        """Returns the bytes of all copies of the weights and all examples together."""
+        num_alive = size.share_alive * size.global_batch_size
+        return self.fixed_bytes(size) + num_alive * self.image_bytes
 
     def fixed_bytes(self, size: StepSize) -> float:
         """Returns the bytes that do not depend on the number of examples."""
-        state_bytes = self.weights_bytes + self.optimizer_state_bytes
-        return size.num_copies * state_bytes + size.num_shards * self.step_bytes
+        num_states = size.num_copies if size.num_states is None else size.num_states
+        weights_bytes = size.num_copies * self.weights_bytes
+        state_bytes = num_states * self.optimizer_state_bytes
+        return weights_bytes + state_bytes + size.num_replicas * self.step_bytes
 
 
 def _size_bytes(variables: Iterable[keras.Variable]) -> int:
@@ -90,8 +125,8 @@ def _upper_bound(model: keras.Model, size: StepSize) -> float:
         return math.inf
     outputs = [tensor for layer in layers for tensor in keras.tree.flatten(layer.output)]
     computed = sum(int(np.prod(tensor.shape[1:])) for tensor in outputs)
-    copies = 4 * max(size.num_copies, size.num_shards) * _size_bytes(model.variables)
-    return size.num_shards * _WORK_BYTES + copies + 2 * 4 * size.global_batch_size * computed
+    copies = 4 * max(size.num_copies, size.num_replicas) * _size_bytes(model.variables)
+    return size.num_replicas * _WORK_BYTES + copies + 2 * 4 * size.global_batch_size * computed
 
 
 def check_memory(
@@ -135,10 +170,10 @@ def too_large(
     estimate = MemoryEstimate.of(model, optimizer)
     needed = estimate.total_bytes(size)
     there = f", {available / 2**30:.1f} are free" if available is not None else ""
-    per_shard = f"{-(-size.global_batch_size // size.num_shards):,} images"
+    per_replica = f"{-(-size.global_batch_size // size.num_replicas):,} images"
     return DeviceError(
-        f"out of memory: --global_batch_size={size.global_batch_size}, which is {per_shard} on each"
-        f" of {console.count(size.num_shards, 'replica')}, takes {needed / 2**30:.1f} GiB by"
+        f"out of memory: --global_batch_size={size.global_batch_size}, which is {per_replica} on"
+        f" each of {console.count(size.num_replicas, 'replica')}, takes {needed / 2**30:.1f} GiB by"
         f" estimate{there} — memory for a step is required;"
         f" {_advice(estimate, size, available)}"
     )
@@ -149,9 +184,9 @@ def _advice(estimate: MemoryEstimate, size: StepSize, available: int | None) -> 
     fits = size.global_batch_size // 2
     if available is not None:
         room = available - estimate.fixed_bytes(size)
-        fits = min(fits, int(room // estimate.image_bytes))
-    fits = fits // size.num_shards * size.num_shards
-    if fits < size.num_shards:
+        fits = min(fits, int(room // (size.share_alive * estimate.image_bytes)))
+    fits = fits // size.num_replicas * size.num_replicas
+    if fits < size.num_replicas:
         return "not even one image for each replica fits, use fewer devices or another machine"
     what = "by the same estimate the largest that fits" if available is not None else "half of it"
     return f"use --global_batch_size={fits}, {what}, or less"

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from app.config import TrainConfig
 from app.devices.device_setup import Devices
 from app.devices.free_memory import available_bytes
 from app.runtime.errors import is_out_of_memory
@@ -18,13 +19,16 @@ class MemoryGuard:
 
     Args:
         strategy: built.
+        config: of the training.
         devices: of all workers.
         global_batch_size: of the largest batch.
     """
 
-    def __init__(self, strategy: Strategy, devices: Devices, global_batch_size: int) -> None:
+    def __init__(
+        self, strategy: Strategy, config: TrainConfig, devices: Devices, global_batch_size: int
+    ) -> None:
         self._strategy, self._devices = strategy, devices
-        self._global_batch_size = global_batch_size
+        self._size = StepSize.of(config, strategy.num_devices, global_batch_size)
         self._on_cpu = "CPU" in devices.names[0]
 
     def check(self) -> None:
@@ -67,7 +71,5 @@ class MemoryGuard:
         return {
             "model": self._strategy.model,
             "optimizer": self._strategy.optimizer,
-            "size": StepSize(
-                self._strategy.num_copies, self._strategy.num_shards, self._global_batch_size
-            ),
+            "size": self._size,
         }

@@ -5,6 +5,8 @@ import pathlib
 from typing import NamedTuple
 
 from app.config import TrainConfig
+from app.config.option import options_of
+from app.config.split_options import SplitOptions, recorded_value
 from app.records.checkpoint import Checkpoint
 from app.records.checkpoint_search import CheckpointSearchResult, find_newest_checkpoint
 from app.records.history import HISTORY_FILE
@@ -15,6 +17,7 @@ from app.runtime.errors import CheckpointError
 # Another way to make the same steps: what it trains is the same but for rounding.
 _HOW = {
     *("strategy", "all_reduce", "bucket_mib", "deterministic", "jit_compile"),
+    *(each.name for each in options_of(SplitOptions)),
     *("python", "tensorflow", "keras", "numpy"),  # Their versions.
 }
 # What the order of the examples follows from, and so the position in it.
@@ -60,7 +63,7 @@ def find_changes(old: dict, new: dict) -> Changes:
     """Compares what a run was started with and what is asked for now, both plain values."""
     changes = Changes([], [], [], set())
     for name in {**old, **new}:
-        before, now = old.get(name), new.get(name)
+        before, now = recorded_value(old, name), new.get(name)
         if before == now:
             continue
         changes.names.add(name)
@@ -108,7 +111,7 @@ class Resumed:
             if progress.epoch_step < self.found.checkpoint.progress.epoch_step:
                 console.warn(f"epoch {progress.epoch + 1} begins anew: its examples are others now")
         before, now = self.found.checkpoint.metadata.num_shards, metadata.num_shards
-        how = [*changes.how, *([f"replicas {before} → {now}"] if before != now else [])]
+        how = [*changes.how, *([f"shards of a batch {before} → {now}"] if before != now else [])]
         if how:
             console.say(
                 f"{'; '.join(how)}: global batch {metadata.config['global_batch_size']} and"

@@ -210,7 +210,7 @@ def summary_template(
             "status": "running",
             "command": config.command,
             "strategy": strategy.name,
-            "num_replicas": strategy.num_devices,
+            "num_replicas": strategy.num_replicas,
             "num_shards": strategy.num_shards,
             "num_copies": strategy.num_copies,
             "devices": strategy.devices,

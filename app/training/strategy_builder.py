@@ -1,16 +1,19 @@
 """Puts recipe, model and strategy together: replicas on devices, new or from a checkpoint."""
 
+from typing import Any
+
 import keras
 import numpy as np
 
 from app.config import TrainConfig
+from app.config.split_numbers import has_option
 from app.devices.device_setup import Devices
 from app.records.checkpoint import Checkpoint
 from app.runtime.errors import CheckpointError, ConfigError
 from app.training.recipes import find_recipe
 from models import load_model_builder
-from strategies import load_strategy_class
-from strategies.base import Strategy
+from strategies import STRATEGY_OPTIONS, load_strategy_class
+from strategies.base import ModelFn, OptimizerFn, Strategy
 from strategies.copies import State
 
 # Gradients of a mean loss above 64 would overflow; they are far below in any training that works.
@@ -41,8 +44,8 @@ def build_strategy(
         all_reduce: another algorithm than that of `config`.
 
     Raises:
-        ConfigError: the strategy has no such all-reduce on these devices, or the model does not
-            fit the data set.
+        ConfigError: the strategy has no such all-reduce on these devices or cannot split the model
+            like this, the model has no BatchNorm to synchronize, or it does not fit the data set.
     """
     recipe = find_recipe(config.recipe, config.model)
     strategy_class = load_strategy_class(config.strategy)
@@ -50,19 +53,17 @@ def build_strategy(
         strategy = strategy_class(
             devices.names,
             workers=devices.workers,
-            all_reduce=all_reduce or config.all_reduce,
-            bucket_mib=config.bucket_mib,
-            communication_dtype=None
-            if config.communication_dtype == "float32"
-            else config.communication_dtype,
-            jit_compile=config.jit_compile,
             label_smoothing=recipe.label_smoothing,
             loss_scale=FLOAT16_LOSS_SCALE if config.precision == "mixed_float16" else 1.0,
+            **_own_options(config, all_reduce or config.all_reduce),
         )
     except ValueError as error:
-        raise ConfigError(f"{error}; choose other devices or --all_reduce=auto") from error
+        advice = "" if ";" in str(error) else "; choose other devices or --all_reduce=auto"
+        raise ConfigError(f"{error}{advice}") from error
     keras.config.set_dtype_policy(config.precision)
-    strategy.build(
+    build = _build_split if has_option(config.strategy, "model_parallel") else strategy_class.build
+    build(
+        strategy,
         lambda: recipe.build_model(
             load_model_builder(config.model),
             image_shape=image_shape,
@@ -71,7 +72,38 @@ def build_strategy(
         ),
         lambda: recipe.create_optimizer(learning_rate, num_steps),
     )
+    if config.batch_norm == "sync" and not strategy.statistics_names:
+        raise ConfigError(
+            f"--batch_norm=sync needs a model with BatchNorm, got --model={config.model}; leave the"
+            " flag out"
+        )
     return strategy
+
+
+def _own_options(config: TrainConfig, all_reduce: str) -> dict[str, Any]:
+    """Returns the options that the strategy has and others have not."""
+    options = {name: getattr(config, name) for name in STRATEGY_OPTIONS.get(config.strategy, ())}
+    if has_option(config.strategy, "jit_compile"):
+        options["jit_compile"] = config.jit_compile
+    if has_option(config.strategy, "all_reduce"):
+        dtype = config.communication_dtype
+        options |= {"all_reduce": all_reduce, "bucket_mib": config.bucket_mib}
+        options["communication_dtype"] = None if dtype == "float32" else dtype
+    return options
+
+
+def _build_split(strategy: Strategy, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
+    """Builds a strategy that splits the model.
+
+    Raises:
+        ConfigError: the model cannot be split over so many devices.
+    """
+    try:
+        strategy.build(model_fn, optimizer_fn)
+    except ValueError as error:
+        if "\n" in str(error):  # Of Keras.
+            raise
+        raise ConfigError(str(error)) from error
 
 
 def restore(

@@ -36,19 +36,26 @@ def live_tensors_in_step(model: keras.Model) -> LiveTensors:
     alive to the end. Operations are taken in the order in which they were traced.
 
     Args:
-        model: takes uint8 images `(n, height, width, channels)`; unchanged.
+        model: takes uint8 images `(n, height, width, channels)`; unchanged. Its variables need no
+            values: of a split model they have none.
     """
 
-    def gradients_of(images: tf.Tensor, labels: tf.Tensor) -> list[tf.Tensor]:
+    def gradients_of(
+        images: tf.Tensor, labels: tf.Tensor, weights: list[tf.Tensor], others: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
-            loss, _ = shard_loss(model(images, training=True), labels, tf.size(labels))
-        return tape.gradient(loss, model.trainable_variables)
+            tape.watch(weights)
+            logits, _ = model.stateless_call(weights, others, images, training=True)
+            loss, _ = shard_loss(logits, labels, tf.size(labels))
+        return tape.gradient(loss, weights)
 
     graph = (
         tf.function(gradients_of)
         .get_concrete_function(
             tf.TensorSpec((_NUM_IMAGES, *model.input_shape[1:]), tf.uint8),
             tf.TensorSpec((_NUM_IMAGES,), tf.int32),
+            [tf.TensorSpec(v.shape, v.dtype) for v in model.trainable_variables],
+            [tf.TensorSpec(v.shape, v.dtype) for v in model.non_trainable_variables],
         )
         .graph
     )

@@ -112,8 +112,8 @@ def _explain(first: Summary, second: Summary, *, has_batch_norm: bool) -> str:
         return "Both should add in the same order: this wants an explanation."
     if has_batch_norm and first.num_shards != second.num_shards:
         why = (
-            "each replica normalises with the statistics of its own shard (--batch_norm=average),"
-            " so another number of replicas is another training"
+            "each shard is normalised with its own statistics (--batch_norm=average), so another"
+            " number of shards is another training"
         )
     else:
         why = "they add over the batch in another order, and training enlarges what rounding leaves"
@@ -126,9 +126,9 @@ def table_rows(summaries: Sequence[Summary]) -> list[list[str]]:
     return [
         [
             summary.strategy,
-            f"{summary.num_replicas} simulated"
+            f"{len(summary.devices)} simulated"
             if summary.simulated_devices
-            else str(summary.num_replicas),
+            else str(len(summary.devices)),
             f"{summary.test_accuracy:.4f}",
             f"{summary.epoch_sec:.2f}",
             f"{summary.images_per_sec:,.0f}",

@@ -5,10 +5,11 @@ Each function is the whole life of a process. It is handed `send`, which takes `
 """
 
 import dataclasses
+import math
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -36,7 +37,10 @@ class Recorded:
     """A training whose trace is on disk.
 
     Attributes:
-        devices: one for each replica.
+        devices: of all workers.
+        num_replicas: parts of a batch that were trained on at the same time.
+        num_shards: parts of a batch with a gradient, and BatchNorm statistics, of their own.
+        num_copies: copies of the weights.
         simulated_devices: logical devices that share a processor.
         dataset: which images.
         dataset_sha256: of all of them.
@@ -52,6 +56,9 @@ class Recorded:
     """
 
     devices: list[str]
+    num_replicas: int
+    num_shards: int
+    num_copies: int
     simulated_devices: bool
     dataset: str
     dataset_sha256: str
@@ -62,11 +69,6 @@ class Recorded:
     effect_of_shards: float | None
     send_sec: list[list[SendTime]]
     versions: dict[str, str]
-
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas it had."""
-        return len(self.devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,18 +154,19 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
         on_step=lambda step: send(("step", step)),
     )
     has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
-    return _recorded(spec, devices, has_batch_norm=has_batch_norm, send_sec=send_sec)
+    return _recorded(
+        spec, devices, _Numbers.of(strategy), has_batch_norm=has_batch_norm, send_sec=send_sec
+    )
 
 
 def record_on_one_device(
-    send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path
+    send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path, num_shards: int
 ) -> Recorded:
-    """Records `single` with the BatchNorm of the replicas asked for, shard by shard."""
+    """Records `single` with the BatchNorm of `num_shards` shards, one after another."""
     devices, spec = _set_up(send, config)
     from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
 
     reference = _reference(spec, "float32")
-    num_shards = len(devices.names)
     first_batch = next(spec.batches().as_numpy_iterator())
     effect = effect_of_shards(reference, *first_batch, num_shards=num_shards)
     train_shard_by_shard(
@@ -173,7 +176,8 @@ def record_on_one_device(
         path=path,
         on_step=lambda step: send(("step", step)),
     )
-    return _recorded(spec, devices, has_batch_norm=True, effect_of_shards=effect)
+    numbers = _Numbers(num_replicas=1, num_shards=num_shards, num_copies=1)
+    return _recorded(spec, devices, numbers, has_batch_norm=True, effect_of_shards=effect)
 
 
 def check(
@@ -230,8 +234,8 @@ def _reference(spec: "TrainingSpec", dtype: str) -> "Reference":
 def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> None:
     """Refuses a trace that the disk has no room for, before a step is made."""
     state_bytes = sum(v.shape.num_elements() * v.dtype.size for v in strategy.copies()[0].values())
-    weight_bytes = sum(v.value.shape.num_elements() * 4 for v in strategy.model.trainable_variables)
-    # Gradients of each replica, their sum, and the state.
+    weight_bytes = 4 * sum(math.prod(v.shape) for v in strategy.model.trainable_variables)
+    # Gradients of each shard, their sum, and the state.
     needed = num_steps * ((strategy.num_shards + 1) * weight_bytes + state_bytes)
     free = shutil.disk_usage(path.parent).free
     if needed > free:
@@ -256,9 +260,22 @@ def _set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, Tra
     return devices, TrainingSpec(config, dataset)
 
 
+class _Numbers(NamedTuple):
+    """The numbers of a strategy, as `Recorded` has them."""
+
+    num_replicas: int
+    num_shards: int
+    num_copies: int
+
+    @classmethod
+    def of(cls, strategy: "Strategy") -> "_Numbers":
+        return cls(strategy.num_replicas, strategy.num_shards, strategy.num_copies)
+
+
 def _recorded(
     spec: "TrainingSpec",
     devices: device_setup.Devices,
+    numbers: _Numbers,
     *,
     has_batch_norm: bool,
     effect_of_shards: float | None = None,
@@ -270,6 +287,7 @@ def _recorded(
     names = devices.names[:1] if is_reference else devices.names
     return Recorded(
         devices=names,
+        **numbers._asdict(),
         simulated_devices=devices.simulated and len(names) > 1,
         dataset=spec.dataset.name,
         dataset_sha256=spec.dataset.sha256(),

@@ -61,6 +61,9 @@ def _strategy_record(run: Recorded, verdict: StrategyVerdict) -> dict:
     first = verdict.first_mismatch
     return {
         "devices": run.devices,
+        "num_replicas": run.num_replicas,
+        "num_shards": run.num_shards,
+        "num_copies": run.num_copies,
         "simulated_devices": run.simulated_devices,
         "outcome": "is the reference" if run.is_reference else verdict.outcome,
         "findings": [dataclasses.asdict(finding) for finding in verdict.findings()],
@@ -117,11 +120,11 @@ def print_report(
 def _print_setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> None:
     """Prints what was trained, and with which caveats."""
     first = next(iter(recorded.values()))
-    num_replicas = max(len(run.devices) for run in recorded.values())
+    num_devices = max(len(run.devices) for run in recorded.values())
     console.say(
         f"{config.model} on {first.dataset}, recipe {config.recipe}, batch"
         f" {config.global_batch_size}, learning rate {first.learning_rate:g}, seed {config.seed};"
-        f" {console.count(config.steps, 'step')} on {console.count(num_replicas, 'replica')};"
+        f" {console.count(config.steps, 'step')} on {console.count(num_devices, 'device')};"
         f" {config.precision}, TF32 off"
     )
     if config.fault:
@@ -131,9 +134,9 @@ def _print_setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> None
     single = recorded.get("single")
     if single and single.is_reference:
         console.say(
-            f"single: one device, with BatchNorm over {num_replicas} shards one after another, as"
-            f" {num_replicas} replicas have it (--batch_norm=average). Over the whole batch, as"
-            f" `train --strategy=single` has it, the first gradient is"
+            f"single: one device, with BatchNorm over {single.num_shards} shards one after another,"
+            f" as replicas and micro-batches have it (--batch_norm=average). Over the whole batch,"
+            f" as `train --strategy=single` has it, the first gradient is"
             f" {single.effect_of_shards:.1%} apart: another training by design, not a fault"
         )
 

@@ -1,0 +1,126 @@
+"""The commands that train with several strategies: `compare` and `verify`."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from app.config import constraints, split_constraints
+from app.config.base_config import Config
+from app.config.distribution_options import ComparedStrategiesOptions, WorkerOptions
+from app.config.fault import Fault
+from app.config.names import MULTI_WORKER, SINGLE, VERIFICATION
+from app.config.option import option
+from app.config.run_options import InjectOptions, SavingOptions
+from app.config.split_numbers import has_option
+from app.config.training_configs import (
+    TrainConfig,
+    TrainingOptions,
+    num_faulty,
+    training_config,
+)
+from app.runtime.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareConfig(ComparedStrategiesOptions, TrainingOptions, SavingOptions, Config):
+    """The options of `compare`: several strategies, side by side."""
+
+    command: ClassVar[str] = "compare"
+    summary: ClassVar[str] = "several strategies from the same weights and data, side by side"
+    examples: ClassVar[tuple[str, ...]] = (
+        "--recipe=fast --epochs=1",
+        "--strategies=single,manual --num_gpus=2",
+    )
+
+    def check(self) -> None:
+        """Checks what options must be together."""
+        _check_compared(self)
+        if len(self.strategies) < 2:
+            raise ConfigError(
+                f"--strategies must name at least two, got {','.join(self.strategies)}"
+            )
+
+    def for_training(self, strategy: str, **options: Any) -> TrainConfig:
+        """Returns the configuration of the training with one of the strategies."""
+        return training_config(self, strategy, **{**_devices_of(self, strategy), **options})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Config):
+    """The options of `verify`: are these strategies the same training?"""
+
+    command: ClassVar[str] = "verify"
+    summary: ClassVar[str] = "are strategies the same training? names the first mismatch if not"
+    examples: ClassVar[tuple[str, ...]] = (
+        "--strategies=manual,mirrored --steps=20",
+        "--strategies=manual --inject=drop_gradient:replica=1",
+    )
+
+    steps: int = option(20, "Steps to verify.", VERIFICATION, metavar="N", low=1, high=100_000)
+    keep_traces: bool = option(
+        False, "Keep the recorded traces, a directory for each strategy.", VERIFICATION
+    )
+
+    def check(self) -> None:
+        """Checks what options must be together."""
+        _check_compared(self)
+        if self.precision == "mixed_float16":
+            raise ConfigError(
+                "--precision=mixed_float16 cannot be verified, as it needs a loss scale; use"
+                " --precision=mixed_bfloat16 or float32"
+            )
+        flag = f"--inject={self.inject}"
+        constraints.check_fault(self.fault, flag, self.strategies, self._num_faulty)
+        constraints.check_fault_steps(self.fault, flag, self.steps)
+
+    def _num_faulty(self, strategy: str, fault: Fault) -> int | None:
+        """Returns how many shards, or copies, of a strategy a fault can choose from."""
+        training = self.for_training(strategy, inject=None)
+        number = 1 if strategy == SINGLE else self.num_devices_of_all_workers
+        return number and num_faulty(strategy, training, number, fault)
+
+    def result_fields(self) -> dict[str, Any]:
+        """Returns what the result of the trainings depends on, without paths and display."""
+        return super().result_fields() | self.inject_field()
+
+    def for_training(self, strategy: str, **options: Any) -> TrainConfig:
+        """Returns the configuration of the training with one of the strategies."""
+        return training_config(self, strategy, **{**_devices_of(self, strategy), **options})
+
+    def on_one_machine(self) -> TrainConfig:
+        """Returns a training of one process, on as many devices as the strategies have.
+
+        One with an all-reduce comes first: its dtype decides what rounding allows.
+        """
+        parallel = [name for name in self.strategies if name not in (SINGLE, MULTI_WORKER)]
+        parallel.sort(key=lambda name: not has_option(name, "all_reduce"))
+        if self.has_workers and not (parallel and has_option(parallel[0], "all_reduce")):
+            return self.for_training("manual", inject=None, all_reduce="auto", bucket_mib=None)
+        return self.for_training((*parallel, SINGLE)[0], inject=None)
+
+
+def _check_compared(compared: CompareConfig | VerifyConfig) -> None:
+    """Checks what options of a command that compares strategies must be together."""
+    names = compared.strategies
+    constraints.check_devices(compared)
+    constraints.check_single("--strategies", names, compared.num_devices or compared.num_gpus)
+    constraints.check_workers(
+        compared.has_workers,
+        names,
+        num_workers=(compared.num_workers, WorkerOptions.num_workers),
+    )
+    constraints.check_all_reduce(compared, names, compared.device)
+    split_constraints.check_options_of_some(compared, names)
+    compared.check_training()
+    for name in names:
+        training = compared.for_training(name, inject=None)
+        training.check_shards(1 if name == SINGLE else compared.num_devices_of_all_workers)
+
+
+def _devices_of(compared: ComparedStrategiesOptions, strategy: str) -> dict[str, Any]:
+    """Returns how many devices one of the compared strategies has, where that is not as asked."""
+    if not compared.has_workers or strategy == SINGLE:
+        return {}
+    own = strategy == MULTI_WORKER
+    number = compared.num_devices_asked if own else compared.num_devices_of_all_workers
+    name = "num_gpus" if compared.num_gpus else "num_devices"
+    return {name: number, "num_devices": number}
