@@ -107,9 +107,18 @@ def lenet_split_part(peers_python: str) -> tuple[list[Program], list[Ratio]]:
         ("PyTorch pipeline, 1F1B × 2", "torch_pipeline.py", ("--schedule=1f1b",)),
         ("PyTorch FSDP2 × 2", "torch_fsdp.py", ()),
     ]
-    programs = [lockstep("manual × 2", *fast, "--strategy=manual", "--epochs=1")]
-    programs += [Program(name, file, (*fast, *own), peers_python) for name, file, own in peers]
-    ratios = [Ratio(f"against {name}", "manual × 2", name) for name, _, _ in peers]
+    own = [
+        ("manual × 2", ("--strategy=manual",)),
+        ("pipeline, GPipe × 2", ("--strategy=pipeline", "--schedule=gpipe")),
+        ("pipeline, 1F1B × 2", ("--strategy=pipeline", "--schedule=1f1b")),
+        ("tensor × 2", ("--strategy=tensor",)),
+        ("sharded × 2", ("--strategy=sharded",)),
+    ]
+    programs = [lockstep(name, *fast, "--epochs=1", *flags) for name, flags in own]
+    programs += [Program(name, file, (*fast, *flags), peers_python) for name, file, flags in peers]
+    ratios = [Ratio(f"{name} against manual", name, "manual × 2") for name, _ in own[1:]]
+    pairs = [(own[0], peers[0]), (own[1], peers[1]), (own[2], peers[2]), (own[4], peers[3])]
+    ratios += [Ratio(f"{a} against {b}", a, b) for (a, *_), (b, *_) in pairs]
     return programs, ratios
 
 
