@@ -10,6 +10,7 @@ from strategies.collectives import shard_sizes
 from strategies.copies import optimizer_names
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCall, LayerCalls, with_values
+from strategies.observer import Observer
 from strategies.split_variable import RepeatedVariable, SplitVariable
 
 # Layers that need all channels of their input to compute a part of those of their output.
@@ -184,6 +185,16 @@ class Row(NamedTuple):
             )
             if whole.trainable == trainable
         }
+
+    def read_weights(self, observer: Observer, first_device_id: int) -> list[dict[str, tf.Tensor]]:
+        """Reads the weights of each device: path of the whole variable → its part."""
+        per_device = []
+        for d, device in enumerate(self.devices):
+            with tf.device(device):
+                parts = self.variables(d, trainable=True).items()
+                read = {path: tf.identity(variable.value) for path, variable in parts}
+                per_device.append(dict(observer.on_weights(first_device_id + d, read)))
+        return per_device
 
     def parts_of(self, tensors: Mapping[str, tf.Tensor]) -> list[dict[str, tf.Tensor]]:
         """Returns for each device its parts of whole tensors, by the paths of the variables."""
