@@ -61,6 +61,9 @@ class PipelineStrategy(base.Strategy):
         self.tasks = in_order(SCHEDULES[schedule], num_stages, micro_batches)
         self._recomputes, self._cuts = recompute, pipeline_cuts
 
+    def default_all_reduce(self) -> str:
+        return "reduce_to_one" if self.num_replicas > 1 else "none"
+
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model, devices = model_fn(), iter(self.devices)
         self._optimizer_names = list(optimizer_shapes(self.model, optimizer_fn))

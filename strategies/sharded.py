@@ -50,6 +50,13 @@ class ShardedStrategy(base.Strategy):
         self.splits_gradients, self.splits_weights = shard != "optimizer", shard == "weights"
         self.num_copies = 1 if self.splits_weights else self.num_replicas
 
+    def default_all_reduce(self) -> str:
+        return "direct" if self.num_replicas > 1 else "none"  # Its two steps, one by one.
+
+    @property
+    def gather_groups(self) -> list[list[str]]:
+        return [self.devices] if self.syncs_batch_norm else []
+
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model = model_fn()
         self._optimizer_shapes = optimizer_shapes(self.model, optimizer_fn)
