@@ -111,31 +111,39 @@ class PipelineStrategy(base.Strategy):
         x = {(0, m): batch.images for m, batch in enumerate(micro_batches)}  # Inputs of stages.
         dy, passes, gradients, losses, totals = {}, {}, {}, {}, {}
         done: list[list[tf.Operation]] = [[] for _ in stages]
-        for k, is_forward, m in self.tasks:  # 2. The schedule.
+        for task in self.tasks:  # 2. The schedule.
+            k, is_forward, m = task
+            on_task = functools.partial(self.observer.on_task, r, task)
             # In this order: left to itself, a device starts whatever has its inputs.
             with tf.device(stages[k].device), tf.control_dependencies(done[k]):
                 if is_forward:
+                    (x[k, m],) = on_task([x[k, m]], ends=False)
                     tape, y = _forward(stages[k], weights[k], x[k, m], m)
-                    made = [y]
-                    if k == last:  # dy[k, m] is the gradient of the loss by the stage's output.
-                        losses[m], totals[m], dy[k, m] = self.loss_and_logits_gradient(
-                            y, micro_batches[m].labels, micro_batches[m].num_global_examples
-                        )
-                        made = [dy[k, m]]
                     if k == last or not self._recomputes:
                         passes[k, m] = tape, y
+                    if k == last:  # What is handed on is the gradient of the loss by the output.
+                        losses[m], totals[m], y = self.loss_and_logits_gradient(
+                            y, micro_batches[m].labels, micro_batches[m].num_global_examples
+                        )
+                    made = on_task([y], ends=True)
+                    if k == last:
+                        dy[k, m] = made[0]
                 else:
-                    if (k, m) not in passes:  # Compute the activations again, from the input.
+                    is_again = (k, m) not in passes
+                    given = [dy.pop((k, m)), x[k, m]] if is_again else [dy.pop((k, m))]
+                    dy_m, *inputs = on_task(given, ends=False)
+                    if is_again:  # Compute the activations again, from the input.
+                        (x[k, m],) = inputs
                         passes[k, m] = _forward(stages[k], weights[k], x[k, m], m, again=True)
                     tape, y = passes.pop((k, m))
                     sources = [x[k, m], *weights[k]] if k else weights[k]
-                    made = tape.gradient(y, sources, output_gradients=dy.pop((k, m)))
+                    made = on_task(tape.gradient(y, sources, output_gradients=dy_m), ends=True)
                     gradients[k, m] = self.unscale(made[1:] if k else made)
                 with tf.control_dependencies(made):
                     done[k] = [tf.no_op()]
             if is_forward and k < last:  # Activations go on to the next device,
                 with tf.device(stages[k + 1].device):
-                    x[k + 1, m] = tf.identity(y)
+                    x[k + 1, m] = tf.identity(made[0])
             if not is_forward and k > 0:  # and the gradients by them back to the one before.
                 with tf.device(stages[k - 1].device):
                     dy[k - 1, m] = tf.identity(made[0])
