@@ -59,7 +59,7 @@ class ShardedStrategy(base.Strategy):
 
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model = model_fn()
-        self._optimizer_shapes = optimizer_shapes(self.model, optimizer_fn)
+        self._optimizer_shapes = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
         self._shapes = [tf.TensorShape(v.shape) for v in self.model.trainable_variables]
         self.replicas, self.parts = [], []
         for r, device in enumerate(self.devices):

@@ -59,7 +59,7 @@ class TensorStrategy(base.Strategy):
 
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model = model_fn()
-        self._optimizer_names = list(optimizer_shapes(self.model, optimizer_fn))
+        self._optimizer_names = list(optimizer_shapes(self.model.trainable_variables, optimizer_fn))
         self._paths = [variable.path for variable in self.model.trainable_variables]
         self._calls, num_parts = LayerCalls.of(self.model), self.devices_per_replica
         self.rows = [

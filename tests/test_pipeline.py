@@ -5,13 +5,11 @@ import itertools
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
+from placement import devices_of_products, devices_of_variables
 
 from app.data.input_pipeline import eval_dataset, train_dataset
 from conftest import CPUS
-from placement import devices_of_variables, devices_of_products
-from small_models import build_network, create, deep_network, momentum_sgd, seeded, small_resnet
-from strategies import load_strategy_class
+from small_models import build_network, create, deep_network, momentum_sgd, small_resnet
 from strategies.flops import training_flops_per_example
 from strategies.layer_calls import LayerCalls
 from strategies.pipeline import PipelineStrategy
@@ -190,7 +188,6 @@ def test_cuts_make_no_difference(images):
 # Where things are.
 
 
-@pytest.mark.xfail(strict=True, reason="the optimizers' iteration and learning rate are on CPU:0")
 def test_every_variable_is_on_the_device_of_its_stage():
     strategy = create("pipeline", 4, deep_network, momentum_sgd, model_parallel=2, micro_batches=2)
     for r, stages in enumerate(strategy.pipelines):

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from placement import devices_of_products, devices_of_variables
 
 from app.data.input_pipeline import train_dataset
 from conftest import CPUS
-from placement import devices_of_products, devices_of_variables
 from small_models import create, deep_network, momentum_sgd, small_resnet
 from strategies.collectives import shard_bounds, shard_sizes, weighted_bounds
 from strategies.gather_scatter import all_gather, reduce_scatter
@@ -98,9 +98,7 @@ def test_a_state_that_was_loaded_is_trained_on(images, shard):
     sharded = create("sharded", 2, deep_network, momentum_sgd, shard=shard)
     walk(manual, images, global_batch_size=15, num_steps=2)
     sharded.load_state(manual.state())
-    first, second = (
-        walk(s, images, global_batch_size=15, num_steps=1) for s in (manual, sharded)
-    )
+    first, second = (walk(s, images, global_batch_size=15, num_steps=1) for s in (manual, sharded))
     assert first[0] == second[0]
     assert_same_bits(first[1][0], second[1][0])
 
@@ -183,9 +181,7 @@ def test_weighted_shards_are_all_examples_in_order(weights, num_examples):
     ]
     assert in_graph == [list(b) for b in bounds]
     if len(set(weights)) == 1:
-        assert bounds == [
-            shard_bounds(num_examples, len(weights), i) for i in range(len(weights))
-        ]
+        assert bounds == [shard_bounds(num_examples, len(weights), i) for i in range(len(weights))]
 
 
 def test_100_by_3_and_1_is_75_and_25():

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from placement import devices_of_products, devices_of_variables, step_graph
 
 from app.data.input_pipeline import train_dataset
 from conftest import CPUS
-from placement import devices_of_products, devices_of_variables, step_graph
 from small_models import build_network, create, deep_network, momentum_sgd, small_resnet
 from strategies.channel_parts import split_calls
 from strategies.device_tape import DeviceTape, Spread
@@ -114,7 +114,6 @@ def test_parts_make_up_the_layers():
             assert [devices_of_variables([part]) for part in parts] == [{name} for name in CPUS]
 
 
-@pytest.mark.xfail(strict=True, reason="the optimizers' iteration and learning rate are on CPU:0")
 def test_every_variable_is_on_the_device_of_its_part():
     strategy = create("tensor", 4, small_resnet, momentum_sgd, model_parallel=2)
     for r, row in enumerate(strategy.rows):
