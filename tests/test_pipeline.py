@@ -188,8 +188,8 @@ def test_stages_of_residual_blocks(images):
     assert_same_bits(pipeline[1][-1], manual[1][-1])
 
 
-def test_two_pipelines_of_two_stages_are_four_replicas_but_for_rounding(images):
-    """Each adds its own micro-batches first: ((0 + 1) + (2 + 3)), not (((0 + 1) + 2) + 3)."""
+def test_two_pipelines_of_two_stages_are_two_replicas_that_accumulate(images):
+    """Each adds its own micro-batches first: (0 + 1) + (2 + 3), not ((0 + 1) + 2) + 3."""
     options = {"global_batch_size": 18, "num_steps": 2}
     pipeline = create("pipeline", 4, deep_network, micro_batches=2, model_parallel=2)
     assert (pipeline.num_replicas, pipeline.num_shards, pipeline.num_copies) == (2, 4, 2)

@@ -23,8 +23,7 @@ def test_every_pass_is_made_once(name, num_stages, num_micro_batches):
 @each_schedule
 def test_a_pass_comes_after_what_it_needs(name, num_stages, num_micro_batches):
     position = {
-        task: i
-        for i, task in enumerate(in_order(SCHEDULES[name], num_stages, num_micro_batches))
+        task: i for i, task in enumerate(in_order(SCHEDULES[name], num_stages, num_micro_batches))
     }
     for task in position:
         if not task.is_forward:  # The activations of its own stage,
@@ -88,8 +87,10 @@ def test_one_by_one_on_paper():
 
 def test_a_schedule_in_which_all_wait_is_refused():
     def backward_first(stage, num_stages, num_micro_batches):
-        return gpipe(stage, num_stages, num_micro_batches)[::-1] if stage == 0 else gpipe(
-            stage, num_stages, num_micro_batches
+        return (
+            gpipe(stage, num_stages, num_micro_batches)[::-1]
+            if stage == 0
+            else gpipe(stage, num_stages, num_micro_batches)
         )
 
     with pytest.raises(ValueError, match="every stage of this schedule waits"):

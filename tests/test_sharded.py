@@ -41,7 +41,9 @@ def test_parts_of_the_state_are_the_same_training(manual_walk, shard):
 
 
 def test_sharded_residual_blocks_are_the_same_training(images):
-    states = [walk(create(n, 2, small_resnet), images, **OPTIONS)[1][-1] for n in ("manual", "sharded")]
+    states = [
+        walk(create(n, 2, small_resnet), images, **OPTIONS)[1][-1] for n in ("manual", "sharded")
+    ]
     assert_same_bits(*states)
 
 
@@ -103,9 +105,7 @@ def test_a_state_that_was_loaded_is_trained_on(images, shard):
     sharded = create("sharded", 2, deep_network, momentum_sgd, shard=shard)
     walk(manual, images, global_batch_size=15, num_steps=2)
     sharded.load_state(manual.state())
-    first, second = (
-        walk(s, images, global_batch_size=15, num_steps=1) for s in (manual, sharded)
-    )
+    first, second = (walk(s, images, global_batch_size=15, num_steps=1) for s in (manual, sharded))
     assert first[0] == second[0]
     assert_same_bits(first[1][0], second[1][0])
 
@@ -188,9 +188,7 @@ def test_weighted_shards_are_all_examples_in_order(weights, num_examples):
     ]
     assert in_graph == [list(b) for b in bounds]
     if len(set(weights)) == 1:
-        assert bounds == [
-            shard_bounds(num_examples, len(weights), i) for i in range(len(weights))
-        ]
+        assert bounds == [shard_bounds(num_examples, len(weights), i) for i in range(len(weights))]
 
 
 def test_100_by_3_and_1_is_75_and_25():
@@ -230,7 +228,8 @@ def test_accumulated_shards_are_replicas(images, name):
 def test_accumulation_on_several_devices_is_the_same_everywhere(images, name):
     options = {"accumulate_steps": 2, "shard_weights": (2, 1)}
     expected, found = (
-        walk(create(n, 2, deep_norm_network, **options), images, **OPTIONS) for n in ("manual", name)
+        walk(create(n, 2, deep_norm_network, **options), images, **OPTIONS)
+        for n in ("manual", name)
     )
     assert found[0] == expected[0]
     assert_same_bits(found[1][-1], expected[1][-1])

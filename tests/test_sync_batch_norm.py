@@ -70,7 +70,9 @@ def test_manual_and_sharded_are_the_same_bits(images):
 
 def test_one_replica_is_one_device(images):
     single = walk(create("single", 1, deep_norm_network), images, **OPTIONS)[1][-1]
-    assert_close(walk(create("manual", 1, deep_norm_network, **SYNC), images, **OPTIONS)[1][-1], single)
+    assert_close(
+        walk(create("manual", 1, deep_norm_network, **SYNC), images, **OPTIONS)[1][-1], single
+    )
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
