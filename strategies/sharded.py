@@ -39,6 +39,8 @@ from strategies.manual import all_reduce, gradients_on_each_device, split_batch
 from strategies.shard_step import Replica, copies_of
 from strategies.tf_private import free_values
 
+SHARD_CHOICES = "optimizer", "gradients", "weights"
+
 
 class ShardedStrategy(base.Strategy):
     """Data parallelism whose state is split over the devices."""

@@ -44,6 +44,22 @@ def deep_network():
     )
 
 
+def deep_norm_network():
+    """The same depth with BatchNorm, for what depends on the shards."""
+    return keras.Sequential(
+        [
+            keras.Input(IMAGE_SHAPE, dtype="uint8"),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.Conv2D(5, 5, strides=4, name="conv"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.ReLU(name="relu"),
+            keras.layers.GlobalAveragePooling2D(name="pool"),
+            keras.layers.Dense(NUM_CLASSES, name="logits"),
+        ],
+        name="deep_norm",
+    )
+
+
 def small_resnet():
     """One residual block: what BatchNorm does, without 18 layers of it."""
     network = build_resnet(

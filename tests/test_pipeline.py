@@ -5,16 +5,31 @@ import itertools
 import keras
 import numpy as np
 import pytest
+<<<<<<< HEAD
 from placement import devices_of_products, devices_of_variables
 
 from app.data.input_pipeline import eval_dataset, train_dataset
 from conftest import CPUS
 from small_models import build_network, create, deep_network, momentum_sgd, small_resnet
+=======
+
+from app.data.input_pipeline import eval_dataset, train_dataset
+from conftest import CPUS
+from placement import devices_of_products, devices_of_variables
+from small_models import (
+    build_network,
+    create,
+    deep_network,
+    deep_norm_network,
+    momentum_sgd,
+    small_resnet,
+)
+>>>>>>> 2f5a04d5b9fe63904164635cbd523ab60cbc4a82
 from strategies.flops import training_flops_per_example
 from strategies.layer_calls import LayerCalls
 from strategies.pipeline import PipelineStrategy
 from strategies.schedules import SCHEDULES
-from strategies.stages import cut, cut_points, stage_flops
+from strategies.cuts import cut, cut_points, stage_flops
 from test_strategies import assert_same_bits, walk
 
 LENET_CUTS = ["conv1", "average_pooling2d", "conv2", "average_pooling2d_1", "flatten", "hidden"]
@@ -123,13 +138,20 @@ def test_devices_that_do_not_divide_are_refused():
 # The same training.
 
 
+@pytest.fixture(scope="module")
+def four_replicas():
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (40, 28, 28, 1), dtype=np.uint8)
+    images = pixels, (np.arange(40) % 10).astype(np.uint8)
+    strategy = create("manual", 4, deep_network, momentum_sgd)
+    return images, walk(strategy, images, global_batch_size=18, num_steps=3)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_four_micro_batches_are_four_replicas(images, schedule, recompute):
+def test_four_micro_batches_are_four_replicas(four_replicas, schedule, recompute):
     """Uneven: 18 examples over 4, and a last batch of 4."""
-    manual = walk(
-        create("manual", 4, deep_network, momentum_sgd), images, global_batch_size=18, num_steps=3
-    )
+    images, manual = four_replicas
     pipeline = create(
         "pipeline", 4, deep_network, momentum_sgd,
         micro_batches=4, schedule=schedule, recompute=recompute,
@@ -142,8 +164,8 @@ def test_four_micro_batches_are_four_replicas(images, schedule, recompute):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_each_micro_batch_has_batch_norm_statistics_of_its_own(images, recompute):
-    manual = create("manual", 3, small_resnet)
-    pipeline = create("pipeline", 2, small_resnet, micro_batches=3, recompute=recompute)
+    manual = create("manual", 3, deep_norm_network)
+    pipeline = create("pipeline", 3, deep_norm_network, micro_batches=3, recompute=recompute)
     options = {"global_batch_size": 16, "num_steps": 2}
     assert walk(pipeline, images, **options)[0] == walk(manual, images, **options)[0]
     assert_same_bits(pipeline.state(), manual.state())
@@ -154,7 +176,7 @@ def test_each_micro_batch_has_batch_norm_statistics_of_its_own(images, recompute
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("build", [deep_network, small_resnet])
+@pytest.mark.parametrize("build", [deep_network, deep_norm_network])
 def test_one_micro_batch_is_one_device(images, build):
     single = walk(create("single", 1, build), images, global_batch_size=17, num_steps=2)
     pipeline = walk(
@@ -164,8 +186,18 @@ def test_one_micro_batch_is_one_device(images, build):
     assert_same_bits(pipeline[1][-1], single[1][-1])
 
 
-def test_two_pipelines_of_two_stages_are_four_replicas_but_for_rounding(images):
-    """Each adds its own micro-batches first: ((0 + 1) + (2 + 3)), not (((0 + 1) + 2) + 3)."""
+def test_stages_of_residual_blocks(images):
+    manual = walk(create("manual", 2, small_resnet), images, global_batch_size=17, num_steps=2)
+    pipeline = walk(
+        create("pipeline", 3, small_resnet, micro_batches=2), images,
+        global_batch_size=17, num_steps=2,
+    )  # fmt: skip
+    assert pipeline[0] == manual[0]
+    assert_same_bits(pipeline[1][-1], manual[1][-1])
+
+
+def test_two_pipelines_of_two_stages_are_two_replicas_that_accumulate(images):
+    """Each adds its own micro-batches first: (0 + 1) + (2 + 3), not ((0 + 1) + 2) + 3."""
     options = {"global_batch_size": 18, "num_steps": 2}
     pipeline = create("pipeline", 4, deep_network, micro_batches=2, model_parallel=2)
     assert (pipeline.num_replicas, pipeline.num_shards, pipeline.num_copies) == (2, 4, 2)

@@ -7,14 +7,19 @@ from placement import devices_of_products, devices_of_variables
 
 from app.data.input_pipeline import train_dataset
 from conftest import CPUS
+<<<<<<< HEAD
 from small_models import create, deep_network, momentum_sgd, small_resnet
+=======
+from placement import devices_of_products, devices_of_variables
+from small_models import create, deep_network, deep_norm_network, momentum_sgd, small_resnet
+>>>>>>> 2f5a04d5b9fe63904164635cbd523ab60cbc4a82
 from strategies.collectives import shard_bounds, shard_sizes, weighted_bounds
 from strategies.gather_scatter import all_gather, reduce_scatter
 from strategies.sharded import SHARD_CHOICES
 from strategies.split_variable import RepeatedVariable, SplitVariable
 from test_strategies import assert_same_bits, walk
 
-OPTIONS = {"global_batch_size": 17, "num_steps": 3}
+OPTIONS = {"global_batch_size": 17, "num_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,7 @@ def manual_walk():
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (40, 28, 28, 1), dtype=np.uint8)
     images = pixels, (np.arange(40) % 10).astype(np.uint8)
-    strategy = create("manual", 3, small_resnet, momentum_sgd)
+    strategy = create("manual", 3, deep_norm_network, momentum_sgd)
     return images, *walk(strategy, images, **OPTIONS), strategy.per_shard_statistics()
 
 
@@ -30,7 +35,7 @@ def manual_walk():
 def test_parts_of_the_state_are_the_same_training(manual_walk, shard):
     """17 over 3 are 6, 6, 5; momentum, and BatchNorm statistics of each replica's own."""
     images, losses, states, statistics = manual_walk
-    strategy = create("sharded", 3, small_resnet, momentum_sgd, shard=shard)
+    strategy = create("sharded", 3, deep_norm_network, momentum_sgd, shard=shard)
     own_losses, own_states = walk(strategy, images, **OPTIONS)
     assert own_losses == losses
     for state, expected in zip(own_states, states, strict=True):
@@ -38,6 +43,13 @@ def test_parts_of_the_state_are_the_same_training(manual_walk, shard):
     for own, arrays in zip(strategy.per_shard_statistics(), statistics, strict=True):
         for a, b in zip(own, arrays, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_sharded_residual_blocks_are_the_same_training(images):
+    states = [
+        walk(create(n, 2, small_resnet), images, **OPTIONS)[1][-1] for n in ("manual", "sharded")
+    ]
+    assert_same_bits(*states)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
@@ -72,7 +84,7 @@ def test_only_what_is_sharded_is_in_parts(shard):
 
 @pytest.mark.parametrize("shard", SHARD_CHOICES)
 def test_every_variable_is_on_its_device(shard):
-    strategy = create("sharded", 3, small_resnet, momentum_sgd, shard=shard)
+    strategy = create("sharded", 3, deep_norm_network, momentum_sgd, shard=shard)
     for device, part, replica in zip(CPUS, strategy.parts, strategy.replicas, strict=False):
         assert devices_of_variables([*part.weights, *part.optimizer.variables]) == {device}
         own = [v for statistics in replica.statistics for v in statistics]
@@ -209,8 +221,8 @@ def test_a_weight_for_each_replica_is_required(weights):
 @pytest.mark.parametrize("name", ["single", "manual"])
 def test_accumulated_shards_are_replicas(images, name):
     """Three shards one after another on one device, or one on each of three."""
-    manual = create("manual", 3, small_resnet)
-    accumulated = create(name, 1, small_resnet, accumulate_steps=3)
+    manual = create("manual", 3, deep_norm_network)
+    accumulated = create(name, 1, deep_norm_network, accumulate_steps=3)
     assert (accumulated.num_replicas, accumulated.num_shards) == (1, 3)
     expected, found = (walk(s, images, **OPTIONS) for s in (manual, accumulated))
     assert found[0] == expected[0]
@@ -221,7 +233,8 @@ def test_accumulated_shards_are_replicas(images, name):
 def test_accumulation_on_several_devices_is_the_same_everywhere(images, name):
     options = {"accumulate_steps": 2, "shard_weights": (2, 1)}
     expected, found = (
-        walk(create(n, 2, small_resnet, **options), images, **OPTIONS) for n in ("manual", name)
+        walk(create(n, 2, deep_norm_network, **options), images, **OPTIONS)
+        for n in ("manual", name)
     )
     assert found[0] == expected[0]
     assert_same_bits(found[1][-1], expected[1][-1])

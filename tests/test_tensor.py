@@ -8,7 +8,19 @@ from placement import devices_of_products, devices_of_variables, step_graph
 
 from app.data.input_pipeline import train_dataset
 from conftest import CPUS
+<<<<<<< HEAD
 from small_models import build_network, create, deep_network, momentum_sgd, small_resnet
+=======
+from placement import devices_of_products, devices_of_variables, step_graph
+from small_models import (
+    build_network,
+    create,
+    deep_network,
+    deep_norm_network,
+    momentum_sgd,
+    small_resnet,
+)
+>>>>>>> 2f5a04d5b9fe63904164635cbd523ab60cbc4a82
 from strategies.channel_parts import split_calls
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCalls
@@ -16,25 +28,55 @@ from strategies.observer import Observer
 from strategies.split_variable import RepeatedVariable, SplitVariable
 from test_strategies import assert_close, assert_same_bits, walk
 
-OPTIONS = {"global_batch_size": 17, "num_steps": 3}
+OPTIONS = {"global_batch_size": 17, "num_steps": 2}
 
 
 # The same training.
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("build", [deep_network, small_resnet])
-def test_parts_of_layers_are_one_device(images, build, num_devices):
-    """Uneven: 5, 9 and 10 channels; BatchNorm sees the whole batch, as on one device."""
-    single = walk(create("single", 1, build, momentum_sgd), images, **OPTIONS)
-    tensor = walk(create("tensor", num_devices, build, momentum_sgd), images, **OPTIONS)
+def test_parts_of_layers_are_one_device(images, num_devices):
+    """Uneven: 5, 9 and 10 channels."""
+    single = walk(create("single", 1, deep_network), images, **OPTIONS)
+    tensor = walk(create("tensor", num_devices, deep_network), images, **OPTIONS)
     np.testing.assert_allclose(tensor[0], single[0], rtol=1e-6)
+    for state, expected in zip(tensor[1], single[1], strict=True):
+        assert_close(state, expected, 5e-6)  # A gradient is added over the devices.
     if num_devices == 1:
         assert_same_bits(tensor[1][-1], single[1][-1])
-    # A channel's gradient is added over the devices; BatchNorm carries that rounding further.
-    tolerance = 5e-6 if build is deep_network else 1e-4
-    for state, expected in zip(tensor[1], single[1], strict=True):
-        assert_close(state, expected, tolerance)
+
+
+@pytest.mark.parametrize("build", [deep_norm_network, small_resnet])
+def test_batch_norm_sees_the_whole_batch(images, build):
+    """As on one device, without any exchange; it carries the rounding of a sum further."""
+    single = walk(create("single", 1, build), images, **OPTIONS)
+    tensor = walk(create("tensor", 3, build), images, **OPTIONS)
+    np.testing.assert_allclose(tensor[0], single[0], rtol=1e-5)
+    assert_close(tensor[1][-1], single[1][-1], 1e-4)
+
+
+def test_a_model_with_a_prefix_and_optimizer_state(images):
+    """Paths in a sequential model begin with its name; those of layers by themselves do not."""
+    single = walk(create("single", 1, deep_network, momentum_sgd), images, **OPTIONS)
+    tensor = walk(create("tensor", 2, deep_network, momentum_sgd), images, **OPTIONS)
+    assert_close(tensor[1][-1], single[1][-1], 5e-6)
+
+
+def test_optimizer_state_is_in_parts_too(images):
+    single, tensor = (
+        walk(create(name, n, functional_network, momentum_sgd), images, **OPTIONS)[1][-1]
+        for name, n in [("single", 1), ("tensor", 2)]
+    )
+    assert sum("momentum" in name for name in single) == 6
+    assert_close(tensor, single, 5e-6)
+
+
+def functional_network():
+    layers = deep_network().layers
+    x = images = keras.Input((28, 28, 1), dtype="uint8")
+    for layer in layers:
+        x = type(layer).from_config(layer.get_config())(x)
+    return keras.Model(images, x)
 
 
 def test_first_gradients_of_a_part_are_those_of_one_device(images):
@@ -51,9 +93,9 @@ def test_first_gradients_of_a_part_are_those_of_one_device(images):
 
 
 def test_two_rows_of_two_are_two_replicas_but_for_rounding(images):
-    tensor = create("tensor", 4, small_resnet, model_parallel=2)
+    tensor = create("tensor", 4, deep_norm_network, model_parallel=2)
     assert (tensor.num_replicas, tensor.num_shards, tensor.num_copies) == (2, 2, 2)
-    manual = create("manual", 2, small_resnet)
+    manual = create("manual", 2, deep_norm_network)
     losses = walk(tensor, images, **OPTIONS)[0]
     np.testing.assert_allclose(losses, walk(manual, images, **OPTIONS)[0], rtol=1e-6)
     assert_close(tensor.state(), manual.state(), 1e-4)
@@ -115,7 +157,7 @@ def test_parts_make_up_the_layers():
 
 
 def test_every_variable_is_on_the_device_of_its_part():
-    strategy = create("tensor", 4, small_resnet, momentum_sgd, model_parallel=2)
+    strategy = create("tensor", 4, deep_norm_network, model_parallel=2)
     for r, row in enumerate(strategy.rows):
         for d, optimizer in enumerate(row.optimizers):
             own = [
