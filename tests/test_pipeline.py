@@ -5,13 +5,6 @@ import itertools
 import keras
 import numpy as np
 import pytest
-<<<<<<< HEAD
-from placement import devices_of_products, devices_of_variables
-
-from app.data.input_pipeline import eval_dataset, train_dataset
-from conftest import CPUS
-from small_models import build_network, create, deep_network, momentum_sgd, small_resnet
-=======
 
 from app.data.input_pipeline import eval_dataset, train_dataset
 from conftest import CPUS
@@ -24,12 +17,11 @@ from small_models import (
     momentum_sgd,
     small_resnet,
 )
->>>>>>> 2f5a04d5b9fe63904164635cbd523ab60cbc4a82
+from strategies.cuts import cut, cut_points, stage_flops
 from strategies.flops import training_flops_per_example
 from strategies.layer_calls import LayerCalls
 from strategies.pipeline import PipelineStrategy
 from strategies.schedules import SCHEDULES
-from strategies.cuts import cut, cut_points, stage_flops
 from test_strategies import assert_same_bits, walk
 
 LENET_CUTS = ["conv1", "average_pooling2d", "conv2", "average_pooling2d_1", "flatten", "hidden"]

@@ -3,16 +3,11 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from placement import devices_of_products, devices_of_variables
 
 from app.data.input_pipeline import train_dataset
 from conftest import CPUS
-<<<<<<< HEAD
-from small_models import create, deep_network, momentum_sgd, small_resnet
-=======
 from placement import devices_of_products, devices_of_variables
 from small_models import create, deep_network, deep_norm_network, momentum_sgd, small_resnet
->>>>>>> 2f5a04d5b9fe63904164635cbd523ab60cbc4a82
 from strategies.collectives import shard_bounds, shard_sizes, weighted_bounds
 from strategies.gather_scatter import all_gather, reduce_scatter
 from strategies.sharded import SHARD_CHOICES

@@ -4,13 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from placement import devices_of_products, devices_of_variables, step_graph
 
 from app.data.input_pipeline import train_dataset
 from conftest import CPUS
-<<<<<<< HEAD
-from small_models import build_network, create, deep_network, momentum_sgd, small_resnet
-=======
 from placement import devices_of_products, devices_of_variables, step_graph
 from small_models import (
     build_network,
@@ -20,7 +16,6 @@ from small_models import (
     momentum_sgd,
     small_resnet,
 )
->>>>>>> 2f5a04d5b9fe63904164635cbd523ab60cbc4a82
 from strategies.channel_parts import split_calls
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCalls
