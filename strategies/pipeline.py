@@ -34,7 +34,7 @@ from strategies.layer_calls import LayerCalls
 from strategies.manual import all_reduce, split_batch
 from strategies.observer import Shard
 from strategies.prediction import call_without_empty_batch
-from strategies.schedules import SCHEDULES, in_order
+from strategies.schedules import SCHEDULES, Task, in_order
 from strategies.stages import Pipeline, Stage
 from strategies.tf_private import free_values
 
@@ -61,14 +61,17 @@ class PipelineStrategy(base.Strategy):
         self.tasks = in_order(SCHEDULES[schedule], num_stages, micro_batches)
         self._recomputes, self._cuts = recompute, pipeline_cuts
 
+    def default_all_reduce(self) -> str:
+        return "reduce_to_one" if self.num_replicas > 1 else "none"
+
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model, devices = model_fn(), iter(self.devices)
-        self._optimizer_names = list(optimizer_shapes(self.model, optimizer_fn))
+        self._optimizer_names = list(optimizer_shapes(self.model.trainable_variables, optimizer_fn))
         stages = cut(LayerCalls.of(self.model), self.devices_per_replica, self._cuts)
         self.pipelines = []
         for _ in range(self.num_replicas):
             own = [
-                Stage.create(c, next(devices), optimizer_fn(), self.shards_per_replica)
+                Stage.create(c, next(devices), optimizer_fn, self.shards_per_replica)
                 for c in stages
             ]
             self.pipelines.append(Pipeline(self.model, own))
@@ -105,45 +108,44 @@ class PipelineStrategy(base.Strategy):
         """
         stages, last = pipeline.stages, len(pipeline.stages) - 1
         weights = pipeline.read_weights(self.observer, r * len(stages))
-        x = {(0, m): batch.images for m, batch in enumerate(micro_batches)}  # Inputs of stages.
-        dy, passes, gradients, losses, totals = {}, {}, {}, {}, {}
+        inbox = {Task(0, True, m): [batch.images] for m, batch in enumerate(micro_batches)}
+        passes, gradients, losses, totals = {}, {}, {}, {}
         done: list[list[tf.Operation]] = [[] for _ in stages]
         for task in self.tasks:  # 2. The schedule.
             k, is_forward, m = task
-            on_task = functools.partial(self.observer.on_task, r, task)
             # In this order: left to itself, a device starts whatever has its inputs.
             with tf.device(stages[k].device), tf.control_dependencies(done[k]):
+                taken = self.observer.on_task(r, task, inbox.pop(task), ends=False)
                 if is_forward:
-                    (x[k, m],) = on_task([x[k, m]], ends=False)
-                    tape, y = _forward(stages[k], weights[k], x[k, m], m)
-                    if k == last or not self._recomputes:
-                        passes[k, m] = tape, y
-                    if k == last:  # What is handed on is the gradient of the loss by the output.
-                        losses[m], totals[m], y = self.loss_and_logits_gradient(
+                    (x,) = taken
+                    tape, y = _forward(stages[k], weights[k], x, m)
+                    passes[k, m] = tape, x, y
+                    made, receiver = [y], Task(k + 1, True, m)
+                    if k == last:  # What comes back is the gradient of the loss by the logits.
+                        losses[m], totals[m], dy = self.loss_and_logits_gradient(
                             y, micro_batches[m].labels, micro_batches[m].num_global_examples
                         )
-                    made = on_task([y], ends=True)
-                    if k == last:
-                        dy[k, m] = made[0]
+                        made, receiver = [dy], Task(k, False, m)
+                    elif self._recomputes:  # Keep the input alone.
+                        del passes[k, m]
+                        inbox[Task(k, False, m)] = [x]
                 else:
-                    is_again = (k, m) not in passes
-                    given = [dy.pop((k, m)), x[k, m]] if is_again else [dy.pop((k, m))]
-                    dy_m, *inputs = on_task(given, ends=False)
-                    if is_again:  # Compute the activations again, from the input.
-                        (x[k, m],) = inputs
-                        passes[k, m] = _forward(stages[k], weights[k], x[k, m], m, again=True)
-                    tape, y = passes.pop((k, m))
-                    sources = [x[k, m], *weights[k]] if k else weights[k]
-                    made = on_task(tape.gradient(y, sources, output_gradients=dy_m), ends=True)
+                    *again, dy = taken
+                    if again:
+                        tape, y = _forward(stages[k], weights[k], again[0], m, again=True)
+                        passes[k, m] = tape, again[0], y
+                    tape, x, y = passes.pop((k, m))
+                    sources = [x, *weights[k]] if k else weights[k]  # The chain rule.
+                    made = tape.gradient(y, sources, output_gradients=dy)
+                    receiver = Task(k - 1, False, m)
+                made = self.observer.on_task(r, task, made, ends=True)
+                if not is_forward:
                     gradients[k, m] = self.unscale(made[1:] if k else made)
                 with tf.control_dependencies(made):
                     done[k] = [tf.no_op()]
-            if is_forward and k < last:  # Activations go on to the next device,
-                with tf.device(stages[k + 1].device):
-                    x[k + 1, m] = tf.identity(made[0])
-            if not is_forward and k > 0:  # and the gradients by them back to the one before.
-                with tf.device(stages[k - 1].device):
-                    dy[k - 1, m] = tf.identity(made[0])
+            if receiver.stage >= 0:  # Activations go on, gradients by them go back.
+                with tf.device(stages[receiver.stage].device):
+                    inbox.setdefault(receiver, []).append(tf.identity(made[0]))
         sums: list[list[tf.Tensor]] = [[] for _ in stages]
         for m, shard_id in enumerate(self.shard_ids(r)):
             per_stage = [gradients[k, m] for k in range(len(stages))]

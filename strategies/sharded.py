@@ -39,6 +39,8 @@ from strategies.manual import all_reduce, gradients_on_each_device, split_batch
 from strategies.shard_step import Replica, copies_of
 from strategies.tf_private import free_values
 
+SHARD_CHOICES = "optimizer", "gradients", "weights"
+
 
 class ShardedStrategy(base.Strategy):
     """Data parallelism whose state is split over the devices."""
@@ -50,9 +52,16 @@ class ShardedStrategy(base.Strategy):
         self.splits_gradients, self.splits_weights = shard != "optimizer", shard == "weights"
         self.num_copies = 1 if self.splits_weights else self.num_replicas
 
+    def default_all_reduce(self) -> str:
+        return "direct" if self.num_replicas > 1 else "none"  # Its two steps, one by one.
+
+    @property
+    def gather_groups(self) -> list[list[str]]:
+        return [self.devices] if self.syncs_batch_norm else []
+
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model = model_fn()
-        self._optimizer_shapes = optimizer_shapes(self.model, optimizer_fn)
+        self._optimizer_shapes = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
         self._shapes = [tf.TensorShape(v.shape) for v in self.model.trainable_variables]
         self.replicas, self.parts = [], []
         for r, device in enumerate(self.devices):

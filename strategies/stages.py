@@ -1,6 +1,6 @@
 """Consecutive layers of a network, each with the variables of some of them on a device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import keras
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
         cls,
         calls: list[LayerCall],
         device: str,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer_fn: Callable[[], keras.optimizers.Optimizer],
         num_micro_batches: int,
     ) -> "Stage":
         """Creates the variables, with the values of the layers' own, on the device."""
@@ -44,6 +44,7 @@ class Stage(NamedTuple):
         with tf.device(device):
             weights = copies_of(trainable)
             statistics = [copies_of(others) for _ in range(num_micro_batches)]
+            optimizer = optimizer_fn()
             optimizer.build(weights)
         return cls(device, calls, weights, statistics, optimizer)
 

@@ -49,9 +49,17 @@ class TensorStrategy(base.Strategy):
     ):
         super().__init__(devices, model_parallel=model_parallel or len(devices), **options)
 
+    def default_all_reduce(self) -> str:
+        return "reduce_to_one" if self.num_replicas > 1 else "none"
+
+    @property
+    def gather_groups(self) -> list[list[str]]:
+        size = self.devices_per_replica
+        return [self.devices[i : i + size] for i in range(0, self.num_devices, size)]
+
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model = model_fn()
-        self._optimizer_names = list(optimizer_shapes(self.model, optimizer_fn))
+        self._optimizer_names = list(optimizer_shapes(self.model.trainable_variables, optimizer_fn))
         self._paths = [variable.path for variable in self.model.trainable_variables]
         self._calls, num_parts = LayerCalls.of(self.model), self.devices_per_replica
         self.rows = [
