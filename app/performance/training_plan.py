@@ -76,7 +76,7 @@ class TrainingPlan:
             config.num_workers * config.num_devices_planned,
             sum(weight.shape.num_elements() for weight in weights),
             GradientBuckets(weights, dtype=dtype).size_bytes,
-            MemoryEstimate.of(model, optimizer),
+            MemoryEstimate.of(model, optimizer.variables),
             learning_rate,
         )
 
