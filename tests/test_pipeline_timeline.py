@@ -2,6 +2,7 @@
 
 import pytest
 import tensorflow as tf
+from test_traffic import batch
 
 from app.performance.pipeline_timeline import (
     TimedTask,
@@ -16,7 +17,6 @@ from app.performance.split_records import TimedSteps
 from app.performance.task_clock import TaskClock, time_tasks
 from small_models import create
 from strategies.schedules import SCHEDULES, in_order
-from test_traffic import batch
 
 
 def simulated(schedule, num_stages, number, task_secs):
