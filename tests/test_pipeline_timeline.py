@@ -1,5 +1,7 @@
 """When tasks of a pipeline run: theory against a simulation, and what is read from times."""
 
+import itertools
+
 import pytest
 import tensorflow as tf
 from test_traffic import batch
@@ -80,7 +82,7 @@ def test_the_clock_sees_every_task_and_changes_no_bit(options):
             assert times[1, False, m].start_sec <= times[0, False, m].start_sec
         for stage in range(2):  # One after another, as the schedule has them.
             own = sorted((t for t in tasks if t.stage == stage), key=lambda t: order[t[:3]])
-            pairs = zip(own, own[1:], strict=False)
+            pairs = itertools.pairwise(own)
             assert all(a.end_sec <= b.start_sec for a, b in pairs)
 
 

@@ -47,7 +47,7 @@ def test_each_device_of_sharded_holds_its_part_exactly(num_devices):
     held = held_state(strategy)
     assert [state.weights_bytes for state in held] == [4 * part for part in parts]
     for state, part in zip(held, parts, strict=True):  # And numbers: step, learning rate.
-        assert 4 * part <= state.optimizer_bytes < 4 * part + 32
+        assert 4 * part <= state.optimizer_bytes <= 4 * part + 12 * num_devices
     assert sum(state.weights_bytes for state in held) == 4 * NUM_WEIGHTS
     whole = held_state(create("manual", num_devices, optimizer_fn=momentum))
     assert [state.weights_bytes for state in whole] == [4 * NUM_WEIGHTS] * num_devices
@@ -58,7 +58,7 @@ def test_zero_1_holds_all_weights_and_the_part_that_it_updates():
     (first, _) = held_state(strategy)
     part = sum(shard_sizes(size, 2)[0] for size in (75, 3, 1080, 10))
     assert first.weights_bytes == 4 * (NUM_WEIGHTS + part)
-    assert first.optimizer_bytes < 4 * part + 32
+    assert first.optimizer_bytes <= 4 * part + 2 * 12
 
 
 @pytest.mark.parametrize(
