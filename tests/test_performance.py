@@ -7,7 +7,6 @@ import pytest
 from app.config import Config
 from app.performance.benchmark_output import create_cases, write_benchmark
 from app.performance.case import split_names
-from strategies.flops import training_flops_per_example
 from app.performance.speed_comparison import all_comparisons
 from app.report.benchmark_plot import plot_benchmark
 from app.runtime.errors import ConfigError
@@ -15,6 +14,7 @@ from conftest import run_ok
 from in_process import run_here, run_here_ok
 from performance_samples import make_sample
 from small_models import build_network
+from strategies.flops import training_flops_per_example
 
 # Of the layers' shapes: conv1 26·26·9·20, conv2 9·9·25·20·50, then 800·128 and 128·10; twice each
 # for a multiplication and an addition, three passes, and no gradient of the images.
