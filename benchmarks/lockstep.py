@@ -31,10 +31,10 @@ def main() -> None:
     config = TrainConfig(dataset="fashion_mnist", device="cpu", **options)
     prepared = device_setup.set_up(config)
 
-    from strategies.flops import training_flops_per_example
     from app.runtime.versions import versions
     from app.training.evaluation import evaluate
     from app.training.training_spec import TrainingSpec, load_data
+    from strategies.flops import training_flops_per_example
 
     dataset = load_data(config)
     spec = TrainingSpec(config, dataset)

@@ -90,6 +90,7 @@ def in_order(schedule: Schedule, num_stages: int, num_micro_batches: int) -> lis
 
 
 def _needs(task: Task, num_stages: int) -> set[Task]:
-    """Returns the task of a neighbour that has to be done before this one."""
+    """Returns the tasks that have to be done before this one."""
     neighbour = task.stage - 1 if task.is_forward else task.stage + 1
-    return {task._replace(stage=neighbour)} if 0 <= neighbour < num_stages else set()
+    needs = {task._replace(stage=neighbour)} if 0 <= neighbour < num_stages else set()
+    return needs if task.is_forward else {*needs, task._replace(is_forward=True)}

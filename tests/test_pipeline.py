@@ -17,11 +17,11 @@ from small_models import (
     momentum_sgd,
     small_resnet,
 )
+from strategies.cuts import cut, cut_points, stage_flops
 from strategies.flops import training_flops_per_example
 from strategies.layer_calls import LayerCalls
 from strategies.pipeline import PipelineStrategy
 from strategies.schedules import SCHEDULES
-from strategies.stages import cut, cut_points, stage_flops
 from test_strategies import assert_same_bits, walk
 
 LENET_CUTS = ["conv1", "average_pooling2d", "conv2", "average_pooling2d_1", "flatten", "hidden"]
@@ -231,7 +231,6 @@ def test_cuts_make_no_difference(images):
 # Where things are.
 
 
-@pytest.mark.xfail(strict=True, reason="the optimizers' iteration and learning rate are on CPU:0")
 def test_every_variable_is_on_the_device_of_its_stage():
     strategy = create("pipeline", 4, deep_network, momentum_sgd, model_parallel=2, micro_batches=2)
     for r, stages in enumerate(strategy.pipelines):

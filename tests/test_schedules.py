@@ -97,7 +97,6 @@ def test_a_schedule_in_which_all_wait_is_refused():
         in_time_slots(backward_first, 2, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="`_needs` leaves out the forward pass of the same stage")
 def test_a_schedule_in_which_a_stage_goes_back_before_it_has_gone_forward_is_refused():
     def back_at_once(stage, num_stages, num_micro_batches):
         return gpipe(stage, num_stages, num_micro_batches)[::-1]

@@ -50,7 +50,6 @@ def test_batch_norm_sees_the_whole_batch(images, build):
     assert_close(tensor[1][-1], single[1][-1], 1e-4)
 
 
-@pytest.mark.xfail(strict=True, reason="names of optimizer state are those of the parts' paths")
 def test_a_model_with_a_prefix_and_optimizer_state(images):
     """Paths in a sequential model begin with its name; those of layers by themselves do not."""
     single = walk(create("single", 1, deep_network, momentum_sgd), images, **OPTIONS)
@@ -152,7 +151,6 @@ def test_parts_make_up_the_layers():
             assert [devices_of_variables([part]) for part in parts] == [{name} for name in CPUS]
 
 
-@pytest.mark.xfail(strict=True, reason="the optimizers' iteration and learning rate are on CPU:0")
 def test_every_variable_is_on_the_device_of_its_part():
     strategy = create("tensor", 4, deep_norm_network, model_parallel=2)
     for r, row in enumerate(strategy.rows):

@@ -153,8 +153,8 @@ def _facts(
 ) -> Facts:
     import tensorflow as tf
 
-    from strategies.flops import product_layers, training_flops_per_example
     from app.runtime.versions import versions
+    from strategies.flops import product_layers, training_flops_per_example
 
     weights = [tf.TensorSpec(w.shape, w.dtype) for w in strategy.model.trainable_variables]
     return Facts(
