@@ -200,6 +200,25 @@ def test_two_pipelines_of_two_stages_are_two_replicas_that_accumulate(images):
     assert_same_bits(first, second)
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", ["pipeline", "sharded"])
+def test_mixed_precision_is_the_same_training(images, name, policy):
+    """Activations of 16 bits travel, and their gradients; the loss scale is a power of two."""
+    options = {"loss_scale": 1024.0 if policy == "mixed_float16" else 1.0}
+    own = {"micro_batches": 3} if name == "pipeline" else {}
+    keras.config.set_dtype_policy(policy)
+    try:
+        manual = create("manual", 3, deep_network, **options)
+        other = create(name, 3, deep_network, **options, **own)
+        expected, found = (
+            walk(s, images, global_batch_size=17, num_steps=2) for s in (manual, other)
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert found[0] == expected[0]
+    assert_same_bits(found[1][-1], expected[1][-1])
+
+
 def test_cuts_make_no_difference(images):
     options = {"global_batch_size": 18, "num_steps": 2}
     first, second = (
