@@ -233,12 +233,12 @@ def test_cuts_make_no_difference(images):
 
 def test_every_variable_is_on_the_device_of_its_stage():
     strategy = create("pipeline", 4, deep_network, momentum_sgd, model_parallel=2, micro_batches=2)
-    for r, stages in enumerate(strategy.pipelines):
-        for k, stage in enumerate(stages):
+    for r, pipeline in enumerate(strategy.pipelines):
+        for k, stage in enumerate(pipeline.stages):
             own = [*stage.weights, *itertools.chain(*stage.statistics), *stage.optimizer.variables]
             assert devices_of_variables(own) == {CPUS[2 * r + k]}
     # Between them they have all weights once.
-    paths = [path for stage in strategy.pipelines[0] for path in stage.weight_paths]
+    paths = [path for stage in strategy.pipelines[0].stages for path in stage.weight_paths]
     assert sorted(paths) == sorted(v.path for v in strategy.model.trainable_variables)
 
 
