@@ -25,6 +25,7 @@ from app.verification.measurement import Measurement
 from app.verification.run_comparison import PairVerdict as WeightVerdict
 from app.verification.tasks import Recorded
 from app.verification.trace_comparison import PairDifference
+from app.verification.split import Split
 from app.verification.verdict import Diagnosis, PairVerdict, StrategyVerdict
 from app.verification.verify_output import write_record
 from performance_samples import make_sample
@@ -90,6 +91,7 @@ def write_verification(path, *, fault=None):
         ]
 
     false = Measurement(1, "sums", "conv1/kernel", 1, 0.125, 0.5, 9, 0.125, 5e7, 1.0)
+    split = Split(2, 2, 2)
     strategy_verdicts = {
         "manual": StrategyVerdict(
             "manual",
@@ -97,8 +99,9 @@ def write_verification(path, *, fault=None):
             false if fault else None,
             Diagnosis("lost_gradient", "the sum is without replica 1") if fault else None,
             None,
+            split,
         ),
-        "mirrored": StrategyVerdict("mirrored", measured(0.5, 0.0), None, None, None),
+        "mirrored": StrategyVerdict("mirrored", measured(0.5, 0.0), None, None, None, split),
     }
     counts = len(CPUS), len(CPUS), len(CPUS)
     run = Recorded(

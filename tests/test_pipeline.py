@@ -200,6 +200,25 @@ def test_two_pipelines_of_two_stages_are_two_replicas_that_accumulate(images):
     assert_same_bits(first, second)
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", ["pipeline", "sharded"])
+def test_mixed_precision_is_the_same_training(images, name, policy):
+    """Activations of 16 bits travel, and their gradients; the loss scale is a power of two."""
+    options = {"loss_scale": 1024.0 if policy == "mixed_float16" else 1.0}
+    own = {"micro_batches": 3} if name == "pipeline" else {}
+    keras.config.set_dtype_policy(policy)
+    try:
+        manual = create("manual", 3, deep_network, **options)
+        other = create(name, 3, deep_network, **options, **own)
+        expected, found = (
+            walk(s, images, global_batch_size=17, num_steps=2) for s in (manual, other)
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert found[0] == expected[0]
+    assert_same_bits(found[1][-1], expected[1][-1])
+
+
 def test_cuts_make_no_difference(images):
     options = {"global_batch_size": 18, "num_steps": 2}
     first, second = (
@@ -214,12 +233,12 @@ def test_cuts_make_no_difference(images):
 
 def test_every_variable_is_on_the_device_of_its_stage():
     strategy = create("pipeline", 4, deep_network, momentum_sgd, model_parallel=2, micro_batches=2)
-    for r, stages in enumerate(strategy.pipelines):
-        for k, stage in enumerate(stages):
+    for r, pipeline in enumerate(strategy.pipelines):
+        for k, stage in enumerate(pipeline.stages):
             own = [*stage.weights, *itertools.chain(*stage.statistics), *stage.optimizer.variables]
             assert devices_of_variables(own) == {CPUS[2 * r + k]}
     # Between them they have all weights once.
-    paths = [path for stage in strategy.pipelines[0] for path in stage.weight_paths]
+    paths = [path for stage in strategy.pipelines[0].stages for path in stage.weight_paths]
     assert sorted(paths) == sorted(v.path for v in strategy.model.trainable_variables)
 
 
