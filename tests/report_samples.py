@@ -22,10 +22,10 @@ from app.records.files import write_json
 from app.records.history import write_history, write_summary
 from app.verification.difference import WeightDifference
 from app.verification.measurement import Measurement
+from app.verification.recorded import Recorded
 from app.verification.run_comparison import PairVerdict as WeightVerdict
-from app.verification.tasks import Recorded
-from app.verification.trace_comparison import PairDifference
 from app.verification.split import Split
+from app.verification.trace_comparison import PairDifference
 from app.verification.verdict import Diagnosis, PairVerdict, StrategyVerdict
 from app.verification.verify_output import write_record
 from performance_samples import make_sample
@@ -105,7 +105,7 @@ def write_verification(path, *, fault=None):
     }
     counts = len(CPUS), len(CPUS), len(CPUS)
     run = Recorded(
-        *(CPUS, *counts, True, "synthetic", "cc" * 32, 0.2, 100),
+        *(CPUS, *counts, False, [1, 1], True, "synthetic", "cc" * 32, 0.2, 100),
         *(False, False, None, [], VERSIONS),
     )
     apart = [
