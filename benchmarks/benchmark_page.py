@@ -9,6 +9,9 @@ LENET_STEPS = 235  # An epoch of 60,000 in batches of 256, the last one short.
 RESNET_STEPS = 6
 TITLES = {
     "lenet": f"LeNet, batch 256: blocks of an epoch ({LENET_STEPS} steps)",
+    "lenet_split": (
+        "LeNet, batch 256, recipe `fast`: ways to split a training in PyTorch (blocks of an epoch)"
+    ),
     "lenet_keras": "LeNet, batch 256, and Keras `fit` under MirroredStrategy",
     "resnet18": f"ResNet-18, batch 64: blocks of {RESNET_STEPS} steps",
     "resnet18_keras": "ResNet-18, batch 64, and Keras `fit` under MirroredStrategy",
@@ -54,8 +57,12 @@ def is_complete(results: dict[str, Any]) -> bool:
 
 
 def _render_part(part: dict[str, Any]) -> list[str]:
-    lines = ["| program | images/s | 95 % interval | of the peak |", "| --- | --- | --- | --- |"]
     programs = part["programs"]
+    tested = any("accuracy" in result for result in programs.values())
+    lines = [
+        "| program | images/s | 95 % interval | of the peak |" + " sec/epoch | accuracy |" * tested,
+        "| --- | --- | --- | --- |" + " --- | --- |" * tested,
+    ]
     for name, result in programs.items():
         if name.startswith("peak"):
             continue
@@ -69,7 +76,11 @@ def _render_part(part: dict[str, Any]) -> list[str]:
                 programs[peak]["secs"],
             )
             share = f"{share.value:.2f} ({share.low:.2f}–{share.high:.2f})"
-        lines.append(f"| {name} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} | {share} |")
+        line = f"| {name} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} | {share} |"
+        if tested:
+            epoch_sec = interval.median(result["secs"]).value * result["images"][0]
+            line += f" {epoch_sec:.2f} | {result['accuracy']:.4f} |"
+        lines.append(line)
     lines += [
         "",
         "| time of an image | over | ratio | 95 % interval |",

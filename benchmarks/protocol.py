@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import dataclasses
 import functools
-import gzip
 import inspect
 import json
 import os
@@ -24,35 +23,17 @@ import platform
 import signal
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
+
+from benchmark_data import FashionMnist, load_fashion_mnist
 
 LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # The book's, constant.
 NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable ones.
 NUM_WARMUP_STEPS = 5
-_DATA_EXIT_CODE = 3
-_PREFIXES = ("train", "t10k")
 _PR_SET_PDEATHSIG = 1  # Reference: prctl(2).
-
-
-@dataclasses.dataclass(frozen=True)
-class FashionMnist:
-    """The data, as it is in the four files.
-
-    Attributes:
-        train_images: uint8 `(60000, 28, 28, 1)`, read-only as the other three.
-        train_labels: uint8 `(60000,)`, 0 to 9.
-        test_images: uint8 `(10000, 28, 28, 1)`.
-        test_labels: uint8 `(10000,)`.
-    """
-
-    train_images: np.ndarray
-    train_labels: np.ndarray
-    test_images: np.ndarray
-    test_labels: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +43,19 @@ class BenchmarkJob:
     Attributes:
         model: a key of `LEARNING_RATES`.
         global_batch_size: examples of one step on all devices together, a multiple of
-            `num_devices`.
+            `num_shards`.
         num_devices: logical devices or processes.
         data: what to train and test with.
+        num_shards: equal parts that a global batch is split into.
+        options: values of the flags that the program alone has.
     """
 
     model: str
     global_batch_size: int
     num_devices: int
     data: FashionMnist
+    num_shards: int
+    options: Mapping[str, Any]
 
     @property
     def learning_rate(self) -> float:
@@ -93,7 +78,7 @@ class BenchmarkJob:
         starts = range(0, num_examples, self.global_batch_size)
         slices = [slice(s, min(s + self.global_batch_size, num_examples)) for s in starts]
         last = slices[-1]
-        return slices if (last.stop - last.start) % self.num_devices == 0 else slices[:-1]
+        return slices if (last.stop - last.start) % self.num_shards == 0 else slices[:-1]
 
     def num_images(self, num_steps: int) -> int:
         """Counts the images of `num_steps` steps that begin with an epoch."""
@@ -113,7 +98,13 @@ class BenchmarkJob:
                 yield order[where]
 
 
-def open_job(models: Sequence[str]) -> BenchmarkJob:
+def open_job(
+    models: Sequence[str],
+    *,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+    check: Callable[[argparse.Namespace], str | None] | None = None,
+    shards_flag: str = "num_devices",
+) -> BenchmarkJob:
     """Takes standard output for the answers, reads the flags and loads the data.
 
     Called before a framework is imported, which takes seconds and may print: wrong flags end the
@@ -121,6 +112,9 @@ def open_job(models: Sequence[str]) -> BenchmarkJob:
 
     Args:
         models: the names that the program can train.
+        flags: the program's own flags: name → arguments of `add_argument`.
+        check: returns what is wrong with the flags together, or None.
+        shards_flag: the flag whose value is the number of equal parts of a global batch.
     """
     claim_stdout()
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -128,55 +122,31 @@ def open_job(models: Sequence[str]) -> BenchmarkJob:
     parser.add_argument("--global_batch_size", type=int, default=256)
     parser.add_argument("--num_devices", type=int, default=2)
     parser.add_argument("--data_dir", type=pathlib.Path, required=True)
-    flags = parser.parse_args()
-    if flags.num_devices < 1:
-        parser.error(f"--num_devices={flags.num_devices}: at least 1 is required; use 1 or more")
-    if flags.global_batch_size < 1 or flags.global_batch_size % flags.num_devices:
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(f"--{name}", **arguments)
+    values = parser.parse_args()
+    for name in {"num_devices", shards_flag}:
+        if getattr(values, name) < 1:
+            parser.error(f"--{name}={getattr(values, name)}: at least 1 is required; use 1 or more")
+    num_shards = getattr(values, shards_flag)
+    if values.global_batch_size < 1 or values.global_batch_size % num_shards:
         parser.error(
-            f"--global_batch_size={flags.global_batch_size}: a multiple of"
-            f" --num_devices={flags.num_devices} is required, for equal shards; use one"
+            f"--global_batch_size={values.global_batch_size}: a multiple of"
+            f" --{shards_flag}={num_shards} is required, for equal shards; use one"
         )
+    if check and (error := check(values)):
+        parser.error(error)
     job = BenchmarkJob(
-        flags.model, flags.global_batch_size, flags.num_devices, load_fashion_mnist(flags.data_dir)
-    )
+        values.model, values.global_batch_size, values.num_devices,
+        load_fashion_mnist(values.data_dir), num_shards,
+        {name: getattr(values, name) for name in flags or {}},
+    )  # fmt: skip
     if not job.epoch_slices:
         parser.error(
-            f"--global_batch_size={flags.global_batch_size}: more than the"
+            f"--global_batch_size={values.global_batch_size}: more than the"
             f" {len(job.data.train_images)} training images; use less"
         )
     return job
-
-
-def load_fashion_mnist(data_dir: pathlib.Path) -> FashionMnist:
-    """Loads the four original files, compressed or not; ends the program where that fails."""
-    try:
-        arrays = []
-        for prefix in _PREFIXES:
-            images = _read_idx(data_dir, f"{prefix}-images-idx3-ubyte", num_axes=3)
-            labels = _read_idx(data_dir, f"{prefix}-labels-idx1-ubyte", num_axes=1)
-            if not 0 < len(images) == len(labels) or images.shape[1:] != (28, 28):
-                raise ValueError(f"{prefix}: {images.shape} images with {len(labels)} labels")
-            if labels.max() > 9:
-                raise ValueError(f"{prefix}: a label of {labels.max()}")
-            arrays += [images[..., np.newaxis], labels]
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        print(
-            f"error: --data_dir={data_dir}: {error} — the four original files of Fashion-MNIST,"
-            " .gz or unpacked, are required; put them there",
-            file=sys.stderr,
-        )
-        raise SystemExit(_DATA_EXIT_CODE) from None
-    return FashionMnist(*arrays)
-
-
-def _read_idx(folder: pathlib.Path, name: str, *, num_axes: int) -> np.ndarray:
-    """Reads a file of unsigned bytes: a mark, the size of each axis, then the values."""
-    packed, plain = folder / f"{name}.gz", folder / name
-    content = gzip.decompress(packed.read_bytes()) if packed.exists() else plain.read_bytes()
-    mark, *shape = np.frombuffer(content, ">u4", 1 + num_axes).tolist()
-    if mark != 0x800 + num_axes:
-        raise ValueError(f"{name} starts with {mark:#x}, not with {0x800 + num_axes:#x}")
-    return np.frombuffer(content, np.uint8, offset=4 * (1 + num_axes)).reshape(shape)
 
 
 def num_cores() -> int:
@@ -220,6 +190,7 @@ def describe(job: BenchmarkJob, **versions: str) -> dict:
         "versions": {"python": platform.python_version(), "numpy": np.__version__, **versions},
         "num_parameters": NUM_PARAMETERS[job.model],
         "steps_per_epoch": len(job.epoch_slices),
+        "images_per_epoch": job.num_images(len(job.epoch_slices)),
     }
 
 

@@ -98,6 +98,30 @@ def resnet_part(peers_python: str) -> tuple[list[Program], list[Ratio]]:
     return programs, ratios
 
 
+def lenet_split_part(peers_python: str) -> tuple[list[Program], list[Ratio]]:
+    """Returns what is compared of three ways to split a training, an epoch of `fast` a block."""
+    fast = (*LENET, "--recipe=fast", "--num_devices=2")
+    peers = [
+        ("PyTorch DDP × 2", "torch_ddp.py", ()),
+        ("PyTorch pipeline, GPipe × 2", "torch_pipeline.py", ("--schedule=gpipe",)),
+        ("PyTorch pipeline, 1F1B × 2", "torch_pipeline.py", ("--schedule=1f1b",)),
+        ("PyTorch FSDP2 × 2", "torch_fsdp.py", ()),
+    ]
+    own = [
+        ("manual × 2", ("--strategy=manual",)),
+        ("pipeline, GPipe × 2", ("--strategy=pipeline", "--schedule=gpipe")),
+        ("pipeline, 1F1B × 2", ("--strategy=pipeline", "--schedule=1f1b")),
+        ("tensor × 2", ("--strategy=tensor",)),
+        ("sharded × 2", ("--strategy=sharded",)),
+    ]
+    programs = [lockstep(name, *fast, "--epochs=1", *flags) for name, flags in own]
+    programs += [Program(name, file, (*fast, *flags), peers_python) for name, file, flags in peers]
+    ratios = [Ratio(f"{name} against manual", name, "manual × 2") for name, _ in own[1:]]
+    pairs = [(own[0], peers[0]), (own[1], peers[1]), (own[2], peers[2]), (own[4], peers[3])]
+    ratios += [Ratio(f"{a} against {b}", a, b) for (a, *_), (b, *_) in pairs]
+    return programs, ratios
+
+
 def keras_part(*flags: str) -> tuple[list[Program], list[Ratio]]:
     """Returns what is compared with Keras, in a run of its own: its stalls would hit others."""
     programs = [
@@ -107,12 +131,26 @@ def keras_part(*flags: str) -> tuple[list[Program], list[Ratio]]:
     return programs, [Ratio("against Keras fit", "manual × 2", "Keras fit × 2")]
 
 
-def measure(programs: list[Program], *, rounds: int, num_steps: int, data_dir: str) -> dict:
+def measure(
+    programs: list[Program],
+    *,
+    rounds: int,
+    num_steps: int,
+    data_dir: str,
+    test_first_block: bool = False,
+) -> dict:
     """Times a block of every program in each round.
+
+    Args:
+        programs: what to time.
+        rounds: how many.
+        num_steps: of a block.
+        data_dir: folder with the four files of Fashion-MNIST.
+        test_first_block: whether to ask for the test accuracy after the first block, untimed.
 
     Returns:
         name → what the program said of itself, and under "secs" what each block took per image;
-        for a peak the seconds per floating-point operation.
+        for a peak the seconds per floating-point operation. Under "accuracy" that of the test.
     """
     with contextlib.ExitStack() as stack:
         running = []
@@ -128,6 +166,8 @@ def measure(programs: list[Program], *, rounds: int, num_steps: int, data_dir: s
                 result["secs"].append(answer["sec"] / answer["images"])
                 result["images"].append(answer["images"])
                 print(f"round {number + 1}  {one.program.name}: {answer['sec']:.2f} s", flush=True)
+                if test_first_block and number == 0:
+                    result["accuracy"] = one.ask(do="evaluate")["accuracy"]
     return results
 
 
@@ -178,6 +218,7 @@ def measure_parts(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Measures the parts that are asked for and adds them to `results`."""
     parts = {
         "lenet": (lambda: lenet_part(options.peers_python), LENET_STEPS),
+        "lenet_split": (lambda: lenet_split_part(options.peers_python), LENET_STEPS),
         "lenet_keras": (lambda: keras_part(*LENET), LENET_STEPS),
         "resnet18": (lambda: resnet_part(options.peers_python), RESNET_STEPS),
         "resnet18_keras": (lambda: keras_part(*RESNET), RESNET_STEPS),
@@ -186,8 +227,9 @@ def measure_parts(options: argparse.Namespace, results: dict[str, Any]) -> None:
         if options.only in (None, name):
             programs, ratios = part()
             measured = measure(
-                programs, rounds=options.rounds, num_steps=num_steps, data_dir=options.data_dir
-            )
+                programs, rounds=options.rounds, num_steps=num_steps, data_dir=options.data_dir,
+                test_first_block=name == "lenet_split",
+            )  # fmt: skip
             results[name] = {
                 "programs": measured,
                 "ratios": [dataclasses.asdict(ratio) for ratio in ratios],

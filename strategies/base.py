@@ -122,6 +122,11 @@ class Strategy(ShardStep):
         """Returns the algorithm that "auto" stands for on these devices."""
         return "reduce_to_one"
 
+    @property
+    def gather_groups(self) -> list[list[str]]:
+        """The devices that gather parts of tensors from each other in a step, group by group."""
+        return []
+
     def default_bucket_mib(self) -> float:
         """Returns the best size of buckets, 0 for each gradient on its own."""
         return 0.0

@@ -7,9 +7,10 @@ import keras
 import tensorflow as tf
 
 from strategies.collectives import shard_sizes
-from strategies.copies import optimizer_names
+from strategies.copies import optimizer_shapes
 from strategies.device_tape import DeviceTape, Spread
-from strategies.layer_calls import LayerCall, LayerCalls, with_values
+from strategies.layer_calls import LayerCall, LayerCalls, variables_of, with_values
+from strategies.observer import Observer
 from strategies.split_variable import RepeatedVariable, SplitVariable
 
 # Layers that need all channels of their input to compute a part of those of their output.
@@ -154,11 +155,13 @@ class Row(NamedTuple):
         devices: T names.
         calls: the layers, in parts.
         optimizers: of each device, for its parts of the weights.
+        optimizer_names: of their variables, as those of an optimizer of the whole weights.
     """
 
     devices: list[str]
     calls: list[SplitCall]
     optimizers: list[keras.optimizers.Optimizer]
+    optimizer_names: list[str]
 
     @classmethod
     def create(
@@ -168,9 +171,12 @@ class Row(NamedTuple):
         optimizer_fn: Callable[[], keras.optimizers.Optimizer],
     ) -> "Row":
         """Creates the parts of the layers, with their initial values, and the optimizers."""
-        row = cls(devices, split_calls(model_calls, devices), [optimizer_fn() for _ in devices])
+        whole, _ = variables_of(model_calls.calls)
+        names = list(optimizer_shapes(whole, optimizer_fn))
+        row = cls(devices, split_calls(model_calls, devices), [], names)
         for d, device in enumerate(devices):
             with tf.device(device):
+                row.optimizers.append(optimizer_fn())
                 row.optimizers[d].build(list(row.variables(d, trainable=True).values()))
         return row
 
@@ -184,6 +190,16 @@ class Row(NamedTuple):
             )
             if whole.trainable == trainable
         }
+
+    def read_weights(self, observer: Observer, first_device_id: int) -> list[dict[str, tf.Tensor]]:
+        """Reads the weights of each device: path of the whole variable → its part."""
+        per_device = []
+        for d, device in enumerate(self.devices):
+            with tf.device(device):
+                parts = self.variables(d, trainable=True).items()
+                read = {path: tf.identity(variable.value) for path, variable in parts}
+                per_device.append(dict(observer.on_weights(first_device_id + d, read)))
+        return per_device
 
     def parts_of(self, tensors: Mapping[str, tf.Tensor]) -> list[dict[str, tf.Tensor]]:
         """Returns for each device its parts of whole tensors, by the paths of the variables."""
@@ -209,7 +225,7 @@ class Row(NamedTuple):
             for trainable in (True, False):
                 for path, variable in self.variables(d, trainable=trainable).items():
                     parts[f"model/{path}"].append(variable.value)
-            for name, variable in zip(optimizer_names(optimizer), optimizer.variables, strict=True):
+            for name, variable in zip(self.optimizer_names, optimizer.variables, strict=True):
                 parts[name].append(variable.value)
         return {
             name: SplitVariable(own, -1) if own[0].shape.rank else RepeatedVariable(own)

@@ -250,14 +250,14 @@ def optimizer_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
 
 
 def optimizer_shapes(
-    model: keras.Model, optimizer_fn: Callable[[], keras.optimizers.Optimizer]
+    variables: Sequence[keras.Variable], optimizer_fn: Callable[[], keras.optimizers.Optimizer]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns name → shape of the variables of an optimizer of the whole model.
+    """Returns name → shape of the variables of an optimizer of whole weights.
 
     It is built and dropped: for strategies that have no such optimizer.
     """
     optimizer = optimizer_fn()
-    optimizer.build(model.trainable_variables)
+    optimizer.build(list(variables))
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
     return dict(zip(optimizer_names(optimizer), shapes, strict=True))
 

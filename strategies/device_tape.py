@@ -139,6 +139,19 @@ class DeviceTape:
         Returns:
             For each device, a gradient for each of its weights.
         """
+        self.input_gradients(target, target_gradients, [])
+        return [
+            [self._weight_gradients[d, weight.ref()] for weight in own]
+            for d, own in enumerate(weights)
+        ]
+
+    def input_gradients(
+        self,
+        target: Spread,
+        target_gradients: Sequence[tf.Tensor | None],
+        sources: Sequence[Spread],
+    ) -> list[list[tf.Tensor | None]]:
+        """Returns the gradients by values, for each device; see `gradient`."""
         gradients: dict[int, list] = {id(target): list(target_gradients)}
         for inputs, output, pullback in reversed(self._record):
             if id(output) not in gradients:
@@ -146,10 +159,7 @@ class DeviceTape:
             for value, own in zip(inputs, pullback(gradients.pop(id(output))), strict=True):
                 so_far = gradients.get(id(value), [None] * len(own))
                 gradients[id(value)] = self._add(so_far, own)
-        return [
-            [self._weight_gradients[d, weight.ref()] for weight in own]
-            for d, own in enumerate(weights)
-        ]
+        return [gradients[id(source)] for source in sources]
 
     def _recorded(self, inputs: Sequence[Spread], output: Spread, pullback: Callable) -> Spread:
         self._record.append((inputs, output, pullback))

@@ -106,6 +106,10 @@ class ManualStrategy(base.Strategy):
 
     name = "manual"
 
+    @property
+    def gather_groups(self) -> list[list[str]]:
+        return [self.devices] if self.syncs_batch_norm else []
+
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.replicas = []
         for replica_id, device in enumerate(self.devices):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from strategies.schedules import Task
+
 
 class Shard(NamedTuple):
     """The examples that one shard of a step consists of.
@@ -77,6 +79,23 @@ class Observer:
             pieces: one of each device, in their order.
         """
         return pieces
+
+    def on_task(
+        self, replica_id: int, task: Task, tensors: list[tf.Tensor], *, ends: bool
+    ) -> list[tf.Tensor]:
+        """Returns what a task of a pipeline works with, or hands on.
+
+        Called at the beginning and at the end of each task while the step is traced, on the task's
+        device. All that the task computes is made from what is returned at its beginning, and all
+        that waits for it takes what is returned at its end.
+
+        Args:
+            replica_id: the number of the pipeline.
+            task: a pass of a micro-batch through a stage.
+            tensors: what the task takes from elsewhere, or what it has made.
+            ends: whether it is the end of the task.
+        """
+        return tensors
 
     def on_average(
         self,

@@ -20,22 +20,22 @@ Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks 
 Parallelism", 2019.
 """
 
+import functools
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from strategies import base, collectives
-from strategies.copies import Variables, optimizer_names, optimizer_shapes
+from strategies import base
+from strategies.base import PerReplicaTensors
+from strategies.copies import Variables, optimizer_shapes
+from strategies.cuts import cut
 from strategies.layer_calls import LayerCalls
 from strategies.manual import all_reduce, split_batch
 from strategies.observer import Shard
 from strategies.prediction import call_without_empty_batch
-from strategies.schedules import SCHEDULES, in_order
-from strategies.split_variable import RepeatedVariable
-from strategies.stages import Stage, cut
+from strategies.schedules import SCHEDULES, Task, in_order
+from strategies.stages import Pipeline, Stage
 from strategies.tf_private import free_values
 
 
@@ -56,157 +56,111 @@ class PipelineStrategy(base.Strategy):
         **options: Any,
     ):
         num_stages = model_parallel or len(devices)
-        super().__init__(
-            devices, model_parallel=num_stages, accumulate_steps=micro_batches, **options
-        )
+        options |= {"model_parallel": num_stages, "accumulate_steps": micro_batches}
+        super().__init__(devices, **options)
         self.tasks = in_order(SCHEDULES[schedule], num_stages, micro_batches)
         self._recomputes, self._cuts = recompute, pipeline_cuts
 
+    def default_all_reduce(self) -> str:
+        return "reduce_to_one" if self.num_replicas > 1 else "none"
+
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
-        self.model = model_fn()
-        self._optimizer_names = list(optimizer_shapes(self.model, optimizer_fn))
+        self.model, devices = model_fn(), iter(self.devices)
+        self._optimizer_names = list(optimizer_shapes(self.model.trainable_variables, optimizer_fn))
         stages = cut(LayerCalls.of(self.model), self.devices_per_replica, self._cuts)
-        devices = iter(self.devices)
-        self.pipelines = [  # Item [r][k] is stage k of replica r.
-            [
-                Stage.create(calls, next(devices), optimizer_fn(), self.shards_per_replica)
-                for calls in stages
+        self.pipelines = []
+        for _ in range(self.num_replicas):
+            own = [
+                Stage.create(c, next(devices), optimizer_fn, self.shards_per_replica)
+                for c in stages
             ]
-            for _ in range(self.num_replicas)
-        ]
-        self.optimizer = self.pipelines[0][0].optimizer
-        paths = [path for stage in self.pipelines[0] for path in stage.weight_paths]
-        self._model_order = [paths.index(v.path) for v in self.model.trainable_variables]
-        free_values(self.model.variables)  # Stages have their own.
+            self.pipelines.append(Pipeline(self.model, own))
+        self.optimizer = self.pipelines[0].stages[0].optimizer
+        free_values(self.model.variables)  # The stages have their own.
 
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:
         images, labels = next(iterator)
         per_replica_sums, per_replica_totals = [], []
-        for r in range(self.num_replicas):
-            sums, totals = self._gradients_of_pipeline(r, images, labels)
+        for r, pipeline in enumerate(self.pipelines):
+            bounds = [self.shard_bounds(tf.size(labels), i) for i in self.shard_ids(r)]
+            micro_batches = pipeline.micro_batches(images, labels, bounds)  # 1. Split the batch.
+            sums, totals = self._forward_and_backward(r, pipeline, micro_batches)
             per_replica_sums.append(sums)
-            per_replica_totals += totals
-        for k, column in enumerate(zip(*self.pipelines, strict=True)):
-            per_replica_sums_of_stage = all_reduce(
-                [sums[k] for sums in per_replica_sums], [stage.device for stage in column]
-            )
-            for r, stage in enumerate(column):
-                with tf.device(stage.device):
-                    stage.optimizer.apply(per_replica_sums_of_stage[r], stage.weights)
-                per_replica_sums[r][k] = per_replica_sums_of_stage[r]
-        for r, sums in enumerate(per_replica_sums):
-            self.observer.on_update(r, self._to_model_order(sums))
+            per_replica_totals.append(totals)
+        for k in range(self.devices_per_replica):  # 3. Each stage: the sums, and the update.
+            column = [pipeline.stages[k] for pipeline in self.pipelines]
+            sums_of_stage = [sums[k] for sums in per_replica_sums]
+            for r, sums in enumerate(all_reduce(sums_of_stage, [s.device for s in column])):
+                with tf.device(column[r].device):
+                    column[r].optimizer.apply(sums, column[r].weights)
+                per_replica_sums[r][k] = sums
+        for r, pipeline in enumerate(self.pipelines):
+            self.observer.on_update(r, pipeline.to_model_order(per_replica_sums[r]))
         return base.StepTotals.sum(per_replica_totals)
 
-    def _gradients_of_pipeline(
-        self, r: int, images: tf.Tensor, labels: tf.Tensor
-    ) -> tuple[list[list[tf.Tensor]], list[base.StepTotals]]:
-        """Sends the micro-batches of replica r through its stages, forwards and backwards.
+    def _forward_and_backward(
+        self, r: int, pipeline: Pipeline, micro_batches: Sequence[Shard]
+    ) -> tuple[list[list[tf.Tensor]], base.StepTotals]:
+        """Sends micro-batches through the stages as the schedule says, and back.
 
         Returns:
-            For each stage its gradients, summed over the micro-batches, and the totals of each
-            micro-batch.
+            For each stage the sums of its gradients, and the totals of all micro-batches.
         """
-        stages, last = self.pipelines[r], len(self.pipelines[r]) - 1
-        micro_batches = self._micro_batches(r, images, labels)  # 1. Split the batch.
-        weights = self._weights(r)
-        x = {(0, m): batch.images for m, batch in enumerate(micro_batches)}  # Inputs of stages.
-        dy = {}  # Gradients by their outputs.
+        stages, last = pipeline.stages, len(pipeline.stages) - 1
+        weights = pipeline.read_weights(self.observer, r * len(stages))
+        inbox = {Task(0, True, m): [batch.images] for m, batch in enumerate(micro_batches)}
         passes, gradients, losses, totals = {}, {}, {}, {}
         done: list[list[tf.Operation]] = [[] for _ in stages]
-        for k, is_forward, m in self.tasks:  # 2. The schedule.
-            stage = stages[k]
+        for task in self.tasks:  # 2. The schedule.
+            k, is_forward, m = task
             # In this order: left to itself, a device starts whatever has its inputs.
-            with tf.device(stage.device), tf.control_dependencies(done[k]):
+            with tf.device(stages[k].device), tf.control_dependencies(done[k]):
+                taken = self.observer.on_task(r, task, inbox.pop(task), ends=False)
                 if is_forward:
-                    tape, y = self._forward(stage, weights[k], x[k, m], m)
-                    made = [y]
-                    if k == last:
-                        losses[m], totals[m], dy[k, m] = self.loss_and_logits_gradient(
+                    (x,) = taken
+                    tape, y = _forward(stages[k], weights[k], x, m)
+                    passes[k, m] = tape, x, y
+                    made, receiver = [y], Task(k + 1, True, m)
+                    if k == last:  # What comes back is the gradient of the loss by the logits.
+                        losses[m], totals[m], dy = self.loss_and_logits_gradient(
                             y, micro_batches[m].labels, micro_batches[m].num_global_examples
                         )
-                        made = [dy[k, m]]
-                    if k == last or not self._recomputes:
-                        passes[k, m] = tape, y
+                        made, receiver = [dy], Task(k, False, m)
+                    elif self._recomputes:  # Keep the input alone.
+                        del passes[k, m]
+                        inbox[Task(k, False, m)] = [x]
                 else:
-                    if (k, m) not in passes:  # Compute the activations again, from the input.
-                        passes[k, m] = self._forward(stage, weights[k], x[k, m], m, again=True)
-                    tape, y = passes.pop((k, m))
-                    sources = [*([x[k, m]] if k else []), *weights[k]]
-                    made = tape.gradient(y, sources, output_gradients=dy.pop((k, m)))
+                    *again, dy = taken
+                    if again:
+                        tape, y = _forward(stages[k], weights[k], again[0], m, again=True)
+                        passes[k, m] = tape, again[0], y
+                    tape, x, y = passes.pop((k, m))
+                    sources = [x, *weights[k]] if k else weights[k]  # The chain rule.
+                    made = tape.gradient(y, sources, output_gradients=dy)
+                    receiver = Task(k - 1, False, m)
+                made = self.observer.on_task(r, task, made, ends=True)
+                if not is_forward:
                     gradients[k, m] = self.unscale(made[1:] if k else made)
                 with tf.control_dependencies(made):
                     done[k] = [tf.no_op()]
-            if is_forward and k < last:  # Activations go on to the next device,
-                with tf.device(stages[k + 1].device):
-                    x[k + 1, m] = tf.identity(y)
-            if not is_forward and k > 0:  # and the gradients by them back to the one before.
-                with tf.device(stages[k - 1].device):
-                    dy[k - 1, m] = tf.identity(made[0])
-        self._observe(r, micro_batches, losses, gradients)
-        sums = []
-        for k, stage in enumerate(stages):  # 3. Added in the order of the micro-batches.
-            of_stage = zip(*(gradients[k, m] for m in range(len(micro_batches))), strict=True)
-            with tf.device(stage.device):
-                sums.append([collectives.add_in_order(g) for g in of_stage])
-        return sums, [totals[m] for m in range(len(micro_batches))]
-
-    def _forward(
-        self, stage: Stage, weights: list[tf.Tensor], x: tf.Tensor, m: int, *, again: bool = False
-    ) -> tuple[tf.GradientTape, tf.Tensor]:
-        """Returns a stage's output for micro-batch m, and the tape for its backward pass."""
-        statistics = [variable.value for variable in stage.statistics[m]]
-        if again:  # They have been updated.
-            statistics = [tf.identity(value) for value in statistics]
-        with tf.GradientTape() as tape:
-            tape.watch([*weights, *([x] if x.dtype.is_floating else [])])
-            return tape, stage.forward(x, weights, statistics, training=True)
-
-    def _micro_batches(self, r: int, images: tf.Tensor, labels: tf.Tensor) -> list[Shard]:
-        """Splits off replica r's micro-batches: images on its first device, labels on its last."""
-        stages, micro_batches = self.pipelines[r], []
-        for shard_id in range(r * self.shards_per_replica, (r + 1) * self.shards_per_replica):
-            start, end = self.shard_bounds(tf.size(labels), shard_id)
-            with tf.device(stages[0].device):
-                own_images = tf.identity(images[start:end])
+            if receiver.stage >= 0:  # Activations go on, gradients by them go back.
+                with tf.device(stages[receiver.stage].device):
+                    inbox.setdefault(receiver, []).append(tf.identity(made[0]))
+        sums: list[list[tf.Tensor]] = [[] for _ in stages]
+        for m, shard_id in enumerate(self.shard_ids(r)):
+            per_stage = [gradients[k, m] for k in range(len(stages))]
             with tf.device(stages[-1].device):
-                micro_batches.append(Shard(own_images, labels[start:end], tf.size(labels)))
-        return micro_batches
-
-    def _weights(self, r: int) -> list[list[tf.Tensor]]:
-        """Reads the weights of each stage once, so that all micro-batches see the same."""
-        weights = []
-        for k, stage in enumerate(self.pipelines[r]):
-            with tf.device(stage.device):
-                read = [tf.identity(variable.value) for variable in stage.weights]
-                named = dict(zip(stage.weight_paths, read, strict=True))
-                device_id = r * self.devices_per_replica + k
-                weights.append(list(self.observer.on_weights(device_id, named).values()))
-        return weights
-
-    def _observe(self, r: int, micro_batches: list[Shard], losses: dict, gradients: dict) -> None:
-        """Shows each micro-batch to the observer, and takes the gradients that it returns."""
-        for m, batch in enumerate(micro_batches):
-            per_stage = [gradients[k, m] for k in range(self.devices_per_replica)]
-            shard_id = r * self.shards_per_replica + m
-            with tf.device(self.pipelines[r][-1].device):
                 seen = self.observer.on_shard(
-                    shard_id, batch, losses[m], self._to_model_order(per_stage)
+                    shard_id, micro_batches[m], losses[m], pipeline.to_model_order(per_stage)
                 )
-            for k, of_stage in enumerate(self._to_stages(seen)):
-                gradients[k, m] = of_stage
+            for k, of_stage in enumerate(pipeline.to_stages(seen)):
+                with tf.device(stages[k].device):  # Added in the order of the micro-batches.
+                    pairs = zip(sums[k], of_stage, strict=True)
+                    sums[k] = [a + b for a, b in pairs] if m else of_stage
+        return sums, base.StepTotals.sum([totals[m] for m in range(len(micro_batches))])
 
-    def _to_model_order(self, per_stage: list[list[tf.Tensor]]) -> list[tf.Tensor]:
-        """Returns the tensors of all stages in the order of the model's weights."""
-        flat = [tensor for tensors in per_stage for tensor in tensors]
-        return [flat[i] for i in self._model_order]
-
-    def _to_stages(self, tensors: list[tf.Tensor]) -> list[list[tf.Tensor]]:
-        """The opposite of `_to_model_order`."""
-        flat = iter(
-            t for _, t in sorted(zip(self._model_order, tensors, strict=True), key=itemgetter(0))
-        )
-        return [[next(flat) for _ in stage.weights] for stage in self.pipelines[0]]
+    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
+        return all_reduce(per_replica_tensors, self.devices[:: self.devices_per_replica])
 
     def forward(
         self, iterator: base.BatchIterator, statistics: base.Statistics
@@ -214,58 +168,35 @@ class PipelineStrategy(base.Strategy):
         images, labels = next(iterator)
         firsts, results = self.devices[:: self.devices_per_replica], []
         parts = split_batch((images, labels), firsts, self.replica_weights)
-        for stages, (own_images, own_labels) in zip(self.pipelines, parts, strict=True):
-
-            def logits(x: tf.Tensor, stages: list[Stage] = stages) -> tf.Tensor:
-                for stage in stages:
-                    with tf.device(stage.device):
-                        weights = [variable.value for variable in stage.weights]
-                        own = [
-                            statistics.get(path, variable.value)
-                            for path, variable in zip(
-                                stage.statistics_paths, stage.statistics[0], strict=True
-                            )
-                        ]
-                        x = stage.forward(x, weights, own, training=False)
-                return x
-
-            with tf.device(stages[0].device):
-                own_logits = call_without_empty_batch(logits, own_images)
-                _, totals = self.loss(own_logits, own_labels, tf.size(labels))
-            results.append((own_logits, totals))
+        for pipeline, (own_images, own_labels) in zip(self.pipelines, parts, strict=True):
+            with tf.device(pipeline.devices[0]):
+                classify = functools.partial(pipeline.classify, statistics=statistics)
+                logits = call_without_empty_batch(classify, own_images)
+                _, totals = self.loss(logits, own_labels, tf.size(labels))
+            results.append((logits, totals))
         return results
 
     def copies(self) -> list[Variables]:
-        copies: list[Variables] = []
-        for stages in self.pipelines:
-            model: dict[str, keras.Variable] = {}
-            optimizer: dict[str, list] = {name: [] for name in self._optimizer_names}
-            for stage in stages:
-                model |= zip(stage.weight_paths, stage.weights, strict=True)
-                model |= zip(stage.statistics_paths, stage.statistics[0], strict=True)
-                names = optimizer_names(stage.optimizer)
-                for name, variable in zip(names, stage.optimizer.variables, strict=True):
-                    optimizer[name].append(variable.value)
-            whole = {f"model/{v.path}": model[v.path].value for v in self.model.variables}
-            for name, variables in optimizer.items():  # Each stage counts the steps.
-                whole[name] = variables[0] if len(variables) == 1 else RepeatedVariable(variables)
-            copies.append(whole)
-        return copies
+        return [pipeline.variables(self.variable_names) for pipeline in self.pipelines]
 
     def shard_statistics(self) -> list[Variables]:
-        per_shard: list[Variables] = []
-        for stages in self.pipelines:
-            for m in range(self.shards_per_replica):
-                own = {
-                    f"model/{path}": variable.value
-                    for stage in stages
-                    for path, variable in zip(
-                        stage.statistics_paths, stage.statistics[m], strict=True
-                    )
-                }
-                per_shard.append({name: own[name] for name in self.statistics_names})
-        return per_shard
+        per_shard = [
+            p.statistics(m) for p in self.pipelines for m in range(self.shards_per_replica)
+        ]
+        return [{name: own[name] for name in self.statistics_names} for own in per_shard]
 
     @property
     def variable_names(self) -> list[str]:
         return [f"model/{v.path}" for v in self.model.variables] + self._optimizer_names
+
+
+def _forward(
+    stage: Stage, weights: Sequence[tf.Tensor], x: tf.Tensor, m: int, *, again: bool = False
+) -> tuple[tf.GradientTape, tf.Tensor]:
+    """Returns a stage's output for micro-batch m, and the tape for its backward pass."""
+    statistics = [variable.value for variable in stage.statistics[m]]
+    if again:  # They have been updated.
+        statistics = [tf.identity(value) for value in statistics]
+    with tf.GradientTape() as tape:
+        tape.watch([x, *weights] if x.dtype.is_floating else weights)
+        return tape, stage.forward(x, weights, statistics, training=True)

@@ -80,6 +80,11 @@ class ShardStep(Copies):
         """Returns where a shard starts and ends in a global batch."""
         return weighted_bounds(num_examples, self.shard_weights, shard_id)
 
+    def shard_ids(self, replica_id: int) -> range:
+        """Returns the shards of a replica."""
+        first = replica_id * self.shards_per_replica
+        return range(first, first + self.shards_per_replica)
+
     def new_statistics(self, model: keras.Model) -> list[list[keras.Variable]]:
         """Creates what `Replica.statistics` needs, on the device of the current scope."""
         if self.shards_per_replica == 1:

@@ -21,29 +21,25 @@ Models", 2020.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import keras
 import tensorflow as tf
 
-from strategies import base, collectives
+from strategies import base
 from strategies.base import PerReplicaTensors
 from strategies.copies import State, Variables, optimizer_shapes
-from strategies.gather_scatter import all_gather, reduce_scatter
+from strategies.flat_parts import (
+    Part,
+    all_gather_all,
+    part_of,
+    reduce_scatter_all,
+    whole_variable,
+)
 from strategies.manual import all_reduce, gradients_on_each_device, split_batch
 from strategies.shard_step import Replica, copies_of
-from strategies.split_variable import RepeatedVariable, SplitVariable
 from strategies.tf_private import free_values
 
 SHARD_CHOICES = "optimizer", "gradients", "weights"
-
-
-class Part(NamedTuple):
-    """What a device keeps: of each weight a range of its elements, flat, and their optimizer."""
-
-    device: str
-    weights: list[keras.Variable]
-    optimizer: keras.optimizers.Optimizer
 
 
 class ShardedStrategy(base.Strategy):
@@ -56,23 +52,31 @@ class ShardedStrategy(base.Strategy):
         self.splits_gradients, self.splits_weights = shard != "optimizer", shard == "weights"
         self.num_copies = 1 if self.splits_weights else self.num_replicas
 
+    def default_all_reduce(self) -> str:
+        return "direct" if self.num_replicas > 1 else "none"  # Its two steps, one by one.
+
+    @property
+    def gather_groups(self) -> list[list[str]]:
+        return [self.devices] if self.syncs_batch_norm else []
+
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model = model_fn()
-        self._optimizer_shapes = optimizer_shapes(self.model, optimizer_fn)
+        self._optimizer_shapes = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
         self._shapes = [tf.TensorShape(v.shape) for v in self.model.trainable_variables]
         self.replicas, self.parts = [], []
-        for device_id, device in enumerate(self.devices):
+        for r, device in enumerate(self.devices):
+            whole = self.model.trainable_variables
+            self.parts.append(Part.create(whole, r, self.devices, optimizer_fn()))
             with tf.device(device):
-                self.parts.append(self._new_part(device_id, device, optimizer_fn()))
-                self.replicas.append(self._new_replica(device_id, device, model_fn))
+                self.replicas.append(self._new_replica(r, device, model_fn))
         self.optimizer = self.parts[0].optimizer
         if self.splits_weights:
-            free_values(self.model.variables)
+            free_values(self.model.variables)  # The devices have all that is needed.
 
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:
         images, labels = next(iterator)
         weights = self.replica_weights
-        shards = split_batch((images, labels), self.devices, weights)  # 1. A shard for each device.
+        shards = split_batch((images, labels), self.devices, weights)  # 1. A shard for each.
         replicas = self._with_weights()  # 2. All-gather.
         per_replica_gradients, per_replica_totals = gradients_on_each_device(  # 3. Gradients.
             self, replicas, shards, tf.size(labels)
@@ -83,59 +87,12 @@ class ShardedStrategy(base.Strategy):
                 part.optimizer.apply(sums, part.weights)  # 5. The update of its own part.
         if not self.splits_weights:
             self._assign_weights()
-        self._observe_update(per_device_sums)
+        # Of the whole sums: where the observer ignores them, nothing is gathered.
+        whole_sums = all_gather_all(per_device_sums, self._shapes, self.devices)
+        for copy_id in range(self.num_copies):
+            with tf.device(self.devices[copy_id]):
+                self.observer.on_update(copy_id, whole_sums[copy_id])
         return base.StepTotals.sum(per_replica_totals)
-
-    def _sum_in_parts(self, per_replica_gradients: PerReplicaTensors) -> PerReplicaTensors:
-        """Sums gradients; item [r][v] of what is returned is part r of sum v, on device r."""
-        if self.splits_gradients:
-            return self._reduce_scatter(per_replica_gradients)
-        per_device_parts = []
-        for r, sums in enumerate(all_reduce(per_replica_gradients, self.devices)):
-            with tf.device(self.devices[r]):
-                per_device_parts.append([self._part(total, r) for total in sums])
-        return per_device_parts
-
-    def _reduce_scatter(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        parts = []
-        for device, tensors in zip(self.devices, per_replica_tensors, strict=True):
-            with tf.device(device):
-                parts.append([tf.reshape(tensor, [-1]) for tensor in tensors])
-        per_variable = [
-            reduce_scatter(
-                copies, collectives.shard_sizes(copies[0].shape[0], len(copies)), self.devices
-            )
-            for copies in zip(*parts, strict=True)
-        ]
-        return [list(parts) for parts in zip(*per_variable, strict=True)]
-
-    def _all_gather(
-        self, per_device_parts: PerReplicaTensors, shapes: Sequence[tf.TensorShape]
-    ) -> PerReplicaTensors:
-        """Joins the parts of each tensor on every device; the opposite of the scatter."""
-        per_variable = [
-            all_gather(parts, self.devices) for parts in zip(*per_device_parts, strict=True)
-        ]
-        wholes = []
-        for r, device in enumerate(self.devices):
-            with tf.device(device):
-                wholes.append(
-                    [tf.reshape(v[r], shape) for v, shape in zip(per_variable, shapes, strict=True)]
-                )
-        return wholes
-
-    def _gathered_weights(self) -> PerReplicaTensors:
-        parts = []
-        for part in self.parts:
-            with tf.device(part.device):  # Read once, so that every device gets the same.
-                parts.append([tf.identity(weight.value) for weight in part.weights])
-        paths = [variable.path for variable in self.model.trainable_variables]
-        per_device_weights = []
-        for r, weights in enumerate(self._all_gather(parts, self._shapes)):
-            with tf.device(self.devices[r]):
-                named = dict(zip(paths, weights, strict=True))
-                per_device_weights.append(list(self.observer.on_weights(r, named).values()))
-        return per_device_weights
 
     def _with_weights(self) -> Sequence[Replica]:
         """Returns the replicas, with gathered weights where they have none of their own."""
@@ -144,6 +101,34 @@ class ShardedStrategy(base.Strategy):
         gathered = self._gathered_weights()
         return [r._replace(weights=w) for r, w in zip(self.replicas, gathered, strict=True)]
 
+    def _gathered_weights(self) -> PerReplicaTensors:
+        """Returns the whole weights, on every device."""
+        per_device_parts = []
+        for part in self.parts:
+            with tf.device(part.device):  # Read once, so that every device gets the same.
+                per_device_parts.append([tf.identity(weight.value) for weight in part.weights])
+        paths = [variable.path for variable in self.model.trainable_variables]
+        gathered = all_gather_all(per_device_parts, self._shapes, self.devices)
+        for r, device in enumerate(self.devices):
+            with tf.device(device):
+                named = dict(zip(paths, gathered[r], strict=True))
+                gathered[r] = list(self.observer.on_weights(r, named).values())
+        return gathered
+
+    def _sum_in_parts(self, per_replica_gradients: PerReplicaTensors) -> PerReplicaTensors:
+        """Sums gradients over the replicas; item [r][v] of the result is part r of sum v."""
+        if self.splits_gradients:
+            return reduce_scatter_all(per_replica_gradients, self.devices)
+        per_device_sums = all_reduce(
+            per_replica_gradients, self.devices
+        )  # ZeRO-1 keeps them whole.
+        for r, device in enumerate(self.devices):
+            with tf.device(device):
+                per_device_sums[r] = [
+                    part_of(total, r, self.num_devices) for total in per_device_sums[r]
+                ]
+        return per_device_sums
+
     def _assign_weights(self) -> None:
         """Gathers the updated weights into the model of each device."""
         for replica, weights in zip(self.replicas, self._gathered_weights(), strict=True):
@@ -151,16 +136,22 @@ class ShardedStrategy(base.Strategy):
                 for variable, new in zip(replica.model.trainable_variables, weights, strict=True):
                     variable.assign(new)
 
-    def _observe_update(self, per_device_sums: PerReplicaTensors) -> None:
-        """Shows the whole sums to the observer; where it ignores them, nothing is gathered."""
-        whole_sums = self._all_gather(per_device_sums, self._shapes)
-        for copy_id in range(self.num_copies):
-            with tf.device(self.devices[copy_id]):
-                self.observer.on_update(copy_id, whole_sums[copy_id])
+    def _new_replica(self, r: int, device: str, model_fn: base.ModelFn) -> Replica:
+        """Creates what a device has besides its part: the whole model, or its statistics alone."""
+        optimizer = self.parts[r].optimizer
+        if self.splits_weights:
+            own = self.model.non_trainable_variables
+            statistics = [copies_of(own) for _ in range(self.shards_per_replica)]
+            return Replica(r, device, self.model, optimizer, statistics)
+        model = model_fn() if r else self.model
+        for variable, first in zip(model.variables, self.model.variables, strict=True):
+            variable.assign(first)
+        return Replica(r, device, model, optimizer, self.new_statistics(model))
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         shapes = [tensor.shape for tensor in per_replica_tensors[0]]
-        return self._all_gather(self._reduce_scatter(per_replica_tensors), shapes)
+        parts = reduce_scatter_all(per_replica_tensors, self.devices)
+        return all_gather_all(parts, shapes, self.devices)
 
     def forward(
         self, iterator: base.BatchIterator, statistics: base.Statistics
@@ -173,43 +164,11 @@ class ShardedStrategy(base.Strategy):
                 results.append(self.classify(replica, shard, tf.size(labels), statistics))
         return results
 
-    def _new_part(self, device_id: int, device: str, optimizer: keras.optimizers.Optimizer) -> Part:
-        weights = [
-            keras.Variable(
-                self._part(tf.convert_to_tensor(v.value), device_id),
-                dtype=v.dtype,
-                name=v.path.replace("/", "_"),
-            )
-            for v in self.model.trainable_variables
-        ]
-        optimizer.build(weights)
-        return Part(device, weights, optimizer)
-
-    def _new_replica(self, device_id: int, device: str, model_fn: base.ModelFn) -> Replica:
-        """Creates what a device has besides its part: the whole model, or its statistics alone."""
-        optimizer = self.parts[device_id].optimizer
-        if self.splits_weights:
-            own = self.model.non_trainable_variables
-            statistics = [copies_of(own) for _ in range(self.shards_per_replica)]
-            return Replica(device_id, device, self.model, optimizer, statistics)
-        model = model_fn() if device_id else self.model
-        for variable, first in zip(model.variables, self.model.variables, strict=True):
-            variable.assign(first)
-        return Replica(device_id, device, model, optimizer, self.new_statistics(model))
-
-    def _part(self, tensor: tf.Tensor, device_id: int) -> tf.Tensor:
-        """Returns the elements of a tensor that a device keeps, flat."""
-        flat = tf.reshape(tensor, [-1])
-        start, end = collectives.shard_bounds(flat.shape[0], len(self.devices), device_id)
-        return flat[start:end]
-
     def copies(self) -> list[Variables]:
-        parts = zip(*(part.optimizer.variables for part in self.parts), strict=True)
+        slots = zip(*(part.optimizer.variables for part in self.parts), strict=True)
         optimizer = {
-            name: _whole(parts_of_one, shape)
-            for (name, shape), parts_of_one in zip(
-                self._optimizer_shapes.items(), parts, strict=True
-            )
+            name: whole_variable(parts, shape)
+            for (name, shape), parts in zip(self._optimizer_shapes.items(), slots, strict=True)
         }
         if not self.splits_weights:
             return [
@@ -217,13 +176,13 @@ class ShardedStrategy(base.Strategy):
                 for replica in self.replicas
             ]
         weights = zip(*(part.weights for part in self.parts), strict=True)
-        split = {
-            v.path: _whole(parts_of_one, v.shape)
-            for v, parts_of_one in zip(self.model.trainable_variables, weights, strict=True)
+        model: dict[str, Any] = {
+            v.path: whole_variable(parts, v.shape)
+            for v, parts in zip(self.model.trainable_variables, weights, strict=True)
         }
         own = zip(self.model.non_trainable_variables, self.replicas[0].statistics[0], strict=True)
-        split |= {v.path: variable.value for v, variable in own}
-        return [{f"model/{v.path}": split[v.path] for v in self.model.variables} | optimizer]
+        model |= {v.path: variable.value for v, variable in own}
+        return [{f"model/{v.path}": model[v.path] for v in self.model.variables} | optimizer]
 
     def load_state(self, state: State) -> None:
         super().load_state(state)
@@ -231,14 +190,4 @@ class ShardedStrategy(base.Strategy):
             for r, (part, replica) in enumerate(zip(self.parts, self.replicas, strict=True)):
                 weights = replica.model.trainable_variables
                 for own, whole in zip(part.weights, weights, strict=True):
-                    own.assign(self._part(tf.convert_to_tensor(whole.value), r))
-
-
-def _whole(
-    parts: Sequence[keras.Variable], shape: Sequence[int]
-) -> SplitVariable | RepeatedVariable:
-    """Returns what stands for a variable: parts are flat, and numbers are on every device."""
-    values = [part.value for part in parts]
-    if len(parts[0].shape) == 0:
-        return RepeatedVariable(values)
-    return SplitVariable(values, 0, shape)
+                    own.assign(part_of(tf.convert_to_tensor(whole.value), r, self.num_devices))

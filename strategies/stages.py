@@ -1,16 +1,17 @@
-"""Consecutive layers of a network on devices of their own, and where a network can be cut."""
+"""Consecutive layers of a network, each with the variables of some of them on a device."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from strategies import layer_calls
-from strategies.flops import forward_flops
-from strategies.layer_calls import LayerCall, LayerCalls
+from strategies.copies import optimizer_names
+from strategies.layer_calls import LayerCall
+from strategies.observer import Observer, Shard
 from strategies.shard_step import copies_of
+from strategies.split_variable import RepeatedVariable
 
 
 class Stage(NamedTuple):
@@ -35,7 +36,7 @@ class Stage(NamedTuple):
         cls,
         calls: list[LayerCall],
         device: str,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer_fn: Callable[[], keras.optimizers.Optimizer],
         num_micro_batches: int,
     ) -> "Stage":
         """Creates the variables, with the values of the layers' own, on the device."""
@@ -43,6 +44,7 @@ class Stage(NamedTuple):
         with tf.device(device):
             weights = copies_of(trainable)
             statistics = [copies_of(others) for _ in range(num_micro_batches)]
+            optimizer = optimizer_fn()
             optimizer.build(weights)
         return cls(device, calls, weights, statistics, optimizer)
 
@@ -82,86 +84,94 @@ class Stage(NamedTuple):
         return layer_calls.with_values(call_layers, values)
 
 
-def cut_points(model_calls: LayerCalls) -> list[int]:
-    """Returns after which calls exactly one tensor is needed by those that follow.
-
-    There, and only there, a single tensor travels between two stages. Nothing is cut off that has
-    no weights to train, such as the scaling of the images.
-
-    Returns:
-        Positions in `model_calls.calls`, the last one left out.
-    """
-    calls = model_calls.calls
-    last_use = {i: position for position, call in enumerate(calls) for i in call.inputs}
-    first = next((i for i, call in enumerate(calls) if call.layer.trainable_variables), len(calls))
-    points = []
-    for position in range(first, len(calls) - 1):
-        alive = [call.output for call in calls[: position + 1] if last_use[call.output] > position]
-        if alive == [calls[position].output]:
-            points.append(position)
-    return points
-
-
-def cut(
-    model_calls: LayerCalls, num_stages: int, after: Sequence[str] = ()
-) -> list[list[LayerCall]]:
-    """Cuts a network into consecutive stages.
+class Pipeline:
+    """The stages of one copy of the weights.
 
     Args:
-        model_calls: of the network.
-        num_stages: K.
-        after: names of the K - 1 layers after which it is cut; empty to balance the arithmetic:
-            the stage with the most of it has the least possible.
+        model: that was cut; its variables keep names and order, and lose their values later.
+        stages: in the order of the network.
 
-    Raises:
-        ValueError: there are too few places to cut, or a name is not one of them.
+    Attributes:
+        stages: see above.
+        devices: of the stages.
     """
-    calls, points = model_calls.calls, cut_points(model_calls)
-    names = {calls[point].layer.name: point for point in points}
-    if num_stages > len(points) + 1:
-        raise ValueError(
-            f"{num_stages} stages need {num_stages - 1} cuts, and the network can be cut in"
-            f" {len(points)} places, after {', '.join(names)}; use"
-            f" --model_parallel={len(points) + 1} or less"
-        )
-    if after and (len(after) != num_stages - 1 or not set(after) <= set(names)):
-        raise ValueError(
-            f"--pipeline_cuts={','.join(after)} must name {num_stages - 1} of the layers after"
-            f" which the network can be cut: {', '.join(names)}"
-        )
-    if after:
-        chosen = tuple(names[name] for name in after)
-        if list(chosen) != sorted(set(chosen)):
-            raise ValueError(
-                f"--pipeline_cuts={','.join(after)} must be in the order of the network:"
-                f" {', '.join(names)}"
-            )
-    else:
-        chosen = _balanced(calls, points, num_stages)
-    bounds = [0, *(point + 1 for point in chosen), len(calls)]
-    return [calls[start:end] for start, end in itertools.pairwise(bounds)]
 
+    def __init__(self, model: keras.Model, stages: Sequence[Stage]):
+        self.stages, self.devices = list(stages), [stage.device for stage in stages]
+        paths = [path for stage in stages for path in stage.weight_paths]
+        # Position among the weights of all stages, for each weight of the model.
+        self._order = [paths.index(variable.path) for variable in model.trainable_variables]
 
-def stage_flops(stage: Sequence[LayerCall]) -> float:
-    """Returns the multiplications and additions of a stage's forward pass, for one example."""
-    return sum(forward_flops(call.layer) for call in stage)
+    def micro_batches(
+        self, images: tf.Tensor, labels: tf.Tensor, bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]
+    ) -> list[Shard]:
+        """Splits off micro-batches: images on the first device, labels on the last one."""
+        micro_batches = []
+        for start, end in bounds:
+            own_images, own_labels = images[start:end], labels[start:end]
+            with tf.device(self.devices[0]):
+                own_images = tf.identity(own_images)
+            with tf.device(self.devices[-1]):
+                own_labels = tf.identity(own_labels)
+            micro_batches.append(Shard(own_images, own_labels, tf.size(labels)))
+        return micro_batches
 
+    def read_weights(self, observer: Observer, first_device_id: int) -> list[list[tf.Tensor]]:
+        """Returns the weights of each stage, read once: what follows sees the same."""
+        weights = []
+        for k, stage in enumerate(self.stages):
+            with tf.device(stage.device):
+                read = [tf.identity(variable.value) for variable in stage.weights]
+                named = dict(zip(stage.weight_paths, read, strict=True))
+                weights.append(list(observer.on_weights(first_device_id + k, named).values()))
+        return weights
 
-def _balanced(
-    calls: Sequence[LayerCall], points: Sequence[int], num_stages: int
-) -> tuple[int, ...]:
-    """Returns the cuts with which the largest stage is smallest, by dynamic programming."""
-    ends = [*points, len(calls) - 1]
-    sums = list(itertools.accumulate((stage_flops([call]) for call in calls), initial=0.0))
-    # For the calls up to each end: the largest of k stages, and the cuts between them.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {e: (sums[e + 1], ()) for e in ends}
-    for num_cuts in range(1, num_stages):
-        best = {
-            end: min(
-                (max(best[cut][0], sums[end + 1] - sums[cut + 1]), (*best[cut][1], cut))
-                for cut in ends[: ends.index(end)]
-                if cut in best
-            )
-            for end in ends[num_cuts:]
+    def to_model_order(self, per_stage: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        """Returns tensors of all weights in the order of the model."""
+        flat = [tensor for tensors in per_stage for tensor in tensors]
+        return [flat[position] for position in self._order]
+
+    def to_stages(self, tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        """Returns tensors of all weights stage by stage: the opposite of `to_model_order`."""
+        by_position = dict(zip(self._order, tensors, strict=True))
+        flat = iter(by_position[position] for position in range(len(tensors)))
+        return [[next(flat) for _ in stage.weights] for stage in self.stages]
+
+    def classify(self, images: tf.Tensor, statistics: Mapping[str, tf.Tensor]) -> tf.Tensor:
+        """Returns the logits of images, with these moving statistics in place of the own ones."""
+        x = images
+        for stage in self.stages:
+            with tf.device(stage.device):
+                weights = [variable.value for variable in stage.weights]
+                own = [
+                    statistics.get(path, variable.value)
+                    for path, variable in zip(
+                        stage.statistics_paths, stage.statistics[0], strict=True
+                    )
+                ]
+                x = stage.forward(x, weights, own, training=False)
+        return x
+
+    def statistics(self, m: int) -> dict[str, tf.Variable]:
+        """Returns name → variable of all that micro-batch m has of its own."""
+        return {
+            f"model/{path}": variable.value
+            for stage in self.stages
+            for path, variable in zip(stage.statistics_paths, stage.statistics[m], strict=True)
         }
-    return best[ends[-1]][1]
+
+    def variables(self, names: Sequence[str]) -> dict[str, tf.Variable | RepeatedVariable]:
+        """Returns name → variable of the whole copy, in an order of names."""
+        found: dict[str, list[tf.Variable]] = {name: [] for name in names}
+        for name, variable in self.statistics(0).items():
+            found[name].append(variable)
+        for stage in self.stages:
+            for path, weight in zip(stage.weight_paths, stage.weights, strict=True):
+                found[f"model/{path}"].append(weight.value)
+            own_names = optimizer_names(stage.optimizer)
+            for name, variable in zip(own_names, stage.optimizer.variables, strict=True):
+                found[name].append(variable.value)  # The step is counted by every stage.
+        return {
+            name: variables[0] if len(variables) == 1 else RepeatedVariable(variables)
+            for name, variables in found.items()
+        }

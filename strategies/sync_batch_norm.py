@@ -110,7 +110,7 @@ def _normalize(
     num_channels = layer.moving_mean.shape[0]
 
     def local_moments(d: int, x: tf.Tensor) -> tf.Tensor:
-        x = _with_channels_last(x, layer)
+        x = _to_moments_dtype(x, layer)
         axes = list(range(len(x.shape) - 1))
         count = tf.cast(tf.size(x) // num_channels, x.dtype)
         mean = tf.reduce_mean(x, axes)
@@ -156,7 +156,7 @@ def _apply(
     return tf.cast(normalized, layer.compute_dtype)
 
 
-def _with_channels_last(x: tf.Tensor, layer: keras.layers.BatchNormalization) -> tf.Tensor:
+def _to_moments_dtype(x: tf.Tensor, layer: keras.layers.BatchNormalization) -> tf.Tensor:
     """Returns the input in the dtype in which moments are computed."""
     if layer.axis not in (-1, len(x.shape) - 1) or layer.renorm:
         raise ValueError(

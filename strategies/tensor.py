@@ -28,6 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from strategies import base
+from strategies.base import PerReplicaTensors
 from strategies.channel_parts import Row
 from strategies.copies import Variables, optimizer_shapes
 from strategies.device_tape import DeviceTape, Spread
@@ -48,9 +49,17 @@ class TensorStrategy(base.Strategy):
     ):
         super().__init__(devices, model_parallel=model_parallel or len(devices), **options)
 
+    def default_all_reduce(self) -> str:
+        return "reduce_to_one" if self.num_replicas > 1 else "none"
+
+    @property
+    def gather_groups(self) -> list[list[str]]:
+        size = self.devices_per_replica
+        return [self.devices[i : i + size] for i in range(0, self.num_devices, size)]
+
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
         self.model = model_fn()
-        self._optimizer_names = list(optimizer_shapes(self.model, optimizer_fn))
+        self._optimizer_names = list(optimizer_shapes(self.model.trainable_variables, optimizer_fn))
         self._paths = [variable.path for variable in self.model.trainable_variables]
         self._calls, num_parts = LayerCalls.of(self.model), self.devices_per_replica
         self.rows = [
@@ -89,7 +98,7 @@ class TensorStrategy(base.Strategy):
     ) -> tuple[list[list[tf.Tensor]], base.StepTotals]:
         """Computes the gradients of a replica's shard; item [d] is of its device d."""
         row, tape = self.rows[r], DeviceTape(self.rows[r].devices, self.observer)
-        weights = self._weights(r)
+        weights = row.read_weights(self.observer, r * self.devices_per_replica)
         logits = self._logits(tape, row, shard.images, weights, training=True)  # 1. Forward.
         with tf.device(row.devices[0]):  # 2. The loss.
             loss, totals, gradient = self.loss_and_logits_gradient(
@@ -141,16 +150,8 @@ class TensorStrategy(base.Strategy):
         output = self._calls.output
         return tape.gather(values[output], sizes[output] or [], first_alone=True)
 
-    def _weights(self, r: int) -> list[dict[str, tf.Tensor]]:
-        """Reads the weights of each device of a replica."""
-        per_device = []
-        for d, device in enumerate(self.rows[r].devices):
-            with tf.device(device):
-                parts = self.rows[r].variables(d, trainable=True).items()
-                read = {path: tf.identity(variable.value) for path, variable in parts}
-                device_id = r * self.devices_per_replica + d
-                per_device.append(dict(self.observer.on_weights(device_id, read)))
-        return per_device
+    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
+        return all_reduce(per_replica_tensors, self.devices[:: self.devices_per_replica])
 
     def forward(
         self, iterator: base.BatchIterator, statistics: base.Statistics
@@ -160,10 +161,9 @@ class TensorStrategy(base.Strategy):
         shards = split_batch((images, labels), firsts, self.replica_weights)
         results = []
         for r, (row, (own_images, own_labels)) in enumerate(zip(self.rows, shards, strict=True)):
-            values = [
-                weights | parts
-                for weights, parts in zip(self._weights(r), row.parts_of(statistics), strict=True)
-            ]
+            weights = row.read_weights(self.observer, r * self.devices_per_replica)
+            own = row.parts_of(statistics)
+            values = [named | parts for named, parts in zip(weights, own, strict=True)]
 
             def logits(x: tf.Tensor, row: Row = row, values: list = values) -> tf.Tensor:
                 tape = DeviceTape(row.devices, self.observer)

@@ -28,6 +28,38 @@ def small_network():
     )
 
 
+def deep_network():
+    """Enough layers and channels for four stages, and for four parts of each layer: 5, 9 and 10."""
+    return keras.Sequential(
+        [
+            keras.Input(IMAGE_SHAPE, dtype="uint8"),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.Conv2D(5, 5, strides=4, activation="relu", name="conv"),
+            keras.layers.AveragePooling2D(2, name="pool"),
+            keras.layers.Flatten(name="flat"),
+            keras.layers.Dense(9, activation="relu", name="hidden"),
+            keras.layers.Dense(NUM_CLASSES, name="logits"),
+        ],
+        name="deep",
+    )
+
+
+def deep_norm_network():
+    """The same depth with BatchNorm, for what depends on the shards."""
+    return keras.Sequential(
+        [
+            keras.Input(IMAGE_SHAPE, dtype="uint8"),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.Conv2D(5, 5, strides=4, name="conv"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.ReLU(name="relu"),
+            keras.layers.GlobalAveragePooling2D(name="pool"),
+            keras.layers.Dense(NUM_CLASSES, name="logits"),
+        ],
+        name="deep_norm",
+    )
+
+
 def small_resnet():
     """One residual block: what BatchNorm does, without 18 layers of it."""
     network = build_resnet(
@@ -55,6 +87,10 @@ def seeded(build):
         return build()
 
     return model_fn
+
+
+def momentum_sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
 def create(name, num_replicas, build=small_network, optimizer_fn=None, **options):

@@ -1,9 +1,14 @@
 """The comparison with other programs: what is asked of them, and what is made of the answers."""
 
+import json
 import subprocess
 import sys
 
+import pytest
+
+from app.training.recipes import RECIPES
 from conftest import ROOT
+from strategies.tf_private import learning_rate_schedule
 
 BENCHMARKS = ROOT / "benchmarks"
 ECHO = """
@@ -58,6 +63,141 @@ print(run.render(results))
     assert "matrix products at 2 GFLOP/s" in said
 
 
+def test_the_page_shows_the_accuracy_of_the_programs_that_were_tested():
+    said = in_benchmarks(
+        """
+import run
+programs = {"manual × 2": {"secs": [1e-4, 3e-4, 1e-4], "images": [60000] * 3, "accuracy": 0.8727}}
+results = {"date": "2026-01-01", "processor": "P", "cores": 2, "versions": {},
+           "lenet_split": {"programs": programs, "ratios": []}}
+print(run.render(results))
+"""
+    )
+    assert "| of the peak | sec/epoch | accuracy |\n| --- | --- | --- | --- | --- | --- |" in said
+    assert "| – | 6.00 | 0.8727 |" in said
+
+
+RECORDING = """
+import pathlib, sys; sys.path.insert(0, sys.argv[1])
+import protocol
+protocol.claim_stdout()
+
+def note(name, answer):
+    with open(sys.argv[2], "a") as file:
+        print(name, file=file)
+    return answer
+
+protocol.serve({}, {
+    "steps": lambda num_steps: note(f"steps {num_steps}", {"sec": 1.0, "images": 4}),
+    "evaluate": lambda: note("evaluate", {"accuracy": 0.5}),
+})
+"""
+
+
+@pytest.mark.parametrize(("test_first_block", "num_tests"), [(True, 1), (False, 0)])
+def test_accuracy_is_asked_once_after_the_first_block(tmp_path, test_first_block, num_tests):
+    (tmp_path / "recording.py").write_text(RECORDING)
+    said = in_benchmarks(
+        f"""
+import pathlib, json, programs, run
+programs.FOLDER = pathlib.Path({str(tmp_path)!r})
+program = programs.Program("p", "recording.py", ({str(BENCHMARKS)!r}, {str(tmp_path / "asked")!r}))
+found = run.measure([program], rounds=3, num_steps=7, data_dir="x",
+                    test_first_block={test_first_block})
+print(json.dumps(found["p"]))
+"""
+    )
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked == ["steps 7", *["evaluate"] * num_tests, "steps 7", "steps 7"]
+    result = json.loads(said.splitlines()[-1])
+    assert result["secs"] == [0.25] * 3 and result.get("accuracy") == (0.5 if num_tests else None)
+
+
+def test_split_programs_train_with_the_same_batch_recipe_and_number_of_devices():
+    programs = json.loads(
+        in_benchmarks(
+            "import json, run; programs, ratios = run.lenet_split_part('peers')\n"
+            "print(json.dumps([[p.name, p.file, p.flags] for p in programs]))"
+        )
+    )
+    assert {file for _, file, _ in programs} == {
+        "lockstep.py", "torch_ddp.py", "torch_pipeline.py", "torch_fsdp.py"
+    }  # fmt: skip
+    for name, file, flags in programs:
+        assert (BENCHMARKS / file).exists(), name
+        assert {
+            "--model=lenet", "--global_batch_size=256", "--recipe=fast", "--num_devices=2"
+        } <= set(flags), name  # fmt: skip
+
+
+@pytest.mark.parametrize("num_steps", [2, 40, 235, 2350])
+@pytest.mark.parametrize("global_batch_size", [256, 64])
+def test_the_peers_recipe_is_the_projects(num_steps, global_batch_size):
+    recipe = RECIPES["fast"]["lenet"]
+    peer = json.loads(
+        in_benchmarks(
+            f"""
+import dataclasses, json, protocol
+from peer_recipe import PEER_RECIPES
+recipe = PEER_RECIPES["fast"]
+rates = recipe.learning_rates(
+    protocol.LEARNING_RATES["lenet"], global_batch_size={global_batch_size}, num_steps={num_steps}
+)
+print(json.dumps({{**dataclasses.asdict(recipe), "rates": rates}}))
+"""
+        )
+    )
+    peak = recipe.learning_rate(global_batch_size=global_batch_size, num_steps=num_steps)
+    schedule = learning_rate_schedule(recipe.create_optimizer(peak, num_steps))
+    rates = peer.pop("rates")
+    assert peer == {name: getattr(recipe, name) for name in peer}
+    assert not recipe.flip and not recipe.label_smoothing  # The programs have neither.
+    # Keras computes in float32.
+    assert rates == pytest.approx([float(schedule(i)) for i in range(num_steps)], abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "error"),
+    [
+        ("torch_pipeline.py", ["--num_devices=4"], "--num_devices=4: a stage for each device"),
+        ("torch_pipeline.py", ["--micro_batches=1"], "--micro_batches=1: PyTorch's 1F1B requires"),
+        ("torch_pipeline.py", ["--micro_batches=3"], "a multiple of --micro_batches=3 is required"),
+        ("torch_pipeline.py", ["--micro_batches=0"], "--micro_batches=0: at least 1 is required"),
+        ("torch_fsdp.py", ["--num_devices=1"], "--num_devices=1: at least 2 are required to shard"),
+        ("torch_ddp.py", ["--num_devices=0"], "--num_devices=0: at least 1 is required"),
+        ("torch_ddp.py", ["--model=resnet18", "--recipe=fast"], "--recipe=fast: not available"),
+        ("jax_devices.py", ["--recipe=fast"], "unrecognized arguments: --recipe=fast"),
+    ],
+)
+def test_wrong_flags_get_one_line_before_a_framework_is_imported(program, flags, error):
+    result = subprocess.run(
+        [sys.executable, BENCHMARKS / program, "--data_dir=/nowhere", *flags],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 2 and result.stdout == ""
+    assert error in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "num_shards", "sizes"),
+    [(100, 4, [32, 32, 32, 4]), (98, 4, [32, 32, 32]), (100, 1, [32, 32, 32, 4])],
+)
+def test_a_last_batch_that_is_not_cut_into_equal_shards_is_dropped(num_examples, num_shards, sizes):
+    said = in_benchmarks(
+        f"""
+import json, numpy as np, protocol
+zeros = np.zeros({num_examples}, np.uint8)
+job = protocol.BenchmarkJob(
+    "lenet", 32, 2, protocol.FashionMnist(zeros, zeros, zeros, zeros), {num_shards}, {{}}
+)
+batches = job.index_batches()
+sizes = [len(next(batches)) for _ in range({len(sizes)} + 1)]
+print(json.dumps([sizes, protocol.describe(job)["images_per_epoch"]]))
+"""
+    )
+    assert json.loads(said) == [[*sizes, 32], sum(sizes)]
+
+
 def test_missing_data_gets_one_line():
     result = subprocess.run(
         [sys.executable, BENCHMARKS / "run.py"], capture_output=True, text=True, env={}, check=False
@@ -70,8 +210,9 @@ PRETENDED = """
 import pathlib, run
 sample = {"secs": [0.1, 0.2], "images": [1, 1]}
 
-def measure(programs, *, rounds, num_steps, data_dir):
-    return {program.name: dict(sample, versions={"numpy": "2"}) for program in programs}
+def measure(programs, *, rounds, num_steps, data_dir, test_first_block):
+    tested = {"accuracy": 0.87} if test_first_block else {}
+    return {program.name: dict(sample, **tested, versions={"numpy": "2"}) for program in programs}
 
 run.measure = measure
 run.time_to_accuracy = lambda *a, **b: {"fast": [{"sec": 4.0, "epochs": 1, "accuracy": 0.87}]}

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from app.config import TrainConfig, split_numbers
 from app.config.names import COMPARED_BY_DEFAULT, ONE_MACHINE_STRATEGIES
 from app.data.synthetic import generate_synthetic
 from app.records.checkpoint_search import find_newest_checkpoint
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(autouse=True)
-def _small(small_data, small_lenet, monkeypatch):
+def _small(small_data, monkeypatch):
+    monkeypatch.setitem(MODELS, "lenet", "dense_network:build_three_dense_layers")
     monkeypatch.setenv("FASHION_MNIST_DIR", str(small_data))
 
 
@@ -39,7 +41,7 @@ def runs(tmp_path_factory, small_data):
     folder = tmp_path_factory.mktemp("runs")
     printed = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
+        patch.setitem(MODELS, "lenet", "dense_network:build_three_dense_layers")
         for strategy in ONE_MACHINE_STRATEGIES:
             devices = ["--device=cpu"] if strategy == "single" else ON_CPUS
             printed[strategy] = run_here_ok(
@@ -69,7 +71,12 @@ def check_run(run_dir, output, strategy):
     """Checks what a training has printed and left."""
     summary = load_summary(run_dir)
     assert summary.status == "finished" and summary.strategy == strategy
-    assert summary.num_replicas == (1 if strategy == "single" else 2)
+    config = TrainConfig(strategy=strategy)
+    num_devices = 1 if strategy == "single" else 2
+    assert len(summary.devices) == num_devices
+    counts = summary.num_replicas, summary.num_shards, summary.num_copies
+    functions = split_numbers.num_replicas, split_numbers.num_shards, split_numbers.num_copies
+    assert counts == tuple(f(strategy, config, num_devices) for f in functions)
     assert output.stdout.splitlines()[-1] == summary.last_line()
     # TensorFlow's own messages are held back; what is not Fashion-MNIST is told, twice.
     told = output.stderr.splitlines()

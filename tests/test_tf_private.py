@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import weakref
 
 import keras
 import numpy as np
@@ -18,7 +19,7 @@ PRIVATE_FILE = ROOT / "strategies" / "tf_private.py"
 PRIVATE = re.compile(
     r"tensorflow\.(python|compiler|core|tsl)\b|keras\.src\b|"
     r"\._(all_reduce_sum_gradients|get_variable_index|learning_rate|flatten_layers|inbound_nodes"
-    r"|collective_key_base|initialize_local_devices)\b"
+    r"|functional|nodes_by_depth|value|collective_key_base|initialize_local_devices)\b"
 )
 
 
@@ -91,6 +92,59 @@ def test_layer_inbound_nodes():
     assert not tf_private.has_symbolic_output(layer), "keras Layer._inbound_nodes"
     layer(keras.Input((2,)))
     assert tf_private.has_symbolic_output(layer), "keras Layer._inbound_nodes"
+
+
+def test_layer_nodes():
+    """The calls of a functional model, in an order in which they can be made; not its input."""
+    images = keras.Input((4, 4, 1))
+    layers = [keras.layers.Flatten(name="b"), keras.layers.Flatten(name="a"), keras.layers.Add()]
+    parts = [layers[0](images), layers[1](images)]
+    model = keras.Model(images, layers[2](parts))
+    found = tf_private.layer_nodes(model)
+    assert {layer.name for layer, _, _ in found[:2]} == {"a", "b"}, (
+        "keras Model._nodes_by_depth is not in the order of the calls"
+    )
+    layer, (args, kwargs), outputs = found[2]
+    assert layer is layers[2] and kwargs == {} and outputs[0] is model.outputs[0]
+    assert args[0] == parts, "keras Node.arguments does not tell what a layer is called with"
+    assert len(found) == 3, "keras Node.is_input does not mark the input"
+
+
+def test_layer_nodes_of_a_sequential_model():
+    names = [layer.name for layer, _, _ in tf_private.layer_nodes(small_network())]
+    assert [names[1], names[3]] == ["conv", "logits"] and len(names) == 4, (
+        "keras Sequential._functional does not hold its layers"
+    )
+
+
+def test_layer_nodes_of_a_model_that_does_not_tell():
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    with pytest.raises(ValueError, match=r"model own is not made by keras.Model\(inputs, outputs"):
+        tf_private.layer_nodes(Own(name="own"))
+
+
+def test_free_values():
+    """The memory is gone; names, shapes, and calls with other values are not."""
+    layer = keras.layers.Dense(2, name="dense")
+    layer.build((None, 3))
+    values = [weakref.ref(v.value) for v in layer.variables]
+    tf_private.free_values(layer.variables)
+    assert [value() for value in values] == [None, None], (
+        "keras Variable._value is not what holds its memory"
+    )
+    assert [(v.path, tuple(v.shape)) for v in layer.variables] == [
+        ("dense/kernel", (3, 2)),
+        ("dense/bias", (2,)),
+    ]
+    assert layer.count_params() == 8
+    with pytest.raises(AttributeError, match=r"dense/kernel has no value of its own \(numpy\)"):
+        layer.kernel.numpy()
+    in_place = [(layer.kernel, tf.ones((3, 2))), (layer.bias, tf.constant([10.0, 20.0]))]
+    with keras.StatelessScope(in_place):
+        assert layer(tf.ones((1, 3))).numpy().tolist() == [[13.0, 23.0]]
 
 
 def test_collective_all_reduce_extended_takes_the_devices_that_it_is_given():

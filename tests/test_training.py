@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from app.config import Config
+from app.config.split_numbers import num_shards
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.records.checkpoint import checkpoint_paths
@@ -46,9 +47,9 @@ def dataset():
 
 @pytest.fixture(autouse=True)
 def _small_model(request, monkeypatch):
-    """Trains a dense layer in place of LeNet and draws nothing: half the time goes into both."""
+    """Trains dense layers in place of LeNet and draws nothing: half the time goes into both."""
     if "whole_lenet" not in request.fixturenames:
-        monkeypatch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
+        monkeypatch.setitem(MODELS, "lenet", "dense_network:build_three_dense_layers")
         monkeypatch.setattr("app.report.accuracy_plot.plot_accuracy", plot_nothing)
 
 
@@ -71,7 +72,8 @@ def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
     run_dir.mkdir(exist_ok=True)
     loop = Training(config, devices, dataset, run_dir)
     loop.start(from_scratch=False)
-    assert loop.strategy.num_shards == num_replicas
+    assert loop.strategy.num_devices == num_replicas
+    assert loop.strategy.num_shards == num_shards(strategy, config, num_replicas)
     return loop
 
 
@@ -230,7 +232,7 @@ def test_replicas_that_part_are_not_saved(dataset, tmp_path):
 def whole_run(dataset, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
+        patch.setitem(MODELS, "lenet", "dense_network:build_three_dense_layers")
         patch.setattr("app.report.accuracy_plot.plot_accuracy", plot_nothing)
         train(dataset, run_dir, epochs=2)
     return run_dir
@@ -450,7 +452,7 @@ def test_another_model_is_refused_with_its_tensors(dataset, tmp_path, force_resu
 
 def test_another_model_that_fits_is_another_training(dataset, tmp_path, monkeypatch):
     train(dataset, tmp_path, epochs=1)
-    monkeypatch.setitem(MODELS, "resnet18", "dense_network:build_dense_network")
+    monkeypatch.setitem(MODELS, "resnet18", "dense_network:build_three_dense_layers")
     with pytest.raises(CheckpointError, match="model lenet → resnet18"):
         make(dataset, tmp_path, epochs=1, model="resnet18")
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from app.runtime.errors import AllReduceError
 from strategies.base import Strategy
+from strategies.device_tape import DeviceTape, Spread
 
 _DIGITS = 8  # Whole numbers up to 2⁸ are exact in bfloat16 too.
 
@@ -24,6 +25,7 @@ def run_all_reduce_self_test(strategy: Strategy) -> None:
         AllReduceError: a replica got another sum.
     """
     num_replicas = strategy.num_replicas
+    run_gather_self_test(strategy)
     if num_replicas == 1 or strategy.algorithm == "none":
         return
     for dtype in sorted({str(v.dtype) for v in strategy.model.trainable_variables}):
@@ -46,6 +48,44 @@ def run_all_reduce_self_test(strategy: Strategy) -> None:
                     " gradient has to be in the sum once;"
                     f" {'use --all_reduce=auto' if chosen else 'fix its all-reduce'}"
                 )
+
+
+def run_gather_self_test(strategy: Strategy) -> None:
+    """Tries out the gathers of a strategy, forwards and backwards.
+
+    Device d sends 2ᵈ, and has to see 1, 2, 4, … in order; on the way back each device sends those
+    numbers times its own, and has to get its own number as often as all numbers add up to.
+
+    Raises:
+        AllReduceError: a device got something else.
+    """
+    for devices in strategy.gather_groups:
+        if len(devices) == 1:
+            continue
+        tape, parts = DeviceTape(devices, strategy.observer), []
+        numbers = 2.0 ** (np.arange(len(devices)) % _DIGITS)
+        for device, number in zip(devices, numbers, strict=True):
+            with tf.device(device):
+                parts.append(tf.constant([number]))
+        sent = Spread(parts)
+        gathered = tape.gather(sent, [1] * len(devices))
+        returned = []
+        for device, number in zip(devices, numbers, strict=True):
+            with tf.device(device):
+                returned.append(tf.constant(number * numbers, tf.float32))
+        (sums,) = tape.input_gradients(gathered, returned, [sent])
+        for d in range(len(devices)):
+            for what, got, expected in (
+                ("gathered", gathered.tensors[d], numbers),
+                ("added on the way back", sums[d], [numbers[d] * numbers.sum()]),
+            ):
+                seen = np.asarray(got).tolist()
+                if seen != list(expected):
+                    raise AllReduceError(
+                        f"gather of {strategy.name} on {len(devices)} devices: device {d}"
+                        f" {what} {seen} instead of {[float(x) for x in expected]}; fix its"
+                        " gather and the sum behind it"
+                    )
 
 
 def explain(got: Sequence[float], replica_id: int, num_replicas: int) -> str:

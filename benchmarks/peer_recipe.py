@@ -1,0 +1,68 @@
+"""How the PyTorch programs train besides the architecture: the project's recipes for LeNet.
+
+Needs no framework. A test compares the figures and the learning rates with `app/training`.
+"""
+
+import argparse
+import dataclasses
+import math
+
+_REFERENCE_GLOBAL_BATCH_SIZE = 256
+_MIN_WARMUP_STEPS = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerRecipe:
+    """Input scaling, optimizer and schedule.
+
+    Attributes:
+        pixel_mean: subtracted from pixels of 0 to 255.
+        pixel_std: what they are divided by then.
+        momentum: of stochastic gradient descent; Nesterov's, where it is not 0.
+        weight_decay: fraction of a weight, times the learning rate, subtracted in each step.
+        warmup: fraction of the steps in which the learning rate rises to its peak, before it falls
+            along a cosine to 0; None for a constant learning rate and PyTorch's initial weights.
+    """
+
+    pixel_mean: float = 0.0
+    pixel_std: float = 255.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    warmup: float | None = None
+
+    def learning_rates(self, base: float, *, global_batch_size: int, num_steps: int) -> list[float]:
+        """Returns the learning rate of each step of a training of `num_steps` steps.
+
+        Args:
+            base: the peak at a global batch of 256; with a constant learning rate, that rate.
+            global_batch_size: examples of a step.
+            num_steps: of the whole training.
+        """
+        if self.warmup is None:
+            return [base] * num_steps
+        peak = base * global_batch_size / _REFERENCE_GLOBAL_BATCH_SIZE
+        peak *= min(1.0, num_steps / (2 * _MIN_WARMUP_STEPS))
+        num_warmup = max(round(self.warmup * num_steps), min(_MIN_WARMUP_STEPS, num_steps // 2))
+        num_decay = max(1, num_steps - num_warmup)
+        return [
+            peak * step / num_warmup
+            if step < num_warmup
+            else peak * (1 + math.cos(math.pi * (step - num_warmup) / num_decay)) / 2
+            for step in range(num_steps)
+        ]
+
+
+PEER_RECIPES = {
+    "d2l": PeerRecipe(),
+    "fast": PeerRecipe(
+        pixel_mean=72.94, pixel_std=90.02, momentum=0.9, weight_decay=5e-4, warmup=0.2
+    ),
+}
+RECIPE_FLAG = {"recipe": {"choices": list(PEER_RECIPES), "default": "d2l"}}
+
+
+def check_recipe(flags: argparse.Namespace) -> str | None:
+    """Returns what is wrong with the recipe for the model, or None."""
+    if flags.recipe == "fast" and flags.model != "lenet":
+        return f"--recipe=fast: not available for --model={flags.model}; use --recipe=d2l"
+    return None

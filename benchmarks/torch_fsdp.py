@@ -1,0 +1,52 @@
+"""PyTorch: FSDP2 (`fully_shard`) on a CPU device mesh with gloo, a process for each device.
+
+What was chosen is in `torch_training.py`. Besides:
+
+- `--shard=weights`, ZeRO-3: each layer with weights is a unit of its own. Its weights are gathered
+  before its forward pass, released after it, and gathered again before its backward pass.
+- `--shard=gradients`, ZeRO-2: the network is one unit. Its weights are gathered once in a step and
+  released after the backward pass; gradients and optimizer state stay sharded.
+- FSDP2 refuses weights of the layout `channels_last`. The activations have it all the same, from
+  the images.
+"""
+
+import argparse
+
+import protocol
+from peer_recipe import RECIPE_FLAG
+
+FLAGS = {**RECIPE_FLAG, "shard": {"choices": ["gradients", "weights"], "default": "weights"}}
+
+
+def check_flags(flags: argparse.Namespace) -> str | None:
+    """Returns what is wrong with the flags, or None."""
+    if flags.num_devices < 2:
+        return f"--num_devices={flags.num_devices}: at least 2 are required to shard; use 2 or more"
+    return None
+
+
+if __name__ == "__main__":
+    JOB = protocol.open_job(["lenet"], flags=FLAGS, check=check_flags)
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_training import TorchTrainer, build_and_serve, build_lenet
+
+
+class FsdpTrainer(TorchTrainer):
+    """Each process keeps its part of the weights, their gradients and the optimizer state."""
+
+    def _distribute(self, model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (self._group.num_processes,))
+        by_layer = self._job.options["shard"] == "weights"
+        if by_layer:
+            for layer in model:
+                if next(layer.parameters(), None) is not None:
+                    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        return fully_shard(model, mesh=mesh, reshard_after_forward=by_layer)
+
+
+if __name__ == "__main__":
+    build_and_serve(JOB, FsdpTrainer, {"lenet": build_lenet})

@@ -1,0 +1,92 @@
+"""Where a network can be cut into stages, and where it should be."""
+
+import itertools
+from collections.abc import Sequence
+
+from strategies.flops import forward_flops
+from strategies.layer_calls import LayerCall, LayerCalls
+
+
+def cut_points(model_calls: LayerCalls) -> list[int]:
+    """Returns after which calls exactly one tensor is needed by those that follow.
+
+    There, and only there, a single tensor travels between two stages. Nothing is cut off that has
+    no weights to train, such as the scaling of the images.
+
+    Returns:
+        Positions in `model_calls.calls`, the last one left out.
+    """
+    calls = model_calls.calls
+    last_use = {i: position for position, call in enumerate(calls) for i in call.inputs}
+    first = next((i for i, call in enumerate(calls) if call.layer.trainable_variables), len(calls))
+    points = []
+    for position in range(first, len(calls) - 1):
+        alive = [call.output for call in calls[: position + 1] if last_use[call.output] > position]
+        if alive == [calls[position].output]:
+            points.append(position)
+    return points
+
+
+def cut(
+    model_calls: LayerCalls, num_stages: int, after: Sequence[str] = ()
+) -> list[list[LayerCall]]:
+    """Cuts a network into consecutive stages.
+
+    Args:
+        model_calls: of the network.
+        num_stages: K.
+        after: names of the K - 1 layers after which it is cut; empty to balance the arithmetic:
+            the stage with the most of it has the least possible.
+
+    Raises:
+        ValueError: there are too few places to cut, or a name is not one of them.
+    """
+    calls, points = model_calls.calls, cut_points(model_calls)
+    names = {calls[point].layer.name: point for point in points}
+    if num_stages > len(points) + 1:
+        raise ValueError(
+            f"{num_stages} stages need {num_stages - 1} cuts, and the network can be cut in"
+            f" {len(points)} places, after {', '.join(names)}; use"
+            f" --model_parallel={len(points) + 1} or less"
+        )
+    if after and (len(after) != num_stages - 1 or not set(after) <= set(names)):
+        raise ValueError(
+            f"--pipeline_cuts={','.join(after)} must name {num_stages - 1} of the layers after"
+            f" which the network can be cut: {', '.join(names)}"
+        )
+    if after:
+        chosen = tuple(names[name] for name in after)
+        if list(chosen) != sorted(set(chosen)):
+            raise ValueError(
+                f"--pipeline_cuts={','.join(after)} must be in the order of the network:"
+                f" {', '.join(names)}"
+            )
+    else:
+        chosen = _balanced(calls, points, num_stages)
+    bounds = [0, *(point + 1 for point in chosen), len(calls)]
+    return [calls[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def stage_flops(stage: Sequence[LayerCall]) -> float:
+    """Returns the multiplications and additions of a stage's forward pass, for one example."""
+    return sum(forward_flops(call.layer) for call in stage)
+
+
+def _balanced(
+    calls: Sequence[LayerCall], points: Sequence[int], num_stages: int
+) -> tuple[int, ...]:
+    """Returns the cuts with which the largest stage is smallest, by dynamic programming."""
+    ends = [*points, len(calls) - 1]
+    sums = list(itertools.accumulate((stage_flops([call]) for call in calls), initial=0.0))
+    # For the calls up to each end: the largest of k stages, and the cuts between them.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {e: (sums[e + 1], ()) for e in ends}
+    for num_cuts in range(1, num_stages):
+        best = {
+            end: min(
+                (max(best[cut][0], sums[end + 1] - sums[cut + 1]), (*best[cut][1], cut))
+                for cut in ends[: ends.index(end)]
+                if cut in best
+            )
+            for end in ends[num_cuts:]
+        }
+    return best[ends[-1]][1]

@@ -1,0 +1,107 @@
+"""Tensors and variables of which each device keeps a range of the elements, flat."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from strategies.collectives import PerReplicaTensors, shard_bounds, shard_sizes
+from strategies.gather_scatter import all_gather, reduce_scatter
+from strategies.split_variable import RepeatedVariable, SplitVariable
+
+
+def part_of(tensor: tf.Tensor, device_id: int, num_devices: int) -> tf.Tensor:
+    """Returns the elements of a tensor that a device keeps: those of `shard_bounds`."""
+    flat = tf.reshape(tensor, [-1])
+    start, end = shard_bounds(flat.shape[0], num_devices, device_id)
+    return flat[start:end]
+
+
+def reduce_scatter_all(
+    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
+) -> PerReplicaTensors:
+    """Sums tensors over the replicas; each device gets its part of each sum.
+
+    Args:
+        per_replica_tensors: R lists of V tensors; item [r][v] is on device r.
+        devices: R device names.
+
+    Returns:
+        R lists of V flat tensors; item [r][v] is part r of sum v, on device r.
+    """
+    per_replica_flat = []
+    for device, tensors in zip(devices, per_replica_tensors, strict=True):
+        with tf.device(device):
+            per_replica_flat.append([tf.reshape(tensor, [-1]) for tensor in tensors])
+    per_tensor_parts = []
+    for copies in zip(*per_replica_flat, strict=True):
+        sizes = shard_sizes(copies[0].shape[0], len(devices))
+        per_tensor_parts.append(reduce_scatter(copies, sizes, devices))
+    return [list(parts) for parts in zip(*per_tensor_parts, strict=True)]
+
+
+def all_gather_all(
+    per_device_parts: PerReplicaTensors,
+    shapes: Sequence[tf.TensorShape],
+    devices: Sequence[str],
+) -> PerReplicaTensors:
+    """Joins the parts of each tensor on every device; the opposite of the scatter.
+
+    Args:
+        per_device_parts: R lists of V flat tensors.
+        shapes: of the V whole tensors.
+        devices: R device names.
+
+    Returns:
+        R lists of V whole tensors; item [r][v] is on device r, with the same bits for every r.
+    """
+    per_tensor_wholes = [
+        all_gather(parts, devices) for parts in zip(*per_device_parts, strict=True)
+    ]
+    per_device_wholes = []
+    for device, wholes in zip(devices, zip(*per_tensor_wholes, strict=True), strict=True):
+        with tf.device(device):
+            per_device_wholes.append(
+                [tf.reshape(whole, shape) for whole, shape in zip(wholes, shapes, strict=True)]
+            )
+    return per_device_wholes
+
+
+class Part(NamedTuple):
+    """What a device keeps: of each weight a range of its elements, and their optimizer."""
+
+    device: str
+    weights: list[keras.Variable]
+    optimizer: keras.optimizers.Optimizer
+
+    @classmethod
+    def create(
+        cls,
+        variables: Sequence[keras.Variable],
+        device_id: int,
+        devices: Sequence[str],
+        optimizer: keras.optimizers.Optimizer,
+    ) -> "Part":
+        """Creates a device's part of whole variables, with their names and values."""
+        with tf.device(devices[device_id]):
+            weights = [
+                keras.Variable(
+                    part_of(tf.convert_to_tensor(v.value), device_id, len(devices)),
+                    dtype=v.dtype,
+                    name=v.path.replace("/", "_"),
+                )
+                for v in variables
+            ]
+            optimizer.build(weights)
+        return cls(devices[device_id], weights, optimizer)
+
+
+def whole_variable(
+    parts: Sequence[keras.Variable], shape: Sequence[int]
+) -> SplitVariable | RepeatedVariable:
+    """Returns what stands for a variable whose parts are flat; every device has a number whole."""
+    values = [part.value for part in parts]
+    if len(parts[0].shape) == 0:
+        return RepeatedVariable(values)
+    return SplitVariable(values, 0, shape)

@@ -1,0 +1,33 @@
+"""On which devices a strategy keeps its variables, and computes products of matrices."""
+
+import collections
+
+import tensorflow as tf
+
+PRODUCTS = "MatMul", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"
+
+
+def short(device):
+    """Returns "/device:CPU:1" for any name of that device."""
+    return "/device:" + device.rpartition("device:")[2]
+
+
+def devices_of_variables(variables):
+    return {short(getattr(v, "value", v).device) for v in variables}
+
+
+def step_graph(strategy, iterator):
+    """Returns the graph of one training step, before TensorFlow's optimisations."""
+    step = tf.function(lambda: strategy.train_step(iterator))
+    return step.get_concrete_function().graph
+
+
+def devices_of_products(strategy, iterator):
+    """Returns for each kind of product how many of them each device computes in a step."""
+    found = collections.defaultdict(collections.Counter)
+    graphs = [step_graph(strategy, iterator)]
+    operations = [op for graph in graphs for op in graph.get_operations()]
+    for operation in operations:
+        if operation.type in PRODUCTS:
+            found[operation.type][short(operation.device)] += 1
+    return {kind: dict(counts) for kind, counts in found.items()}
