@@ -73,9 +73,7 @@ def in_time_slots(schedule: Schedule, num_stages: int, num_micro_batches: int) -
     done: set[Task] = set()
     slots: list[list[Task]] = []
     while any(lists):
-        slots.append(
-            [tasks[0] for tasks in lists if tasks and _needs(tasks[0], num_stages) <= done]
-        )
+        slots.append([tasks[0] for tasks in lists if tasks and needs(tasks[0], num_stages) <= done])
         if not slots[-1]:
             raise ValueError("every stage of this schedule waits for another one")
         for task in slots[-1]:
@@ -89,8 +87,8 @@ def in_order(schedule: Schedule, num_stages: int, num_micro_batches: int) -> lis
     return list(itertools.chain(*in_time_slots(schedule, num_stages, num_micro_batches)))
 
 
-def _needs(task: Task, num_stages: int) -> set[Task]:
+def needs(task: Task, num_stages: int) -> set[Task]:
     """Returns the tasks that have to be done before this one."""
     neighbour = task.stage - 1 if task.is_forward else task.stage + 1
-    needs = {task._replace(stage=neighbour)} if 0 <= neighbour < num_stages else set()
-    return needs if task.is_forward else {*needs, task._replace(is_forward=True)}
+    found = {task._replace(stage=neighbour)} if 0 <= neighbour < num_stages else set()
+    return found if task.is_forward else {*found, task._replace(is_forward=True)}

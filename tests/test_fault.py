@@ -55,7 +55,24 @@ def test_refusals_name_what_is_required(text, named):
         {"inject": "drop_gradient:strategy=single", "command": "verify"},
         {"inject": "slow_replica", "command": "verify", "steps": 4},
         {"inject": "drop_gradient", "strategy": "tensor", "num_devices": 2},
-        {"inject": "drop_gradient:replica=4", "strategy": "pipeline", "num_devices": 2},
+        {"inject": "drop_gradient", "strategy": "pipeline", "num_devices": 2},
+        {"inject": "drop_gradient", "strategy": "single", "accumulate_steps": 2},
+        {"inject": "lost_micro_batch:micro_batch=4", "strategy": "pipeline", "num_devices": 2},
+        {"inject": "lost_micro_batch", "strategy": "manual", "num_devices": 2},
+        {"inject": "divided_twice", "strategy": "manual", "num_devices": 2},
+        {"inject": "stale_stage:stage=2", "strategy": "pipeline", "num_devices": 2},
+        {"inject": "stale_stage", "strategy": "tensor", "num_devices": 2},
+        {"inject": "forgotten_backward_sum", "strategy": "pipeline", "num_devices": 2},
+        {
+            "inject": "repeated_bias",
+            "strategy": "tensor",
+            "num_devices": 2,
+            "model_parallel": 1,
+        },
+        {"inject": "wrong_shard", "strategy": "manual", "num_devices": 2},
+        {"inject": "wrong_shard", "strategy": "sharded", "num_devices": 1},
+        {"inject": "unsynced_batch_norm", "strategy": "pipeline", "num_devices": 2},
+        {"inject": "stale_stage", "command": "verify", "strategies": ("single", "manual")},
         {"inject": "perturb_weight", "strategy": "sharded", "num_devices": 2},
         {"inject": "perturb_weight", "strategy": "pipeline", "num_devices": 2},
         {"command": "verify", "steps": 0},
@@ -85,8 +102,17 @@ def test_what_cannot_happen_is_refused(options):
     [
         {"inject": "scale_gradient", "strategy": "single"},
         {"inject": "drop_gradient", "num_devices": 2},
-        {"inject": "drop_gradient:replica=3", "strategy": "pipeline", "num_devices": 2},
-        {"inject": "drop_gradient", "strategy": "single", "accumulate_steps": 2},
+        {
+            "inject": "drop_gradient",
+            "strategy": "pipeline",
+            "num_devices": 4,
+            "model_parallel": 2,
+        },
+        {"inject": "lost_micro_batch:micro_batch=3", "strategy": "pipeline", "num_devices": 2},
+        {"inject": "lost_micro_batch", "strategy": "single", "accumulate_steps": 2},
+        {"inject": "divided_twice", "strategy": "manual", "accumulate_steps": 2},
+        {"inject": "wrong_shard", "strategy": "sharded", "num_devices": 2},
+        {"inject": "stale_stage", "command": "verify", "strategies": ("single", "pipeline")},
         {"inject": "perturb_weight", "strategy": "sharded", "num_devices": 2, "shard": "gradients"},
         {"command": "verify", "all_reduce": "hierarchical", "strategies": ("single", "mirrored")},
         {"command": "verify", "strategies": ("mirrored",), "num_devices": 3},
@@ -97,6 +123,24 @@ def test_what_cannot_happen_is_refused(options):
 def test_what_can_happen_is_not(options):
     config = Config.of(**options)
     assert (config.fault is not None) == ("inject" in options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "faulty"),
+    [
+        ("drop_gradient", "manual"),
+        ("stale_stage", "pipeline"),
+        ("lost_micro_batch", "pipeline"),
+        ("wrong_shard", "sharded"),
+        ("repeated_bias", "tensor"),
+        ("perturb_weight", "manual"),
+        ("drop_gradient:strategy=sharded", "sharded"),
+    ],
+)
+def test_a_fault_goes_to_the_first_strategy_that_can_have_it(fault, faulty):
+    strategies = ("single", "manual", "sharded", "pipeline", "tensor")
+    config = Config.of("verify", strategies=strategies, num_devices=2, inject=fault)
+    assert config.faulty_strategy == faulty
 
 
 def test_one_fault_has_one_spelling_in_the_records():

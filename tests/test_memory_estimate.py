@@ -38,7 +38,7 @@ def test_it_grows_with_the_layers_and_the_gradients_are_in_it():
 def test_an_estimate_has_weights_and_what_the_optimizer_keeps():
     model, optimizer = small_network(), keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
-    estimate = memory_estimate.MemoryEstimate.of(model, optimizer)
+    estimate = memory_estimate.MemoryEstimate.of(model, optimizer.variables)
     parameters = 3 * 25 + 3 + 108 * 10 + 10
     assert estimate.weights_bytes == 4 * parameters
     assert 4 * parameters <= estimate.optimizer_state_bytes < 4 * parameters + 100
@@ -101,16 +101,20 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_can():
     with pytest.raises(
         DeviceError, match=r"60000, which is 30,000 images on each of 2 rep"
     ) as told:
-        memory_estimate.check_memory(model, optimizer, StepSize(2, 2, 60_000), available=16 * GIB)
+        memory_estimate.check_memory(
+            model, optimizer.variables, StepSize(2, 2, 60_000), available=16 * GIB
+        )
     assert " GiB by estimate, 16.0 are free" in str(told.value)
     fits = int(re.search(r"use --global_batch_size=(\d+)", str(told.value))[1])
     assert 100 < fits < 10_000 and fits % 2 == 0
-    memory_estimate.check_memory(model, optimizer, StepSize(2, 2, fits), available=16 * GIB)
+    memory_estimate.check_memory(
+        model, optimizer.variables, StepSize(2, 2, fits), available=16 * GIB
+    )
 
 
 def test_without_a_number_nothing_is_refused():
     size = StepSize(1, 1, 60_000)
-    memory_estimate.check_memory(small_network(), None, size, available=None)
+    memory_estimate.check_memory(small_network(), (), size, available=None)
 
 
 def test_memory_of_this_machine_is_found():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.config.fault import FAULTS, Fault
+from app.config.fault import Fault
 from app.data.input_pipeline import train_dataset
 from app.runtime.errors import ConfigError
 from app.training.fault_injection import inject_data_fault, inject_fault
@@ -22,6 +22,7 @@ from app.verification.measurement import first_mismatch
 from app.verification.recorder import Recorder
 from app.verification.reference import Reference
 from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
+from app.verification.split import Split
 from app.verification.step_context import StepContext
 from app.verification.straggler import find_straggler
 from app.verification.trace import Trace, hash_examples
@@ -37,6 +38,7 @@ from strategies.observer import Observer
 NUM_STEPS = 3
 GLOBAL_BATCH_SIZE = 15  # Uneven shards for 2 and 4 replicas; 40 examples leave 10 in step 3.
 PARALLEL = [name for name in STRATEGIES if name != "single"]
+DATA_PARALLEL = ["manual", "mirrored", "multi_worker", "sharded"]
 
 
 def sgd():
@@ -44,8 +46,8 @@ def sgd():
 
 
 @functools.cache  # It keeps nothing of one step for the next, and takes a second to compile.
-def reference(build, optimizer_fn, dtype):
-    return Reference(seeded(build), optimizer_fn, dtype)
+def reference(build, optimizer_fn, dtype, *, mean_of_squares=False):
+    return Reference(seeded(build), optimizer_fn, dtype, mean_of_squares=mean_of_squares)
 
 
 class Case:
@@ -65,6 +67,7 @@ class Case:
 
     def record(self, strategy, path, *, fault=None, functions=None, num_steps=NUM_STEPS):
         """Trains and returns the trace, and when replicas sent their gradients."""
+        syncs_batch_norm = strategy.syncs_batch_norm
         strategy.build(*(functions or self.functions))
         dataset, observer = self.batches(), None
         if fault:
@@ -72,21 +75,25 @@ class Case:
                 fault, strategy, batch_sizes={GLOBAL_BATCH_SIZE, 10}, num_steps=num_steps
             )
             observer.begin()
-            dataset = inject_data_fault(fault, self.batches, seed=3, num_shards=strategy.num_shards)
+            dataset = inject_data_fault(fault, self.batches, strategy, seed=3)
         recorder = Recorder(strategy, observer)
         send_sec = recorder.record(strategy.distribute(dataset), num_steps=num_steps, path=path)
-        return Trace(path), send_sec
+        return Trace(path, syncs_batch_norm=syncs_batch_norm), send_sec
 
     def check(self, trace, name="manual", send_sec=()):
         reference64, reference32 = self.reference("float64"), self.reference("float32")
-        checker = TraceChecker(reference64, reference32)
+        synchronized = None
+        if trace.split.syncs_batch_norm:
+            synchronized = self.reference("float32", mean_of_squares=True)
+        checker = TraceChecker(reference64, reference32, mean_of_squares=synchronized)
         measurements = checker.check(trace, self.batches().as_numpy_iterator())
         mismatch = first_mismatch(measurements)
         context = StepContext(
             trace, measurements, self.batch, lambda: hash_examples(*self.images), reference64
         )
         diagnosis = mismatch and explain(context, mismatch)
-        return StrategyVerdict(name, measurements, mismatch, diagnosis, find_straggler(send_sec))
+        straggler = find_straggler(send_sec)
+        return StrategyVerdict(name, measurements, mismatch, diagnosis, straggler, trace.split)
 
 
 @pytest.fixture
@@ -112,7 +119,8 @@ def test_clean_trainings_hold(images, tmp_path, num_replicas, build):
         traces[name], _ = case.record(strategy, tmp_path / f"{name}")
         strategy_verdicts[name] = case.check(traces[name], name)
         assert strategy_verdicts[name].first_mismatch is None
-        assert traces[name].num_shards == len(strategy.devices)
+        assert traces[name].num_shards == strategy.num_shards
+        assert traces[name].split == Split.of(strategy)
     pair = compare_traces(traces["manual"], traces["mirrored"])
     assert (
         PairVerdict.of(strategy_verdicts["manual"], strategy_verdicts["mirrored"], pair).outcome
@@ -168,6 +176,7 @@ def test_every_kind_is_measured(images, tmp_path):
     assert {m.replica_id for m in measured if m.kind == "gradients"} == {0, 1}
 
 
+# Faults of data parallelism; those of other splits are in test_split_verification.py.
 CAUSES = {
     "drop_gradient": "lost_gradient",
     "scale_gradient": "scaled_gradient",
@@ -180,16 +189,12 @@ CAUSES = {
 }
 
 
-def test_every_fault_is_in_these_tests():
-    assert set(FAULTS) == {*CAUSES, "slow_replica"}
-
-
 @pytest.mark.parametrize(
     ("strategy", "num_replicas"),
     [
         # A third replica is to a fault what the second one is, whatever the strategy.
         pytest.param(name, n, marks=[pytest.mark.slow] if n > 2 and name != "manual" else [])
-        for name in PARALLEL
+        for name in DATA_PARALLEL
         for n in (2, 3)
     ],
 )
@@ -198,8 +203,11 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_repl
     if fault == "mean_of_means" and num_replicas == 3:
         num_replicas = 4  # 15 divides by 3.
     case = Case(images, small_resnet if fault == "local_batch_norm" else small_network)
+    # A copy of the weights has to be there to differ.
+    has_parts = strategy == "sharded" and fault == "perturb_weight"
+    options = {"shard": "gradients"} if has_parts else {}
     trace, _ = case.record(
-        load_strategy_class(strategy)(CPUS[:num_replicas]),
+        load_strategy_class(strategy)(CPUS[:num_replicas], **options),
         tmp_path / "t",
         fault=Fault.parse(fault),
     )
@@ -211,7 +219,7 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_repl
     assert strategy_verdict.outcome == DIFFERENT
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", DATA_PARALLEL)
 def test_a_slow_replica_is_caught_and_named(case, tmp_path, strategy):
     fault = Fault.parse("slow_replica:replica=1,ms=100")
     trace, send_sec = case.record(
@@ -494,9 +502,9 @@ def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
     case = Case(images, small_resnet)
     reference = case.reference("float32")
     batches = list(case.batches().take(NUM_STEPS).as_numpy_iterator())
-    assert effect_of_shards(reference, *batches[0], num_shards=1) == 0
-    assert effect_of_shards(reference, *batches[0], num_shards=2) > 0.01
-    train_shard_by_shard(reference, batches, num_shards=2, path=tmp_path / "one")
+    assert effect_of_shards(reference, *batches[0], shard_weights=[1]) == 0
+    assert effect_of_shards(reference, *batches[0], shard_weights=[1, 1]) > 0.01
+    train_shard_by_shard(reference, batches, shard_weights=[1, 1], path=tmp_path / "one")
     one = Trace(tmp_path / "one")
     two, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "two")
     strategy_verdicts = case.check(one, "single"), case.check(two, "manual")

@@ -3,6 +3,7 @@
 import pytest
 
 from app.verification.measurement import Measurement
+from app.verification.split import Split
 from app.verification.trace_comparison import PairDifference
 from app.verification.verdict import (
     DIFFERENT,
@@ -20,7 +21,8 @@ SAME = PairDifference(1, "weights", "a", 0, 0.0, 0.0, 0, identical=True)
 
 def verdict_of(name, mismatch):
     diagnosis = Diagnosis("other_order", "…") if mismatch else None
-    return StrategyVerdict(name, [mismatch] if mismatch else [], mismatch, diagnosis, None)
+    measurements = [mismatch] if mismatch else []
+    return StrategyVerdict(name, measurements, mismatch, diagnosis, None, Split(2, 2, 2))
 
 
 @pytest.mark.parametrize(

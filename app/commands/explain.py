@@ -1,14 +1,25 @@
-"""`explain`: a step told with its numbers, where its time goes, what more devices would do."""
+"""`explain`: a step told with its numbers, where its time goes, what travels between devices."""
 
 from app.config import ExplainConfig
-from app.performance.breakdown_output import EXPLAIN_FILE, print_explanation, write_explanation
+from app.config.split_numbers import has_option
+from app.performance import split_output
+from app.performance.breakdown_output import (
+    EXPLAIN_FILE,
+    print_caveats,
+    print_explanation,
+    write_explanation,
+)
+from app.performance.case import Sample
 from app.performance.rounds import measure
+from app.performance.split_breakdown import SplitBreakdown, SplitDesign, break_down_split
+from app.performance.split_profile import profile_split
 from app.performance.step_profile import print_step_profile, profile_step
-from app.performance.step_time_breakdown import Design, break_down_step
+from app.performance.step_time_breakdown import Design, StepTimeBreakdown, break_down_step
 from app.records.run_directory import RunDirectory, open_log, open_run_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
+from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 
 
@@ -29,18 +40,44 @@ def _explain(config: ExplainConfig, run_directory: RunDirectory) -> None:
     with StepProgress(1) as progress:
         progress.start("making one step")
         profile, simulated = profile_step(first, progress.message)
-        design = Design.of(config, simulated=simulated)
-        measured = measure(
-            design.cases,
-            repeats=config.repeats,
-            progress=progress,
-            all_reduces_of=list(design.full.values()),
-        )
-    breakdown = break_down_step(design, measured)
+        progress.start("counting what a step sends")
+        split = call_in_child_process(profile_split, first, on_message=progress.message)
+        breakdown, samples = _measure(config, progress, simulated=simulated)
     run_directory.start(overwrite=config.overwrite)
     out_dir = run_directory.path
-    write_explanation(out_dir, config, profile, breakdown, measured.samples)
+    write_explanation(out_dir, config, profile, breakdown, samples, split)
     print_step_profile(config, profile)
-    print_explanation(config, breakdown, measured.samples)
+    if isinstance(breakdown, SplitBreakdown):
+        split_output.print_split_breakdown(config, breakdown, samples[0].facts)
+    else:
+        print_explanation(config, breakdown, samples)
+    split_output.print_traffic(split.traffic)
+    split_output.print_held(split.held)
+    files = [EXPLAIN_FILE]
+    if split.pipeline:
+        split_output.print_pipeline(split.pipeline)
+        from app.report.schedule_plot import plot_schedule
+
+        files += plot_schedule(out_dir / EXPLAIN_FILE, out_dir)
+    print_caveats(samples)
     write_report([out_dir], out_dir / REPORT_FILE)
-    console.say(f"saved in {out_dir}: {EXPLAIN_FILE}, {REPORT_FILE}")
+    console.say(f"saved in {out_dir}: {', '.join([*files, REPORT_FILE])}")
+
+
+def _measure(
+    config: ExplainConfig, progress: StepProgress, *, simulated: bool
+) -> tuple[StepTimeBreakdown | SplitBreakdown, list[Sample]]:
+    """Measures a step, with one part left out at a time, and takes it apart."""
+    repeats = config.repeats
+    if not has_option(config.strategy, "all_reduce"):  # Nothing that can be left out.
+        split_design = SplitDesign.of(config)
+        measured = measure(split_design.cases, repeats=repeats, progress=progress)
+        return break_down_split(split_design, measured), measured.samples
+    design = Design.of(config, simulated=simulated)
+    measured = measure(
+        design.cases,
+        repeats=repeats,
+        progress=progress,
+        all_reduces_of=list(design.full.values()),
+    )
+    return break_down_step(design, measured), measured.samples

@@ -55,7 +55,7 @@ def _probe(config: PlanConfig) -> list[Sample]:
     if not config.probe:
         return []
     batch = min(config.planned_batch_size, NUM_TRAIN_EXAMPLES)
-    name = "manual" if config.num_devices_planned > 1 else "single"
+    name = config.strategy if config.num_devices_planned > 1 else "single"
     return _measure([_case(config, name, batch)], _PROBE_ROUNDS)
 
 

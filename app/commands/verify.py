@@ -15,10 +15,14 @@ from app.runtime.errors import ConfigError, MismatchError
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification import tasks
+from app.verification.recorded import Checked, Recorded
 from app.verification.straggler import find_straggler
-from app.verification.tasks import Recorded
 from app.verification.trace import Trace
-from app.verification.trace_comparison import PairDifference, compare_traces
+from app.verification.trace_comparison import (
+    PairDifference,
+    compare_traces,
+    first_sums_apart,
+)
 from app.verification.verdict import PairVerdict, StrategyVerdict
 from app.verification.verify_output import conclusions, print_report, write_record
 
@@ -73,53 +77,69 @@ def _verify(
                 )
         recorded = {name: recorded[name] for name in config.strategies}
         progress.start("comparing")
-        differences = _compare(recorded, traces)
+        differences, by_design = _compare(recorded, traces)
         verdict_of = _check_traces(config, recorded, differences, traces, progress)
     run_directory.start(overwrite=config.overwrite)
     run_directory.remove("traces")
     if config.keep_traces:
         traces.rename(run_directory.path / "traces")
-    return _report(config, run_directory.path, recorded, verdict_of, differences)
+    pair_verdicts = [
+        PairVerdict.of(
+            verdict_of[first], verdict_of[second], found, by_design=by_design[first, second]
+        )
+        for (first, second), found in differences.items()
+    ]
+    _report(config, run_directory.path, recorded, verdict_of, pair_verdicts)
+    return pair_verdicts
 
 
 def _recording(
     config: VerifyConfig, name: str, recorded: dict[str, Recorded]
-) -> tuple[Callable[..., Recorded], TrainConfig, tuple[int, ...]]:
+) -> tuple[Callable[..., Recorded], TrainConfig, tuple[tuple[int, ...], ...]]:
     """Returns the function that records a strategy, its configuration, and further arguments.
 
     `single` comes last. With BatchNorm the number of shards is part of the training: `single` is
     then the one-device training whose BatchNorm works shard by shard, as that of the others does.
     With --batch_norm=sync, and where all others have one shard, it is the usual one.
     """
-    fault = config.fault
-    parallel = [other for other in config.strategies if other != "single"] or ["single"]
-    has_fault = fault is not None and name == (fault.strategy or parallel[0])
+    has_fault = name == config.faulty_strategy
     inject = config.inject if has_fault else None
-    num_shards = [
-        run.num_shards
+    shard_weights = [
+        tuple(run.shard_weights)
         for other, run in recorded.items()
         if run.has_batch_norm
         and run.num_shards > 1
         and config.for_training(other, inject=None).batch_norm == "average"
     ]
-    if name == "single" and num_shards:
+    if name == "single" and shard_weights:
         if has_fault:
+            parallel = next(other for other in config.strategies if other != "single")
             raise ConfigError(
                 f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
-                f" which nothing can spoil; use strategy={parallel[0]}"
+                f" which nothing can spoil; use strategy={parallel}"
             )
-        return tasks.record_on_one_device, config.on_one_machine(), (num_shards[0],)
+        return tasks.record_on_one_device, config.on_one_machine(), (shard_weights[0],)
     return tasks.record, config.for_training(name, inject=inject), ()
 
 
-def _compare(recorded: dict[str, Recorded], traces: pathlib.Path) -> Differences:
-    """Returns pair of strategies → the differences of their traces."""
-    differences = {}
+def _compare(
+    recorded: dict[str, Recorded], traces: pathlib.Path
+) -> tuple[Differences, dict[tuple[str, str], float | None]]:
+    """Compares the traces of each pair of strategies.
+
+    Returns:
+        Pair → the differences of their traces, and pair → how far apart their first gradients are
+        where BatchNorm makes two trainings of them, None where it does not.
+    """
+    differences: Differences = {}
+    by_design: dict[tuple[str, str], float | None] = {}
     for pair in itertools.combinations(recorded, 2):
         first, second = (Trace(traces / name) for name in pair)
+        normalised = {recorded[name].normalised_by for name in pair}
         with first, second:
             differences[pair] = compare_traces(first, second)
-    return differences
+            by_design[pair] = first_sums_apart(first, second) if len(normalised) > 1 else None
+    return differences, by_design
 
 
 def _check_traces(
@@ -137,17 +157,17 @@ def _check_traces(
         tasks.check,
         config.on_one_machine(),
         config.steps,
-        [traces / name for name in distinct],
+        {traces / name: recorded[name].syncs_batch_norm for name in distinct},
         on_message=progress.message,
     )
     checked_of = dict(zip(distinct, checked, strict=True))
-    unchecked = tasks.Checked([], None, None)
+    unchecked = Checked([], None, None)
     verdict_of = {}
     for name, run in recorded.items():
         found = checked_of.get(stands_for[name], unchecked)
         straggler = find_straggler(run.send_sec)
         verdict_of[name] = StrategyVerdict(
-            name, found.measurements, found.first_mismatch, found.diagnosis, straggler
+            name, found.measurements, found.first_mismatch, found.diagnosis, straggler, run.split
         )
     return verdict_of
 
@@ -159,8 +179,7 @@ def _first_of_same_bits(recorded: dict[str, Recorded], differences: Differences)
         same = [
             first for first, second in differences
             if second == name and stands_for[first] == first
-            and recorded[first].num_shards == recorded[name].num_shards
-            and recorded[first].num_copies == recorded[name].num_copies
+            and recorded[first].split == recorded[name].split
             and all(difference.identical for difference in differences[first, second])
         ]  # fmt: skip
         stands_for[name] = same[0] if same else name
@@ -172,15 +191,11 @@ def _report(
     path: pathlib.Path,
     recorded: dict[str, Recorded],
     verdict_of: dict[str, StrategyVerdict],
-    differences: Differences,
-) -> list[PairVerdict]:
+    pair_verdicts: list[PairVerdict],
+) -> None:
     """Writes and prints the verdicts; raises `MismatchError` with the first finding."""
     from app.report.verification_plot import plot_verification
 
-    pair_verdicts = [
-        PairVerdict.of(verdict_of[first], verdict_of[second], found)
-        for (first, second), found in differences.items()
-    ]
     write_record(path, config, recorded, verdict_of, pair_verdicts)
     plot_verification(path)
     print_report(config, recorded, verdict_of, pair_verdicts)
@@ -196,4 +211,3 @@ def _report(
                 f"{name} {what}: {finding} — every replica has to do the right thing in time;"
                 f" see {path}/verify.json"
             )
-    return pair_verdicts

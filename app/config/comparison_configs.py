@@ -72,8 +72,15 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Co
         constraints.check_fault(self.fault, flag, self.strategies, self._num_faulty)
         constraints.check_fault_steps(self.fault, flag, self.steps)
 
+    @property
+    def faulty_strategy(self) -> str | None:
+        """The strategy that gets the fault; None where there is none."""
+        if self.fault is None:
+            return None
+        return constraints.faulty_strategy(self.fault, self.strategies, self._num_faulty)
+
     def _num_faulty(self, strategy: str, fault: Fault) -> int | None:
-        """Returns how many shards, or copies, of a strategy a fault can choose from."""
+        """Returns how many there are of what a fault counts."""
         training = self.for_training(strategy, inject=None)
         number = 1 if strategy == SINGLE else self.num_devices_of_all_workers
         return number and num_faulty(strategy, training, number, fault)

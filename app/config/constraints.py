@@ -137,11 +137,11 @@ def check_fault(
         fault: to inject; None for none.
         flag: `--inject` with its value.
         strategies: those that are trained.
-        count: strategy, fault → how many shards, or copies, it can choose from; None where the
+        count: strategy, fault → how many there are of what the fault counts; None where the
             machine decides.
 
     Raises:
-        ConfigError: its strategy is not trained, or has too few shards or copies.
+        ConfigError: its strategy is not trained, or cannot have it.
     """
     if fault is None:
         return
@@ -151,10 +151,21 @@ def check_fault(
             f"{flag} names the strategy {fault.strategy}, which is not trained; choose one of"
             f" {', '.join(trained)} or leave strategy= out"
         )
-    parallel = [name for name in trained if name != SINGLE] or [SINGLE]
-    number = count(fault.strategy or parallel[0], fault)
-    if number:
-        fault.check_replicas(number)
+    strategy = faulty_strategy(fault, trained, count)
+    fault.check(strategy, count(strategy, fault))
+
+
+def faulty_strategy(
+    fault: Fault, strategies: Iterable[str], count: Callable[[str, Fault], int | None]
+) -> str:
+    """Returns the strategy that gets a fault: that which it names, or the first that can have it.
+
+    Args:
+        fault, strategies, count: see `check_fault`.
+    """
+    parallel = [name for name in strategies if name != SINGLE] or [SINGLE]
+    able = [name for name in parallel if fault.can_happen(name, count(name, fault))]
+    return fault.strategy or (able or parallel)[0]
 
 
 def check_fault_steps(fault: Fault | None, flag: str, num_steps: int) -> None:

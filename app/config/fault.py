@@ -1,22 +1,109 @@
 """What `--inject` names: a fault with its parameters, read before anything is loaded."""
 
 import dataclasses
+from typing import NamedTuple
 
 from app.runtime.errors import ConfigError
+from strategies import STRATEGY_OPTIONS
 
-# Fault → (what it does, its parameters with their defaults).
-FAULTS: dict[str, tuple[str, dict[str, int | float]]] = {
-    "drop_gradient": ("a replica's gradient never reaches the sum", {"replica": 1}),
-    "scale_gradient": ("every gradient is multiplied by a factor", {"factor": 2.0}),
-    "mean_of_means": ("the mean of the replicas' means in place of the mean of the batch", {}),
-    "same_shard": ("every replica is given the shard of replica 0", {}),
-    "shuffle_order": ("a replica takes its shard from another order of examples", {"replica": 1}),
-    "perturb_weight": ("a weight of a replica changes by itself", {"replica": 1, "step": 3}),
-    "local_batch_norm": ("moving statistics are not averaged: replica 0's own are saved", {}),
-    "bf16_all_reduce": ("gradients are rounded to bfloat16 before they are added", {}),
-    "slow_replica": ("a replica takes longer in each step", {"replica": 1, "ms": 50}),
+Parameters = dict[str, int | float]
+
+
+class _Kind(NamedTuple):
+    """What a fault is.
+
+    Attributes:
+        text: what it does.
+        parameters: with their defaults.
+        counts: what a training needs several of, a key of `COUNTED`, for it to go wrong on.
+        strategies: that can have it; empty for all.
+    """
+
+    text: str
+    parameters: Parameters
+    counts: str
+    strategies: tuple[str, ...] = ()
+
+
+# What a fault may need several of → how a training gets more of them.
+COUNTED = {
+    "parts": "use a strategy with replicas and --num_devices={needed}",
+    "replicas": "use a strategy with replicas and --num_devices={needed}",
+    "shards": "use a strategy with replicas and --num_devices={needed}",
+    "copies": "use a strategy with a copy of the weights for each of {needed} replicas",
+    "micro-batches": "use --strategy=pipeline with --micro_batches={needed}, or"
+    " --accumulate_steps={needed}",
+    "devices of a replica": "use --num_devices={needed}",
 }
-_NEEDS_NO_SECOND_REPLICA = {"scale_gradient"}
+_SYNCS_BATCH_NORM = tuple(name for name, own in STRATEGY_OPTIONS.items() if "batch_norm" in own)
+
+FAULT_KINDS: dict[str, _Kind] = {
+    "drop_gradient": _Kind(
+        "a replica's gradient never reaches the sum", {"replica": 1}, "replicas"
+    ),
+    "scale_gradient": _Kind("every gradient is multiplied by a factor", {"factor": 2.0}, "parts"),
+    "mean_of_means": _Kind(
+        "the mean of the shards' means in place of the mean of the batch", {}, "shards"
+    ),
+    "same_shard": _Kind("every replica is given the shard of replica 0", {}, "shards"),
+    "shuffle_order": _Kind(
+        "a replica takes its shard from another order of examples", {"replica": 1}, "replicas"
+    ),
+    "perturb_weight": _Kind(
+        "a weight of a replica changes by itself", {"replica": 1, "step": 3}, "copies"
+    ),
+    "local_batch_norm": _Kind(
+        "moving statistics are not averaged: replica 0's own are saved", {}, "shards"
+    ),
+    "bf16_all_reduce": _Kind(
+        "gradients are rounded to bfloat16 before they are added", {}, "shards"
+    ),
+    "slow_replica": _Kind(
+        "a replica takes longer in each step", {"replica": 1, "ms": 50}, "replicas"
+    ),
+    "lost_micro_batch": _Kind(
+        "the gradient of a micro-batch of each replica is never added",
+        {"micro_batch": 1},
+        "micro-batches",
+    ),
+    "divided_twice": _Kind(
+        "gradients are divided by the number of micro-batches once more", {}, "micro-batches"
+    ),
+    "stale_stage": _Kind(
+        "a stage computes with the weights of the step before",
+        {"stage": 1},
+        "devices of a replica",
+        ("pipeline",),
+    ),
+    "forgotten_backward_sum": _Kind(
+        "each device keeps its own gradient by its channels in place of the sum over the devices",
+        {},
+        "devices of a replica",
+        ("tensor",),
+    ),
+    "repeated_bias": _Kind(
+        "biases are added once by each device of a replica",
+        {},
+        "devices of a replica",
+        ("tensor",),
+    ),
+    "wrong_shard": _Kind(
+        "gathered weights have the parts of devices 0 and 1 exchanged",
+        {},
+        "replicas",
+        ("sharded",),
+    ),
+    "unsynced_batch_norm": _Kind(
+        "BatchNorm normalises each replica's shard by itself in spite of --batch_norm=sync",
+        {},
+        "replicas",
+        _SYNCS_BATCH_NORM,
+    ),
+}
+# Fault → (what it does, its parameters with their defaults).
+FAULTS: dict[str, tuple[str, Parameters]] = {
+    name: (kind.text, kind.parameters) for name, kind in FAULT_KINDS.items()
+}
 
 MIN_STRAGGLER_STEPS = 5  # To tell a slow replica: fewer could all have been disturbed by chance.
 
@@ -32,7 +119,7 @@ class Fault:
     """
 
     name: str
-    parameters: dict[str, int | float]
+    parameters: Parameters
     strategy: str | None = None
 
     def __str__(self) -> str:
@@ -77,22 +164,51 @@ class Fault:
             else (f"{self}{',' if self.parameters else ':'}strategy={self.strategy}")
         )
 
-    def check_replicas(self, num_replicas: int) -> None:
-        """Checks that there are replicas for it to go wrong on.
+    @property
+    def counts(self) -> str:
+        """What a training needs several of for it to go wrong on: a key of `COUNTED`."""
+        return FAULT_KINDS[self.name].counts
+
+    def can_happen(self, strategy: str, number: int | None) -> bool:
+        """Tells whether a strategy can have the fault.
+
+        Args:
+            strategy: its name.
+            number: of what the fault `counts`; None where it is not known.
+        """
+        strategies = FAULT_KINDS[self.name].strategies
+        return strategy in (strategies or (strategy,)) and (
+            number is None or number >= self._num_needed
+        )
+
+    def check(self, strategy: str, number: int | None) -> None:
+        """Checks that a strategy can have the fault; see `can_happen`.
 
         Raises:
-            ConfigError: there are too few.
+            ConfigError: it cannot, or has too little for it to go wrong on.
         """
-        needed = max(2, self.parameters.get("replica", 0) + 1)
-        if self.name not in _NEEDS_NO_SECOND_REPLICA and num_replicas < needed:
+        if self.can_happen(strategy, number):
+            return
+        flag, kind = f"--inject={self.spec}", FAULT_KINDS[self.name]
+        if kind.strategies and strategy not in kind.strategies:
             raise ConfigError(
-                f"--inject={self.spec} needs at least {needed} replicas, got {num_replicas}; use a"
-                f" strategy with replicas and --num_devices={needed}"
+                f"{flag} cannot happen in the strategy {strategy}, only in"
+                f" {' or '.join(kind.strategies)}; choose one of these or another fault"
             )
+        needed = self._num_needed
+        raise ConfigError(
+            f"{flag} needs at least {needed} {self.counts}, got {number};"
+            f" {COUNTED[self.counts].format(needed=needed)}"
+        )
+
+    @property
+    def _num_needed(self) -> int:
+        chosen = [self.parameters.get(name, 0) for name in ("replica", "micro_batch", "stage")]
+        return 1 if self.counts == "parts" else max(2, int(max(chosen)) + 1)
 
 
 def _number(text: str, key: str, value: str, kind: type) -> int | float:
-    low = {"replica": 0, "step": 0, "ms": 1}.get(key, 1e-30)
+    low = {"factor": 1e-30, "ms": 1}.get(key, 0)
     try:
         number = kind(value)
         if not low <= number <= 1e6:

@@ -22,10 +22,10 @@ from app.config.names import (
     MEASUREMENT,
     NUM_TRAIN_EXAMPLES,
     ONE_MACHINE_STRATEGIES,
+    SINGLE,
 )
 from app.config.option import option, same_option
 from app.config.run_options import OutputOptions, VerbosityOptions
-from app.config.split_numbers import has_option
 from app.config.split_options import SplitOptions
 from app.config.training_configs import TrainConfig, training_config
 from app.runtime.errors import ConfigError
@@ -104,6 +104,7 @@ class ExplainConfig(
     ModelOptions,
     SubsetOptions,
     AllReduceOptions,
+    SplitOptions,
     ComputationOptions,
     OutputOptions,
     VerbosityOptions,
@@ -113,14 +114,18 @@ class ExplainConfig(
 
     command: ClassVar[str] = "explain"
     summary: ClassVar[str] = "one step with its numbers, and where its time goes"
-    examples: ClassVar[tuple[str, ...]] = ("--num_devices=2,3,4 --all_reduce=ring",)
+    examples: ClassVar[tuple[str, ...]] = (
+        "--num_devices=2,3,4 --all_reduce=ring",
+        "--strategy=pipeline --num_devices=4 --micro_batches=8",
+    )
 
     strategy: str = same_option(
         StrategyOptions,
         "strategy",
-        help="Distribution strategy, one that all-reduces gradients.",
-        choices=tuple(n for n in ONE_MACHINE_STRATEGIES if has_option(n, "all_reduce")),
+        help="Distribution strategy, one with several devices on one machine.",
+        choices=tuple(name for name in ONE_MACHINE_STRATEGIES if name != SINGLE),
     )
+    batch_norm: str = same_option(BatchOptions, "batch_norm")
     num_devices: tuple[int, ...] = same_option(
         DeviceOptions,
         "num_devices",
@@ -143,6 +148,7 @@ class ExplainConfig(
     def check(self) -> None:
         """Checks what options must be together."""
         constraints.check_all_reduce(self, (self.strategy,), self.device)
+        split_constraints.check_options_of_some(self, (self.strategy,))
         constraints.check_dataset(self)
         if list(self.num_devices) != sorted(self.num_devices):
             shown = ",".join(map(str, self.num_devices))
@@ -152,10 +158,7 @@ class ExplainConfig(
                 "--all_reduce=hierarchical cannot be explained: its cost is not known; use"
                 " --all_reduce=auto"
             )
-        for num_replicas in self.num_devices:
-            constraints.check_shards(
-                global_batch_size=self.global_batch_size,
-                last_batch=BatchOptions.last_batch,
-                num_replicas=num_replicas,
-                num_train_examples=self.num_train_examples or NUM_TRAIN_EXAMPLES,
-            )
+        for num_devices in self.num_devices:
+            split_constraints.check_split(self.strategy, self, num_devices)
+            training = self.for_training(num_devices=num_devices, last_batch="drop")
+            training.check_shards(num_devices, self.num_train_examples or NUM_TRAIN_EXAMPLES)

@@ -3,12 +3,13 @@
 import dataclasses
 from typing import ClassVar
 
-from app.config import constraints
+from app.config import constraints, split_constraints
 from app.config.base_config import Config
 from app.config.distribution_options import (
     AllReduceOptions,
     BatchOptions,
     DeviceOptions,
+    StrategyOptions,
     WorkerOptions,
 )
 from app.config.model_options import (
@@ -25,6 +26,9 @@ from app.config.names import (
 )
 from app.config.option import option, same_option
 from app.config.run_options import VerbosityOptions
+from app.config.split_numbers import has_option
+from app.config.split_options import SplitOptions
+from app.config.training_configs import TrainConfig, training_config
 from app.runtime.errors import ConfigError
 
 _MAX_PLANNED_WORKERS = 10_000
@@ -42,7 +46,21 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
         "--num_gpus=4 --model=resnet18 --global_batch_size=1024",
         "--num_devices=2 --epochs=10 --probe",
         "--num_workers=64 --devices_per_worker=8",
+        "--strategy=pipeline --num_devices=4 --model=resnet18 --micro_batches=8",
     )
+
+    strategy: str = same_option(
+        StrategyOptions,
+        "strategy",
+        help="Distribution strategy: manual stands for all that split the batch alone.",
+        choices=("manual", "sharded", "pipeline", "tensor"),
+    )
+    model_parallel: int | None = same_option(SplitOptions, "model_parallel")
+    micro_batches: int = same_option(SplitOptions, "micro_batches")
+    schedule: str = same_option(SplitOptions, "schedule")
+    recompute: bool = same_option(SplitOptions, "recompute")
+    pipeline_cuts: tuple[str, ...] = same_option(SplitOptions, "pipeline_cuts")
+    shard: str = same_option(SplitOptions, "shard")
 
     num_train_examples: int | None = same_option(SubsetOptions, "num_train_examples")
     communication_dtype: str = same_option(AllReduceOptions, "communication_dtype")
@@ -106,6 +124,19 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
         return self.devices_per_worker or self.num_devices_asked or default
 
     @property
+    def is_split(self) -> bool:
+        """Whether more than the batch is split."""
+        return not has_option(self.strategy, "all_reduce")
+
+    def for_training(self) -> TrainConfig:
+        """Returns the configuration of a training on one machine, with a batch that it takes."""
+        options = {"num_devices": self.num_devices_planned, "num_gpus": None}
+        batch = min(self.planned_batch_size, NUM_TRAIN_EXAMPLES)
+        return training_config(
+            self, self.strategy, global_batch_size=batch, last_batch="drop", **options
+        )
+
+    @property
     def planned_batch_size(self) -> int:
         """The global batch size: no device of a cluster is left without examples by default."""
         num_replicas = self.num_workers * self.num_devices_planned
@@ -115,6 +146,9 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
     def check(self) -> None:
         """Checks what options must be together."""
         constraints.check_devices(self)
+        split_constraints.check_options_of_some(self, (self.strategy,))
+        if self.is_split:
+            self._check_split()
         num_devices = self.num_workers * self.num_devices_planned
         if self.planned_batch_size < num_devices:
             raise ConfigError(
@@ -126,3 +160,12 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
             self.last_batch,
             self.num_train_examples or NUM_TRAIN_EXAMPLES,
         )
+
+    def _check_split(self) -> None:
+        """Checks what is planned of a strategy that splits more than the batch."""
+        if self.plans_cluster:
+            raise ConfigError(
+                f"--strategy={self.strategy} is planned for one machine; use --num_devices, or"
+                " --strategy=manual for a cluster"
+            )
+        self.for_training().check_shards(self.num_devices_planned)

@@ -93,7 +93,7 @@ class InjectOptions:
         None,
         "Inject a fault: "
         + " ".join(str(Fault.parse(name)) for name in FAULTS)
-        + ". verify injects it into the first strategy with replicas, or into that of"
+        + ". verify injects it into the first strategy that can have it, or into that of"
         " strategy=NAME.",
         VERIFICATION,
         metavar="FAULT",

@@ -111,7 +111,7 @@ class TrainConfig(
             num_devices: of all workers; None where the machine or the cluster decides.
 
         Raises:
-            ConfigError: there are too few shards or copies of the weights for it.
+            ConfigError: the strategy cannot have it.
         """
 
         def count(strategy: str, fault: Fault) -> int | None:
@@ -164,10 +164,17 @@ def _written(value: Any) -> str:
 
 
 def num_faulty(strategy: str, options: SplitOptions, num_devices: int, fault: Fault) -> int:
-    """Returns how many copies of the weights, or else shards, a fault can choose from."""
-    of_copies = fault.name == "perturb_weight"
-    number = split_numbers.num_copies if of_copies else split_numbers.num_shards
-    return number(strategy, options, num_devices)
+    """Returns how many there are of what a fault counts: shards, copies of the weights, …."""
+    num_replicas = split_numbers.num_replicas(strategy, options, num_devices)
+    numbers = {
+        "parts": 1,
+        "replicas": num_replicas,
+        "shards": split_numbers.num_shards(strategy, options, num_devices),
+        "copies": split_numbers.num_copies(strategy, options, num_devices),
+        "micro-batches": split_numbers.shards_per_replica(strategy, options),
+        "devices of a replica": num_devices // max(1, num_replicas),
+    }
+    return numbers[fault.counts]
 
 
 def training_config(config: Config, strategy: str, **options: Any) -> TrainConfig:

@@ -8,6 +8,8 @@ from app.config import ExplainConfig
 from app.performance.benchmark_output import processor_name
 from app.performance.case import Facts, Sample
 from app.performance.comparability import setup_caveats
+from app.performance.split_breakdown import SplitBreakdown
+from app.performance.split_records import SplitProfile
 from app.performance.step_time_breakdown import StepTimeBreakdown
 from app.records.files import write_json
 from app.runtime import console
@@ -19,8 +21,9 @@ def write_explanation(
     out_dir: pathlib.Path,
     config: ExplainConfig,
     profile: dict,
-    breakdown: StepTimeBreakdown,
+    breakdown: StepTimeBreakdown | SplitBreakdown,
     samples: Sequence[Sample],
+    split: SplitProfile,
 ) -> None:
     """Writes `explain.json`."""
     write_json(
@@ -32,6 +35,7 @@ def write_explanation(
             "caveats": setup_caveats(samples),
             "step_profile": profile,
             **dataclasses.asdict(breakdown),
+            "split": dataclasses.asdict(split),
             "cases": [dataclasses.asdict(s) for s in samples],
         },
     )
@@ -62,6 +66,10 @@ def print_explanation(
     )
     _print_all_reduce(breakdown, facts)
     _print_scaling(breakdown, samples)
+
+
+def print_caveats(samples: Sequence[Sample]) -> None:
+    """Prints what a reader of these measurements has to know."""
     for line in setup_caveats(samples):
         console.say(line)
 

@@ -2,6 +2,7 @@
 
 from app.performance import interval
 from app.performance.case import Sample
+from app.performance.split_plan_output import mib, print_split_plan
 from app.performance.training_plan import TrainingPlan
 from app.runtime import console
 from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
@@ -12,34 +13,46 @@ _WIDTH = 12
 def print_training_plan(plan: TrainingPlan) -> None:
     """Prints the arithmetic of a training, a line for each thing, and its exchange as a table."""
     config = plan.config
-    devices = console.count(plan.num_replicas, "device")
+    num_devices = config.num_devices_planned if plan.split else plan.num_replicas
+    devices = console.count(num_devices, "device")
+    if plan.split:
+        devices += f", {config.strategy}"
     if config.plans_cluster:
         devices += f", {config.num_devices_planned} on each of {config.num_workers} machines"
     console.say(f"{config.model}, recipe {config.recipe}, {config.precision}, on {devices}")
     lines = {
-        "parameters": f"{plan.num_parameters:,}; {_mib(plan.gradient_bytes)} of gradients"
-        f" in {config.communication_dtype} for each device to exchange",
+        "parameters": _parameters(plan),
         "batch": f"{plan.batch:,} images: {_shards(plan, plan.batch)}",
         "last batch": _last_batch(plan),
         "steps": _steps(plan),
         "rate": _learning_rate_text(plan),
         "memory": _memory(plan),
     }
+    if plan.split:  # A table instead.
+        del lines["memory"]
     for name, text in lines.items():
         console.say(f"  {name:<{_WIDTH}}{text}")
-    if plan.num_replicas > 1:
+    if plan.split:
+        print_split_plan(plan.split)
+    elif plan.num_replicas > 1:
         console.say()
         _print_all_reduces(plan)
 
 
+def _parameters(plan: TrainingPlan) -> str:
+    size = f"{plan.num_parameters:,}; {mib(plan.gradient_bytes)} of gradients"
+    dtype = plan.config.communication_dtype
+    return size if plan.split else f"{size} in {dtype} for each device to exchange"
+
+
 def _shards(plan: TrainingPlan, batch: int) -> str:
     if plan.num_replicas == 1:
-        return "all of them on the one device"
-    shards = plan.shards(batch)
+        return "all of them in the one replica" if plan.split else "all of them on the one device"
+    shards, noun = plan.shards(batch), "replica" if plan.split else "device"
     if len(shards) == 1:
-        return f"{next(iter(shards)):,} on each device"
+        return f"{next(iter(shards)):,} on each {noun}"
     return ", ".join(
-        f"{size:,} on {console.count(number, 'device')}" for size, number in shards.items()
+        f"{size:,} on {console.count(number, noun)}" for size, number in shards.items()
     )
 
 
@@ -75,17 +88,10 @@ def _memory(plan: TrainingPlan) -> str:
     memory = plan.memory
     step = plan.memory_bytes - memory.weights_bytes - memory.optimizer_state_bytes
     return (
-        f"{_mib(plan.memory_bytes)} on each device by estimate: weights"
-        f" {_mib(memory.weights_bytes)}, optimizer {_mib(memory.optimizer_state_bytes)},"
-        f" a step {_mib(step)}"
+        f"{mib(plan.memory_bytes)} on each device by estimate: weights"
+        f" {mib(memory.weights_bytes)}, optimizer {mib(memory.optimizer_state_bytes)},"
+        f" a step {mib(step)}"
     )
-
-
-def _mib(size_bytes: float) -> str:
-    size = size_bytes / 2**20
-    if size >= 9.95:
-        return f"{size:,.0f} MiB"
-    return f"{size:.2g} MiB" if size >= 0.01 else "0 MiB"
 
 
 def _print_all_reduces(plan: TrainingPlan) -> None:
@@ -93,7 +99,7 @@ def _print_all_reduces(plan: TrainingPlan) -> None:
         [
             name,
             str(messages),
-            _mib(size_bytes),
+            mib(size_bytes),
             f"{size_bytes * plan.steps_per_epoch / 2**30:,.2f} GiB",
         ]
         for name, (messages, size_bytes) in plan.all_reduces().items()
@@ -133,9 +139,9 @@ def _print_memory(plan: TrainingPlan, sample: Sample, steps_bytes: int) -> None:
     measured_bytes = steps_bytes / num_devices + memory.weights_bytes + memory.optimizer_state_bytes
     apart = plan.memory_bytes / measured_bytes - 1
     console.say(
-        f"  memory    {_mib(measured_bytes)} on each device measured, {_mib(plan.memory_bytes)}"
+        f"  memory    {mib(measured_bytes)} on each device measured, {mib(plan.memory_bytes)}"
         f" estimated: {apart:+.0%}; the process with all that it has loaded"
-        f" {_mib(sample.memory.peak_bytes)}"
+        f" {mib(sample.memory.peak_bytes)}"
     )
 
 

@@ -54,26 +54,60 @@ def profile_step(config: TrainConfig, on_message: Callable[[Any], None]) -> tupl
 
 def print_step_profile(config: ExplainConfig, profile: dict) -> None:
     """Prints it, a line for each stage."""
-    count, shards = console.count, profile["shards"]
+    shards, gradients = profile["shards"], _listed(profile["norms"], ".4g")
+    split, forward, sums, update = _LINES.get(config.strategy, _LINES["manual"])
     console.say(f"one step of {config.strategy}, the first of this training")
-    console.say(f"  1. the global batch of {sum(shards)} is cut into shards of {_listed(shards)}")
+    console.say(f"  1. {split.format(sum(shards), _listed(shards))}")
     losses = _listed(profile["losses"], ".4f")
+    in_all = f", which is {sum(profile['losses']):.4f} in all" if len(shards) > 1 else ""
+    console.say(f"  2. {forward.format(sum(shards))}: {losses}{in_all}")
     console.say(
-        f"  2. each replica adds up the losses of its own shard and divides by {sum(shards)}:"
-        f" {losses}, which is {sum(profile['losses']):.4f} in all"
+        f"     and differentiates its part: gradients with norms {gradients}"
+        if len(shards) > 1
+        else f"     and is differentiated: a gradient with the norm {gradients}"
+    )
+    tensors = console.count(profile["num_tensors"], "tensor")
+    apart = (
+        f", less than {sum(profile['norms']):.4g} where they point apart" if len(shards) > 1 else ""
+    )
+    size = f"{profile['gradient_bytes']:,} bytes{_EACH.get(config.strategy, '')}"
+    console.say(
+        f"  3. {sums}: {tensors}, {size}; the sum has the norm {profile['sum_norm']:.4g}{apart}"
     )
     console.say(
-        f"     and differentiates its part: gradients with norms {_listed(profile['norms'], '.4g')}"
-    )
-    console.say(
-        f"  3. the all-reduce adds them: {count(profile['num_tensors'], 'tensor')},"
-        f" {profile['gradient_bytes']:,} bytes from each replica; the sum has the norm"
-        f" {profile['sum_norm']:.4g}, less than {sum(profile['norms']):.4g} where they point apart"
-    )
-    console.say(
-        f"  4. each replica makes the same update, of norm {profile['update_norm']:.4g}, to weights"
+        f"  4. {update}, of norm {profile['update_norm']:.4g}, to weights"
         f" of norm {profile['weight_norm']:.4g} (peak learning rate {profile['learning_rate']:g})"
     )
+
+
+# Strategy → what it does: splits the batch, computes losses, adds gradients, updates the weights.
+_LINES = {
+    "manual": (
+        "the global batch of {} is cut into shards of {}",
+        "each replica adds up the losses of its own shard and divides by {}",
+        "the all-reduce adds them",
+        "each replica makes the same update",
+    ),
+    "sharded": (
+        "the global batch of {} is cut into shards of {}; each device gathers the weights",
+        "each replica adds up the losses of its own shard and divides by {}",
+        "the reduce-scatter adds them, a part of each tensor on each device",
+        "each device updates its part of the weights: an update",
+    ),
+    "pipeline": (
+        "the global batch of {} is cut into micro-batches of {}, which follow one another",
+        "the last stage adds up the losses of each micro-batch and divides by {}",
+        "each stage adds the gradients of its weights over the micro-batches",
+        "each stage updates its own weights: an update",
+    ),
+    "tensor": (
+        "the global batch of {} goes to all devices of a replica: {}",
+        "the loss of the gathered logits is the sum over the images, divided by {}",
+        "each device adds what the others have found for its channels",
+        "each device updates its part of the weights: an update",
+    ),
+}
+_EACH = dict.fromkeys(("manual", "mirrored"), " from each replica")
 
 
 def _listed(values: Sequence[float], form: str = "d") -> str:

@@ -14,10 +14,14 @@ import keras
 import tensorflow as tf
 
 from app.performance.traffic_count import Links, rows_of_devices
+from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.base import Strategy
 from strategies.channel_parts import SplitCall
 from strategies.collectives import shard_sizes
 from strategies.layer_calls import LayerCall, LayerCalls, variables_of
+from strategies.pipeline import PipelineStrategy
+from strategies.sharded import ShardedStrategy
+from strategies.tensor import TensorStrategy
 
 
 class Term(NamedTuple):
@@ -56,16 +60,18 @@ def terms_of(strategy: Strategy, num_examples: int) -> list[Term]:
     model, num_replicas = strategy.model, strategy.num_replicas
     rows = rows_of_devices(strategy, num_examples)[:: strategy.devices_per_replica]
     weights = [tf.TensorSpec(v.shape, v.dtype) for v in model.trainable_variables]
-    if strategy.name == "pipeline":
+    if isinstance(strategy, PipelineStrategy):
         return pipeline_terms([stage.calls for stage in strategy.pipelines[0].stages], rows)
-    if strategy.name == "tensor":
+    if isinstance(strategy, TensorStrategy):
         return tensor_terms(strategy.rows[0].calls, rows)
     calls = LayerCalls.of(model).calls if strategy.syncs_batch_norm else []
-    if strategy.name == "sharded":
+    if isinstance(strategy, ShardedStrategy):
         sizes = [weight.shape.num_elements() for weight in weights]
         kept = "weights" if strategy.splits_weights else "gradients"
         kept = kept if strategy.splits_gradients else "optimizer"
         return [*sharded_terms(sizes, num_replicas, kept), *sync_terms(calls, num_replicas)]
+    if strategy.name not in ALL_REDUCE_ALGORITHMS and strategy.num_devices > 1:
+        raise NoFormulaError(f"nobody has written it for the strategy {strategy.name}")
     if num_replicas == 1 or strategy.algorithm == "none":
         return []
     if calls and strategy.name == "mirrored":
@@ -223,7 +229,8 @@ def _column_terms(per_device_sizes: Sequence[Sequence[int]], num_replicas: int, 
     """Returns the all-reduce over the replicas of what each device of a replica trains."""
     if num_replicas == 1:
         return []
-    num_parts, links = len(per_device_sizes), {}
+    num_parts = len(per_device_sizes)
+    links: Links = {}
     for d, sizes in enumerate(per_device_sizes):
         column = [r * num_parts + d for r in range(num_replicas)]
         links |= all_reduce_term(sizes, column, "reduce_to_one").links
@@ -243,7 +250,7 @@ def _without_zeros(links: Counter) -> Links:
 
 
 # Sender, receiver, and which part of each tensor; None for all of it.
-Messages = list[tuple[int, int, int | None]]
+Messages = Sequence[tuple[int, int, int | None]]
 
 
 def _reduce_to_one(num: int) -> Messages:
@@ -263,7 +270,7 @@ def _direct(num: int) -> Messages:
 
 
 def _tree(num: int) -> Messages:
-    messages: Messages = []
+    messages: list[tuple[int, int, int | None]] = []
     for distance in [2**i for i in range((num - 1).bit_length())]:
         for r in range(0, num - distance, 2 * distance):
             messages += [(r + distance, r, None), (r, r + distance, None)]

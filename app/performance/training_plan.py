@@ -12,6 +12,7 @@ from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.data.input_pipeline import num_steps_per_epoch
 from app.devices.free_memory import available_bytes
 from app.performance.all_reduce_model import all_reduce_cost
+from app.performance.split_plan import SplitPlan
 from app.runtime import console
 from app.runtime.errors import ConfigError
 from app.training.memory_estimate import MemoryEstimate, StepSize
@@ -41,6 +42,7 @@ class TrainingPlan:
         gradient_bytes: what each replica has to exchange in a step.
         memory: of a replica, by estimate.
         recipe_learning_rate: the learning rate that the recipe has for this batch.
+        split: what each device holds and sends where more than the batch is split.
     """
 
     config: PlanConfig
@@ -49,6 +51,7 @@ class TrainingPlan:
     gradient_bytes: int
     memory: MemoryEstimate
     recipe_learning_rate: float
+    split: SplitPlan | None = None
 
     @classmethod
     def of(cls, config: PlanConfig) -> "TrainingPlan":
@@ -71,13 +74,19 @@ class TrainingPlan:
         optimizer.build(model.trainable_variables)
         dtype = None if config.communication_dtype == "float32" else config.communication_dtype
         weights = [weight.value for weight in model.trainable_variables]
+        num_devices, split = config.num_workers * config.num_devices_planned, None
+        if config.is_split:
+            training = config.for_training()
+            split = SplitPlan.of(training, num_devices, config.planned_batch_size, model, optimizer)
+            num_devices = split.num_replicas
         return cls(
             config,
-            config.num_workers * config.num_devices_planned,
+            num_devices,
             sum(weight.shape.num_elements() for weight in weights),
             GradientBuckets(weights, dtype=dtype).size_bytes,
-            MemoryEstimate.of(model, optimizer),
+            MemoryEstimate.of(model, optimizer.variables),
             learning_rate,
+            split,
         )
 
     @property
@@ -160,7 +169,7 @@ class TrainingPlan:
                 " step weighs as much as any other; --last_batch=drop leaves it out"
             )
         yield from self._learning_rate_warnings()
-        total = self.num_replicas * self.memory_bytes
+        total = self.split.total_bytes if self.split else self.num_replicas * self.memory_bytes
         available = available_bytes() if on_cpu else None
         if available is not None and total > available:
             yield (

@@ -25,26 +25,26 @@ COLOURS, STYLES = 7, 4  # Have no factor in common: 28 looks, all different.
 _WIDTHS = (4.5, 2.4, 1.8, 1.4)  # Of curves that coincide all remain visible.
 _DASHES = ("-", (0, (9, 4)), (0, (2, 3)), (0, (9, 3, 2, 3)))
 _MARKERS = "os^D"
-_SERIES = ("#0072b2", "#e69f00", "#000000", "#cc79a7", "#009e73", "#56b4e9", "#d55e00")
-_TEXT, _QUIET, _RULE, _GROUND = "#1b1f24", "#57606a", "#d5dae0", "#ffffff"
+SERIES = ("#0072b2", "#e69f00", "#000000", "#cc79a7", "#009e73", "#56b4e9", "#d55e00")
+TEXT, _QUIET, RULE, GROUND = "#1b1f24", "#57606a", "#d5dae0", "#ffffff"
 _VARIABLES = {
-    **{colour: f"var(--c{index})" for index, colour in enumerate(_SERIES)},
-    **{_TEXT: "var(--text)", _QUIET: "var(--quiet)", _RULE: "var(--rule)"},
-    _GROUND: "var(--ground)",
+    **{colour: f"var(--c{index})" for index, colour in enumerate(SERIES)},
+    **{TEXT: "var(--text)", _QUIET: "var(--quiet)", RULE: "var(--rule)"},
+    GROUND: "var(--ground)",
 }
 _STYLE: Any = {
     "lines.scale_dashes": False,
     "svg.fonttype": "none", "svg.hashsalt": "chart", "text.parse_math": False, "font.size": 13,
-    "text.color": _TEXT, "axes.edgecolor": _QUIET, "axes.labelcolor": _TEXT,
+    "text.color": TEXT, "axes.edgecolor": _QUIET, "axes.labelcolor": TEXT,
     "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
-    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": _RULE,
-    "grid.linewidth": 1, "xtick.color": _QUIET, "ytick.color": _RULE, "xtick.labelcolor": _TEXT,
-    "ytick.labelcolor": _TEXT, "ytick.major.size": 0, "axes.linewidth": 1,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": RULE,
+    "grid.linewidth": 1, "xtick.color": _QUIET, "ytick.color": RULE, "xtick.labelcolor": TEXT,
+    "ytick.labelcolor": TEXT, "ytick.major.size": 0, "axes.linewidth": 1,
     "font.weight": "normal", "savefig.transparent": True,
 }  # fmt: skip
 _WIDTH, _HEIGHT = 440, 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 30, 42  # Room around the axes.
+LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 30, 42  # Room around the axes.
 _BAR_ROW = 44
 _MOST_MARKERS = 30
 _LONGEST_LABEL = 58
@@ -134,7 +134,7 @@ def line_chart(
         for name, points in series.items()
     }
     ys = [y for points in drawn.values() for _, y in points]
-    with _axes(_HEIGHT, _LEFT, _BOTTOM) as (axes, svg):
+    with drawing_axes(_HEIGHT, LEFT, _BOTTOM) as (axes, svg):
         axes.set_title(_plain(title), x=0)
         axes.set_xlabel(x_label)
         for index, points in enumerate(drawn.values()):
@@ -147,8 +147,8 @@ def line_chart(
             _set_linear_axis(axes, ys, least_span, most)
         if allowed is not None:
             low, _ = axes.get_ylim()
-            axes.axhspan(low, allowed, color=_SERIES[4], alpha=0.14, linewidth=0)
-            axes.axhline(allowed, color=_SERIES[4], linewidth=1.5)
+            axes.axhspan(low, allowed, color=SERIES[4], alpha=0.14, linewidth=0)
+            axes.axhline(allowed, color=SERIES[4], linewidth=1.5)
             axes.text(
                 0.99, allowed * 1.2, "↓ allowed", ha="right", transform=axes.get_yaxis_transform()
             )
@@ -176,7 +176,7 @@ def bar_chart(
     rows = [row for row in rows if is_finite(row[1])]
     height = _TOP + 4 + _BAR_ROW * max(1, len(rows))
     shown = [f"{value:{form}} {unit}".rstrip() for _, value, *_ in rows]
-    with _axes(height, 4, 4) as (axes, svg):
+    with drawing_axes(height, 4, 4) as (axes, svg):
         axes.set_title(_plain(title), x=0, pad=10)
         draw_bars(axes, [(value, low, high) for _, value, low, high in rows])
         axes.set_axis_off()
@@ -184,8 +184,8 @@ def bar_chart(
         left, right = axes.get_xlim()
         axes.set_xlim(left, right + 0.28 * (right - left))  # Room for the value.
         if reference is not None:
-            axes.axvline(reference, color=_TEXT, linewidth=1.5, linestyle=(0, (2, 4)))
-        box = {"facecolor": _GROUND, "edgecolor": "none", "pad": 1.5}  # Lies over the line.
+            axes.axvline(reference, color=TEXT, linewidth=1.5, linestyle=(0, (2, 4)))
+        box = {"facecolor": GROUND, "edgecolor": "none", "pad": 1.5}  # Lies over the line.
         for row, ((label, *values), text) in enumerate(zip(rows, shown, strict=True)):
             end = max(0.0, *(value for value in values if is_finite(value)))
             at = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
@@ -200,7 +200,7 @@ def bar_chart(
 def draw_bars(
     axes: Axes,
     rows: Sequence[tuple[float, float | None, float | None]],
-    colours: Sequence[str] = _SERIES[:1],
+    colours: Sequence[str] = SERIES[:1],
     height: float = 0.34,
 ) -> None:
     """Draws horizontal bars from top to bottom, with the ends of their intervals.
@@ -216,11 +216,11 @@ def draw_bars(
         axes.barh(row, value, height, color=colour, alpha=0.6, linewidth=0)
         if is_finite(low) and is_finite(high):
             # Not as errors: an interval need not hold its value.
-            axes.plot([low, high], [row, row], "|-", color=_TEXT, linewidth=1.5, markersize=9)
+            axes.plot([low, high], [row, row], "|-", color=TEXT, linewidth=1.5, markersize=9)
 
 
 @contextlib.contextmanager
-def _axes(height: int, left: int, bottom: int) -> Iterator:
+def drawing_axes(height: int, left: int, bottom: int) -> Iterator:
     """Yields axes to draw on, and a function that returns what is drawn as SVG."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # A font lacks letters: the page's own has them.
@@ -246,12 +246,12 @@ def _draw_line(axes: Axes, points: Sequence[tuple[int, float]], look: Look) -> N
     axes.plot(
         [x for x, _ in points],
         [y for _, y in points],
-        color=_SERIES[look.colour],
+        color=SERIES[look.colour],
         linestyle=_DASHES[look.style],
         linewidth=look.width,
         marker=_MARKERS[look.style] if len(points) <= _MOST_MARKERS else "",
         markersize=4.4 + look.width,
-        markerfacecolor=_GROUND,
+        markerfacecolor=GROUND,
         markeredgewidth=1.5,
         zorder=3 - look.width / 10,  # Wide ones lie below.
     )

@@ -18,6 +18,7 @@ from app.report.page_parts import (
     whole,
 )
 from app.report.record_finder import Record, reading
+from app.report.split_part import split_blocks, throughput
 
 
 def benchmark_part(record: Record) -> Part:
@@ -61,12 +62,14 @@ def explain_part(record: Record) -> Part:
             f" (median, 95 % interval) on {found['machine']['processor']}."
         )
         blocks = [Heading(record.label), Text(setup), *_caveat_items(found["caveats"])]
-        blocks += [
-            _step(found["parts"]),
-            _step_profile(found["step_profile"]),
-            _all_reduce(found, first),
-        ]
-        blocks += [_predictions(found, first), Text(_what_follows(found))]
+        blocks += [_step(found["parts"]), _step_profile(found["step_profile"])]
+        if "gradient_all_reduce" in found:
+            blocks += [_all_reduce(found, first), _predictions(found, first)]
+            blocks.append(Text(_what_follows(found)))
+        else:
+            blocks.append(throughput(found, simulated=first["simulated_devices"]))
+        if "split" in found:  # An older record has none.
+            blocks += split_blocks(found["split"])
         return Part(record.label, blocks, _caveats(facts), _environment(found, facts))
 
 
@@ -176,14 +179,14 @@ def _step(parts: Sequence[dict]) -> Figure:
 
 def _step_profile(profile: dict) -> Table:
     rows = [
-        [f"replica {r}", whole(shard), number(loss, ".4f"), number(norm, ".4g")]
+        [f"shard {r}", whole(shard), number(loss, ".4f"), number(norm, ".4g")]
         for r, (shard, loss, norm) in enumerate(
             zip(profile["shards"], profile["losses"], profile["norms"], strict=True)
         )
     ]
     total = sum(profile["losses"])
     rows.append(
-        ["all-reduce: the sum", whole(sum(profile["shards"])), number(total, ".4f"),
+        ["the sum", whole(sum(profile["shards"])), number(total, ".4f"),
          number(profile["sum_norm"], ".4g")]
     )  # fmt: skip
     header = ["", "examples", "part of the mean loss", "norm of the gradient"]

@@ -1,12 +1,14 @@
 """Fault injection: makes a training wrong on purpose, to see what detects it, and how.
 
-Each fault is one that data-parallel programs really have. It is injected through the observer of a
+Each fault is one that distributed programs really have. It is injected through the observer of a
 strategy or through the data set: no strategy knows of it.
 """
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -15,6 +17,7 @@ from app.runtime.errors import ConfigError
 from strategies.base import Strategy
 from strategies.collectives import shard_bounds
 from strategies.observer import Observer, Shard
+from strategies.tf_private import flatten_layers
 
 Batch = tuple[tf.Tensor, tf.Tensor]  # Images and labels.
 
@@ -30,13 +33,14 @@ class FaultyObserver(Observer):
     """
 
     def __init__(self, fault: Fault, strategy: Strategy):
-        self._fault, self._num_shards = fault, strategy.num_shards
+        self._fault, self._strategy = fault, strategy
+        self._kept: list[dict[str, tf.Variable]] = []  # Or they would be deleted with the trace.
         local_ids, copy_id = strategy.local_copy_ids, fault.parameters.get("replica", 0)
         self._is_here = copy_id in local_ids
         faulty_copy = strategy.copies()[int(copy_id) - local_ids.start if self._is_here else 0]
-        self._step = faulty_copy["optimizer/iteration"]
-        self._first_weight = next(
-            faulty_copy[f"model/{v.path}"] for v in strategy.model.variables if v.trainable
+        self._step = _first_part(faulty_copy["optimizer/iteration"])
+        self._first_weight = _first_part(
+            next(faulty_copy[f"model/{v.path}"] for v in strategy.model.variables if v.trainable)
         )
 
     def begin(self) -> None:
@@ -44,19 +48,29 @@ class FaultyObserver(Observer):
         is_first = int(self._step.numpy()) == 0 == self._fault.parameters.get("step")
         if self._fault.name == "perturb_weight" and self._is_here and is_first:
             self._perturb_weight()
+        if self._fault.name == "unsynced_batch_norm":
+            self._strategy.syncs_batch_norm = False
+            for layer in flatten_layers(self._strategy.model):
+                if isinstance(layer, keras.layers.BatchNormalization):
+                    layer.synchronized = False  # In `mirrored` it is Keras that does it.
 
     def on_shard(
         self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Returns the gradients that the replica sends in place of its own."""
         fault, parameters = self._fault.name, self._fault.parameters
-        if fault == "drop_gradient":
-            lost = tf.equal(shard_id, parameters["replica"])
+        num_parts, num_shards = self._strategy.shards_per_replica, self._strategy.num_shards
+        if fault in ("drop_gradient", "lost_micro_batch"):
+            is_replica = fault == "drop_gradient"
+            own_id = shard_id // num_parts if is_replica else shard_id % num_parts
+            lost = tf.equal(own_id, parameters["replica" if is_replica else "micro_batch"])
             return [tf.where(lost, tf.zeros_like(g), g) for g in gradients]
         if fault == "scale_gradient":
             return [g * tf.cast(parameters["factor"], g.dtype) for g in gradients]
+        if fault == "divided_twice":
+            return [g / tf.cast(num_parts, g.dtype) for g in gradients]
         if fault == "mean_of_means":  # Each shard's sum over its own size, then the mean of those.
-            share = shard.num_global_examples / (tf.size(shard.labels) * self._num_shards)
+            share = shard.num_global_examples / (tf.size(shard.labels) * num_shards)
             return [g * tf.cast(share, g.dtype) for g in gradients]
         if fault == "bf16_all_reduce":
             return [tf.cast(tf.cast(g, tf.bfloat16), g.dtype) for g in gradients]
@@ -74,6 +88,28 @@ class FaultyObserver(Observer):
         is_copy, is_step = tf.equal(copy_id, replica), tf.equal(tf.cast(self._step, tf.int64), step)
         tf.cond(is_copy & is_step, self._perturb_weight, lambda: False)
 
+    def on_weights(
+        self, device_id: int, weights: Mapping[str, tf.Tensor]
+    ) -> Mapping[str, tf.Tensor]:
+        """Returns other weights than those of the step."""
+        fault, num_devices = self._fault.name, self._strategy.devices_per_replica
+        if fault == "stale_stage" and device_id % num_devices == self._fault.parameters["stage"]:
+            return self._those_of_the_step_before(weights)
+        if fault == "repeated_bias":
+            return {
+                path: tensor * num_devices if path.endswith("bias") else tensor
+                for path, tensor in weights.items()
+            }
+        if fault == "wrong_shard":
+            return {path: self._exchanged(tensor) for path, tensor in weights.items()}
+        return weights
+
+    def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the device's own piece in place of those of all devices."""
+        if self._fault.name == "forgotten_backward_sum" and len(pieces) > 1:
+            return [pieces[device_id]]
+        return pieces
+
     def on_average(
         self,
         per_shard_statistics: Sequence[Sequence[np.ndarray]],
@@ -84,6 +120,27 @@ class FaultyObserver(Observer):
             return dict(zip(averages, per_shard_statistics[0], strict=True))
         return averages
 
+    def _those_of_the_step_before(self, weights: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Keeps the weights for the next step, and returns those that were kept."""
+        older = {}
+        with tf.init_scope():  # Outside of the graph: the first step finds its own weights.
+            state = self._strategy.copies()[0]
+            kept = {path: tf.Variable(state[f"model/{path}"].numpy()) for path in weights}
+        for path, variable in kept.items():
+            older[path] = tf.identity(variable)
+            with tf.control_dependencies([older[path]]):
+                variable.assign(weights[path])
+        self._kept.append(kept)
+        return older
+
+    def _exchanged(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Exchanges the ranges of elements that devices 0 and 1 keep."""
+        flat, num_replicas = tf.reshape(tensor, [-1]), self._strategy.num_replicas
+        first, second, *others = (
+            flat[slice(*shard_bounds(flat.shape[0], num_replicas, r))] for r in range(num_replicas)
+        )
+        return tf.reshape(tf.concat([second, first, *others], axis=0), tensor.shape)
+
     def _perturb_weight(self) -> bool:
         """Changes the first element of the first weight of the faulty copy."""
         change = np.zeros(self._first_weight.shape, self._first_weight.dtype.as_numpy_dtype)
@@ -92,14 +149,22 @@ class FaultyObserver(Observer):
         return True
 
     def _delayed(self, shard_id: int | tf.Tensor, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        last = (self._fault.parameters["replica"] + 1) * self._strategy.shards_per_replica - 1
+
         def wait(shard_id: np.ndarray) -> None:
-            if shard_id == self._fault.parameters["replica"]:
+            if shard_id == last:
                 time.sleep(self._fault.parameters["ms"] / 1000)
 
         with tf.control_dependencies(gradients):
             waited = tf.numpy_function(wait, [shard_id], [])
         with tf.control_dependencies([waited]):
             return [tf.identity(g) for g in gradients]
+
+
+def _first_part(variable: Any) -> tf.Variable:
+    """Returns a variable, or the first part or copy of one that several devices have."""
+    several = getattr(variable, "parts", None) or getattr(variable, "copies", None)
+    return several[0] if several else variable
 
 
 def inject_fault(
@@ -119,62 +184,100 @@ def inject_fault(
     Raises:
         ConfigError: the fault cannot happen here.
     """
-    of_copies = fault.name == "perturb_weight"
-    fault.check_replicas(strategy.num_copies if of_copies else strategy.num_shards)
-    if fault.name == "mean_of_means" and not any(n % strategy.num_shards for n in batch_sizes):
-        sizes = " and ".join(map(str, sorted(batch_sizes, reverse=True)))
-        raise ConfigError(
-            f"--inject={fault} with batches of {sizes} on {strategy.num_shards} replicas — shards"
-            " of different sizes are required, or the mean of means is the mean; use"
-            f" --global_batch_size={max(batch_sizes) + 1}"
-        )
+    _check_can_happen(fault, strategy, batch_sizes)
     if fault.parameters.get("step", 0) > num_steps:
         raise ConfigError(
             f"--inject={fault} in a training of {num_steps} steps — a step that is made is"
             f" required; use step={num_steps} or less"
+        )
+    strategy.observer = observer = FaultyObserver(fault, strategy)
+    return observer
+
+
+def _check_can_happen(fault: Fault, strategy: Strategy, batch_sizes: Collection[int]) -> None:
+    """Checks that a fault makes a difference to a strategy.
+
+    Raises:
+        ConfigError: it makes none.
+    """
+    numbers = {
+        "parts": 1,
+        "replicas": strategy.num_replicas,
+        "shards": strategy.num_shards,
+        "copies": strategy.num_copies,
+        "micro-batches": strategy.shards_per_replica,
+        "devices of a replica": strategy.devices_per_replica,
+    }
+    fault.check(strategy.name, numbers[fault.counts])
+    if fault.name == "mean_of_means" and not any(
+        len(set(_shard_sizes(strategy, n))) > 1 for n in batch_sizes
+    ):
+        sizes = " and ".join(map(str, sorted(batch_sizes, reverse=True)))
+        raise ConfigError(
+            f"--inject={fault} with batches of {sizes} in {strategy.num_shards} shards — shards"
+            " of different sizes are required, or the mean of means is the mean; use"
+            f" --global_batch_size={max(batch_sizes) + 1}"
         )
     if fault.name == "local_batch_norm" and not strategy.statistics_names:
         raise ConfigError(
             f"--inject={fault} with a model without BatchNorm — moving statistics are required;"
             " use --model=resnet18"
         )
-    strategy.observer = observer = FaultyObserver(fault, strategy)
-    return observer
+    syncs = strategy.syncs_batch_norm
+    if fault.name == "local_batch_norm" and syncs:
+        raise ConfigError(
+            f"--inject={fault} with --batch_norm=sync — statistics that differ between replicas"
+            " are required; use --batch_norm=average"
+        )
+    if fault.name == "unsynced_batch_norm" and not syncs:
+        raise ConfigError(
+            f"--inject={fault} without --batch_norm=sync — statistics of the whole batch are"
+            " required; use --batch_norm=sync --model=resnet18"
+        )
+
+
+def _shard_sizes(strategy: Strategy, num_examples: int) -> list[int]:
+    bounds = [strategy.shard_bounds(num_examples, s) for s in range(strategy.num_shards)]
+    return [end - start for start, end in bounds]
 
 
 def inject_data_fault(
     fault: Fault,
     create_dataset: Callable[[int], tf.data.Dataset],
+    strategy: Strategy,
     *,
     seed: int,
-    num_shards: int,
 ) -> tf.data.Dataset:
     """Returns the training set with the fault injected, where it is one of the data.
 
     Args:
         fault: to inject.
         create_dataset: creates the set of global batches whose order follows from a seed.
+        strategy: its shards are spoilt.
         seed: of the training.
-        num_shards: of each global batch.
     """
     dataset = create_dataset(seed)
     if fault.name == "same_shard":
 
         def repeat_first_shard(images: tf.Tensor, labels: tf.Tensor) -> Batch:
-            bounds = [shard_bounds(tf.size(labels), num_shards, r) for r in range(num_shards)]
-            rows = tf.concat([tf.range(end - start) for start, end in bounds], axis=0)
+            shards = range(strategy.num_shards)
+            bounds = [strategy.shard_bounds(tf.size(labels), s) for s in shards]
+            first = bounds[0][1]  # A shard may be larger than it: examples then come twice.
+            rows = tf.concat([tf.range(end - start) % first for start, end in bounds], axis=0)
             return tf.gather(images, rows), tf.gather(labels, rows)
 
         return dataset.map(repeat_first_shard)
     if fault.name == "shuffle_order":
 
-        def take_one_shard_from(right: Batch, wrong: Batch) -> tuple[tf.Tensor, ...]:
-            replica = int(fault.parameters["replica"])
-            start, end = shard_bounds(tf.size(right[1]), num_shards, replica)
+        def take_one_part_from(right: Batch, wrong: Batch) -> tuple[tf.Tensor, ...]:
+            num_examples, num = tf.size(right[1]), strategy.shards_per_replica
+            first = int(fault.parameters["replica"]) * num
+            start, _ = strategy.shard_bounds(num_examples, first)
+            _, end = strategy.shard_bounds(num_examples, first + num - 1)
             return tuple(
                 tf.concat([a[:start], b[start:end], a[end:]], axis=0)
                 for a, b in zip(right, wrong, strict=True)
             )
 
-        return tf.data.Dataset.zip(dataset, create_dataset(seed + 1)).map(take_one_shard_from)
+        return tf.data.Dataset.zip(dataset, create_dataset(seed + 1)).map(take_one_part_from)
     return dataset

@@ -284,7 +284,7 @@ class Training:
         seed, fault = self._config.seed, self._config.fault
         if fault is None:
             return batches(seed)
-        return inject_data_fault(fault, batches, seed=seed, num_shards=self.strategy.num_shards)
+        return inject_data_fault(fault, batches, self.strategy, seed=seed)
 
     def _synchronize(self, *numbers: float) -> list[float]:
         """Returns the largest of each number over the workers; raises what a signal asks for."""

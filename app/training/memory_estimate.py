@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from app.config import TrainConfig
 from app.config.split_numbers import (
@@ -16,6 +17,7 @@ from app.config.split_numbers import (
 )
 from app.runtime import console
 from app.runtime.errors import DeviceError
+from app.training.tensor_lifetimes import LiveTensors, live_tensors_in_step
 from strategies.tf_private import flatten_layers, has_symbolic_output
 
 # What TensorFlow's kernels work with, and allocators round up, as seen on CPUs: LeNet with batches
@@ -80,18 +82,18 @@ class MemoryEstimate(NamedTuple):
     image_bytes: float
 
     @classmethod
-    def of(
-        cls, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None
-    ) -> "MemoryEstimate":
-        """Estimates from the graph of a step, which takes a second or two for a deep model."""
-        from app.training.tensor_lifetimes import live_tensors_in_step
+    def of(cls, model: keras.Model, optimizer_variables: Iterable[Any] = ()) -> "MemoryEstimate":
+        """Estimates from the graph of a step, which takes a second or two for a deep model.
 
+        Args:
+            model: the whole model.
+            optimizer_variables: of the whole model, or what stands for them where they are split.
+        """
         alive = live_tensors_in_step(model)
         return cls(
             _size_bytes(model.variables),
-            _size_bytes(optimizer.variables) if optimizer else 0,
-            _WORK_BYTES + _WORK_SHARE * alive.fixed_bytes,
-            _WORK_SHARE * alive.image_bytes,
+            _size_bytes(optimizer_variables),
+            *with_work(alive),
         )
 
     def total_bytes(self, size: StepSize) -> float:
@@ -107,8 +109,14 @@ class MemoryEstimate(NamedTuple):
         return weights_bytes + state_bytes + size.num_replicas * self.step_bytes
 
 
-def _size_bytes(variables: Iterable[keras.Variable]) -> int:
-    return sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in variables)
+def with_work(alive: LiveTensors) -> tuple[float, float]:
+    """Returns the bytes of a step, fixed and of each image, with what kernels work with."""
+    return _WORK_BYTES + _WORK_SHARE * alive.fixed_bytes, _WORK_SHARE * alive.image_bytes
+
+
+def _size_bytes(variables: Iterable[Any]) -> int:
+    """Returns the bytes of variables, or of what stands for them: all have a shape and a dtype."""
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
 def _upper_bound(model: keras.Model, size: StepSize) -> float:
@@ -131,7 +139,7 @@ def _upper_bound(model: keras.Model, size: StepSize) -> float:
 
 def check_memory(
     model: keras.Model,
-    optimizer: keras.optimizers.Optimizer,
+    optimizer_variables: Iterable[Any],
     size: StepSize,
     *,
     available: int | None,
@@ -139,8 +147,8 @@ def check_memory(
     """Refuses a batch that cannot fit into main memory, which all logical CPU devices share.
 
     Args:
-        model: of one replica.
-        optimizer: of one replica, built.
+        model: the whole model.
+        optimizer_variables: see `MemoryEstimate.of`.
         size: of a step; all of it shares the memory.
         available: bytes; None where nobody knows.
 
@@ -149,14 +157,14 @@ def check_memory(
     """
     if available is None or _upper_bound(model, size) <= available:
         return
-    needed = MemoryEstimate.of(model, optimizer).total_bytes(size)
+    needed = MemoryEstimate.of(model, optimizer_variables).total_bytes(size)
     if _ACCURACY * needed > available:
-        raise too_large(model, optimizer, size, available=available)
+        raise too_large(model, optimizer_variables, size, available=available)
 
 
 def too_large(
     model: keras.Model,
-    optimizer: keras.optimizers.Optimizer,
+    optimizer_variables: Iterable[Any],
     size: StepSize,
     *,
     available: int | None,
@@ -164,10 +172,10 @@ def too_large(
     """Returns what to raise where a batch does not fit, or did not.
 
     Args:
-        model, optimizer, size, available: see `check_memory`; `available` is None where the memory
-            is that of GPUs.
+        model, optimizer_variables, size: see `check_memory`.
+        available: likewise; None where the memory is that of GPUs.
     """
-    estimate = MemoryEstimate.of(model, optimizer)
+    estimate = MemoryEstimate.of(model, optimizer_variables)
     needed = estimate.total_bytes(size)
     there = f", {available / 2**30:.1f} are free" if available is not None else ""
     per_replica = f"{-(-size.global_batch_size // size.num_replicas):,} images"

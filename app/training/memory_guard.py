@@ -68,8 +68,9 @@ class MemoryGuard:
 
     def _step(self) -> dict[str, Any]:
         """Returns what the memory of a step depends on."""
+        first = self._strategy.copies()[0]  # An optimizer of the strategy may have a part alone.
         return {
             "model": self._strategy.model,
-            "optimizer": self._strategy.optimizer,
+            "optimizer_variables": [v for name, v in first.items() if name.startswith("optimizer")],
             "size": self._size,
         }

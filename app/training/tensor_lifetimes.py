@@ -1,11 +1,12 @@
 """Which tensors of a training step are alive at its worst moment, and how large they are."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from strategies.layer_calls import LayerCall, run, variables_of, with_values
 from strategies.loss import shard_loss
 
 # No dimension of a network: what it divides belongs to the images of a shard.
@@ -49,17 +50,51 @@ def live_tensors_in_step(model: keras.Model) -> LiveTensors:
             loss, _ = shard_loss(logits, labels, tf.size(labels))
         return tape.gradient(loss, weights)
 
-    graph = (
-        tf.function(gradients_of)
-        .get_concrete_function(
-            tf.TensorSpec((_NUM_IMAGES, *model.input_shape[1:]), tf.uint8),
-            tf.TensorSpec((_NUM_IMAGES,), tf.int32),
-            [tf.TensorSpec(v.shape, v.dtype) for v in model.trainable_variables],
-            [tf.TensorSpec(v.shape, v.dtype) for v in model.non_trainable_variables],
-        )
-        .graph
+    return _live_tensors(
+        gradients_of,
+        tf.TensorSpec((_NUM_IMAGES, *model.input_shape[1:]), tf.uint8),
+        tf.TensorSpec((_NUM_IMAGES,), tf.int32),
+        _specs(model.trainable_variables),
+        _specs(model.non_trainable_variables),
     )
-    return _split(_largest_set(graph))
+
+
+def live_tensors_in_stage(calls: Sequence[LayerCall]) -> LiveTensors:
+    """Does for a part of a model what `live_tensors_in_step` does for all of it.
+
+    Args:
+        calls: of consecutive layers, where exactly one tensor goes in and one comes out.
+    """
+    trainable, others = variables_of(calls)
+    symbolic = next(
+        x for x in keras.tree.flatten(calls[0].arguments) if isinstance(x, keras.KerasTensor)
+    )
+    inputs, outputs = (
+        tf.TensorSpec((_NUM_IMAGES, *tensor.shape[1:]), tensor.dtype)
+        for tensor in (symbolic, calls[-1].layer.output)
+    )
+
+    def gradients_of(
+        x: tf.Tensor, output_gradients: tf.Tensor, weights: list[tf.Tensor], own: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        sources = [*([x] if x.dtype.is_floating else []), *weights]
+        values = [*zip(trainable, weights, strict=True), *zip(others, own, strict=True)]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            y = with_values(
+                lambda: run(calls, {calls[0].inputs[0]: x}, training=True)[calls[-1].output], values
+            )
+        return tape.gradient(y, sources, output_gradients=output_gradients)
+
+    return _live_tensors(gradients_of, inputs, outputs, _specs(trainable), _specs(others))
+
+
+def _live_tensors(function: Callable[..., Any], *specs: Any) -> LiveTensors:
+    return _split(_largest_set(tf.function(function).get_concrete_function(*specs).graph))
+
+
+def _specs(variables: Iterable[keras.Variable]) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
 
 
 def _largest_set(graph: tf.Graph) -> list[tf.Tensor]:

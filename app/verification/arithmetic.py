@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from app.verification.measurement import SMALLEST, UNIT_ROUNDOFF
+from app.verification.split import Split
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -54,6 +55,23 @@ def is_weighted_sum(
     return True
 
 
+def is_update(actual: Arrays, before: Arrays, expected: Arrays) -> bool:
+    """Tells whether every array is the expected update of a weight, within rounding.
+
+    Args:
+        actual: weights after the step minus weights before it.
+        before: weights before the step.
+        expected: the update.
+    """
+    return all(
+        np.all(
+            np.abs(array - expected[t])
+            <= 4 * UNIT_ROUNDOFF * (np.abs(before[t]) + np.abs(array)) + SMALLEST
+        )
+        for t, array in actual.items()
+    )
+
+
 def is_reduced(got: Arrays, parts: Sequence[Arrays], name: str) -> bool:
     """Tells whether every array is the sum of the parts, computed in a reduced precision."""
     rounding, unit, smallest = REDUCED_PRECISIONS[name]
@@ -83,24 +101,44 @@ def fit(got: Arrays, parts: Sequence[Arrays]) -> np.ndarray:
     return np.linalg.lstsq(gram, projections, rcond=None)[0]
 
 
-def scaling_mistakes(sizes: Sequence[int]) -> Iterator[tuple[list[float], str]]:
-    """Yields by what each replica's gradient is too large where scaling goes wrong, and how.
+def scaling_mistakes(sizes: Sequence[int], split: Split) -> Iterator[tuple[list[float], str]]:
+    """Yields by what each shard's gradient is too large where scaling goes wrong, and how.
 
     Args:
-        sizes: examples of each replica's shard.
+        sizes: examples of each shard.
+        split: of the training.
     """
-    replicas, examples = len(sizes), sum(sizes)
-    if replicas > 1:
-        many = f"{replicas} is the number of replicas"
-        yield [replicas] * replicas, f"{many}, scaled once too often or not at all"
-        yield [1 / replicas] * replicas, f"{many}, divided by once too often"
-        shown = " and ".join(map(str, sorted(set(sizes), reverse=True)))
+    shards, examples = len(sizes), sum(sizes)
+    counts = {
+        "replicas": split.num_replicas,
+        "micro-batches of a replica": split.shards_per_replica,
+        "micro-batches of all replicas": split.num_shards if split.num_replicas > 1 else 1,
+    }
+    for name, count in counts.items():
+        if count > 1 and (name == "replicas" or split.shards_per_replica > 1):
+            many = f"{count} is the number of {name}"
+            yield [count] * shards, f"{many}, scaled once too often or not at all"
+            yield [1 / count] * shards, f"{many}, divided by once too often"
+    if shards > 1:
         yield (
             [examples / size for size in sizes],
-            f"divided by the {shown} examples of a shard, not by the {examples} of the batch",
+            f"divided by the {show_sizes(sizes)} examples of a shard, not by the {examples} of the"
+            " batch",
         )
-    yield [examples] * replicas, f"not divided by the {examples} examples of the batch"
+    yield [examples] * shards, f"not divided by the {examples} examples of the batch"
     yield (
-        [1 / examples] * replicas,
+        [1 / examples] * shards,
         f"divided twice by the {examples} examples of the batch",
     )
+
+
+def show_sizes(sizes: Sequence[int]) -> str:
+    """Returns the different sizes, the largest first: "4 and 3"."""
+    return " and ".join(map(str, sorted(set(sizes), reverse=True)))
+
+
+def name_scaling(factor: float, split: Split, *, uncertainty: float) -> str:
+    """Returns the cause that makes gradients `factor` times as large as they should be."""
+    num_parts = split.shards_per_replica
+    divided = num_parts > 1 and abs(factor * num_parts - 1) <= uncertainty
+    return "divided_twice" if divided else "scaled_gradient"

@@ -8,24 +8,29 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from app.verification import replica_hypotheses
+from app.verification import replica_hypotheses, split_hypotheses
 from app.verification.arithmetic import (
     REDUCED_PRECISIONS,
     Arrays,
     fit,
     is_reduced,
+    is_update,
     is_weighted_sum,
+    name_scaling,
     scaling_mistakes,
+    show_sizes,
 )
-from app.verification.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement, relative_error
-from app.verification.step_context import WHOLE_BATCH_NORM, StepContext, name_replicas
-from app.verification.trace_checker import state_before, statistics_before
+from app.verification.measurement import Measurement, relative_error
+from app.verification.split import Split
+from app.verification.step_context import WHOLE_BATCH_NORM, StepContext
+from app.verification.step_start import state_before, statistics_before
 from app.verification.verdict import Diagnosis
 
 UNEXPLAINED = Diagnosis(
     "unexplained",
     "none of these explains it: scaling, a mean of means, a lost or repeated gradient or shard,"
-    " another order of examples, BatchNorm's statistics, reduced precision, a scaled update",
+    " another order of examples, BatchNorm's statistics, reduced precision, a scaled update; stale"
+    " or exchanged weights, a forgotten sum, repeated biases",
 )
 
 
@@ -44,29 +49,21 @@ def explain(context: StepContext, mismatch: Measurement) -> Diagnosis:
 
 
 def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
-    replicas = range(context.trace.num_shards)
-    sizes = [len(context.read(mismatch, "examples", r, "examples")) for r in replicas]
-    sent = [context.arrays(mismatch, "gradients", replica_id) for replica_id in replicas]
+    split, shards = context.split, range(context.trace.num_shards)
+    sizes = [len(context.read(mismatch, "examples", s, "examples")) for s in shards]
+    sent = [context.arrays(mismatch, "gradients", shard_id) for shard_id in shards]
     got = context.arrays(mismatch, "sums", mismatch.replica_id)
-    if len(sent) > 1:
-        yield from _lost_or_repeated(got, sent)
-    means = [sum(sizes) / (len(sizes) * size) for size in sizes]
-    if len(set(sizes)) > 1 and is_weighted_sum(got, sent, means):
-        shown = " and ".join(map(str, sorted(set(sizes), reverse=True)))
-        yield Diagnosis(
-            "mean_of_means",
-            "the mean of the replicas' means, not the mean of the batch: shards of"
-            f" {shown} examples weigh the same",
-        )
+    yield from _lost_or_repeated(split, got, sent)
+    yield from _mean_of_means(split, got, sent, sizes)
     weights = fit(got, sent).tolist()
     factor = float(np.mean(weights))
     if is_weighted_sum(got, sent, [factor] * len(sent)):
         readings = [
-            why for factors, why in scaling_mistakes(sizes)
+            why for factors, why in scaling_mistakes(sizes, split)
             if all(abs(factor / f - 1) < 1e-6 for f in factors)
         ]  # fmt: skip
         yield Diagnosis(
-            "scaled_gradient",
+            name_scaling(factor, split, uncertainty=1e-6),
             f"the sum is {factor:.6g} times what it should be"
             + (f": {'; or '.join(readings)}" if readings else ""),
         )
@@ -76,23 +73,47 @@ def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
                 "reduced_precision", f"the gradients are exchanged in {name}, not in float32"
             )
     if is_weighted_sum(got, sent, weights):
-        terms = " + ".join(f"{w:.4g} × replica {r}" for r, w in enumerate(weights))
+        terms = " + ".join(f"{w:.4g} × {split.name_shard(s)}" for s, w in enumerate(weights))
         yield Diagnosis("weighted_sum", f"the sum is {terms}")
 
 
-def _lost_or_repeated(got: Arrays, sent: Sequence[Arrays]) -> Iterator[Diagnosis]:
-    replicas = range(len(sent))
-    for lost in replicas:
-        if is_weighted_sum(got, sent, [float(r != lost) for r in replicas]):
+def _lost_or_repeated(split: Split, got: Arrays, sent: Sequence[Arrays]) -> Iterator[Diagnosis]:
+    """Explains a sum without one replica, one micro-batch, or one of each replica; or with two."""
+    num, shards = split.shards_per_replica, range(split.num_shards)
+    groups = {f"replica {r}": range(r * num, (r + 1) * num) for r in range(split.num_replicas)} | {
+        split.name_shard(shard): range(shard, shard + 1) for shard in shards
+    }
+    if num > 1 and split.num_replicas > 1:
+        groups |= {f"micro-batch {m} of every replica": shards[m::num] for m in range(num)}
+    for who, group in groups.items():
+        if len(group) == len(shards):
+            continue
+        cause = "lost_micro_batch" if who.startswith("micro") else "lost_gradient"
+        if is_weighted_sum(got, sent, [float(s not in group) for s in shards]):
+            yield Diagnosis(cause, f"the sum is without {who}: its gradient never got into it")
+    for who, group in groups.items():
+        if len(group) < len(shards) and is_weighted_sum(
+            got, sent, [1.0 + (s in group) for s in shards]
+        ):
+            yield Diagnosis("repeated_gradient", f"the sum holds the gradient of {who} twice")
+
+
+def _mean_of_means(
+    split: Split, got: Arrays, sent: Sequence[Arrays], sizes: Sequence[int]
+) -> Iterator[Diagnosis]:
+    """Explains a mean over parts of different sizes that weighs them alike."""
+    num = split.shards_per_replica
+    of_replicas = [sum(sizes[i : i + num]) for i in range(0, len(sizes), num)]
+    for noun, parts in (("replica", of_replicas), (split.shard_noun, sizes)):
+        per_part = len(sizes) // len(parts)
+        means = [sum(sizes) / (len(parts) * parts[s // per_part]) for s in range(len(sizes))]
+        if len(set(parts)) > 1 and is_weighted_sum(got, sent, means):
+            shown = show_sizes(parts)
+            whose = "replicas'" if noun == "replica" else "micro-batches'"
             yield Diagnosis(
-                "lost_gradient",
-                f"the sum is without replica {lost}: its gradient never got into it",
-            )
-    for repeated in replicas:
-        if is_weighted_sum(got, sent, [1.0 + (r == repeated) for r in replicas]):
-            yield Diagnosis(
-                "repeated_gradient",
-                f"the sum holds the gradient of replica {repeated} twice",
+                "mean_of_means",
+                f"the mean of the {whose} means, not the mean of the batch: shards of"
+                f" {shown} examples weigh the same",
             )
 
 
@@ -116,16 +137,11 @@ def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
             yield Diagnosis("scaled_update", f"the optimizer was applied {made} times in one step")
     sums = context.arrays(mismatch, "sums", 0)
     exact = context.reference64.update(before, sums)
+    yield from split_hypotheses.updated_weights(context, mismatch, before, exact)
     expected = {t: exact[t] - before[t] for t in sums}
     actual = context.arrays(mismatch, "updates", mismatch.replica_id)
     (factor,) = fit(actual, [expected])
-    if all(
-        np.all(
-            np.abs(array - factor * expected[t])
-            <= 4 * UNIT_ROUNDOFF * (np.abs(before[t]) + np.abs(array)) + SMALLEST
-        )
-        for t, array in actual.items()
-    ):
+    if is_update(actual, before, {t: factor * array for t, array in expected.items()}):
         yield Diagnosis(
             "scaled_update",
             f"the update is {factor:.5g} times what the optimizer makes of the sum: another"
@@ -156,35 +172,48 @@ def _initial_state(context: StepContext, mismatch: Measurement) -> Iterator[Diag
     what = {"weights": "weights", "slots": "optimizer variables"}.get(mismatch.kind, mismatch.kind)
     yield Diagnosis(
         "initial_weights" if mismatch.kind == "weights" else "initial_state",
-        f"{name_replicas(wrong, context.num_items(mismatch.kind))} starts from other {what} than"
+        f"{context.split.name_items(mismatch.kind, wrong)} starts from other {what} than"
         f" model, recipe and flags give: {mismatch.tensor}, by up to {mismatch.absolute:.3g}",
     )
 
 
 def _own_statistics(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
-    before, images, labels, _ = context.start(mismatch)
-    actual = context.read(mismatch, "own statistics", mismatch.replica_id, mismatch.tensor)
-    own = statistics_before(context.trace, mismatch.step)[mismatch.replica_id]
-    if np.array_equal(actual, own[mismatch.tensor]):
+    before, images, labels, shards = context.start(mismatch)
+    shard_id, tensor, split = mismatch.replica_id, mismatch.tensor, context.split
+    actual = context.read(mismatch, "own statistics", shard_id, tensor)
+    own = statistics_before(context.trace, mismatch.step)[shard_id]
+    if np.array_equal(actual, own[tensor]):
         yield Diagnosis(
             "frozen_batch_norm",
-            f"replica {mismatch.replica_id} does not move {mismatch.tensor}: BatchNorm works as in"
+            f"{split.name_shard(shard_id)} does not move {tensor}: BatchNorm works as in"
             " evaluation",
         )
-    (whole,) = context.reference64.gradients(
-        before, images, labels, [np.arange(len(labels))], per_shard_statistics=[own]
+    whole, alone = context.reference64.gradients(
+        before,
+        images,
+        labels,
+        [np.arange(len(labels)), shards[shard_id]],
+        per_shard_statistics=[own, own],
     )
-    if relative_error(actual, whole.statistics[mismatch.tensor]) <= mismatch.limit:
+    if split.syncs_batch_norm:
+        if relative_error(actual, alone.statistics[tensor]) <= mismatch.limit:
+            yield Diagnosis(
+                "unsynced_batch_norm",
+                f"{split.name_shard(shard_id)} moves {tensor} by the statistics of its own"
+                f" {len(shards[shard_id])} examples, not of all {len(labels)} of the batch",
+            )
+    elif relative_error(actual, whole.statistics[tensor]) <= mismatch.limit:
         yield WHOLE_BATCH_NORM
 
 
 def _statistics(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
-    actual = context.read(mismatch, "statistics", 0, mismatch.tensor)
-    for replica_id in range(context.trace.num_shards):
-        own = context.read(mismatch, "own statistics", replica_id, mismatch.tensor)
+    actual, split = context.read(mismatch, "statistics", 0, mismatch.tensor), context.split
+    for shard_id in range(context.trace.num_shards):
+        own = context.read(mismatch, "own statistics", shard_id, mismatch.tensor)
         if np.array_equal(actual, own):
             yield Diagnosis(
                 "local_batch_norm",
-                "BatchNorm's moving statistics stay local to each replica: what is evaluated"
-                f" and saved are replica {replica_id}'s own, not the mean over the replicas",
+                f"BatchNorm's moving statistics stay local to each {split.shard_noun}: what is"
+                f" evaluated and saved are {split.name_shard(shard_id)}'s own, not the mean over"
+                " all of them",
             )

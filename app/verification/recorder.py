@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from app.runtime.errors import ConfigError, DivergedError
+from app.verification.split import KINDS_OF_A_SHARD, Split
 from app.verification.straggler import SendTime
-from app.verification.trace import TraceWriter, hash_examples
+from app.verification.trace import PARTS, TraceWriter, hash_examples
 from strategies.base import Strategy
 from strategies.copies import State
 from strategies.observer import Observer, Shard
@@ -32,6 +33,7 @@ class Recorder(Observer):
         self._strategy, self._inner = strategy, inner or Observer()
         self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
         self._sent: dict[int, SendTime] = {}
+        self._parts: dict[int, dict[str, np.ndarray]] = {}  # Of a device: shapes.
         strategy.observer = self
 
     def record(
@@ -51,7 +53,7 @@ class Recorder(Observer):
             on_step: called after each step.
 
         Returns:
-            For each step and replica, when it sent its gradients.
+            For each step and replica, when it sent the last of its gradients.
 
         Raises:
             ConfigError: steps of this strategy, or of this model, cannot be checked.
@@ -62,13 +64,16 @@ class Recorder(Observer):
         check_repeatable(strategy.model)
         trainable = [variable.path for variable in self._strategy.model.trainable_variables]
         times = []
-        with TraceWriter(path) as trace:
+        num_replicas = strategy.num_replicas // strategy.workers.count
+        with TraceWriter(path, num_replicas) as trace:
             self._write_states(trace, 0)
             for step in range(1, num_steps + 1):
                 start, busy = time.monotonic(), time.process_time()
                 self._strategy.train_steps(iterator, 1)
-                shards, ids = self._take("shard"), strategy.local_shard_ids
-                _check_finite(step, "loss", ids, [{"loss": loss} for *_, loss in shards])
+                shards = self._take("shard")
+                _check_finite(strategy, step, "loss", [{"loss": loss} for *_, loss in shards])
+                if step == 1 and self._parts:
+                    trace.write(step, PARTS, [self._parts[d] for d in sorted(self._parts)])
                 trace.write(
                     step,
                     "examples",
@@ -79,8 +84,7 @@ class Recorder(Observer):
                     per_replica = [
                         dict(zip(trainable, arrays, strict=True)) for arrays in self._take(kind)
                     ]
-                    ids = strategy.local_copy_ids if kind == "sums" else strategy.local_shard_ids
-                    _check_finite(step, kind, ids, per_replica)
+                    _check_finite(strategy, step, kind, per_replica)
                     trace.write(step, kind, per_replica)
                 self._write_states(trace, step)
                 times.append([(sent - start, cpu - busy) for sent, cpu in self._take_times()])
@@ -102,6 +106,19 @@ class Recorder(Observer):
         """Keeps the sums."""
         self._keep("sums", copy_id, summed_gradients)
         self._inner.on_update(copy_id, summed_gradients)
+
+    def on_weights(
+        self, device_id: int, weights: Mapping[str, tf.Tensor]
+    ) -> Mapping[str, tf.Tensor]:
+        """Keeps the shapes of what a device computes with."""
+        self._parts[device_id] = {
+            path: np.array(tensor.shape, np.int64) for path, tensor in weights.items()
+        }
+        return self._inner.on_weights(device_id, weights)
+
+    def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the pieces of the inner observer."""
+        return self._inner.on_pieces(device_id, pieces)
 
     def on_average(
         self,
@@ -130,7 +147,8 @@ class Recorder(Observer):
     def _take_times(self) -> list[SendTime]:
         """Returns when each replica sent its gradients in the last step."""
         taken, self._sent = self._sent, {}
-        return self._in_order("times", taken)
+        times, num = self._in_order("times", taken), self._strategy.shards_per_replica
+        return [max(times[i : i + num]) for i in range(0, len(times), num)]
 
     def _in_order(self, what: str, taken: dict[int, T]) -> list[T]:
         """Returns what was taken of this worker's shards, or copies, in their order."""
@@ -151,7 +169,7 @@ class Recorder(Observer):
     def _write_states(self, trace: TraceWriter, step: int) -> None:
         strategy = self._strategy
         states = strategy.copy_states()
-        _check_finite(step, "state", strategy.local_copy_ids, states)
+        _check_finite(strategy, step, "state", states)
         for kind in ("slots", "weights"):
             trace.write(step, kind, [_part(state, kind, strategy) for state in states])
         own = [
@@ -162,13 +180,17 @@ class Recorder(Observer):
 
 
 def _check_finite(
-    step: int, kind: str, item_ids: range, per_item: list[dict[str, np.ndarray]]
+    strategy: Strategy, step: int, kind: str, per_item: list[dict[str, np.ndarray]]
 ) -> None:
-    for replica_id, arrays in zip(item_ids, per_item, strict=True):
+    split = Split.of(strategy)
+    of_shards = kind in KINDS_OF_A_SHARD
+    item_ids = strategy.local_shard_ids if of_shards else strategy.local_copy_ids
+    for item_id, arrays in zip(item_ids, per_item, strict=True):
         for tensor, array in arrays.items():
             if not np.isfinite(array).all():
                 raise DivergedError(
-                    f"{kind} of {tensor} on replica {replica_id} is not finite at step {step} —"
+                    f"{kind} of {tensor} on {split.name_items(kind, [item_id])} is not finite at"
+                    f" step {step} —"
                     " finite numbers are required; use a smaller --learning_rate, or fewer --steps"
                 )
 

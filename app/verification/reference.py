@@ -4,6 +4,7 @@ It shares nothing with the strategies, not even how a loss is scaled: what it co
 step should have.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from strategies.tf_private import flatten_layers
+
 Arrays = dict[str, np.ndarray]
+Forward = Callable[[keras.Model, tf.Tensor], tf.Tensor]
 
 
 class ShardResult(NamedTuple):
@@ -37,6 +41,8 @@ class Reference:
         dtype: "float64" or "float32", of every variable.
         precision: Keras' policy for what layers compute in; None for `dtype`.
         label_smoothing: what part of the target is spread evenly over all classes.
+        mean_of_squares: compute BatchNorm's variance as a mean of squares minus the square of the
+            mean, which is the formula of Keras' `synchronized=True`.
 
     Attributes:
         initial_state: what a training starts from: weights, statistics and optimizer slots.
@@ -50,6 +56,7 @@ class Reference:
         *,
         precision: str | None = None,
         label_smoothing: float = 0.0,
+        mean_of_squares: bool = False,
     ):
         self._dtype, self._label_smoothing = dtype, label_smoothing
         policy = keras.config.dtype_policy()
@@ -57,6 +64,9 @@ class Reference:
         keras.config.set_dtype_policy(precision or dtype)
         self._model, self._optimizer = model_fn(), optimizer_fn()
         self._optimizer.build(self._model.trainable_variables)
+        for layer in flatten_layers(self._model):
+            if mean_of_squares and isinstance(layer, keras.layers.BatchNormalization):
+                layer.synchronized = True
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy(policy)
         floats = [v for v in self._model.variables if np.issubdtype(np.dtype(v.dtype), np.floating)]
@@ -99,6 +109,7 @@ class Reference:
         shards: Sequence[np.ndarray],
         *,
         per_shard_statistics: Sequence[Mapping[str, np.ndarray]] | None = None,
+        forward: Forward | None = None,
     ) -> list[ShardResult]:
         """Computes what each shard contributes, one after another.
 
@@ -113,14 +124,17 @@ class Reference:
             shards: for each, which rows of the global batch it holds, in order.
             per_shard_statistics: the moving statistics that each shard starts from; None for those
                 of `before`.
+            forward: computes logits from the model and images in place of the model's own call.
         """
         _assign(self._weights, before)
-        results = []
+        function, results = self._compiled_gradients, []
+        if forward:
+            function = functools.partial(self._shard_gradients, forward=forward)
         for rows, statistics in zip(
             shards, per_shard_statistics or [before] * len(shards), strict=True
         ):
             _assign(self._statistics, statistics)
-            loss, gradients = self._compiled_gradients(
+            loss, gradients = function(
                 tf.constant(images[rows]),
                 tf.constant(labels[rows], tf.int32),
                 tf.constant(len(labels), self._dtype),
@@ -141,10 +155,14 @@ class Reference:
         return _read({**self._weights, **self._optimizer_state})
 
     def _shard_gradients(
-        self, images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+        self,
+        images: tf.Tensor,
+        labels: tf.Tensor,
+        num_global_examples: tf.Tensor,
+        forward: Forward = lambda model, images: model(images, training=True),
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
-            logits = self._model(images, training=True)
+            logits = forward(self._model, images)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
             if self._label_smoothing:
                 evenly = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)

@@ -4,10 +4,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from app.verification.arithmetic import REDUCED_PRECISIONS, fit, has_values_of, scaling_mistakes
+from app.verification import split_hypotheses
+from app.verification.arithmetic import (
+    REDUCED_PRECISIONS,
+    fit,
+    has_values_of,
+    name_scaling,
+    scaling_mistakes,
+)
 from app.verification.measurement import Measurement, relative_error
 from app.verification.reference import Arrays
-from app.verification.step_context import WHOLE_BATCH_NORM, StepContext, name_replicas
+from app.verification.split import Split
+from app.verification.step_context import WHOLE_BATCH_NORM, StepContext
 from app.verification.trace import hash_examples
 from app.verification.verdict import Diagnosis
 
@@ -16,17 +24,17 @@ def examples(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]
     """Explains examples that were given twice, or not at all, or do not belong there."""
     images, labels = context.batch(mismatch.step)
     batch = hash_examples(images, labels)
-    replicas = range(context.trace.num_shards)
+    replicas, name = range(context.trace.num_shards), context.split.name_shard
     per_replica = [context.read(mismatch, "examples", r, "examples") for r in replicas]
     actual = per_replica[mismatch.replica_id]
-    replica = f"replica {mismatch.replica_id}"
+    replica = name(mismatch.replica_id)
     if len(per_replica) > 1 and len(actual) == len(batch) and np.isin(batch, actual).all():
         yield Diagnosis("whole_batch", f"{replica} was given the whole global batch")
     for other in replicas:
         if other != mismatch.replica_id and np.isin(actual, per_replica[other]).all():
             yield Diagnosis(
                 "repeated_shard",
-                f"{replica} and replica {other} were given the same shard: all {len(actual)}"
+                f"{replica} and {name(other)} were given the same shard: all {len(actual)}"
                 f" examples of {replica} went to both",
             )
     everything = np.concatenate(per_replica)
@@ -34,8 +42,8 @@ def examples(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]
     if left_out and np.isin(everything, batch).all() and len(everything) < len(batch):
         yield Diagnosis(
             "left_out",
-            f"{left_out} of the batch's {len(batch)} examples were given to no replica, all"
-            " others once",
+            f"{left_out} of the batch's {len(batch)} examples were given to no"
+            f" {context.split.shard_noun}, all others once",
         )
     if np.isin(actual, context.training_hashes()).all():
         yield Diagnosis(
@@ -59,58 +67,54 @@ def loss(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     ):
         yield from gradients(context, mismatch)
         return
-    before, images, labels, shards = context.start(mismatch)
-    results = context.reference64.gradients(before, images, labels, shards)
+    unit = mismatch.replica_id
     factor = (
-        context.read(mismatch, "loss", mismatch.replica_id, "loss")
-        / results[mismatch.replica_id].loss
+        context.trace.read_unit(mismatch.step, "loss", unit, "loss")
+        / context.compute(mismatch)[unit].loss
     )
     yield Diagnosis(
         "wrong_loss",
-        f"replica {mismatch.replica_id} reports {factor:.6g} times its part of the loss; its"
-        " gradients are right",
+        f"{context.split.name_items('loss', [unit])} reports {factor:.6g} times its part of the"
+        " loss; its gradients are right",
     )
 
 
 def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
-    """Explains gradients that are not those of the replica's shard and weights."""
-    before, images, labels, shards = context.start(mismatch)
-    results = context.reference64.gradients(before, images, labels, shards)
-    right = [result.gradients for result in results]
-    limits = {
-        (m.tensor, m.replica_id): m.limit for m in context.measurements
-        if (m.step, m.kind) == (mismatch.step, "gradients")
-    }  # fmt: skip
-    wrong = sorted({
-        m.replica_id for m in context.measurements
-        if (m.step, m.kind) == (mismatch.step, "gradients") and not m.within_tolerance
-    })  # fmt: skip
-    who = name_replicas(wrong, len(shards))
-    actual = {r: context.arrays(mismatch, "gradients", r) for r in wrong}
-    fitted = {r: float(fit(actual[r], [right[r]])[0]) for r in wrong}
+    """Explains gradients that are not those of the shards and weights; each unit by itself."""
+    right = [result.gradients for result in context.compute(mismatch)]
+    measured = [m for m in context.measurements if (m.step, m.kind) == (mismatch.step, "gradients")]
+    limits = {(m.tensor, m.replica_id): m.limit for m in measured}
+    wrong = sorted({m.replica_id for m in measured if not m.within_tolerance})
+    who = context.split.name_items("gradients", wrong)
+    actual = {unit: context.gradients_of(mismatch, unit) for unit in range(len(right))}
+    fitted = {unit: float(fit(actual[unit], [right[unit]])[0]) for unit in wrong}
 
-    def is_scaled(replica: int, expected: Arrays, factor: float) -> bool:
+    def is_scaled(unit: int, expected: Arrays, factor: float = 1.0) -> bool:
         return all(
-            relative_error(array, factor * expected[t]) <= limits[t, replica]
-            for t, array in actual[replica].items()
-            if limits[t, replica] < 1  # Of what is nothing but rounding nothing can be told.
+            relative_error(array, factor * expected[t]) <= limits[t, unit]
+            for t, array in actual[unit].items()
+            if limits[t, unit] < 1  # Of what is nothing but rounding nothing can be told.
         )
 
-    if all(is_scaled(r, right[r], fitted[r]) for r in wrong):
+    if all(is_scaled(unit, right[unit], fitted[unit]) for unit in wrong):
+        _, _, _, shards = context.start(mismatch)
         sizes = [len(shard) for shard in shards]
-        yield _scaled_gradient(who, fitted, sizes, uncertainty=min(limits.values()))
-    replica = mismatch.replica_id if mismatch.replica_id in wrong else wrong[0]
-    for other in range(len(shards)):
-        if other != replica and is_scaled(replica, right[other], 1.0):
-            yield Diagnosis(
-                "repeated_shard", f"replica {replica} computes the gradient of replica {other}"
-            )
-    if context.reference64.has_batch_norm and _is_gradient_of_whole_batch(
-        context, mismatch, limits
-    ):
+        yield _scaled_gradient(context.split, fitted, sizes, uncertainty=min(limits.values()))
+    unit = mismatch.replica_id if mismatch.replica_id in wrong else wrong[0]
+    for other in range(len(right)):
+        if other != unit and is_scaled(unit, right[other]):
+            names = [context.split.name_shard(u) for u in (unit, other)]
+            yield Diagnosis("repeated_shard", f"{names[0]} computes the gradient of {names[1]}")
+    yield from split_hypotheses.gradients(
+        context,
+        mismatch,
+        lambda results: all(is_scaled(u, result.gradients) for u, result in enumerate(results)),
+    )
+    normalises_shards = context.reference64.has_batch_norm and not context.split.syncs_batch_norm
+    if normalises_shards and _is_gradient_of_whole_batch(context, mismatch, limits):
         yield WHOLE_BATCH_NORM
     for name in REDUCED_PRECISIONS:
-        if all(has_values_of(array, name) for array in actual[replica].values()):
+        if all(has_values_of(array, name) for array in actual[unit].values()):
             yield Diagnosis(
                 "reduced_precision",
                 f"{who} computes its gradient in {name}: it holds no other numbers",
@@ -118,25 +122,26 @@ def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis
 
 
 def _scaled_gradient(
-    who: str, fitted: dict[int, float], sizes: list[int], *, uncertainty: float
+    split: Split, fitted: dict[int, float], sizes: list[int], *, uncertainty: float
 ) -> Diagnosis:
     """Says by which factors gradients are too large, and what computes such factors.
 
     Args:
-        who: names the replicas.
-        fitted: replica → factor of its gradient.
-        sizes: examples of each replica's shard.
+        split: of the training.
+        fitted: unit → factor of its gradient.
+        sizes: examples of each shard.
         uncertainty: relative error of the factors.
     """
     readings = [
-        why for factors, why in scaling_mistakes(sizes)
-        if all(abs(factor / factors[r] - 1) <= uncertainty for r, factor in fitted.items())
+        why for factors, why in scaling_mistakes(sizes, split)
+        if all(abs(factor / factors[unit] - 1) <= uncertainty for unit, factor in fitted.items())
     ]  # fmt: skip
     shown = " and ".join(f"{factor:.6g}" for factor in sorted({*fitted.values()}))
+    causes = {name_scaling(f, split, uncertainty=uncertainty) for f in fitted.values()}
     return Diagnosis(
-        "scaled_gradient",
-        f"{who} computes {shown} times its part of the gradient"
-        + (f": {'; or '.join(readings)}" if readings else ""),
+        causes.pop() if len(causes) == 1 else "scaled_gradient",
+        f"{split.name_items('gradients', list(fitted))} computes {shown} times its part of the"
+        f" gradient" + (f": {'; or '.join(readings)}" if readings else ""),
     )
 
 

@@ -1,40 +1,41 @@
 """The same training on one device, shard by shard, as a trace."""
 
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from app.verification.reference import Arrays, Reference
 from app.verification.trace import TraceWriter, hash_examples
+from strategies.collectives import weighted_bounds
 
 
 def train_shard_by_shard(
     reference: Reference,
     batches: Iterable[tuple[np.ndarray, np.ndarray]],
     *,
-    num_shards: int,
+    shard_weights: Sequence[int],
     path: pathlib.Path,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Trains on one device with the BatchNorm of several, and leaves the trace in `path`.
 
-    BatchNorm makes the number of replicas part of the training: each normalises with the statistics
-    of its own shard (`--batch_norm=average`). This does the same with the shards one after another.
+    BatchNorm makes the number of shards part of the training: each is normalised with statistics of
+    its own (`--batch_norm=average`). This does the same with the shards one after another.
 
     Args:
         reference: in float32.
         batches: images and labels of each step.
-        num_shards: R.
+        shard_weights: sizes of the shards in proportion to each other.
         path: where the trace goes.
         on_step: called after each step.
     """
     state = reference.initial_state
-    own: list[Arrays] = [state] * num_shards
+    own: list[Arrays] = [state] * len(shard_weights)
     with TraceWriter(path) as trace:
         _write_state(trace, 0, reference, state, own)
         for step, (images, labels) in enumerate(batches, start=1):
-            shards = np.array_split(np.arange(len(labels)), num_shards)
+            shards = _shards(len(labels), shard_weights)
             results = reference.gradients(state, images, labels, shards, per_shard_statistics=own)
             examples = [hash_examples(images[rows], labels[rows]) for rows in shards]
             trace.write(step, "examples", [{"examples": hashes} for hashes in examples])
@@ -52,7 +53,7 @@ def train_shard_by_shard(
 
 
 def effect_of_shards(
-    reference: Reference, images: np.ndarray, labels: np.ndarray, *, num_shards: int
+    reference: Reference, images: np.ndarray, labels: np.ndarray, *, shard_weights: Sequence[int]
 ) -> float:
     """Returns how far BatchNorm over shards carries the first gradient from that of the whole.
 
@@ -60,7 +61,7 @@ def effect_of_shards(
         reference: in float32.
         images: uint8 `(n, height, width, channels)`, the first global batch.
         labels: integers `(n,)`.
-        num_shards: R.
+        shard_weights: sizes of the shards in proportion to each other.
 
     Returns:
         ‖by shards − whole batch‖ / ‖whole batch‖ over all tensors.
@@ -68,13 +69,18 @@ def effect_of_shards(
     rows = np.arange(len(labels))
     state = reference.initial_state
     (whole,) = reference.gradients(state, images, labels, [rows])
-    by_shards = reference.gradients(state, images, labels, np.array_split(rows, num_shards))
+    by_shards = reference.gradients(state, images, labels, _shards(len(labels), shard_weights))
     squares = [
         (np.sum((sum(s.gradients[t] for s in by_shards) - g) ** 2), np.sum(g**2))
         for t, g in whole.gradients.items()
     ]
     apart, size = np.asarray(squares, np.float64).sum(axis=0)
     return float(np.sqrt(apart / size))
+
+
+def _shards(num_examples: int, weights: Sequence[int]) -> list[np.ndarray]:
+    bounds = [weighted_bounds(num_examples, weights, s) for s in range(len(weights))]
+    return [np.arange(start, end) for start, end in bounds]
 
 
 def _write_state(

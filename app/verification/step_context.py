@@ -1,14 +1,15 @@
 """All that hypotheses about the first mismatch are tested on."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from app.verification.measurement import Measurement
-from app.verification.reference import Arrays, Reference
-from app.verification.trace import KINDS_OF_A_SHARD, Trace
-from app.verification.trace_checker import find_shards, state_before
+from app.verification.reference import Arrays, Forward, Reference, ShardResult
+from app.verification.split import KINDS_OF_A_SHARD, Split
+from app.verification.step_start import find_shards, rows_of_units, state_before
+from app.verification.trace import Trace
 from app.verification.verdict import Diagnosis
 
 
@@ -38,6 +39,38 @@ class StepContext:
         shards, _ = find_shards(self.trace, mismatch.step, images, labels)
         return state_before(self.trace, mismatch.step), images, labels, shards
 
+    @property
+    def split(self) -> Split:
+        """The numbers of the trace, and the names of its parts."""
+        return self.trace.split
+
+    def compute(
+        self,
+        mismatch: Measurement,
+        *,
+        state: Mapping[str, np.ndarray] | None = None,
+        forward: Forward | None = None,
+        by_unit: bool = True,
+    ) -> list[ShardResult]:
+        """Computes loss and gradients of each unit of the step, in float64.
+
+        Args:
+            mismatch: of the step.
+            state: to start from, in place of the state before the step.
+            forward: see `Reference.gradients`.
+            by_unit: compute what is compared, else each shard by itself.
+        """
+        before, images, labels, shards = self.start(mismatch)
+        rows = rows_of_units(self.trace, shards) if by_unit else shards
+        return self.reference64.gradients(state or before, images, labels, rows, forward=forward)
+
+    def gradients_of(self, mismatch: Measurement, unit_id: int) -> Arrays:
+        """Returns the gradients of a unit, summed over its shards."""
+        return {
+            tensor: self.trace.read_unit(mismatch.step, "gradients", unit_id, tensor)
+            for tensor in self.trace.tensors(mismatch.step, "gradients")
+        }
+
     def num_items(self, kind: str) -> int:
         """Returns how many shards, or copies of the weights, have arrays of a kind."""
         own = kind in KINDS_OF_A_SHARD
@@ -63,15 +96,8 @@ class StepContext:
         return self.trace.read(mismatch.step, kind, replica_id, tensor)
 
 
-def name_replicas(replicas: Sequence[int], num_replicas: int) -> str:
-    """Returns "every replica" or "replica 0, 2"."""
-    if len(replicas) == num_replicas:
-        return "every replica" if num_replicas > 1 else "the one replica"
-    return "replica " + ", ".join(map(str, replicas))
-
-
 WHOLE_BATCH_NORM = Diagnosis(
     "whole_batch_norm",
-    "BatchNorm normalises over the whole global batch, as one device does, not over each replica's"
-    " shard",
+    "BatchNorm normalises over the whole global batch, as one device does, not over each shard"
+    " by itself",
 )

@@ -9,7 +9,7 @@ import math
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +20,9 @@ from app.devices import device_setup
 from app.runtime import console
 from app.runtime.errors import DiskFullError
 from app.runtime.function_call import Channel
-from app.verification.measurement import Measurement
+from app.verification.recorded import Checked, Recorded
+from app.verification.split import Split
 from app.verification.straggler import SendTime
-from app.verification.verdict import Diagnosis
 
 if TYPE_CHECKING:  # They import TensorFlow, which `_set_up` has to configure first.
     from app.training.training_spec import TrainingSpec
@@ -30,60 +30,6 @@ if TYPE_CHECKING:  # They import TensorFlow, which `_set_up` has to configure fi
     from strategies.base import Strategy
 
 Send = Callable[[tuple], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """A training whose trace is on disk.
-
-    Attributes:
-        devices: of all workers.
-        num_replicas: parts of a batch that were trained on at the same time.
-        num_shards: parts of a batch with a gradient, and BatchNorm statistics, of their own.
-        num_copies: copies of the weights.
-        simulated_devices: logical devices that share a processor.
-        dataset: which images.
-        dataset_sha256: of all of them.
-        learning_rate: the peak.
-        num_train_examples: how many.
-        has_batch_norm: whether the model keeps moving statistics.
-        is_reference: whether the reference itself was trained, which need not be checked.
-        effect_of_shards: how far the first gradient is from that of BatchNorm over the whole batch,
-            relative; None where nobody asked.
-        send_sec: for each step and replica, from the start of the step until it sent its gradients:
-            seconds, and seconds of processor time.
-        versions: of what numbers depend on.
-    """
-
-    devices: list[str]
-    num_replicas: int
-    num_shards: int
-    num_copies: int
-    simulated_devices: bool
-    dataset: str
-    dataset_sha256: str
-    learning_rate: float
-    num_train_examples: int
-    has_batch_norm: bool
-    is_reference: bool
-    effect_of_shards: float | None
-    send_sec: list[list[SendTime]]
-    versions: dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """What the check of a trace found.
-
-    Attributes:
-        measurements: of every array of every step, in the order in which they were computed.
-        first_mismatch: the first one out of tolerance, None where there is none.
-        diagnosis: why, None likewise.
-    """
-
-    measurements: list[Measurement]
-    first_mismatch: Measurement | None
-    diagnosis: Diagnosis | None
 
 
 def record_on_workers(
@@ -133,6 +79,7 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
     from app.verification.recorder import Recorder
 
     strategy = spec.build_strategy(devices)
+    split = Split.of(strategy)  # As it should be: a fault may change what it is.
     run_all_reduce_self_test(strategy)
     dataset, observer = spec.batches(), None
     if config.fault:
@@ -141,10 +88,7 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
         )
         observer.begin()
         dataset = inject_data_fault(
-            config.fault,
-            lambda seed: spec.batches(seed=seed),
-            seed=config.seed,
-            num_shards=strategy.num_shards,
+            config.fault, lambda seed: spec.batches(seed=seed), strategy, seed=config.seed
         )
     _check_space(strategy, num_steps, path)
     send_sec = Recorder(strategy, observer).record(
@@ -155,35 +99,53 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
     )
     has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
     return _recorded(
-        spec, devices, _Numbers.of(strategy), has_batch_norm=has_batch_norm, send_sec=send_sec
+        spec,
+        devices,
+        split,
+        strategy.shard_weights,
+        has_batch_norm=has_batch_norm,
+        send_sec=send_sec,
     )
 
 
 def record_on_one_device(
-    send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path, num_shards: int
+    send: Send,
+    config: TrainConfig,
+    num_steps: int,
+    path: pathlib.Path,
+    shard_weights: tuple[int, ...],
 ) -> Recorded:
-    """Records `single` with the BatchNorm of `num_shards` shards, one after another."""
+    """Records `single` with the BatchNorm of several shards, one after another."""
     devices, spec = _set_up(send, config)
     from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
 
     reference = _reference(spec, "float32")
     first_batch = next(spec.batches().as_numpy_iterator())
-    effect = effect_of_shards(reference, *first_batch, num_shards=num_shards)
+    effect = effect_of_shards(reference, *first_batch, shard_weights=shard_weights)
     train_shard_by_shard(
         reference,
         spec.batches().take(num_steps).as_numpy_iterator(),
-        num_shards=num_shards,
+        shard_weights=shard_weights,
         path=path,
         on_step=lambda step: send(("step", step)),
     )
-    numbers = _Numbers(num_replicas=1, num_shards=num_shards, num_copies=1)
-    return _recorded(spec, devices, numbers, has_batch_norm=True, effect_of_shards=effect)
+    split = Split(num_replicas=1, num_shards=len(shard_weights), num_copies=1)
+    return _recorded(
+        spec, devices, split, shard_weights, has_batch_norm=True, effect_of_shards=effect
+    )
 
 
 def check(
-    send: Send, config: TrainConfig, num_steps: int, paths: list[pathlib.Path]
+    send: Send, config: TrainConfig, num_steps: int, paths: dict[pathlib.Path, bool]
 ) -> list[Checked]:
-    """Checks each trace against the reference, and explains the first mismatch of each."""
+    """Checks each trace against the reference, and explains the first mismatch of each.
+
+    Args:
+        send: told of the progress.
+        config: of the training.
+        num_steps: of each trace.
+        paths: trace → whether its BatchNorm was to normalise over the whole batch.
+    """
     _, spec = _set_up(send, config)
     from app.verification.diagnosis import explain
     from app.verification.measurement import first_mismatch
@@ -205,10 +167,17 @@ def check(
         send(("step", len(results) * num_steps + step))
 
     reference64, reference32 = (_reference(spec, dtype) for dtype in ("float64", "float32"))
-    checker = TraceChecker(reference64, reference32, communication_dtype=config.communication_dtype)
+    checker = TraceChecker(
+        reference64,
+        reference32,
+        mean_of_squares=_reference(spec, "float32", mean_of_squares=True)
+        if any(paths.values())
+        else None,
+        communication_dtype=config.communication_dtype,
+    )
     results: list[Checked] = []
-    for path in paths:
-        with Trace(path) as trace:
+    for path, syncs_batch_norm in paths.items():
+        with Trace(path, syncs_batch_norm=syncs_batch_norm) as trace:
             batches = spec.batches().as_numpy_iterator()
             measurements = checker.check(trace, batches, on_step=on_step)
             mismatch = first_mismatch(measurements)
@@ -218,7 +187,7 @@ def check(
     return results
 
 
-def _reference(spec: "TrainingSpec", dtype: str) -> "Reference":
+def _reference(spec: "TrainingSpec", dtype: str, *, mean_of_squares: bool = False) -> "Reference":
     """Builds the reference of a training; float64 is exact, whatever the precision."""
     from app.verification.reference import Reference
 
@@ -228,6 +197,7 @@ def _reference(spec: "TrainingSpec", dtype: str) -> "Reference":
         dtype,
         precision=spec.config.precision if dtype == "float32" else None,
         label_smoothing=spec.label_smoothing,
+        mean_of_squares=mean_of_squares,
     )
 
 
@@ -260,22 +230,11 @@ def _set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, Tra
     return devices, TrainingSpec(config, dataset)
 
 
-class _Numbers(NamedTuple):
-    """The numbers of a strategy, as `Recorded` has them."""
-
-    num_replicas: int
-    num_shards: int
-    num_copies: int
-
-    @classmethod
-    def of(cls, strategy: "Strategy") -> "_Numbers":
-        return cls(strategy.num_replicas, strategy.num_shards, strategy.num_copies)
-
-
 def _recorded(
     spec: "TrainingSpec",
     devices: device_setup.Devices,
-    numbers: _Numbers,
+    split: Split,
+    shard_weights: Sequence[int],
     *,
     has_batch_norm: bool,
     effect_of_shards: float | None = None,
@@ -287,7 +246,8 @@ def _recorded(
     names = devices.names[:1] if is_reference else devices.names
     return Recorded(
         devices=names,
-        **numbers._asdict(),
+        **split._asdict(),
+        shard_weights=list(shard_weights),
         simulated_devices=devices.simulated and len(names) > 1,
         dataset=spec.dataset.name,
         dataset_sha256=spec.dataset.sha256(),

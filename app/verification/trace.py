@@ -3,9 +3,11 @@
 A trace is a directory with one file for each step, `step-00003.safetensors`; step 0 is the state
 before the first step. An array's name in it is `KIND/REPLICA/TENSOR`, for example
 `gradients/1/conv1/kernel`. A replica's array that is bitwise identical to replica 0's is left out,
-except of "examples"; `copies/0/count` is the number of copies of the weights. The metadata entry
-`order` holds the names as a JSON list in the order of the model. Writing needs memory for the
-arrays of one step, reading for one array.
+except of "examples"; `copies/0/count` is the number of copies of the weights, `replicas/0/count`
+that of the replicas (as many as shards, where it is missing). `parts/DEVICE/TENSOR`, in step 1, is
+the shape of a device's part of a weight, where devices hold parts. The metadata entry `order` holds
+the names as a JSON list in the order of the model. Writing needs memory for the arrays of one step,
+reading for one array.
 """
 
 import contextlib
@@ -19,6 +21,7 @@ import numpy as np
 from app.records.arrays import array_names, open_arrays, write_arrays
 from app.records.files import io_errors_as, open_regular, remove
 from app.runtime.errors import DataError, reason_of
+from app.verification.split import KINDS_OF_A_SHARD, Split
 
 # Everything that a step computes, in the order in which it does: the first mismatch explains those
 # after it. "updates" are not stored but taken from the weights.
@@ -35,10 +38,9 @@ KINDS = {
     "statistics": "moving statistics averaged over the replicas: what is evaluated and saved",
 }
 
-# Those that each shard has of its own; copies of the weights have the others in common.
-KINDS_OF_A_SHARD = {"examples", "loss", "gradients", "own statistics"}
 _STORED = [kind for kind in KINDS if kind not in ("updates", "agreement")]
-_NUM_COPIES = "copies/0/count"
+_NUM_COPIES, _NUM_REPLICAS = "copies/0/count", "replicas/0/count"
+PARTS = "parts"  # Which device holds what: no result of a step.
 _NAME = re.compile(r"step-(\d{5,})\.safetensors")
 
 
@@ -47,14 +49,15 @@ class TraceWriter:
 
     Args:
         path: the directory; replaced if it is there.
+        num_replicas: which the shards belong to; None for one each.
 
     Raises:
         DiskFullError: no space, at any point until it is closed.
         OutputError: any other reason why it cannot be written.
     """
 
-    def __init__(self, path: pathlib.Path):
-        self._path, self._step = path, 0
+    def __init__(self, path: pathlib.Path, num_replicas: int | None = None):
+        self._path, self._step, self._num_replicas = path, 0, num_replicas
         self._arrays: dict[str, np.ndarray] = {}  # Of the step that is being written.
         with io_errors_as(path):
             remove(path)
@@ -71,18 +74,21 @@ class TraceWriter:
         """Writes arrays of all replicas; a replica that holds replica 0's bits is left out.
 
         The file of a step appears with the first call for the next step; until then the arrays
-        must not change. Of "examples" none is left out: they tell how many replicas there are.
+        must not change. Of "examples" none is left out: they tell how many shards there are.
         """
         if step != self._step:
             self._finish_step()
             self._step = step
         if kind == "weights":
             self._arrays[_NUM_COPIES] = np.array(len(per_replica))
+            if self._num_replicas is not None:
+                self._arrays[_NUM_REPLICAS] = np.array(self._num_replicas)
         for replica_id, arrays in enumerate(per_replica):
             for tensor, array in arrays.items():
                 array = np.asarray(array)
                 first = per_replica[0].get(tensor)
-                if replica_id == 0 or kind == "examples" or not _same_bits(array, first):
+                whole = replica_id == 0 or kind in ("examples", PARTS)
+                if whole or not _same_bits(array, first):
                     self._arrays[f"{kind}/{replica_id}/{tensor}"] = array
 
     def _finish_step(self) -> None:
@@ -95,8 +101,13 @@ class TraceWriter:
 class Trace:
     """Reads a trace, one array at a time.
 
+    Args:
+        path: the directory.
+        syncs_batch_norm: whether BatchNorm was to normalise all shards of a batch together.
+
     Attributes:
         num_steps: the last step that it holds.
+        split: how many replicas, shards and copies of the weights there were.
         num_shards: how many shards sent gradients.
         num_copies: how many copies of the weights there were; 0 if it has no weights.
 
@@ -104,7 +115,7 @@ class Trace:
         DataError: it is damaged, or no trace.
     """
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: pathlib.Path, *, syncs_batch_norm: bool = False):
         self._path = path
         self._index: dict[tuple[int, str], dict[str, set[int]]] = {}
         with self._read_errors():
@@ -112,8 +123,12 @@ class Trace:
                 self._add_step(step)
             self.num_steps = max(step for step, _ in self._index)
             self.num_shards = len(self._index[1, "examples"]["examples"])
-        has_copies = (0, "copies") in self._index
-        self.num_copies = int(self.read(0, "copies", 0, "count")) if has_copies else 0
+        self.num_copies = self._count("copies", 0)
+        num_replicas = self._count("replicas", self.num_shards)
+        self.split = Split(num_replicas, self.num_shards, self.num_copies, syncs_batch_norm)
+
+    def _count(self, of: str, default: int) -> int:
+        return int(self.read(0, of, 0, "count")) if (0, of) in self._index else default
 
     def _add_step(self, step: int) -> None:
         with open_regular(_step_path(self._path, step)) as file, open_arrays(file) as arrays:
@@ -172,6 +187,23 @@ class Trace:
         ):
             return arrays.get_tensor(name)
 
+    def read_unit(self, step: int, kind: str, unit_id: int, tensor: str) -> np.ndarray:
+        """Reads an array of one of `split.units`: the sum over its shards, where it has several."""
+        shards = self.split.units[unit_id]
+        if len(shards) == 1:
+            return self.read(step, kind, shards[0], tensor)
+        parts = [self.read(step, kind, shard_id, tensor) for shard_id in shards]
+        return np.asarray(np.sum(parts, axis=0, dtype=np.float64))
+
+    def parts(self) -> list[dict[str, tuple[int, ...]]]:
+        """Returns for each device, path of a weight → shape of its part; empty for whole copies."""
+        per_device: dict[int, dict[str, tuple[int, ...]]] = {}
+        for tensor in self.tensors(1, PARTS):
+            for device_id in self.replicas(1, PARTS, tensor):
+                shape = tuple(map(int, self.read(1, PARTS, device_id, tensor)))
+                per_device.setdefault(device_id, {})[tensor] = shape
+        return [per_device[device_id] for device_id in sorted(per_device)]
+
 
 def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
     """Writes the trace of all replicas from those that each worker has written of its own.
@@ -185,7 +217,8 @@ def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
     """
     with contextlib.ExitStack() as stack:
         traces = [stack.enter_context(Trace(part)) for part in paths]
-        merged = stack.enter_context(TraceWriter(path))
+        num_replicas = sum(trace.split.num_replicas for trace in traces)
+        merged = stack.enter_context(TraceWriter(path, num_replicas))
         for step in range(traces[0].num_steps + 1):
             for kind in _STORED:
                 own = kind in KINDS_OF_A_SHARD

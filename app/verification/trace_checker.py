@@ -14,8 +14,14 @@ import numpy as np
 from app.verification.arithmetic import REDUCED_PRECISIONS
 from app.verification.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement, Where, relative_error
 from app.verification.reference import Arrays, Reference, ShardResult
+from app.verification.step_start import (
+    find_shards,
+    rows_of_units,
+    state_before,
+    statistics_before,
+)
 from app.verification.tolerance import SummationSample, with_limits
-from app.verification.trace import Trace, hash_examples
+from app.verification.trace import Trace
 
 # Orders of summation of the float32 reference: into how many parts each shard is cut, besides
 # permuting its examples. BatchNorm forbids cuts: a part would be normalised by itself.
@@ -29,6 +35,9 @@ class TraceChecker:
     Args:
         reference64: in float64, which stands for the exact result.
         reference32: in float32, whose orders of summation show what rounding does.
+        mean_of_squares: the same with BatchNorm's variance as a mean of squares minus the square of
+            the mean, as Keras computes it over devices: it rounds more. Needed for traces whose
+            BatchNorm is synchronized.
         communication_dtype: "float32" or "bfloat16", the dtype of the gradient all-reduce.
     """
 
@@ -37,9 +46,11 @@ class TraceChecker:
         reference64: Reference,
         reference32: Reference,
         *,
+        mean_of_squares: Reference | None = None,
         communication_dtype: str = "float32",
     ):
         self.reference64, self.reference32 = reference64, reference32
+        self._mean_of_squares = mean_of_squares
         self._communication_dtype = communication_dtype
 
     def check(
@@ -52,7 +63,7 @@ class TraceChecker:
         """Measures every array of every step, in the order in which it was computed.
 
         Args:
-            trace: of any strategy and number of replicas.
+            trace: of any strategy and split.
             batches: the global batches that it was to train on, from the first on.
             on_step: called after each step.
         """
@@ -62,10 +73,10 @@ class TraceChecker:
             before = state_before(trace, step)
             shards, wrong = find_shards(trace, step, images, labels)
             measurements += [
-                Measurement.counted((step, "examples", "examples", replica_id), count)
-                for replica_id, count in enumerate(wrong)
+                Measurement.counted((step, "examples", "examples", shard_id), count)
+                for shard_id, count in enumerate(wrong)
             ]
-            samples += self._computed(trace, step, before, images, labels, shards)
+            samples += self._computed(trace, step, before, (images, labels), shards)
             measurements += self._summed(trace, step)
             measurements += self._updated(trace, step, before)
             measurements += _replica_agreement(trace, step)
@@ -87,25 +98,25 @@ class TraceChecker:
         trace: Trace,
         step: int,
         before: Arrays,
-        images: np.ndarray,
-        labels: np.ndarray,
+        batch: tuple[np.ndarray, np.ndarray],
         shards: list[np.ndarray],
     ) -> Iterator[SummationSample]:
-        """Loss, gradients and own statistics, each replica's from the shard that it was given."""
+        """Loss, gradients and own statistics, each shard's from the examples that it was given."""
+        own = [statistics_before(trace, step)[unit[0]] for unit in trace.split.units]
+        units = rows_of_units(trace, shards)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # float64 takes the other core.
-            own = statistics_before(trace, step)
-            arguments = before, images, labels, shards
+            arguments = before, *batch, units
             future = pool.submit(self.reference64.gradients, *arguments, per_shard_statistics=own)
             in_order = self.reference32.gradients(*arguments, per_shard_statistics=own)
-            orders = list(self._other_orders(step, before, images, labels, shards, own))
+            orders = list(self._other_orders(trace, step, before, batch, units, own))
             exact = future.result()
         spreads: dict[tuple, list[float]] = collections.defaultdict(list)
         for results in orders:
             for array in _arrays(trace, step):
-                error = relative_error(_pick(results, array), _pick(exact, array))
+                error = relative_error(_pick(results, trace, array), _pick(exact, trace, array))
                 spreads[array].append(error)
         for array in _arrays(trace, step):
-            expected, float32 = _pick(exact, array), _pick(in_order, array)
+            expected, float32 = (_pick(results, trace, array) for results in (exact, in_order))
             where = (step, *array)
             yield SummationSample(
                 Measurement.of(where, _read(trace, where), expected, float32), spreads[array]
@@ -113,28 +124,26 @@ class TraceChecker:
 
     def _other_orders(
         self,
+        trace: Trace,
         step: int,
         before: Arrays,
-        images: np.ndarray,
-        labels: np.ndarray,
-        shards: list[np.ndarray],
+        batch: tuple[np.ndarray, np.ndarray],
+        units: list[np.ndarray],
         own: list[Arrays],
     ) -> Iterator[list[ShardResult]]:
-        """Yields what each shard contributes, its examples added in one order after another."""
+        """Yields what each unit contributes, its examples added in one order after another."""
         generator = np.random.default_rng(step)
         for num_parts in _ORDERS:
             num_parts = 1 if self.reference32.has_batch_norm else num_parts
-            parts = [np.array_split(generator.permutation(s), num_parts) for s in shards]
-            results = self.reference32.gradients(
-                before,
-                images,
-                labels,
-                [part for shard in parts for part in shard if len(part)],
-                per_shard_statistics=[
-                    own[r] for r, shard in enumerate(parts) for part in shard if len(part)
-                ],
-            )
-            yield [_sum_of_parts([results.pop(0) for part in s if len(part)]) for s in parts]
+            parts = [np.array_split(generator.permutation(u), num_parts) for u in units]
+            rows = [part for unit in parts for part in unit if len(part)]
+            statistics = [own[i] for i, unit in enumerate(parts) for part in unit if len(part)]
+            references = [self.reference32]
+            if trace.split.syncs_batch_norm and self._mean_of_squares:
+                references.append(self._mean_of_squares)
+            for reference in references:
+                results = reference.gradients(before, *batch, rows, per_shard_statistics=statistics)
+                yield [_sum_of_parts([results.pop(0) for part in u if len(part)]) for u in parts]
 
     def _summed(self, trace: Trace, step: int) -> Iterator[Measurement]:
         """The sums that each replica got, against the gradients that were sent.
@@ -185,75 +194,32 @@ class TraceChecker:
 
 
 def _arrays(trace: Trace, step: int) -> list[tuple[str, str, int]]:
-    """Returns kind, tensor and replica of all that each replica computes from its shard."""
+    """Returns kind, tensor and unit, or shard, of all that is computed from examples."""
+    counts = {kind: len(trace.split.units) for kind in ("loss", "gradients")}
+    counts["own statistics"] = trace.num_shards
     return [
-        (kind, tensor, replica_id)
-        for kind in ("loss", "gradients", "own statistics")
+        (kind, tensor, item_id)
+        for kind, count in counts.items()
         for tensor in trace.tensors(step, kind)
-        for replica_id in range(trace.num_shards)
+        for item_id in range(count)
     ]
 
 
-def _pick(results: list[ShardResult], array: tuple[str, str, int]) -> np.ndarray:
-    kind, tensor, replica_id = array
-    result = results[replica_id]
-    if kind == "loss":
-        return result.loss
-    return (result.gradients if kind == "gradients" else result.statistics)[tensor]
+def _pick(
+    per_unit_results: list[ShardResult], trace: Trace, array: tuple[str, str, int]
+) -> np.ndarray:
+    kind, tensor, item_id = array
+    if kind == "own statistics":
+        return per_unit_results[trace.split.unit_of(item_id)].statistics[tensor]
+    result = per_unit_results[item_id]
+    return result.loss if kind == "loss" else result.gradients[tensor]
 
 
 def _read(trace: Trace, where: Where) -> np.ndarray:
-    step, kind, tensor, replica_id = where
-    return trace.read(step, kind, replica_id, tensor)
-
-
-def state_before(trace: Trace, step: int) -> Arrays:
-    """Returns what a step starts from: replica 0's weights and slots, and the statistics."""
-    return {
-        tensor: trace.read(step - 1, kind, 0, tensor)
-        for kind in ("weights", "slots", "statistics")
-        for tensor in trace.tensors(step - 1, kind)
-    }
-
-
-def statistics_before(trace: Trace, step: int) -> list[Arrays]:
-    """Returns the moving statistics that each shard of a step starts from."""
-    kind = "own statistics"
-    return [
-        {t: trace.read(step - 1, kind, shard_id, t) for t in trace.tensors(step - 1, kind)}
-        for shard_id in range(trace.num_shards)
-    ]
-
-
-def find_shards(
-    trace: Trace, step: int, images: np.ndarray, labels: np.ndarray
-) -> tuple[list[np.ndarray], list[int]]:
-    """Finds out which rows of the global batch each replica was given.
-
-    However a strategy cuts the batch, every example has to be given out once.
-
-    Returns:
-        For each replica, its rows, in its order; and how many of its examples are wrong: of another
-        batch, or given out before. Where any is wrong the rows are those of an even cut.
-    """
-    rows_of: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
-    for row, example in enumerate(hash_examples(images, labels)):
-        rows_of[int(example)].append(row)
-    shards, wrong = [], []
-    for replica_id in range(trace.num_shards):
-        examples = trace.read(step, "examples", replica_id, "examples")
-        rows = [
-            rows_of[int(example)].popleft() if rows_of[int(example)] else None
-            for example in examples
-        ]
-        shards.append(np.array([row for row in rows if row is not None], np.int64))
-        wrong.append(rows.count(None))
-    left_out = len(labels) - sum(len(shard) for shard in shards)
-    if left_out or any(wrong):
-        if not any(wrong):
-            wrong[-1] = left_out
-        return np.array_split(np.arange(len(labels)), trace.num_shards), wrong
-    return shards, wrong
+    step, kind, tensor, item_id = where
+    if kind == "own statistics":
+        return trace.read(step, kind, item_id, tensor)
+    return trace.read_unit(step, kind, item_id, tensor)
 
 
 def _replica_agreement(trace: Trace, step: int) -> Iterator[Measurement]:

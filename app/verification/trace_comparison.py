@@ -7,7 +7,8 @@ import numpy as np
 
 from app.verification.difference import Difference
 from app.verification.measurement import Where
-from app.verification.trace import KINDS, KINDS_OF_A_SHARD, Trace
+from app.verification.split import KINDS_OF_A_SHARD
+from app.verification.trace import KINDS, Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,19 @@ def compare_traces(first: Trace, second: Trace) -> list[PairDifference]:
                     identical = all(difference.identical for difference in per_replica)
                     differences.append(dataclasses.replace(worst, identical=identical))
     return differences
+
+
+def first_sums_apart(first: Trace, second: Trace) -> float:
+    """Returns how far the summed gradients of the first step are apart in two trainings.
+
+    Returns:
+        ‖first − second‖ / ‖first‖ over all tensors.
+    """
+    squares = np.zeros(2)
+    for tensor in first.tensors(1, "sums"):
+        a, b = (trace.read(1, "sums", 0, tensor).astype(np.float64) for trace in (first, second))
+        squares += np.sum((a - b) ** 2), np.sum(a**2)
+    return float(np.sqrt(squares[0] / squares[1]))
 
 
 def _in_common(first: Trace, second: Trace, step: int, kind: str, tensor: str) -> Iterator[tuple]:

@@ -5,10 +5,12 @@ import math
 from collections.abc import Sequence
 
 from app.verification.measurement import Measurement
+from app.verification.split import Split
 from app.verification.straggler import Straggler
 from app.verification.trace_comparison import PairDifference
 
 IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
+BY_DESIGN = "another training by design"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class StrategyVerdict:
         first_mismatch: the first one out of tolerance, None where there is none.
         diagnosis: why, None likewise.
         straggler: a replica for which the others wait, None where there is none.
+        split: names the shards and copies.
     """
 
     strategy: str
@@ -59,6 +62,7 @@ class StrategyVerdict:
     first_mismatch: Measurement | None
     diagnosis: Diagnosis | None
     straggler: Straggler | None
+    split: Split
 
     @property
     def outcome(self) -> str:
@@ -95,7 +99,8 @@ class StrategyVerdict:
         """Returns where the first mismatch is, and how large it is."""
         if first.kind == "examples":
             return (
-                f"first at step {first.step}, examples of replica {first.replica_id}:"
+                f"first at step {first.step}, examples of"
+                f" {self.split.name_shard(first.replica_id)}:"
                 f" {first.absolute:.0f} are wrong"
             )
         kind, tensor = first.kind, first.tensor
@@ -106,7 +111,8 @@ class StrategyVerdict:
             (m.order, m.tensor) == (first.order, first.tensor) and m.replica_id != first.replica_id
             for m in self.measurements
         )
-        who = "every replica" if shared else f"replica {first.replica_id}"
+        split, held = self.split, range(self.split.num_copies) if shared else [first.replica_id]
+        who = split.name_items(first.kind, held)
         allowed = f"rounding allows {first.tolerance:.2g}" if first.limit else "none is allowed"
         what = kind if tensor == kind else f"{kind} of {tensor}"
         return f"first at step {first.step}, {what}, {who}, by {first.absolute:.3g} ({allowed})"
@@ -118,28 +124,45 @@ class PairVerdict:
 
     They are if they start from the same weights, are given the same examples, and every step of
     both is right but for rounding. How far rounding has carried them apart by then is another
-    matter, and shown beside it.
+    matter, and shown beside it. Where BatchNorm normalises other parts of a batch in one than in
+    the other, they are two trainings by design, both of which can be right.
 
     Attributes:
         strategies: names of the two.
-        outcome: IDENTICAL, EQUAL or DIFFERENT.
+        outcome: IDENTICAL, EQUAL, DIFFERENT or BY_DESIGN.
         differences: of all that they have in common.
+        by_design: how far apart the first gradients are, relative, where BatchNorm normalises other
+            parts of a batch in one training than in the other; None where it does not.
     """
 
     strategies: tuple[str, str]
     outcome: str
     differences: Sequence[PairDifference]
+    by_design: float | None = None
 
     @classmethod
     def of(
-        cls, first: StrategyVerdict, second: StrategyVerdict, differences: Sequence[PairDifference]
+        cls,
+        first: StrategyVerdict,
+        second: StrategyVerdict,
+        differences: Sequence[PairDifference],
+        *,
+        by_design: float | None = None,
     ) -> "PairVerdict":
-        """Compares two trainings by their verdicts and their differences."""
+        """Compares two trainings by their verdicts and their differences.
+
+        Args:
+            first, second: of each against the reference.
+            differences: of the two.
+            by_design: see the attribute.
+        """
         if all(difference.identical for difference in differences):
             outcome = IDENTICAL
+        elif first.first_mismatch or second.first_mismatch:
+            outcome = DIFFERENT
         else:
-            outcome = DIFFERENT if first.first_mismatch or second.first_mismatch else EQUAL
-        return cls((first.strategy, second.strategy), outcome, differences)
+            outcome = EQUAL if by_design is None else BY_DESIGN
+        return cls((first.strategy, second.strategy), outcome, differences, by_design)
 
     def farthest_in_the_end(self) -> PairDifference:
         """Returns where weights are farthest apart after the last step, or else anything is."""

@@ -9,7 +9,7 @@ from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
 from app.runtime import console
 from app.verification.measurement import Measurement
-from app.verification.tasks import Recorded
+from app.verification.recorded import Recorded
 from app.verification.trace import KINDS
 from app.verification.verdict import IDENTICAL, PairVerdict, StrategyVerdict
 
@@ -49,6 +49,7 @@ def write_record(
             {
                 "strategies": pair.strategies,
                 "outcome": pair.outcome,
+                "by_design": pair.by_design,
                 "differences": _as_table(pair.differences),
             }
             for pair in pair_verdicts
@@ -64,6 +65,8 @@ def _strategy_record(run: Recorded, verdict: StrategyVerdict) -> dict:
         "num_replicas": run.num_replicas,
         "num_shards": run.num_shards,
         "num_copies": run.num_copies,
+        "shard_weights": run.shard_weights,
+        "syncs_batch_norm": run.syncs_batch_norm,
         "simulated_devices": run.simulated_devices,
         "outcome": "is the reference" if run.is_reference else verdict.outcome,
         "findings": [dataclasses.asdict(finding) for finding in verdict.findings()],
@@ -100,6 +103,7 @@ def print_report(
             [_pair_row(pair) for pair in pair_verdicts],
         )
         console.say("apart: what rounding has grown to; the verdict rests on the single steps")
+        _print_by_design(recorded, pair_verdicts)
     console.say()
     console.print_table(
         "Each step against one device in float64, from the same state: the largest difference",
@@ -127,6 +131,11 @@ def _print_setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> None
         f" {console.count(config.steps, 'step')} on {console.count(num_devices, 'device')};"
         f" {config.precision}, TF32 off"
     )
+    for name, run in recorded.items():
+        a_shard_each = run.num_shards == run.num_replicas == len(run.devices)
+        if not (a_shard_each or run.is_reference):
+            devices = console.count(len(run.devices), "device")
+            console.say(f"{name}: {run.split.describe()} on {devices}")
     if config.fault:
         console.warn(injected_fault_caveat(str(config.fault)))
     if first.dataset in DATASET_CAVEATS:
@@ -139,6 +148,29 @@ def _print_setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> None
             f" as `train --strategy=single` has it, the first gradient is"
             f" {single.effect_of_shards:.1%} apart: another training by design, not a fault"
         )
+
+
+def _print_by_design(
+    recorded: Mapping[str, Recorded], pair_verdicts: Sequence[PairVerdict]
+) -> None:
+    """Says of which pairs BatchNorm makes two trainings, and how far that sets them apart."""
+    for pair in pair_verdicts:
+        if pair.by_design is not None:
+            how = [_normalised(recorded[name]) for name in pair.strategies]
+            console.say(
+                f"{' and '.join(pair.strategies)} are two trainings by design, not by a fault:"
+                f" BatchNorm normalises {how[0]} in {pair.strategies[0]} and {how[1]} in"
+                f" {pair.strategies[1]}; the first gradients are {pair.by_design:.1%} apart"
+            )
+
+
+def _normalised(run: Recorded) -> str:
+    """Returns what BatchNorm normalises together."""
+    if len(run.normalised_by) == 1:
+        return "the whole batch"
+    weights = run.normalised_by
+    shares = f" of {':'.join(map(str, weights))}" if len(set(weights)) > 1 else ""
+    return f"each of {len(weights)} shards{shares}"
 
 
 def conclusions(

@@ -1,0 +1,62 @@
+"""What a step of a trace starts from: its state and its examples."""
+
+import collections
+
+import numpy as np
+
+from app.verification.reference import Arrays
+from app.verification.trace import Trace, hash_examples
+
+
+def state_before(trace: Trace, step: int) -> Arrays:
+    """Returns what a step starts from: replica 0's weights and slots, and the statistics."""
+    return {
+        tensor: trace.read(step - 1, kind, 0, tensor)
+        for kind in ("weights", "slots", "statistics")
+        for tensor in trace.tensors(step - 1, kind)
+    }
+
+
+def statistics_before(trace: Trace, step: int) -> list[Arrays]:
+    """Returns the moving statistics that each shard of a step starts from."""
+    kind = "own statistics"
+    return [
+        {t: trace.read(step - 1, kind, shard_id, t) for t in trace.tensors(step - 1, kind)}
+        for shard_id in range(trace.num_shards)
+    ]
+
+
+def find_shards(
+    trace: Trace, step: int, images: np.ndarray, labels: np.ndarray
+) -> tuple[list[np.ndarray], list[int]]:
+    """Finds out which rows of the global batch each shard was given.
+
+    However a strategy cuts the batch, every example has to be given out once.
+
+    Returns:
+        For each shard, its rows, in its order; and how many of its examples are wrong: of another
+        batch, or given out before. Where any is wrong the rows are those of an even cut.
+    """
+    rows_of: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
+    for row, example in enumerate(hash_examples(images, labels)):
+        rows_of[int(example)].append(row)
+    shards, wrong = [], []
+    for shard_id in range(trace.num_shards):
+        examples = trace.read(step, "examples", shard_id, "examples")
+        rows = [
+            rows_of[int(example)].popleft() if rows_of[int(example)] else None
+            for example in examples
+        ]
+        shards.append(np.array([row for row in rows if row is not None], np.int64))
+        wrong.append(rows.count(None))
+    left_out = len(labels) - sum(len(shard) for shard in shards)
+    if left_out or any(wrong):
+        if not any(wrong):
+            wrong[-1] = left_out
+        return np.array_split(np.arange(len(labels)), trace.num_shards), wrong
+    return shards, wrong
+
+
+def rows_of_units(trace: Trace, shards: list[np.ndarray]) -> list[np.ndarray]:
+    """Returns the rows of each of `trace.split.units`, from those of its shards."""
+    return [np.concatenate([shards[s] for s in unit]) for unit in trace.split.units]
