@@ -206,6 +206,62 @@ def test_predict_on_several_devices_is_predict_on_one(prepared, small_lenet, dat
     assert one[4] == "1"  # A prediction for the one image, none for the blanks.
 
 
+# The three ways to split a training.
+
+
+def test_pipeline_shows_the_schedule_and_is_manual_bit_for_bit(prepared, data, capsys):
+    output = run(config_of("pipeline", num_devices=3, **data), capsys)
+    first, second = (
+        [line.strip() for line in output.splitlines() if line.startswith(f"  stage {k}")]
+        for k in (0, 2)
+    )
+    assert first == [
+        "stage 0  F0 F1 F2 ·  ·  ·  ·  B0 B1 B2",
+        "stage 0  F0 F1 F2 ·  ·  B0 ·  B1 ·  B2",
+    ]
+    assert second == [
+        "stage 2  ·  ·  F0 F1 F2 B0 B1 B2 ·  ·",
+        "stage 2  ·  ·  F0 B0 F1 B1 F2 B2 ·  ·",
+    ]
+    assert "= 2/5 = 40% of the time" in output
+    assert sum(row[-1].endswith("%") for name in CPUS for row in cells(output, name)) == 3
+    assert_counted(output)
+    assert "weights hold the same bits" in " ".join(output.split())
+
+
+def assert_counted(output):
+    """Asserts that each table of traffic has the same bytes by formula and in the graph."""
+    rows = cells(output, "in")
+    assert rows
+    for row in rows:
+        assert row[:2] == ["in", "all"] and len(row) == 4 and row[2] == row[3] != "0"
+
+
+@pytest.mark.slow
+def test_tensor_shows_what_a_forgotten_sum_does(prepared, data, capsys):
+    output = run(config_of("tensor", num_devices=3, **data), capsys)
+    assert ["conv2", "17/17/16"] in [row[:2] for row in cells(output, "conv2")]
+    assert_counted(output)
+    (loss,) = cells(output, "loss")
+    assert loss[-1] == loss[-2]  # Right without the sum; the gradients are not.
+    assert int(cells(output, "conv1/kernel")[0][-1].rstrip("%")) > 50
+    assert cells(output, "logits/kernel")[0][-1] == "0%"
+    apart = float(output.partition("weights differ by ")[2].split()[0])
+    assert 0 <= apart < 1e-7
+
+
+@pytest.mark.slow
+def test_sharded_keeps_a_part_and_is_manual_bit_for_bit(prepared, data, capsys):
+    output = run(config_of("sharded", num_devices=3, **data), capsys)
+    rows = [cells(output, name)[0] for name in CPUS[:3]]
+    assert [row[3] for row in rows] == ["0.333"] * 3
+    for column in (1, 2):
+        assert sum(int(row[column].replace(",", "")) for row in rows) == 4 * 129_068
+    assert_counted(output)
+    assert {row[2] for row in cells(output, "in")} == {f"{2 * 2 * 4 * 129_068:,}"}
+    assert "optimizer state hold the same bits" in " ".join(output.split())
+
+
 def test_order_finds_a_number_with_two_sums():
     generator = np.random.default_rng(0)
     gradients = [[generator.normal(size=100).astype(np.float32)] for _ in range(3)]

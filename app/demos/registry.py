@@ -87,6 +87,24 @@ EXPERIMENTS = {
         {"num_train_examples", *_DATA},
         module="split_prediction",
     ),
+    "pipeline": _experiment(
+        "layers on several devices: stages, schedules, and the same bits as data parallelism",
+        "15 seconds",
+        _DATA,
+        module="pipeline_stages",
+    ),
+    "tensor": _experiment(
+        "channels of each layer on several devices, and the sum that nobody misses",
+        "15 seconds",
+        _DATA,
+        module="tensor_parts",
+    ),
+    "sharded": _experiment(
+        "one part of weights and optimizer state on each device: what is kept, what is sent",
+        "15 seconds",
+        _DATA,
+        module="sharded_state",
+    ),
     "order": _experiment(
         "(a + b) + c is not a + (b + c): what the order of the exchange changes",
         "half a minute",
