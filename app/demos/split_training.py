@@ -22,7 +22,7 @@ def build(
     dataset: "ImageDataset",
     strategy: str,
     **options: Any,
-) -> "tuple[Strategy, Callable[[], float]]":
+) -> "tuple[Any, Callable[[], float]]":
     """Builds a strategy that trains what `training` says.
 
     Returns:
