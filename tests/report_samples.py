@@ -208,6 +208,6 @@ def write_everything(folder):
     write_verification(folder / "refuted", fault="drop_gradient:replica=1")
     write_measured_cases(folder / "measured")
     write_explained_step(folder / "explained")
-    write_explained_pipeline(folder / "piped")
+    write_explained_pipeline(folder / "cut")
     (folder / "notes").mkdir()
     (folder / "notes" / "config.json").write_text('{"of": "another program"}')
