@@ -75,18 +75,28 @@ def stage_flops(stage: Sequence[LayerCall]) -> float:
 def _balanced(
     calls: Sequence[LayerCall], points: Sequence[int], num_stages: int
 ) -> tuple[int, ...]:
-    """Returns the cuts with which the largest stage is smallest, by dynamic programming."""
+    """Returns the cuts with which the largest stage is smallest, by dynamic programming.
+
+    Of cuts with the same largest stage, those with the smallest sum of squares: the rest is even.
+    """
     ends = [*points, len(calls) - 1]
     sums = list(itertools.accumulate((stage_flops([call]) for call in calls), initial=0.0))
-    # For the calls up to each end: the largest of k stages, and the cuts between them.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {e: (sums[e + 1], ()) for e in ends}
+
+    def flops(start: int, end: int) -> float:
+        return sums[end + 1] - sums[start]
+
+    # For the calls up to each end: the largest stage, the sum of squares, and the cuts.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {
+        end: (flops(0, end), flops(0, end) ** 2, ()) for end in ends
+    }
     for num_cuts in range(1, num_stages):
-        best = {
-            end: min(
-                (max(best[cut][0], sums[end + 1] - sums[cut + 1]), (*best[cut][1], cut))
-                for cut in ends[: ends.index(end)]
-                if cut in best
-            )
-            for end in ends[num_cuts:]
-        }
-    return best[ends[-1]][1]
+        longer = {}
+        for position in range(num_cuts, len(ends)):
+            end, found = ends[position], []
+            for cut in ends[num_cuts - 1 : position]:
+                largest, squares, cuts = best[cut]
+                own = flops(cut + 1, end)
+                found.append((max(largest, own), squares + own**2, (*cuts, cut)))
+            longer[end] = min(found)
+        best = longer
+    return best[ends[-1]][2]

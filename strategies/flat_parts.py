@@ -1,6 +1,6 @@
 """Tensors and variables of which each device keeps a range of the elements, flat."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -81,7 +81,7 @@ class Part(NamedTuple):
         variables: Sequence[keras.Variable],
         device_id: int,
         devices: Sequence[str],
-        optimizer: keras.optimizers.Optimizer,
+        optimizer_fn: Callable[[], keras.optimizers.Optimizer],
     ) -> "Part":
         """Creates a device's part of whole variables, with their names and values."""
         with tf.device(devices[device_id]):
@@ -93,6 +93,7 @@ class Part(NamedTuple):
                 )
                 for v in variables
             ]
+            optimizer = optimizer_fn()
             optimizer.build(weights)
         return cls(devices[device_id], weights, optimizer)
 

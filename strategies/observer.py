@@ -54,6 +54,7 @@ class Observer:
             copy_id: an int, or an int scalar tensor.
             summed_gradients: over all shards, one for each trainable variable.
         """
+        return  # AutoGraph cannot transform a function without a statement.
 
     def on_weights(
         self, device_id: int, weights: Mapping[str, tf.Tensor]

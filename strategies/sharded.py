@@ -66,7 +66,7 @@ class ShardedStrategy(base.Strategy):
         self.replicas, self.parts = [], []
         for r, device in enumerate(self.devices):
             whole = self.model.trainable_variables
-            self.parts.append(Part.create(whole, r, self.devices, optimizer_fn()))
+            self.parts.append(Part.create(whole, r, self.devices, optimizer_fn))
             with tf.device(device):
                 self.replicas.append(self._new_replica(r, device, model_fn))
         self.optimizer = self.parts[0].optimizer
