@@ -26,7 +26,8 @@ def build(
     """Builds a strategy that trains what `training` says.
 
     Returns:
-        The strategy, of the class of that name, and a function that makes `NUM_STEPS` steps and returns their mean loss.
+        The strategy, of the class of that name, and a function that makes `NUM_STEPS` steps and
+        returns their mean loss.
     """
     config = dataclasses.replace(training, strategy=strategy, **options)
     _, built, iterator = demo_setup.create(config, prepared, dataset)
