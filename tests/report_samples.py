@@ -7,18 +7,29 @@ from app.performance.all_reduce_model import AllReduceModel, AllReduceTime, Line
 from app.performance.benchmark_output import write_benchmark
 from app.performance.breakdown_output import write_explanation
 from app.performance.interval import Interval
+from app.performance.pipeline_timeline import bubble, simulate
 from app.performance.speed_comparison import all_comparisons
+from app.performance.split_breakdown import SplitBreakdown
+from app.performance.split_records import (
+    HeldState,
+    PipelineProfile,
+    SplitProfile,
+    TimedSteps,
+    Traffic,
+)
 from app.performance.step_time_breakdown import Part, Prediction, StepTimeBreakdown
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
 from app.verification.difference import WeightDifference
 from app.verification.measurement import Measurement
+from app.verification.recorded import Recorded
 from app.verification.run_comparison import PairVerdict as WeightVerdict
-from app.verification.tasks import Recorded
+from app.verification.split import Split
 from app.verification.trace_comparison import PairDifference
 from app.verification.verdict import Diagnosis, PairVerdict, StrategyVerdict
 from app.verification.verify_output import write_record
 from performance_samples import make_sample
+from strategies.schedules import SCHEDULES, in_order, in_time_slots
 from test_records import make_history, make_summary
 
 CPUS = ["/device:CPU:0", "/device:CPU:1"]
@@ -80,6 +91,7 @@ def write_verification(path, *, fault=None):
         ]
 
     false = Measurement(1, "sums", "conv1/kernel", 1, 0.125, 0.5, 9, 0.125, 5e7, 1.0)
+    split = Split(2, 2, 2)
     strategy_verdicts = {
         "manual": StrategyVerdict(
             "manual",
@@ -87,12 +99,13 @@ def write_verification(path, *, fault=None):
             false if fault else None,
             Diagnosis("lost_gradient", "the sum is without replica 1") if fault else None,
             None,
+            split,
         ),
-        "mirrored": StrategyVerdict("mirrored", measured(0.5, 0.0), None, None, None),
+        "mirrored": StrategyVerdict("mirrored", measured(0.5, 0.0), None, None, None, split),
     }
     counts = len(CPUS), len(CPUS), len(CPUS)
     run = Recorded(
-        *(CPUS, *counts, True, "synthetic", "cc" * 32, 0.2, 100),
+        *(CPUS, *counts, False, [1, 1], True, "synthetic", "cc" * 32, 0.2, 100),
         *(False, False, None, [], VERSIONS),
     )
     apart = [
@@ -139,7 +152,47 @@ def write_explained_step(path):
         "gradient_bytes": 1000, "num_tensors": 8, "learning_rate": 0.2, "update_norm": 0.1,
         "weight_norm": 2.0,
     }  # fmt: skip
-    write_explanation(path, config, step_profile, breakdown, [make_sample("manual", 2)])
+    write_explanation(
+        path, config, step_profile, breakdown, [make_sample("manual", 2)],
+        SplitProfile(TRAFFIC, [HeldState("/device:CPU:0", 100, 200, 0)], None),
+    )  # fmt: skip
+
+
+TRAFFIC = Traffic(
+    [("all-reduce of the gradients, ring", "2 (R − 1) S", 2000)], 2000, 2000, 512,
+    [(0, 1, 1000, 1000), (1, 0, 1000, 1000)], "",
+)  # fmt: skip
+
+
+def write_explained_pipeline(path):
+    """Leaves what `explain` leaves of a pipeline with two stages and three micro-batches."""
+    config = Config.of("explain", strategy="pipeline", micro_batches=3)
+    write_config(path, config, command="explain")
+    third = Interval(0.001, 0.0005, 0.002)
+    breakdown = SplitBreakdown(
+        [Part(name, third, third) for name in ("compute", "input", "everything else")],
+        third,
+        {1: Interval(1000.0, 900.0, 1100.0), 2: Interval(800.0, 700.0, 900.0)},
+        Interval(0.8, 0.7, 0.9),
+    )
+    order = in_order(SCHEDULES["1f1b"], 2, 3)
+    timed = TimedSteps.of([simulate(order, 2, {(k, f): 0.02 for k in (0, 1) for f in (0, 1)})])
+    pipeline = PipelineProfile(
+        "1f1b", 3, [("conv1", "conv1", 0.25), ("flatten", "logits", 0.75)],
+        [[tuple(task) for task in slot] for slot in in_time_slots(SCHEDULES["1f1b"], 2, 3)],
+        bubble(2, 3), [2, 1], timed, timed.idle, timed,
+    )  # fmt: skip
+    step_profile = {
+        "shards": [86, 85, 85], "losses": [1.0, 1.0, 1.0], "norms": [0.5] * 3, "sum_norm": 1.0,
+        "gradient_bytes": 1000, "num_tensors": 8, "learning_rate": 0.2, "update_norm": 0.1,
+        "weight_norm": 2.0,
+    }  # fmt: skip
+    held = [HeldState(f"/device:CPU:{k}", 100 + k, 200, 0) for k in (0, 1)]
+    write_explanation(
+        path, config, step_profile, breakdown, [make_sample("pipeline", 2)],
+        SplitProfile(TRAFFIC, held, pipeline),
+    )  # fmt: skip
+    return pipeline
 
 
 def write_everything(folder):
@@ -155,5 +208,6 @@ def write_everything(folder):
     write_verification(folder / "refuted", fault="drop_gradient:replica=1")
     write_measured_cases(folder / "measured")
     write_explained_step(folder / "explained")
+    write_explained_pipeline(folder / "cut")
     (folder / "notes").mkdir()
     (folder / "notes" / "config.json").write_text('{"of": "another program"}')

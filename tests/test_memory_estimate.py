@@ -98,18 +98,15 @@ def test_the_bound_that_spares_the_estimate_is_above_it():
 def test_a_batch_that_cannot_fit_is_refused_with_one_that_can():
     model, optimizer = build_network("resnet18"), keras.optimizers.SGD()
     optimizer.build(model.trainable_variables)
+    state = optimizer.variables
     with pytest.raises(
         DeviceError, match=r"60000, which is 30,000 images on each of 2 rep"
     ) as told:
-        memory_estimate.check_memory(
-            model, optimizer.variables, StepSize(2, 2, 60_000), available=16 * GIB
-        )
+        memory_estimate.check_memory(model, state, StepSize(2, 2, 60_000), available=16 * GIB)
     assert " GiB by estimate, 16.0 are free" in str(told.value)
     fits = int(re.search(r"use --global_batch_size=(\d+)", str(told.value))[1])
     assert 100 < fits < 10_000 and fits % 2 == 0
-    memory_estimate.check_memory(
-        model, optimizer.variables, StepSize(2, 2, fits), available=16 * GIB
-    )
+    memory_estimate.check_memory(model, state, StepSize(2, 2, fits), available=16 * GIB)
 
 
 def test_without_a_number_nothing_is_refused():

@@ -130,6 +130,24 @@ def test_explain_profiles_a_step_and_breaks_down_its_time(
         assert said in result.stdout
 
 
+@pytest.mark.e2e
+def test_explain_of_a_strategy_without_an_all_reduce_to_leave_out(
+    small_data, small_lenet, tmp_path
+):
+    out = tmp_path / "explained"
+    result = run_here_ok(
+        "explain", "--strategy=sharded", "--num_devices=2", "--repeats=2", "--recipe=fast",
+        "--global_batch_size=50", f"--out={out}", f"--data_dir={small_data}",
+        "--allow_unverified_data",
+    )  # fmt: skip
+    record = json.loads((out / "explain.json").read_text())
+    assert [part["name"] for part in record["parts"]] == ["compute", "input", "everything else"]
+    traffic = record["split"]["traffic"]
+    assert traffic["counted_bytes"] == traffic["formula_bytes"] > 0 and not traffic["note"]
+    assert "equal on each of 2 connections" in result.stdout
+    assert "Bytes between devices in a step" in (out / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -22,7 +22,10 @@ from strategies.mirrored import MirroredStrategy
 def test_a_right_all_reduce_passes(name, num_replicas):
     if name == "single" and num_replicas > 1:
         pytest.skip("single has one replica")
-    assert run_all_reduce_self_test(create(name, num_replicas)) is None  # It raises what it finds.
+    options = {"model_parallel": 1} if name in ("pipeline", "tensor") else {}
+    strategy = create(name, num_replicas, **options)
+    assert strategy.num_replicas == num_replicas
+    assert run_all_reduce_self_test(strategy) is None  # It raises what it finds.
 
 
 def test_hierarchical_on_three_replicas_loses_the_last():

@@ -7,7 +7,9 @@ from test_trace_checker import CAUSES, Case, reference
 
 from app.config.fault import FAULTS, Fault
 from app.runtime.errors import ConfigError
+from app.verification.measurement import relative_error
 from app.verification.split import Split
+from app.verification.split_layers import without_backward_sums
 from app.verification.trace import Trace
 from app.verification.trace_comparison import compare_traces, first_sums_apart
 from app.verification.verdict import BY_DESIGN, EQUAL, IDENTICAL, PairVerdict
@@ -47,22 +49,21 @@ def create_synced(name):
 def two_layers():
     """A network whose backward pass goes through a gather of channels, and of flat channels."""
     layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((28, 28, 1), dtype="uint8"),
-            layers.Rescaling(1 / 255),
-            layers.Conv2D(5, 5, strides=4, activation="relu", name="conv1"),
-            layers.Conv2D(6, 3, strides=2, activation="relu", name="conv2"),
-            layers.Flatten(),
-            layers.Dense(12, activation="relu", name="hidden"),
-            layers.Dense(10, name="logits"),
-        ],
-        name="two_layers",
-    )
+    x = images = keras.Input((28, 28, 1), dtype="uint8")
+    for layer in (
+        layers.Rescaling(1 / 255),
+        layers.Conv2D(5, 5, strides=4, activation="relu", name="conv1"),
+        layers.Conv2D(6, 3, strides=2, activation="relu", name="conv2"),
+        layers.Flatten(),
+        layers.Dense(12, activation="relu", name="hidden"),
+        layers.Dense(10, name="logits"),
+    ):
+        x = layer(x)
+    return keras.Model(images, x, name="two_layers")
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("build", [two_layers, small_resnet])
+@pytest.mark.parametrize("build", [two_layers, pytest.param(small_resnet, marks=pytest.mark.slow)])
 def test_clean_trainings_hold(images, tmp_path, split, build):
     case = Case(images, build)
     trace, send_sec = case.record(create(split), tmp_path / "t", num_steps=5)
@@ -133,7 +134,7 @@ NEW_CAUSES = [
 
 
 @pytest.mark.parametrize(("fault", "split", "said"), NEW_CAUSES)
-@pytest.mark.parametrize("build", [two_layers, small_resnet])
+@pytest.mark.parametrize("build", [two_layers, pytest.param(small_resnet, marks=pytest.mark.slow)])
 def test_faults_are_caught_and_named(images, tmp_path, fault, split, said, build):
     case = Case(images, build)
     fault = Fault.parse(fault)
@@ -245,8 +246,6 @@ def test_parts_are_in_the_trace(images, tmp_path):
 @pytest.mark.parametrize("build", [two_layers, small_resnet])
 def test_a_forgotten_sum_spares_the_last_layer(images, build):
     """What the hypothesis computes, against what is known of it."""
-    from app.verification.split_layers import without_backward_sums
-
     exact = reference(build, Case(images).functions[1], "float64")
     batch = Case(images).batch(1)
     rows = [np.arange(len(batch[1]))]
@@ -266,8 +265,10 @@ def test_a_forgotten_sum_spares_the_last_layer(images, build):
     np.testing.assert_allclose(two.loss, right.loss, rtol=1e-12)
     for path in paths:
         np.testing.assert_allclose(one.gradients[path], right.gradients[path], atol=1e-12)
-        apart = np.abs(two.gradients[path] - right.gradients[path]).max()
-        assert (apart < 1e-12) == path.startswith(paths[-1].partition("/")[0])
+    apart = {path: relative_error(two.gradients[path], right.gradients[path]) for path in paths}
+    assert max(apart["logits/kernel"], apart["logits/bias"]) < 1e-12
+    kernels = [path for path in paths if path.endswith("kernel") and path != "logits/kernel"]
+    assert min(apart[path] for path in kernels) > 0.1
 
 
 @pytest.mark.parametrize(

@@ -138,15 +138,16 @@ def test_batch_norm_makes_single_work_shard_by_shard():
 
     def recorded(**changes):
         values = dict.fromkeys(field.name for field in dataclasses.fields(Recorded))
-        return Recorded(**(values | {"devices": ["a", "b"], "num_shards": 2} | changes))
+        numbers = {"devices": ["a", "b"], "num_shards": 2, "shard_weights": [1, 1]}
+        return Recorded(**(values | numbers | changes))
 
     config = Config.of("verify", num_devices=2, strategies=("single", "mirrored"))
     plain, child, _ = verify._recording(config, "single", {"mirrored": recorded()})
     assert plain is tasks.record
     assert (child.strategy, child.num_devices) == ("single", None)
     others = {"mirrored": recorded(has_batch_norm=True)}
-    by_shards, child, num_shards = verify._recording(config, "single", others)
-    assert by_shards is tasks.record_on_one_device and num_shards == (2,)
+    by_shards, child, more = verify._recording(config, "single", others)
+    assert by_shards is tasks.record_on_one_device and more == ((1, 1),)
     assert (child.strategy, child.num_devices) == ("mirrored", 2)
     faulty = dataclasses.replace(config, inject="scale_gradient:strategy=single")
     with pytest.raises(ConfigError, match="nothing can spoil"):
@@ -158,19 +159,19 @@ def test_single_is_plain_where_the_others_normalise_over_the_whole_batch():
     values = dict.fromkeys(field.name for field in dataclasses.fields(Recorded))
     values |= {"devices": ["a", "b"], "has_batch_norm": True}
     synchronized = Config.of("verify", strategies=("single", "manual"), batch_norm="sync")
-    run = Recorded(**(values | {"num_shards": 2}))
+    run = Recorded(**(values | {"num_shards": 2, "shard_weights": [1, 1]}))
     assert verify._recording(synchronized, "single", {"manual": run})[0] is tasks.record
     one_shard = Config.of("verify", strategies=("single", "tensor"), num_devices=2)
-    run = Recorded(**(values | {"num_shards": 1}))
+    run = Recorded(**(values | {"num_shards": 1, "shard_weights": [1]}))
     assert verify._recording(one_shard, "single", {"tensor": run})[0] is tasks.record
     # A pipeline has no other statistics than those of its micro-batches.
     both = Config.of(
         "verify", strategies=("single", "manual", "pipeline"), num_devices=2, batch_norm="sync"
     )
-    runs = {"manual": Recorded(**(values | {"num_shards": 2}))}
-    runs["pipeline"] = Recorded(**(values | {"num_shards": 4}))
-    function, _, num_shards = verify._recording(both, "single", runs)
-    assert function is tasks.record_on_one_device and num_shards == (4,)
+    runs = {"manual": Recorded(**(values | {"num_shards": 2, "shard_weights": [1, 1]}))}
+    runs["pipeline"] = Recorded(**(values | {"num_shards": 4, "shard_weights": [1] * 4}))
+    function, _, more = verify._recording(both, "single", runs)
+    assert function is tasks.record_on_one_device and more == ((1, 1, 1, 1),)
 
 
 def test_a_training_that_is_not_finite_is_refused(tmp_path):

@@ -46,7 +46,7 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
         "--num_gpus=4 --model=resnet18 --global_batch_size=1024",
         "--num_devices=2 --epochs=10 --probe",
         "--num_workers=64 --devices_per_worker=8",
-        "--strategy=pipeline --num_devices=4 --model=resnet18 --micro_batches=8",
+        "--strategy=pipeline --num_devices=4 --micro_batches=8",
     )
 
     strategy: str = same_option(

@@ -68,11 +68,13 @@ class SelfTestResult(NamedTuple):
         strategy: its name.
         all_reduce: the algorithm's name.
         sec: how long it took, with what has to be set up for it.
+        num_replicas: whose gradients it adds.
     """
 
     strategy: str
     all_reduce: str
     sec: float
+    num_replicas: int = 2
 
 
 @dataclasses.dataclass
@@ -236,4 +238,5 @@ def _run_self_test(
             f"the exchange of {name} failed ({reason_of(error)}) — an all-reduce that works is"
             f" required; {_NCCL_ADVICE}"
         )
-    return SelfTestResult(name, strategy.algorithm, time.monotonic() - start)
+    sec, num_replicas = time.monotonic() - start, strategy.num_replicas
+    return SelfTestResult(name, strategy.algorithm, sec, num_replicas)

@@ -109,7 +109,10 @@ def check_all_reduce(findings: Findings) -> list[Check]:
     checks = []
     for name, result in findings.self_tests.items():
         if isinstance(result, SelfTestResult):
-            told = f"{result.all_reduce} adds every replica once ({result.sec:.1f} s with set-up)"
+            told = f"{result.all_reduce} adds every replica once"
+            if result.num_replicas == 1:
+                told = "LeNet is split over the devices: one replica, no all-reduce"
+            told += f" ({result.sec:.1f} s with set-up)"
             checks.append(Check(name, told))
         else:
             checks.append(Check.of_error(name, result))

@@ -55,6 +55,7 @@ class SplitPlan:
     Attributes:
         devices: of one replica; all of them for sharded.
         num_replicas: R.
+        num_like_these: how many replicas have such devices; 1 for sharded.
         terms: what travels in a step.
         stages: first and last layer of each stage of a pipeline.
         bubble: idle share of a pipeline whose stages take equally long; None for others.
@@ -63,6 +64,7 @@ class SplitPlan:
 
     devices: list[DeviceMemory]
     num_replicas: int
+    num_like_these: int
     terms: list[Term]
     stages: Sequence[tuple[str, str]] = ()
     bubble: float | None = None
@@ -71,8 +73,7 @@ class SplitPlan:
     @property
     def total_bytes(self) -> float:
         """Memory of all devices together."""
-        copies = 1 if len(self.devices) == self.num_replicas else self.num_replicas
-        return copies * sum(device.total for device in self.devices)
+        return self.num_like_these * sum(device.total for device in self.devices)
 
     @property
     def size_bytes(self) -> int:
@@ -154,7 +155,7 @@ def _sharded(
                 alive * estimate.image_bytes,
             )
         )
-    return SplitPlan(devices, num, sharded_terms(sizes, num, config.shard))
+    return SplitPlan(devices, num, 1, sharded_terms(sizes, num, config.shard))
 
 
 def _pipeline(
@@ -180,6 +181,7 @@ def _pipeline(
         input_bytes = activation_bytes(calls[-1])
     return SplitPlan(
         devices,
+        len(rows),
         len(rows),
         pipeline_terms(stages, rows),
         [(calls[0].layer.name, calls[-1].layer.name) for calls in stages],
@@ -215,4 +217,4 @@ def _tensor(
                 max(rows) * image_bytes,
             )
         )
-    return SplitPlan(devices, len(rows), tensor_terms(calls, rows))
+    return SplitPlan(devices, len(rows), len(rows), tensor_terms(calls, rows))

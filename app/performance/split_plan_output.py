@@ -11,17 +11,17 @@ def print_split_plan(plan: SplitPlan) -> None:
         plan: of the training.
     """
     console.say()
-    of_replica = len(plan.devices) != plan.num_replicas and plan.num_replicas > 1
-    each = f", of each of {plan.num_replicas} replicas" if of_replica else ""
+    number = plan.num_like_these
+    each = f", of each of {number} replicas" if number > 1 else ""
     header = ["device", "weights", "optimizer", "gradients, work", "activations", "in all"]
     rows = [
-        [str(number), *map(mib, (d.weights, d.optimizer, d.gradients, d.activations, d.total))]
-        for number, d in enumerate(plan.devices)
+        [str(i), *map(mib, (d.weights, d.optimizer, d.gradients, d.activations, d.total))]
+        for i, d in enumerate(plan.devices)
     ]
     if plan.stages:
         header += ["layers", "in flight"]
-        for row, (first, last), number in zip(rows, plan.stages, plan.in_flight, strict=True):
-            row += [first if first == last else f"{first} … {last}", str(number)]
+        for row, (first, last), alive in zip(rows, plan.stages, plan.in_flight, strict=True):
+            row += [first if first == last else f"{first} … {last}", str(alive)]
     console.print_table(f"Memory of each device by estimate{each}", header, rows)
     console.say()
     rows = [[term.name, term.formula, mib(term.size_bytes)] for term in plan.terms]

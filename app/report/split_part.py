@@ -33,7 +33,7 @@ def _schedule(pipeline: dict) -> list:
     ]
     idle = [["stages that take equally long: (K − 1) / (M + K − 1)", _share(pipeline["bubble"])]]
     idle.append(["by the schedule, from the measured times", _share(pipeline["simulated_idle"])])
-    for title, timed in (("measured", measured), ("measured, padded alike", padded)):
+    for title, timed in (("measured, padded alike", padded), ("measured", measured)):
         if timed:
             passes = passes_in_time(timed["tasks"])
             charts.append(schedule_chart(title, passes, len(stages), "ms"))

@@ -43,12 +43,12 @@ def verify_part(record: Record) -> Part:
 
 
 def _setup(found: dict) -> str:
-    replicas = max(len(run["devices"]) for run in found["strategies"].values())
+    num_devices = max(len(run["devices"]) for run in found["strategies"].values())
     return (
         f"{found['model']} on {dataset_title(found['dataset'])}, recipe {found['recipe']}, batch"
         f" {whole(found['global_batch_size'])}, learning rate"
         f" {number(found['learning_rate'], 'g')}, seed {found['seed']}, {found['precision']};"
-        f" {count(int(found['steps']), 'step')} on {count(replicas, 'replica')}. Each step is"
+        f" {count(int(found['steps']), 'step')} on {count(num_devices, 'device')}. Each step is"
         " compared with one device in float64, from the same state."
     )
 

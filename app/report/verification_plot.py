@@ -80,7 +80,7 @@ def _draw_panel(axes: Axes, measured: dict, kind: str, num_steps: int) -> None:
 
 def _title(record: dict) -> list[str]:
     dataset = dataset_title(record["dataset"])
-    replicas = max(len(run["devices"]) for run in record["strategies"].values())
+    num_devices = max(len(run["devices"]) for run in record["strategies"].values())
     lines = [f"INJECTED FAULT: {record['injected_fault']}"] if record["injected_fault"] else []
     lines += [f"{' and '.join(pair['strategies'])}: {pair['outcome']}" for pair in record["pairs"]]
     for name, run in record["strategies"].items():
@@ -91,7 +91,7 @@ def _title(record: dict) -> list[str]:
     return [
         *lines,
         f"{record['model']} on {dataset}, recipe {record['recipe']}, batch"
-        f" {record['global_batch_size']}, {replicas} replica{'s' * (replicas > 1)},"
+        f" {record['global_batch_size']}, {num_devices} device{'s' * (num_devices > 1)},"
         f" {record['precision']}",
         "each step against one device in float64, a line for each tensor and replica; the green"
         " band is what rounding can do; below 1e-4 all is drawn on the lower edge",

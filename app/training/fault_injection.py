@@ -34,7 +34,7 @@ class FaultyObserver(Observer):
 
     def __init__(self, fault: Fault, strategy: Strategy):
         self._fault, self._strategy = fault, strategy
-        self._kept: list[dict[str, tf.Variable]] = []  # Or they would be deleted with the trace.
+        self._kept: dict[int, dict[str, tf.Variable]] = {}  # Weights of the step before.
         local_ids, copy_id = strategy.local_copy_ids, fault.parameters.get("replica", 0)
         self._is_here = copy_id in local_ids
         faulty_copy = strategy.copies()[int(copy_id) - local_ids.start if self._is_here else 0]
@@ -48,6 +48,8 @@ class FaultyObserver(Observer):
         is_first = int(self._step.numpy()) == 0 == self._fault.parameters.get("step")
         if self._fault.name == "perturb_weight" and self._is_here and is_first:
             self._perturb_weight()
+        if self._fault.name == "stale_stage":
+            self._keep_weights(int(self._fault.parameters["stage"]))
         if self._fault.name == "unsynced_batch_norm":
             self._strategy.syncs_batch_norm = False
             for layer in flatten_layers(self._strategy.model):
@@ -94,7 +96,7 @@ class FaultyObserver(Observer):
         """Returns other weights than those of the step."""
         fault, num_devices = self._fault.name, self._strategy.devices_per_replica
         if fault == "stale_stage" and device_id % num_devices == self._fault.parameters["stage"]:
-            return self._those_of_the_step_before(weights)
+            return self._those_of_the_step_before(device_id, weights)
         if fault == "repeated_bias":
             return {
                 path: tensor * num_devices if path.endswith("bias") else tensor
@@ -120,17 +122,28 @@ class FaultyObserver(Observer):
             return dict(zip(averages, per_shard_statistics[0], strict=True))
         return averages
 
-    def _those_of_the_step_before(self, weights: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    def _keep_weights(self, stage: int) -> None:
+        """Keeps what the weights of a stage are before the first step, for each replica."""
+        for replica_id, copy in enumerate(self._strategy.copies()):
+            device_id = replica_id * self._strategy.devices_per_replica + stage
+            device = self._strategy.devices[device_id]
+            with tf.device(device):
+                self._kept[device_id] = {
+                    name.removeprefix("model/"): tf.Variable(variable)
+                    for name, variable in copy.items()
+                    if name.startswith("model/") and variable.device.endswith(device)
+                }
+
+    def _those_of_the_step_before(
+        self, device_id: int, weights: Mapping[str, tf.Tensor]
+    ) -> dict[str, tf.Tensor]:
         """Keeps the weights for the next step, and returns those that were kept."""
         older = {}
-        with tf.init_scope():  # Outside of the graph: the first step finds its own weights.
-            state = self._strategy.copies()[0]
-            kept = {path: tf.Variable(state[f"model/{path}"].numpy()) for path in weights}
-        for path, variable in kept.items():
-            older[path] = tf.identity(variable)
+        for path, weight in weights.items():
+            kept = self._kept[device_id][path]
+            older[path] = tf.identity(kept)
             with tf.control_dependencies([older[path]]):
-                variable.assign(weights[path])
-        self._kept.append(kept)
+                kept.assign(weight)
         return older
 
     def _exchanged(self, tensor: tf.Tensor) -> tf.Tensor:
