@@ -22,11 +22,12 @@ def build(
     dataset: "ImageDataset",
     strategy: str,
     **options: Any,
-) -> "tuple[Any, Callable[[], float]]":
+) -> tuple[Any, Callable[[], float]]:
     """Builds a strategy that trains what `training` says.
 
     Returns:
-        The strategy, and a function that makes `NUM_STEPS` steps and returns their mean loss.
+        The strategy, of the class of that name, and a function that makes `NUM_STEPS` steps and
+        returns their mean loss.
     """
     config = dataclasses.replace(training, strategy=strategy, **options)
     _, built, iterator = demo_setup.create(config, prepared, dataset)
