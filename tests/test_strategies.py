@@ -268,7 +268,8 @@ def test_fewer_images_than_replicas(images, name, model):
         inputs = keras.Input((28, 28, 1), dtype="uint8")
         return keras.Model(inputs, build_network(model)(keras.layers.Rescaling(1 / 255)(inputs)))
 
-    strategy = create(name, 3, build)
+    # A small network may have a single place to be cut.
+    strategy = create(name, 2 if name == "pipeline" else 3, build)
     logits = strategy.predict(images[0][:4], global_batch_size=3)  # 1, 1, 1 and then 1, 0, 0.
     alone = strategy.predict(images[0][3:4])
     assert logits.shape == (4, 10) and np.all(np.isfinite(logits))
