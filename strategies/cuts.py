@@ -1,6 +1,7 @@
 """Where a network can be cut into stages, and where it should be."""
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from strategies.flops import forward_flops
@@ -77,7 +78,8 @@ def _balanced(
 ) -> tuple[int, ...]:
     """Returns the cuts with which the largest stage is smallest, by dynamic programming.
 
-    Of cuts with the same largest stage, those with the smallest sum of squares: the rest is even.
+    Of cuts with the same largest stage, those with the smallest sum of squares, which leaves the
+    rest even; and of these, those at which the least travels.
     """
     ends = [*points, len(calls) - 1]
     sums = list(itertools.accumulate((stage_flops([call]) for call in calls), initial=0.0))
@@ -85,18 +87,18 @@ def _balanced(
     def flops(start: int, end: int) -> float:
         return sums[end + 1] - sums[start]
 
-    # For the calls up to each end: the largest stage, the sum of squares, and the cuts.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {
-        end: (flops(0, end), flops(0, end) ** 2, ()) for end in ends
+    # For the calls up to each end: largest stage, sum of squares, numbers that travel, and cuts.
+    best: dict[int, tuple[float, float, int, tuple[int, ...]]] = {
+        end: (flops(0, end), flops(0, end) ** 2, 0, ()) for end in ends
     }
     for num_cuts in range(1, num_stages):
         longer = {}
         for position in range(num_cuts, len(ends)):
             end, found = ends[position], []
             for cut in ends[num_cuts - 1 : position]:
-                largest, squares, cuts = best[cut]
-                own = flops(cut + 1, end)
-                found.append((max(largest, own), squares + own**2, (*cuts, cut)))
+                largest, squares, travels, cuts = best[cut]
+                own, size = flops(cut + 1, end), math.prod(calls[cut].layer.output.shape[1:])
+                found.append((max(largest, own), squares + own**2, travels + size, (*cuts, cut)))
             longer[end] = min(found)
         best = longer
-    return best[ends[-1]][2]
+    return best[ends[-1]][3]

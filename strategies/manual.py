@@ -126,10 +126,8 @@ class ManualStrategy(base.Strategy):
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:  # d2l: train_batch
         images, labels = next(iterator)
         weights = self.replica_weights
-        shards = split_batch(
-            (images, labels), self.devices, weights
-        )  # 1. A shard for each replica.
-        per_replica_gradients, per_replica_totals = gradients_on_each_device(  # 2. Their gradients.
+        shards = split_batch((images, labels), self.devices, weights)  # 1. A shard for each.
+        per_replica_gradients, per_replica_totals = gradients_on_each_device(  # 2. Gradients.
             self, self.replicas, shards, tf.size(labels)
         )
         per_replica_sums = self.all_reduce(per_replica_gradients)  # 3. All-reduce (sum).

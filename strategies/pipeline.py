@@ -58,6 +58,8 @@ class PipelineStrategy(base.Strategy):
         num_stages = model_parallel or len(devices)
         options |= {"model_parallel": num_stages, "accumulate_steps": micro_batches}
         super().__init__(devices, **options)
+        if self.jit_compile:
+            raise ValueError("--jit_compile is not available in pipeline; leave the flag out")
         self.tasks = in_order(SCHEDULES[schedule], num_stages, micro_batches)
         self._recomputes, self._cuts = recompute, pipeline_cuts
 

@@ -48,6 +48,8 @@ class TensorStrategy(base.Strategy):
         self, devices: Sequence[str], *, model_parallel: int | None = None, **options: Any
     ):
         super().__init__(devices, model_parallel=model_parallel or len(devices), **options)
+        if self.jit_compile:
+            raise ValueError("--jit_compile is not available in tensor; leave the flag out")
 
     def default_all_reduce(self) -> str:
         return "reduce_to_one" if self.num_replicas > 1 else "none"
