@@ -32,6 +32,13 @@ _KEEP_CHANNELS = (
 )
 
 
+# Activations that look at one number at a time; a softmax looks at all channels.
+_ELEMENTWISE = (
+    *("linear", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "tanh"),
+    *("sigmoid", "hard_sigmoid", "hard_silu", "softplus", "softsign", "exponential", "mish"),
+)
+
+
 class SplitCall(NamedTuple):
     """One call of a layer, of which each device computes some of the output channels.
 
@@ -120,8 +127,13 @@ def _check(
             f" --model_parallel={sum(sizes)} or less"
         )
     known = isinstance(layer, _MIX_CHANNELS + _JOIN_CHANNELS + _KEEP_CHANNELS)
-    mixes_all = getattr(layer, "groups", 1) == 1 and getattr(layer, "axis", -1) in (-1, 3)
-    if not known or not mixes_all or not (gathers or all(i == inputs[0] for i in inputs)):
+    has_parts = (
+        getattr(layer, "groups", 1) == 1
+        and getattr(layer, "axis", -1) in (-1, len(layer.output.shape) - 1)
+        and getattr(layer, "data_format", None) in (None, "channels_last")
+        and getattr(getattr(layer, "activation", None), "__name__", "linear") in _ELEMENTWISE
+    )
+    if not known or not has_parts or not (gathers or all(i == inputs[0] for i in inputs)):
         raise ValueError(
             f"{what} cannot be split by its channels; use another strategy, or another layer"
         )
@@ -172,7 +184,8 @@ class Row(NamedTuple):
     ) -> "Row":
         """Creates the parts of the layers, with their initial values, and the optimizers."""
         whole, _ = variables_of(model_calls.calls)
-        names = list(optimizer_shapes(whole, optimizer_fn))
+        with tf.device("CPU:0"):
+            names = list(optimizer_shapes(whole, optimizer_fn))
         row = cls(devices, split_calls(model_calls, devices), [], names)
         for d, device in enumerate(devices):
             with tf.device(device):

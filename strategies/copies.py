@@ -52,10 +52,18 @@ class Copies(abc.ABC):
         The order is that of `variable_names`: the model's variables, then the optimizer's.
         """
 
+    def shard_variables(self) -> list[Variables]:
+        """Returns what each shard of this worker has of its own: name → variable.
+
+        Those are the model's variables that are not trained: moving statistics, random states.
+        """
+        names = [f"model/{v.path}" for v in self.model.variables if not v.trainable]
+        return [{name: copy[name] for name in names} for copy in self.copies()]
+
     def shard_statistics(self) -> list[Variables]:
         """Returns the moving statistics of each shard of this worker: name → variable."""
         names = self.statistics_names
-        return [{name: copy[name] for name in names} for copy in self.copies()]
+        return [{name: own[name] for name in names} for own in self.shard_variables()]
 
     @property
     def local_copy_ids(self) -> range:
@@ -131,7 +139,7 @@ class Copies(abc.ABC):
         arrays = list(state.values())
         self._check_fits(arrays)
         by_name = dict(zip(self.variable_names, arrays, strict=True))
-        for variables in (*self.copies(), *self.shard_statistics()):
+        for variables in (*self.copies(), *self.shard_variables()):
             for name, variable in variables.items():
                 variable.assign(by_name[name])
 

@@ -61,6 +61,8 @@ class DeviceTape:
             weights: for each device, tensors or variables that it uses besides.
         """
         weights = weights or [[] for _ in self._devices]
+        # A value that the function takes twice has one gradient, not two.
+        distinct = list({id(value): value for value in inputs}.values())
         outputs: list[tf.Tensor | None] = []
         tapes = []
         for d, device in enumerate(self._devices):
@@ -73,9 +75,9 @@ class DeviceTape:
             tapes.append(tape)
 
         def pullback(output_gradients: Sequence[tf.Tensor | None]) -> list[list]:
-            input_gradients: list[list[tf.Tensor | None]] = [[] for _ in inputs]
+            input_gradients: list[list[tf.Tensor | None]] = [[] for _ in distinct]
             for d, device in enumerate(self._devices):
-                tensors = [value.tensors[d] for value in inputs]
+                tensors = [value.tensors[d] for value in distinct]
                 sources = [*tensors, *weights[d]]
                 found = [None] * len(sources)
                 if output_gradients[d] is not None:
@@ -89,7 +91,7 @@ class DeviceTape:
                     self._weight_gradients[d, weight.ref()] = gradient
             return input_gradients
 
-        return self._recorded(inputs, Spread(outputs), pullback)
+        return self._recorded(distinct, Spread(outputs), pullback)
 
     def gather(self, value: Spread, sizes: Sequence[int], *, first_alone: bool = False) -> Spread:
         """Joins the parts of a tensor along its last axis, on every device.

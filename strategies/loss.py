@@ -73,7 +73,20 @@ def differentiate(
 
     Reference: P. Micikevicius et al., "Mixed Precision Training", 2017, section 3.2.
     """
+    gradients = differentiate_scaled(tape, loss, variables, loss_scale=loss_scale)
     if loss_scale == 1:
-        return tape.gradient(loss, variables)
-    gradients = tape.gradient(loss, variables, output_gradients=tf.constant(loss_scale))
+        return gradients
     return [gradient / loss_scale for gradient in gradients]
+
+
+def differentiate_scaled(
+    tape: tf.GradientTape,
+    loss: tf.Tensor,
+    sources: Sequence[tf.Tensor | tf.Variable],
+    *,
+    loss_scale: float,
+) -> list[tf.Tensor]:
+    """Returns the gradients of `loss_scale * loss`; see `differentiate`."""
+    if loss_scale == 1:
+        return tape.gradient(loss, sources)
+    return tape.gradient(loss, sources, output_gradients=tf.constant(loss_scale))

@@ -21,7 +21,7 @@ from strategies import base, collectives
 from strategies.base import PerReplicaTensors
 from strategies.copies import Variables
 from strategies.shard_step import Replica
-from strategies.sync_batch_norm import synchronized_gradients
+from strategies.sync_batch_norm import check_synchronizable, synchronized_gradients
 
 
 def split_batch(
@@ -119,6 +119,8 @@ class ManualStrategy(base.Strategy):
                 statistics = self.new_statistics(model)
             self.replicas.append(Replica(replica_id, device, model, optimizer, statistics))
         self.model, self.optimizer = self.replicas[0].model, self.replicas[0].optimizer
+        if self.syncs_batch_norm:
+            check_synchronizable(self.model)
         for replica in self.replicas[1:]:  # Equal weights everywhere (d2l: `get_params`).
             for variable, first in zip(replica.model.variables, self.model.variables, strict=True):
                 variable.assign(first)

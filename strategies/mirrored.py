@@ -169,8 +169,8 @@ class MirroredStrategy(Strategy):
             for copies in zip(*per_variable_copies, strict=True)
         ]
 
-    def shard_statistics(self) -> list[Variables]:
-        per_shard = super().shard_statistics()
+    def shard_variables(self) -> list[Variables]:
+        per_shard = super().shard_variables()
         if not self.replicas[0].statistics:
             return per_shard
         # Of the template; each replica has its own copy of every variable.

@@ -67,8 +67,10 @@ class PipelineStrategy(base.Strategy):
         return "reduce_to_one" if self.num_replicas > 1 else "none"
 
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
-        self.model, devices = model_fn(), iter(self.devices)
-        self._optimizer_names = list(optimizer_shapes(self.model.trainable_variables, optimizer_fn))
+        with tf.device("CPU:0"):  # In main memory: no device has to hold it whole.
+            self.model = model_fn()
+            names = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
+        self._optimizer_names, devices = list(names), iter(self.devices)
         stages = cut(LayerCalls.of(self.model), self.devices_per_replica, self._cuts)
         self.pipelines = []
         for _ in range(self.num_replicas):
@@ -111,7 +113,7 @@ class PipelineStrategy(base.Strategy):
         stages, last = pipeline.stages, len(pipeline.stages) - 1
         weights = pipeline.read_weights(self.observer, r * len(stages))
         inbox = {Task(0, True, m): [batch.images] for m, batch in enumerate(micro_batches)}
-        passes, gradients, losses, totals = {}, {}, {}, {}
+        passes, before, gradients, losses, totals = {}, {}, {}, {}, {}
         done: list[list[tf.Operation]] = [[] for _ in stages]
         for task in self.tasks:  # 2. The schedule.
             k, is_forward, m = task
@@ -120,7 +122,9 @@ class PipelineStrategy(base.Strategy):
                 taken = self.observer.on_task(r, task, inbox.pop(task), ends=False)
                 if is_forward:
                     (x,) = taken
-                    tape, y = _forward(stages[k], weights[k], x, m)
+                    statistics = [variable.value for variable in stages[k].statistics[m]]
+                    before[k, m] = [tf.identity(value) for value in statistics]
+                    tape, y = _forward(stages[k], weights[k], x, statistics)
                     passes[k, m] = tape, x, y
                     made, receiver = [y], Task(k + 1, True, m)
                     if k == last:  # What comes back is the gradient of the loss by the logits.
@@ -133,8 +137,8 @@ class PipelineStrategy(base.Strategy):
                         inbox[Task(k, False, m)] = [x]
                 else:
                     *again, dy = taken
-                    if again:
-                        tape, y = _forward(stages[k], weights[k], again[0], m, again=True)
+                    if again:  # With the statistics, and random states, of the first time.
+                        tape, y = _forward(stages[k], weights[k], again[0], before[k, m])
                         passes[k, m] = tape, again[0], y
                     tape, x, y = passes.pop((k, m))
                     sources = [x, *weights[k]] if k else weights[k]  # The chain rule.
@@ -181,11 +185,8 @@ class PipelineStrategy(base.Strategy):
     def copies(self) -> list[Variables]:
         return [pipeline.variables(self.variable_names) for pipeline in self.pipelines]
 
-    def shard_statistics(self) -> list[Variables]:
-        per_shard = [
-            p.statistics(m) for p in self.pipelines for m in range(self.shards_per_replica)
-        ]
-        return [{name: own[name] for name in self.statistics_names} for own in per_shard]
+    def shard_variables(self) -> list[Variables]:
+        return [p.statistics(m) for p in self.pipelines for m in range(self.shards_per_replica)]
 
     @property
     def variable_names(self) -> list[str]:
@@ -193,12 +194,12 @@ class PipelineStrategy(base.Strategy):
 
 
 def _forward(
-    stage: Stage, weights: Sequence[tf.Tensor], x: tf.Tensor, m: int, *, again: bool = False
+    stage: Stage,
+    weights: Sequence[tf.Tensor],
+    x: tf.Tensor,
+    statistics: Sequence[tf.Tensor | tf.Variable],
 ) -> tuple[tf.GradientTape, tf.Tensor]:
-    """Returns a stage's output for micro-batch m, and the tape for its backward pass."""
-    statistics = [variable.value for variable in stage.statistics[m]]
-    if again:  # They have been updated.
-        statistics = [tf.identity(value) for value in statistics]
+    """Returns a stage's output for a micro-batch, and the tape for its backward pass."""
     with tf.GradientTape() as tape:
         tape.watch([x, *weights] if x.dtype.is_floating else weights)
         return tape, stage.forward(x, weights, statistics, training=True)

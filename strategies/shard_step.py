@@ -9,7 +9,7 @@ import tensorflow as tf
 from strategies.collectives import weighted_bounds
 from strategies.copies import Copies, Variables
 from strategies.layer_calls import with_values
-from strategies.loss import differentiate, shard_loss
+from strategies.loss import differentiate, differentiate_scaled, shard_loss
 from strategies.observer import Shard
 from strategies.prediction import predict_shard
 from strategies.step_totals import StepTotals
@@ -92,17 +92,13 @@ class ShardStep(Copies):
         own = model.non_trainable_variables
         return [own, *(copies_of(own) for _ in range(self.shards_per_replica - 1))]
 
-    def shard_statistics(self) -> list[Variables]:
-        """Returns the moving statistics of each shard of this worker: name → variable."""
+    def shard_variables(self) -> list[Variables]:
+        """Returns what each shard of this worker has of its own: name → variable."""
         if not any(replica.statistics for replica in self.replicas):
-            return super().shard_statistics()
+            return super().shard_variables()
         names = [f"model/{v.path}" for v in self.model.non_trainable_variables]
         return [
-            {
-                name: variable.value
-                for name, variable in zip(names, own, strict=True)
-                if name in self.statistics_names
-            }
+            {name: variable.value for name, variable in zip(names, own, strict=True)}
             for replica in self.replicas
             for own in replica.statistics
         ]
@@ -191,9 +187,8 @@ class ShardStep(Copies):
         with tf.GradientTape() as tape:
             tape.watch(logits)
             loss, totals = self.loss(logits, labels, num_global_examples)
-        gradient = tape.gradient(loss, logits)
-        scale = self._loss_scale
-        return loss, totals, gradient if scale == 1 else gradient * tf.cast(scale, gradient.dtype)
+        (gradient,) = differentiate_scaled(tape, loss, [logits], loss_scale=self._loss_scale)
+        return loss, totals, gradient
 
     def unscale(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns gradients that were computed from `loss_and_logits_gradient`, to true scale."""

@@ -37,6 +37,7 @@ from strategies.flat_parts import (
 )
 from strategies.manual import all_reduce, gradients_on_each_device, split_batch
 from strategies.shard_step import Replica, copies_of
+from strategies.sync_batch_norm import check_synchronizable
 from strategies.tf_private import free_values
 
 SHARD_CHOICES = "optimizer", "gradients", "weights"
@@ -49,6 +50,8 @@ class ShardedStrategy(base.Strategy):
 
     def __init__(self, devices: Sequence[str], *, shard: str = "weights", **options: Any):
         super().__init__(devices, **options)
+        if shard not in SHARD_CHOICES:
+            raise ValueError(f"--shard must be one of {', '.join(SHARD_CHOICES)}, got {shard}")
         self.splits_gradients, self.splits_weights = shard != "optimizer", shard == "weights"
         self.num_copies = 1 if self.splits_weights else self.num_replicas
 
@@ -60,8 +63,11 @@ class ShardedStrategy(base.Strategy):
         return [self.devices] if self.syncs_batch_norm else []
 
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
-        self.model = model_fn()
-        self._optimizer_shapes = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
+        # With ZeRO-3 no device has it whole: it is built in main memory.
+        with tf.device("CPU:0" if self.splits_weights else self.devices[0]):
+            self.model = model_fn()
+        with tf.device("CPU:0"):
+            self._optimizer_shapes = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
         self._shapes = [tf.TensorShape(v.shape) for v in self.model.trainable_variables]
         self.replicas, self.parts = [], []
         for r, device in enumerate(self.devices):
@@ -69,6 +75,8 @@ class ShardedStrategy(base.Strategy):
             self.parts.append(Part.create(whole, r, self.devices, optimizer_fn))
             with tf.device(device):
                 self.replicas.append(self._new_replica(r, device, model_fn))
+        if self.syncs_batch_norm:
+            check_synchronizable(self.model)
         self.optimizer = self.parts[0].optimizer
         if self.splits_weights:
             free_values(self.model.variables)  # The devices have all that is needed.

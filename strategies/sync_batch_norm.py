@@ -16,6 +16,25 @@ from strategies.layer_calls import LayerCall, LayerCalls, with_values
 from strategies.observer import Shard
 from strategies.shard_step import Replica, ShardStep
 from strategies.step_totals import StepTotals
+from strategies.tf_private import flatten_layers, has_symbolic_output
+
+
+def check_synchronizable(model: keras.Model) -> None:
+    """Checks that every BatchNorm layer of a model is one that `synchronized_gradients` finds.
+
+    Raises:
+        ValueError: one is inside another layer, or works in another way than by channels.
+    """
+    called = {id(call.layer) for call in LayerCalls.of(model).calls}
+    for layer in flatten_layers(model):
+        if not isinstance(layer, keras.layers.BatchNormalization):
+            continue
+        num_axes = len(layer.output.shape) if has_symbolic_output(layer) else 0
+        if id(layer) not in called or layer.axis not in (-1, num_axes - 1) or layer.renorm:
+            raise ValueError(
+                f"layer {layer.name}: --batch_norm=sync needs BatchNorm layers outside of other"
+                " layers, with channels on the last axis and no renorm; use --batch_norm=average"
+            )
 
 
 def synchronized_gradients(
@@ -110,7 +129,7 @@ def _normalize(
     num_channels = layer.moving_mean.shape[0]
 
     def local_moments(d: int, x: tf.Tensor) -> tf.Tensor:
-        x = _to_moments_dtype(x, layer)
+        x = _to_moments_dtype(x)
         axes = list(range(len(x.shape) - 1))
         count = tf.cast(tf.size(x) // num_channels, x.dtype)
         mean = tf.reduce_mean(x, axes)
@@ -156,12 +175,8 @@ def _apply(
     return tf.cast(normalized, layer.compute_dtype)
 
 
-def _to_moments_dtype(x: tf.Tensor, layer: keras.layers.BatchNormalization) -> tf.Tensor:
+def _to_moments_dtype(x: tf.Tensor) -> tf.Tensor:
     """Returns the input in the dtype in which moments are computed."""
-    if layer.axis not in (-1, len(x.shape) - 1) or layer.renorm:
-        raise ValueError(
-            f"layer {layer.name}: --batch_norm=sync needs channels on the last axis and no renorm"
-        )
     return tf.cast(x, "float32" if x.dtype in (tf.float16, tf.bfloat16) else x.dtype)
 
 

@@ -60,8 +60,10 @@ class TensorStrategy(base.Strategy):
         return [self.devices[i : i + size] for i in range(0, self.num_devices, size)]
 
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
-        self.model = model_fn()
-        self._optimizer_names = list(optimizer_shapes(self.model.trainable_variables, optimizer_fn))
+        with tf.device("CPU:0"):  # In main memory: no device has to hold it whole.
+            self.model = model_fn()
+            names = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
+        self._optimizer_names = list(names)
         self._paths = [variable.path for variable in self.model.trainable_variables]
         self._calls, num_parts = LayerCalls.of(self.model), self.devices_per_replica
         self.rows = [
@@ -149,8 +151,8 @@ class TensorStrategy(base.Strategy):
                 tape, inputs, weights, training=training
             )
             sizes[split.call.output] = split.sizes
-        output = self._calls.output
-        return tape.gather(values[output], sizes[output] or [], first_alone=True)
+        output, own_sizes = values[self._calls.output], sizes[self._calls.output]
+        return tape.gather(output, own_sizes, first_alone=True) if own_sizes else output
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         return all_reduce(per_replica_tensors, self.devices[:: self.devices_per_replica])

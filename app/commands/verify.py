@@ -157,7 +157,13 @@ def _check_traces(
         tasks.check,
         config.on_one_machine(),
         config.steps,
-        {traces / name: recorded[name].syncs_batch_norm for name in distinct},
+        {
+            traces / name: (
+                recorded[name].syncs_batch_norm,
+                config.for_training(name, inject=None).communication_dtype,
+            )
+            for name in distinct
+        },
         on_message=progress.message,
     )
     checked_of = dict(zip(distinct, checked, strict=True))
@@ -165,7 +171,7 @@ def _check_traces(
     verdict_of = {}
     for name, run in recorded.items():
         found = checked_of.get(stands_for[name], unchecked)
-        straggler = find_straggler(run.send_sec)
+        straggler = find_straggler(run.send_sec, run.replica_weights)
         verdict_of[name] = StrategyVerdict(
             name, found.measurements, found.first_mismatch, found.diagnosis, straggler, run.split
         )

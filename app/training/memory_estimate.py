@@ -11,7 +11,6 @@ import tensorflow as tf
 from app.config import TrainConfig
 from app.config.split_numbers import (
     has_option,
-    num_copies,
     num_replicas,
     share_of_batch_alive,
 )
@@ -57,8 +56,8 @@ class StepSize(NamedTuple):
         replicas = num_replicas(*split)
         is_sharded = has_option(config.strategy, "shard")
         return cls(
-            # Replicas that keep a part of the weights gather all of them in a step.
-            num_copies=replicas + (is_sharded and num_copies(*split) < replicas),
+            # Replicas that keep a part of the weights hold all of them besides in a step.
+            num_copies=replicas + (is_sharded and replicas > 1),
             num_replicas=replicas,
             global_batch_size=global_batch_size,
             num_states=1 if is_sharded else replicas,

@@ -61,7 +61,8 @@ def build_strategy(
         advice = "" if ";" in str(error) else "; choose other devices or --all_reduce=auto"
         raise ConfigError(f"{error}{advice}") from error
     keras.config.set_dtype_policy(config.precision)
-    build = _build_split if has_option(config.strategy, "model_parallel") else strategy_class.build
+    looks_inside = has_option(config.strategy, "model_parallel") or config.batch_norm == "sync"
+    build = _build_split if looks_inside else strategy_class.build
     build(
         strategy,
         lambda: recipe.build_model(

@@ -51,6 +51,12 @@ class Recorded:
     versions: dict[str, str]
 
     @property
+    def replica_weights(self) -> list[int]:
+        """Sizes of the replicas' parts of a batch in proportion to each other."""
+        size = self.num_shards // self.num_replicas
+        return [sum(self.shard_weights[i : i + size]) for i in range(0, self.num_shards, size)]
+
+    @property
     def split(self) -> Split:
         """The numbers of the training, as those of its trace."""
         return Split(self.num_replicas, self.num_shards, self.num_copies, self.syncs_batch_norm)

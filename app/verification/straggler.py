@@ -32,13 +32,22 @@ class Straggler:
     work_sec: float
 
 
-def find_straggler(times: Sequence[Sequence[SendTime]]) -> Straggler | None:
+def find_straggler(
+    times: Sequence[Sequence[SendTime]], replica_weights: Sequence[int] = ()
+) -> Straggler | None:
     """Finds a replica for which the others had to wait in every step, by a wide margin.
 
     Args:
         times: for each step and replica. The first step is left out: it compiles.
+        replica_weights: sizes of the replicas' shards in proportion to each other, as which their
+            times are expected; empty for equal ones.
     """
-    steps = times[1:]
+    weights = replica_weights or [1] * len(times[0] if times else ())
+    mean = sum(weights) / max(1, len(weights))
+    steps = [
+        [(sec * mean / w, cpu * mean / w) for (sec, cpu), w in zip(step, weights, strict=True)]
+        for step in times[1:]
+    ]
     if len(times) < MIN_STRAGGLER_STEPS or len(steps[0]) < 2:
         return None
     for replica_id in range(len(steps[0])):

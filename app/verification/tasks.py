@@ -136,7 +136,7 @@ def record_on_one_device(
 
 
 def check(
-    send: Send, config: TrainConfig, num_steps: int, paths: dict[pathlib.Path, bool]
+    send: Send, config: TrainConfig, num_steps: int, paths: dict[pathlib.Path, tuple[bool, str]]
 ) -> list[Checked]:
     """Checks each trace against the reference, and explains the first mismatch of each.
 
@@ -144,7 +144,8 @@ def check(
         send: told of the progress.
         config: of the training.
         num_steps: of each trace.
-        paths: trace → whether its BatchNorm was to normalise over the whole batch.
+        paths: trace → whether its BatchNorm was to normalise over the whole batch, and the dtype
+            in which its gradients were all-reduced.
     """
     _, spec = _set_up(send, config)
     from app.verification.diagnosis import explain
@@ -167,18 +168,18 @@ def check(
         send(("step", len(results) * num_steps + step))
 
     reference64, reference32 = (_reference(spec, dtype) for dtype in ("float64", "float32"))
-    checker = TraceChecker(
-        reference64,
-        reference32,
-        mean_of_squares=_reference(spec, "float32", mean_of_squares=True)
-        if any(paths.values())
-        else None,
-        communication_dtype=config.communication_dtype,
-    )
+    is_synchronized = any(syncs_batch_norm for syncs_batch_norm, _ in paths.values())
+    mean_of_squares = _reference(spec, "float32", mean_of_squares=True) if is_synchronized else None
     results: list[Checked] = []
-    for path, syncs_batch_norm in paths.items():
+    for path, (syncs_batch_norm, dtype) in paths.items():
         with Trace(path, syncs_batch_norm=syncs_batch_norm) as trace:
             batches = spec.batches().as_numpy_iterator()
+            checker = TraceChecker(
+                reference64,
+                reference32,
+                mean_of_squares=mean_of_squares,
+                communication_dtype=dtype,
+            )
             measurements = checker.check(trace, batches, on_step=on_step)
             mismatch = first_mismatch(measurements)
             context = StepContext(trace, measurements, batch, training_hashes, reference64)

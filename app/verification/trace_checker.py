@@ -102,7 +102,8 @@ class TraceChecker:
         shards: list[np.ndarray],
     ) -> Iterator[SummationSample]:
         """Loss, gradients and own statistics, each shard's from the examples that it was given."""
-        own = [statistics_before(trace, step)[unit[0]] for unit in trace.split.units]
+        per_shard = statistics_before(trace, step)
+        own = [per_shard[unit[0]] for unit in trace.split.units]
         units = rows_of_units(trace, shards)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # float64 takes the other core.
             arguments = before, *batch, units
