@@ -79,6 +79,14 @@ def test_a_straggler_that_the_processor_has_nothing_to_do_for_is_told_sooner():
     assert find_straggler([COMPILING, *idle, step((60, 110), (70, 110))]) is None
 
 
+def test_a_replica_with_three_shares_may_take_three_times_as_long():
+    late = [step((90, 170), (30, 60))] * 6
+    assert find_straggler([COMPILING, *late]).replica_id == 0
+    assert find_straggler([COMPILING, *late], [3, 1]) is None
+    # Of three shares and one, equal times make the replica with one late.
+    assert find_straggler([COMPILING, *[step((90, 90), (90, 180))] * 6], [3, 1]).replica_id == 1
+
+
 def test_replicas_that_share_cores_are_no_stragglers():
     """Three replicas on two cores: the third comes after the others have finished."""
     shared = step((30, 30), (31, 61), (61, 91))

@@ -43,6 +43,42 @@ def names_of_cuts(model):
     return [calls.calls[point].layer.name for point in cut_points(calls)]
 
 
+def network_with_dropout():
+    network = deep_network()
+    layers = [
+        *network.layers[:-1],
+        keras.layers.Dropout(0.5, seed=3, name="drop"),
+        network.layers[-1],
+    ]
+    return keras.Sequential([keras.Input(network.input_shape[1:], dtype="uint8"), *layers])
+
+
+def test_activations_that_are_computed_again_have_the_same_dropout(images):
+    """Were another mask drawn, the gradients would be those of another loss."""
+    states = []
+    for recompute in (False, True):
+        strategy = create(
+            "pipeline", 2, network_with_dropout, micro_batches=2, recompute=recompute,
+            pipeline_cuts=("drop",),
+        )  # fmt: skip
+        state = walk(strategy, images, global_batch_size=16)[1][-1]
+        states.append({name: a for name, a in state.items() if "seed" not in name})
+    assert_same_bits(*states)
+
+
+def test_every_micro_batch_goes_on_with_the_random_state_that_was_saved(images):
+    trained, resumed = (
+        create("pipeline", 2, network_with_dropout, micro_batches=2) for _ in range(2)
+    )
+    walk(trained, images, global_batch_size=16)
+    resumed.load_state(trained.state())
+    for own, saved in zip(resumed.shard_variables(), trained.shard_variables(), strict=True):
+        assert len(own) == len(saved) == 1  # Keras numbers the random states of a process.
+        for mine, other in zip(own.values(), saved.values(), strict=True):
+            np.testing.assert_array_equal(mine.numpy(), other.numpy())
+            assert mine.numpy()[1] > 0
+
+
 # Where a network can be cut.
 
 

@@ -127,8 +127,10 @@ def network(*layers):
         [keras.layers.Conv2D(4, 3), keras.layers.Conv2D(4, 3, groups=2, name="odd")],
         [keras.layers.Conv2D(4, 3), keras.layers.BatchNormalization(axis=1, name="odd")],
         [keras.layers.Flatten(), keras.layers.BatchNormalization(name="odd")],
+        [keras.layers.Conv2D(4, 3, activation="softmax", name="odd")],
+        [keras.layers.Conv2D(4, 3), keras.layers.Activation("softmax", name="odd")],
     ],
-    ids=["norm", "dropout", "groups", "axis", "whole"],
+    ids=["norm", "dropout", "groups", "axis", "whole", "softmax", "softmax layer"],
 )
 def test_layers_that_cannot_be_split_are_refused(layers):
     with pytest.raises(ValueError, match=r"layer odd .*cannot be split"):
@@ -220,6 +222,14 @@ def test_gradients_of_a_value_that_is_used_twice_are_added():
     total = tape.each(lambda d, a, b: a + b, [x, square])
     gradients = tape.gradient(total, [tf.constant(1.0)] * 2, factors)
     assert [float(g) for (g,) in gradients] == [7.0, 11.0]  # 1 + 2 w.
+
+
+def test_a_value_that_one_function_takes_twice_has_one_gradient():
+    tape, factors = DeviceTape(CPUS[:2], Observer()), [[tf.constant(3.0)], [tf.constant(5.0)]]
+    x = tape.each(lambda d, v: v * factors[d][0], [Spread([tf.constant(1.0)] * 2)], factors)
+    total = tape.each(lambda d, a, b: a + b, [x, x])
+    gradients = tape.gradient(total, [tf.constant(1.0)] * 2, factors)
+    assert [float(g) for (g,) in gradients] == [2.0, 2.0]
 
 
 # Variables of which several devices have a part.
