@@ -83,8 +83,9 @@ def test_a_replica_with_three_shares_may_take_three_times_as_long():
     late = [step((90, 170), (30, 60))] * 6
     assert find_straggler([COMPILING, *late]).replica_id == 0
     assert find_straggler([COMPILING, *late], [3, 1]) is None
-    # Of three shares and one, equal times make the replica with one late.
-    assert find_straggler([COMPILING, *[step((90, 90), (90, 180))] * 6], [3, 1]).replica_id == 1
+    # One share takes more than a third of three: every step costs something by itself.
+    assert find_straggler([COMPILING, *[step((90, 90), (80, 80))] * 6], [3, 1]) is None
+    assert find_straggler([COMPILING, *[step((60, 90), (150, 160))] * 6], [3, 1]).replica_id == 1
 
 
 def test_replicas_that_share_cores_are_no_stragglers():

@@ -37,26 +37,39 @@ def find_straggler(
 ) -> Straggler | None:
     """Finds a replica for which the others had to wait in every step, by a wide margin.
 
+    Where shards have unequal sizes, it is one by its times as they are, and by those per example,
+    too: a larger shard takes longer, and a smaller one not as much less as it has fewer examples.
+
     Args:
         times: for each step and replica. The first step is left out: it compiles.
-        replica_weights: sizes of the replicas' shards in proportion to each other, as which their
-            times are expected; empty for equal ones.
+        replica_weights: sizes of the replicas' shards in proportion to each other; empty for equal
+            ones.
     """
-    weights = replica_weights or [1] * len(times[0] if times else ())
-    mean = sum(weights) / max(1, len(weights))
-    steps = [
-        [(sec * mean / w, cpu * mean / w) for (sec, cpu), w in zip(step, weights, strict=True)]
-        for step in times[1:]
-    ]
+    steps = times[1:]
     if len(times) < MIN_STRAGGLER_STEPS or len(steps[0]) < 2:
         return None
-    for replica_id in range(len(steps[0])):
-        last_of_others = [max(t for r, t in enumerate(s) if r != replica_id) for s in steps]
-        if all(map(_is_waited_for, (step[replica_id] for step in steps), last_of_others)):
-            waits = [s[replica_id][0] - o[0] for s, o in zip(steps, last_of_others, strict=True)]
-            works = [sec for sec, _ in last_of_others]
-            return Straggler(replica_id, statistics.median(waits), statistics.median(works))
+    weights = replica_weights or [1] * len(steps[0])
+    mean = sum(weights) / len(weights)
+    per_example = [
+        [(sec * mean / w, cpu * mean / w) for (sec, cpu), w in zip(step, weights, strict=True)]
+        for step in steps
+    ]
+    for replica_id in range(len(weights)):
+        if _is_late(replica_id, steps) and _is_late(replica_id, per_example):
+            others = [_last_of_others(replica_id, step)[0] for step in steps]
+            waits = [s[replica_id][0] - o for s, o in zip(steps, others, strict=True)]
+            return Straggler(replica_id, statistics.median(waits), statistics.median(others))
     return None
+
+
+def _is_late(replica_id: int, steps: Sequence[Sequence[SendTime]]) -> bool:
+    return all(
+        _is_waited_for(step[replica_id], _last_of_others(replica_id, step)) for step in steps
+    )
+
+
+def _last_of_others(replica_id: int, step: Sequence[SendTime]) -> SendTime:
+    return max(t for r, t in enumerate(step) if r != replica_id)
 
 
 def _is_waited_for(sent: SendTime, last_of_others: SendTime) -> bool:
