@@ -59,9 +59,9 @@ def test_a_step_is_as_large_as_the_strategy_makes_it():
 
     assert size(2) == StepSize(2, 2, 64, 2)
     assert size(1, strategy="single", accumulate_steps=4) == StepSize(1, 1, 64, 1, 1 / 4)
-    # Each device has its part of the weights, and in a step all of them.
+    # Each device has its part of the weights, and all of them besides, if only in a step.
     assert size(3, strategy="sharded") == StepSize(4, 3, 64, 1)
-    assert size(3, strategy="sharded", shard="optimizer") == StepSize(3, 3, 64, 1)
+    assert size(3, strategy="sharded", shard="optimizer") == StepSize(4, 3, 64, 1)
     assert size(2, strategy="tensor") == StepSize(1, 1, 64, 1)
     assert size(4, strategy="pipeline", model_parallel=2, schedule="gpipe") == StepSize(2, 2, 64, 2)
     assert size(2, strategy="pipeline") == StepSize(1, 1, 64, 1, 3 / 8)

@@ -30,7 +30,7 @@ from app.verification.trace_checker import TraceChecker
 from app.verification.trace_comparison import compare_traces
 from app.verification.verdict import DIFFERENT, EQUAL, IDENTICAL, PairVerdict, StrategyVerdict
 from conftest import CPUS, ROOT
-from small_models import seeded, small_network, small_resnet
+from small_models import deep_network, seeded, small_network, small_resnet
 from strategies import STRATEGIES, load_strategy_class
 from strategies.manual import ManualStrategy
 from strategies.observer import Observer
@@ -105,7 +105,7 @@ def case(images):
     ("num_replicas", "build"),
     [
         *((n, small_network) for n in (1, 2, 3)),
-        pytest.param(4, small_network, marks=pytest.mark.slow),
+        pytest.param(4, deep_network, marks=pytest.mark.slow),
         pytest.param(1, small_resnet, marks=pytest.mark.slow),
         (3, small_resnet),
     ],
