@@ -76,6 +76,22 @@ def gradients_on_each_device(
     return per_replica_gradients, per_replica_totals
 
 
+def classify_on_each_device(
+    strategy: base.Strategy,
+    replicas: Sequence[Replica],
+    batch: Sequence[tf.Tensor],
+    statistics: base.Statistics,
+) -> list[base.LogitsAndTotals]:
+    """Classifies a global batch, each replica its shard; see `base.Strategy.forward`."""
+    images, labels = batch
+    shards = split_batch((images, labels), strategy.devices, strategy.replica_weights)
+    results = []
+    for replica, shard in zip(replicas, shards, strict=True):
+        with tf.device(replica.device):
+            results.append(strategy.classify(replica, shard, tf.size(labels), statistics))
+    return results
+
+
 def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
     """Sums tensors over the replicas, and copies the sums to each replica (d2l: `allreduce`).
 
@@ -151,13 +167,7 @@ class ManualStrategy(base.Strategy):
     def forward(
         self, iterator: base.BatchIterator, statistics: base.Statistics
     ) -> list[base.LogitsAndTotals]:  # d2l: evaluate_accuracy_gpu
-        images, labels = next(iterator)
-        shards = split_batch((images, labels), self.devices, self.replica_weights)
-        results = []
-        for replica, shard in zip(self.replicas, shards, strict=True):
-            with tf.device(replica.device):
-                results.append(self.classify(replica, shard, tf.size(labels), statistics))
-        return results
+        return classify_on_each_device(self, self.replicas, next(iterator), statistics)
 
     def copies(self) -> list[Variables]:
         return [self.named_variables(replica.model, replica.optimizer) for replica in self.replicas]

@@ -24,22 +24,21 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from strategies import base
-from strategies.base import PerReplicaTensors
-from strategies.copies import Variables, optimizer_shapes
+from strategies.copies import Variables
 from strategies.cuts import cut
 from strategies.layer_calls import LayerCalls
-from strategies.manual import all_reduce, split_batch
+from strategies.manual import all_reduce
+from strategies.model_parallel import Classify, ModelParallelStrategy
 from strategies.observer import Shard
-from strategies.prediction import call_without_empty_batch
 from strategies.schedules import SCHEDULES, Task, in_order
 from strategies.stages import Pipeline, Stage
-from strategies.tf_private import free_values
 
 
-class PipelineStrategy(base.Strategy):
+class PipelineStrategy(ModelParallelStrategy):
     """Consecutive layers on consecutive devices, and micro-batches that go through them."""
 
     name = "pipeline"
@@ -48,39 +47,28 @@ class PipelineStrategy(base.Strategy):
         self,
         devices: Sequence[str],
         *,
-        model_parallel: int | None = None,
         micro_batches: int = 4,
         schedule: str = "1f1b",
         recompute: bool = False,
         pipeline_cuts: Sequence[str] = (),
         **options: Any,
     ):
-        num_stages = model_parallel or len(devices)
-        options |= {"model_parallel": num_stages, "accumulate_steps": micro_batches}
-        super().__init__(devices, **options)
-        if self.jit_compile:
-            raise ValueError("--jit_compile is not available in pipeline; leave the flag out")
-        self.tasks = in_order(SCHEDULES[schedule], num_stages, micro_batches)
+        super().__init__(devices, accumulate_steps=micro_batches, **options)
+        self.tasks = in_order(SCHEDULES[schedule], self.devices_per_replica, micro_batches)
         self._recomputes, self._cuts = recompute, pipeline_cuts
 
-    def default_all_reduce(self) -> str:
-        return "reduce_to_one" if self.num_replicas > 1 else "none"
-
-    def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
-        with tf.device("CPU:0"):  # In main memory: no device has to hold it whole.
-            self.model = model_fn()
-            names = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
-        self._optimizer_names, devices = list(names), iter(self.devices)
-        stages = cut(LayerCalls.of(self.model), self.devices_per_replica, self._cuts)
+    def build_parts(
+        self, model_calls: LayerCalls, optimizer_fn: base.OptimizerFn
+    ) -> keras.optimizers.Optimizer:
+        stages = cut(model_calls, self.devices_per_replica, self._cuts)
         self.pipelines = []
-        for _ in range(self.num_replicas):
+        for devices in self.replica_devices:
             own = [
-                Stage.create(c, next(devices), optimizer_fn, self.shards_per_replica)
-                for c in stages
+                Stage.create(calls, device, optimizer_fn, self.shards_per_replica)
+                for calls, device in zip(stages, devices, strict=True)
             ]
             self.pipelines.append(Pipeline(self.model, own))
-        self.optimizer = self.pipelines[0].stages[0].optimizer
-        free_values(self.model.variables)  # The stages have their own.
+        return self.pipelines[0].stages[0].optimizer
 
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:
         images, labels = next(iterator)
@@ -123,7 +111,8 @@ class PipelineStrategy(base.Strategy):
                 if is_forward:
                     (x,) = taken
                     statistics = [variable.value for variable in stages[k].statistics[m]]
-                    before[k, m] = [tf.identity(value) for value in statistics]
+                    if self._recomputes:  # Moving statistics and random states, for then.
+                        before[k, m] = [tf.identity(value) for value in statistics]
                     tape, y = _forward(stages[k], weights[k], x, statistics)
                     passes[k, m] = tape, x, y
                     made, receiver = [y], Task(k + 1, True, m)
@@ -137,7 +126,7 @@ class PipelineStrategy(base.Strategy):
                         inbox[Task(k, False, m)] = [x]
                 else:
                     *again, dy = taken
-                    if again:  # With the statistics, and random states, of the first time.
+                    if again:
                         tape, y = _forward(stages[k], weights[k], again[0], before[k, m])
                         passes[k, m] = tape, again[0], y
                     tape, x, y = passes.pop((k, m))
@@ -152,45 +141,39 @@ class PipelineStrategy(base.Strategy):
             if receiver.stage >= 0:  # Activations go on, gradients by them go back.
                 with tf.device(stages[receiver.stage].device):
                     inbox.setdefault(receiver, []).append(tf.identity(made[0]))
-        sums: list[list[tf.Tensor]] = [[] for _ in stages]
+        sums = self._sums(r, pipeline, micro_batches, losses, gradients)
+        return sums, base.StepTotals.sum([totals[m] for m in range(len(micro_batches))])
+
+    def _sums(
+        self,
+        r: int,
+        pipeline: Pipeline,
+        micro_batches: Sequence[Shard],
+        losses: dict[int, tf.Tensor],
+        gradients: dict[tuple[int, int], list[tf.Tensor]],
+    ) -> list[list[tf.Tensor]]:
+        """Adds the gradients of each stage k, item [k, m] being those of micro-batch m."""
+        sums: list[list[tf.Tensor]] = [[] for _ in pipeline.stages]
         for m, shard_id in enumerate(self.shard_ids(r)):
-            per_stage = [gradients[k, m] for k in range(len(stages))]
-            with tf.device(stages[-1].device):
+            per_stage = [gradients[k, m] for k in range(len(sums))]
+            with tf.device(pipeline.devices[-1]):
                 seen = self.observer.on_shard(
                     shard_id, micro_batches[m], losses[m], pipeline.to_model_order(per_stage)
                 )
             for k, of_stage in enumerate(pipeline.to_stages(seen)):
-                with tf.device(stages[k].device):  # Added in the order of the micro-batches.
+                with tf.device(pipeline.devices[k]):  # In the order of the micro-batches.
                     pairs = zip(sums[k], of_stage, strict=True)
                     sums[k] = [a + b for a, b in pairs] if m else of_stage
-        return sums, base.StepTotals.sum([totals[m] for m in range(len(micro_batches))])
+        return sums
 
-    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        return all_reduce(per_replica_tensors, self.devices[:: self.devices_per_replica])
-
-    def forward(
-        self, iterator: base.BatchIterator, statistics: base.Statistics
-    ) -> list[base.LogitsAndTotals]:
-        images, labels = next(iterator)
-        firsts, results = self.devices[:: self.devices_per_replica], []
-        parts = split_batch((images, labels), firsts, self.replica_weights)
-        for pipeline, (own_images, own_labels) in zip(self.pipelines, parts, strict=True):
-            with tf.device(pipeline.devices[0]):
-                classify = functools.partial(pipeline.classify, statistics=statistics)
-                logits = call_without_empty_batch(classify, own_images)
-                _, totals = self.loss(logits, own_labels, tf.size(labels))
-            results.append((logits, totals))
-        return results
+    def classifiers(self, statistics: base.Statistics) -> list[Classify]:
+        return [functools.partial(p.classify, statistics=statistics) for p in self.pipelines]
 
     def copies(self) -> list[Variables]:
         return [pipeline.variables(self.variable_names) for pipeline in self.pipelines]
 
     def shard_variables(self) -> list[Variables]:
         return [p.statistics(m) for p in self.pipelines for m in range(self.shards_per_replica)]
-
-    @property
-    def variable_names(self) -> list[str]:
-        return [f"model/{v.path}" for v in self.model.variables] + self._optimizer_names
 
 
 def _forward(

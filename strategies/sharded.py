@@ -35,7 +35,12 @@ from strategies.flat_parts import (
     reduce_scatter_all,
     whole_variable,
 )
-from strategies.manual import all_reduce, gradients_on_each_device, split_batch
+from strategies.manual import (
+    all_reduce,
+    classify_on_each_device,
+    gradients_on_each_device,
+    split_batch,
+)
 from strategies.shard_step import Replica, copies_of
 from strategies.sync_batch_norm import check_synchronizable
 from strategies.tf_private import free_values
@@ -127,9 +132,8 @@ class ShardedStrategy(base.Strategy):
         """Sums gradients over the replicas; item [r][v] of the result is part r of sum v."""
         if self.splits_gradients:
             return reduce_scatter_all(per_replica_gradients, self.devices)
-        per_device_sums = all_reduce(
-            per_replica_gradients, self.devices
-        )  # ZeRO-1 keeps them whole.
+        # ZeRO-1: every device has the whole sums, and updates its part.
+        per_device_sums = all_reduce(per_replica_gradients, self.devices)
         for r, device in enumerate(self.devices):
             with tf.device(device):
                 per_device_sums[r] = [
@@ -164,13 +168,7 @@ class ShardedStrategy(base.Strategy):
     def forward(
         self, iterator: base.BatchIterator, statistics: base.Statistics
     ) -> list[base.LogitsAndTotals]:
-        images, labels = next(iterator)
-        shards = split_batch((images, labels), self.devices, self.replica_weights)
-        results = []
-        for replica, shard in zip(self._with_weights(), shards, strict=True):
-            with tf.device(replica.device):
-                results.append(self.classify(replica, shard, tf.size(labels), statistics))
-        return results
+        return classify_on_each_device(self, self._with_weights(), next(iterator), statistics)
 
     def copies(self) -> list[Variables]:
         slots = zip(*(part.optimizer.variables for part in self.parts), strict=True)

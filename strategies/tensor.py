@@ -22,60 +22,44 @@ TensorFlow's own DTensor does not split convolutions.
 Reference: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from strategies import base
-from strategies.base import PerReplicaTensors
 from strategies.channel_parts import Row
-from strategies.copies import Variables, optimizer_shapes
+from strategies.copies import Variables
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCalls
 from strategies.manual import all_reduce, split_batch
+from strategies.model_parallel import Classify, ModelParallelStrategy
 from strategies.observer import Shard
-from strategies.prediction import call_without_empty_batch
-from strategies.tf_private import free_values
 
 
-class TensorStrategy(base.Strategy):
+class TensorStrategy(ModelParallelStrategy):
     """The channels of every layer split over the devices."""
 
     name = "tensor"
 
-    def __init__(
-        self, devices: Sequence[str], *, model_parallel: int | None = None, **options: Any
-    ):
-        super().__init__(devices, model_parallel=model_parallel or len(devices), **options)
-        if self.jit_compile:
-            raise ValueError("--jit_compile is not available in tensor; leave the flag out")
-
-    def default_all_reduce(self) -> str:
-        return "reduce_to_one" if self.num_replicas > 1 else "none"
-
     @property
     def gather_groups(self) -> list[list[str]]:
-        size = self.devices_per_replica
-        return [self.devices[i : i + size] for i in range(0, self.num_devices, size)]
+        return self.replica_devices
 
-    def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
-        with tf.device("CPU:0"):  # In main memory: no device has to hold it whole.
-            self.model = model_fn()
-            names = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
-        self._optimizer_names = list(names)
+    def build_parts(
+        self, model_calls: LayerCalls, optimizer_fn: base.OptimizerFn
+    ) -> keras.optimizers.Optimizer:
+        self._calls = model_calls
         self._paths = [variable.path for variable in self.model.trainable_variables]
-        self._calls, num_parts = LayerCalls.of(self.model), self.devices_per_replica
         self.rows = [
-            Row.create(self.devices[i : i + num_parts], self._calls, optimizer_fn)
-            for i in range(0, self.num_devices, num_parts)
+            Row.create(devices, model_calls, optimizer_fn) for devices in self.replica_devices
         ]
-        self.optimizer = self.rows[0].optimizers[0]
-        free_values(self.model.variables)  # The parts have their own.
+        return self.rows[0].optimizers[0]
 
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:
         images, labels = next(iterator)
-        firsts = [row.devices[0] for row in self.rows]
+        firsts = self.local_replica_devices
         shards = split_batch((images, labels), firsts, self.replica_weights)
         per_replica_gradients, per_replica_totals = [], []
         for r, shard in enumerate(shards):
@@ -154,34 +138,16 @@ class TensorStrategy(base.Strategy):
         output, own_sizes = values[self._calls.output], sizes[self._calls.output]
         return tape.gather(output, own_sizes, first_alone=True) if own_sizes else output
 
-    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        return all_reduce(per_replica_tensors, self.devices[:: self.devices_per_replica])
+    def classifiers(self, statistics: base.Statistics) -> list[Classify]:
+        return [functools.partial(self._classify, r, statistics) for r in range(self.num_replicas)]
 
-    def forward(
-        self, iterator: base.BatchIterator, statistics: base.Statistics
-    ) -> list[base.LogitsAndTotals]:
-        images, labels = next(iterator)
-        firsts = [row.devices[0] for row in self.rows]
-        shards = split_batch((images, labels), firsts, self.replica_weights)
-        results = []
-        for r, (row, (own_images, own_labels)) in enumerate(zip(self.rows, shards, strict=True)):
-            weights = row.read_weights(self.observer, r * self.devices_per_replica)
-            own = row.parts_of(statistics)
-            values = [named | parts for named, parts in zip(weights, own, strict=True)]
-
-            def logits(x: tf.Tensor, row: Row = row, values: list = values) -> tf.Tensor:
-                tape = DeviceTape(row.devices, self.observer)
-                return self._logits(tape, row, x, values, training=False).tensors[0]
-
-            with tf.device(row.devices[0]):
-                own_logits = call_without_empty_batch(logits, own_images)
-                _, totals = self.loss(own_logits, own_labels, tf.size(labels))
-            results.append((own_logits, totals))
-        return results
+    def _classify(self, r: int, statistics: base.Statistics, images: tf.Tensor) -> tf.Tensor:
+        row = self.rows[r]
+        weights = row.read_weights(self.observer, r * self.devices_per_replica)
+        own = row.parts_of(statistics)
+        values = [named | parts for named, parts in zip(weights, own, strict=True)]
+        tape = DeviceTape(row.devices, self.observer)
+        return self._logits(tape, row, images, values, training=False).tensors[0]
 
     def copies(self) -> list[Variables]:
         return [row.whole_variables(self.variable_names) for row in self.rows]
-
-    @property
-    def variable_names(self) -> list[str]:
-        return [f"model/{v.path}" for v in self.model.variables] + self._optimizer_names

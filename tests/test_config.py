@@ -358,10 +358,10 @@ def test_refuses_a_last_batch_that_leaves_a_replica_without_examples():
 
 
 def test_single_runs_on_one_device_whatever_the_machine_has():
-    assert Config.of(strategy="single").num_replicas_asked == 1
+    assert Config.of(strategy="single").num_devices_of_all_workers == 1
     assert Config.of("compare", num_devices=3).num_devices_of_all_workers == 3
-    assert Config.of().num_replicas_asked is None
-    assert Config.of(device="cpu").num_replicas_asked == 2
+    assert Config.of().num_devices_of_all_workers is None
+    assert Config.of(device="cpu").num_devices_of_all_workers == 2
 
 
 def test_the_flags_of_a_training_give_the_same_training():

@@ -45,7 +45,9 @@ def test_cases_are_all_combinations_and_single_has_one_device():
     )
     cases = create_cases(config)
     assert len(cases) == 6 and len({p.name for p in cases}) == 6
-    assert {p.config.all_reduce for p in cases if p.config.num_replicas_asked == 2} == {"ring"}
+    assert {p.config.all_reduce for p in cases if p.config.num_devices_of_all_workers == 2} == {
+        "ring"
+    }
     config = Config.of(
         "benchmark", strategies=("single", "manual", "pipeline"), num_devices=(2, 4),
         model_parallel=2, micro_batches=8,

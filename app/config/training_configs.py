@@ -76,12 +76,6 @@ class TrainConfig(
         "--strategy=sharded --num_devices=2 --shard=gradients",
     )
 
-    @property
-    def num_replicas_asked(self) -> int | None:
-        """The number of replicas in all; None where the machine or the cluster decides."""
-        number = self.num_devices_of_all_workers
-        return number and split_numbers.num_replicas(self.strategy, self, number)
-
     def check(self) -> None:
         """Checks what options must be together."""
         names = (self.strategy,)

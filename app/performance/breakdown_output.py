@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from app.config import ExplainConfig
 from app.performance.benchmark_output import processor_name
@@ -46,10 +46,29 @@ def print_explanation(
 ) -> None:
     """Prints where the time goes, what the all-reduce costs, and what more devices would do."""
     facts = samples[0].facts
+    print_parts(config, facts, breakdown, _METHODS)
+    _print_all_reduce(breakdown, facts)
+    _print_scaling(breakdown, samples)
+
+
+def print_parts(
+    config: ExplainConfig,
+    facts: Facts,
+    breakdown: StepTimeBreakdown | SplitBreakdown,
+    methods: Mapping[str, str],
+) -> None:
+    """Prints where the time of a step goes.
+
+    Args:
+        config: of the command.
+        facts: of the training that was measured.
+        breakdown: of a step.
+        methods: name of a part → how it was found.
+    """
     step = breakdown.step_sec
     console.say()
     console.print_table(
-        f"where a step of {config.strategy} on {console.count(facts.num_replicas, 'device')} goes:"
+        f"where a step of {config.strategy} on {console.count(facts.num_devices, 'device')} goes:"
         f" {step.value * 1e3:.2f} ms ({step.low * 1e3:.2f}–{step.high * 1e3:.2f}),"
         f" {config.model}, batch {facts.global_batch_size}",
         ["part", "ms", "95 % interval", "share", "how it was found"],
@@ -59,13 +78,11 @@ def print_explanation(
                 f"{part.sec.value * 1e3:.2f}",
                 f"{part.sec.low * 1e3:.2f} to {part.sec.high * 1e3:.2f}",
                 f"{part.share.value:.1%}",
-                _METHODS[part.name],
+                methods[part.name],
             ]
             for part in breakdown.parts
         ],
     )
-    _print_all_reduce(breakdown, facts)
-    _print_scaling(breakdown, samples)
 
 
 def print_caveats(samples: Sequence[Sample]) -> None:

@@ -1,6 +1,7 @@
 """What `explain` prints of a split training: what it sends, holds and waits for."""
 
 from app.config import ExplainConfig
+from app.performance.breakdown_output import print_parts
 from app.performance.case import Facts
 from app.performance.split_breakdown import SplitBreakdown
 from app.performance.split_records import HeldState, PipelineProfile, TimedSteps, Traffic
@@ -135,24 +136,7 @@ def _idle(timed: TimedSteps) -> str:
 
 def print_split_breakdown(config: ExplainConfig, breakdown: SplitBreakdown, facts: Facts) -> None:
     """Prints where the time goes, and the throughput of each number of devices."""
-    step = breakdown.step_sec
-    console.say()
-    console.print_table(
-        f"where a step of {config.strategy} on {console.count(facts.num_devices, 'device')} goes:"
-        f" {step.value * 1e3:.2f} ms ({step.low * 1e3:.2f}–{step.high * 1e3:.2f}),"
-        f" {config.model}, batch {facts.global_batch_size}",
-        ["part", "ms", "95 % interval", "share", "how it was found"],
-        [
-            [
-                part.name,
-                f"{part.sec.value * 1e3:.2f}",
-                f"{part.sec.low * 1e3:.2f} to {part.sec.high * 1e3:.2f}",
-                f"{part.share.value:.1%}",
-                _METHODS[part.name],
-            ]
-            for part in breakdown.parts
-        ],
-    )
+    print_parts(config, facts, breakdown, _METHODS)
     console.say()
     shares = " on the same cores" if facts.simulated_devices else ""
     console.print_table(

@@ -62,7 +62,7 @@ def build_strategy(
         raise ConfigError(f"{error}{advice}") from error
     keras.config.set_dtype_policy(config.precision)
     looks_inside = has_option(config.strategy, "model_parallel") or config.batch_norm == "sync"
-    build = _build_split if looks_inside else strategy_class.build
+    build = _build_or_refuse if looks_inside else strategy_class.build
     build(
         strategy,
         lambda: recipe.build_model(
@@ -93,11 +93,11 @@ def _own_options(config: TrainConfig, all_reduce: str) -> dict[str, Any]:
     return options
 
 
-def _build_split(strategy: Strategy, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
-    """Builds a strategy that splits the model.
+def _build_or_refuse(strategy: Strategy, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
+    """Builds a strategy that looks inside the model.
 
     Raises:
-        ConfigError: the model cannot be split over so many devices.
+        ConfigError: it cannot train this model, or not on so many devices.
     """
     try:
         strategy.build(model_fn, optimizer_fn)
