@@ -1,0 +1,1905 @@
+"""Records what Keras' `fit` computes on every replica, and names what is not as on one device.
+
+One file, to be copied beside your own script; it needs TensorFlow, Keras 3 and NumPy.
+
+    from lockstep_keras import Recorder, compare
+
+    with Recorder(model, steps=3) as record:   # Compiled under `strategy.scope()`.
+        model.fit(dataset)
+    print(compare(record, build_model()))      # The same builder, called outside of the scope.
+    record.save("trace.npz")                   # A file of plain arrays.
+
+`Recorder` puts hooks on the model and its optimizer, not on their classes, and removes them at the
+end. A step passes through them in this order on each replica: the examples and all variables; the
+predictions and the loss; the gradients before clipping, after it, and after the all-reduce; all
+variables again. Training goes on bit for bit as without them.
+
+`compare` takes the second model, on one device without a strategy, as the definition of what a step
+should be. It starts each step from the recorded state, and checks each stage given what went into
+it: so the first stage that is wrong does not make later ones wrong, and a fault behind a difference
+that is by design is still found. How far rounding may carry a stage is computed: the step is
+repeated with its examples in other orders and with weights changed by one unit in the last place.
+"""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+from keras.src.backend import get_keras_mask, set_keras_mask  # Masks have no public access.
+
+CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
+
+STAGES = {
+    "start": "what a step starts from: the same weights and optimizer state on every replica",
+    "random numbers": "seeds of random layers: different ones on every replica",
+    "examples": "each example of the global batch on one replica, with its own target",
+    "forward": "predictions of each replica for its examples",
+    "loss": "the replicas' losses, summed, against the loss of the whole batch",
+    "regularisation": "`model.losses`, summed over the replicas",
+    "gradients": "of each replica's loss, before clipping",
+    "clipping": "the sum of what the replicas send, against the clipped sum",
+    "all-reduce": "what each replica gets, against the sum of what was sent",
+    "update": "weights and optimizer state after the step",
+    "statistics": "moving statistics and seeds after the step",
+    "agreement": "the same weights and optimizer state on every replica after the step",
+    "evaluation": "loss and metrics of `evaluate`: every example counted once",
+}
+
+REMEDIES = {
+    "same_random_numbers": "give every replica a seed of its own: derive it from the replica's"
+    " number, `tf.distribute.get_replica_context().replica_id_in_sync_group`",
+    "clipped_before_the_sum": "clip after the sum: leave clipnorm, global_clipnorm and clipvalue out"
+    " of the optimizer, and clip in a train_step of your own after"
+    " `tf.distribute.get_replica_context().all_reduce`",
+    "scalar_loss_not_divided": "return one loss for each example, of shape (batch,): Keras then"
+    " divides by the number of replicas; or divide by it in the loss",
+    "weighted_mean_of_means": "divide by the weights of the whole batch: take the default reduction"
+    " with sample_weight, or reduction='sum' over a constant that all replicas share; for masks,"
+    " batches with equally many unmasked steps on each replica",
+    "mean_of_means": "use batches that the number of replicas divides (drop_remainder=True for the"
+    " last one), or reduction='sum' divided by the size of the global batch",
+    "regulariser_repeated": "divide regularisation losses by the number of replicas"
+    " (`tf.nn.scale_regularization_loss`)",
+    "regulariser_missing": "add `model.losses` to the loss of the step",
+    "not_all_reduced": "sum the gradients over the replicas before the update: apply them in"
+    " `strategy.run` with the optimizer's own all-reduce, or sum them in the step",
+    "mean_instead_of_sum": "sum the gradients, each of a loss divided by the global batch; do not"
+    " average them after that again",
+    "lost_replica": "make every replica take part in the all-reduce of every variable",
+    "stale_gradient": "send the gradients of this step: no buffer may keep those of the last one",
+    "reduced_precision": "sum gradients in float32",
+    "sparsified": "send all elements of a gradient, or expect another training",
+    "quantised": "send gradients unquantised, or expect another training",
+    "scaled_gradient": "divide the loss once by the size of the global batch, nowhere else",
+    "labels_shifted": "shuffle and batch inputs and targets together, in one dataset",
+    "same_examples": "give each replica its own part of the batch: shard the data set by replica",
+    "lost_examples": "cut a batch so that every example gets to one replica",
+    "repeated_examples": "cut a batch so that every example gets to one replica, once",
+    "other_examples": "feed every run from the same data set, seed and order",
+    "inference_mode": "call the model with training=True in the training step",
+    "frozen": "let the variable take part in the loss, or set trainable=False on every replica",
+    "other_learning_rate": "use one learning rate on all replicas, and step its schedule once",
+    "clipped_on_one_replica": "clip on all replicas, after the sum",
+    "weight_decay_on_top": "apply weight decay in one place: the optimizer or the loss",
+    "schedule_stepped_too_often": "advance `optimizer.iterations` once for each update",
+    "not_updated": "apply the summed gradients on every replica",
+    "other_loss": "compile the same loss for all runs",
+    "other_metric": "let the metric add up sums and counts, and divide after adding those of all"
+    " replicas",
+    "other_evaluation": "count every example once: no padding, and the mean over examples",
+    "diverged_replicas": "create and restore variables under the strategy's scope, so that all"
+    " replicas start equal",
+    "changed_on_its_own": "look for code that assigns to the variable outside of the update, and at"
+    " the memory of the machine",
+    "local_statistics": "`BatchNormalization(synchronized=True)` normalises over the whole batch",
+    "not_a_sum_over_examples": "a loss that mixes examples depends on the shards: gather what it"
+    " mixes from all replicas, or accept another training",
+    "mixes_examples": "accept that this is another training, or gather what the layer mixes",
+    "unexplained": "compare the arrays of the saved recording",
+}
+
+Arrays = list[Any]  # Of `np.ndarray` and `Sparse`.
+EPS = float(np.finfo(np.float32).eps)
+TINY = float(np.finfo(np.float32).tiny)
+# Rounding may come out further than in the few repetitions that were tried.
+MARGIN = 8
+NOTHING_BUT_ROUNDING = 0.1  # A relative spread above it says nothing of other arrays.
+
+
+class Sparse(collections.namedtuple("Sparse", "values indices rows")):
+    """A gradient of some rows of a table, as `tf.IndexedSlices`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What is not as on one device, in one stage.
+
+    Attributes:
+        stage: a key of `STAGES`.
+        status: `BY_DESIGN` or `FAULT`.
+        cause: a key of `REMEDIES`.
+        text: one sentence with the numbers.
+        steps: in which it was found, from 1.
+        replicas: on which; empty for all together.
+        tensors: paths of the variables concerned; empty where it is not about variables.
+        distance: relative, the largest one.
+        allowed: how far rounding could carry it, likewise.
+    """
+
+    stage: str
+    status: str
+    cause: str
+    text: str
+    steps: tuple[int, ...]
+    replicas: tuple[int, ...] = ()
+    tensors: tuple[str, ...] = ()
+    distance: float = 0.0
+    allowed: float = 0.0
+
+    @property
+    def remedy(self) -> str:
+        """What to do."""
+        return REMEDIES[self.cause]
+
+    def __str__(self) -> str:
+        where = _count("step", self.steps)
+        if self.replicas:
+            where += f", {_count('replica', self.replicas)}"
+        if self.tensors:
+            shown = ", ".join(self.tensors[:3])
+            more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+            where += f", {shown}{more}"
+        lines = [f"{self.status.upper()}: {self.cause.replace('_', ' ')} ({where})"]
+        lines.append(f"why     {self.text}")
+        lines.append(f"remedy  {self.remedy}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Every stage of every recorded step, and what was found.
+
+    Attributes:
+        num_steps: that were checked.
+        num_replicas: of the recording.
+        findings: in the order of the stages.
+        checked: the stages that could be checked.
+        tolerance: how the tolerances were found.
+    """
+
+    num_steps: int
+    num_replicas: int
+    findings: list[Finding]
+    checked: list[str]
+    tolerance: str
+
+    @property
+    def faults(self) -> list[Finding]:
+        """The findings that are no design."""
+        return [finding for finding in self.findings if finding.status == FAULT]
+
+    def status(self, stage: str) -> str:
+        """Returns "clean", "by design", "fault" or "not checked"."""
+        found = {f.status for f in self.findings if f.stage == stage}
+        if found:
+            return FAULT if FAULT in found else BY_DESIGN
+        return CLEAN if stage in self.checked else "not checked"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_steps} steps on {self.num_replicas} replicas against one device;"
+            f" tolerances: {self.tolerance}"
+        ]
+        for stage, what in STAGES.items():
+            if (status := self.status(stage)) == "not checked":
+                continue
+            lines.append(f"  {stage:<15} {status:<10} {what}")
+            for finding in self.findings:
+                if finding.stage == stage:
+                    lines += [f"      {line}" for line in str(finding).splitlines()]
+        names = sorted({f.cause.replace("_", " ") for f in self.faults})
+        lines.append(f"not the same training: {', '.join(names)}" if names else "no fault found")
+        return "\n".join(lines)
+
+
+class Recording:
+    """What was recorded: plain arrays, step by step and replica by replica.
+
+    Attributes:
+        num_replicas: of the strategy.
+        steps: for each step, (kind, replica) → arrays. The kinds are "data", "before", "y_pred",
+            "mask", "loss" (data loss and regularisation), "raw", "clipped", "sums" and "after".
+        variables: path and kind ("weight", "statistic", "seed" or "optimizer state") of each array
+            of "before" and "after".
+        gradients: paths of the weights that "raw", "clipped" and "sums" belong to.
+        structure: of "data", as `to_json` describes it.
+        predicted: of "y_pred", likewise.
+    """
+
+    def __init__(self, num_replicas: int):
+        self.num_replicas = num_replicas
+        self.steps: list[dict[tuple[str, int], Arrays]] = []
+        self.variables: list[tuple[str, str]] = []
+        self.gradients: list[str] = []
+        self.structure: Any = None
+        self.predicted: Any = None
+
+    def seeds_drawn(self) -> set[int]:
+        """Returns which of `variables` are seeds that a step has drawn from."""
+        return {
+            index
+            for step in self.steps
+            for index, (_, kind) in enumerate(self.variables)
+            if kind == "seed" and not _same(step["before", 0][index], step["after", 0][index])
+        }
+
+    def save(self, path: str) -> None:
+        """Writes an `.npz` file with arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text."""
+        arrays: dict[str, np.ndarray] = {}
+        for number, step in enumerate(self.steps, start=1):
+            for (kind, replica), values in step.items():
+                for index, value in enumerate(values):
+                    name = f"{number}/{kind}/{replica}/{index}"
+                    parts = value._asdict() if isinstance(value, Sparse) else {"": value}
+                    for part, array in parts.items():
+                        arrays[f"{name}/{part}" if part else name] = np.asarray(array)
+        about = {name: value for name, value in vars(self).items() if name != "steps"}
+        about |= {"format": "lockstep recording 1", "num_steps": len(self.steps)}
+        with open(path, "wb") as file:
+            np.savez(file, about=np.array(json.dumps(about)), **arrays)
+
+    @classmethod
+    def load(cls, path: str) -> "Recording":
+        """Reads what `save` has written.
+
+        Raises:
+            ValueError: the file is no recording.
+        """
+        with np.load(path, allow_pickle=False) as file:
+            if "about" not in file:
+                raise ValueError(f"{path}: is no recording of lockstep")
+            about = json.loads(str(file["about"]))
+            recording = cls(about["num_replicas"])
+            recording.steps = [{} for _ in range(about["num_steps"])]
+            recording.variables = [tuple(pair) for pair in about["variables"]]
+            for name in ("gradients", "structure", "predicted"):
+                setattr(recording, name, about[name])
+            parts: dict[tuple, dict[str, np.ndarray]] = {}
+            for name in file.files:
+                if name != "about":
+                    number, kind, replica, index, *part = name.split("/")
+                    key = int(number), kind, int(replica), int(index)
+                    parts.setdefault(key, {})["".join(part)] = file[name]
+        for number, kind, replica, index in sorted(parts):
+            part = parts[number, kind, replica, index]
+            value = part[""] if "" in part else Sparse(**part)
+            recording.steps[number - 1].setdefault((kind, replica), []).append(value)
+        return recording
+
+
+class Hooks:
+    """Replaces methods of instances in a `with` block: their classes stay as they are."""
+
+    def __init__(self) -> None:
+        self._owners: list[tuple[Any, str]] = []
+
+    def hook(self, owner: Any, name: str, wrapper: Callable) -> None:
+        """Lets `owner.name(...)` call `wrapper(inner, ...)`, `inner` being the method."""
+        inner = getattr(owner, name)
+        object.__setattr__(owner, name, lambda *args, **kwargs: wrapper(inner, *args, **kwargs))
+        self._owners.append((owner, name))
+
+    def __enter__(self) -> "Hooks":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._owners:
+            owner, name = self._owners.pop()
+            vars(owner).pop(name, None)
+
+
+class Recorder(Hooks, Recording):
+    """Records the steps of `model.fit` in a `with` block; see the top of this file.
+
+    Args:
+        model: compiled, under a strategy or not.
+        steps: how many steps to record, from the first one of the block on.
+
+    Raises:
+        ValueError: the model is not compiled, or is compiled by XLA, where no hook can run.
+    """
+
+    def __init__(self, model: keras.Model, steps: int = 3):
+        Hooks.__init__(self)
+        Recording.__init__(self, model.distribute_strategy.num_replicas_in_sync)
+        if getattr(model, "optimizer", None) is None:
+            raise ValueError(f"model {model.name} is not compiled; call model.compile first")
+        if model.jit_compile is True:
+            raise ValueError(
+                f"model {model.name} is compiled with jit_compile=True, and XLA runs no hook; record"
+                " it with jit_compile=False"
+            )
+        self._model, self._num_steps = model, steps
+        self._kept: dict[tuple[int, str, int], Arrays] = {}
+        self._num_seen: collections.Counter[int] = collections.Counter()
+
+    def save(self, path: str) -> None:
+        """See `Recording.save`."""
+        self.recording().save(path)
+
+    def recording(self) -> Recording:
+        """Returns what was recorded, without the hooks."""
+        recording = Recording(self.num_replicas)
+        names = ("steps", "variables", "gradients", "structure", "predicted")
+        vars(recording).update({name: getattr(self, name) for name in names})
+        return recording
+
+    def __enter__(self) -> "Recorder":
+        model, optimizer = self._model, _inner(self._model.optimizer)
+        self.hook(model, "train_step", self._train_step)
+        self.hook(model, "compute_loss", self._compute_loss)
+        self.hook(optimizer, "_backend_apply_gradients", self._apply_gradients)
+        self.hook(optimizer, "_clip_gradients", self._clip_gradients)
+        self.hook(optimizer, "_all_reduce_sum_gradients", self._all_reduce)
+        model.train_function = None  # One that is traced already has no hooks.
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
+        self._model.train_function = None
+        self.steps = [{} for _ in range(max((step for step, *_ in self._kept), default=0))]
+        for (step, kind, replica), arrays in self._kept.items():
+            self.steps[step - 1][kind, replica] = arrays
+
+    def _keep(self, kind: str, values: Sequence[Any]) -> None:
+        """Keeps tensors of this replica, when they are computed."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        sparse = [isinstance(value, tf.IndexedSlices) for value in values]
+        flat: list[tf.Tensor] = []
+        for value, is_sparse in zip(values, sparse, strict=True):
+            slices = [value.values, value.indices, value.dense_shape[0]] if is_sparse else [value]
+            flat += map(_to_numpy_dtype, slices)
+
+        def keep(replica: np.ndarray, *arrays: np.ndarray) -> None:
+            number = int(replica)
+            if kind == "data":  # The first of a step; some kinds may be missing in it.
+                self._num_seen[number] += 1
+            step = self._num_seen[number]
+            if step > self._num_steps:
+                return
+            copies = iter([np.array(array) for array in arrays])  # Buffers are used again.
+            self._kept[step, kind, number] = [
+                Sparse(next(copies), next(copies), int(next(copies))) if is_sparse else next(copies)
+                for is_sparse in sparse
+            ]
+
+        tf.numpy_function(keep, [replica, *flat], [])
+
+    def _train_step(self, inner: Callable, data: Any) -> Any:
+        model = self._model
+        state = [*model.variables, *model.optimizer.variables]
+        self.variables = kinds_of_variables(model)
+        self.structure = to_json(data)
+        self._keep("data", leaves(data))
+        self._keep("before", [tf.convert_to_tensor(variable.value) for variable in state])
+        logs = inner(data)
+        self._keep("after", [tf.convert_to_tensor(variable.value) for variable in state])
+        return logs
+
+    def _compute_loss(self, inner: Callable, *args: Any, **kwargs: Any) -> tf.Tensor:
+        loss = inner(*args, **kwargs)
+        call = dict(zip(("x", "y", "y_pred", "sample_weight", "training"), args, strict=False))
+        call |= kwargs
+        if call.get("training", True):
+            y_pred = call["y_pred"]
+            self.predicted = to_json(y_pred)
+            self._keep("y_pred", leaves(y_pred))
+            self._keep("mask", [_mask(p) for p in leaves(y_pred)])
+            self._keep("loss", [loss, regularisation(self._model)])
+        return loss
+
+    def _apply_gradients(self, inner: Callable, gradients: Sequence, variables: Sequence) -> Any:
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        self.gradients = [getattr(v, "path", v.name) for _, v in pairs]
+        self._keep("raw", [g for g, _ in pairs])
+        return inner(gradients, variables)
+
+    def _clip_gradients(self, inner: Callable, gradients: Sequence) -> Any:
+        clipped = inner(gradients)
+        self._keep("clipped", [g for g in clipped if g is not None])
+        return clipped
+
+    def _all_reduce(self, inner: Callable, pairs: Sequence) -> Any:
+        reduced = list(inner(pairs))
+        self._keep("sums", [g for g, _ in reduced if g is not None])
+        return reduced
+
+
+# --- Structures and arrays -----------------------------------------------------------------------
+
+
+def leaves(structure: Any) -> list[Any]:
+    """Returns the leaves of a nest, without None."""
+    return [leaf for leaf in tree.flatten(structure) if leaf is not None]
+
+
+def to_json(structure: Any) -> Any:
+    """Describes a nest of tuples, lists and dicts: leaves are numbers, in the order of `leaves`."""
+    numbers = iter(range(len(tree.flatten(structure))))
+    numbered = tree.map_structure(lambda x: None if x is None else next(numbers), structure)
+
+    def describe(nest: Any) -> Any:
+        if isinstance(nest, Mapping):
+            return {"dict": {key: describe(value) for key, value in nest.items()}}
+        if isinstance(nest, (tuple, list)):
+            kind = "list" if isinstance(nest, list) else "tuple"
+            return {kind: [describe(value) for value in nest]}
+        return nest
+
+    return describe(numbered)
+
+
+def from_json(description: Any, values: Sequence[Any]) -> Any:
+    """Returns the nest that `to_json` describes, with these leaves."""
+    if isinstance(description, dict):
+        ((kind, content),) = description.items()
+        if kind == "dict":
+            return {key: from_json(value, values) for key, value in content.items()}
+        built = [from_json(value, values) for value in content]
+        return built if kind == "list" else tuple(built)
+    return None if description is None else values[description]
+
+
+def dense(value: Any) -> np.ndarray:
+    """Returns a gradient as one array, in float64."""
+    if not isinstance(value, Sparse):
+        return np.asarray(value, np.float64)
+    out = np.zeros((int(value.rows), *value.values.shape[1:]))
+    np.add.at(out, value.indices, value.values)
+    return out
+
+
+def add(values: Sequence[Any]) -> Any:
+    """Adds gradients of replicas; sparse ones are joined, as `tf.distribute` does."""
+    if isinstance(values[0], Sparse):
+        joined = [np.concatenate([value[i] for value in values]) for i in (0, 1)]
+        return Sparse(*joined, values[0].rows)
+    return np.add.reduce([np.asarray(value) for value in values])
+
+
+def distance(actual: Any, expected: Any) -> float:
+    """Returns ‖actual − expected‖, infinite where shapes differ or a number is not finite."""
+    a, b = dense(actual), dense(expected)
+    if a.shape != b.shape:
+        return np.inf
+    apart = float(np.linalg.norm((a - b).ravel()))
+    return apart if np.isfinite(apart) else np.inf
+
+
+def norm(value: Any) -> float:
+    """Returns the Euclidean norm."""
+    return float(np.linalg.norm(dense(value).ravel()))
+
+
+def regularisation(model: keras.Model) -> tf.Tensor:
+    """Returns what `model.losses` add to the loss of this replica."""
+    losses = [model._aggregate_additional_loss(loss) for loss in model.losses]
+    return tf.add_n(losses) if losses else tf.zeros(())
+
+
+def kinds_of_variables(model: keras.Model) -> list[tuple[str, str]]:
+    """Returns path and kind of each variable of a model and its optimizer, in their order."""
+    weights = {id(variable) for variable in model.trainable_variables}
+    found = []
+    for variable in model.variables:
+        kind = "weight" if id(variable) in weights else "statistic"
+        if not _is_float(variable):
+            kind = "seed"
+        found.append((variable.path, kind))
+    return found + [(variable.path, "optimizer state") for variable in model.optimizer.variables]
+
+
+def _numpy_dtype(dtype: str) -> np.dtype:
+    return np.dtype("float32" if dtype == "bfloat16" else dtype)
+
+
+def _to_numpy_dtype(tensor: Any) -> tf.Tensor:
+    """Casts bfloat16, which NumPy cannot save, to float32."""
+    tensor = tf.convert_to_tensor(tensor)
+    return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+
+
+def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns the optimizer within a `LossScaleOptimizer`, which unscales before it."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _mask(prediction: Any) -> tf.Tensor:
+    mask = get_keras_mask(prediction)
+    return tf.zeros(()) if mask is None else mask
+
+
+def _count(name: str, numbers: Sequence[int]) -> str:
+    return f"{name}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+# --- One device ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class StepResult:
+    """A training step on one device, without the update.
+
+    Attributes:
+        y_pred: leaves of the predictions, if the step calls `compute_loss`.
+        loss: of the data, and regularisation, likewise.
+        raw: gradients before clipping.
+        after: all variables after it; only statistics and seeds have changed.
+    """
+
+    y_pred: Arrays
+    loss: tuple[float, float] | None
+    raw: Arrays
+    after: Arrays
+
+
+class OneDevice:
+    """The definition of a training: a compiled model without a strategy, and its own `train_step`.
+
+    Args:
+        model: compiled, made outside of any strategy's scope.
+        recording: whose states and examples it takes.
+
+    Raises:
+        ValueError: it is another model than the one that was recorded.
+    """
+
+    def __init__(self, model: keras.Model, recording: Recording):
+        if tf.distribute.has_strategy() or model.distribute_strategy.num_replicas_in_sync > 1:
+            raise ValueError("build the second model outside of the strategy's scope")
+        self.model, self._recording = model, recording
+        self.optimizer = _inner(model.optimizer)
+        first = recording.steps[0]["data", 0]
+        x, _, _ = self._unpack([array[:1] for array in first])
+        if not model.built or not model.variables:
+            model(x)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        self.state = [*model.variables, *model.optimizer.variables]
+        self._check_same_model()
+        drawn = recording.seeds_drawn()
+        self.random_layers = [
+            layer
+            for layer in _leaf_layers(model)
+            if any(index in drawn for index, v in enumerate(self.state) if _is_seed_of(layer, v))
+        ]
+        self.layers_with_statistics = [
+            layer
+            for layer in _leaf_layers(model)
+            if any(_is_float(variable) for variable in layer.non_trainable_variables)
+        ]
+
+    def _check_same_model(self) -> None:
+        shapes = [tuple(variable.shape) for variable in self.state]
+        recorded = [array.shape for array in self._recording.steps[0]["before", 0]]
+        for index, (own, other) in enumerate(zip(shapes, recorded, strict=False)):
+            if own != other:
+                path, _ = self._recording.variables[index]
+                raise ValueError(
+                    f"variable {path} has shape {other} in the recording and {own} in the model"
+                    f" {self.model.name}; build the model that was recorded"
+                )
+        if len(shapes) != len(recorded):
+            raise ValueError(
+                f"the recording has {len(recorded)} variables and the model {self.model.name}"
+                f" {len(shapes)}; build and compile the model that was recorded"
+            )
+
+    @property
+    def unit(self) -> float:
+        """The largest step between numbers near 1 in what the layers compute in."""
+        eps = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+        return max([EPS, *(eps.get(layer.compute_dtype, 0) for layer in _leaf_layers(self.model))])
+
+    def load(self, state: Arrays) -> None:
+        """Assigns all variables."""
+        for variable, array in zip(self.state, state, strict=True):
+            variable.assign(tf.cast(array, variable.dtype))
+
+    def step(
+        self, state: Arrays, data: Arrays, *, scales: tuple[float, float] = (1.0, 1.0)
+    ) -> StepResult:
+        """Runs the model's own `train_step` from a state, without the update.
+
+        Args:
+            state: all variables.
+            data: leaves of the examples.
+            scales: factors of the data loss and of regularisation.
+        """
+        got = StepResult([], None, [], [])
+
+        def compute_loss(inner: Callable, *args: Any, **kwargs: Any) -> tf.Tensor:
+            loss, regular = inner(*args, **kwargs), regularisation(self.model)
+            y_pred = kwargs["y_pred"] if "y_pred" in kwargs else args[2]
+            regular = tf.cast(regular, loss.dtype)
+            got.y_pred = [np.array(_to_numpy_dtype(p)) for p in leaves(y_pred)]
+            got.loss = float(tf.reduce_sum(loss) - regular), float(regular)
+            return scales[0] * (loss - regular) + scales[1] * regular
+
+        def apply(inner: Callable, grads: Sequence, *args: Any, **kwargs: Any) -> None:
+            got.raw = [_to_numpy(g) for g in grads if g is not None]
+
+        self.load(state)
+        with Hooks() as hooks:
+            hooks.hook(self.model, "compute_loss", compute_loss)
+            hooks.hook(self.optimizer, "apply", apply)
+            self.model.train_step(from_json(self._recording.structure, self._tensors(data)))
+        got.after = self._read()
+        return got
+
+    def loss(
+        self, state: Arrays, data: Arrays, y_pred: Arrays, masks: Arrays, *, weighted: bool = True
+    ) -> float:
+        """Returns the loss of given predictions, without regularisation.
+
+        Args:
+            state: all variables.
+            data: leaves of the examples.
+            y_pred: leaves of the predictions.
+            masks: one for each of them; scalars for none.
+            weighted: take sample weights and masks into account.
+        """
+        x, y, sample_weight = self._unpack(data)
+        self.load(state)
+        if self.model.losses:
+            self.model(x, training=True)  # Activity regularisers.
+        predictions = [tf.constant(array) for array in y_pred]
+        for prediction, mask in zip(predictions, masks, strict=True):
+            if mask.ndim and weighted:
+                set_keras_mask(prediction, tf.constant(mask))
+        loss = self.model.compute_loss(
+            x=x,
+            y=y,
+            y_pred=from_json(self._recording.predicted, predictions),
+            sample_weight=sample_weight if weighted else None,
+        )
+        return float(tf.reduce_sum(loss) - tf.cast(regularisation(self.model), loss.dtype))
+
+    def clip(self, gradients: Arrays) -> Arrays:
+        """Returns gradients as the optimizer clips them."""
+        return [_to_numpy(g) for g in self.optimizer._clip_gradients(list(map(_to_tf, gradients)))]
+
+    def update(self, state: Arrays, sums: Arrays, *, clips: bool = False) -> Arrays:
+        """Returns all variables after the optimizer's update with these gradients.
+
+        Args:
+            state: before it.
+            sums: gradients of the weights that `Recording.gradients` names.
+            clips: clip them first.
+        """
+        self.load(state)
+        names = self._recording.gradients
+        paths = [path for path, _ in self._recording.variables]
+        variables = [self.state[paths.index(name)] for name in names]
+        with Hooks() as hooks:
+            if not clips:
+                hooks.hook(self.optimizer, "_clip_gradients", lambda inner, grads: grads)
+            self.optimizer.apply(list(map(_to_tf, sums)), variables)
+        return self._read()
+
+    def without(self, layers: Sequence[keras.layers.Layer], function: Callable[[], Any]) -> Any:
+        """Returns what `function` does while these layers work as in inference."""
+
+        def inference(inner: Callable, *args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **{**kwargs, "training": False})
+
+        with Hooks() as hooks:
+            for layer in layers:
+                if layer._call_has_training_arg:
+                    hooks.hook(layer, "call", inference)
+            return function()
+
+    def _unpack(self, data: Arrays) -> tuple[Any, Any, Any]:
+        nest = from_json(self._recording.structure, self._tensors(data))
+        return keras.utils.unpack_x_y_sample_weight(nest)
+
+    def _tensors(self, data: Arrays) -> list[tf.Tensor]:
+        return [tf.constant(array) for array in data]
+
+    def _read(self) -> Arrays:
+        return [np.array(_to_numpy_dtype(variable.value)) for variable in self.state]
+
+
+def _is_seed_of(layer: keras.layers.Layer, variable: keras.Variable) -> bool:
+    return any(generator.state is variable for generator in layer._seed_generators)
+
+
+def _is_float(variable: keras.Variable) -> bool:
+    return bool(np.issubdtype(_numpy_dtype(variable.dtype), np.floating))
+
+
+def _leaf_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    return [layer for layer in model._flatten_layers(include_self=False) if not layer._layers]
+
+
+def _to_tf(gradient: Any) -> Any:
+    if not isinstance(gradient, Sparse):
+        return tf.constant(gradient)
+    shape = (int(gradient.rows), *gradient.values.shape[1:])
+    return tf.IndexedSlices(tf.constant(gradient.values), tf.constant(gradient.indices), shape)
+
+
+def _to_numpy(gradient: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return np.array(_to_numpy_dtype(gradient))
+    values, indices = np.array(_to_numpy_dtype(gradient.values)), gradient.indices.numpy()
+    return Sparse(values, indices, int(gradient.dense_shape[0]))
+
+
+# --- Comparison ----------------------------------------------------------------------------------
+
+
+def compare(
+    record: Recording,
+    model: keras.Model,
+    *,
+    batches: Sequence[Any] = (),
+    on_step: Callable[[int], None] = lambda step: None,
+) -> Report:
+    """Checks every stage of every recorded step against one device.
+
+    Args:
+        record: a `Recorder` after its `with` block, or a `Recording` that was loaded.
+        model: compiled by the same code, outside of the strategy's scope.
+        batches: the global batch of each step, as the data set defines it; none to take what the
+            replicas were given.
+        on_step: called after each step.
+
+    Raises:
+        ValueError: nothing was recorded, or of another model.
+    """
+    if not record.steps:
+        raise ValueError(
+            "nothing was recorded; call model.fit, or model.train_step, within the `with` block"
+        )
+    comparison = Comparison(record, OneDevice(model, record))
+    found: list[Finding] = []
+    for step in range(len(record.steps)):
+        batch = leaves(batches[step]) if step < len(batches) else None
+        found += comparison.check(step, batch)
+        on_step(step + 1)
+    return Report(
+        len(record.steps),
+        record.num_replicas,
+        _merged(found),
+        comparison.checked,
+        "spread over orders of summation and changes by one unit in the last place",
+    )
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """Puts findings of the same cause together over steps, replicas and tensors."""
+    merged: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        merged.setdefault((finding.stage, finding.cause), []).append(finding)
+    order = list(STAGES)
+    return [
+        dataclasses.replace(
+            same[0],
+            steps=tuple(sorted({s for f in same for s in f.steps})),
+            replicas=tuple(sorted({r for f in same for r in f.replicas})),
+            tensors=tuple(dict.fromkeys(t for f in same for t in f.tensors)),
+            distance=max(f.distance for f in same),
+        )
+        for _, same in sorted(merged.items(), key=lambda item: order.index(item[0][0]))
+    ]
+
+
+@dataclasses.dataclass
+class Spread:
+    """How far rounding carries the forward and the backward pass of a shard.
+
+    Attributes:
+        forward: relative, of predictions and loss.
+        backward: relative, of gradients as a whole.
+        gradients: absolute, of each gradient.
+    """
+
+    forward: float
+    backward: float
+    gradients: list[float]
+
+
+class Comparison:
+    """Checks the steps of a recording, one after another, stage by stage.
+
+    Args:
+        recording: of any number of replicas.
+        one: the same model on one device.
+
+    Attributes:
+        checked: the stages that were checked so far.
+    """
+
+    def __init__(self, recording: Recording, one: OneDevice):
+        self._recording, self._one = recording, one
+        self._replicas = range(recording.num_replicas)
+        self._kinds = [kind for _, kind in recording.variables]
+        self._paths = [path for path, _ in recording.variables]
+        self.checked: list[str] = []
+
+    def check(self, step: int, batch: Arrays | None = None) -> Iterator[Finding]:
+        """Yields what is not as on one device in a step, from 0, stage by stage."""
+        self._step, self._arrays, self._batch = step, self._recording.steps[step], batch
+        share = 1.0 / len(self._replicas)
+        self._scales = [(share, share)] * len(self._replicas)
+        if self._synchronizes:
+            self._compute_together()
+        else:
+            self._own, self._spread = [], []
+            for state, data in zip(self._all("before"), self._data, strict=True):
+                own = self._one.step(state, data, scales=(share, share))
+                self._own.append(own)
+                self._spread.append(self._spread_of(own, state, data, (share, share)))
+        self._loss_is_wrong = self._mixes = False
+        stages = {
+            "start": self._start,
+            "random numbers": self._random_numbers,
+            "examples": self._examples,
+            "forward": self._forward,
+            "loss": self._loss,
+            "regularisation": self._regularisation,
+            "gradients": self._gradients,
+            "clipping": self._clipping,
+            "all-reduce": self._all_reduce,
+            "update": self._update,
+            "statistics": self._statistics,
+            "agreement": self._agreement,
+        }
+        for stage, function in stages.items():
+            self._stage = stage
+            yield from function()
+
+    # The pieces that the stages are made of.
+
+    def _all(self, kind: str, step: int | None = None) -> list[Arrays]:
+        """Returns arrays of all replicas, in their order."""
+        arrays = self._arrays if step is None else self._recording.steps[step]
+        return [arrays[kind, replica] for replica in self._replicas]
+
+    def _has(self, kind: str) -> bool:
+        return (kind, 0) in self._arrays
+
+    @property
+    def _data(self) -> list[Arrays]:
+        return self._all("data")
+
+    @property
+    def _whole(self) -> Arrays:
+        return [np.concatenate(parts) for parts in zip(*self._data, strict=True)]
+
+    def _checks(self) -> None:
+        if self._stage not in self.checked:
+            self.checked.append(self._stage)
+
+    def _found(self, cause: str, text: str, *, design: bool = False, **where: Any) -> Finding:
+        status = BY_DESIGN if design else FAULT
+        return Finding(self._stage, status, cause, text, (self._step + 1,), **where)
+
+    def _sizes(self) -> list[int]:
+        return [len(data[0]) for data in self._data]
+
+    @property
+    def _synchronizes(self) -> bool:
+        """Whether BatchNorm takes the statistics of all replicas, so that none works alone."""
+        layers = self._one.layers_with_statistics
+        is_one = len(self._replicas) == 1
+        return not is_one and any(getattr(layer, "synchronized", False) for layer in layers)
+
+    def _compute_together(self) -> None:
+        """Computes the whole batch in one, and deals out its predictions."""
+        state, data = self._all("before")[0], self._whole
+        whole = self._one.step(state, data)
+        spread = self._spread_of(whole, state, data, (1.0, 1.0))
+        ends = np.cumsum(self._sizes())[:-1]
+        shards = list(zip(*(np.split(p, ends) for p in whole.y_pred), strict=True))
+        self._own = [
+            StepResult(list(shard), whole.loss, whole.raw, whole.after) for shard in shards
+        ]
+        self._spread = [spread] * len(self._replicas)
+
+    def _spread_of(
+        self, own: StepResult, state: Arrays, data: Arrays, scales: tuple[float, float]
+    ) -> Spread:
+        """Repeats a step in another order, and from weights one unit in the last place off."""
+        one, generator = self._one, np.random.default_rng(self._step)
+        repeated = []
+        for _ in range(2):
+            near = [
+                array * (1 + one.unit * generator.choice([-1, 1], array.shape)).astype(array.dtype)
+                if kind in ("weight", "statistic")
+                else array
+                for array, kind in zip(state, self._kinds, strict=True)
+            ]
+            repeated.append(one.step(near, data, scales=scales))
+        num = len(data[0])
+        aligned = all(len(p) == num for p in own.y_pred if p.ndim)
+        if not one.random_layers and aligned and num > 1:
+            order = generator.permutation(num)
+            result = one.step(state, [array[order] for array in data], scales=scales)
+            back = np.argsort(order)
+            result.y_pred = [p[back] for p in result.y_pred]
+            repeated.append(result)
+        forward = backward = one.unit
+        gradients = [0.0] * len(own.raw)
+        size = np.sqrt(sum(norm(g) ** 2 for g in own.raw))
+        for result in repeated:
+            for a, b in zip(result.y_pred, own.y_pred, strict=True):
+                forward = max(forward, _ratio(distance(a, b), norm(b)))
+            if len(result.raw) != len(own.raw):  # Of a step that overflowed.
+                continue
+            apart = [distance(a, b) for a, b in zip(result.raw, own.raw, strict=True)]
+            gradients = [max(a, b) for a, b in zip(gradients, apart, strict=True)]
+            backward = max(backward, _ratio(np.sqrt(sum(a**2 for a in apart)), size))
+        for apart, gradient in zip(gradients, own.raw, strict=True):
+            if (ratio := _ratio(apart, norm(gradient))) < NOTHING_BUT_ROUNDING:
+                backward = max(backward, ratio)
+        return Spread(forward, backward, gradients)
+
+    def _near(
+        self, replica: int, actual: Arrays, expected: Arrays, scale: float = 1.0
+    ) -> list[bool]:
+        """Tells of each gradient whether it is as expected, within rounding."""
+        spread = self._spread[replica]
+        return [
+            distance(a, e) <= MARGIN * max(abs(scale) * own, spread.backward * norm(e)) + TINY
+            for a, e, own in zip(actual, expected, spread.gradients, strict=True)
+        ]
+
+    # The stages.
+
+    def _start(self) -> Iterator[Finding]:
+        self._checks()
+        before = self._all("before")
+        for index, kind in enumerate(self._kinds):
+            if kind in ("weight", "optimizer state") and self._step == 0:
+                yield from self._other_bits(before, index, "before the first step")
+        if self._step and not self._jumps():
+            after = self._all("after", self._step - 1)
+            for index, path in enumerate(self._paths):
+                changed = [
+                    r for r in self._replicas if not _same(before[r][index], after[r][index])
+                ]
+                if changed:
+                    yield self._found(
+                        "changed_on_its_own",
+                        f"{path} is not what the step before has left",
+                        replicas=tuple(changed), tensors=(path,),
+                    )  # fmt: skip
+
+    def _jumps(self) -> bool:
+        """Tells whether steps in between were not recorded."""
+        return False
+
+    def _random_numbers(self) -> Iterator[Finding]:
+        seeds = sorted(self._recording.seeds_drawn())
+        if not seeds or len(self._replicas) == 1:
+            return
+        self._checks()
+        before = self._all("before")
+        same = [
+            i for i in seeds if any(_same(before[r][i], before[0][i]) for r in self._replicas[1:])
+        ]
+        if same:
+            names = ", ".join(layer.name for layer in self._one.random_layers[:3])
+            yield self._found(
+                "same_random_numbers",
+                f"{len(same)} of {len(seeds)} seed generators ({names or 'of the model'}) have the same state on"
+                " several replicas: other examples, the same masks",
+                replicas=tuple(self._replicas), tensors=tuple(self._paths[i] for i in same),
+            )  # fmt: skip
+
+    def _examples(self) -> Iterator[Finding]:
+        if self._batch is None:
+            return
+        self._checks()
+        inputs = len(leaves(self._one._unpack(self._batch)[0]))
+        given, asked = _row_hashes(self._whole), _row_hashes(self._batch)
+        missing, extra = asked - given, given - asked
+        if not missing and not extra:
+            return
+        x_given, x_asked = _row_hashes(self._whole[:inputs]), _row_hashes(self._batch[:inputs])
+        sizes, num = "/".join(map(str, self._sizes())), len(self._batch[0])
+        if x_given == x_asked:
+            yield self._found(
+                "labels_shifted",
+                f"{sum(extra.values())} of {num} inputs have another target than in the data set",
+            )
+            return
+        shards = [_row_hashes(data) for data in self._data]
+        everywhere = shards[0]
+        if len(shards) > 1 and all(shard == everywhere for shard in shards):
+            yield self._found(
+                "same_examples",
+                f"all {len(shards)} replicas were given the same {len(self._data[0][0])} examples",
+                replicas=tuple(self._replicas),
+            )
+        elif all(hashed in asked for hashed in extra):
+            yield self._found(
+                "repeated_examples",
+                f"{sum(extra.values())} examples were given out twice, {sum(missing.values())} not"
+                f" at all; shards of {sizes}, batch of {num}",
+            )
+        elif extra:
+            yield self._found(
+                "other_examples",
+                f"{sum(extra.values())} of {sum(given.values())} examples are not of this batch",
+            )
+        else:
+            yield self._found(
+                "lost_examples",
+                f"{sum(missing.values())} of {num} examples were given to no replica; shards of"
+                f" {sizes}",
+            )
+
+    def _forward(self) -> Iterator[Finding]:
+        if not self._has("y_pred"):
+            return
+        self._checks()
+        one = self._one
+        for r in self._replicas:
+            allowed = MARGIN * self._spread[r].forward
+            apart = _relative(self._all("y_pred")[r], self._own[r].y_pred)
+            if apart > allowed:
+                yield self._found(
+                    *self._why_forward(r, allowed), replicas=(r,), distance=apart, allowed=allowed
+                )
+        if len(self._replicas) == 1:
+            return
+        allowed = MARGIN * max(spread.forward for spread in self._spread)
+        if self._synchronizes or self._mixing(one.random_layers) <= allowed:
+            return
+        statistics = [layer.name for layer in one.layers_with_statistics]
+        self._mixes = True
+        off = (*one.random_layers, *one.layers_with_statistics)
+        gradient = self._gradient_apart()
+        if statistics and self._mixing(off) <= allowed:
+            yield self._found(
+                "local_statistics",
+                f"{', '.join(statistics[:3])} normalise the examples of each replica, not the whole"
+                f" batch: its gradient is {gradient:.1%} another one. Switched to inference, shards"
+                " and batch agree",
+                design=True, tensors=tuple(statistics), distance=gradient,
+            )  # fmt: skip
+        else:
+            yield self._found(
+                "mixes_examples",
+                "predictions of an example depend on others of its shard: the gradient of the whole"
+                f" batch is {gradient:.1%} another one",
+                design=True, distance=gradient,
+            )  # fmt: skip
+
+    def _mixing(self, off: Sequence[keras.layers.Layer]) -> float:
+        """Returns how far predictions by shard are from those of the whole batch."""
+        one, before = self._one, self._all("before")[0]
+
+        def apart() -> float:
+            shards = [one.step(before, data).y_pred for data in self._data]
+            joined = [np.concatenate(parts) for parts in zip(*shards, strict=True)]
+            return _relative(joined, one.step(before, self._whole).y_pred)
+
+        return one.without(off, apart)
+
+    def _gradient_apart(self) -> float:
+        """Returns how far the summed gradients of the shards are from that of the whole batch."""
+        one, before, num = self._one, self._all("before")[0], sum(self._sizes())
+        shards = [
+            one.step(before, data, scales=(size / num, 1 / len(self._replicas))).raw
+            for data, size in zip(self._data, self._sizes(), strict=True)
+        ]
+        return _relative_norm(
+            [add(g) for g in zip(*shards, strict=True)], one.step(before, self._whole).raw
+        )
+
+    def _why_forward(self, replica: int, allowed: float) -> tuple[str, str]:
+        """Explains predictions that are not those of the replica's own examples."""
+        one, y_pred = self._one, self._all("y_pred")[replica]
+        state, data = self._all("before")[replica], self._data[replica]
+        layers = [*one.random_layers, *one.layers_with_statistics]
+        if layers:
+            result = one.without(layers, lambda: one.step(state, data))
+            if _relative(y_pred, result.y_pred) <= allowed:
+                return "inference_mode", "predictions are those of inference, not of training"
+        if self._step:
+            old = self._all("before", self._step - 1)[replica]
+            if _relative(y_pred, one.step(old, data).y_pred) <= allowed:
+                return "stale_gradient", "predictions are those of the weights one step before"
+        for other in self._replicas:
+            if other != replica and self._sizes()[other] == len(data[0]):
+                result = one.step(state, self._data[other])
+                if _relative(y_pred, result.y_pred) <= allowed:
+                    return "same_examples", f"predictions are those of replica {other}'s examples"
+        return "unexplained", "predictions differ from those of one device for the same examples"
+
+    def _loss(self) -> Iterator[Finding]:
+        if not self._has("loss"):
+            return
+        self._checks()
+        one, num = self._one, len(self._replicas)
+        before, y_pred, masks = self._all("before"), self._all("y_pred"), self._all("mask")
+        taken = [float(np.sum(loss[0]) - np.sum(loss[1])) for loss in self._all("loss")]
+        own = [one.loss(before[r], self._data[r], y_pred[r], masks[r]) for r in self._replicas]
+        self._scales = [(t / o if o else 1 / num, 1 / num) for t, o in zip(taken, own, strict=True)]
+        joined = [_join(parts) for parts in zip(*y_pred, strict=True)]
+        joined_masks = [_join(parts) for parts in zip(*masks, strict=True)]
+        whole = one.loss(before[0], self._whole, joined, joined_masks)
+        size = max(abs(whole), sum(map(abs, taken)), TINY)
+        allowed = MARGIN * max(8 * EPS, one.unit if one.unit > EPS else 0.0)
+        apart = abs(sum(taken) - whole) / size
+        if apart <= allowed:
+            return
+        self._loss_is_wrong = True
+        sizes, total = self._sizes(), sum(self._sizes())
+        by_size = sum(o * n / total for o, n in zip(own, sizes, strict=True))
+
+        def is_whole(number: float) -> bool:
+            return abs(number - whole) <= allowed * size
+
+        once = all(abs(t - o) <= allowed * size for t, o in zip(taken, own, strict=True))
+        mean = abs(sum(taken) - sum(own) / num) <= allowed * size
+        where = {"distance": apart, "allowed": allowed}
+        each = ", ".join(f"{o:.6g}" for o in own)
+        plain = [
+            one.loss(before[r], self._data[r], y_pred[r], masks[r], weighted=False)
+            for r in self._replicas
+        ]
+        plain_whole = one.loss(before[0], self._whole, joined, joined_masks, weighted=False)
+        plain_sum = sum(o * n / total for o, n in zip(plain, sizes, strict=True))
+        is_plain = abs(plain_sum - plain_whole) <= allowed * max(abs(plain_whole), TINY)
+        if once and is_whole(by_size):
+            yield self._found(
+                "scalar_loss_not_divided",
+                f"each replica's loss ({each}) is taken once, not divided by {num} replicas: their"
+                f" sum is {sum(taken):.6g}, the loss of the whole batch {whole:.6g}, so gradients"
+                f" are {sum(taken) / whole:.4g} times too large",
+                **where,
+            )
+        elif mean and len(set(sizes)) > 1 and is_whole(by_size):
+            yield self._found(
+                "mean_of_means",
+                f"the mean of the replicas' means, of {'/'.join(map(str, sizes))} examples, is"
+                f" {sum(taken):.6g}; the mean over all examples is {whole:.6g}",
+                **where,
+            )
+        elif (mean or once) and is_plain and not is_whole(by_size):
+            yield self._found(
+                "weighted_mean_of_means",
+                f"each replica divides by the weights, or unmasked steps, of its own examples: the"
+                f" mean of the replicas' losses ({each}) is {sum(taken):.6g}, the weighted mean of"
+                f" the whole batch {whole:.6g}",
+                **where,
+            )
+        elif (mean or once) and not is_plain:
+            yield self._found(
+                "not_a_sum_over_examples",
+                f"the loss of a batch is not the mean of its examples' losses: {whole:.6g} for the"
+                f" whole batch, {each} for the shards",
+                design=True, **where,
+            )  # fmt: skip
+        else:
+            yield self._found(
+                "other_loss",
+                f"the replicas' losses add up to {sum(taken):.6g}; their predictions have {each},"
+                f" the whole batch {whole:.6g}",
+                **where,
+            )
+
+    def _regularisation(self) -> Iterator[Finding]:
+        if not self._has("loss") or not self._own[0].loss:
+            return
+        taken = sum(float(np.sum(loss[1])) for loss in self._all("loss"))
+        if not taken and not any(own.loss[1] for own in self._own):
+            return
+        self._checks()
+        expected = float(np.mean([own.loss[1] for own in self._own]))
+        apart = abs(taken - expected) / max(abs(expected), TINY)
+        allowed = MARGIN * max(8 * EPS, *(spread.forward for spread in self._spread))
+        if apart > allowed:
+            factor = taken / expected if expected else np.inf
+            cause = "regulariser_repeated" if factor > 1 else "regulariser_missing"
+            yield self._found(
+                cause, f"the replicas add {factor:.4g} times the regularisation of one device",
+                distance=apart, allowed=allowed,
+            )  # fmt: skip
+
+    def _expected_gradients(self, replica: int, **changes: Any) -> Arrays:
+        """Returns what a replica should send: gradients of its part in the loss that it has."""
+        state, data = self._all("before")[replica], self._data[replica]
+        scales = self._scales[replica]
+        if not self._has("loss"):
+            return [_scaled(g, scales[0]) for g in self._own[replica].raw]
+        return self._one.step(
+            changes.get("state", state), changes.get("data", data),
+            scales=changes.get("scales", scales),
+        ).raw  # fmt: skip
+
+    def _gradients(self) -> Iterator[Finding]:
+        if not self._has("raw"):
+            return
+        self._checks()
+        if not self._has("loss"):
+            self._scales = [(factor, factor) for factor in self._factors_sent()]
+        if self._synchronizes:
+            yield from self._gradients_together()
+            return
+        for r in self._replicas:
+            actual, expected = self._all("raw")[r], self._expected_gradients(r)
+            if len(actual) != len(expected):
+                yield self._found(
+                    "frozen",
+                    f"{len(actual)} weights have a gradient, on one device {len(expected)}",
+                    replicas=(r,),
+                )
+                continue
+            near = self._near(r, actual, expected, self._times_own(r))
+            if wrong := [i for i, is_near in enumerate(near) if not is_near]:
+                yield from self._why_gradients(r, actual, expected, wrong)
+        yield from self._additive()
+
+    def _gradients_together(self) -> Iterator[Finding]:
+        """Checks the sum of what the replicas send against the gradients of the whole batch."""
+        if self._loss_is_wrong:
+            return
+        total = [add(gradients) for gradients in zip(*self._all("raw"), strict=True)]
+        expected = self._own[0].raw
+        near = self._near(0, total, expected)
+        if wrong := [i for i, is_near in enumerate(near) if not is_near]:
+            yield from self._scaled_or_reduced(0, total, expected, wrong)
+
+    def _times_own(self, r: int) -> float:
+        """Returns how large the gradients of a replica are, over those that were computed of it."""
+        num = len(self._replicas) if self._has("loss") else 1
+        return self._scales[r][0] * num
+
+    def _factors_sent(self) -> list[float]:
+        """Returns by what each replica has multiplied the gradients of its own examples.
+
+        Where a step does not show its loss, this is the one thing that tells; the sum over the
+        replicas says whether it is right.
+        """
+        factors = [
+            _factor(raw, own.raw) for raw, own in zip(self._all("raw"), self._own, strict=True)
+        ]
+        return [f if np.isfinite(f) else 1 / len(self._replicas) for f in factors]
+
+    def _why_gradients(
+        self, r: int, actual: Arrays, expected: Arrays, wrong: Sequence[int]
+    ) -> Iterator[Finding]:
+        """Explains gradients of a replica, tensor by tensor."""
+        one, num = self._one, len(self._replicas)
+        data, scales = self._data[r], self._scales[r]
+        tests: list[tuple[str, str, Callable[[], Arrays]]] = []
+        if self._step:
+            old_state = self._all("before", self._step - 1)[r]
+            old = self._all("raw", self._step - 1)[r]
+            tests += [
+                ("stale_gradient", "the gradients of the step before", lambda: old),
+                (
+                    "stale_gradient",
+                    "gradients by the weights one step before",
+                    lambda: self._expected_gradients(r, state=old_state),
+                ),
+            ]
+        if self._has("loss"):
+            for factor, cause in ((num, "regulariser_repeated"), (0, "regulariser_missing")):
+                tests.append(
+                    (
+                        cause,
+                        f"regularisation is in them {factor} times",
+                        lambda f=factor: self._expected_gradients(r, scales=(scales[0], f / num)),
+                    )
+                )
+        layers = [*one.random_layers, *one.layers_with_statistics]
+        if layers:
+            tests.append(
+                (
+                    "inference_mode",
+                    "those of a model in inference",
+                    lambda: one.without(layers, lambda: self._expected_gradients(r)),
+                )
+            )
+        inputs = len(leaves(one._unpack(data)[0]))
+        for shift in (1, -1):
+            moved = data[:inputs] + [np.roll(array, shift, axis=0) for array in data[inputs:]]
+            tests.append(
+                (
+                    "labels_shifted",
+                    "those of targets shifted by one example",
+                    lambda d=moved: self._expected_gradients(r, data=d),
+                )
+            )
+        for other in self._replicas:
+            if other != r:
+                tests.append(
+                    (
+                        "same_examples",
+                        f"those of replica {other}'s examples",
+                        lambda o=other: self._expected_gradients(r, data=self._data[o]),
+                    )
+                )
+        left = list(wrong)
+        for cause, text, compute in tests:
+            if not left:
+                return
+            candidate = compute()
+            near = self._near(r, actual, candidate, self._times_own(r))
+            told = self._near(r, expected, candidate, self._times_own(r))
+            explained = [i for i in left if near[i] and not told[i]]
+            if explained and all(near[i] for i in left):
+                yield self._gradient_finding(
+                    cause, f"they are {text}", r, actual, expected, explained
+                )
+                left = [i for i in left if i not in explained]
+        yield from self._scaled_or_reduced(r, actual, expected, left)
+
+    def _scaled_or_reduced(
+        self, r: int, actual: Arrays, expected: Arrays, left: Sequence[int]
+    ) -> Iterator[Finding]:
+        """Explains gradients tensor by tensor; those with the same explanation together."""
+        groups: dict[tuple[str, str], list[int]] = {}
+        for i in left:
+            limit = MARGIN * max(
+                self._spread[r].gradients[i] * abs(self._times_own(r)),
+                self._spread[r].backward * norm(expected[i]),
+            )
+            groups.setdefault(
+                _why_tensor(actual[i], expected[i], limit, len(self._replicas)), []
+            ).append(i)
+        for (cause, text), indices in groups.items():
+            yield self._gradient_finding(cause, text, r, actual, expected, indices)
+
+    def _gradient_finding(
+        self,
+        cause: str,
+        text: str,
+        r: int,
+        actual: Arrays,
+        expected: Arrays,
+        indices: Sequence[int],
+    ) -> Finding:
+        apart = max(_ratio(distance(actual[i], expected[i]), norm(expected[i])) for i in indices)
+        return self._found(
+            cause, text, replicas=(r,), distance=apart,
+            tensors=tuple(self._recording.gradients[i] for i in indices),
+            allowed=MARGIN * self._spread[r].backward,
+        )  # fmt: skip
+
+    def _additive(self) -> Iterator[Finding]:
+        """Compares the sum over the replicas with the gradient of the whole batch."""
+        one, num = self._one, len(self._replicas)
+        if num == 1 or self._loss_is_wrong:
+            return
+        off = [*one.random_layers, *one.layers_with_statistics]
+        before, sizes, total = self._all("before")[0], self._sizes(), sum(self._sizes())
+        has_loss = self._has("loss")
+
+        def shards_and_whole() -> tuple[Arrays, Arrays]:
+            shards = []
+            for r in self._replicas:
+                scales = self._scales[r] if has_loss else (1.0, 1.0)
+                raw = one.step(before, self._data[r], scales=scales).raw
+                factor = 1.0 if has_loss else self._scales[r][0]
+                shards.append([_scaled(g, factor) for g in raw])
+            return [add(g) for g in zip(*shards, strict=True)], one.step(before, self._whole).raw
+
+        sums, whole = one.without(off, shards_and_whole)
+        limit = [
+            MARGIN * max(sum(s.gradients[i] for s in self._spread), max(s.backward for s in self._spread) * norm(whole[i]))
+            for i in range(len(whole))
+        ]  # fmt: skip
+        wrong = [
+            i for i, (a, b) in enumerate(zip(sums, whole, strict=True)) if distance(a, b) > limit[i]
+        ]
+        if not wrong:
+            return
+        apart = _relative_norm(sums, whole)
+        names = tuple(self._recording.gradients[i] for i in wrong)
+        where = {"tensors": names, "distance": apart}
+        factor = _factor(sums, whole)
+        if all(
+            distance(sums[i], _scaled(whole[i], factor)) <= abs(factor) * limit[i] for i in wrong
+        ):
+            yield self._found(
+                "scalar_loss_not_divided",
+                f"summed over {num} replicas, gradients are {factor:.4g} times that of the whole"
+                " batch: the loss is a mean over a replica's own examples, and not divided by the"
+                " number of replicas", **where,
+            )  # fmt: skip
+            return
+        regular = self._regular_gradients(before)
+        if regular:
+            extra = _factor(
+                [dense(sums[i]) - dense(whole[i]) for i in wrong], [regular[i] for i in wrong]
+            )
+            left = [
+                distance(sums[i], dense(whole[i]) + extra * regular[i]) <= limit[i] for i in wrong
+            ]
+            if all(left):
+                yield self._found(
+                    "regulariser_repeated" if extra > 0 else "regulariser_missing",
+                    f"the replicas' gradients hold {1 + extra:.4g} times the regularisation of one"
+                    " device", **where,
+                )  # fmt: skip
+                return
+        if not has_loss and len(set(sizes)) > 1:
+            shares = [
+                [
+                    _scaled(g, n / total)
+                    for g in one.without(off, lambda r=r: one.step(before, self._data[r])).raw
+                ]
+                for r, n in enumerate(sizes)
+            ]
+            weighted = [add(g) for g in zip(*shares, strict=True)]
+            if all(distance(weighted[i], whole[i]) <= limit[i] for i in wrong):
+                yield self._found(
+                    "mean_of_means",
+                    f"shards of {'/'.join(map(str, sizes))} examples weigh the same",
+                    **where,
+                )
+                return
+        yield self._found(
+            "not_a_sum_over_examples",
+            f"the gradient of the whole batch is {apart:.1%} another one than the sum over the"
+            " shards, on one device too", design=True, **where,
+        )  # fmt: skip
+
+    def _regular_gradients(self, state: Arrays) -> Arrays | None:
+        """Returns the gradients of `model.losses`, None where there are none."""
+        if not self._one.model.losses:
+            return None
+        one, x = self._one, self._one._unpack(self._whole)[0]
+        one.load(state)
+        with tf.GradientTape() as tape:
+            one.model(x, training=False)
+            regular = regularisation(one.model)
+        by_path = {v.path: v for v in one.model.trainable_variables}
+        gradients = tape.gradient(regular, [by_path[p].value for p in self._recording.gradients])
+        return [
+            np.zeros(by_path[p].shape) if g is None else dense(_to_numpy(g))
+            for p, g in zip(self._recording.gradients, gradients, strict=True)
+        ]
+
+    def _clipping(self) -> Iterator[Finding]:
+        if not self._has("clipped") or not self._has("raw"):
+            return
+        self._checks()
+        one, num = self._one, len(self._replicas)
+        raw, clipped = self._all("raw"), self._all("clipped")
+        alone = [one.clip(gradients) for gradients in raw]
+        odd = [
+            r for r in self._replicas
+            if any(_far(c, a, 1e-5) for c, a in zip(clipped[r], alone[r], strict=True))
+        ]  # fmt: skip
+        if odd and len(odd) < num:
+            sent = ", ".join(f"{_total_norm(clipped[r]):.4g}" for r in odd)
+            yield self._found(
+                "clipped_on_one_replica",
+                f"what is sent has norm {sent}, the optimizer's clipping gives"
+                f" {_total_norm(alone[odd[0]]):.4g}",
+                replicas=tuple(odd),
+            )
+            return
+        if num == 1:
+            return
+        total = [add(g) for g in zip(*raw, strict=True)]
+        sent = [add(g) for g in zip(*clipped, strict=True)]
+        expected = one.clip(total)
+        wrong = [i for i, (s, e) in enumerate(zip(sent, expected, strict=True)) if _far(s, e, 1e-5)]
+        if not wrong:
+            return
+        limits = [
+            f"{name}={value:g}" for name in ("clipnorm", "global_clipnorm", "clipvalue")
+            if (value := getattr(one.optimizer, name, None))
+        ]  # fmt: skip
+        yield self._found(
+            "clipped_before_the_sum",
+            f"{', '.join(limits) or 'clipping'} is applied on each replica (norms"
+            f" {', '.join(f'{_total_norm(g):.4g}' for g in raw)}), not to the sum (norm"
+            f" {_total_norm(total):.4g}): what is sent adds up to norm {_total_norm(sent):.4g}, the"
+            f" clipped sum has {_total_norm(expected):.4g}",
+            tensors=tuple(self._recording.gradients[i] for i in wrong),
+            distance=_relative_norm(sent, expected), allowed=1e-5,
+        )  # fmt: skip
+
+    def _sums_of(self, replica: int) -> Arrays:
+        """Returns the gradients that a replica applies."""
+        for kind in ("sums", "clipped", "raw"):
+            if self._has(kind):
+                return self._arrays[kind, replica]
+        return []
+
+    def _all_reduce(self) -> Iterator[Finding]:
+        if not self._has("raw") or len(self._replicas) == 1:
+            return
+        self._checks()
+        sent = self._all("clipped" if self._has("clipped") else "raw")
+        old = self._all("sums", self._step - 1) if self._step and self._has("sums") else None
+        for r in self._replicas:
+            groups: dict[tuple[str, str], list[int]] = {}
+            for i, (got, *parts) in enumerate(zip(self._sums_of(r), *sent, strict=True)):
+                total = add(parts)
+                size = np.sum([np.abs(dense(part)) for part in parts], axis=0)
+                bound = (len(parts) + 1) * EPS * size + TINY
+                if dense(got).shape == size.shape and np.all(
+                    np.abs(dense(got) - dense(total)) <= bound
+                ):
+                    continue
+                before = old[r][i] if old else None
+                groups.setdefault(self._why_sum(r, got, parts, before), []).append(i)
+            for (cause, text), indices in groups.items():
+                yield self._found(
+                    cause, text, replicas=(r,),
+                    tensors=tuple(self._recording.gradients[i] for i in indices),
+                )  # fmt: skip
+
+    def _why_sum(self, r: int, got: Any, parts: Sequence[Any], before: Any) -> tuple[str, str]:
+        """Explains a sum that is none."""
+        num, total = len(parts), add(parts)
+        if not _far(got, parts[r], 8 * EPS):
+            return "not_all_reduced", f"each replica keeps its own gradient, of {num}"
+        if not _far(got, _scaled(total, 1 / num), 8 * EPS):
+            return (
+                "mean_instead_of_sum",
+                f"the gradients are averaged over {num} replicas, not summed",
+            )
+        if before is not None and not _far(got, before, 8 * EPS):
+            return "stale_gradient", "the sum is that of the step before"
+        rows = np.stack([dense(part).ravel() for part in parts])
+        weights = np.linalg.lstsq(rows.T, dense(got).ravel(), rcond=None)[0]
+        fitted = (weights[:, None] * rows).sum(axis=0).reshape(dense(got).shape)
+        if not _far(got, fitted, 64 * EPS):
+            lost = [str(q) for q, weight in enumerate(weights) if abs(weight) < 1e-3]
+            if lost and np.allclose([w for w in weights if abs(w) >= 1e-3], 1, atol=1e-3):
+                return (
+                    "lost_replica",
+                    f"the gradient of replica {', '.join(lost)} is not in the sum",
+                )
+            shown = ", ".join(f"{weight:.4g}" for weight in weights)
+            return "scaled_gradient", f"the sum holds {shown} times the replicas' gradients"
+        return _why_tensor(got, total, 0.0, num)
+
+    def _update(self) -> Iterator[Finding]:
+        if not self._sums_of(0):
+            return
+        self._checks()
+        one, checked = self._one, {}
+        own = {v.path for v in one.optimizer.variables}
+        watched = [
+            i for i, (path, kind) in enumerate(self._recording.variables)
+            if kind == "weight" or (kind == "optimizer state" and path in own)
+        ]  # fmt: skip
+        self._update_is_wrong = False
+        for r in self._replicas:
+            before, sums, after = self._all("before")[r], self._sums_of(r), self._all("after")[r]
+            key = tuple(_bytes(a) for a in [*(before[i] for i in watched), *sums])
+            if key not in checked:
+                checked[key] = one.update(before, sums), self._bounds(before, sums)
+            expected, bounds = checked[key]
+            wrong = [
+                i for i in watched
+                if not np.all(np.abs(dense(after[i]) - dense(expected[i])) <= bounds[i])
+            ]  # fmt: skip
+            if wrong:
+                self._update_is_wrong = True
+                yield from self._why_update(r, expected, bounds, wrong)
+
+    def _bounds(self, before: Arrays, sums: Arrays) -> Arrays:
+        """Returns how far rounding may carry each element of the optimizer's update.
+
+        The update is repeated from gradients and states that are one unit in the last place off.
+        """
+        one, generator = self._one, np.random.default_rng(self._step)
+        base = one.update(before, sums)
+        apart = [np.zeros(array.shape) for array in base]
+        for _ in range(3):
+
+            def near(array: Any) -> Any:
+                if isinstance(array, Sparse):
+                    return array._replace(values=near(array.values))
+                if not np.issubdtype(array.dtype, np.floating):
+                    return array
+                return array * (1 + EPS * generator.choice([-1, 1], array.shape)).astype(
+                    array.dtype
+                )
+
+            kinds = zip(before, self._kinds, strict=True)
+            # A schedule's step and a factor that is multiplied up stay what they are.
+            state = [near(a) if kind != "seed" and a.ndim else a for a, kind in kinds]
+            for i, array in enumerate(one.update(state, list(map(near, sums)))):
+                apart[i] = np.maximum(apart[i], np.abs(dense(array) - dense(base[i])))
+        return [
+            MARGIN * (a + np.sqrt(np.mean(a**2)) + EPS * (np.abs(dense(b)) + np.abs(dense(o))))
+            + TINY
+            for a, b, o in zip(apart, base, before, strict=True)
+        ]
+
+    def _why_update(
+        self, r: int, expected: Arrays, bounds: Arrays, wrong: Sequence[int]
+    ) -> Iterator[Finding]:
+        """Explains an update that is not that of the optimizer."""
+        one, num = self._one, len(self._replicas)
+        before, after, sums = self._all("before")[r], self._all("after")[r], self._sums_of(r)
+        paths = self._paths
+        where = {
+            "replicas": (r,),
+            "distance": max(
+                _ratio(distance(after[i], expected[i]), norm(expected[i])) for i in wrong
+            ),
+        }
+        steps = [i for i in wrong if paths[i].endswith("iteration")]
+        if steps:
+            made = int(after[steps[0]]) - int(before[steps[0]])
+            yield self._found(
+                "schedule_stepped_too_often",
+                f"`iterations` advances by {made} in one step, so that a schedule runs {made} times"
+                " as fast", tensors=(paths[steps[0]],), **where,
+            )  # fmt: skip
+            wrong = [i for i in wrong if i not in steps]
+        weights = [i for i in wrong if self._kinds[i] == "weight"] or list(wrong)
+        if not wrong:
+            return
+        names = tuple(paths[i] for i in weights)
+
+        def fits(candidate: Arrays) -> bool:
+            return all(
+                np.all(np.abs(dense(after[i]) - dense(candidate[i])) <= bounds[i]) for i in weights
+            )
+
+        if fits(before):
+            yield self._found(
+                "not_updated", "the weights stay as they were", tensors=names, **where
+            )
+            return
+        tests: list[tuple[str, str, Callable[[], Arrays]]] = [
+            (
+                "mean_instead_of_sum",
+                f"the update is that of the sum divided by {num}",
+                lambda: one.update(before, [_scaled(g, 1 / num) for g in sums]),
+            ),
+            (
+                "scaled_gradient",
+                f"the update is that of {num} times the sum",
+                lambda: one.update(before, [_scaled(g, num) for g in sums]),
+            ),
+            (
+                "clipped_on_one_replica",
+                "the summed gradients are clipped on this replica",
+                lambda: one.update(before, sums, clips=True),
+            ),
+        ]
+        if self._has("sums") and num > 1:
+            own = self._all("clipped" if self._has("clipped") else "raw")[r]
+            text = "the update is made with the replica's own gradients, not with the sum"
+            tests.insert(0, ("not_all_reduced", text, lambda: one.update(before, own)))
+        if self._step:
+            old = self._recording.steps[self._step - 1]
+            stale = next((old[k, r] for k in ("sums", "clipped", "raw") if (k, r) in old), sums)
+            text = "the update is made with the gradients of the step before"
+            tests.append(("stale_gradient", text, lambda: one.update(before, stale)))
+        for cause, text, compute in tests:
+            if fits(compute()):
+                yield self._found(cause, text, tensors=names, **where)
+                return
+        moved = [dense(expected[i]) - dense(before[i]) for i in weights]
+        made = [dense(after[i]) - dense(before[i]) for i in weights]
+        factor = _factor(made, moved)
+        if fits(
+            _at(
+                expected,
+                weights,
+                [dense(before[i]) + factor * m for i, m in zip(weights, moved, strict=True)],
+            )
+        ):
+            yield self._found(
+                "other_learning_rate", f"the update is {factor:.4g} times that of the optimizer",
+                tensors=names, **where,
+            )  # fmt: skip
+            return
+        extra = [dense(after[i]) - dense(expected[i]) for i in weights]
+        decay = -_factor(extra, [dense(before[i]) for i in weights])
+        if decay > 0 and fits(
+            _at(expected, weights, [dense(expected[i]) - decay * dense(before[i]) for i in weights])
+        ):
+            yield self._found(
+                "weight_decay_on_top",
+                f"weights are made smaller by {decay:.3g} of themselves, beside the optimizer's"
+                " update", tensors=names, **where,
+            )  # fmt: skip
+            return
+        few = sum(
+            int(np.sum(~(np.abs(e) <= bounds[i]))) for i, e in zip(weights, extra, strict=True)
+        )
+        if few <= max(8, sum(e.size for e in extra) // 1000):
+            yield self._found(
+                "changed_on_its_own", f"{few} elements differ from the update, all others are right",
+                tensors=names, **where,
+            )  # fmt: skip
+            return
+        yield self._found(
+            "unexplained", "the update is not that of the optimizer for these gradients",
+            tensors=names, **where,
+        )  # fmt: skip
+
+    def _statistics(self) -> Iterator[Finding]:
+        kinds = ("statistic", "seed")
+        indices = [i for i, kind in enumerate(self._kinds) if kind in kinds]
+        if not indices:
+            return
+        self._checks()
+        for r in self._replicas:
+            after, before, own = self._all("after")[r], self._all("before")[r], self._own[r].after
+            allowed = MARGIN * self._spread[r].forward
+            wrong = [
+                i for i in indices
+                if not _same(after[i], own[i])
+                and (self._kinds[i] == "seed" or _far(after[i], own[i], allowed))
+            ]  # fmt: skip
+            if not wrong:
+                continue
+            names = tuple(self._paths[i] for i in wrong)
+            stay = all(_same(after[i], before[i]) for i in wrong)
+            yield self._found(
+                "inference_mode" if stay else "unexplained",
+                "they stay as they were in a training step" if stay
+                else "they are not those that the replica's examples give",
+                replicas=(r,), tensors=names,
+            )  # fmt: skip
+
+    def _agreement(self) -> Iterator[Finding]:
+        if len(self._replicas) == 1:
+            return
+        self._checks()
+        after, before = self._all("after"), self._all("before")
+        for index, kind in enumerate(self._kinds):
+            if kind in ("weight", "optimizer state"):
+                # What was apart before, or was made with other sums, has been told.
+                told = not all(_same(before[r][index], before[0][index]) for r in self._replicas)
+                if not told and not self._explained_by_sums(index):
+                    yield from self._other_bits(after, index, "after the step")
+
+    def _explained_by_sums(self, index: int) -> bool:
+        del index
+        sums = [self._sums_of(r) for r in self._replicas]
+        same = all(_same(a, b) for other in sums[1:] for a, b in zip(other, sums[0], strict=True))
+        return getattr(self, "_update_is_wrong", False) or not same
+
+    def _other_bits(self, per_replica: list[Arrays], index: int, when: str) -> Iterator[Finding]:
+        first = per_replica[0][index]
+        other = [r for r in self._replicas if not _same(per_replica[r][index], first)]
+        if other:
+            apart = max(distance(per_replica[r][index], first) for r in other)
+            yield self._found(
+                "diverged_replicas",
+                f"{when}, replicas do not hold what replica 0 holds",
+                replicas=tuple(other), tensors=(self._paths[index],),
+                distance=_ratio(apart, norm(first)),
+            )  # fmt: skip
+
+
+def _why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
+    """Explains a gradient that is not the expected one by itself."""
+    a, e = dense(actual), dense(expected)
+    if a.shape != e.shape:
+        return "unexplained", f"its shape is {a.shape}, not {e.shape}"
+    if not np.any(a):
+        return "frozen", "the gradient is 0 everywhere"
+    limit = max(limit, 64 * EPS * float(np.linalg.norm(e)))
+    factor = _factor([a], [e])
+    if np.linalg.norm(a - factor * e) <= abs(factor) * limit:
+        known = {
+            1 / num_replicas: f", 1 / {num_replicas} replicas",
+            num_replicas: ", as many as replicas",
+        }
+        why = next((text for k, text in known.items() if abs(factor / k - 1) < 1e-3), "")
+        return (
+            "scaled_gradient",
+            f"the gradient is {factor:.4g} times as large as it should be{why}",
+        )
+    kept = a != 0
+    if np.mean(kept) < 0.9 and np.linalg.norm((a - e)[kept]) <= limit:
+        return (
+            "sparsified",
+            f"{np.mean(~kept):.0%} of its elements are set to 0, the others are right",
+        )
+    for name, bits in (("bfloat16", 16), ("float16", 13)):
+        if _has_short_mantissa(a, bits) and np.linalg.norm(a - e) <= 2.0 ** (
+            bits - 23
+        ) * np.linalg.norm(e):
+            return "reduced_precision", f"its elements are rounded to {name}"
+    if len(np.unique(a)) <= min(256, a.size // 4):
+        return "quantised", f"its {a.size} elements have {len(np.unique(a))} different values"
+    apart = _ratio(float(np.linalg.norm(a - e)), float(np.linalg.norm(e)))
+    return (
+        "unexplained",
+        f"it is {apart:.2g} of its size apart; no scale, shift, other examples, older"
+        " step, regularisation, precision or lost element explains it",
+    )
+
+
+def _has_short_mantissa(array: np.ndarray, bits: int) -> bool:
+    """Tells whether the last `bits` bits of the mantissa are 0 in all numbers, as float32."""
+    numbers = array.astype(np.float32)
+    return bool(np.all(numbers == array)) and not np.any(
+        numbers.view(np.uint32) & ((1 << bits) - 1)
+    )
+
+
+def _at(arrays: Arrays, indices: Sequence[int], values: Sequence[np.ndarray]) -> Arrays:
+    changed = list(arrays)
+    for index, value in zip(indices, values, strict=True):
+        changed[index] = value
+    return changed
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    if isinstance(value, Sparse):
+        return value._replace(values=(value.values * factor).astype(value.values.dtype))
+    return (np.asarray(value) * factor).astype(np.asarray(value).dtype)
+
+
+def _factor(actual: Sequence[Any], expected: Sequence[Any]) -> float:
+    """Returns the factor that brings `expected` nearest to `actual`, over all arrays."""
+    dots = sum(float(np.vdot(dense(a), dense(e))) for a, e in zip(actual, expected, strict=True))
+    squares = sum(norm(e) ** 2 for e in expected)
+    return dots / squares if squares else np.nan
+
+
+def _ratio(apart: float, size: float) -> float:
+    return 0.0 if apart == 0 else float(apart / max(size, TINY))
+
+
+def _relative(actual: Arrays, expected: Arrays) -> float:
+    """Returns the largest relative distance of two arrays."""
+    return max(
+        (_ratio(distance(a, e), norm(e)) for a, e in zip(actual, expected, strict=True)),
+        default=0.0,
+    )
+
+
+def _relative_norm(actual: Arrays, expected: Arrays) -> float:
+    """Returns the relative distance of all arrays together."""
+    apart = sum(distance(a, e) ** 2 for a, e in zip(actual, expected, strict=True))
+    return _ratio(apart**0.5, _total_norm(expected))
+
+
+def _total_norm(values: Arrays) -> float:
+    return float(np.sqrt(sum(norm(value) ** 2 for value in values)))
+
+
+def _far(actual: Any, expected: Any, allowed: float) -> bool:
+    return distance(actual, expected) > allowed * norm(expected) + TINY
+
+
+def _bytes(value: Any) -> bytes:
+    parts = value[:2] if isinstance(value, Sparse) else [value]
+    return b"".join(np.asarray(part).tobytes() for part in parts)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return _bytes(a) == _bytes(b)
+
+
+def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts[0].ndim else parts[0]
+
+
+def _row_hashes(arrays: Arrays) -> collections.Counter:
+    """Counts the rows of arrays that belong together."""
+    rows = zip(*([np.asarray(row).tobytes() for row in array] for array in arrays), strict=True)
+    return collections.Counter(hash(row) for row in rows)
