@@ -24,7 +24,7 @@ repeated with its examples in other orders and with weights changed by one unit 
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -309,13 +309,14 @@ class Recorder(Hooks, Recording):
 
     Args:
         model: compiled, under a strategy or not.
-        steps: how many steps to record, from the first one of the block on.
+        steps: how many steps to record, from the first one of the block on; or their numbers,
+            from 1.
 
     Raises:
         ValueError: the model is not compiled, or is compiled by XLA, where no hook can run.
     """
 
-    def __init__(self, model: keras.Model, steps: int = 3):
+    def __init__(self, model: keras.Model, steps: int | Collection[int] = 3):
         Hooks.__init__(self)
         Recording.__init__(self, model.distribute_strategy.num_replicas_in_sync)
         if getattr(model, "optimizer", None) is None:
@@ -325,7 +326,8 @@ class Recorder(Hooks, Recording):
                 f"model {model.name} is compiled with jit_compile=True, and XLA runs no hook; record"
                 " it with jit_compile=False"
             )
-        self._model, self._num_steps = model, steps
+        self._model = model
+        self._wanted = range(1, steps + 1) if isinstance(steps, int) else steps
         self._kept: dict[tuple[int, str, int], Arrays] = {}
         self._num_seen: collections.Counter[int] = collections.Counter()
 
@@ -353,9 +355,10 @@ class Recorder(Hooks, Recording):
     def __exit__(self, *error: object) -> None:
         super().__exit__()
         self._model.train_function = None
-        self.steps = [{} for _ in range(max((step for step, *_ in self._kept), default=0))]
+        numbers = sorted({step for step, *_ in self._kept})
+        self.steps = [{} for _ in numbers]
         for (step, kind, replica), arrays in self._kept.items():
-            self.steps[step - 1][kind, replica] = arrays
+            self.steps[numbers.index(step)][kind, replica] = arrays
 
     def _keep(self, kind: str, values: Sequence[Any]) -> None:
         """Keeps tensors of this replica, when they are computed."""
@@ -371,7 +374,7 @@ class Recorder(Hooks, Recording):
             if kind == "data":  # The first of a step; some kinds may be missing in it.
                 self._num_seen[number] += 1
             step = self._num_seen[number]
-            if step > self._num_steps:
+            if step not in self._wanted:
                 return
             copies = iter([np.array(array) for array in arrays])  # Buffers are used again.
             self._kept[step, kind, number] = [

@@ -15,6 +15,8 @@ from app.runtime.errors import ConfigError, MismatchError
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification import tasks
+from app.verification.case_result import CaseResult
+from app.verification.case_runner import verify_case
 from app.verification.recorded import Checked, Recorded
 from app.verification.straggler import find_straggler
 from app.verification.trace import Trace
@@ -29,14 +31,16 @@ from app.verification.verify_output import conclusions, print_report, write_reco
 Differences = dict[tuple[str, str], list[PairDifference]]  # One entry for each pair of strategies.
 
 
-def run(config: VerifyConfig) -> list[PairVerdict]:
+def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
     """Records each strategy in a process of its own, checks every step and reports the verdicts.
 
-    Returns a `PairVerdict` for each pair of strategies.
+    Returns a `PairVerdict` for each pair of strategies; of a case, strategy → `CaseResult`.
 
     Raises:
         MismatchError: a step differs from the reference, or a replica is a straggler.
     """
+    if config.case is not None:
+        return verify_case(config)
     path = named_path(config.out or default_out("verify", config.model))
     fields = {
         "command": "verify",

@@ -5,10 +5,18 @@ from typing import Any, ClassVar
 
 from app.config import constraints, split_constraints
 from app.config.base_config import Config
+from app.config.case_options import CASE_STRATEGIES, CaseOptions, check_case, check_no_case
 from app.config.distribution_options import ComparedStrategiesOptions, WorkerOptions
 from app.config.fault import Fault
-from app.config.names import MULTI_WORKER, SINGLE, VERIFICATION
-from app.config.option import option
+from app.config.names import (
+    COMPARED_BY_DEFAULT,
+    KERAS_FIT,
+    MULTI_WORKER,
+    SINGLE,
+    STRATEGY_NAMES,
+    VERIFICATION,
+)
+from app.config.option import option, same_option
 from app.config.run_options import InjectOptions, SavingOptions
 from app.config.split_numbers import has_option
 from app.config.training_configs import (
@@ -45,7 +53,7 @@ class CompareConfig(ComparedStrategiesOptions, TrainingOptions, SavingOptions, C
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Config):
+class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, CaseOptions, Config):
     """The options of `verify`: are these strategies the same training?"""
 
     command: ClassVar[str] = "verify"
@@ -53,15 +61,34 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Co
     examples: ClassVar[tuple[str, ...]] = (
         "--strategies=manual,mirrored --steps=20",
         "--strategies=manual --inject=drop_gradient:replica=1",
+        "--case=my_case.py --num_devices=2",
     )
 
+    strategies: tuple[str, ...] = same_option(
+        ComparedStrategiesOptions,
+        "strategies",
+        default=(),
+        help="Strategies to verify; default single,manual,mirrored, and with --case"
+        " single,keras_fit, Keras' own fit under MirroredStrategy.",
+        choices=(*STRATEGY_NAMES, KERAS_FIT),
+    )
     steps: int = option(20, "Steps to verify.", VERIFICATION, metavar="N", low=1, high=100_000)
     keep_traces: bool = option(
         False, "Keep the recorded traces, a directory for each strategy.", VERIFICATION
     )
 
+    def __post_init__(self) -> None:
+        if self.strategies == ():
+            default = CASE_STRATEGIES if self.case else COMPARED_BY_DEFAULT
+            object.__setattr__(self, "strategies", default)
+        super().__post_init__()
+
     def check(self) -> None:
         """Checks what options must be together."""
+        if self.case is not None:
+            check_case(self)
+            return
+        check_no_case(self)
         _check_compared(self)
         if self.precision == "mixed_float16":
             raise ConfigError(

@@ -1,0 +1,252 @@
+"""Verifies a case in a process of its own: records `fit`, and compares it with one device."""
+
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from app.config import VerifyConfig
+from app.config.names import KERAS_FIT
+from app.devices.device_setup import Devices
+from app.runtime.errors import ConfigError
+from app.runtime.versions import versions
+from app.verification.case_file import CaseFile
+from app.verification.case_phases import CaseData, Phase
+from app.verification.case_result import EVALUATION, CaseFinding, CaseResult
+from recorders.lockstep_keras import (
+    FAULT,
+    Finding,
+    Recorder,
+    Recording,
+    Report,
+    compare,
+)
+
+Send = Callable[[tuple], None]
+
+_ROUNDING = 1e-5  # Means over a few thousand float32 numbers in other orders are nearer.
+
+
+def verify_with(
+    send: Send, config: VerifyConfig, devices: Devices, strategy: str, traces: pathlib.Path
+) -> CaseResult:
+    """Trains the steps of a case with one strategy, and compares each with one device.
+
+    Args:
+        send: told of the progress.
+        config: with the case.
+        devices: to train on.
+        strategy: of `CASE_STRATEGIES`.
+        traces: where the recordings go, if they are kept.
+    """
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    case = CaseFile(
+        config.case_path,
+        model_fn=config.case_model_fn,
+        data_fn=config.data_fn,
+        distribute_fn=config.distribute_fn,
+    )
+    data = CaseData(case, config.global_batch_size, config.steps)
+    tf_strategy = (
+        tf.distribute.MirroredStrategy(devices.names)
+        if strategy == KERAS_FIT
+        else tf.distribute.get_strategy()
+    )
+    training = CaseTraining(case, data, tf_strategy, config)
+    reports = []
+    for number, (phase, report) in enumerate(training.verify(config.at), start=1):
+        reports.append((phase.names, report))
+        if config.keep_traces:
+            traces.mkdir(exist_ok=True)
+            training.recording.save(str(traces / f"{number}-{phase.place}.npz"))
+        send(("step", sum(len(names) for names, _ in reports)))
+    if "evaluation" in config.at:
+        reports.append(([EVALUATION], training.evaluate()))
+    stages: dict[str, str] = {}
+    for _, report in reports:
+        for stage in report.checked:
+            known, found = stages.get(stage, ""), report.status(stage)
+            stages[stage] = max(known, found, key=["", "clean", "by design", "fault"].index)
+    return CaseResult(
+        devices=devices.names,
+        simulated_devices=devices.simulated and len(devices.names) > 1,
+        steps=[name for names, _ in reports for name in names],
+        stages=stages,
+        findings=_merged(reports),
+        tolerance=reports[0][1].tolerance if reports else "",
+        model=training.one.name,
+        versions=versions(),
+    )
+
+
+class CaseTraining:
+    """The model of a case under a strategy, and the same model on one device.
+
+    Args:
+        case: builds both.
+        data: of both.
+        strategy: of TensorFlow.
+        config: seed and batch size.
+
+    Attributes:
+        one: the model on one device.
+        recording: of the last phase.
+    """
+
+    def __init__(
+        self,
+        case: CaseFile,
+        data: CaseData,
+        strategy: tf.distribute.Strategy,
+        config: VerifyConfig,
+    ):
+        self._case, self._data, self._strategy, self._config = case, data, strategy, config
+        self._model = self._build()
+        keras.utils.set_random_seed(config.seed)
+        self.one = case.build_model()
+        self.recording = Recording(1)
+
+    def _build(self) -> keras.Model:
+        keras.utils.set_random_seed(self._config.seed)
+        with self._strategy.scope():
+            model = self._case.build_model()
+
+            def build() -> None:
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(
+                    next(iter(self._data.dataset().take(1)))
+                )
+                model(keras.tree.map_structure(lambda leaf: leaf[:1], x))
+                model.optimizer.build(model.trainable_variables)
+
+            self._case.run(build, "while the model was called on the first example")
+        return model
+
+    def verify(self, places: tuple[str, ...]) -> Iterator[tuple[Phase, Report]]:
+        """Yields the report of each phase."""
+        state = [*self._model.variables, *self._model.optimizer.variables]
+        state_bytes = sum(int(np.prod(v.shape)) * 4 for v in state)
+        per_step = 4 * max(1, state_bytes) * self._strategy.num_replicas_in_sync
+        num_replicas = self._strategy.num_replicas_in_sync
+        splits_itself = self._distributed() is not None
+        if self._data.first_size % num_replicas and not splits_itself:
+            size = max(1, self._data.first_size // num_replicas) * num_replicas
+            raise ConfigError(
+                f"--case={self._config.case}: a first batch of {self._data.first_size} examples"
+                f" does not divide over {num_replicas} replicas, where Keras' fit fails (keras"
+                f" issue 19246); use --global_batch_size={size}"
+            )
+        phases = (
+            self._data.phases(places, per_step)
+            if not splits_itself
+            else self._data.whole_training(places)
+        )
+        for phase in phases:
+            if phase.resumes:
+                self._resume()
+            yield phase, self._verify_phase(phase)
+
+    def _distributed(self) -> Any:
+        """Returns what the case distributes itself; None where Keras does it."""
+        if self._strategy.num_replicas_in_sync == 1:
+            return None
+        return self._case.distribute(self._strategy, self._config.global_batch_size)
+
+    def _verify_phase(self, phase: Phase) -> Report:
+        try:
+            recorder = Recorder(self._model, steps=phase.wanted)
+        except ValueError as error:
+            raise ConfigError(f"--case={self._config.case}: {error}") from error
+
+        def fit() -> None:
+            dataset = phase.dataset or self._distributed()
+            with recorder:
+                self._model.fit(dataset, epochs=phase.epochs, verbose=0, shuffle=False)
+
+        self._case.run(fit, "in model.fit()")
+        self.recording = recorder.recording()
+
+        def check() -> Report:
+            return compare(self.recording, self.one, batches=phase.batches_of(self.recording))
+
+        return self._case.run(check, "on one device")
+
+    def _resume(self) -> None:
+        """Saves the model with its optimizer, and restores both into new ones."""
+        with tempfile.TemporaryDirectory() as folder:
+            saved = tf.train.Checkpoint(model=self._model, optimizer=self._model.optimizer)
+            path = saved.write(f"{folder}/state")
+            model = self._build()
+            with self._strategy.scope():
+                restored = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+                restored.read(path).assert_existing_objects_matched()
+        self._model = model
+
+    def evaluate(self) -> Report:
+        """Compares loss and metrics of `evaluate` with those of one device, from the same state."""
+        state = [*self._model.variables, *self._model.optimizer.variables]
+        for own, variable in zip(
+            [*self.one.variables, *self.one.optimizer.variables], state, strict=True
+        ):
+            own.assign(_first_copy(variable))
+
+        def evaluate(model: keras.Model) -> dict[str, float]:
+            return model.evaluate(self._data.to_evaluate(), verbose=0, return_dict=True)
+
+        actual = self._case.run(lambda: evaluate(self._model), "in model.evaluate()")
+        expected = self._case.run(lambda: evaluate(self.one), "in model.evaluate()")
+        findings = []
+        for cause, is_loss in (("other_evaluation", True), ("other_metric", False)):
+            other = {
+                name: _apart(actual[name], expected[name])
+                for name in expected
+                if name.endswith("loss") == is_loss
+            }
+            other = {name: apart for name, apart in other.items() if not apart <= _ROUNDING}
+            if other:
+                text = "; ".join(
+                    f"{name} is {actual[name]:.6g}, on one device {expected[name]:.6g}"
+                    for name in other
+                )
+                apart = max(other.values())
+                findings.append(Finding("evaluation", FAULT, cause, text, (1,), distance=apart))
+        return Report(1, self._strategy.num_replicas_in_sync, findings, ["evaluation"], "")
+
+
+def _first_copy(variable: keras.Variable) -> np.ndarray:
+    values = tf.distribute.get_strategy().experimental_local_results(variable.value)
+    return np.asarray(values[0])
+
+
+def _apart(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(b), float(np.finfo(np.float32).tiny))
+
+
+def _merged(reports: list[tuple[list[str], Report]]) -> list[CaseFinding]:
+    """Puts findings of the same stage and cause together over the phases."""
+    merged: dict[tuple[str, str], list[tuple[Finding, list[str]]]] = {}
+    for names, report in reports:
+        for finding in report.findings:
+            steps = [names[step - 1] for step in finding.steps]
+            merged.setdefault((finding.stage, finding.cause), []).append((finding, steps))
+    found = []
+    for same in merged.values():
+        first, findings = same[0][0], [finding for finding, _ in same]
+        found.append(
+            CaseFinding(
+                stage=first.stage,
+                status=first.status,
+                cause=first.cause,
+                text=first.text,
+                remedy=first.remedy,
+                steps=tuple(dict.fromkeys(step for _, steps in same for step in steps)),
+                replicas=tuple(sorted({r for f in findings for r in f.replicas})),
+                tensors=tuple(dict.fromkeys(t for f in findings for t in f.tensors)),
+                distance=max(f.distance for f in findings),
+                allowed=first.allowed,
+            )
+        )
+    return found

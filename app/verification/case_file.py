@@ -1,0 +1,195 @@
+"""A case: a Python file with a Keras model and data of somebody's own."""
+
+import contextlib
+import importlib.util
+import pathlib
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from app.runtime.errors import ConfigError, DeviceError, LockstepError, reason_of
+
+
+class CaseFile:
+    """Runs the functions of a case file; what they raise becomes one line with file and line.
+
+    Modules that the file imports are looked for in its own folder first, even where they are called
+    like one of this program's: those are put aside while the case runs.
+
+    Args:
+        path: the file.
+        model_fn: name of the function that returns the compiled model.
+        data_fn: name of the function that returns the data set of a global batch size.
+        distribute_fn: name of the function that returns what `fit` gets under a strategy; the file
+            need not have it.
+
+    Raises:
+        ConfigError: it cannot be imported, or lacks one of the first two.
+    """
+
+    def __init__(self, path: pathlib.Path, *, model_fn: str, data_fn: str, distribute_fn: str):
+        self._path = path.resolve()
+        self._own_modules: dict[str, types.ModuleType] = {}
+        with self._running("while it was imported"):
+            self._module = self._import()
+        self._model_fn = self._function(model_fn, "--model_fn")
+        self._data_fn = self._function(data_fn, "--data_fn")
+        self._distribute_fn = getattr(self._module, distribute_fn, None)
+
+    def build_model(self) -> keras.Model:
+        """Builds the model.
+
+        Raises:
+            ConfigError: the function fails, or returns something else than a compiled model.
+        """
+        model = self._call(self._model_fn)
+        where = self._where(self._model_fn)
+        if not isinstance(model, keras.Model):
+            raise ConfigError(
+                f"{where} must return a compiled keras.Model, got {type(model).__name__}"
+            )
+        if getattr(model, "optimizer", None) is None:
+            raise ConfigError(f"{where} returns a model that is not compiled; call model.compile")
+        return model
+
+    def create_data(self, global_batch_size: int) -> tf.data.Dataset:
+        """Creates the data set.
+
+        Raises:
+            ConfigError: the function fails, or returns something else.
+        """
+        dataset = self._call(self._data_fn, global_batch_size)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise ConfigError(
+                f"{self._where(self._data_fn)} must return a tf.data.Dataset, got"
+                f" {type(dataset).__name__}"
+            )
+        return dataset
+
+    def distribute(self, strategy: tf.distribute.Strategy, global_batch_size: int) -> Any:
+        """Returns what `fit` gets under a strategy; None where the case leaves it to Keras."""
+        if self._distribute_fn is None:
+            return None
+        return self._call(self._distribute_fn, strategy, global_batch_size)
+
+    def run(self, function: Callable[[], Any], what: str) -> Any:
+        """Calls a function that runs code of the case, such as its layers and losses."""
+        with self._running(what):
+            return function()
+
+    def _call(self, function: Callable, *arguments: Any) -> Any:
+        with self._running(f"in {function.__name__}()"):
+            return function(*arguments)
+
+    def _function(self, name: str, flag: str) -> Callable:
+        function = getattr(self._module, name, None)
+        if not callable(function):
+            names = [n for n, v in vars(self._module).items() if isinstance(v, types.FunctionType)]
+            raise ConfigError(
+                f"{self._path.name} has no function {name}, it has"
+                f" {', '.join(names) or 'none'}; define {name}, or name another one with {flag}"
+            )
+        return function
+
+    def _where(self, function: Callable) -> str:
+        code = getattr(function, "__code__", None)
+        line = f":{code.co_firstlineno}" if code else ""
+        return f"{self._path.name}{line}: {getattr(function, '__name__', function)}()"
+
+    def _import(self) -> types.ModuleType:
+        name = self._path.stem
+        spec = importlib.util.spec_from_file_location(name, self._path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    @contextlib.contextmanager
+    def _running(self, what: str) -> Iterator[None]:
+        """Lets the case's modules be found, and turns its errors into one line."""
+        with self._own_imports():
+            try:
+                yield
+            except LockstepError:
+                raise
+            except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+                raise DeviceError(
+                    f"{self._path.name}: {what} memory ran out; use a smaller --global_batch_size"
+                    " or fewer --steps"
+                ) from error
+            except Exception as error:
+                raise ConfigError(
+                    f"{self._place(error)} {what}: {type(error).__name__}: {_first_line(error)}"
+                ) from error
+            except SystemExit as error:
+                raise ConfigError(
+                    f"{self._path.name} {what}: it ends the process; put what it does as a script"
+                    ' under `if __name__ == "__main__":`'
+                ) from error
+
+    def _place(self, error: BaseException) -> str:
+        """Returns the last line of the case's own folder that an error came through."""
+        if isinstance(error, SyntaxError) and error.filename:
+            return f"{pathlib.Path(error.filename).name}:{error.lineno}:"
+        folder = self._path.parent
+        own = [
+            frame for frame in traceback.extract_tb(error.__traceback__)
+            if pathlib.Path(frame.filename).resolve().is_relative_to(folder)
+            and not _is_installed(frame.filename)
+        ]  # fmt: skip
+        return (
+            f"{pathlib.Path(own[-1].filename).name}:{own[-1].lineno}:" if own else self._path.name
+        )
+
+    @contextlib.contextmanager
+    def _own_imports(self) -> Iterator[None]:
+        """Puts modules aside that are called like files or folders beside the case."""
+        folder = self._path.parent
+        names = {entry.stem for entry in folder.glob("*.py")}
+        names |= {entry.name for entry in folder.iterdir() if entry.is_dir()}
+        aside = {
+            name: module for name, module in sys.modules.items()
+            if name.partition(".")[0] in names and not _is_from(module, folder)
+        }  # fmt: skip
+        for name in aside:
+            del sys.modules[name]
+        sys.modules.update(self._own_modules)
+        sys.path.insert(0, str(folder))
+        try:
+            yield
+        finally:
+            sys.path.remove(str(folder))
+            self._own_modules = {
+                name: module for name, module in sys.modules.items() if _is_from(module, folder)
+            }
+            for name in self._own_modules:
+                if name in aside:
+                    del sys.modules[name]
+            sys.modules.update(aside)
+
+
+def _is_from(module: types.ModuleType, folder: pathlib.Path) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None:  # A package without __init__.py.
+        paths = list(getattr(module, "__path__", []))
+        file = paths[0] if paths else None
+    return (
+        bool(file)
+        and pathlib.Path(file).resolve().is_relative_to(folder)
+        and not _is_installed(file)
+    )
+
+
+def _is_installed(file: str) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(pathlib.Path(file).parts))
+
+
+def _first_line(error: BaseException) -> str:
+    text = reason_of(error)
+    return text.splitlines()[0] if text else ""

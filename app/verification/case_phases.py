@@ -1,0 +1,246 @@
+"""Where a case is verified: pieces of its data set that are trained on, and what they consist of.
+
+Bugs wait in the first steps, in a short last batch, in the second epoch and after a resume. Each
+is a piece of the data set of its own, so that nothing between them has to be trained.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from app.runtime.errors import DataError
+from app.verification.case_file import CaseFile
+from recorders.lockstep_keras import Recording, leaves
+
+Batch = list[np.ndarray]  # Leaves of inputs, targets and weights.
+
+_CHUNK_BYTES = 2**28  # Of states and gradients that are held at a time.
+_SECOND_EPOCH = "the first step of the second epoch"
+_RESUMED = "the step after a save and resume"
+# A set that shuffles differs from pass to pass, and `fit` may draw from it before it trains.
+_NUM_PASSES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A piece of a training.
+
+    Attributes:
+        place: of `app.config.case_options.PLACES`.
+        dataset: what `fit` gets; None for what the case distributes itself.
+        epochs: of it.
+        wanted: numbers of the steps that are looked at, from 1.
+        passes: the batches of these steps in one pass over the data set after another.
+        names: of these steps.
+        resumes: whether the model is saved and restored before it.
+    """
+
+    place: str
+    dataset: tf.data.Dataset | None
+    epochs: int
+    wanted: Sequence[int]
+    passes: list[list[Batch]]
+    names: list[str]
+    resumes: bool = False
+
+    def batches_of(self, recording: Recording) -> list[Batch]:
+        """Returns the batches of the pass that the replicas were given, or of the first one."""
+        given = [_rows(_joined(recording, step)) for step in range(len(recording.steps))]
+        same = (p for p in self.passes if [_rows(batch) for batch in p] == given)
+        return next(same, self.passes[0])
+
+
+class _Slice(NamedTuple):
+    """Consecutive batches of a data set."""
+
+    start: int
+    size: int
+
+    def of(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns these batches."""
+        return dataset.skip(self.start).take(self.size)
+
+
+class CaseData:
+    """The data set of a case, drawn as often as needed.
+
+    Args:
+        case: defines it.
+        global_batch_size: of its batches.
+        num_steps: how many first steps are looked at, if there are as many.
+
+    Attributes:
+        first_size: examples of the first batch.
+        num_batches: of an epoch; None where the data set has no end.
+
+    Raises:
+        DataError: it is empty, or another one when it is made again.
+    """
+
+    def __init__(self, case: CaseFile, global_batch_size: int, num_steps: int):
+        self._case, self._size = case, global_batch_size
+        first, again = (self._draw(self.dataset().take(num_steps)) for _ in range(2))
+        if not first:
+            raise DataError("data() has no batch; return a data set with one batch at least")
+        _check_same(first, again)
+        self._num_first, self.first_size = len(first), len(first[0][0])
+        self.num_batches = self._count()
+
+    def dataset(self) -> tf.data.Dataset:
+        """Returns the data set, made anew."""
+        return self._case.create_data(self._size)
+
+    def phases(self, places: Sequence[str], bytes_of_a_step: int) -> list[Phase]:
+        """Returns the pieces to train on, in the order in which a training meets them.
+
+        Args:
+            places: which are asked for.
+            bytes_of_a_step: what the recording of one needs; a piece has only so many.
+        """
+        phases = []
+        chunk = max(1, _CHUNK_BYTES // bytes_of_a_step)
+        for start in range(0, self._num_first if "first" in places else 0, chunk):
+            size = min(chunk, self._num_first - start)
+            names = [f"step {start + i + 1}" for i in range(size)]
+            phases.append(self._piece("first", _Slice(start, size), names))
+        if (last := self._last(places)) is not None:
+            # After a whole batch: `fit` fails where the first one does not split evenly.
+            piece = self._piece("last_batch", _Slice(last, 1), [""])
+            dataset = _Slice(last - 1, 2).of(self.dataset())
+            phases.append(dataclasses.replace(piece, dataset=dataset, wanted=[2]))
+        if "second_epoch" in places and self.num_batches is not None:
+            piece = self._piece("second_epoch", _Slice(0, 1), [_SECOND_EPOCH], first_pass=2)
+            phases.append(dataclasses.replace(piece, epochs=2, wanted=[2]))
+        if "resume" in places:
+            piece = self._piece("resume", _Slice(0, 1), [_RESUMED])
+            phases.append(dataclasses.replace(piece, resumes=True))
+        return [_with_sizes(phase) for phase in phases]
+
+    def whole_training(self, places: Sequence[str]) -> list[Phase]:
+        """Returns one piece, of two epochs, for a case that distributes its data itself."""
+        parts = [
+            self._piece(
+                "first", _Slice(0, self._num_first),
+                [f"step {i + 1}" for i in range(self._num_first if "first" in places else 0)],
+            )
+        ]  # fmt: skip
+        epochs = 1
+        if (last := self._last(places)) is not None:
+            piece = self._piece("last_batch", _Slice(last, 1), [""])
+            parts.append(dataclasses.replace(piece, wanted=[last + 1]))
+        if "second_epoch" in places and self.num_batches is not None:
+            piece = self._piece("second_epoch", _Slice(0, 1), [_SECOND_EPOCH], first_pass=2)
+            parts.append(dataclasses.replace(piece, wanted=[self.num_batches + 1]))
+            epochs = 2
+        parts = [_with_sizes(part) for part in parts if part.names]
+        if not parts:
+            return []
+        # Its own pipeline has its own order of passes: each step is held against the first one.
+        return [
+            Phase(
+                "first",
+                None,
+                epochs,
+                [number for part in parts for number in part.wanted],
+                [[batch for part in parts for batch in part.passes[0]]],
+                [name for part in parts for name in part.names],
+            )
+        ]
+
+    def _piece(
+        self,
+        place: str,
+        slice_: _Slice,
+        names: list[str],
+        *,
+        first_pass: int = 1,
+    ) -> Phase:
+        """Returns a piece with the batches of some passes, each pass that is another one once."""
+        dataset = slice_.of(self.dataset())
+        passes: list[list[Batch]] = []
+        for number in range(1, first_pass + _NUM_PASSES):
+            batches = self._draw(dataset)
+            same = any(_is_same(batches, other) for other in passes)
+            if number >= first_pass and not same:
+                passes.append(batches)
+        return Phase(
+            place, slice_.of(self.dataset()), 1, range(1, len(names) + 1), passes, names
+        )  # fmt: skip
+
+    def _last(self, places: Sequence[str]) -> int | None:
+        """Returns the number of the last batch, from 0; None where it is none of its own."""
+        if "last_batch" not in places or self.num_batches is None:
+            return None
+        return self.num_batches - 1 if self.num_batches > self._num_first else None
+
+    def _draw(self, dataset: tf.data.Dataset) -> list[Batch]:
+        def draw() -> list[Batch]:
+            return [[np.asarray(leaf) for leaf in leaves(batch)] for batch in dataset]
+
+        return self._case.run(draw, "while the data set was drawn")
+
+    def _count(self) -> int | None:
+        dataset = self.dataset()
+        number = int(dataset.cardinality())
+        if number == tf.data.INFINITE_CARDINALITY:
+            return None
+        if number >= 0:
+            return number
+        count = itertools.count()
+        self._case.run(lambda: [next(count) for _ in dataset], "while the data set was drawn")
+        return next(count)
+
+    def to_evaluate(self) -> tf.data.Dataset:
+        """Returns the first batches and the last one, for an evaluation."""
+        dataset = self.dataset().take(self._num_first)
+        if (last := self._last(["last_batch"])) is not None:
+            dataset = dataset.concatenate(self.dataset().skip(last))
+        return dataset
+
+
+def _with_sizes(phase: Phase) -> Phase:
+    """Names the last batch by its size."""
+    if phase.place != "last_batch":
+        return phase
+    size = len(phase.passes[0][0][0])
+    name = f"the last batch of an epoch ({size} examples)"
+    return dataclasses.replace(phase, names=[name])
+
+
+def _check_same(first: list[Batch], second: list[Batch]) -> None:
+    """Checks that a data set was the same when it was made twice.
+
+    Raises:
+        DataError: it was not.
+    """
+    for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
+        if not _is_same([a], [b]):
+            raise DataError(
+                f"data(): batch {number} is another one when the data set is made again; make it"
+                " deterministic: give shuffle() and random operations a seed"
+            )
+
+
+def _is_same(first: list[Batch], second: list[Batch]) -> bool:
+    return len(first) == len(second) and all(
+        x.tobytes() == y.tobytes()
+        for a, b in zip(first, second, strict=True)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _joined(recording: Recording, step: int) -> Batch:
+    """Returns the global batch that the replicas were given together."""
+    per_replica = [recording.steps[step]["data", r] for r in range(recording.num_replicas)]
+    return [np.concatenate(parts) for parts in zip(*per_replica, strict=True)]
+
+
+def _rows(batch: Batch) -> collections.Counter:
+    """Counts the examples of a batch, whatever their order."""
+    leaves_of_rows = ([np.asarray(row).tobytes() for row in array] for array in batch)
+    return collections.Counter(zip(*leaves_of_rows, strict=True))
