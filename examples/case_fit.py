@@ -11,6 +11,7 @@ import tensorflow as tf
 
 
 def model() -> keras.Model:
+    """Returns a small convolutional network, compiled."""
     network = keras.Sequential(
         [
             keras.Input((28, 28, 1)),
@@ -31,6 +32,7 @@ def model() -> keras.Model:
 
 
 def data(global_batch_size: int) -> tf.data.Dataset:
+    """Returns batches of 1000 random images and labels."""
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (1000, 28, 28, 1), np.uint8)
     labels = generator.integers(0, 10, 1000)

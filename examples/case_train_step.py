@@ -21,9 +21,11 @@ class Regression(keras.Model):
         self.divides_by_replicas = divides_by_replicas
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
+        """Returns the predictions."""
         return self.out(self.hidden(x))
 
     def train_step(self, data: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Makes one step on the examples of this replica."""
         x, y = data
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
@@ -35,18 +37,21 @@ class Regression(keras.Model):
 
 
 def model() -> keras.Model:
+    """Returns the model whose loss is not divided by the number of replicas."""
     network = Regression()
     network.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9), loss="mse")
     return network
 
 
 def corrected() -> keras.Model:
+    """Returns the model whose loss is."""
     network = Regression(divides_by_replicas=True)
     network.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9), loss="mse")
     return network
 
 
 def data(global_batch_size: int) -> tf.data.Dataset:
+    """Returns batches of 640 examples."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(640, 8)).astype(np.float32)
     y = np.sin(x.sum(axis=1, keepdims=True)).astype(np.float32)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 
 def model(reduction: str = "mean_with_sample_weight") -> keras.Model:
+    """Returns a model whose losses are averaged as `reduction` says."""
     image, tags = keras.Input((16,), name="image"), keras.Input((4,), name="tags")
     joined = keras.layers.Concatenate()([image, tags])
     hidden = keras.layers.Dense(12, activation="relu")(joined)
@@ -34,10 +35,12 @@ def model(reduction: str = "mean_with_sample_weight") -> keras.Model:
 
 
 def corrected() -> keras.Model:
+    """Returns the model with the default reduction."""
     return model(reduction="sum_over_batch_size")
 
 
 def data(global_batch_size: int) -> tf.data.Dataset:
+    """Returns batches of 600 examples with a weight for each output."""
     generator = np.random.default_rng(0)
 
     def numbers(*shape: int) -> np.ndarray:

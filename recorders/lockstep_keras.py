@@ -86,6 +86,9 @@ REMEDIES = {
     "frozen": "let the variable take part in the loss, or set trainable=False on every replica",
     "other_learning_rate": "use one learning rate on all replicas, and step its schedule once",
     "clipped_on_one_replica": "clip on all replicas, after the sum",
+    "overflow_not_skipped": "use mixed_bfloat16, which needs no loss scale; Keras looks for an"
+    " overflow in the gradients of replica 0 only",
+    "not_finite": "look for the step that made the weights NaN or infinite",
     "weight_decay_on_top": "apply weight decay in one place: the optimizer or the loss",
     "schedule_stepped_too_often": "advance `optimizer.iterations` once for each update",
     "not_updated": "apply the summed gradients on every replica",
@@ -330,6 +333,7 @@ class Recorder(Hooks, Recording):
         self._wanted = range(1, steps + 1) if isinstance(steps, int) else steps
         self._kept: dict[tuple[int, str, int], Arrays] = {}
         self._num_seen: collections.Counter[int] = collections.Counter()
+        self._number: dict[int, tf.Tensor] = {}  # Of the step that a replica is in.
 
     def save(self, path: str) -> None:
         """See `Recording.save`."""
@@ -362,27 +366,33 @@ class Recorder(Hooks, Recording):
 
     def _keep(self, kind: str, values: Sequence[Any]) -> None:
         """Keeps tensors of this replica, when they are computed."""
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
         sparse = [isinstance(value, tf.IndexedSlices) for value in values]
         flat: list[tf.Tensor] = []
         for value, is_sparse in zip(values, sparse, strict=True):
             slices = [value.values, value.indices, value.dense_shape[0]] if is_sparse else [value]
             flat += map(_to_numpy_dtype, slices)
 
-        def keep(replica: np.ndarray, *arrays: np.ndarray) -> None:
-            number = int(replica)
+        def keep(number: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
             if kind == "data":  # The first of a step; some kinds may be missing in it.
-                self._num_seen[number] += 1
-            step = self._num_seen[number]
-            if step not in self._wanted:
-                return
-            copies = iter([np.array(array) for array in arrays])  # Buffers are used again.
-            self._kept[step, kind, number] = [
-                Sparse(next(copies), next(copies), int(next(copies))) if is_sparse else next(copies)
-                for is_sparse in sparse
-            ]
+                self._num_seen[replica] += 1
+                number = np.int64(self._num_seen[replica])
+            if number in self._wanted:
+                copies = iter([np.array(array) for array in arrays])  # Buffers are used again.
+                self._kept[int(number), kind, replica] = [
+                    Sparse(next(copies), next(copies), int(next(copies)))
+                    if is_sparse
+                    else next(copies)
+                    for is_sparse in sparse
+                ]
+            return np.int64(number)
 
-        tf.numpy_function(keep, [replica, *flat], [])
+        # TensorFlow orders what is in a `cond`, as a LossScaleOptimizer's update is, by its inputs.
+        number = tf.constant(0, tf.int64) if kind == "data" else self._number[replica]
+        kept = tf.numpy_function(keep, [number, *flat], tf.int64)
+        if kind == "data":
+            self._number[replica] = kept
 
     def _train_step(self, inner: Callable, data: Any) -> Any:
         model = self._model
@@ -477,17 +487,25 @@ def add(values: Sequence[Any]) -> Any:
 
 
 def distance(actual: Any, expected: Any) -> float:
-    """Returns ‖actual − expected‖, infinite where shapes differ or a number is not finite."""
+    """Returns ‖actual − expected‖, infinite where shapes or the places of NaN and inf differ."""
     a, b = dense(actual), dense(expected)
     if a.shape != b.shape:
         return np.inf
-    apart = float(np.linalg.norm((a - b).ravel()))
-    return apart if np.isfinite(apart) else np.inf
+    finite = np.isfinite(a) & np.isfinite(b)
+    if np.any(np.isfinite(a) != np.isfinite(b)):
+        return np.inf
+    return float(np.linalg.norm((a - b)[finite]))
 
 
 def norm(value: Any) -> float:
-    """Returns the Euclidean norm."""
-    return float(np.linalg.norm(dense(value).ravel()))
+    """Returns the Euclidean norm of all finite elements."""
+    array = dense(value)
+    return float(np.linalg.norm(array[np.isfinite(array)]))
+
+
+def is_finite(values: Arrays) -> bool:
+    """Tells whether no element is NaN or infinite."""
+    return all(bool(np.all(np.isfinite(dense(value)))) for value in values)
 
 
 def regularisation(model: keras.Model) -> tf.Tensor:
@@ -568,6 +586,7 @@ class OneDevice:
             raise ValueError("build the second model outside of the strategy's scope")
         self.model, self._recording = model, recording
         self.optimizer = _inner(model.optimizer)
+        self.scales_loss = self.optimizer is not model.optimizer
         first = recording.steps[0]["data", 0]
         x, _, _ = self._unpack([array[:1] for array in first])
         if not model.built or not model.variables:
@@ -840,6 +859,14 @@ class Comparison:
     def check(self, step: int, batch: Arrays | None = None) -> Iterator[Finding]:
         """Yields what is not as on one device in a step, from 0, stage by stage."""
         self._step, self._arrays, self._batch = step, self._recording.steps[step], batch
+        self._stage = "start"
+        if not all(is_finite(before) for before in self._all("before")):
+            yield self._found(
+                "not_finite",
+                "the step starts from weights that are NaN or infinite: nothing to compare with",
+                design=True,
+            )
+            return
         share = 1.0 / len(self._replicas)
         self._scales = [(share, share)] * len(self._replicas)
         if self._synchronizes:
@@ -850,7 +877,7 @@ class Comparison:
                 own = self._one.step(state, data, scales=(share, share))
                 self._own.append(own)
                 self._spread.append(self._spread_of(own, state, data, (share, share)))
-        self._loss_is_wrong = self._mixes = False
+        self._loss_is_wrong = self._update_is_wrong = False
         stages = {
             "start": self._start,
             "random numbers": self._random_numbers,
@@ -879,6 +906,18 @@ class Comparison:
     def _has(self, kind: str) -> bool:
         return (kind, 0) in self._arrays
 
+    def _earlier(self, kind: str) -> list[Arrays] | None:
+        """Returns arrays of all replicas in the last step before that has them."""
+        for step in reversed(self._recording.steps[: self._step]):
+            if all((kind, replica) in step for replica in self._replicas):
+                return [step[kind, replica] for replica in self._replicas]
+        return None
+
+    @property
+    def _overflows(self) -> list[int]:
+        """The replicas whose gradients overflow in float16, so that the step should be skipped."""
+        return [r for r in self._replicas if self._one.scales_loss and not self._own[r].raw]
+
     @property
     def _data(self) -> list[Arrays]:
         return self._all("data")
@@ -891,8 +930,8 @@ class Comparison:
         if self._stage not in self.checked:
             self.checked.append(self._stage)
 
-    def _found(self, cause: str, text: str, *, design: bool = False, **where: Any) -> Finding:
-        status = BY_DESIGN if design else FAULT
+    def _found(self, cause: str, text: str, **where: Any) -> Finding:
+        status = BY_DESIGN if where.pop("design", False) else FAULT
         return Finding(self._stage, status, cause, text, (self._step + 1,), **where)
 
     def _sizes(self) -> list[int]:
@@ -973,7 +1012,7 @@ class Comparison:
         for index, kind in enumerate(self._kinds):
             if kind in ("weight", "optimizer state") and self._step == 0:
                 yield from self._other_bits(before, index, "before the first step")
-        if self._step and not self._jumps():
+        if self._step:
             after = self._all("after", self._step - 1)
             for index, path in enumerate(self._paths):
                 changed = [
@@ -985,10 +1024,6 @@ class Comparison:
                         f"{path} is not what the step before has left",
                         replicas=tuple(changed), tensors=(path,),
                     )  # fmt: skip
-
-    def _jumps(self) -> bool:
-        """Tells whether steps in between were not recorded."""
-        return False
 
     def _random_numbers(self) -> Iterator[Finding]:
         seeds = sorted(self._recording.seeds_drawn())
@@ -1069,7 +1104,6 @@ class Comparison:
         if self._synchronizes or self._mixing(one.random_layers) <= allowed:
             return
         statistics = [layer.name for layer in one.layers_with_statistics]
-        self._mixes = True
         off = (*one.random_layers, *one.layers_with_statistics)
         gradient = self._gradient_apart()
         if statistics and self._mixing(off) <= allowed:
@@ -1106,9 +1140,10 @@ class Comparison:
             one.step(before, data, scales=(size / num, 1 / len(self._replicas))).raw
             for data, size in zip(self._data, self._sizes(), strict=True)
         ]
-        return _relative_norm(
-            [add(g) for g in zip(*shards, strict=True)], one.step(before, self._whole).raw
-        )
+        whole = one.step(before, self._whole).raw
+        if any(len(shard) != len(whole) for shard in shards):  # One of them overflows.
+            return np.nan
+        return _relative_norm([add(g) for g in zip(*shards, strict=True)], whole)
 
     def _why_forward(self, replica: int, allowed: float) -> tuple[str, str]:
         """Explains predictions that are not those of the replica's own examples."""
@@ -1156,7 +1191,7 @@ class Comparison:
 
         once = all(abs(t - o) <= allowed * size for t, o in zip(taken, own, strict=True))
         mean = abs(sum(taken) - sum(own) / num) <= allowed * size
-        where = {"distance": apart, "allowed": allowed}
+        where: dict[str, Any] = {"distance": apart, "allowed": allowed}
         each = ", ".join(f"{o:.6g}" for o in own)
         plain = [
             one.loss(before[r], self._data[r], y_pred[r], masks[r], weighted=False)
@@ -1233,7 +1268,7 @@ class Comparison:
         ).raw  # fmt: skip
 
     def _gradients(self) -> Iterator[Finding]:
-        if not self._has("raw"):
+        if not self._has("raw") or self._overflows:
             return
         self._checks()
         if not self._has("loss"):
@@ -1290,9 +1325,9 @@ class Comparison:
         tests: list[tuple[str, str, Callable[[], Arrays]]] = []
         if self._step:
             old_state = self._all("before", self._step - 1)[r]
-            old = self._all("raw", self._step - 1)[r]
+            if old := self._earlier("raw"):
+                tests.append(("stale_gradient", "the gradients of the step before", lambda: old[r]))
             tests += [
-                ("stale_gradient", "the gradients of the step before", lambda: old),
                 (
                     "stale_gradient",
                     "gradients by the weights one step before",
@@ -1399,9 +1434,11 @@ class Comparison:
                 raw = one.step(before, self._data[r], scales=scales).raw
                 factor = 1.0 if has_loss else self._scales[r][0]
                 shards.append([_scaled(g, factor) for g in raw])
-            return [add(g) for g in zip(*shards, strict=True)], one.step(before, self._whole).raw
+            return [add(g) for g in zip(*shards)], one.step(before, self._whole).raw  # noqa: B905
 
         sums, whole = one.without(off, shards_and_whole)
+        if len(sums) != len(whole):  # One of them overflows.
+            return
         limit = [
             MARGIN * max(sum(s.gradients[i] for s in self._spread), max(s.backward for s in self._spread) * norm(whole[i]))
             for i in range(len(whole))
@@ -1413,7 +1450,7 @@ class Comparison:
             return
         apart = _relative_norm(sums, whole)
         names = tuple(self._recording.gradients[i] for i in wrong)
-        where = {"tensors": names, "distance": apart}
+        where: dict[str, Any] = {"tensors": names, "distance": apart}
         factor = _factor(sums, whole)
         if all(
             distance(sums[i], _scaled(whole[i], factor)) <= abs(factor) * limit[i] for i in wrong
@@ -1479,7 +1516,7 @@ class Comparison:
         ]
 
     def _clipping(self) -> Iterator[Finding]:
-        if not self._has("clipped") or not self._has("raw"):
+        if not self._has("clipped") or not self._has("raw") or self._overflows:
             return
         self._checks()
         one, num = self._one, len(self._replicas)
@@ -1528,11 +1565,11 @@ class Comparison:
         return []
 
     def _all_reduce(self) -> Iterator[Finding]:
-        if not self._has("raw") or len(self._replicas) == 1:
+        if not self._has("raw") or len(self._replicas) == 1 or self._overflows:
             return
         self._checks()
         sent = self._all("clipped" if self._has("clipped") else "raw")
-        old = self._all("sums", self._step - 1) if self._step and self._has("sums") else None
+        old = self._earlier("sums") if self._has("sums") else None
         for r in self._replicas:
             groups: dict[tuple[str, str], list[int]] = {}
             for i, (got, *parts) in enumerate(zip(self._sums_of(r), *sent, strict=True)):
@@ -1578,6 +1615,9 @@ class Comparison:
         return _why_tensor(got, total, 0.0, num)
 
     def _update(self) -> Iterator[Finding]:
+        if self._one.scales_loss and (self._overflows or not self._has("raw")):
+            yield from self._skipped_update()
+            return
         if not self._sums_of(0):
             return
         self._checks()
@@ -1587,7 +1627,6 @@ class Comparison:
             i for i, (path, kind) in enumerate(self._recording.variables)
             if kind == "weight" or (kind == "optimizer state" and path in own)
         ]  # fmt: skip
-        self._update_is_wrong = False
         for r in self._replicas:
             before, sums, after = self._all("before")[r], self._sums_of(r), self._all("after")[r]
             key = tuple(_bytes(a) for a in [*(before[i] for i in watched), *sums])
@@ -1601,6 +1640,35 @@ class Comparison:
             if wrong:
                 self._update_is_wrong = True
                 yield from self._why_update(r, expected, bounds, wrong)
+
+    def _skipped_update(self) -> Iterator[Finding]:
+        """Checks a step that one device skips, or that was skipped, as gradients overflowed."""
+        self._checks()
+        overflows = self._overflows
+        if self._has("raw"):
+            self._update_is_wrong = True
+            yield self._found(
+                "overflow_not_skipped",
+                f"gradients overflow on replica {', '.join(map(str, overflows))} and not on replica"
+                " 0, which alone decides: infinite gradients are applied, and no step is skipped",
+                replicas=tuple(overflows),
+            )
+            return
+        if not overflows and self._one.step(self._all("before")[0], self._whole).raw:
+            yield self._found(
+                "not_updated", "the step is skipped, and gradients overflow on no replica"
+            )
+        for r in self._replicas:
+            before, after = self._all("before")[r], self._all("after")[r]
+            if changed := [
+                self._paths[i]
+                for i, kind in enumerate(self._kinds)
+                if kind == "weight" and not _same(before[i], after[i])
+            ]:
+                yield self._found(
+                    "changed_on_its_own", "weights change in a step that is skipped",
+                    replicas=(r,), tensors=tuple(changed),
+                )  # fmt: skip
 
     def _bounds(self, before: Arrays, sums: Arrays) -> Arrays:
         """Returns how far rounding may carry each element of the optimizer's update.
@@ -1639,7 +1707,7 @@ class Comparison:
         one, num = self._one, len(self._replicas)
         before, after, sums = self._all("before")[r], self._all("after")[r], self._sums_of(r)
         paths = self._paths
-        where = {
+        where: dict[str, Any] = {
             "replicas": (r,),
             "distance": max(
                 _ratio(distance(after[i], expected[i]), norm(expected[i])) for i in wrong
@@ -1690,9 +1758,9 @@ class Comparison:
             own = self._all("clipped" if self._has("clipped") else "raw")[r]
             text = "the update is made with the replica's own gradients, not with the sum"
             tests.insert(0, ("not_all_reduced", text, lambda: one.update(before, own)))
-        if self._step:
-            old = self._recording.steps[self._step - 1]
-            stale = next((old[k, r] for k in ("sums", "clipped", "raw") if (k, r) in old), sums)
+        olds = (self._earlier(kind) for kind in ("sums", "clipped", "raw"))
+        if old := next((old for old in olds if old), None):
+            stale = old[r]
             text = "the update is made with the gradients of the step before"
             tests.append(("stale_gradient", text, lambda: one.update(before, stale)))
         for cause, text, compute in tests:
@@ -1773,14 +1841,14 @@ class Comparison:
             if kind in ("weight", "optimizer state"):
                 # What was apart before, or was made with other sums, has been told.
                 told = not all(_same(before[r][index], before[0][index]) for r in self._replicas)
-                if not told and not self._explained_by_sums(index):
+                if not told and not self._updates_differ():
                     yield from self._other_bits(after, index, "after the step")
 
-    def _explained_by_sums(self, index: int) -> bool:
-        del index
+    def _updates_differ(self) -> bool:
+        """Tells whether replicas hold other bits as they were given other sums, or updated wrongly."""
         sums = [self._sums_of(r) for r in self._replicas]
         same = all(_same(a, b) for other in sums[1:] for a, b in zip(other, sums[0], strict=True))
-        return getattr(self, "_update_is_wrong", False) or not same
+        return self._update_is_wrong or not same
 
     def _other_bits(self, per_replica: list[Arrays], index: int, when: str) -> Iterator[Finding]:
         first = per_replica[0][index]

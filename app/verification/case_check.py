@@ -18,7 +18,10 @@ from app.verification.case_file import CaseFile
 from app.verification.case_phases import CaseData, Phase
 from app.verification.case_result import EVALUATION, CaseFinding, CaseResult
 from recorders.lockstep_keras import (
+    BY_DESIGN,
+    CLEAN,
     FAULT,
+    STAGES,
     Finding,
     Recorder,
     Recording,
@@ -67,10 +70,10 @@ def verify_with(
     if "evaluation" in config.at:
         reports.append(([EVALUATION], training.evaluate()))
     stages: dict[str, str] = {}
-    for _, report in reports:
-        for stage in report.checked:
-            known, found = stages.get(stage, ""), report.status(stage)
-            stages[stage] = max(known, found, key=["", "clean", "by design", "fault"].index)
+    for stage in STAGES:
+        found = {report.status(stage) for _, report in reports if stage in report.checked}
+        if found:
+            stages[stage] = max(found, key=[CLEAN, BY_DESIGN, FAULT].index)
     return CaseResult(
         devices=devices.names,
         simulated_devices=devices.simulated and len(devices.names) > 1,
@@ -249,4 +252,5 @@ def _merged(reports: list[tuple[list[str], Report]]) -> list[CaseFinding]:
                 allowed=first.allowed,
             )
         )
-    return found
+    order = list(STAGES)
+    return sorted(found, key=lambda f: order.index(f.stage))

@@ -175,15 +175,12 @@ class CaseFile:
 
 
 def _is_from(module: types.ModuleType, folder: pathlib.Path) -> bool:
-    file = getattr(module, "__file__", None)
-    if file is None:  # A package without __init__.py.
-        paths = list(getattr(module, "__path__", []))
-        file = paths[0] if paths else None
-    return (
-        bool(file)
-        and pathlib.Path(file).resolve().is_relative_to(folder)
-        and not _is_installed(file)
-    )
+    # A package without __init__.py has no file.
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
+    file = next((place for place in places if isinstance(place, str)), None)
+    if file is None or _is_installed(file):
+        return False
+    return pathlib.Path(file).resolve().is_relative_to(folder)
 
 
 def _is_installed(file: str) -> bool:

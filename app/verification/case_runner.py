@@ -107,7 +107,8 @@ def _print(config: VerifyConfig, results: dict[str, CaseResult]) -> None:
     )
     console.say(f"looked at: {', '.join(_shortened(first.steps))}")
     console.say()
-    stages = list(dict.fromkeys(s for result in results.values() for s in result.stages))
+    order = max((result.stages for result in results.values()), key=len)
+    stages = list(dict.fromkeys([*order, *(s for r in results.values() for s in r.stages)]))
     console.print_table(
         "Each stage of each step against one device, from the same state",
         ["stage", *results],
