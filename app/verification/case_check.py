@@ -142,6 +142,13 @@ class CaseTraining:
                 f" does not divide over {num_replicas} replicas, where Keras' fit fails (keras"
                 f" issue 19246); use --global_batch_size={size}"
             )
+        accumulates = getattr(self._model.optimizer, "gradient_accumulation_steps", None)
+        if num_replicas > 1 and accumulates:
+            raise ConfigError(
+                f"--case={self._config.case}: gradient_accumulation_steps={accumulates} of the"
+                " optimizer fails under MirroredStrategy (keras issue 20582); leave it out, or use"
+                " --strategies=single"
+            )
         phases = (
             self._data.phases(places, per_step)
             if not splits_itself

@@ -88,7 +88,7 @@ class CaseData:
         if not first:
             raise DataError("data() has no batch; return a data set with one batch at least")
         _check_same(first, again)
-        self._num_first, self.first_size = len(first), len(first[0][0])
+        self._first, self._num_first, self.first_size = first, len(first), len(first[0][0])
         self.num_batches = self._count()
 
     def dataset(self) -> tf.data.Dataset:
@@ -196,11 +196,13 @@ class CaseData:
         return next(count)
 
     def to_evaluate(self) -> tf.data.Dataset:
-        """Returns the first batches and the last one, for an evaluation."""
-        dataset = self.dataset().take(self._num_first)
+        """Returns the first batches and the last one, in an order that does not change."""
+        batches = list(self._first)
         if (last := self._last(["last_batch"])) is not None:
-            dataset = dataset.concatenate(self.dataset().skip(last))
-        return dataset
+            batches += self._draw(_Slice(last, 1).of(self.dataset()))
+        joined = [tf.constant(np.concatenate(parts)) for parts in zip(*batches, strict=True)]
+        nest = tf.nest.pack_sequence_as(self.dataset().element_spec, joined)
+        return tf.data.Dataset.from_tensor_slices(nest).batch(self.first_size)
 
 
 def _with_sizes(phase: Phase) -> Phase:

@@ -1,0 +1,318 @@
+"""`verify --case`: options, the file of a case, where it is looked at, and what a user sees."""
+
+import json
+import pathlib
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from app.config import Config
+from app.config.case_options import PLACES
+from app.runtime.errors import ConfigError, DataError
+from app.verification.case_file import CaseFile
+from app.verification.case_phases import CaseData
+from conftest import run_main
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+MODEL = """
+import keras
+
+def model():
+    network = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    network.compile(optimizer="sgd", loss="mse")
+    return network
+"""
+DATA = """
+import numpy as np
+import tensorflow as tf
+
+def data(global_batch_size):
+    x = np.arange(30, dtype=np.float32).reshape(10, 3)
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(global_batch_size)
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="my_case.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    return write
+
+
+def load(path, **names):
+    functions = {"model_fn": "model", "data_fn": "data", "distribute_fn": "distribute"} | names
+    return CaseFile(path, **functions)
+
+
+# Options
+
+
+def test_a_case_runs_on_one_device_and_under_fit(write):
+    config = Config.of("verify", case=str(write(MODEL + DATA)))
+    assert config.strategies == ("single", "keras_fit") and config.at == PLACES
+    assert Config.of("verify").strategies == ("single", "manual", "mirrored")
+
+
+def test_a_case_may_name_its_model(write):
+    path = write(MODEL + DATA)
+    config = Config.of("verify", case=f"{path}:other")
+    assert config.case_path == path and config.case_model_fn == "other"
+    assert Config.of("verify", case=str(path), model_fn="third").case_model_fn == "third"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"recipe": "fast"}, "--recipe has no part in --case"),
+        ({"inject": "same_shard"}, "--inject has no part in --case"),
+        ({"strategies": ("manual",)}, "--strategies=manual does not run a case; use --strategies="),
+        ({"case": "/nonexistent/case.py"}, "there is no file /nonexistent/case.py"),
+        ({"case": __file__.replace(".py", ".txt")}, "there is no file"),
+        ({"at": ("never",)}, "--at must be one of"),
+        ({"case": f"{__file__}:a", "model_fn": "b"}, "name two functions"),
+    ],
+)
+def test_options_that_a_case_refuses(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.of("verify", **{"case": __file__, **options})
+
+
+@pytest.mark.parametrize(
+    "options", [{"model_fn": "other"}, {"at": ("first",)}, {"strategies": ("keras_fit",)}]
+)
+def test_options_of_a_case_need_one(options):
+    with pytest.raises(ConfigError, match="needs --case=FILE"):
+        Config.of("verify", **options)
+
+
+# The file
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("import keras\nx = unknown\n", "my_case.py:2: while it was imported: NameError"),
+        ("def model(:\n", "my_case.py:1: while it was imported: SyntaxError"),
+        ("import sys\nsys.exit(1)\n", "it ends the process"),
+        ("def data(n):\n    return 1\n", "my_case.py has no function model, it has data; define"),
+        (MODEL, "my_case.py has no function data"),
+    ],
+)
+def test_a_file_that_is_no_case(write, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(write(text))
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("return 3", r"my_case.py:\d+: model\(\) must return a compiled keras.Model, got int"),
+        ("import keras; return keras.Sequential()", "returns a model that is not compiled"),
+        ("return 1 / 0", r"my_case.py:\d+: in model\(\): ZeroDivisionError: division by zero"),
+        ("return MemoryError() + {}", "TypeError"),
+    ],
+)
+def test_a_function_that_returns_no_model(write, body, message):
+    case = load(write(DATA + f"\ndef model():\n    {body}\n"))
+    with pytest.raises(ConfigError, match=message):
+        case.build_model()
+
+
+def test_a_data_function_has_to_return_a_data_set(write):
+    case = load(write(MODEL + "\ndef data(n):\n    return [n]\n"))
+    with pytest.raises(ConfigError, match=r"data\(\) must return a tf.data.Dataset, got list"):
+        case.create_data(4)
+
+
+def test_modules_beside_the_case_come_first_whatever_they_are_called(write):
+    import app.runtime.errors as own
+    import models as own_models
+
+    write("WIDTH = 5\n", "models/__init__.py")
+    write("def width():\n    from models import WIDTH\n    return WIDTH\n", "app.py")
+    case = load(
+        write(
+            """
+            import keras
+            import app
+            from models import WIDTH
+
+            def model():
+                from app import width
+                network = keras.Sequential([keras.Input((3,)), keras.layers.Dense(width())])
+                network.compile(loss="mse")
+                return network
+
+            def data(n):
+                return None
+            """
+        )
+    )
+    assert case.build_model().output_shape == (None, 5)
+    assert sys.modules["models"] is own_models and sys.modules["app.runtime.errors"] is own
+
+
+# Where it is looked at
+
+
+def case_data(write, body, *, size=4, steps=2):
+    return CaseData(
+        load(write(f"{MODEL}{DATA}\ndef other(n):\n    {body}\n"), data_fn="other"), size, steps
+    )
+
+
+def test_the_places_of_a_data_set_with_a_short_last_batch(write):
+    data = case_data(write, "return data(n)")
+    phases = data.phases(PLACES, 10**9)
+    assert [phase.place for phase in phases] == [
+        "first",
+        "first",
+        "last_batch",
+        "second_epoch",
+        "resume",
+    ]
+    assert [name for phase in phases for name in phase.names] == [
+        "step 1", "step 2", "the last batch of an epoch (2 examples)",
+        "the first step of the second epoch", "the step after a save and resume",
+    ]  # fmt: skip
+    (last,) = [phase for phase in phases if phase.place == "last_batch"]
+    assert [len(batch[0]) for batch in last.dataset] == [4, 2] and list(last.wanted) == [2]
+    assert np.array_equal(last.passes[0][0][0][:, 0], [24, 27])
+    assert len(phases[0].passes) == 1  # Every pass is the same.
+
+
+def test_steps_are_recorded_together_as_far_as_memory_allows(write):
+    data = case_data(write, "return data(n)", size=2, steps=5)
+    assert [len(p.names) for p in data.phases(["first"], 2**27)] == [2, 2, 1]
+    assert [len(p.names) for p in data.phases(["first"], 1)] == [5]
+
+
+def test_a_set_that_shuffles_has_another_batch_in_each_pass(write):
+    data = case_data(write, "return data(10).unbatch().shuffle(10, seed=1).batch(n)")
+    first, _, second, _ = data.phases(PLACES, 1)
+    assert len(first.passes) == 3
+    assert not any(np.array_equal(first.passes[0][0][0], p[0][0]) for p in second.passes)
+
+
+def test_a_set_without_end_has_no_last_batch(write):
+    data = case_data(write, "return data(n).repeat()")
+    assert data.num_batches is None
+    assert [phase.place for phase in data.phases(PLACES, 1)] == ["first", "resume"]
+
+
+def test_a_generator_s_batches_are_counted(write):
+    body = (
+        "return tf.data.Dataset.from_generator(lambda: iter(data(n)), output_signature="
+        "data(n).element_spec)"
+    )
+    assert case_data(write, body).num_batches == 3
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("return data(n).take(0)", "has no batch"),
+        ("return data(n).map(lambda x, y: (x + tf.random.uniform([]), y))", "batch 1 is another"),
+        ("return data(10).unbatch().shuffle(10).batch(n)", "give shuffle"),
+    ],
+)
+def test_data_that_cannot_be_verified(write, body, message):
+    tf.random.set_seed(None)
+    with pytest.raises(DataError, match=message):
+        case_data(write, body)
+
+
+def test_an_error_in_the_data_names_the_line(write):
+    body = "return data(n).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, 'bad'), y))"
+    with pytest.raises(ConfigError, match="InvalidArgumentError"):
+        case_data(write, body)
+
+
+# What a user sees
+
+
+def verify(out, *arguments):
+    result = run_main("verify", "--device=cpu", "--steps=2", f"--out={out}", *arguments)
+    record = out / "verify.json"
+    found = json.loads(record.read_text()) if record.exists() else None
+    return result, found
+
+
+@pytest.mark.e2e
+def test_faults_are_named_with_remedy_and_exit_code(tmp_path):
+    case = EXAMPLES / "case_fit.py"
+    result, record = verify(tmp_path / "run", f"--case={case}", "--num_devices=2", "--keep_traces")
+    assert result.returncode == 9, result.stdout + result.stderr
+    assert (
+        result.stderr.strip()
+        .splitlines()[-1]
+        .startswith(
+            "error: keras_fit is not the training that case_fit.py defines on one device:"
+            " same random numbers, clipped before the sum"
+        )
+    )
+    assert record["strategies"]["single"]["findings"] == []
+    findings = record["strategies"]["keras_fit"]["findings"]
+    assert [(f["stage"], f["cause"]) for f in findings] == [
+        ("random numbers", "same_random_numbers"), ("clipping", "clipped_before_the_sum")
+    ]  # fmt: skip
+    assert "clipnorm=0.1" in findings[1]["text"] and "remedy  clip after the sum" in result.stdout
+    stages = record["strategies"]["keras_fit"]["stages"]
+    assert stages["gradients"] == stages["update"] == stages["evaluation"] == "clean"
+    assert len(list((tmp_path / "run/traces").iterdir())) == 8
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "file, causes, code",
+    [
+        ("case_train_step.py", {"scalar_loss_not_divided"}, 9),
+        ("case_train_step.py:corrected", set(), 0),
+        ("case_two_inputs.py", {"weighted_mean_of_means", "other_evaluation"}, 9),
+        ("case_two_inputs.py:corrected", set(), 0),
+    ],
+)
+def test_the_examples(tmp_path, file, causes, code):
+    result, record = verify(tmp_path / "run", f"--case={EXAMPLES}/{file}", "--num_devices=2")
+    assert result.returncode == code, result.stdout + result.stderr
+    found = record["strategies"]["keras_fit"]["findings"]
+    assert {finding["cause"] for finding in found} == causes
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text, arguments, code, line",
+    [
+        (
+            MODEL + "\nraise ValueError('no')\n" + DATA,
+            (),
+            2,
+            "my_case.py:10: while it was imported",
+        ),
+        (
+            MODEL + DATA,
+            ("--num_devices=3", "--global_batch_size=4"),
+            2,
+            "use --global_batch_size=3",
+        ),
+        (MODEL.replace("(3,)", "(5,)") + DATA, (), 2, "while the model was called"),
+        (MODEL + DATA.replace(".batch(", ".take(0).batch("), (), 3, "data() has no batch"),
+    ],
+)
+def test_bad_input_is_one_line(write, tmp_path, text, arguments, code, line):
+    case = write(text)
+    arguments = (f"--case={case}", *(arguments or ("--num_devices=2", "--global_batch_size=4")))
+    result, _ = verify(tmp_path / "run", *arguments)
+    assert result.returncode == code and "Traceback" not in result.stderr
+    assert line in result.stderr.strip().splitlines()[-1]
