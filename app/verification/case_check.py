@@ -28,6 +28,7 @@ from recorders.lockstep_keras import (
     Report,
     compare,
 )
+from strategies.tf_private import reset_layer_numbers
 
 Send = Callable[[tuple], None]
 
@@ -64,8 +65,9 @@ def verify_with(
     for number, (phase, report) in enumerate(training.verify(config.at), start=1):
         reports.append((phase.names, report))
         if config.keep_traces:
-            traces.mkdir(exist_ok=True)
-            training.recording.save(str(traces / f"{number}-{phase.place}.npz"))
+            folder = traces / strategy
+            folder.mkdir(parents=True, exist_ok=True)
+            training.recording.save(str(folder / f"{number}-{phase.place}.npz"))
         send(("step", sum(len(names) for names, _ in reports)))
     if "evaluation" in config.at:
         reports.append(([EVALUATION], training.evaluate()))
@@ -109,12 +111,17 @@ class CaseTraining:
     ):
         self._case, self._data, self._strategy, self._config = case, data, strategy, config
         self._model = self._build()
-        keras.utils.set_random_seed(config.seed)
+        self._reset()
         self.one = case.build_model()
         self.recording = Recording(1)
 
-    def _build(self) -> keras.Model:
+    def _reset(self) -> None:
+        """Lets the next model have the same initial weights, and the same names."""
+        reset_layer_numbers()
         keras.utils.set_random_seed(self._config.seed)
+
+    def _build(self) -> keras.Model:
+        self._reset()
         with self._strategy.scope():
             model = self._case.build_model()
 
