@@ -1,8 +1,8 @@
 """A replica gets no example of the last batch, and its loss is the mean over none: NaN.
 
-Reported as "NaN loss when using multiple GPUs", for a number of examples that leaves one for the
-last batch. The NaN of one replica is in the sum of the gradients, and so in all weights of all
-replicas. A sum over the examples, divided by a constant, is 0 for none.
+Reported for custom losses on several GPUs, with a number of examples that leaves one for the last
+batch. The loss of the step is NaN. Its update is not, but comes out half as large: the only example
+has the weight of one of two shards. A sum over the examples, divided by a constant, is 0 for none.
 """
 
 import keras

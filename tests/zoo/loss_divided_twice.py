@@ -1,8 +1,8 @@
-"""The loss is divided by the size of the global batch, and then by the number of replicas, too.
+"""The loss is divided by the number of replicas, and Keras divides it once more.
 
-Reported as "distributed training on x GPUs makes the loss 1/x": a `keras.losses.Loss` sums over its
-batch and divides by the size of the global one, which is right, but Keras divides the result by the
-number of replicas once more. With the reduction "sum", it does not.
+Reported as "distributed training on x GPUs makes the loss 1/x": a loss class divides by the size of
+the global batch, as tutorials of custom training loops do. `fit` divides the losses of the examples
+by the number of replicas by itself, so that the update is too small by that number.
 """
 
 import keras
@@ -15,22 +15,22 @@ STAGE = "loss"
 CAUSE = "scaled_gradient"
 
 
-class ShareOfBatch(keras.losses.Loss):
-    def __init__(self, global_batch_size: int, reduction: str):
-        super().__init__(name="share_of_batch", reduction=reduction)
-        self.global_batch_size = global_batch_size
-
+class LossOfExamples(keras.losses.Loss):
     def call(self, y: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        losses = tf.reduce_mean(tf.square(y - y_pred), axis=-1)
-        return tf.reduce_sum(losses) / self.global_batch_size
+        return tf.reduce_mean(tf.square(y - y_pred), axis=-1)
+
+
+class ShareOfGlobalBatch(LossOfExamples):
+    def call(self, y: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        return super().call(y, y_pred) / tf.distribute.get_strategy().num_replicas_in_sync
 
 
 def model() -> keras.Model:
-    return compiled_dense(loss=ShareOfBatch(12, "sum_over_batch_size"))
+    return compiled_dense(loss=ShareOfGlobalBatch())
 
 
 def corrected_model() -> keras.Model:
-    return compiled_dense(loss=ShareOfBatch(12, "sum"))
+    return compiled_dense(loss=LossOfExamples())
 
 
 def data(global_batch_size: int) -> tf.data.Dataset:

@@ -23,7 +23,10 @@ def model() -> keras.Model:
 def epochs_of(orders: list[int], global_batch_size: int) -> tf.data.Dataset:
     """Returns one epoch for each number, which is the seed of its order."""
     examples = regression_data(NUM_EXAMPLES).unbatch()
-    epochs = [examples.shuffle(NUM_EXAMPLES, seed=order) for order in orders]
+    epochs = [
+        examples.shuffle(NUM_EXAMPLES, seed=order, reshuffle_each_iteration=False)
+        for order in orders
+    ]
     whole = epochs[0]
     for epoch in epochs[1:]:
         whole = whole.concatenate(epoch)

@@ -22,7 +22,8 @@ def model() -> keras.Model:
 
 def epoch(number: int, global_batch_size: int) -> tf.data.Dataset:
     examples = regression_data(global_batch_size).unbatch()
-    return examples.shuffle(36, seed=number).batch(global_batch_size)
+    shuffled = examples.shuffle(36, seed=number, reshuffle_each_iteration=False)
+    return shuffled.batch(global_batch_size)
 
 
 def data(global_batch_size: int) -> tf.data.Dataset:
