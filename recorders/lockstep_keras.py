@@ -25,6 +25,7 @@ import collections
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -290,21 +291,23 @@ class Hooks:
     """Replaces methods of instances in a `with` block: their classes stay as they are."""
 
     def __init__(self) -> None:
-        self._owners: list[tuple[Any, str]] = []
+        self._owners: list[tuple[Any, str, Any]] = []
 
     def hook(self, owner: Any, name: str, wrapper: Callable) -> None:
         """Lets `owner.name(...)` call `wrapper(inner, ...)`, `inner` being the method."""
-        inner = getattr(owner, name)
+        inner, hidden = getattr(owner, name), vars(owner).get(name)
         object.__setattr__(owner, name, lambda *args, **kwargs: wrapper(inner, *args, **kwargs))
-        self._owners.append((owner, name))
+        self._owners.append((owner, name, hidden))
 
     def __enter__(self) -> "Hooks":
         return self
 
     def __exit__(self, *error: object) -> None:
         while self._owners:
-            owner, name = self._owners.pop()
+            owner, name, hidden = self._owners.pop()
             vars(owner).pop(name, None)
+            if hidden is not None:  # Another hook, which was there before.
+                object.__setattr__(owner, name, hidden)
 
 
 class Recorder(Hooks, Recording):
@@ -697,13 +700,16 @@ class OneDevice:
         """Returns gradients as the optimizer clips them."""
         return [_to_numpy(g) for g in self.optimizer._clip_gradients(list(map(_to_tf, gradients)))]
 
-    def update(self, state: Arrays, sums: Arrays, *, clips: bool = False) -> Arrays:
+    def update(
+        self, state: Arrays, sums: Arrays, *, clips: bool = False, rate: float = 1.0
+    ) -> Arrays:
         """Returns all variables after the optimizer's update with these gradients.
 
         Args:
             state: before it.
             sums: gradients of the weights that `Recording.gradients` names.
             clips: clip them first.
+            rate: a factor of the learning rate.
         """
         self.load(state)
         names = self._recording.gradients
@@ -712,6 +718,7 @@ class OneDevice:
         with Hooks() as hooks:
             if not clips:
                 hooks.hook(self.optimizer, "_clip_gradients", lambda inner, grads: grads)
+            hooks.hook(self.optimizer, "_get_current_learning_rate", lambda inner: rate * inner())
             self.optimizer.apply(list(map(_to_tf, sums)), variables)
         return self._read()
 
@@ -838,6 +845,100 @@ class Spread:
     gradients: list[float]
 
 
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Data losses of a step, without regularisation.
+
+    Attributes:
+        taken: for each replica, as recorded.
+        own: for each replica, as one device has it for the recorded predictions.
+        whole: of the global batch, likewise.
+        plain: `own` without weights and masks.
+        plain_whole: `whole`, likewise.
+        sizes: examples of each replica.
+        allowed: relative distance that rounding may make.
+    """
+
+    taken: list[float]
+    own: list[float]
+    whole: float
+    plain: list[float]
+    plain_whole: float
+    sizes: list[int]
+    allowed: float
+
+    @property
+    def size(self) -> float:
+        """What distances are relative to."""
+        return max(abs(self.whole), sum(map(abs, self.taken)), TINY)
+
+    @property
+    def apart(self) -> float:
+        """The relative distance of the replicas' sum from the loss of the whole batch."""
+        return abs(sum(self.taken) - self.whole) / self.size
+
+    @property
+    def are_right(self) -> bool:
+        """Whether the replicas' losses add up to that of the whole batch."""
+        return self._near(sum(self.taken), self.whole) and not self.odd
+
+    @property
+    def odd(self) -> list[int]:
+        """The replicas whose loss is no share of the loss of their own examples."""
+        shares = [s for s, own in enumerate(self.own) if not self.is_share(s, own)]
+        # A step of one's own may weigh its examples in any way, as long as the sum is right.
+        regular = len(shares) == len(self.own) and self._near(sum(self.taken), self.whole)
+        return [] if regular else shares
+
+    def is_share(self, r: int, loss: float) -> bool:
+        """Tells whether a replica has taken this loss: once, or its part of the batch."""
+        shares = 1.0, 1 / len(self.own), self.sizes[r] / sum(self.sizes)
+        return any(self._near(self.taken[r], share * loss) for share in shares)
+
+    def why(self) -> tuple[str, str]:
+        """Returns cause and text of a sum that is not the loss of the whole batch."""
+        num, sizes, total = len(self.own), self.sizes, sum(self.sizes)
+        taken, whole = sum(self.taken), self.whole
+        by_size = sum(o * n / total for o, n in zip(self.own, sizes, strict=True))
+        once = all(self._near(t, o) for t, o in zip(self.taken, self.own, strict=True))
+        mean = self._near(taken, sum(self.own) / num) and not self.odd
+        plain_sum = sum(o * n / total for o, n in zip(self.plain, sizes, strict=True))
+        is_plain = abs(plain_sum - self.plain_whole) <= self.allowed * max(
+            abs(self.plain_whole), TINY
+        )
+        each = ", ".join(f"{o:.6g}" for o in self.own)
+        if once and self._near(by_size, whole):
+            return "scalar_loss_not_divided", (
+                f"each replica's loss ({each}) is taken once, not divided by {num} replicas: their"
+                f" sum is {taken:.6g}, the loss of the whole batch {whole:.6g}, so gradients"
+                f" are {taken / whole:.4g} times too large"
+            )
+        if mean and len(set(sizes)) > 1 and self._near(by_size, whole):
+            return "mean_of_means", (
+                f"the mean of the replicas' means, of {'/'.join(map(str, sizes))} examples, is"
+                f" {taken:.6g}; the mean over all examples is {whole:.6g}"
+            )
+        if (mean or once) and is_plain and not self._near(by_size, whole):
+            return "weighted_mean_of_means", (
+                "each replica divides by the weights, or unmasked steps, of its own examples: the"
+                f" mean of the replicas' losses ({each}) is {taken:.6g}, the weighted mean of"
+                f" the whole batch {whole:.6g}"
+            )
+        if (mean or once) and not is_plain:
+            return "not_a_sum_over_examples", (
+                f"the loss of a batch is not the mean of its examples' losses: {whole:.6g} for the"
+                f" whole batch, {each} for the shards"
+            )
+        return "other_loss", (
+            f"the replicas' losses ({', '.join(f'{t:.6g}' for t in self.taken)}) add up to"
+            f" {taken:.6g}; their predictions have {each}, the whole batch {whole:.6g}"
+        )
+
+    def _near(self, number: float, other: float) -> bool:
+        apart = abs(number - other)
+        return not np.isfinite(other) or bool(apart <= self.allowed * self.size)
+
+
 class Comparison:
     """Checks the steps of a recording, one after another, stage by stage.
 
@@ -877,7 +978,8 @@ class Comparison:
                 own = self._one.step(state, data, scales=(share, share))
                 self._own.append(own)
                 self._spread.append(self._spread_of(own, state, data, (share, share)))
-        self._loss_is_wrong = self._update_is_wrong = False
+        self._loss_is_wrong = self._loss_is_unknown = self._update_is_wrong = False
+        self._used, self._in_inference = list(self._data), set()
         stages = {
             "start": self._start,
             "random numbers": self._random_numbers,
@@ -1095,9 +1197,10 @@ class Comparison:
             allowed = MARGIN * self._spread[r].forward
             apart = _relative(self._all("y_pred")[r], self._own[r].y_pred)
             if apart > allowed:
-                yield self._found(
-                    *self._why_forward(r, allowed), replicas=(r,), distance=apart, allowed=allowed
-                )
+                cause, text = self._why_forward(r, allowed)
+                if cause == "inference_mode":
+                    self._in_inference.add(r)
+                yield self._found(cause, text, replicas=(r,), distance=apart, allowed=allowed)
         if len(self._replicas) == 1:
             return
         allowed = MARGIN * max(spread.forward for spread in self._spread)
@@ -1165,87 +1268,87 @@ class Comparison:
                     return "same_examples", f"predictions are those of replica {other}'s examples"
         return "unexplained", "predictions differ from those of one device for the same examples"
 
+    def _losses(self) -> "Losses":
+        """Returns the recorded data losses, and those of the recorded predictions."""
+        one, before = self._one, self._all("before")
+        y_pred, masks = self._all("y_pred"), self._all("mask")
+
+        def of_shards(weighted: bool) -> list[float]:
+            return [
+                one.loss(before[r], self._used[r], y_pred[r], masks[r], weighted=weighted)
+                for r in self._replicas
+            ]
+
+        joined = [_join(parts) for parts in zip(*y_pred, strict=True)]
+        joined_masks = [_join(parts) for parts in zip(*masks, strict=True)]
+        whole = [np.concatenate(parts) for parts in zip(*self._used, strict=True)]
+
+        def of_batch(weighted: bool) -> float:
+            return one.loss(before[0], whole, joined, joined_masks, weighted=weighted)
+
+        return Losses(
+            [float(np.sum(loss[0]) - np.sum(loss[1])) for loss in self._all("loss")],
+            of_shards(True), of_batch(True), of_shards(False), of_batch(False), self._sizes(),
+            MARGIN * max(8 * EPS, one.unit if one.unit > EPS else 0.0),
+        )  # fmt: skip
+
     def _loss(self) -> Iterator[Finding]:
         if not self._has("loss"):
             return
         self._checks()
-        one, num = self._one, len(self._replicas)
-        before, y_pred, masks = self._all("before"), self._all("y_pred"), self._all("mask")
-        taken = [float(np.sum(loss[0]) - np.sum(loss[1])) for loss in self._all("loss")]
-        own = [one.loss(before[r], self._data[r], y_pred[r], masks[r]) for r in self._replicas]
-        self._scales = [(t / o if o else 1 / num, 1 / num) for t, o in zip(taken, own, strict=True)]
-        joined = [_join(parts) for parts in zip(*y_pred, strict=True)]
-        joined_masks = [_join(parts) for parts in zip(*masks, strict=True)]
-        whole = one.loss(before[0], self._whole, joined, joined_masks)
-        size = max(abs(whole), sum(map(abs, taken)), TINY)
-        allowed = MARGIN * max(8 * EPS, one.unit if one.unit > EPS else 0.0)
-        apart = abs(sum(taken) - whole) / size
-        if apart <= allowed:
-            return
-        self._loss_is_wrong = True
-        sizes, total = self._sizes(), sum(self._sizes())
-        by_size = sum(o * n / total for o, n in zip(own, sizes, strict=True))
-
-        def is_whole(number: float) -> bool:
-            return abs(number - whole) <= allowed * size
-
-        once = all(abs(t - o) <= allowed * size for t, o in zip(taken, own, strict=True))
-        mean = abs(sum(taken) - sum(own) / num) <= allowed * size
-        where: dict[str, Any] = {"distance": apart, "allowed": allowed}
-        each = ", ".join(f"{o:.6g}" for o in own)
-        plain = [
-            one.loss(before[r], self._data[r], y_pred[r], masks[r], weighted=False)
-            for r in self._replicas
-        ]
-        plain_whole = one.loss(before[0], self._whole, joined, joined_masks, weighted=False)
-        plain_sum = sum(o * n / total for o, n in zip(plain, sizes, strict=True))
-        is_plain = abs(plain_sum - plain_whole) <= allowed * max(abs(plain_whole), TINY)
-        if once and is_whole(by_size):
+        losses = self._losses()
+        if not losses.are_right:
+            for r in losses.odd:
+                yield from self._shifted_targets(r, losses)
+            losses = self._losses()
+        num = len(self._replicas)
+        for r, (taken, own) in enumerate(zip(losses.taken, losses.own, strict=True)):
+            # Gradients are checked for the loss that each replica has, whatever it is.
+            self._scales[r] = taken / own if own else 1 / num, self._regular_share(r)
+        if not losses.are_right:
+            self._loss_is_wrong = True
+            cause, text = losses.why()
+            self._loss_is_unknown = cause == "other_loss"
             yield self._found(
-                "scalar_loss_not_divided",
-                f"each replica's loss ({each}) is taken once, not divided by {num} replicas: their"
-                f" sum is {sum(taken):.6g}, the loss of the whole batch {whole:.6g}, so gradients"
-                f" are {sum(taken) / whole:.4g} times too large",
-                **where,
-            )
-        elif mean and len(set(sizes)) > 1 and is_whole(by_size):
-            yield self._found(
-                "mean_of_means",
-                f"the mean of the replicas' means, of {'/'.join(map(str, sizes))} examples, is"
-                f" {sum(taken):.6g}; the mean over all examples is {whole:.6g}",
-                **where,
-            )
-        elif (mean or once) and is_plain and not is_whole(by_size):
-            yield self._found(
-                "weighted_mean_of_means",
-                f"each replica divides by the weights, or unmasked steps, of its own examples: the"
-                f" mean of the replicas' losses ({each}) is {sum(taken):.6g}, the weighted mean of"
-                f" the whole batch {whole:.6g}",
-                **where,
-            )
-        elif (mean or once) and not is_plain:
-            yield self._found(
-                "not_a_sum_over_examples",
-                f"the loss of a batch is not the mean of its examples' losses: {whole:.6g} for the"
-                f" whole batch, {each} for the shards",
-                design=True, **where,
+                cause, text, design=cause == "not_a_sum_over_examples", distance=losses.apart,
+                allowed=losses.allowed,
+                replicas=tuple(losses.odd) if self._loss_is_unknown else (),
             )  # fmt: skip
-        else:
-            yield self._found(
-                "other_loss",
-                f"the replicas' losses add up to {sum(taken):.6g}; their predictions have {each},"
-                f" the whole batch {whole:.6g}",
-                **where,
+
+    def _shifted_targets(self, r: int, losses: "Losses") -> Iterator[Finding]:
+        """Finds out whether a replica's loss is that of targets that belong to other inputs."""
+        data, arrays = self._data[r], self._arrays
+        inputs = len(leaves(self._one._unpack(data)[0]))
+        for shift in (1, -1):
+            moved = data[:inputs] + [np.roll(array, shift, axis=0) for array in data[inputs:]]
+            loss = self._one.loss(
+                arrays["before", r][:], moved, arrays["y_pred", r], arrays["mask", r]
             )
+            if losses.is_share(r, loss):
+                self._used[r] = moved
+                yield self._found(
+                    "labels_shifted",
+                    "the loss is that of targets shifted by one example against their inputs",
+                    replicas=(r,),
+                )
+                return
+
+    def _regular_share(self, r: int) -> float:
+        """Returns which part of the regularisation of one device a replica adds."""
+        own = self._own[r].loss
+        if not own or not own[1]:
+            return 1 / len(self._replicas)
+        return float(np.sum(self._all("loss")[r][1])) / own[1]
 
     def _regularisation(self) -> Iterator[Finding]:
-        if not self._has("loss") or not self._own[0].loss:
+        losses = [own.loss for own in self._own if own.loss]
+        if not self._has("loss") or not losses:
             return
         taken = sum(float(np.sum(loss[1])) for loss in self._all("loss"))
-        if not taken and not any(own.loss[1] for own in self._own):
+        if not taken and not any(regular for _, regular in losses):
             return
         self._checks()
-        expected = float(np.mean([own.loss[1] for own in self._own]))
+        expected = float(np.mean([regular for _, regular in losses]))
         apart = abs(taken - expected) / max(abs(expected), TINY)
         allowed = MARGIN * max(8 * EPS, *(spread.forward for spread in self._spread))
         if apart > allowed:
@@ -1256,19 +1359,29 @@ class Comparison:
                 distance=apart, allowed=allowed,
             )  # fmt: skip
 
-    def _expected_gradients(self, replica: int, **changes: Any) -> Arrays:
+    def _expected_gradients(
+        self, r: int, *, state: Arrays | None = None, data: Arrays | None = None,
+        scales: tuple[float, float] | None = None,
+    ) -> Arrays:  # fmt: skip
         """Returns what a replica should send: gradients of its part in the loss that it has."""
-        state, data = self._all("before")[replica], self._data[replica]
-        scales = self._scales[replica]
-        if not self._has("loss"):
-            return [_scaled(g, scales[0]) for g in self._own[replica].raw]
-        return self._one.step(
-            changes.get("state", state), changes.get("data", data),
-            scales=changes.get("scales", scales),
-        ).raw  # fmt: skip
+        one, layers = self._one, self._modal_layers if r in self._in_inference else []
+        has_loss = self._has("loss")
+        result = one.without(
+            layers,
+            lambda: one.step(
+                state or self._all("before")[r], data or self._used[r],
+                scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
+            ),
+        )  # fmt: skip
+        return result.raw if has_loss else [_scaled(g, self._scales[r][0]) for g in result.raw]
+
+    @property
+    def _modal_layers(self) -> list[keras.layers.Layer]:
+        """The layers that work in another way in inference."""
+        return [*self._one.random_layers, *self._one.layers_with_statistics]
 
     def _gradients(self) -> Iterator[Finding]:
-        if not self._has("raw") or self._overflows:
+        if not self._has("raw") or self._overflows or self._loss_is_unknown:
             return
         self._checks()
         if not self._has("loss"):
@@ -1309,82 +1422,75 @@ class Comparison:
         """Returns by what each replica has multiplied the gradients of its own examples.
 
         Where a step does not show its loss, this is the one thing that tells; the sum over the
-        replicas says whether it is right.
+        replicas says whether it is right. The median over the tensors: some may be wrong.
         """
-        factors = [
-            _factor(raw, own.raw) for raw, own in zip(self._all("raw"), self._own, strict=True)
-        ]
-        return [f if np.isfinite(f) else 1 / len(self._replicas) for f in factors]
+        found = []
+        for raw, own in zip(self._all("raw"), self._own, strict=True):
+            weights = np.array([norm(g) for g in own.raw])
+            factors = np.array([_factor([a], [e]) for a, e in zip(raw, own.raw, strict=False)])
+            usable = np.isfinite(factors) & (weights > NOTHING_BUT_ROUNDING * weights.mean())
+            usual = float(np.median(factors[usable])) if usable.any() else 0.0
+            found.append(usual or 1 / len(self._replicas))
+        return found
 
     def _why_gradients(
         self, r: int, actual: Arrays, expected: Arrays, wrong: Sequence[int]
     ) -> Iterator[Finding]:
         """Explains gradients of a replica, tensor by tensor."""
-        one, num = self._one, len(self._replicas)
-        data, scales = self._data[r], self._scales[r]
-        tests: list[tuple[str, str, Callable[[], Arrays]]] = []
-        if self._step:
-            old_state = self._all("before", self._step - 1)[r]
-            if old := self._earlier("raw"):
-                tests.append(("stale_gradient", "the gradients of the step before", lambda: old[r]))
-            tests += [
-                (
-                    "stale_gradient",
-                    "gradients by the weights one step before",
-                    lambda: self._expected_gradients(r, state=old_state),
-                ),
-            ]
-        if self._has("loss"):
-            for factor, cause in ((num, "regulariser_repeated"), (0, "regulariser_missing")):
-                tests.append(
-                    (
-                        cause,
-                        f"regularisation is in them {factor} times",
-                        lambda f=factor: self._expected_gradients(r, scales=(scales[0], f / num)),
-                    )
-                )
-        layers = [*one.random_layers, *one.layers_with_statistics]
-        if layers:
-            tests.append(
-                (
-                    "inference_mode",
-                    "those of a model in inference",
-                    lambda: one.without(layers, lambda: self._expected_gradients(r)),
-                )
-            )
-        inputs = len(leaves(one._unpack(data)[0]))
-        for shift in (1, -1):
-            moved = data[:inputs] + [np.roll(array, shift, axis=0) for array in data[inputs:]]
-            tests.append(
-                (
-                    "labels_shifted",
-                    "those of targets shifted by one example",
-                    lambda d=moved: self._expected_gradients(r, data=d),
-                )
-            )
-        for other in self._replicas:
-            if other != r:
-                tests.append(
-                    (
-                        "same_examples",
-                        f"those of replica {other}'s examples",
-                        lambda o=other: self._expected_gradients(r, data=self._data[o]),
-                    )
-                )
         left = list(wrong)
-        for cause, text, compute in tests:
+        for cause, text, compute in self._gradient_hypotheses(r):
             if not left:
                 return
             candidate = compute()
+            if len(candidate) != len(actual):
+                continue
             near = self._near(r, actual, candidate, self._times_own(r))
             told = self._near(r, expected, candidate, self._times_own(r))
-            explained = [i for i in left if near[i] and not told[i]]
-            if explained and all(near[i] for i in left):
+            if explained := [i for i in left if near[i] and not told[i]]:
                 yield self._gradient_finding(
                     cause, f"they are {text}", r, actual, expected, explained
                 )
                 left = [i for i in left if i not in explained]
         yield from self._scaled_or_reduced(r, actual, expected, left)
+
+    def _gradient_hypotheses(self, r: int) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
+        """Yields (cause, text, gradients that a replica would then send)."""
+        one, num, scales = self._one, len(self._replicas), self._scales[r]
+        if old := self._earlier("raw"):
+            yield "stale_gradient", "the gradients of the step before", lambda: old[r]
+        if self._step:
+            state = self._all("before", self._step - 1)[r]
+            yield (
+                "stale_gradient", "gradients by the weights one step before",
+                lambda: self._expected_gradients(r, state=state),
+            )  # fmt: skip
+        if self._has("loss"):
+            for factor in (num, 0):
+                cause = "regulariser_repeated" if factor else "regulariser_missing"
+                part = scales[0], scales[1] * factor
+                yield (
+                    cause, f"regularisation is in them {factor} times",
+                    partial(self._expected_gradients, r, scales=part),
+                )  # fmt: skip
+        if self._modal_layers:
+            yield (
+                "inference_mode", "those of a model in inference",
+                lambda: one.without(self._modal_layers, lambda: self._expected_gradients(r)),
+            )  # fmt: skip
+        data = self._used[r]
+        inputs = len(leaves(one._unpack(data)[0]))
+        for shift in (1, -1):
+            moved = data[:inputs] + [np.roll(array, shift, axis=0) for array in data[inputs:]]
+            yield (
+                "labels_shifted", "those of targets shifted by one example",
+                partial(self._expected_gradients, r, data=moved),
+            )  # fmt: skip
+        for other in self._replicas:
+            if other != r:
+                yield (
+                    "same_examples", f"those of replica {other}'s examples",
+                    partial(self._expected_gradients, r, data=self._data[other]),
+                )  # fmt: skip
 
     def _scaled_or_reduced(
         self, r: int, actual: Arrays, expected: Arrays, left: Sequence[int]
@@ -1420,84 +1526,79 @@ class Comparison:
 
     def _additive(self) -> Iterator[Finding]:
         """Compares the sum over the replicas with the gradient of the whole batch."""
-        one, num = self._one, len(self._replicas)
-        if num == 1 or self._loss_is_wrong:
+        if len(self._replicas) == 1 or self._loss_is_wrong:
             return
-        off = [*one.random_layers, *one.layers_with_statistics]
-        before, sizes, total = self._all("before")[0], self._sizes(), sum(self._sizes())
-        has_loss = self._has("loss")
+        one, before = self._one, self._all("before")[0]
+        regular = (1.0, sum(scale for _, scale in self._scales) if self._has("loss") else 1.0)
 
-        def shards_and_whole() -> tuple[Arrays, Arrays]:
-            shards = []
-            for r in self._replicas:
-                scales = self._scales[r] if has_loss else (1.0, 1.0)
-                raw = one.step(before, self._data[r], scales=scales).raw
-                factor = 1.0 if has_loss else self._scales[r][0]
-                shards.append([_scaled(g, factor) for g in raw])
-            return [add(g) for g in zip(*shards)], one.step(before, self._whole).raw  # noqa: B905
+        def sums_and_whole() -> tuple[list[Arrays], Arrays]:
+            shards = [self._expected_gradients(r, state=before) for r in self._replicas]
+            data = [np.concatenate(parts) for parts in zip(*self._used, strict=True)]
+            return shards, one.step(before, data, scales=regular).raw
 
-        sums, whole = one.without(off, shards_and_whole)
-        if len(sums) != len(whole):  # One of them overflows.
+        shards, whole = one.without(self._modal_layers, sums_and_whole)
+        if any(len(shard) != len(whole) for shard in shards):  # One of them overflows.
             return
-        limit = [
-            MARGIN * max(sum(s.gradients[i] for s in self._spread), max(s.backward for s in self._spread) * norm(whole[i]))
+        sums = [add(g) for g in zip(*shards, strict=True)]
+        backward = max(spread.backward for spread in self._spread)
+        limits = [
+            MARGIN * max(sum(s.gradients[i] for s in self._spread), backward * norm(whole[i])) + TINY
             for i in range(len(whole))
         ]  # fmt: skip
-        wrong = [
-            i for i, (a, b) in enumerate(zip(sums, whole, strict=True)) if distance(a, b) > limit[i]
-        ]
-        if not wrong:
-            return
-        apart = _relative_norm(sums, whole)
-        names = tuple(self._recording.gradients[i] for i in wrong)
-        where: dict[str, Any] = {"tensors": names, "distance": apart}
+        wrong = [i for i in range(len(whole)) if distance(sums[i], whole[i]) > limits[i]]
+        if wrong:
+            cause, text = self._why_not_additive(sums, whole, limits, wrong)
+            yield self._found(
+                cause, text, tensors=tuple(self._recording.gradients[i] for i in wrong),
+                distance=_relative_norm(sums, whole), design=cause == "not_a_sum_over_examples",
+            )  # fmt: skip
+
+    def _why_not_additive(
+        self, sums: Arrays, whole: Arrays, limits: Sequence[float], wrong: Sequence[int]
+    ) -> tuple[str, str]:
+        """Explains why the replicas' gradients do not add up to that of the whole batch."""
+        num, sizes, before = len(self._replicas), self._sizes(), self._all("before")[0]
         factor = _factor(sums, whole)
         if all(
-            distance(sums[i], _scaled(whole[i], factor)) <= abs(factor) * limit[i] for i in wrong
+            distance(sums[i], _scaled(whole[i], factor)) <= abs(factor) * limits[i] for i in wrong
         ):
-            yield self._found(
+            return (
                 "scalar_loss_not_divided",
                 f"summed over {num} replicas, gradients are {factor:.4g} times that of the whole"
                 " batch: the loss is a mean over a replica's own examples, and not divided by the"
-                " number of replicas", **where,
-            )  # fmt: skip
-            return
-        regular = self._regular_gradients(before)
-        if regular:
+                " number of replicas",
+            )
+        if regular := self._regular_gradients(before):
             extra = _factor(
                 [dense(sums[i]) - dense(whole[i]) for i in wrong], [regular[i] for i in wrong]
             )
-            left = [
-                distance(sums[i], dense(whole[i]) + extra * regular[i]) <= limit[i] for i in wrong
-            ]
-            if all(left):
-                yield self._found(
+            if all(
+                distance(sums[i], dense(whole[i]) + extra * regular[i]) <= limits[i] for i in wrong
+            ):
+                return (
                     "regulariser_repeated" if extra > 0 else "regulariser_missing",
                     f"the replicas' gradients hold {1 + extra:.4g} times the regularisation of one"
-                    " device", **where,
-                )  # fmt: skip
-                return
-        if not has_loss and len(set(sizes)) > 1:
-            shares = [
-                [
-                    _scaled(g, n / total)
-                    for g in one.without(off, lambda r=r: one.step(before, self._data[r])).raw
-                ]
-                for r, n in enumerate(sizes)
-            ]
-            weighted = [add(g) for g in zip(*shares, strict=True)]
-            if all(distance(weighted[i], whole[i]) <= limit[i] for i in wrong):
-                yield self._found(
-                    "mean_of_means",
-                    f"shards of {'/'.join(map(str, sizes))} examples weigh the same",
-                    **where,
+                    " device",
                 )
-                return
-        yield self._found(
+        if not self._has("loss") and len(set(sizes)) > 1:
+            weighted = self._weighted_by_size()
+            if all(distance(weighted[i], whole[i]) <= limits[i] for i in wrong):
+                text = f"shards of {'/'.join(map(str, sizes))} examples weigh the same"
+                return "mean_of_means", text
+        return (
             "not_a_sum_over_examples",
-            f"the gradient of the whole batch is {apart:.1%} another one than the sum over the"
-            " shards, on one device too", design=True, **where,
-        )  # fmt: skip
+            f"the gradient of the whole batch is {_relative_norm(sums, whole):.1%} another one than"
+            " the sum over the shards, on one device too",
+        )
+
+    def _weighted_by_size(self) -> Arrays:
+        """Returns the shards' gradients, summed by the number of their examples."""
+        one, before, total = self._one, self._all("before")[0], sum(self._sizes())
+        shares = []
+        for data, size in zip(self._used, self._sizes(), strict=True):
+            raw = one.without(self._modal_layers, partial(one.step, before, data)).raw
+            shares.append([_scaled(g, size / total) for g in raw])
+        return [add(g) for g in zip(*shares, strict=True)]
 
     def _regular_gradients(self, state: Arrays) -> Arrays | None:
         """Returns the gradients of `model.losses`, None where there are none."""
@@ -1522,40 +1623,55 @@ class Comparison:
         one, num = self._one, len(self._replicas)
         raw, clipped = self._all("raw"), self._all("clipped")
         alone = [one.clip(gradients) for gradients in raw]
-        odd = [
-            r for r in self._replicas
-            if any(_far(c, a, 1e-5) for c, a in zip(clipped[r], alone[r], strict=True))
-        ]  # fmt: skip
-        if odd and len(odd) < num:
-            sent = ", ".join(f"{_total_norm(clipped[r]):.4g}" for r in odd)
-            yield self._found(
-                "clipped_on_one_replica",
-                f"what is sent has norm {sent}, the optimizer's clipping gives"
-                f" {_total_norm(alone[odd[0]]):.4g}",
-                replicas=tuple(odd),
-            )
-            return
-        if num == 1:
+        wrong_on = {
+            r: [i for i, (c, a) in enumerate(zip(clipped[r], alone[r], strict=True)) if _far(c, a)]
+            for r in self._replicas
+        }
+        odd = [r for r in self._replicas if wrong_on[r]]
+        for r in odd:
+            yield self._why_clipped(r, raw[r], alone[r], wrong_on[r])
+        if num == 1 or odd:
             return
         total = [add(g) for g in zip(*raw, strict=True)]
         sent = [add(g) for g in zip(*clipped, strict=True)]
         expected = one.clip(total)
-        wrong = [i for i, (s, e) in enumerate(zip(sent, expected, strict=True)) if _far(s, e, 1e-5)]
-        if not wrong:
-            return
-        limits = [
-            f"{name}={value:g}" for name in ("clipnorm", "global_clipnorm", "clipvalue")
-            if (value := getattr(one.optimizer, name, None))
-        ]  # fmt: skip
-        yield self._found(
-            "clipped_before_the_sum",
-            f"{', '.join(limits) or 'clipping'} is applied on each replica (norms"
-            f" {', '.join(f'{_total_norm(g):.4g}' for g in raw)}), not to the sum (norm"
-            f" {_total_norm(total):.4g}): what is sent adds up to norm {_total_norm(sent):.4g}, the"
-            f" clipped sum has {_total_norm(expected):.4g}",
-            tensors=tuple(self._recording.gradients[i] for i in wrong),
-            distance=_relative_norm(sent, expected), allowed=1e-5,
-        )  # fmt: skip
+        if wrong := [i for i, (s, e) in enumerate(zip(sent, expected, strict=True)) if _far(s, e)]:
+            norms = ", ".join(f"{_total_norm(g):.4g}" for g in raw)
+            yield self._found(
+                "clipped_before_the_sum",
+                f"{self._limits() or 'clipping'} is applied on each replica (norms {norms}), not to"
+                f" the sum (norm {_total_norm(total):.4g}): what is sent adds up to norm"
+                f" {_total_norm(sent):.4g}, the clipped sum has {_total_norm(expected):.4g}",
+                tensors=tuple(self._recording.gradients[i] for i in wrong),
+                distance=_relative_norm(sent, expected), allowed=1e-5,
+            )  # fmt: skip
+
+    def _limits(self) -> str:
+        """Returns the thresholds of the optimizer's clipping."""
+        names = ("clipnorm", "global_clipnorm", "clipvalue")
+        values = {name: getattr(self._one.optimizer, name, None) for name in names}
+        return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
+
+    def _why_clipped(self, r: int, raw: Arrays, alone: Arrays, wrong: Sequence[int]) -> Finding:
+        """Explains gradients that are not as the optimizer clips those of the replica."""
+        clipped, num = self._all("clipped")[r], len(self._replicas)
+        where = {
+            "replicas": (r,), "distance": _relative_norm(clipped, alone),
+            "tensors": tuple(self._recording.gradients[i] for i in wrong),
+        }  # fmt: skip
+        if text := _threshold([clipped[i] for i in wrong], [raw[i] for i in wrong]):
+            expected = self._limits() or "no clipping"
+            return self._found(
+                "clipped_on_one_replica",
+                f"they are clipped to {text}, before the sum; the optimizer has {expected}",
+                **where,
+            )
+        causes = {
+            _why_tensor(clipped[i], alone[i], 0.0, num): self._recording.gradients[i] for i in wrong
+        }
+        cause, text = next(iter(causes))
+        text = text if len(causes) == 1 else f"{text}; other tensors differ in other ways"
+        return self._found(cause, f"after clipping, {text}", **where)
 
     def _sums_of(self, replica: int) -> Arrays:
         """Returns the gradients that a replica applies."""
@@ -1571,48 +1687,17 @@ class Comparison:
         sent = self._all("clipped" if self._has("clipped") else "raw")
         old = self._earlier("sums") if self._has("sums") else None
         for r in self._replicas:
-            groups: dict[tuple[str, str], list[int]] = {}
+            groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
             for i, (got, *parts) in enumerate(zip(self._sums_of(r), *sent, strict=True)):
-                total = add(parts)
-                size = np.sum([np.abs(dense(part)) for part in parts], axis=0)
-                bound = (len(parts) + 1) * EPS * size + TINY
-                if dense(got).shape == size.shape and np.all(
-                    np.abs(dense(got) - dense(total)) <= bound
-                ):
+                if _within(got, add(parts), _sum_bound(parts)):
                     continue
                 before = old[r][i] if old else None
-                groups.setdefault(self._why_sum(r, got, parts, before), []).append(i)
-            for (cause, text), indices in groups.items():
+                groups.setdefault(_why_sum(r, got, parts, before), []).append(i)
+            for (cause, text, lost), indices in groups.items():
                 yield self._found(
-                    cause, text, replicas=(r,),
+                    cause, text, replicas=lost or (r,),
                     tensors=tuple(self._recording.gradients[i] for i in indices),
                 )  # fmt: skip
-
-    def _why_sum(self, r: int, got: Any, parts: Sequence[Any], before: Any) -> tuple[str, str]:
-        """Explains a sum that is none."""
-        num, total = len(parts), add(parts)
-        if not _far(got, parts[r], 8 * EPS):
-            return "not_all_reduced", f"each replica keeps its own gradient, of {num}"
-        if not _far(got, _scaled(total, 1 / num), 8 * EPS):
-            return (
-                "mean_instead_of_sum",
-                f"the gradients are averaged over {num} replicas, not summed",
-            )
-        if before is not None and not _far(got, before, 8 * EPS):
-            return "stale_gradient", "the sum is that of the step before"
-        rows = np.stack([dense(part).ravel() for part in parts])
-        weights = np.linalg.lstsq(rows.T, dense(got).ravel(), rcond=None)[0]
-        fitted = (weights[:, None] * rows).sum(axis=0).reshape(dense(got).shape)
-        if not _far(got, fitted, 64 * EPS):
-            lost = [str(q) for q, weight in enumerate(weights) if abs(weight) < 1e-3]
-            if lost and np.allclose([w for w in weights if abs(w) >= 1e-3], 1, atol=1e-3):
-                return (
-                    "lost_replica",
-                    f"the gradient of replica {', '.join(lost)} is not in the sum",
-                )
-            shown = ", ".join(f"{weight:.4g}" for weight in weights)
-            return "scaled_gradient", f"the sum holds {shown} times the replicas' gradients"
-        return _why_tensor(got, total, 0.0, num)
 
     def _update(self) -> Iterator[Finding]:
         if self._one.scales_loss and (self._overflows or not self._has("raw")):
@@ -1633,11 +1718,7 @@ class Comparison:
             if key not in checked:
                 checked[key] = one.update(before, sums), self._bounds(before, sums)
             expected, bounds = checked[key]
-            wrong = [
-                i for i in watched
-                if not np.all(np.abs(dense(after[i]) - dense(expected[i])) <= bounds[i])
-            ]  # fmt: skip
-            if wrong:
+            if wrong := [i for i in watched if not _within(after[i], expected[i], bounds[i])]:
                 self._update_is_wrong = True
                 yield from self._why_update(r, expected, bounds, wrong)
 
@@ -1704,112 +1785,110 @@ class Comparison:
         self, r: int, expected: Arrays, bounds: Arrays, wrong: Sequence[int]
     ) -> Iterator[Finding]:
         """Explains an update that is not that of the optimizer."""
-        one, num = self._one, len(self._replicas)
-        before, after, sums = self._all("before")[r], self._all("after")[r], self._sums_of(r)
-        paths = self._paths
-        where: dict[str, Any] = {
-            "replicas": (r,),
-            "distance": max(
-                _ratio(distance(after[i], expected[i]), norm(expected[i])) for i in wrong
-            ),
-        }
+        before, after, paths = self._all("before")[r], self._all("after")[r], self._paths
         steps = [i for i in wrong if paths[i].endswith("iteration")]
         if steps:
             made = int(after[steps[0]]) - int(before[steps[0]])
             yield self._found(
                 "schedule_stepped_too_often",
                 f"`iterations` advances by {made} in one step, so that a schedule runs {made} times"
-                " as fast", tensors=(paths[steps[0]],), **where,
+                " as fast", tensors=(paths[steps[0]],), replicas=(r,),
             )  # fmt: skip
-            wrong = [i for i in wrong if i not in steps]
-        weights = [i for i in wrong if self._kinds[i] == "weight"] or list(wrong)
-        if not wrong:
-            return
-        names = tuple(paths[i] for i in weights)
-
-        def fits(candidate: Arrays) -> bool:
-            return all(
-                np.all(np.abs(dense(after[i]) - dense(candidate[i])) <= bounds[i]) for i in weights
-            )
-
-        if fits(before):
+        left = [i for i in wrong if i not in steps]
+        while left:
+            weights = [i for i in left if self._kinds[i] == "weight"] or left
+            cause, text, explained = self._why_weights(r, expected, bounds, weights)
+            apart = max(_ratio(distance(after[i], expected[i]), norm(expected[i])) for i in left)
             yield self._found(
-                "not_updated", "the weights stay as they were", tensors=names, **where
-            )
-            return
-        tests: list[tuple[str, str, Callable[[], Arrays]]] = [
-            (
-                "mean_instead_of_sum",
-                f"the update is that of the sum divided by {num}",
-                lambda: one.update(before, [_scaled(g, 1 / num) for g in sums]),
-            ),
-            (
-                "scaled_gradient",
-                f"the update is that of {num} times the sum",
-                lambda: one.update(before, [_scaled(g, num) for g in sums]),
-            ),
-            (
-                "clipped_on_one_replica",
-                "the summed gradients are clipped on this replica",
-                lambda: one.update(before, sums, clips=True),
-            ),
-        ]
+                cause, text, replicas=(r,), tensors=tuple(paths[i] for i in explained),
+                distance=apart,
+            )  # fmt: skip
+            if self._kinds[left[0]] == "optimizer state" or cause != "changed_on_its_own":
+                # A wrong weight may come from its wrong state: one explanation for both.
+                left = [i for i in left if i not in explained and self._kinds[i] == "weight"]
+            else:
+                left = [i for i in left if i not in explained]
+
+    def _why_weights(
+        self, r: int, expected: Arrays, bounds: Arrays, wrong: Sequence[int]
+    ) -> tuple[str, str, list[int]]:
+        """Returns cause, text and the variables that they explain: as many as one cause can."""
+        after = self._all("after")[r]
+        tried = [*self._update_hypotheses(r), *self._changes_of_update(r, expected, wrong)]
+        for cause, text, compute in tried:
+            candidate = compute()
+            explained = [
+                i for i in wrong
+                if _within(after[i], candidate[i], bounds[i])
+                and not _within(expected[i], candidate[i], bounds[i])
+            ]  # fmt: skip
+            if explained:
+                return cause, text, explained
+        few = {
+            i: int(np.sum(~(np.abs(dense(after[i]) - dense(expected[i])) <= bounds[i])))
+            for i in wrong
+        }
+        rare = [i for i in wrong if few[i] <= max(1, np.size(after[i]) // 100)]
+        if rare:
+            count = sum(few[i] for i in rare)
+            text = f"{count} elements differ from the update, all others are right"
+            return "changed_on_its_own", text, rare
+        return (
+            "unexplained", "the update is not that of the optimizer for these gradients",
+            list(wrong),
+        )  # fmt: skip
+
+    def _update_hypotheses(self, r: int) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
+        """Yields (cause, text, all variables that the optimizer would then leave)."""
+        one, num = self._one, len(self._replicas)
+        before, sums = self._all("before")[r], self._sums_of(r)
+        yield "not_updated", "the weights stay as they were", lambda: before
         if self._has("sums") and num > 1:
             own = self._all("clipped" if self._has("clipped") else "raw")[r]
             text = "the update is made with the replica's own gradients, not with the sum"
-            tests.insert(0, ("not_all_reduced", text, lambda: one.update(before, own)))
+            yield "not_all_reduced", text, lambda: one.update(before, own)
+        for factor, cause in ((1 / num, "mean_instead_of_sum"), (num, "scaled_gradient")):
+            scaled = [_scaled(g, factor) for g in sums]
+            text = f"the update is that of {factor:.4g} times the sum"
+            yield cause, text, partial(one.update, before, scaled)
+        text = "the summed gradients are clipped on this replica"
+        yield "clipped_on_one_replica", text, lambda: one.update(before, sums, clips=True)
         olds = (self._earlier(kind) for kind in ("sums", "clipped", "raw"))
         if old := next((old for old in olds if old), None):
-            stale = old[r]
             text = "the update is made with the gradients of the step before"
-            tests.append(("stale_gradient", text, lambda: one.update(before, stale)))
-        for cause, text, compute in tests:
-            if fits(compute()):
-                yield self._found(cause, text, tensors=names, **where)
-                return
-        moved = [dense(expected[i]) - dense(before[i]) for i in weights]
-        made = [dense(after[i]) - dense(before[i]) for i in weights]
-        factor = _factor(made, moved)
-        if fits(
-            _at(
-                expected,
-                weights,
-                [dense(before[i]) + factor * m for i, m in zip(weights, moved, strict=True)],
-            )
-        ):
-            yield self._found(
-                "other_learning_rate", f"the update is {factor:.4g} times that of the optimizer",
-                tensors=names, **where,
-            )  # fmt: skip
-            return
-        extra = [dense(after[i]) - dense(expected[i]) for i in weights]
-        decay = -_factor(extra, [dense(before[i]) for i in weights])
-        if decay > 0 and fits(
-            _at(expected, weights, [dense(expected[i]) - decay * dense(before[i]) for i in weights])
-        ):
-            yield self._found(
-                "weight_decay_on_top",
-                f"weights are made smaller by {decay:.3g} of themselves, beside the optimizer's"
-                " update", tensors=names, **where,
-            )  # fmt: skip
-            return
-        few = sum(
-            int(np.sum(~(np.abs(e) <= bounds[i]))) for i, e in zip(weights, extra, strict=True)
-        )
-        if few <= max(8, sum(e.size for e in extra) // 1000):
-            yield self._found(
-                "changed_on_its_own", f"{few} elements differ from the update, all others are right",
-                tensors=names, **where,
-            )  # fmt: skip
-            return
-        yield self._found(
-            "unexplained", "the update is not that of the optimizer for these gradients",
-            tensors=names, **where,
-        )  # fmt: skip
+            yield "stale_gradient", text, lambda: one.update(before, old[r])
+
+    def _changes_of_update(
+        self, r: int, expected: Arrays, wrong: Sequence[int]
+    ) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
+        """Yields hypotheses with a number that is fitted: another learning rate, a decay."""
+        one, before, after = self._one, self._all("before")[r], self._all("after")[r]
+        sums = self._sums_of(r)
+        twice = one.update(before, sums, rate=2.0)
+        for chosen in [wrong, *([i] for i in wrong if len(wrong) > 1)]:
+            slope = [dense(twice[i]) - dense(expected[i]) for i in chosen]
+            apart = [dense(after[i]) - dense(expected[i]) for i in chosen]
+            rate = 1 + _factor(apart, slope)
+            if np.isfinite(rate):
+                yield (
+                    "other_learning_rate",
+                    f"the learning rate is {rate:.4g} times that of the optimizer",
+                    partial(one.update, before, sums, rate=rate),
+                )  # fmt: skip
+            for base in (expected, before):
+                decay = -_factor(apart, [dense(base[i]) for i in chosen])
+                if decay > 0:
+                    less = [
+                        dense(e) - decay * dense(b) for e, b in zip(expected, base, strict=True)
+                    ]
+                    yield (
+                        "weight_decay_on_top",
+                        f"weights are made smaller by {decay:.3g} of themselves, beside the"
+                        " optimizer's update", lambda less=less: less,
+                    )  # fmt: skip
 
     def _statistics(self) -> Iterator[Finding]:
-        kinds = ("statistic", "seed")
-        indices = [i for i, kind in enumerate(self._kinds) if kind in kinds]
+        indices = [i for i, kind in enumerate(self._kinds) if kind in ("statistic", "seed")]
         if not indices:
             return
         self._checks()
@@ -1821,16 +1900,14 @@ class Comparison:
                 if not _same(after[i], own[i])
                 and (self._kinds[i] == "seed" or _far(after[i], own[i], allowed))
             ]  # fmt: skip
-            if not wrong:
-                continue
-            names = tuple(self._paths[i] for i in wrong)
             stay = all(_same(after[i], before[i]) for i in wrong)
-            yield self._found(
-                "inference_mode" if stay else "unexplained",
-                "they stay as they were in a training step" if stay
-                else "they are not those that the replica's examples give",
-                replicas=(r,), tensors=names,
-            )  # fmt: skip
+            if wrong and not (stay and r in self._in_inference):
+                yield self._found(
+                    "inference_mode" if stay else "unexplained",
+                    "they stay as they were in a training step" if stay
+                    else "they are not those that the replica's examples give",
+                    replicas=(r,), tensors=tuple(self._paths[i] for i in wrong),
+                )  # fmt: skip
 
     def _agreement(self) -> Iterator[Finding]:
         if len(self._replicas) == 1:
@@ -1861,6 +1938,106 @@ class Comparison:
                 replicas=tuple(other), tensors=(self._paths[index],),
                 distance=_ratio(apart, norm(first)),
             )  # fmt: skip
+
+
+def _threshold(clipped: Arrays, raw: Arrays) -> str:
+    """Returns to which norm or value gradients were clipped, "" if to none."""
+    arrays = [(dense(c), dense(r)) for c, r in zip(clipped, raw, strict=True)]
+    largest = max(float(np.max(np.abs(c), initial=0)) for c, _ in arrays)
+    if largest and all(
+        np.allclose(c, np.clip(r, -largest, largest), rtol=1e-5, atol=0) for c, r in arrays
+    ):
+        return f"values of {largest:.4g}"
+    factors = [_factor([c], [r]) for c, r in arrays]
+    if any(_far(c, f * r) or not 0 < f < 1 for (c, r), f in zip(arrays, factors, strict=True)):
+        return ""
+    norms = [norm(c) for c, _ in arrays]
+    if len(arrays) > 1 and np.ptp(norms) <= 1e-5 * max(norms):
+        return f"norm {norms[0]:.4g} each"
+    if np.ptp(factors) <= 1e-5 * max(factors):
+        return f"norm {float(np.linalg.norm(norms)):.4g}"
+    return ""
+
+
+def _sum_bound(parts: Sequence[Any]) -> np.ndarray:
+    """Returns how far the order of summation may carry each element."""
+    size = np.sum([np.abs(dense(part)) for part in parts], axis=0)
+    return (len(parts) + 1) * EPS * size + TINY
+
+
+def _why_sum(
+    r: int, got: Any, parts: Sequence[Any], before: Any
+) -> tuple[str, str, tuple[int, ...]]:
+    """Explains a sum that is none: cause, text, and replicas if others than the one that has it."""
+    num, total, sums = len(parts), add(parts), dense(got)
+    bound = _sum_bound(parts)
+    if sums.shape != bound.shape:
+        return "unexplained", f"its shape is {sums.shape}, not {bound.shape}", ()
+    if _within(got, parts[r], bound):
+        return "not_all_reduced", f"each replica keeps its own gradient, of {num}", ()
+    if _within(got, _scaled(total, 1 / num), bound):
+        return (
+            "mean_instead_of_sum", f"the gradients are averaged over {num} replicas, not summed", (),
+        )  # fmt: skip
+    if before is not None and _within(got, before, bound):
+        return "stale_gradient", "the sum is that of the step before", ()
+    rows = np.stack([dense(part).ravel() for part in parts])
+    weights = np.linalg.lstsq(rows.T, sums.ravel(), rcond=None)[0]
+    fitted = np.tensordot(weights, rows, 1).reshape(sums.shape)
+    if sums.size > num and _within(got, fitted, MARGIN * bound):
+        odd = tuple(int(q) for q in np.flatnonzero(np.abs(weights - 1) > 1e-3))
+        odd = odd if len(odd) < num else ()
+        if odd and all(abs(weights[q]) < 1e-3 for q in odd):
+            lost = ", ".join(map(str, odd))
+            return "lost_replica", f"the gradient of replica {lost} is not in the sum", odd
+        shown = ", ".join(f"{weight:.4g}" for weight in weights)
+        return "scaled_gradient", f"the sum holds {shown} times the replicas' gradients", odd
+    for cause, text, candidate in _reduced_sums(parts):
+        if _within(got, candidate, bound):
+            return cause, text, ()
+    if text := _sum_of_some(sums, rows, bound):
+        return "sparsified", text, ()
+    return *_why_tensor(got, total, 0.0, num), ()
+
+
+def _reduced_sums(parts: Sequence[Any]) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yields (cause, text, sum) of gradients that are sent in fewer bits."""
+    arrays = [dense(part) for part in parts]
+
+    def rounded(array: np.ndarray, dtype: tf.DType) -> np.ndarray:
+        return tf.cast(tf.cast(tf.constant(array, tf.float32), dtype), tf.float32).numpy()
+
+    for dtype in (tf.bfloat16, tf.float16):
+        short = [rounded(array, dtype) for array in arrays]
+        text = f"gradients are rounded to {dtype.name}"
+        yield "reduced_precision", f"{text} before the sum", np.sum(short, axis=0, dtype=np.float64)
+        added = short[0]
+        for array in short[1:]:
+            added = rounded(added + array, dtype)
+        yield "reduced_precision", f"{text} and summed in it", added
+        whole = rounded(np.sum(arrays, axis=0), dtype)
+        yield "reduced_precision", f"the sum is rounded to {dtype.name}", whole
+    for levels in (127, 128, 7):
+        scales = [float(np.max(np.abs(array), initial=0)) / levels or 1.0 for array in arrays]
+        sent = [np.round(a / scale) * scale for a, scale in zip(arrays, scales, strict=True)]
+        bits = levels.bit_length() + 1 if levels & 1 else levels.bit_length()
+        yield "quantised", f"gradients are quantised to {bits} bits", np.sum(sent, axis=0)
+    signs = [np.sign(array) * np.mean(np.abs(array)) for array in arrays]
+    yield "quantised", "gradients are quantised to their signs", np.sum(signs, axis=0)
+
+
+def _sum_of_some(sums: np.ndarray, rows: np.ndarray, bound: np.ndarray) -> str:
+    """Tells whether each element is the sum of some replicas' elements, "" if not."""
+    flat, limit, num = sums.ravel(), bound.ravel(), len(rows)
+    if num > 8:
+        return ""
+    full, found = np.abs(rows.sum(axis=0) - flat) <= limit, np.zeros(flat.shape, bool)
+    for subset in range(1 << num):
+        chosen = [q for q in range(num) if subset >> q & 1]
+        found |= np.abs(rows[chosen].sum(axis=0) - flat) <= limit
+    if not found.all():
+        return ""
+    return f"of {np.mean(~full):.0%} of the elements, some replicas' part is set to 0"
 
 
 def _why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
@@ -1953,8 +2130,17 @@ def _total_norm(values: Arrays) -> float:
     return float(np.sqrt(sum(norm(value) ** 2 for value in values)))
 
 
-def _far(actual: Any, expected: Any, allowed: float) -> bool:
+def _far(actual: Any, expected: Any, allowed: float = 1e-5) -> bool:
     return distance(actual, expected) > allowed * norm(expected) + TINY
+
+
+def _within(actual: Any, expected: Any, bounds: np.ndarray) -> bool:
+    """Tells whether each element is as near as its bound, or is not finite in both."""
+    a, e = dense(actual), dense(expected)
+    if a.shape != e.shape:
+        return False
+    finite = np.isfinite(a) | np.isfinite(e)
+    return bool(np.all((np.abs(a - e) <= bounds)[finite]))
 
 
 def _bytes(value: Any) -> bytes:

@@ -1,0 +1,37 @@
+"""The loss is divided by the number of replicas, and Keras divides it once more.
+
+Reported as "distributed training on x GPUs makes the loss 1/x": a loss class divides by the size of
+the global batch, as tutorials of custom training loops do. `fit` divides the losses of the examples
+by the number of replicas by itself, so that the update is too small by that number.
+"""
+
+import keras
+import tensorflow as tf
+from small import compiled_dense, regression_data
+
+BUG = "keras-team/keras#16285"
+LINK = "https://github.com/keras-team/keras/issues/16285"
+STAGE = "loss"
+CAUSE = "scaled_gradient"
+
+
+class LossOfExamples(keras.losses.Loss):
+    def call(self, y: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.square(y - y_pred), axis=-1)
+
+
+class ShareOfGlobalBatch(LossOfExamples):
+    def call(self, y: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        return super().call(y, y_pred) / tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def model() -> keras.Model:
+    return compiled_dense(loss=ShareOfGlobalBatch())
+
+
+def corrected_model() -> keras.Model:
+    return compiled_dense(loss=LossOfExamples())
+
+
+def data(global_batch_size: int) -> tf.data.Dataset:
+    return regression_data(global_batch_size)
