@@ -219,6 +219,7 @@ class Recording:
         num_replicas: of the strategy.
         steps: for each step, (kind, replica) → arrays. The kinds are "data", "before", "y_pred",
             "mask", "loss" (data loss and regularisation), "raw", "clipped", "sums" and "after".
+        numbers: of the steps, from 1; some may be left out.
         variables: path and kind ("weight", "statistic", "seed" or "optimizer state") of each array
             of "before" and "after".
         gradients: paths of the weights that "raw", "clipped" and "sums" belong to.
@@ -229,6 +230,7 @@ class Recording:
     def __init__(self, num_replicas: int):
         self.num_replicas = num_replicas
         self.steps: list[dict[tuple[str, int], Arrays]] = []
+        self.numbers: list[int] = []
         self.variables: list[tuple[str, str]] = []
         self.gradients: list[str] = []
         self.structure: Any = None
@@ -272,7 +274,7 @@ class Recording:
             recording = cls(about["num_replicas"])
             recording.steps = [{} for _ in range(about["num_steps"])]
             recording.variables = [tuple(pair) for pair in about["variables"]]
-            for name in ("gradients", "structure", "predicted"):
+            for name in ("numbers", "gradients", "structure", "predicted"):
                 setattr(recording, name, about[name])
             parts: dict[tuple, dict[str, np.ndarray]] = {}
             for name in file.files:
@@ -345,7 +347,7 @@ class Recorder(Hooks, Recording):
     def recording(self) -> Recording:
         """Returns what was recorded, without the hooks."""
         recording = Recording(self.num_replicas)
-        names = ("steps", "variables", "gradients", "structure", "predicted")
+        names = ("steps", "numbers", "variables", "gradients", "structure", "predicted")
         vars(recording).update({name: getattr(self, name) for name in names})
         return recording
 
@@ -363,6 +365,7 @@ class Recorder(Hooks, Recording):
         super().__exit__()
         self._model.train_function = None
         numbers = sorted({step for step, *_ in self._kept})
+        self.numbers = numbers
         self.steps = [{} for _ in numbers]
         for (step, kind, replica), arrays in self._kept.items():
             self.steps[numbers.index(step)][kind, replica] = arrays
@@ -810,6 +813,41 @@ def compare(
         comparison.checked,
         "spread over orders of summation and changes by one unit in the last place",
     )
+
+
+def compare_evaluation(
+    logs: Mapping[str, float],
+    model: keras.Model,
+    state: Sequence[np.ndarray],
+    dataset: tf.data.Dataset,
+) -> list[Finding]:
+    """Compares loss and metrics of `evaluate` under a strategy with those of one device.
+
+    Args:
+        logs: of `model.evaluate(..., return_dict=True)` under the strategy.
+        model: compiled by the same code, outside of the strategy's scope.
+        state: its variables, and those of its optimizer, in the evaluation.
+        dataset: the examples that were to be evaluated, each one once.
+    """
+    for variable, array in zip([*model.variables, *model.optimizer.variables], state, strict=True):
+        variable.assign(tf.cast(array, variable.dtype))
+    expected = model.evaluate(dataset, verbose=0, return_dict=True)
+    apart = {n: _ratio(abs(logs[n] - value), abs(value)) for n, value in expected.items()}
+    # Means over some thousand numbers, in another order.
+    allowed = MARGIN * 16 * EPS
+    findings = []
+    for cause, is_loss in (("other_evaluation", True), ("other_metric", False)):
+        wrong = [n for n, by in apart.items() if by > allowed and n.endswith("loss") == is_loss]
+        # Other examples change losses and metrics; a metric that is added up wrongly, itself alone.
+        if wrong and not findings:
+            shown = "; ".join(
+                f"{n} is {logs[n]:.6g}, on one device {expected[n]:.6g}" for n in wrong
+            )
+            by = max(apart[name] for name in wrong)
+            findings.append(
+                Finding("evaluation", FAULT, cause, shown, (1,), distance=by, allowed=allowed)
+            )
+    return findings
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:

@@ -320,3 +320,78 @@ def test_bad_input_is_one_line(write, tmp_path, text, arguments, code, line):
     result, _ = verify(tmp_path / "run", *arguments)
     assert result.returncode == code and "Traceback" not in result.stderr
     assert line in result.stderr.strip().splitlines()[-1]
+
+
+OWN_STEP = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+class Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.out(x)
+
+    def train_step(self, data):
+        x, y = data
+        replicas = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            loss = {divided}
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {{"loss": loss}}
+
+    def is_resumed(self):
+        if not hasattr(self, "resumed"):
+            with tf.init_scope():
+                self.resumed = int(keras.ops.convert_to_numpy(self.optimizer.iterations)) > 0
+        return self.resumed
+
+def model():
+    network = Own()
+    network.compile(optimizer="sgd", loss="mse")
+    return network
+
+def data(global_batch_size):
+    x = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+    return dataset.shuffle(100, seed=1).batch(global_batch_size)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text, cause, step",
+    [
+        (
+            OWN_STEP.format(divided="loss / tf.where(tf.shape(x)[0] < 5, 1.0, replicas)"),
+            "scalar_loss_not_divided",
+            "the last batch of an epoch (4 examples)",
+        ),
+        (
+            OWN_STEP.format(divided="loss / (1.0 if self.is_resumed() else replicas)"),
+            "scalar_loss_not_divided",
+            "the step after a save and resume",
+        ),
+        (
+            OWN_STEP.format(divided="loss / replicas")
+            + "\ndef distribute(strategy, size):\n    return data(size).cache()\n",
+            "other_examples",
+            "the first step of the second epoch",
+        ),
+    ],
+)
+def test_a_fault_of_one_place_is_found_by_the_default_command(write, tmp_path, text, cause, step):
+    case = write(text)
+    result, record = verify(
+        tmp_path / "run", f"--case={case}", "--num_devices=2", "--global_batch_size=12",
+        "--strategies=keras_fit",
+    )  # fmt: skip
+    assert result.returncode == 9, result.stdout + result.stderr
+    (finding,) = record["strategies"]["keras_fit"]["findings"]
+    assert (finding["cause"], finding["steps"]) == (cause, [step])

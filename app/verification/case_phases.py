@@ -123,34 +123,29 @@ class CaseData:
 
     def whole_training(self, places: Sequence[str]) -> list[Phase]:
         """Returns one piece, of two epochs, for a case that distributes its data itself."""
-        parts = [
-            self._piece(
-                "first", _Slice(0, self._num_first),
-                [f"step {i + 1}" for i in range(self._num_first if "first" in places else 0)],
-            )
-        ]  # fmt: skip
-        epochs = 1
+        numbers: list[int] = []
+        names: list[str] = []
+        passes: list[list[Batch]] = [[] for _ in range(_NUM_PASSES)]
+
+        def look_at(slice_: _Slice, new_names: list[str], *, epoch: int = 1) -> None:
+            start = (epoch - 1) * (self.num_batches or 0) + slice_.start
+            numbers.extend(range(start + 1, start + 1 + slice_.size))
+            names.extend(new_names)
+            drawn = self._draw_passes(slice_, epoch - 1 + _NUM_PASSES)[epoch - 1 :]
+            for batches, more in zip(passes, drawn, strict=True):
+                batches.extend(more)
+
+        if "first" in places:
+            look_at(_Slice(0, self._num_first), [f"step {i + 1}" for i in range(self._num_first)])
         if (last := self._last(places)) is not None:
-            piece = self._piece("last_batch", _Slice(last, 1), [""])
-            parts.append(dataclasses.replace(piece, wanted=[last + 1]))
+            (batch,) = self._draw(_Slice(last, 1).of(self.dataset()))
+            look_at(_Slice(last, 1), [_name_last(batch)])
         if "second_epoch" in places and self.num_batches is not None:
-            piece = self._piece("second_epoch", _Slice(0, 1), [_SECOND_EPOCH], first_pass=2)
-            parts.append(dataclasses.replace(piece, wanted=[self.num_batches + 1]))
-            epochs = 2
-        parts = [_with_sizes(part) for part in parts if part.names]
-        if not parts:
+            look_at(_Slice(0, 1), [_SECOND_EPOCH], epoch=2)
+        if not numbers:
             return []
-        # Its own pipeline has its own order of passes: each step is held against the first one.
-        return [
-            Phase(
-                "first",
-                None,
-                epochs,
-                [number for part in parts for number in part.wanted],
-                [[batch for part in parts for batch in part.passes[0]]],
-                [name for part in parts for name in part.names],
-            )
-        ]
+        epochs = 2 if names[-1] == _SECOND_EPOCH else 1
+        return [Phase("first", None, epochs, numbers, passes, names)]
 
     def _piece(
         self,
@@ -161,16 +156,17 @@ class CaseData:
         first_pass: int = 1,
     ) -> Phase:
         """Returns a piece with the batches of some passes, each pass that is another one once."""
-        dataset = slice_.of(self.dataset())
         passes: list[list[Batch]] = []
-        for number in range(1, first_pass + _NUM_PASSES):
-            batches = self._draw(dataset)
-            same = any(_is_same(batches, other) for other in passes)
-            if number >= first_pass and not same:
+        for batches in self._draw_passes(slice_, first_pass - 1 + _NUM_PASSES)[first_pass - 1 :]:
+            if not any(_is_same(batches, other) for other in passes):
                 passes.append(batches)
-        return Phase(
-            place, slice_.of(self.dataset()), 1, range(1, len(names) + 1), passes, names
-        )  # fmt: skip
+        numbers = range(1, len(names) + 1)
+        return Phase(place, slice_.of(self.dataset()), 1, numbers, passes, names)
+
+    def _draw_passes(self, slice_: _Slice, number: int) -> list[list[Batch]]:
+        """Returns the batches of one pass over the data set after another."""
+        dataset = slice_.of(self.dataset())
+        return [self._draw(dataset) for _ in range(number)]
 
     def _last(self, places: Sequence[str]) -> int | None:
         """Returns the number of the last batch, from 0; None where it is none of its own."""
@@ -209,9 +205,11 @@ def _with_sizes(phase: Phase) -> Phase:
     """Names the last batch by its size."""
     if phase.place != "last_batch":
         return phase
-    size = len(phase.passes[0][0][0])
-    name = f"the last batch of an epoch ({size} examples)"
-    return dataclasses.replace(phase, names=[name])
+    return dataclasses.replace(phase, names=[_name_last(phase.passes[0][0])])
+
+
+def _name_last(batch: Batch) -> str:
+    return f"the last batch of an epoch ({len(batch[0])} examples)"
 
 
 def _check_same(first: list[Batch], second: list[Batch]) -> None:

@@ -24,7 +24,6 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -36,13 +35,12 @@ for _folder in (FOLDER, FOLDER.parents[1] / "recorders"):
 import keras
 import numpy as np
 import tensorflow as tf
-from lockstep_keras import FAULT, Finding, Recorder, Recording, compare
+from lockstep_keras import FAULT, Finding, Recorder, Recording, compare, compare_evaluation
 
 NO_CASES = ("run", "small")
 GLOBAL_BATCH_SIZE = 12
 MAX_STEPS = 6
 MAX_REPLICAS = 3
-EVALUATION_TOLERANCE = 1e-5  # Of sums of some tens of numbers, in another order.
 
 
 def case_names() -> list[str]:
@@ -102,40 +100,6 @@ def search(case: types.ModuleType, *, corrected: bool) -> list[Finding]:
 def last_state(record: Recording) -> list[np.ndarray]:
     """Returns the variables of the first replica after the last recorded step."""
     return record.steps[-1]["after", 0]
-
-
-def compare_evaluation(
-    logs: Mapping[str, float],
-    model: keras.Model,
-    state: Sequence[np.ndarray],
-    dataset: tf.data.Dataset,
-) -> list[Finding]:
-    """Compares what `evaluate` returned under a strategy with one device.
-
-    Args:
-        logs: of `model.evaluate(..., return_dict=True)` under the strategy.
-        model: compiled by the same code, outside of the strategy's scope.
-        state: its variables, and those of its optimizer, in the evaluation.
-        dataset: the examples that were to be evaluated, each one once.
-    """
-    for variable, array in zip([*model.variables, *model.optimizer.variables], state, strict=True):
-        variable.assign(array)
-    expected = model.evaluate(dataset, verbose=0, return_dict=True)
-    apart = {
-        name: abs(logs[name] - value) / max(abs(value), 1e-12) for name, value in expected.items()
-    }
-    wrong = {name: by for name, by in apart.items() if not by <= EVALUATION_TOLERANCE}
-    if not wrong:
-        return []
-    # A metric that is added up wrongly leaves the loss right; other examples change both.
-    cause = "other_evaluation" if "loss" in wrong else "other_metric"
-    text = "; ".join(f"{n} is {logs[n]:.6g}, on one device {expected[n]:.6g}" for n in wrong)
-    return [
-        Finding(
-            "evaluation", FAULT, cause, text, (), tensors=tuple(wrong),
-            distance=max(wrong.values()), allowed=EVALUATION_TOLERANCE,
-        )
-    ]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
