@@ -842,7 +842,7 @@ def compare_evaluation(
     apart = {n: _ratio(abs(logs[n] - value), abs(value)) for n, value in expected.items()}
     # Means over some thousand numbers, in another order.
     allowed = MARGIN * 16 * EPS
-    findings = []
+    findings: list[Finding] = []
     for cause, is_loss in (("other_evaluation", True), ("other_metric", False)):
         wrong = [n for n, by in apart.items() if by > allowed and n.endswith("loss") == is_loss]
         # Other examples change losses and metrics; a metric that is added up wrongly, itself alone.
@@ -1053,6 +1053,12 @@ class Comparison:
     def _has(self, kind: str) -> bool:
         return (kind, 0) in self._arrays
 
+    @property
+    def _follows(self) -> bool:
+        """Whether the step before was recorded, too."""
+        numbers, step = self._recording.numbers, self._step
+        return step > 0 and numbers[step] == numbers[step - 1] + 1
+
     def _earlier(self, kind: str) -> list[Arrays] | None:
         """Returns arrays of all replicas in the last step before that has them."""
         for step in reversed(self._recording.steps[: self._step]):
@@ -1159,7 +1165,7 @@ class Comparison:
         for index, kind in enumerate(self._kinds):
             if kind in ("weight", "optimizer state") and self._step == 0:
                 yield from self._other_bits(before, index, "before the first step")
-        if self._step:
+        if self._follows:
             after = self._all("after", self._step - 1)
             for index, path in enumerate(self._paths):
                 changed = [
@@ -1302,7 +1308,7 @@ class Comparison:
             result = one.without(layers, lambda: one.step(state, data))
             if _relative(y_pred, result.y_pred) <= allowed:
                 return "inference_mode", "predictions are those of inference, not of training"
-        if self._step:
+        if self._follows:
             old = self._all("before", self._step - 1)[replica]
             if _relative(y_pred, one.step(old, data).y_pred) <= allowed:
                 return "stale_gradient", "predictions are those of the weights one step before"
@@ -1514,7 +1520,7 @@ class Comparison:
         one, num, scales = self._one, len(self._replicas), self._scales[r]
         if old := self._earlier("raw"):
             yield "stale_gradient", "the gradients of the step before", lambda: old[r]
-        if self._step:
+        if self._follows:
             state = self._all("before", self._step - 1)[r]
             yield (
                 "stale_gradient", "gradients by the weights one step before",
