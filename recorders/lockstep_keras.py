@@ -55,8 +55,8 @@ STAGES = {
 REMEDIES = {
     "same_random_numbers": "give every replica a seed of its own: derive it from the replica's"
     " number, `tf.distribute.get_replica_context().replica_id_in_sync_group`",
-    "clipped_before_the_sum": "clip after the sum: leave clipnorm, global_clipnorm and clipvalue out"
-    " of the optimizer, and clip in a train_step of your own after"
+    "clipped_before_the_sum": "clip after the sum: leave clipnorm, global_clipnorm and clipvalue"
+    " out of the optimizer, and clip in a train_step of your own after"
     " `tf.distribute.get_replica_context().all_reduce`",
     "scalar_loss_not_divided": "return one loss for each example, of shape (batch,): Keras then"
     " divides by the number of replicas; or divide by it in the loss",
@@ -245,7 +245,7 @@ class Recording:
 
     def save(self, path: str) -> None:
         """Writes an `.npz` file with arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text."""
-        arrays: dict[str, np.ndarray] = {}
+        arrays: dict[str, Any] = {}
         for number, step in enumerate(self.steps, start=1):
             for (kind, replica), values in step.items():
                 for index, value in enumerate(values):
@@ -256,7 +256,7 @@ class Recording:
         about = {name: value for name, value in vars(self).items() if name != "steps"}
         about |= {"format": "lockstep recording 1", "num_steps": len(self.steps)}
         with open(path, "wb") as file:
-            np.savez(file, about=np.array(json.dumps(about)), **arrays)
+            np.savez(file, **arrays, about=np.array(json.dumps(about)))
 
     @classmethod
     def load(cls, path: str) -> "Recording":
@@ -328,8 +328,8 @@ class Recorder(Hooks, Recording):
             raise ValueError(f"model {model.name} is not compiled; call model.compile first")
         if model.jit_compile is True:
             raise ValueError(
-                f"model {model.name} is compiled with jit_compile=True, and XLA runs no hook; record"
-                " it with jit_compile=False"
+                f"model {model.name} is compiled with jit_compile=True, and XLA runs no hook;"
+                " record it with jit_compile=False"
             )
         self._model, self._num_steps = model, steps
         self._kept: dict[tuple[int, str, int], Arrays] = {}
@@ -374,7 +374,7 @@ class Recorder(Hooks, Recording):
             slices = [value.values, value.indices, value.dense_shape[0]] if is_sparse else [value]
             flat += map(_to_numpy_dtype, slices)
 
-        def keep(number: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
+        def keep(number: Any, *arrays: np.ndarray) -> np.int64:
             if kind == "data":  # The first of a step; some kinds may be missing in it.
                 self._num_seen[replica] += 1
                 number = np.int64(self._num_seen[replica])
@@ -481,8 +481,8 @@ def dense(value: Any) -> np.ndarray:
 def add(values: Sequence[Any]) -> Any:
     """Adds gradients of replicas; sparse ones are joined, as `tf.distribute` does."""
     if isinstance(values[0], Sparse):
-        joined = [np.concatenate([value[i] for value in values]) for i in (0, 1)]
-        return Sparse(*joined, values[0].rows)
+        rows = np.concatenate([value.values for value in values])
+        return Sparse(rows, np.concatenate([v.indices for v in values]), values[0].rows)
     return np.add.reduce([np.asarray(value) for value in values])
 
 
@@ -698,8 +698,9 @@ class OneDevice:
         return [_to_numpy(g) for g in self.optimizer._clip_gradients(list(map(_to_tf, gradients)))]
 
     def update(
-        self, state: Arrays, sums: Arrays, *, clips: bool = False, rate: float = 1.0
-    ) -> Arrays:
+        self, state: Arrays, sums: Arrays, *, clips: bool = False, rate: float = 1.0,
+        decays: bool = True,
+    ) -> Arrays:  # fmt: skip
         """Returns all variables after the optimizer's update with these gradients.
 
         Args:
@@ -707,6 +708,7 @@ class OneDevice:
             sums: gradients of the weights that `Recording.gradients` names.
             clips: clip them first.
             rate: a factor of the learning rate.
+            decays: weight decay is with the changed learning rate, too.
         """
         self.load(state)
         names = self._recording.gradients
@@ -715,7 +717,12 @@ class OneDevice:
         with Hooks() as hooks:
             if not clips:
                 hooks.hook(self.optimizer, "_clip_gradients", lambda inner, grads: grads)
-            hooks.hook(self.optimizer, "_get_current_learning_rate", lambda inner: rate * inner())
+            if rate != 1.0 and decays:
+                name = "_get_current_learning_rate"
+                hooks.hook(self.optimizer, name, lambda inner: rate * inner())
+            elif rate != 1.0:
+                name = "_backend_update_step"
+                hooks.hook(self.optimizer, name, lambda inner, g, v, own: inner(g, v, rate * own))
             self.optimizer.apply(list(map(_to_tf, sums)), variables)
         return self._read()
 
@@ -976,7 +983,7 @@ class Comparison:
                 self._own.append(own)
                 self._spread.append(self._spread_of(own, state, data, (share, share)))
         self._loss_is_wrong = self._loss_is_unknown = self._update_is_wrong = False
-        self._used, self._in_inference = list(self._data), set()
+        self._used, self._in_inference = list(self._data), set[int]()
         stages = {
             "start": self._start,
             "random numbers": self._random_numbers,
@@ -1088,8 +1095,8 @@ class Comparison:
             apart = [distance(a, b) for a, b in zip(result.raw, own.raw, strict=True)]
             gradients = [max(a, b) for a, b in zip(gradients, apart, strict=True)]
             backward = max(backward, _ratio(np.sqrt(sum(a**2 for a in apart)), size))
-        for apart, gradient in zip(gradients, own.raw, strict=True):
-            if (ratio := _ratio(apart, norm(gradient))) < NOTHING_BUT_ROUNDING:
+        for far, gradient in zip(gradients, own.raw, strict=True):
+            if (ratio := _ratio(far, norm(gradient))) < NOTHING_BUT_ROUNDING:
                 backward = max(backward, ratio)
         return Spread(forward, backward, gradients)
 
@@ -1137,8 +1144,8 @@ class Comparison:
             names = ", ".join(layer.name for layer in self._one.random_layers[:3])
             yield self._found(
                 "same_random_numbers",
-                f"{len(same)} of {len(seeds)} seed generators ({names or 'of the model'}) have the same state on"
-                " several replicas: other examples, the same masks",
+                f"{len(same)} of {len(seeds)} seed generators ({names or 'of the model'}) have the"
+                " same state on several replicas: other examples, the same masks",
                 replicas=tuple(self._replicas), tensors=tuple(self._paths[i] for i in same),
             )  # fmt: skip
 
@@ -1167,7 +1174,7 @@ class Comparison:
                 f"all {len(shards)} replicas were given the same {len(self._data[0][0])} examples",
                 replicas=tuple(self._replicas),
             )
-        elif all(hashed in asked for hashed in extra):
+        elif extra and all(hashed in asked for hashed in extra):
             yield self._found(
                 "repeated_examples",
                 f"{sum(extra.values())} examples were given out twice, {sum(missing.values())} not"
@@ -1382,7 +1389,7 @@ class Comparison:
             return
         self._checks()
         if not self._has("loss"):
-            self._scales = [(factor, factor) for factor in self._factors_sent()]
+            self._scales = [(factor, factor) for factor in self._factors_that_fit()]
         if self._synchronizes:
             yield from self._gradients_together()
             return
@@ -1414,6 +1421,17 @@ class Comparison:
         """Returns how large the gradients of a replica are, over those that were computed of it."""
         num = len(self._replicas) if self._has("loss") else 1
         return self._scales[r][0] * num
+
+    def _factors_that_fit(self) -> list[float]:
+        """Returns the replicas' factors; where none fits, the median of those that do."""
+        factors, fits = self._factors_sent(), []
+        for r, factor in enumerate(factors):
+            actual, expected = self._all("raw")[r], [_scaled(g, factor) for g in self._own[r].raw]
+            self._scales[r] = factor, factor
+            if len(actual) == len(expected) and any(self._near(r, actual, expected, factor)):
+                fits.append(r)
+        usual = float(np.median([factors[r] for r in fits])) if fits else 1 / len(factors)
+        return [factor if r in fits else usual for r, factor in enumerate(factors)]
 
     def _factors_sent(self) -> list[float]:
         """Returns by what each replica has multiplied the gradients of its own examples.
@@ -1539,8 +1557,8 @@ class Comparison:
         sums = [add(g) for g in zip(*shards, strict=True)]
         backward = max(spread.backward for spread in self._spread)
         limits = [
-            MARGIN * max(sum(s.gradients[i] for s in self._spread), backward * norm(whole[i])) + TINY
-            for i in range(len(whole))
+            MARGIN * max(sum(s.gradients[i] for s in self._spread), backward * norm(g)) + TINY
+            for i, g in enumerate(whole)
         ]  # fmt: skip
         wrong = [i for i in range(len(whole)) if distance(sums[i], whole[i]) > limits[i]]
         if wrong:
@@ -1626,7 +1644,7 @@ class Comparison:
         }
         odd = [r for r in self._replicas if wrong_on[r]]
         for r in odd:
-            yield self._why_clipped(r, raw[r], alone[r], wrong_on[r])
+            yield from self._why_clipped(r, raw[r], alone[r], wrong_on[r])
         if num == 1 or odd:
             return
         total = [add(g) for g in zip(*raw, strict=True)]
@@ -1649,26 +1667,27 @@ class Comparison:
         values = {name: getattr(self._one.optimizer, name, None) for name in names}
         return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
 
-    def _why_clipped(self, r: int, raw: Arrays, alone: Arrays, wrong: Sequence[int]) -> Finding:
+    def _why_clipped(
+        self, r: int, raw: Arrays, alone: Arrays, wrong: Sequence[int]
+    ) -> Iterator[Finding]:
         """Explains gradients that are not as the optimizer clips those of the replica."""
         clipped, num = self._all("clipped")[r], len(self._replicas)
-        where = {
-            "replicas": (r,), "distance": _relative_norm(clipped, alone),
-            "tensors": tuple(self._recording.gradients[i] for i in wrong),
-        }  # fmt: skip
+        names = self._recording.gradients
         if text := _threshold([clipped[i] for i in wrong], [raw[i] for i in wrong]):
             expected = self._limits() or "no clipping"
-            return self._found(
+            yield self._found(
                 "clipped_on_one_replica",
                 f"they are clipped to {text}, before the sum; the optimizer has {expected}",
-                **where,
+                replicas=(r,), tensors=tuple(names[i] for i in wrong),
+                distance=_relative_norm(clipped, alone),
+            )  # fmt: skip
+            return
+        for i in wrong:
+            cause, text = _why_tensor(clipped[i], alone[i], 0.0, num)
+            apart = _ratio(distance(clipped[i], alone[i]), norm(alone[i]))
+            yield self._found(
+                cause, f"after clipping, {text}", replicas=(r,), tensors=(names[i],), distance=apart
             )
-        causes = {
-            _why_tensor(clipped[i], alone[i], 0.0, num): self._recording.gradients[i] for i in wrong
-        }
-        cause, text = next(iter(causes))
-        text = text if len(causes) == 1 else f"{text}; other tensors differ in other ways"
-        return self._found(cause, f"after clipping, {text}", **where)
 
     def _sums_of(self, replica: int) -> Arrays:
         """Returns the gradients that a replica applies."""
@@ -1682,18 +1701,23 @@ class Comparison:
             return
         self._checks()
         sent = self._all("clipped" if self._has("clipped") else "raw")
-        old = self._earlier("sums") if self._has("sums") else None
+        sent_before = self._earlier("clipped" if self._has("clipped") else "raw")
+        sums_before = self._earlier("sums")
         for r in self._replicas:
             groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
-            for i, (got, *parts) in enumerate(zip(self._sums_of(r), *sent, strict=True)):
+            known: list[np.ndarray] = []
+            tensors = list(enumerate(zip(self._sums_of(r), *sent, strict=True)))
+            # Few elements do not tell by what factors they are summed; large tensors do.
+            for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
                 if _within(got, add(parts), _sum_bound(parts)):
                     continue
-                before = old[r][i] if old else None
-                groups.setdefault(_why_sum(r, got, parts, before), []).append(i)
+                before = [add([g[i] for g in sent_before])] if sent_before else []
+                before += [sums_before[r][i]] if sums_before else []
+                groups.setdefault(_why_sum(r, got, parts, before, known), []).append(i)
             for (cause, text, lost), indices in groups.items():
                 yield self._found(
                     cause, text, replicas=lost or (r,),
-                    tensors=tuple(self._recording.gradients[i] for i in indices),
+                    tensors=tuple(self._recording.gradients[i] for i in sorted(indices)),
                 )  # fmt: skip
 
     def _update(self) -> Iterator[Finding]:
@@ -1861,17 +1885,18 @@ class Comparison:
         """Yields hypotheses with a number that is fitted: another learning rate, a decay."""
         one, before, after = self._one, self._all("before")[r], self._all("after")[r]
         sums = self._sums_of(r)
-        twice = one.update(before, sums, rate=2.0)
+        twices = [one.update(before, sums, rate=2.0, decays=decays) for decays in (True, False)]
         for chosen in [wrong, *([i] for i in wrong if len(wrong) > 1)]:
-            slope = [dense(twice[i]) - dense(expected[i]) for i in chosen]
             apart = [dense(after[i]) - dense(expected[i]) for i in chosen]
-            rate = 1 + _factor(apart, slope)
-            if np.isfinite(rate):
-                yield (
-                    "other_learning_rate",
-                    f"the learning rate is {rate:.4g} times that of the optimizer",
-                    partial(one.update, before, sums, rate=rate),
-                )  # fmt: skip
+            for twice, decays in zip(twices, (True, False), strict=True):
+                slope = [dense(twice[i]) - dense(expected[i]) for i in chosen]
+                rate = 1 + _factor(apart, slope)
+                if np.isfinite(rate):
+                    yield (
+                        "other_learning_rate",
+                        f"the learning rate is {rate:.4g} times that of the optimizer",
+                        partial(one.update, before, sums, rate=rate, decays=decays),
+                    )  # fmt: skip
             for base in (expected, before):
                 decay = -_factor(apart, [dense(base[i]) for i in chosen])
                 if decay > 0:
@@ -1881,7 +1906,7 @@ class Comparison:
                     yield (
                         "weight_decay_on_top",
                         f"weights are made smaller by {decay:.3g} of themselves, beside the"
-                        " optimizer's update", lambda less=less: less,
+                        " optimizer's update", partial(list, less),
                     )  # fmt: skip
 
     def _statistics(self) -> Iterator[Finding]:
@@ -1919,7 +1944,7 @@ class Comparison:
                     yield from self._other_bits(after, index, "after the step")
 
     def _updates_differ(self) -> bool:
-        """Tells whether replicas hold other bits as they were given other sums, or updated wrongly."""
+        """Tells whether other sums, or a wrong update, have made the replicas' bits differ."""
         sums = [self._sums_of(r) for r in self._replicas]
         same = all(_same(a, b) for other in sums[1:] for a, b in zip(other, sums[0], strict=True))
         return self._update_is_wrong or not same
@@ -1963,38 +1988,56 @@ def _sum_bound(parts: Sequence[Any]) -> np.ndarray:
 
 
 def _why_sum(
-    r: int, got: Any, parts: Sequence[Any], before: Any
+    r: int, got: Any, parts: Sequence[Any], before: Sequence[Any], known: list[np.ndarray]
 ) -> tuple[str, str, tuple[int, ...]]:
-    """Explains a sum that is none: cause, text, and replicas if others than the one that has it."""
-    num, total, sums = len(parts), add(parts), dense(got)
-    bound = _sum_bound(parts)
+    """Explains a sum that is none: cause, text, and replicas if others than the one that has it.
+
+    Args:
+        r: the replica that has it.
+        got: the sum.
+        parts: what each replica has sent.
+        before: sums of the step before.
+        known: factors of the replicas in the sums of other tensors; new ones are added.
+    """
+    num, sums, bound = len(parts), dense(got), _sum_bound(parts)
     if sums.shape != bound.shape:
         return "unexplained", f"its shape is {sums.shape}, not {bound.shape}", ()
-    if _within(got, parts[r], bound):
-        return "not_all_reduced", f"each replica keeps its own gradient, of {num}", ()
-    if _within(got, _scaled(total, 1 / num), bound):
-        return (
-            "mean_instead_of_sum", f"the gradients are averaged over {num} replicas, not summed", (),
-        )  # fmt: skip
-    if before is not None and _within(got, before, bound):
+    if any(_within(got, old, bound) for old in before):
         return "stale_gradient", "the sum is that of the step before", ()
     rows = np.stack([dense(part).ravel() for part in parts])
-    weights = np.linalg.lstsq(rows.T, sums.ravel(), rcond=None)[0]
-    fitted = np.tensordot(weights, rows, 1).reshape(sums.shape)
-    if sums.size > num and _within(got, fitted, MARGIN * bound):
-        odd = tuple(int(q) for q in np.flatnonzero(np.abs(weights - 1) > 1e-3))
-        odd = odd if len(odd) < num else ()
-        if odd and all(abs(weights[q]) < 1e-3 for q in odd):
-            lost = ", ".join(map(str, odd))
-            return "lost_replica", f"the gradient of replica {lost} is not in the sum", odd
-        shown = ", ".join(f"{weight:.4g}" for weight in weights)
-        return "scaled_gradient", f"the sum holds {shown} times the replicas' gradients", odd
+    simple = [np.eye(num)[r], np.full(num, 1 / num)]
+    fitted = [np.linalg.lstsq(rows.T, sums.ravel(), rcond=None)[0]] if sums.size > num else []
+    for factors in [*simple, *known, *fitted]:
+        limit = MARGIN * max(1, float(np.abs(factors).max())) * bound
+        if _within(got, np.tensordot(factors, rows, 1).reshape(sums.shape), limit):
+            known.append(factors)
+            return _why_factors(r, np.where(np.abs(factors) < 1e-3, 0, factors))
     for cause, text, candidate in _reduced_sums(parts):
         if _within(got, candidate, bound):
             return cause, text, ()
     if text := _sum_of_some(sums, rows, bound):
         return "sparsified", text, ()
-    return *_why_tensor(got, total, 0.0, num), ()
+    return *_why_tensor(got, add(parts), 0.0, num), ()
+
+
+def _why_factors(r: int, factors: np.ndarray) -> tuple[str, str, tuple[int, ...]]:
+    """Explains a sum of the replicas' gradients times these factors."""
+    num, others = len(factors), np.delete(factors, r)
+    if np.allclose(factors, 1 / num, rtol=1e-3):
+        text = f"the gradients are averaged over {num} replicas, not summed"
+        return "mean_instead_of_sum", text, ()
+    if factors[r] and not np.any(others):
+        times = "" if abs(factors[r] - 1) < 1e-3 else f", {factors[r]:.4g} times"
+        return "not_all_reduced", f"each replica keeps its own gradient, of {num}{times}", ()
+    odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > 1e-3))
+    if not np.any(factors):
+        return "lost_replica", "the sum is 0", ()
+    if not any(factors[q] for q in odd):
+        lost = ", ".join(map(str, odd))
+        return "lost_replica", f"the gradient of replica {lost} is not in the sum", odd
+    shown = ", ".join(f"{factor:.4g}" for factor in factors)
+    text = f"the sum holds {shown} times the replicas' gradients"
+    return "scaled_gradient", text, odd if len(odd) < num else ()
 
 
 def _reduced_sums(parts: Sequence[Any]) -> Iterator[tuple[str, str, np.ndarray]]:
@@ -2007,7 +2050,7 @@ def _reduced_sums(parts: Sequence[Any]) -> Iterator[tuple[str, str, np.ndarray]]
     for dtype in (tf.bfloat16, tf.float16):
         short = [rounded(array, dtype) for array in arrays]
         text = f"gradients are rounded to {dtype.name}"
-        yield "reduced_precision", f"{text} before the sum", np.sum(short, axis=0, dtype=np.float64)
+        yield "reduced_precision", f"{text} before the sum", np.add.reduce(short, dtype=np.float64)
         added = short[0]
         for array in short[1:]:
             added = rounded(added + array, dtype)

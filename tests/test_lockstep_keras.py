@@ -1,0 +1,831 @@
+"""The recorder of Keras' `fit`: what is clean stays clean, and faults are named where they are."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from conftest import CPUS
+from recorders import lockstep_keras
+from recorders.lockstep_keras import BY_DESIGN, FAULT, Recorder, Recording, compare
+
+layers, losses, optimizers = keras.layers, keras.losses, keras.optimizers
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(40, 6)).astype(np.float32)
+Y = (X @ RANDOM.normal(size=(6, 2))).astype(np.float32)
+WEIGHTS = RANDOM.uniform(0.1, 2, 40).astype(np.float32)
+IMAGES = RANDOM.normal(size=(40, 8, 8, 3)).astype(np.float32)
+CLASSES = RANDOM.integers(0, 4, 40)
+TOKENS = RANDOM.integers(0, 20, (40, 7))
+TOKENS[:, 5:] = TOKENS[::3, 3:] = 0
+
+
+# --- Models --------------------------------------------------------------------------------------
+
+
+def compiled(model, loss="mse", optimizer=None, **options):
+    model.compile(optimizer=optimizer or optimizers.SGD(0.1), loss=loss, **options)
+    return model
+
+
+def dense(*extra, **first):
+    hidden = layers.Dense(8, activation="relu", **first)
+    return keras.Sequential([hidden, *extra, layers.Dense(2)])
+
+
+def convolution(*extra):
+    pool = [layers.ReLU(), layers.GlobalAveragePooling2D(), layers.Dense(4)]
+    return keras.Sequential([layers.Conv2D(8, 3), *extra, *pool])
+
+
+def lstm(mask_zero=False, return_sequences=False):
+    hidden = layers.LSTM(6, return_sequences=return_sequences)
+    return keras.Sequential([layers.Embedding(20, 8, mask_zero=mask_zero), hidden, layers.Dense(2)])
+
+
+def attention():
+    tokens = keras.Input((7,), dtype="int32")
+    embedded = layers.Embedding(20, 8)(tokens)
+    mixed = layers.MultiHeadAttention(2, 4)(embedded, embedded)
+    pooled = layers.GlobalAveragePooling1D()(mixed + embedded)
+    return keras.Model(tokens, layers.Dense(2)(pooled))
+
+
+def two_heads():
+    a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
+    hidden = layers.Dense(5, activation="relu")(layers.Concatenate()([a, b]))
+    heads = {name: layers.Dense(2, name=name)(hidden) for name in ("u", "v")}
+    return keras.Model({"a": a, "b": b}, heads)
+
+
+class OwnStep(keras.Model):
+    """Has a training step of its own, which shows no loss."""
+
+    def __init__(self, is_divided=True):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(8, activation="tanh"), layers.Dense(2)
+        self.is_divided = is_divided
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        num = tf.distribute.get_strategy().num_replicas_in_sync if self.is_divided else 1
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True))) / num
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def scalar_loss(y, y_pred):
+    return tf.reduce_mean(tf.square(y - y_pred))
+
+
+def contrastive_loss(y, y_pred):
+    products = tf.matmul(y_pred, y, transpose_b=True)
+    return keras.losses.sparse_categorical_crossentropy(
+        tf.range(tf.shape(y)[0]), products, from_logits=True
+    )
+
+
+def cross_entropy():
+    return losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def in_dtype(policy, build):
+    """Builds a model in another dtype."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        return build()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def plain():
+    return compiled(dense())
+
+
+# Name: builder, data, expected findings as (stage, status, cause).
+MODELS = {
+    "plain": (plain, (X, Y), []),
+    "sample weights": (plain, (X, Y, WEIGHTS), []),
+    "l2": (lambda: compiled(dense(kernel_regularizer="l2")), (X, Y), []),
+    "activity": (lambda: compiled(dense(activity_regularizer="l2")), (X, Y), []),
+    "sum": (
+        lambda: compiled(dense(), losses.MeanSquaredError(reduction="sum"), optimizers.SGD(1e-3)),
+        (X, Y),
+        [],
+    ),
+    "ema": (lambda: compiled(dense(), optimizer=optimizers.Adam(0.01, use_ema=True)), (X, Y), []),
+    "two heads": (
+        lambda: compiled(two_heads(), {"u": "mse", "v": "mae"}),
+        ({"a": X, "b": X[::-1].copy()}, {"u": Y, "v": Y}),
+        [],
+    ),
+    "embedding": (lambda: compiled(lstm()), (TOKENS, Y), []),
+    "attention": (
+        lambda: compiled(attention(), optimizer=optimizers.AdamW(0.01)),
+        (TOKENS, Y),
+        [],
+    ),
+    "convolution": (lambda: compiled(convolution(), cross_entropy()), (IMAGES, CLASSES), []),
+    "own step": (lambda: compiled(OwnStep()), (X, Y), []),
+    "unused weights": (lambda: compiled(unused()), (X, Y), []),
+    "float16": (lambda: in_dtype("mixed_float16", plain), (X, Y), []),
+    "bfloat16": (
+        lambda: in_dtype("mixed_bfloat16", lambda: compiled(convolution(), cross_entropy())),
+        (IMAGES, CLASSES),
+        [],
+    ),
+    "synchronized BatchNorm": (
+        lambda: compiled(
+            convolution(layers.BatchNormalization(synchronized=True)), cross_entropy()
+        ),
+        (IMAGES, CLASSES),
+        [],
+    ),
+    "BatchNorm": (
+        lambda: compiled(convolution(layers.BatchNormalization()), cross_entropy()),
+        (IMAGES, CLASSES),
+        [("forward", BY_DESIGN, "local_statistics")],
+    ),
+    "dropout": (
+        lambda: compiled(dense(layers.Dropout(0.5))),
+        (X, Y),
+        [("random numbers", FAULT, "same_random_numbers")],
+    ),
+    "noise": (
+        lambda: compiled(dense(layers.GaussianNoise(0.5))),
+        (X, Y),
+        [("random numbers", FAULT, "same_random_numbers")],
+    ),
+    "clipnorm": (
+        lambda: compiled(dense(), optimizer=optimizers.SGD(0.1, clipnorm=0.1)),
+        (X, Y),
+        [("clipping", FAULT, "clipped_before_the_sum")],
+    ),
+    "global_clipnorm": (
+        lambda: compiled(dense(), optimizer=optimizers.Adam(0.1, global_clipnorm=0.1)),
+        (X, Y),
+        [("clipping", FAULT, "clipped_before_the_sum")],
+    ),
+    "clipvalue": (
+        lambda: compiled(dense(), optimizer=optimizers.SGD(0.1, clipvalue=0.01)),
+        (X, Y),
+        [("clipping", FAULT, "clipped_before_the_sum")],
+    ),
+    "clipping that clips nothing": (
+        lambda: compiled(dense(), optimizer=optimizers.SGD(0.1, global_clipnorm=1e9)),
+        (X, Y),
+        [],
+    ),
+    "scalar loss": (
+        lambda: compiled(dense(), scalar_loss),
+        (X, Y),
+        [("loss", FAULT, "scalar_loss_not_divided")],
+    ),
+    "weighted mean": (
+        lambda: compiled(dense(), losses.MeanSquaredError(reduction="mean_with_sample_weight")),
+        (X, Y, WEIGHTS),
+        [("loss", FAULT, "weighted_mean_of_means")],
+    ),
+    "masked sequence": (
+        lambda: compiled(lstm(mask_zero=True, return_sequences=True)),
+        (TOKENS, np.repeat(Y[:, None], 7, 1)),
+        [("loss", FAULT, "weighted_mean_of_means")],
+    ),
+    "own step, scalar loss": (
+        lambda: compiled(OwnStep(is_divided=False)),
+        (X, Y),
+        [("gradients", FAULT, "scalar_loss_not_divided")],
+    ),
+    "contrastive loss": (
+        lambda: compiled(dense(), contrastive_loss),
+        (X, Y),
+        [("loss", BY_DESIGN, "not_a_sum_over_examples")],
+    ),
+}
+QUICK = {"plain", "BatchNorm", "dropout", "clipnorm", "scalar loss", "own step", "float16"}
+
+
+def unused():
+    model = dense()
+    model.build((None, 6))
+    model.spare = layers.Dense(3)
+    model.spare.build((None, 6))
+    return model
+
+
+# --- Running them --------------------------------------------------------------------------------
+
+
+@functools.cache
+def mirrored(num):
+    strategy = tf.distribute.MirroredStrategy(CPUS[:num])
+    assert strategy.num_replicas_in_sync == num
+    return strategy
+
+
+def batches_of(data, size=12, steps=3):
+    return tf.data.Dataset.from_tensor_slices(data).batch(size).take(steps)
+
+
+def record(build, data, *, inject=None, steps=3, size=12, num=3, callbacks=(), epochs=1):
+    """Trains under a strategy, with a fault or without, and returns model and recording."""
+    keras.utils.set_random_seed(1)
+    with mirrored(num).scope():
+        model = build()
+    if inject:
+        inject(model)
+    dataset = batches_of(data, size, steps) if not isinstance(data, tf.data.Dataset) else data
+    with Recorder(model, steps=steps) as recorder:
+        model.fit(dataset, verbose=0, callbacks=list(callbacks), epochs=epochs)
+    return model, recorder
+
+
+def found(report):
+    return [(f.stage, f.status, f.cause) for f in report.findings]
+
+
+def only(report, stage, cause):
+    """Returns the one fault of a report, and asserts what it is."""
+    assert found(report) == [(stage, FAULT, cause)], str(report)
+    assert report.status(stage) == FAULT
+    return report.findings[0]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
+@pytest.mark.parametrize("num", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_models_of_all_kinds(name, num):
+    build, data, expected = MODELS[name]
+    _, recorder = record(build, data, num=num)
+    report = compare(recorder, build())
+    assert found(report) == expected, str(report)
+    assert report.num_steps == 3 and report.num_replicas == num
+    assert len(report.checked) >= 6 and "update" in report.checked
+
+
+# --- Faults --------------------------------------------------------------------------------------
+
+
+def replica_id():
+    context = tf.distribute.get_replica_context()
+    if context is None:  # Where a model is built.
+        return 0
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
+def hook(owner, name, function):
+    """Replaces a method of an instance by `function(inner, ...)`."""
+    inner = getattr(owner, name)
+    object.__setattr__(owner, name, lambda *args, **kwargs: function(inner, *args, **kwargs))
+
+
+def in_sum(change):
+    """Injects a fault into the all-reduce: `change(pairs, sums)` returns the sums that are used."""
+
+    def inject(model):
+        def all_reduce(inner, pairs):
+            pairs = list(pairs)
+            sums = [g for g, _ in inner(pairs)]
+            changed = change([g for g, _ in pairs], sums)
+            return list(zip(changed, [v for _, v in pairs], strict=True))
+
+        hook(model.optimizer, "_all_reduce_sum_gradients", all_reduce)
+
+    return inject
+
+
+def before_sum(change):
+    """Injects a fault into what is sent: `change(i, gradient)` of each tensor, on each replica."""
+
+    def inject(model):
+        def all_reduce(inner, pairs):
+            return inner([(change(i, g), v) for i, (g, v) in enumerate(pairs)])
+
+        hook(model.optimizer, "_all_reduce_sum_gradients", all_reduce)
+
+    return inject
+
+
+def before_clipping(change):
+    """Injects a fault into what a replica computes."""
+
+    def inject(model):
+        def apply(inner, gradients, variables):
+            changed = [change(i, g) for i, g in enumerate(gradients)]
+            return inner(changed, variables)
+
+        hook(model.optimizer, "apply", apply)
+
+    return inject
+
+
+def paths(model, *indices):
+    return tuple(model.trainable_variables[i].path for i in indices)
+
+
+def not_summed(gradients, sums):
+    return [*sums[:2], gradients[2], sums[3]]
+
+
+def top_k(i, gradient):
+    flat = tf.reshape(gradient, [-1])
+    limit = tf.sort(tf.abs(flat))[-max(1, flat.shape[0] // 4)]
+    return tf.where(tf.abs(gradient) >= limit, gradient, 0.0)
+
+
+def int8(i, gradient):
+    scale = tf.reduce_max(tf.abs(gradient)) / 127
+    return tf.round(gradient / scale) * scale
+
+
+def to_bfloat16(i, gradient):
+    return tf.cast(tf.cast(gradient, tf.bfloat16), tf.float32)
+
+
+def every_second_step(model):
+    def all_reduce(inner, pairs):
+        pairs = list(pairs)
+        sums = inner(pairs)
+        odd = tf.equal(model.optimizer.iterations.value % 2, 1)
+        return [(tf.where(odd, g / 3, s), v) for (g, v), (s, _) in zip(pairs, sums, strict=True)]
+
+    hook(model.optimizer, "_all_reduce_sum_gradients", all_reduce)
+
+
+def stale_sums(model):
+    shapes = [v.shape for v in model.trainable_variables] or [(6, 8), (8,), (8, 2), (2,)]
+    kept = [[tf.Variable(tf.zeros(shape)) for shape in shapes] for _ in range(3)]
+
+    def all_reduce(inner, pairs):
+        pairs = list(pairs)
+        old = [tf.identity(v) for v in kept[replica_id()]]
+        with tf.control_dependencies(old):
+            for store, (value, _) in zip(kept[replica_id()], inner(pairs), strict=True):
+                store.assign(value)
+        return [(value, variable) for value, (_, variable) in zip(old, pairs, strict=True)]
+
+    hook(model.optimizer, "_all_reduce_sum_gradients", all_reduce)
+
+
+def on_replica(number, change):
+    """Returns a change that is made on one replica only."""
+    return lambda i, g: change(i, g) if replica_id() == number else g
+
+
+# Name: injection, stage, cause, tensors, replicas, steps; None for all.
+GRADIENT_FAULTS = {
+    "not all-reduced": (in_sum(not_summed), "all-reduce", "not_all_reduced", (2,), None, None),
+    "every second step": (every_second_step, "all-reduce", "not_all_reduced", None, None, (2,)),
+    "mean": (
+        in_sum(lambda g, s: [x / 3 for x in s]),
+        "all-reduce", "mean_instead_of_sum", None, None, None,
+    ),
+    "mean of one tensor": (
+        in_sum(lambda g, s: [s[0] / 3, *s[1:]]),
+        "all-reduce", "mean_instead_of_sum", (0,), None, None,
+    ),
+    "lost": (
+        before_sum(on_replica(1, lambda i, g: tf.zeros_like(g))),
+        "all-reduce", "lost_replica", None, (1,), None,
+    ),
+    "doubled": (
+        before_sum(on_replica(2, lambda i, g: 2 * g)),
+        "all-reduce", "scaled_gradient", None, (2,), None,
+    ),
+    "sum on one replica only": (
+        in_sum(lambda g, s: s if replica_id() == 0 else [x / 3 for x in s]),
+        "all-reduce", "mean_instead_of_sum", None, (1, 2), None,
+    ),
+    "bfloat16": (before_sum(to_bfloat16), "all-reduce", "reduced_precision", None, None, None),
+    "bfloat16 sum": (
+        in_sum(lambda g, s: [to_bfloat16(0, x) for x in s]),
+        "all-reduce", "reduced_precision", None, None, None,
+    ),
+    "float16": (
+        before_sum(lambda i, g: tf.cast(tf.cast(g, tf.float16), tf.float32)),
+        "all-reduce", "reduced_precision", None, None, None,
+    ),
+    "top k": (before_sum(top_k), "all-reduce", "sparsified", None, None, None),
+    "int8": (before_sum(int8), "all-reduce", "quantised", None, None, None),
+    "int8 on one tensor": (
+        before_sum(lambda i, g: int8(i, g) if i == 0 else g),
+        "all-reduce", "quantised", (0,), None, None,
+    ),
+    "sign": (
+        before_sum(lambda i, g: tf.sign(g) * tf.reduce_mean(tf.abs(g))),
+        "all-reduce", "quantised", None, None, None,
+    ),
+    "zero gradient": (
+        before_clipping(on_replica(1, lambda i, g: tf.zeros_like(g) if i == 0 else g)),
+        "gradients", "frozen", (0,), (1,), None,
+    ),
+    "gradient times 3": (
+        before_clipping(lambda i, g: 3 * g if i == 2 else g),
+        "gradients", "scaled_gradient", (2,), None, None,
+    ),
+    "gradient in bfloat16": (
+        before_clipping(on_replica(2, to_bfloat16)),
+        "gradients", "reduced_precision", None, (2,), None,
+    ),
+    "gradient top k": (
+        before_clipping(on_replica(0, top_k)), "gradients", "sparsified", None, (0,), None,
+    ),
+    "one replica clips": (
+        lambda m: hook(
+            m.optimizer, "_clip_gradients",
+            lambda inner, g: tf.clip_by_global_norm(g, 0.05)[0] if replica_id() == 1 else inner(g),
+        ),
+        "clipping", "clipped_on_one_replica", None, (1,), None,
+    ),
+    "one replica clips values": (
+        lambda m: hook(
+            m.optimizer, "_clip_gradients",
+            lambda inner, g: (
+                [tf.clip_by_value(x, -0.02, 0.02) for x in g] if replica_id() == 1 else inner(g)
+            ),
+        ),
+        "clipping", "clipped_on_one_replica", None, (1,), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADIENT_FAULTS)
+def test_faults_of_gradients(name):
+    inject, stage, cause, tensors, replicas, steps = GRADIENT_FAULTS[name]
+    model, recorder = record(plain, (X, Y), inject=inject, steps=2)
+    finding = only(compare(recorder, plain()), stage, cause)
+    everything = range(len(model.trainable_variables))
+    names = paths(model, *(tensors or everything))
+    if tensors or name in ("mean", "lost", "doubled"):
+        assert finding.tensors == names
+    assert set(finding.tensors) <= set(names) and finding.tensors
+    assert finding.replicas == (replicas or (0, 1, 2))
+    assert finding.steps == (steps or (1, 2))
+    assert finding.remedy in str(finding)
+
+
+def test_a_sum_of_the_step_before():
+    _, recorder = record(plain, (X, Y), inject=stale_sums)
+    report = compare(recorder, plain())
+    assert [(f.stage, f.cause, f.steps) for f in report.findings] == [
+        ("all-reduce", "lost_replica", (1,)),
+        ("all-reduce", "stale_gradient", (2, 3)),
+    ]
+
+
+def test_labels_shifted_on_one_replica():
+    def inject(model):
+        def train_step(inner, data):
+            x, y = data
+            return inner((x, tf.roll(y, 1, 0) if replica_id() == 1 else y))
+
+        hook(model, "train_step", train_step)
+
+    _, recorder = record(plain, (X, Y), inject=inject)
+    finding = only(compare(recorder, plain()), "loss", "labels_shifted")
+    assert finding.replicas == (1,) and finding.steps == (1, 2, 3)
+    _, recorder = record(lambda: compiled(OwnStep()), (X, Y), inject=inject)
+    finding = only(compare(recorder, compiled(OwnStep())), "gradients", "labels_shifted")
+    assert finding.replicas == (1,)
+
+
+@pytest.mark.parametrize("extra", [layers.BatchNormalization, lambda: layers.Dropout(0.5)])
+def test_inference_mode_on_one_replica(extra):
+    def build():
+        return compiled(dense(extra()))
+
+    def inject(model):
+        def call(inner, *args, **kwargs):
+            return inner(*args, **{**kwargs, "training": replica_id() != 1})
+
+        hook(model, "call", call)
+
+    _, recorder = record(build, (X, Y), inject=inject)
+    report = compare(recorder, build())
+    faults = [f for f in report.faults if f.cause != "same_random_numbers"]
+    assert [(f.stage, f.cause, f.replicas) for f in faults] == [
+        ("forward", "inference_mode", (1,))
+    ], str(report)
+
+
+def test_a_regulariser_that_is_not_divided():
+    def build():
+        return compiled(dense(kernel_regularizer="l2"))
+
+    def inject(model):
+        object.__setattr__(model, "_aggregate_additional_loss", tf.reduce_sum)
+
+    _, recorder = record(build, (X, Y), inject=inject)
+    finding = only(compare(recorder, build()), "regularisation", "regulariser_repeated")
+    assert "3 times" in finding.text
+
+    def without(model):
+        object.__setattr__(model, "_aggregate_additional_loss", lambda loss: tf.zeros(()))
+
+    _, recorder = record(build, (X, Y), inject=without)
+    only(compare(recorder, build()), "regularisation", "regulariser_missing")
+
+
+def momentum():
+    return compiled(dense(), optimizer=optimizers.SGD(0.05, momentum=0.9))
+
+
+def adam():
+    return compiled(dense(), optimizer=optimizers.Adam(0.01))
+
+
+def adamw():
+    return compiled(dense(), optimizer=optimizers.AdamW(0.01, weight_decay=0.1))
+
+
+@pytest.mark.parametrize("build", [plain, momentum, adam, adamw])
+def test_another_learning_rate_on_one_replica(build):
+    def inject(model):
+        def update(inner, gradients, variables, rate):
+            return inner(gradients, variables, rate * (2 if replica_id() == 1 else 1))
+
+        hook(model.optimizer, "_backend_update_step", update)
+
+    _, recorder = record(build, (X, Y), inject=inject)
+    finding = only(compare(recorder, build()), "update", "other_learning_rate")
+    assert finding.replicas == (1,) and finding.steps == (1, 2, 3)
+    assert "2 times" in finding.text
+
+
+@pytest.mark.parametrize("build", [plain, momentum, adam])
+def test_weight_decay_on_top(build):
+    def inject(model):
+        def update(inner, distribution, pairs, rate):
+            pairs = list(pairs)
+            inner(distribution, pairs, rate)
+            for _, variable in pairs[:1]:
+                distribution.extended.update(variable, lambda v: v.assign(0.99 * v), group=False)
+
+        hook(model.optimizer, "_distributed_tf_update_step", update)
+
+    model, recorder = record(build, (X, Y), inject=inject)
+    finding = only(compare(recorder, build()), "update", "weight_decay_on_top")
+    assert finding.tensors == paths(model, 0) and "0.01" in finding.text
+
+
+def test_a_schedule_that_is_stepped_twice():
+    def build():
+        rate = optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+        return compiled(dense(), optimizer=optimizers.SGD(rate))
+
+    def inject(model):
+        def apply(inner, gradients, variables):
+            inner(gradients, variables)
+            model.optimizer.iterations.assign_add(1)
+
+        hook(model.optimizer, "_backend_apply_gradients", apply)
+
+    _, recorder = record(build, (X, Y), inject=inject)
+    finding = only(compare(recorder, build()), "update", "schedule_stepped_too_often")
+    assert "by 2" in finding.text and finding.tensors == ("SGD/iteration",)
+
+
+class Changes(keras.callbacks.Callback):
+    """Changes one element on one replica after a step."""
+
+    def __init__(self, variable, replica, after_batch):
+        super().__init__()
+        self.change = variable, replica, after_batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        variable, replica, after_batch = self.change
+        if batch == after_batch:
+            part = variable(self.model).value.values[replica]
+            array = part.numpy()
+            array.flat[1] = np.nextafter(array.flat[1], np.float32(9))
+            part.assign(array)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [lambda m: m.trainable_variables[0], lambda m: m.optimizer.variables[2]],
+    ids=["weight", "state"],
+)
+def test_one_bit_changed_between_steps(variable):
+    model, recorder = record(momentum, (X, Y), callbacks=[Changes(variable, 1, 0)])
+    finding = only(compare(recorder, momentum()), "start", "changed_on_its_own")
+    assert finding.replicas == (1,) and finding.steps == (2,)
+    assert finding.tensors == (variable(model).path,)
+
+
+def test_one_element_changed_in_the_update():
+    def inject(model):
+        def update(inner, distribution, pairs, rate):
+            pairs = list(pairs)
+            inner(distribution, pairs, rate)
+            kernel = pairs[2][1]
+            kernel = getattr(kernel, "value", kernel) if callable(kernel) else kernel
+            distribution.extended.update(
+                kernel, lambda v: v.scatter_nd_add([[1, 1]], [0.01]), group=False
+            )
+
+        hook(model.optimizer, "_distributed_tf_update_step", update)
+
+    model, recorder = record(plain, (X, Y), inject=inject)
+    finding = only(compare(recorder, plain()), "update", "changed_on_its_own")
+    assert finding.tensors == paths(model, 2) and "1 elements" in finding.text
+
+
+def test_replicas_that_start_apart():
+    def inject(model):
+        with mirrored(3).scope():
+            model.build((None, 6))
+        part = model.trainable_variables[0].value.values[2]
+        part.assign(part.numpy() + 1)
+
+    model, recorder = record(plain, (X, Y), inject=inject)
+    finding = only(compare(recorder, plain()), "start", "diverged_replicas")
+    assert finding.replicas == (2,) and finding.tensors == paths(model, 0)
+
+
+def test_a_last_batch_that_does_not_divide():
+    _, recorder = record(plain, (X, Y), steps=4)
+    finding = only(compare(recorder, plain()), "loss", "mean_of_means")
+    assert finding.steps == (4,) and "2/2/0" in finding.text
+
+
+def test_another_loss():
+    _, recorder = record(lambda: compiled(dense(), "mae"), (X, Y))
+    only(compare(recorder, plain()), "loss", "other_loss")
+
+
+def test_two_faults_at_once_are_both_named():
+    def inject(model):
+        GRADIENT_FAULTS["lost"][0](model)
+
+    def build():
+        return compiled(dense(), scalar_loss)
+
+    _, recorder = record(build, (X, Y), inject=inject)
+    assert found(compare(recorder, build())) == [
+        ("loss", FAULT, "scalar_loss_not_divided"),
+        ("all-reduce", FAULT, "lost_replica"),
+    ]
+
+
+def test_a_fault_behind_a_difference_by_design():
+    build, data, expected = MODELS["BatchNorm"]
+    _, recorder = record(build, data, inject=in_sum(lambda g, s: [s[0] / 3, *s[1:]]))
+    report = compare(recorder, build())
+    assert found(report) == [*expected, ("all-reduce", FAULT, "mean_instead_of_sum")]
+
+
+# --- Batches that the data set defines -----------------------------------------------------------
+
+
+def given(change):
+    """Returns what is found if the replicas are given something else than the data set's batch."""
+    batches = [tuple(part.numpy() for part in batch) for batch in batches_of((X, Y))]
+    changed = [np.concatenate(parts) for parts in zip(*(change(*b) for b in batches), strict=True)]
+    dataset = batches_of(tuple(changed), len(changed[0]) // 3)
+    _, recorder = record(plain, dataset)
+    return compare(recorder, plain(), batches=batches)
+
+
+def test_examples():
+    assert not given(lambda x, y: (x, y)).findings
+    only(given(lambda x, y: (x, np.roll(y, 1, 0))), "examples", "labels_shifted")
+    only(given(lambda x, y: (x[:9], y[:9])), "examples", "lost_examples")
+    same = given(lambda x, y: (np.tile(x[:4], (3, 1)), np.tile(y[:4], (3, 1))))
+    assert only(same, "examples", "same_examples").replicas == (0, 1, 2)
+    twice = np.r_[0:9, 6:9]
+    only(given(lambda x, y: (x[twice], y[twice])), "examples", "repeated_examples")
+    only(given(lambda x, y: (x + 1, y)), "examples", "other_examples")
+
+
+# --- float16 -------------------------------------------------------------------------------------
+
+
+def float16():
+    return in_dtype("mixed_float16", momentum)
+
+
+@pytest.mark.parametrize("examples", [slice(0, 12), slice(0, 4)], ids=["all", "replica 0"])
+def test_a_step_that_overflows_is_skipped(examples):
+    y = Y.copy()
+    y[examples] *= 2000
+    _, recorder = record(float16, (X, y))
+    assert [("raw", 0) in step for step in recorder.steps] == [False, True, True]
+    report = compare(recorder, float16())
+    assert not report.findings and report.num_steps == 3
+    assert report.status("all-reduce") == "clean"
+
+
+def test_an_overflow_on_another_replica_than_the_first():
+    """Keras looks at the gradients of replica 0 only, and applies the infinite ones of others."""
+    y = Y.copy()
+    y[4:8] *= 2000
+    _, recorder = record(float16, (X, y))
+    report = compare(recorder, float16())
+    (fault,) = report.faults
+    assert (fault.cause, fault.replicas, fault.steps) == ("overflow_not_skipped", (1,), (1,))
+    assert [(f.cause, f.steps) for f in report.findings if f not in report.faults] == [
+        ("not_finite", (2, 3))
+    ]
+
+
+# --- The recorder --------------------------------------------------------------------------------
+
+
+def test_a_recording_that_is_saved_and_loaded(tmp_path):
+    build, data, _ = MODELS["embedding"]
+    _, recorder = record(build, data, inject=GRADIENT_FAULTS["mean"][0])
+    recorder.save(str(tmp_path / "trace.npz"))
+    loaded = Recording.load(str(tmp_path / "trace.npz"))
+    assert str(compare(loaded, build())) == str(compare(recorder, build()))
+    assert "mean instead of sum" in str(compare(loaded, build()))
+
+
+def test_recording_changes_nothing():
+    def train(recorded):
+        keras.utils.set_random_seed(1)
+        with mirrored(3).scope():
+            model = compiled(dense(layers.Dropout(0.5)), optimizer=optimizers.Adam(0.01))
+        if recorded:
+            with Recorder(model, steps=2):
+                model.fit(batches_of((X, Y)), verbose=0, epochs=2)
+        else:
+            model.fit(batches_of((X, Y)), verbose=0, epochs=2)
+        return [v.numpy().tobytes() for v in [*model.variables, *model.optimizer.variables]]
+
+    assert train(True) == train(False)
+
+
+def test_hooks_are_removed():
+    model, recorder = record(plain, (X, Y))
+    hooked = {
+        "train_step", "compute_loss", "_backend_apply_gradients", "_clip_gradients",
+        "_all_reduce_sum_gradients",
+    }  # fmt: skip
+    assert not hooked & {*vars(model), *vars(model.optimizer)}
+    model.fit(batches_of((X, Y)), verbose=0)
+    assert len(recorder.steps) == 3
+    with pytest.raises(RuntimeError, match="in between"), Recorder(model):
+        raise RuntimeError("in between")
+    assert not hooked & {*vars(model), *vars(model.optimizer)}
+
+
+def test_hooks_of_others_stay():
+    model = plain()
+    hook(model, "train_step", lambda inner, data: inner(data))
+    own = vars(model)["train_step"]
+    with Recorder(model):
+        assert vars(model)["train_step"] is not own
+    assert vars(model)["train_step"] is own
+
+
+def test_one_device_is_as_itself():
+    model = plain()
+    with Recorder(model, steps=2) as recorder:
+        model.fit(batches_of((X, Y)), verbose=0)
+    report = compare(recorder, plain())
+    assert not report.findings and report.num_replicas == 1
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"is not compiled; call model\.compile first"):
+        Recorder(dense())
+    with pytest.raises(ValueError, match="jit_compile=False"):
+        Recorder(compiled(dense(), jit_compile=True))
+    model = plain()
+    with Recorder(model) as recorder:
+        pass
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        compare(recorder, plain())
+    _, recorder = record(plain, (X, Y), steps=1)
+    with pytest.raises(ValueError, match="build the model that was recorded"):
+        compare(recorder, compiled(dense(layers.Dense(3))))
+    with pytest.raises(ValueError, match=r"the recording has .* variables"):
+        compare(recorder, adam())
+    with mirrored(3).scope():
+        other = plain()
+    with pytest.raises(ValueError, match="outside of the strategy's scope"):
+        compare(recorder, other)
+
+
+def test_the_file_must_be_a_recording(tmp_path):
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    with pytest.raises(ValueError, match="is no recording"):
+        Recording.load(str(tmp_path / "other.npz"))
+
+
+def test_each_cause_has_a_remedy_and_each_report_all_stages():
+    _, recorder = record(plain, (X, Y), steps=1)
+    report = compare(recorder, plain())
+    text = str(report)
+    for stage in report.checked:
+        assert stage in lockstep_keras.STAGES and stage in text
+    assert "no fault found" in text
