@@ -2,6 +2,7 @@
 # make test    runs the tests, but for the slowest: some minutes
 # make test-all  runs all of them: the notebook and the README's own commands, too
 # make mutations  makes one bug after another, to see whether the tests notice
+# make zoo     rebuilds bugs that others reported, to see whether each is found and named: five minutes
 # make soak    kills and resumes a small training 200 times: half an hour
 # make fuzz    tries damaged input of five kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
@@ -12,7 +13,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all mutations soak fuzz lint bench docs clean
+.PHONY: setup train test test-all mutations zoo soak fuzz lint bench docs clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -31,6 +32,9 @@ lint: $(BIN)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+
+zoo: $(BIN)/.installed-dev
+	$(BIN)/python tests/zoo/run.py $(ARGS)
 
 soak: $(BIN)/.installed-dev
 	$(BIN)/python tests/soak.py $(ARGS)

@@ -196,7 +196,7 @@ class CaseTraining:
 
     def _resume(self) -> None:
         """Puts the state of all variables, saved as arrays, into a new model and optimizer."""
-        saved = [_first_copy(variable) for variable in self._variables(self._model)]
+        saved = [self._copies(variable)[0] for variable in self._variables(self._model)]
         self._model = self._build()
         with self._strategy.scope():
             for variable, array in zip(self._variables(self._model), saved, strict=True):
@@ -205,24 +205,26 @@ class CaseTraining:
     def _variables(self, model: keras.Model) -> list[keras.Variable]:
         return [*model.variables, *model.optimizer.variables]
 
+    def _copies(self, variable: keras.Variable) -> list[np.ndarray]:
+        """Returns what each replica holds of a variable."""
+        values = self._strategy.experimental_local_results(variable.value)
+        arrays = [np.asarray(value) for value in values]
+        return arrays * (self._strategy.num_replicas_in_sync // len(arrays))
+
     def evaluate(self) -> Report:
         """Compares loss and metrics of `evaluate` with those of one device, from the same state."""
-        arrays = [_first_copy(variable) for variable in self._variables(self._model)]
+        copies = [self._copies(variable) for variable in self._variables(self._model)]
+        states = list(zip(*copies, strict=True))
 
         def logs() -> dict[str, float]:
             return self._model.evaluate(self._data.to_evaluate(), verbose=0, return_dict=True)
 
         actual = self._case.run(logs, "in model.evaluate()")
         findings = self._case.run(
-            lambda: compare_evaluation(actual, self.one, arrays, self._data.to_evaluate()),
+            lambda: compare_evaluation(actual, self.one, states, self._data.to_evaluate()),
             "in model.evaluate() on one device",
         )
         return Report(1, self._strategy.num_replicas_in_sync, findings, ["evaluation"], "")
-
-
-def _first_copy(variable: keras.Variable) -> np.ndarray:
-    values = tf.distribute.get_strategy().experimental_local_results(variable.value)
-    return np.asarray(values[0])
 
 
 def _merged(reports: list[tuple[list[str], Report]]) -> list[CaseFinding]:

@@ -1,7 +1,7 @@
 """One rank clips its gradients, the others do not.
 
-Named in connection with DeepSpeed's clipping: each rank decides by itself, and what it does depends
-on the branch that it is in. The sum is neither clipped nor unclipped.
+The clipping stands in a branch that only the first rank takes. The sum is neither clipped nor
+unclipped, and its direction depends on the examples of that rank.
 """
 
 from collections.abc import Sequence

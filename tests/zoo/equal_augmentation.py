@@ -14,7 +14,7 @@ BUG = "pytorch/pytorch#5059"
 LINK = "https://github.com/pytorch/pytorch/issues/5059"
 STAGE = "examples"
 CAUSE = "other_examples"
-NUM_EXAMPLES = 36
+NUM_EXAMPLES = 24
 
 
 def model() -> keras.Model:

@@ -1,8 +1,8 @@
 """Dropout draws the same mask on every replica.
 
 Reported for DDP with one seed on all ranks, as a loss of accuracy: the n-th example of each replica
-loses the same units. Keras under `MirroredStrategy` does it by itself, since all replicas start from
-the same seed state. The corrected twin derives a replica's seeds from its number.
+loses the same units. Keras under `MirroredStrategy` does it without any seed of the user, since all
+replicas start from the same seed state. The corrected twin derives a replica's seeds from its id.
 """
 
 import keras

@@ -1,8 +1,8 @@
 """The gradients of one head are not summed, those of the rest of the network are.
 
-Reported for PPO with DDP: the loss of a part of the training goes through `model.module`, past the
-wrapper whose forward pass arms the all-reduce. That part is trained by each rank for itself, without
-an error. Here it is the value head of an actor and critic.
+Reported for PPO with DDP: a part of the training runs its forward pass through `model.module`, past
+the wrapper that arms the all-reduce. Each rank trains that part for itself, without an error. Here
+it is the value head of an actor and critic.
 """
 
 from collections.abc import Sequence

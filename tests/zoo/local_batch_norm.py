@@ -1,16 +1,16 @@
 """BatchNorm normalises the examples of each replica by themselves.
 
-Reported for `MirroredStrategy` as training that gets worse with more GPUs. It is documented and no
-bug, but not the training of one device either: with few examples for each replica, the gradient is
-a different one. `synchronized=True` normalises the whole batch.
+Asked for since the first strategies on several GPUs. It is documented and no bug, but not the
+training of one device either: with few examples for each replica, the gradient is a different one.
+`synchronized=True` normalises the whole batch.
 """
 
 import keras
 import tensorflow as tf
 from small import image_data
 
-BUG = "tensorflow/tensorflow#46488"
-LINK = "https://github.com/tensorflow/tensorflow/issues/46488"
+BUG = "tensorflow/tensorflow#7439"
+LINK = "https://github.com/tensorflow/tensorflow/issues/7439"
 STAGE = "forward"
 CAUSE = "local_statistics"
 STATUS = "by design"

@@ -1,8 +1,9 @@
 """The loss is divided by the number of replicas, and Keras divides it once more.
 
 Reported as "distributed training on x GPUs makes the loss 1/x": a loss class divides by the size of
-the global batch, as tutorials of custom training loops do. `fit` divides the losses of the examples
-by the number of replicas by itself, so that the update is too small by that number.
+the global batch, as the tutorials of custom training loops do, and `fit` divides once more. Keras 3
+does so with losses of single examples, not with a scalar. Here, the class divides these by the
+number of replicas. The update is too small by that number.
 """
 
 import keras

@@ -1,4 +1,4 @@
-"""A metric of one's own keeps a state that cannot be added up over the replicas.
+"""A custom metric keeps a state that cannot be added up over the replicas.
 
 Reported for Keras 3 with a metric that counts its inputs: the state of the replicas is put together
 in another way than the metric expects, and the number depends on that of the replicas. Here a

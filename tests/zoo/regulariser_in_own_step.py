@@ -1,4 +1,4 @@
-"""A `train_step` of one's own divides the data's loss by the global batch, the regularisation not.
+"""A custom `train_step` divides the data loss by the global batch, but not the regularisation.
 
 Asked about for custom training loops: the regularisation loss is the same number on every replica,
 so the summed gradients hold it as many times as there are replicas.

@@ -1,7 +1,7 @@
 """Each replica adds the whole regularisation loss, and the sum over the replicas has it R times.
 
 Fixed in Keras by dividing `model.losses` by the number of replicas, as the losses of the data. A
-`compute_loss` of one's own that adds `sum(self.losses)` has the bug again.
+custom `compute_loss` that adds `sum(self.losses)` has the bug again.
 """
 
 import keras

@@ -1,15 +1,15 @@
 """A run that was interrupted within an epoch starts that epoch's data from the beginning.
 
 Reported for checkpoints without the position in the data: after the resume, the first batches are
-seen a second time and the last ones never. Here, the run is interrupted after two steps.
+seen a second time and the last ones never. Here, the run is interrupted after two steps of four.
 """
 
 import keras
 import tensorflow as tf
 from small import compiled_dense, regression_data
 
-BUG = "huggingface/accelerate#2016"
-LINK = "https://github.com/huggingface/accelerate/issues/2016"
+BUG = "huggingface/accelerate#685"
+LINK = "https://github.com/huggingface/accelerate/issues/685"
 STAGE = "examples"
 CAUSE = "other_examples"
 STEPS = (3, 4)

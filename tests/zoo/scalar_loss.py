@@ -1,8 +1,9 @@
-"""A loss function of one's own returns the mean over its batch, a scalar.
+"""A custom loss function returns the mean over its batch, a scalar.
 
-Reported for `MirroredStrategy`: Keras divides losses of single examples by the number of replicas,
-but takes a scalar as it is. The gradients of the replicas are summed, so the update is as many
-times too large as there are replicas.
+Reported for `MirroredStrategy`, and for losses of libraries (tensorflow/similarity#200): Keras
+divides losses of single examples by the number of replicas, but takes a scalar as it is. The
+gradients of the replicas are summed, so the update is as many times too large as there are
+replicas.
 """
 
 import keras

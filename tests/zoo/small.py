@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 
-def regression_data(global_batch_size: int, num_examples: int = 36) -> tf.data.Dataset:
+def regression_data(global_batch_size: int, num_examples: int = 24) -> tf.data.Dataset:
     """Returns batches of 6 numbers and 2 targets, the same ones on every call."""
     return tf.data.Dataset.from_tensor_slices(regression_arrays(num_examples)).batch(
         global_batch_size
@@ -21,7 +21,7 @@ def regression_arrays(num_examples: int) -> tuple[np.ndarray, np.ndarray]:
     return x, np.tanh(x @ generator.normal(size=(6, 2))).astype("float32")
 
 
-def image_data(global_batch_size: int, num_examples: int = 36) -> tf.data.Dataset:
+def image_data(global_batch_size: int, num_examples: int = 24) -> tf.data.Dataset:
     """Returns batches of images of shape (8, 8, 3) and of labels from 0 to 3."""
     generator = np.random.default_rng(0)
     images = generator.normal(size=(num_examples, 8, 8, 3)).astype("float32")

@@ -43,4 +43,4 @@ def corrected_model() -> keras.Model:
 
 
 def data(global_batch_size: int) -> tf.data.Dataset:
-    return regression_data(global_batch_size)
+    return regression_data(global_batch_size, 3 * global_batch_size)

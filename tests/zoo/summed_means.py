@@ -1,8 +1,8 @@
 """Gradients of the replicas' mean losses are added, not averaged.
 
 Reported for the replicated mode of TensorFlow's benchmarks, in contrast to Horovod's: the update is
-as many times too large as there are replicas, like a larger learning rate. In a `train_step` of
-one's own, the mean over the replica's examples has to be divided by the number of replicas.
+as many times too large as there are replicas, like a larger learning rate. In a custom
+`train_step`, the mean over the replica's examples has to be divided by the number of replicas.
 """
 
 import keras
