@@ -1,6 +1,7 @@
 """Verifies a case in a process of its own: records `fit`, and compares it with one device."""
 
 import pathlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,8 +139,21 @@ class CaseTraining:
         state = self._variables(self._model)
         state_bytes = sum(int(np.prod(v.shape)) * 4 for v in state)
         per_step = 4 * max(1, state_bytes) * self._strategy.num_replicas_in_sync
-        num_replicas = self._strategy.num_replicas_in_sync
         splits_itself = self._distributed() is not None
+        self._check_keras_can(splits_itself)
+        phases = (
+            self._data.phases(places, per_step)
+            if not splits_itself
+            else self._data.whole_training(places)
+        )
+        for phase in phases:
+            if phase.resumes:
+                self._resume()
+            yield phase, self._verify_phase(phase)
+
+    def _check_keras_can(self, splits_itself: bool) -> None:
+        """Refuses what Keras' `fit` fails at under a strategy, before it does."""
+        num_replicas = self._strategy.num_replicas_in_sync
         if self._data.first_size % num_replicas and not splits_itself:
             size = max(1, self._data.first_size // num_replicas) * num_replicas
             raise ConfigError(
@@ -154,15 +168,6 @@ class CaseTraining:
                 " optimizer fails under MirroredStrategy (keras issue 20582); leave it out, or use"
                 " --strategies=single"
             )
-        phases = (
-            self._data.phases(places, per_step)
-            if not splits_itself
-            else self._data.whole_training(places)
-        )
-        for phase in phases:
-            if phase.resumes:
-                self._resume()
-            yield phase, self._verify_phase(phase)
 
     def _distributed(self) -> Any:
         """Returns what the case distributes itself; None where Keras does it."""
@@ -178,7 +183,9 @@ class CaseTraining:
 
         def fit() -> None:
             dataset = phase.dataset or self._distributed()
-            with recorder:
+            with recorder, warnings.catch_warnings():
+                # Keras wonders at pieces of a data set.
+                warnings.filterwarnings("ignore", message="Your input ran out of data")
                 self._model.fit(dataset, epochs=phase.epochs, verbose=0, shuffle=False)
 
         self._case.run(fit, "in model.fit()")

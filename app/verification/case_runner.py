@@ -62,7 +62,8 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
     console.say(f"saved in {path}: verify.json")
     for strategy, result in results.items():
         if not result.faults:
-            console.say(f"{strategy}: the training that the case defines, no fault found")
+            by_design = "another training by design" if result.findings else "the same training"
+            console.say(f"{strategy}: {by_design}, no fault found")
     for strategy, result in results.items():
         if result.faults:
             causes = ", ".join(dict.fromkeys(_name(found) for found in result.faults))
