@@ -122,7 +122,7 @@ def copy_program(folder: pathlib.Path) -> None:
     """Copies the program as it is cloned, so that it can be changed, and its runs/ are not ours."""
     shutil.copy(ROOT / "main.py", folder)
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("app", "models", "strategies"):
+    for name in ("app", "models", "recorders", "strategies", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
 
 

@@ -169,7 +169,8 @@ def test_container_without_its_variables_does_not_start(missing, tmp_path):
 
 def test_image_holds_the_program_and_runs_as_the_manifest_says():
     copied = [line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")]
-    assert {*copied} == {"requirements.txt", "main.py", "app", "models", "strategies"}
+    packages = {"app", "models", "recorders", "strategies"}
+    assert {*copied} == {"requirements.txt", "main.py", *packages}
     assert all((ROOT / name).exists() for name in copied)
     user = POD["securityContext"]["runAsUser"], POD["securityContext"]["runAsGroup"]
     assert f"\nUSER {user[0]}:{user[1]}\n" in DOCKERFILE
