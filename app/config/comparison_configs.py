@@ -61,7 +61,7 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Ca
     examples: ClassVar[tuple[str, ...]] = (
         "--strategies=manual,mirrored --steps=20",
         "--strategies=manual --inject=drop_gradient:replica=1",
-        "--case=my_case.py --num_devices=2",
+        "--case=examples/case_fit.py --num_devices=2",
     )
 
     strategies: tuple[str, ...] = same_option(
