@@ -22,6 +22,7 @@ repeated with its examples in other orders and with weights changed by one unit 
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -582,15 +583,16 @@ class OneDevice:
     Args:
         model: compiled, made outside of any strategy's scope.
         recording: whose states and examples it takes.
+        is_float64: it was built `in_float64`.
 
     Raises:
         ValueError: it is another model than the one that was recorded.
     """
 
-    def __init__(self, model: keras.Model, recording: Recording):
+    def __init__(self, model: keras.Model, recording: Recording, is_float64: bool = False):
         if tf.distribute.has_strategy() or model.distribute_strategy.num_replicas_in_sync > 1:
             raise ValueError("build the second model outside of the strategy's scope")
-        self.model, self._recording = model, recording
+        self.model, self._recording, self._is_float64 = model, recording, is_float64
         self.optimizer = _inner(model.optimizer)
         self.scales_loss = self.optimizer is not model.optimizer
         first = recording.steps[0]["data", 0]
@@ -664,7 +666,8 @@ class OneDevice:
             got.raw = [_to_numpy(g) for g in grads if g is not None]
 
         self.load(state)
-        with Hooks() as hooks:
+        precision = in_float64() if self._is_float64 else contextlib.nullcontext()
+        with Hooks() as hooks, precision:
             hooks.hook(self.model, "compute_loss", compute_loss)
             hooks.hook(self.optimizer, "apply", apply)
             self.model.train_step(from_json(self._recording.structure, self._tensors(data)))
@@ -749,10 +752,47 @@ class OneDevice:
         return keras.utils.unpack_x_y_sample_weight(nest)
 
     def _tensors(self, data: Arrays) -> list[tf.Tensor]:
-        return [tf.constant(array) for array in data]
+        tensors = [tf.constant(array) for array in data]
+        if not self._is_float64:
+            return tensors
+        return [tf.cast(t, tf.float64) if t.dtype.is_floating else t for t in tensors]
 
     def _read(self) -> Arrays:
         return [np.array(_to_numpy_dtype(variable.value)) for variable in self.state]
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Lets Keras build and run models in float64 in a `with` block."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+
+
+def build_in_float64(
+    build: Callable[[], keras.Model], recording: Recording, one: OneDevice
+) -> tuple[OneDevice | None, str]:
+    """Returns the same model in float64, None where there is none, and why not."""
+    if one.random_layers:
+        return None, "the model has random layers"
+    if one.unit > EPS:
+        return None, "the model does not compute in float32"
+    try:
+        with in_float64():
+            model = build()
+        exact = OneDevice(model, recording, is_float64=True)
+        first = recording.steps[0]
+        exact.step(first["before", 0], first["data", 0])
+    except Exception as error:  # Of the user's code, which may be made for float32.
+        return None, f"{type(error).__name__} in float64"
+    if any(layer.compute_dtype != "float64" for layer in _leaf_layers(model)):
+        return None, "the model sets its own dtype"
+    return exact, ""
 
 
 def _is_seed_of(layer: keras.layers.Layer, variable: keras.Variable) -> bool:
@@ -786,7 +826,7 @@ def _to_numpy(gradient: Any) -> Any:
 
 def compare(
     record: Recording,
-    model: keras.Model,
+    model: keras.Model | Callable[[], keras.Model],
     *,
     batches: Sequence[Any] = (),
     on_step: Callable[[int], None] = lambda step: None,
@@ -795,7 +835,8 @@ def compare(
 
     Args:
         record: a `Recorder` after its `with` block, or a `Recording` that was loaded.
-        model: compiled by the same code, outside of the strategy's scope.
+        model: compiled by the same code, outside of the strategy's scope; or a function that
+            builds it: the expected values are then computed in float64, where the model can be.
         batches: the global batch of each step, as the data set defines it; none to take what the
             replicas were given.
         on_step: called after each step.
@@ -807,7 +848,12 @@ def compare(
         raise ValueError(
             "nothing was recorded; call model.fit, or model.train_step, within the `with` block"
         )
-    comparison = Comparison(record, OneDevice(model, record))
+    if isinstance(model, keras.Model):
+        one, exact, why_not = OneDevice(model, record), None, ""
+    else:
+        one = OneDevice(model(), record)
+        exact, why_not = build_in_float64(model, record, one)
+    comparison = Comparison(record, one, exact)
     found: list[Finding] = []
     for step in range(len(record.steps)):
         batch = leaves(batches[step]) if step < len(batches) else None
@@ -818,7 +864,7 @@ def compare(
         record.num_replicas,
         _merged(found),
         comparison.checked,
-        "spread over orders of summation and changes by one unit in the last place",
+        comparison.tolerance + (f" (not float64: {why_not})" if why_not else ""),
     )
 
 
@@ -1012,13 +1058,16 @@ class Comparison:
     Args:
         recording: of any number of replicas.
         one: the same model on one device.
+        exact: the same in float64, if there is one.
 
     Attributes:
         checked: the stages that were checked so far.
     """
 
-    def __init__(self, recording: Recording, one: OneDevice):
-        self._recording, self._one = recording, one
+    def __init__(self, recording: Recording, one: OneDevice, exact: OneDevice | None = None):
+        self._recording, self._one, self._exact = recording, one, exact
+        self._reference = exact or one
+        self._num_in_float64 = 0
         self._replicas = range(recording.num_replicas)
         self._kinds = [kind for _, kind in recording.variables]
         self._paths = [path for path, _ in recording.variables]
@@ -1041,10 +1090,11 @@ class Comparison:
             self._compute_together()
         else:
             self._own, self._spread = [], []
+            self._reference = self._exact or self._one
             for state, data in zip(self._all("before"), self._data, strict=True):
-                own = self._one.step(state, data, scales=(share, share))
+                own, spread = self._measure(state, data, (share, share))
                 self._own.append(own)
-                self._spread.append(self._spread_of(own, state, data, (share, share)))
+                self._spread.append(spread)
         self._loss_is_wrong = self._loss_is_unknown = self._update_is_wrong = False
         self._used, self._in_inference = list(self._data), set[int]()
         stages = {
@@ -1065,7 +1115,50 @@ class Comparison:
             self._stage = stage
             yield from function()
 
+    @property
+    def tolerance(self) -> str:
+        """How the tolerances were found."""
+        spread = "spread over orders of summation and changes by one unit in the last place"
+        if not self._num_in_float64:
+            return spread
+        return f"float64 on one device, and the distance of float32 from it: {spread}"
+
     # The pieces that the stages are made of.
+
+    def _measure(
+        self, state: Arrays, data: Arrays, scales: tuple[float, float]
+    ) -> tuple[StepResult, Spread]:
+        """Returns a step on one device, in float64 if it can be, and the spread of float32."""
+        own = self._one.step(state, data, scales=scales)
+        spread = self._spread_of(own, state, data, scales)
+        if self._exact is None:
+            return own, spread
+        exact = self._exact.step(state, data, scales=scales)
+        if len(exact.raw) != len(own.raw):
+            self._reference = self._one
+            return own, spread
+        forward = _relative(own.y_pred, exact.y_pred)
+        backward = _relative_norm(own.raw, exact.raw)
+        if forward > MARGIN * spread.forward or backward > MARGIN * spread.backward:
+            self._reference = self._one  # Something else than rounding: the code asks for dtypes.
+            return own, spread
+        self._num_in_float64 += 1
+        apart = [distance(a, e) for a, e in zip(own.raw, exact.raw, strict=True)]
+        gradients = [max(a, g) for a, g in zip(apart, spread.gradients, strict=True)]
+        result = dataclasses.replace(exact, after=own.after)
+        return result, Spread(
+            max(forward, spread.forward), max(backward, spread.backward), gradients
+        )
+
+    def _without(self, layers: Sequence[keras.layers.Layer], function: Callable[[], Any]) -> Any:
+        """Returns what `function` does while these layers work as in inference."""
+        one, exact = self._one, self._exact
+        if exact is None:
+            return one.without(layers, function)
+        numbers = {id(layer): number for number, layer in enumerate(_leaf_layers(one.model))}
+        others = _leaf_layers(exact.model)
+        same = [others[numbers[id(layer)]] for layer in layers]
+        return one.without(layers, lambda: exact.without(same, function))
 
     def _all(self, kind: str, step: int | None = None) -> list[Arrays]:
         """Returns arrays of all replicas, in their order."""
@@ -1307,7 +1400,7 @@ class Comparison:
             joined = [np.concatenate(parts) for parts in zip(*shards, strict=True)]
             return _relative(joined, one.step(before, self._whole).y_pred)
 
-        return one.without(off, apart)
+        return self._without(off, apart)
 
     def _gradient_apart(self) -> float:
         """Returns how far the summed gradients of the shards are from that of the whole batch."""
@@ -1327,7 +1420,7 @@ class Comparison:
         state, data = self._all("before")[replica], self._data[replica]
         layers = [*one.random_layers, *one.layers_with_statistics]
         if layers:
-            result = one.without(layers, lambda: one.step(state, data))
+            result = self._without(layers, lambda: one.step(state, data))
             if _relative(y_pred, result.y_pred) <= allowed:
                 return "inference_mode", "predictions are those of inference, not of training"
         if self._follows:
@@ -1437,11 +1530,11 @@ class Comparison:
         scales: tuple[float, float] | None = None,
     ) -> Arrays:  # fmt: skip
         """Returns what a replica should send: gradients of its part in the loss that it has."""
-        one, layers = self._one, self._modal_layers if r in self._in_inference else []
+        _one, layers = self._one, self._modal_layers if r in self._in_inference else []
         has_loss = self._has("loss")
-        result = one.without(
+        result = self._without(
             layers,
-            lambda: one.step(
+            lambda: self._reference.step(
                 state or self._all("before")[r], data or self._used[r],
                 scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
             ),
@@ -1561,7 +1654,7 @@ class Comparison:
         if self._modal_layers:
             yield (
                 "inference_mode", "those of a model in inference",
-                lambda: one.without(self._modal_layers, lambda: self._expected_gradients(r)),
+                lambda: self._without(self._modal_layers, lambda: self._expected_gradients(r)),
             )  # fmt: skip
         data = self._used[r]
         inputs = len(leaves(one._unpack(data)[0]))
@@ -1614,15 +1707,15 @@ class Comparison:
         """Compares the sum over the replicas with the gradient of the whole batch."""
         if len(self._replicas) == 1 or self._loss_is_wrong:
             return
-        one, before = self._one, self._all("before")[0]
+        _one, before = self._one, self._all("before")[0]
         regular = (1.0, sum(scale for _, scale in self._scales) if self._has("loss") else 1.0)
 
         def sums_and_whole() -> tuple[list[Arrays], Arrays]:
             shards = [self._expected_gradients(r, state=before) for r in self._replicas]
             data = [np.concatenate(parts) for parts in zip(*self._used, strict=True)]
-            return shards, one.step(before, data, scales=regular).raw
+            return shards, self._reference.step(before, data, scales=regular).raw
 
-        shards, whole = one.without(self._modal_layers, sums_and_whole)
+        shards, whole = self._without(self._modal_layers, sums_and_whole)
         if any(len(shard) != len(whole) for shard in shards):  # One of them overflows.
             return
         sums = [add(g) for g in zip(*shards, strict=True)]
@@ -1679,10 +1772,10 @@ class Comparison:
 
     def _weighted_by_size(self) -> Arrays:
         """Returns the shards' gradients, summed by the number of their examples."""
-        one, before, total = self._one, self._all("before")[0], sum(self._sizes())
+        _one, before, total = self._one, self._all("before")[0], sum(self._sizes())
         shares = []
         for data, size in zip(self._used, self._sizes(), strict=True):
-            raw = one.without(self._modal_layers, partial(one.step, before, data)).raw
+            raw = self._without(self._modal_layers, partial(self._reference.step, before, data)).raw
             shares.append([_scaled(g, size / total) for g in raw])
         return [add(g) for g in zip(*shares, strict=True)]
 
