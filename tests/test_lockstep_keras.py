@@ -588,7 +588,7 @@ def test_a_schedule_that_is_stepped_twice():
 
         hook(model.optimizer, "_backend_apply_gradients", apply)
 
-    _model, recorder = record(build, (X, Y), inject=inject)
+    model, recorder = record(build, (X, Y), inject=inject)
     finding = only(compare(recorder, build()), "update", "schedule_stepped_too_often")
     assert "by 2" in finding.text and finding.tensors == (model.optimizer.iterations.path,)
 

@@ -1,5 +1,6 @@
 """Verifies a case in a process of its own: records `fit`, and compares it with one device."""
 
+import contextlib
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -109,30 +110,28 @@ class CaseTraining:
         config: VerifyConfig,
     ):
         self._case, self._data, self._strategy, self._config = case, data, strategy, config
-        self._model = self._build()
-        self._reset()
-        self.one = case.build_model()
+        self._model, self.one = self._build(strategy.scope()), self._build()
         self.recording = Recording(1)
 
-    def _reset(self) -> None:
-        """Lets the next model have the same initial weights, and the same names."""
-        reset_layer_numbers()
-        keras.utils.set_random_seed(self._config.seed)
-
-    def _build(self) -> keras.Model:
-        self._reset()
-        with self._strategy.scope():
-            model = self._case.build_model()
+    def _build(self, scope: contextlib.AbstractContextManager | None = None) -> keras.Model:
+        """Builds model and optimizer with all variables, in a strategy's scope or in none."""
+        with scope or contextlib.nullcontext():
+            model = self._build_unbuilt()
 
             def build() -> None:
-                x, _, _ = keras.utils.unpack_x_y_sample_weight(
-                    next(iter(self._data.dataset().take(1)))
-                )
+                batch = next(iter(self._data.dataset().take(1)))
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
                 model(keras.tree.map_structure(lambda leaf: leaf[:1], x))
                 model.optimizer.build(model.trainable_variables)
 
             self._case.run(build, "while the model was called on the first example")
         return model
+
+    def _build_unbuilt(self) -> keras.Model:
+        """Builds the model with the same initial weights, and the same names, each time."""
+        reset_layer_numbers()
+        keras.utils.set_random_seed(self._config.seed)
+        return self._case.build_model()
 
     def verify(self, places: tuple[str, ...]) -> Iterator[tuple[Phase, Report]]:
         """Yields the report of each phase."""
@@ -197,14 +196,15 @@ class CaseTraining:
             )
 
         def check() -> Report:
-            return compare(self.recording, self.one, batches=phase.batches_of(self.recording))
+            batches = phase.batches_of(self.recording)
+            return compare(self.recording, self._build_unbuilt, batches=batches)
 
         return self._case.run(check, "on one device")
 
     def _resume(self) -> None:
         """Puts the state of all variables, saved as arrays, into a new model and optimizer."""
         saved = [self._copies(variable)[0] for variable in self._variables(self._model)]
-        self._model = self._build()
+        self._model = self._build(self._strategy.scope())
         with self._strategy.scope():
             for variable, array in zip(self._variables(self._model), saved, strict=True):
                 variable.assign(tf.cast(array, variable.dtype))
