@@ -1816,8 +1816,12 @@ class Comparison:
             for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
                 if _within(got, add(parts), _sum_bound(parts)):
                     continue
-                before = [add([g[i] for g in sent_before])] if sent_before else []
-                before += [sums_before[r][i]] if sums_before else []
+                before = []
+                if sent_before:
+                    old = [g[i] for g in sent_before]
+                    before.append((add(old), _sum_bound(old)))
+                if sums_before:
+                    before.append((sums_before[r][i], _sum_bound([sums_before[r][i]])))
                 groups.setdefault(_why_sum(r, got, parts, before, known), []).append(i)
             for (cause, text, lost), indices in groups.items():
                 yield self._found(
@@ -2093,7 +2097,7 @@ def _sum_bound(parts: Sequence[Any]) -> np.ndarray:
 
 
 def _why_sum(
-    r: int, got: Any, parts: Sequence[Any], before: Sequence[Any], known: list[np.ndarray]
+    r: int, got: Any, parts: Sequence[Any], before: Sequence[tuple], known: list[np.ndarray]
 ) -> tuple[str, str, tuple[int, ...]]:
     """Explains a sum that is none: cause, text, and replicas if others than the one that has it.
 
@@ -2101,13 +2105,13 @@ def _why_sum(
         r: the replica that has it.
         got: the sum.
         parts: what each replica has sent.
-        before: sums of the step before.
+        before: sums of the step before, and how far rounding may carry them.
         known: factors of the replicas in the sums of other tensors; new ones are added.
     """
     num, sums, bound = len(parts), dense(got), _sum_bound(parts)
     if sums.shape != bound.shape:
         return "unexplained", f"its shape is {sums.shape}, not {bound.shape}", ()
-    if np.any(sums) and any(_within(got, old, bound) for old in before):
+    if np.any(sums) and any(_within(got, old, limit) for old, limit in before):
         return "stale_gradient", "the sum is that of the step before", ()
     rows = np.stack([dense(part).ravel() for part in parts])
     simple = [np.eye(num)[r], np.full(num, 1 / num)]
