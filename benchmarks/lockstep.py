@@ -5,6 +5,7 @@ import pathlib
 import resource
 import sys
 import time
+from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -13,22 +14,28 @@ from app.devices import device_setup
 from protocol import claim_stdout, serve
 
 
-def main() -> None:
-    """Builds a training from the flags, warms it up, and serves requests."""
-    claim_stdout()
+def parse_config(arguments: Sequence[str]) -> TrainConfig:
+    """Returns the training that the flags of a benchmark program describe."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--strategy", default="manual")
     parser.add_argument("--global_batch_size", type=int, default=256)
     parser.add_argument("--num_devices", type=int, default=2)
+    parser.add_argument("--schedule", default=argparse.SUPPRESS)
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--recipe", default="d2l")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--data_dir", required=True)
-    options = vars(parser.parse_args())
+    options = vars(parser.parse_args(arguments))
     if options["strategy"] == "single":
         del options["num_devices"]
-    config = TrainConfig(dataset="fashion_mnist", device="cpu", **options)
+    return TrainConfig(dataset="fashion_mnist", device="cpu", **options)
+
+
+def main() -> None:
+    """Builds a training from the flags, warms it up, and serves requests."""
+    claim_stdout()
+    config = parse_config(sys.argv[1:])
     prepared = device_setup.set_up(config)
 
     from app.runtime.versions import versions

@@ -785,12 +785,13 @@ def build_in_float64(
     try:
         with in_float64():
             model = build()
-        exact = OneDevice(model, recording, is_float64=True)
+            exact = OneDevice(model, recording, is_float64=True)
         first = recording.steps[0]
         exact.step(first["before", 0], first["data", 0])
     except Exception as error:  # Of the user's code, which may be made for float32.
         return None, f"{type(error).__name__} in float64"
-    if any(layer.compute_dtype != "float64" for layer in _leaf_layers(model)):
+    with_weights = [layer for layer in _leaf_layers(model) if layer.weights]
+    if any(layer.compute_dtype != "float64" for layer in with_weights):
         return None, "the model sets its own dtype"
     return exact, ""
 
@@ -1530,7 +1531,7 @@ class Comparison:
         scales: tuple[float, float] | None = None,
     ) -> Arrays:  # fmt: skip
         """Returns what a replica should send: gradients of its part in the loss that it has."""
-        _one, layers = self._one, self._modal_layers if r in self._in_inference else []
+        layers = self._modal_layers if r in self._in_inference else []
         has_loss = self._has("loss")
         result = self._without(
             layers,
@@ -1707,24 +1708,33 @@ class Comparison:
         """Compares the sum over the replicas with the gradient of the whole batch."""
         if len(self._replicas) == 1 or self._loss_is_wrong:
             return
-        _one, before = self._one, self._all("before")[0]
+        before = self._all("before")[0]
+        data = [np.concatenate(parts) for parts in zip(*self._used, strict=True)]
         regular = (1.0, sum(scale for _, scale in self._scales) if self._has("loss") else 1.0)
 
-        def sums_and_whole() -> tuple[list[Arrays], Arrays]:
+        def sums_and_whole() -> tuple[list[Arrays], StepResult]:
             shards = [self._expected_gradients(r, state=before) for r in self._replicas]
-            data = [np.concatenate(parts) for parts in zip(*self._used, strict=True)]
-            return shards, self._reference.step(before, data, scales=regular).raw
+            return shards, self._reference.step(before, data, scales=regular)
 
-        shards, whole = self._without(self._modal_layers, sums_and_whole)
+        shards, result = self._without(self._modal_layers, sums_and_whole)
+        whole = result.raw
         if any(len(shard) != len(whole) for shard in shards):  # One of them overflows.
             return
         sums = [add(g) for g in zip(*shards, strict=True)]
         backward = max(spread.backward for spread in self._spread)
+        # The shards' gradients may cancel each other, their rounding errors do not.
+        sizes = [sum(map(norm, parts)) for parts in zip(*shards, strict=True)]
         limits = [
-            MARGIN * max(sum(s.gradients[i] for s in self._spread), backward * norm(g)) + TINY
-            for i, g in enumerate(whole)
+            MARGIN * max(sum(s.gradients[i] for s in self._spread), backward * size) + TINY
+            for i, size in enumerate(sizes)
         ]  # fmt: skip
-        wrong = [i for i in range(len(whole)) if distance(sums[i], whole[i]) > limits[i]]
+        apart = [distance(a, b) for a, b in zip(sums, whole, strict=True)]
+        if any(a > limit for a, limit in zip(apart, limits, strict=True)):
+            spread = self._without(
+                self._modal_layers, partial(self._spread_of, result, before, data, regular)
+            )
+            limits = [limit + MARGIN * g for limit, g in zip(limits, spread.gradients, strict=True)]
+        wrong = [i for i, limit in enumerate(limits) if apart[i] > limit]
         if wrong:
             cause, text = self._why_not_additive(sums, whole, limits, wrong)
             yield self._found(
@@ -1772,7 +1782,7 @@ class Comparison:
 
     def _weighted_by_size(self) -> Arrays:
         """Returns the shards' gradients, summed by the number of their examples."""
-        _one, before, total = self._one, self._all("before")[0], sum(self._sizes())
+        before, total = self._all("before")[0], sum(self._sizes())
         shares = []
         for data, size in zip(self._used, self._sizes(), strict=True):
             raw = self._without(self._modal_layers, partial(self._reference.step, before, data)).raw
@@ -1875,8 +1885,12 @@ class Comparison:
             for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
                 if _within(got, add(parts), _sum_bound(parts)):
                     continue
-                before = [add([g[i] for g in sent_before])] if sent_before else []
-                before += [sums_before[r][i]] if sums_before else []
+                before = []
+                if sent_before:
+                    old = [g[i] for g in sent_before]
+                    before.append((add(old), _sum_bound(old)))
+                if sums_before:
+                    before.append((sums_before[r][i], _sum_bound([sums_before[r][i]])))
                 groups.setdefault(_why_sum(r, got, parts, before, known), []).append(i)
             for (cause, text, lost), indices in groups.items():
                 yield self._found(
@@ -2152,7 +2166,7 @@ def _sum_bound(parts: Sequence[Any]) -> np.ndarray:
 
 
 def _why_sum(
-    r: int, got: Any, parts: Sequence[Any], before: Sequence[Any], known: list[np.ndarray]
+    r: int, got: Any, parts: Sequence[Any], before: Sequence[tuple], known: list[np.ndarray]
 ) -> tuple[str, str, tuple[int, ...]]:
     """Explains a sum that is none: cause, text, and replicas if others than the one that has it.
 
@@ -2160,13 +2174,13 @@ def _why_sum(
         r: the replica that has it.
         got: the sum.
         parts: what each replica has sent.
-        before: sums of the step before.
+        before: sums of the step before, and how far rounding may carry them.
         known: factors of the replicas in the sums of other tensors; new ones are added.
     """
     num, sums, bound = len(parts), dense(got), _sum_bound(parts)
     if sums.shape != bound.shape:
         return "unexplained", f"its shape is {sums.shape}, not {bound.shape}", ()
-    if np.any(sums) and any(_within(got, old, bound) for old in before):
+    if np.any(sums) and any(_within(got, old, limit) for old, limit in before):
         return "stale_gradient", "the sum is that of the step before", ()
     rows = np.stack([dense(part).ravel() for part in parts])
     simple = [np.eye(num)[r], np.full(num, 1 / num)]

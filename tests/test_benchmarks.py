@@ -130,6 +130,22 @@ def test_split_programs_train_with_the_same_batch_recipe_and_number_of_devices()
         } <= set(flags), name  # fmt: skip
 
 
+@pytest.mark.parametrize("part", ["lenet_part", "resnet_part", "lenet_split_part"])
+def test_lockstep_as_a_program_takes_the_flags_of_every_part(part):
+    found = json.loads(
+        in_benchmarks(
+            f"import json, lockstep, run; programs, _ = run.{part}('peers')\n"
+            "programs = [p for p in programs if p.file == 'lockstep.py']\n"
+            "configs = [lockstep.parse_config([*p.flags, '--data_dir=x']) for p in programs]\n"
+            "print(json.dumps([(p.flags, c.strategy) for p, c in zip(programs, configs)]))"
+        )
+    )
+    assert found
+    for flags, strategy in found:
+        given = [flag for flag in flags if flag.startswith("--strategy=")]
+        assert given in ([f"--strategy={strategy}"], []), flags
+
+
 @pytest.mark.parametrize("num_steps", [2, 40, 235, 2350])
 @pytest.mark.parametrize("global_batch_size", [256, 64])
 def test_the_peers_recipe_is_the_projects(num_steps, global_batch_size):

@@ -457,7 +457,16 @@ GRADIENT_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GRADIENT_FAULTS)
+QUICK_FAULTS = {
+    "not all-reduced", "mean", "lost", "bfloat16", "top k", "int8", "zero gradient",
+    "one replica clips",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK_FAULTS else pytest.param(n, marks=pytest.mark.slow) for n in GRADIENT_FAULTS],
+)
 def test_faults_of_gradients(name):
     inject, stage, cause, tensors, replicas, steps = GRADIENT_FAULTS[name]
     model, recorder = record(plain, (X, Y), inject=inject, steps=2)
@@ -546,7 +555,9 @@ def adamw():
     return compiled(dense(), optimizer=optimizers.AdamW(0.01, weight_decay=0.1))
 
 
-@pytest.mark.parametrize("build", [plain, momentum, adam, adamw])
+@pytest.mark.parametrize(
+    "build", [plain, pytest.param(momentum, marks=pytest.mark.slow), adam, adamw]
+)
 def test_another_learning_rate_on_one_replica(build):
     def inject(model):
         def update(inner, gradients, variables, rate):
@@ -560,7 +571,7 @@ def test_another_learning_rate_on_one_replica(build):
     assert "2 times" in finding.text
 
 
-@pytest.mark.parametrize("build", [plain, momentum, adam])
+@pytest.mark.parametrize("build", [pytest.param(plain, marks=pytest.mark.slow), momentum])
 def test_weight_decay_on_top(build):
     def inject(model):
         def update(inner, distribution, pairs, rate):
