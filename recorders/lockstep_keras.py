@@ -1471,6 +1471,8 @@ class Comparison:
     def _gradient_hypotheses(self, r: int) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
         """Yields (cause, text, gradients that a replica would then send)."""
         one, num, scales = self._one, len(self._replicas), self._scales[r]
+        zeros = [_scaled(g, 0.0) for g in self._all("raw")[r]]
+        yield "frozen", "0 everywhere", lambda: zeros
         if old := self._earlier("raw"):
             yield "stale_gradient", "the gradients of the step before", lambda: old[r]
         if self._step:
@@ -1728,10 +1730,10 @@ class Comparison:
             return
         self._checks()
         one, checked = self._one, {}
-        own = {v.path for v in one.optimizer.variables}
+        own = {id(variable) for variable in one.optimizer.variables}
         watched = [
-            i for i, (path, kind) in enumerate(self._recording.variables)
-            if kind == "weight" or (kind == "optimizer state" and path in own)
+            i for i, (kind, variable) in enumerate(zip(self._kinds, one.state, strict=True))
+            if kind == "weight" or id(variable) in own
         ]  # fmt: skip
         for r in self._replicas:
             before, sums, after = self._all("before")[r], self._sums_of(r), self._all("after")[r]
@@ -2002,7 +2004,7 @@ def _why_sum(
     num, sums, bound = len(parts), dense(got), _sum_bound(parts)
     if sums.shape != bound.shape:
         return "unexplained", f"its shape is {sums.shape}, not {bound.shape}", ()
-    if any(_within(got, old, bound) for old in before):
+    if np.any(sums) and any(_within(got, old, bound) for old in before):
         return "stale_gradient", "the sum is that of the step before", ()
     rows = np.stack([dense(part).ravel() for part in parts])
     simple = [np.eye(num)[r], np.full(num, 1 / num)]
