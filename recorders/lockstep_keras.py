@@ -1009,6 +1009,39 @@ class Losses:
         shares = 1.0, 1 / len(self.own), self.sizes[r] / sum(self.sizes)
         return any(self._near(self.taken[r], share * loss) for share in shares)
 
+    @property
+    def common_factor(self) -> float | None:
+        """By what all replicas have multiplied their part in the loss; None where it differs."""
+        num = len(self.own)
+        if not all(self.own) or not np.isfinite(self.own).all():
+            return None
+        factors = [t * num / o for t, o in zip(self.taken, self.own, strict=True)]
+        same = np.allclose(factors, factors[0], self.allowed, 0)
+        return factors[0] if same and factors[0] > 0 else None
+
+    def repeated(self, regular: float) -> float | None:
+        """Returns how many times too often regularisation is in the replicas' data losses.
+
+        Args:
+            regular: what it is on one device.
+
+        Returns:
+            None where it does not explain each replica's loss; -1 where it is missing.
+        """
+        if not regular:
+            return None
+        extra, num = (sum(self.taken) - self.whole) / regular, len(self.own)
+        shares = [size / sum(self.sizes) for size in self.sizes], [1 / num] * num
+        fits = [
+            all(
+                self._near(taken, share * own + extra * regular / num)
+                for taken, share, own in zip(self.taken, part, self.own, strict=True)
+            )
+            for part in shares
+        ]
+        is_whole = abs(extra - round(extra)) < 1e-3 and round(extra) != 0
+        return extra if any(fits) and is_whole else None
+
     def why(self) -> tuple[str, str]:
         """Returns cause and text of a sum that is not the loss of the whole batch."""
         num, sizes, total = len(self.own), self.sizes, sum(self.sizes)
@@ -1042,6 +1075,13 @@ class Losses:
             return "not_a_sum_over_examples", (
                 f"the loss of a batch is not the mean of its examples' losses: {whole:.6g} for the"
                 f" whole batch, {each} for the shards"
+            )
+        factor = self.common_factor
+        if factor is not None and self._near(by_size, whole):
+            often = ": divided by the number of replicas once too often"
+            return "scaled_gradient", (
+                f"each replica's loss is {factor:.4g} times its part in that of the batch, and so"
+                f" are gradients{often if abs(factor * num - 1) < 1e-3 else ''}"
             )
         return "other_loss", (
             f"the replicas' losses ({', '.join(f'{t:.6g}' for t in self.taken)}) add up to"
@@ -1469,6 +1509,19 @@ class Comparison:
                 yield from self._shifted_targets(r, losses)
             losses = self._losses()
         num = len(self._replicas)
+        if not losses.are_right and (extra := self._repeated_regularisation(losses)) is not None:
+            for r, size in enumerate(losses.sizes):
+                self._scales[r] = size / sum(losses.sizes), self._regular_share(r) + extra / num
+            yield dataclasses.replace(
+                self._found(
+                    "regulariser_repeated" if extra > 0 else "regulariser_missing",
+                    f"the replicas' losses hold {1 + extra:.4g} times the regularisation of one"
+                    " device",
+                    distance=losses.apart, allowed=losses.allowed,
+                ),
+                stage="regularisation",
+            )  # fmt: skip
+            return
         for r, (taken, own) in enumerate(zip(losses.taken, losses.own, strict=True)):
             # Gradients are checked for the loss that each replica has, whatever it is.
             self._scales[r] = taken / own if own else 1 / num, self._regular_share(r)
@@ -1481,6 +1534,11 @@ class Comparison:
                 allowed=losses.allowed,
                 replicas=tuple(losses.odd) if self._loss_is_unknown else (),
             )  # fmt: skip
+
+    def _repeated_regularisation(self, losses: "Losses") -> float | None:
+        """Returns how many times too often regularisation is in the losses; None for not at all."""
+        regular = [own.loss[1] for own in self._own if own.loss]
+        return losses.repeated(float(np.mean(regular))) if regular else None
 
     def _shifted_targets(self, r: int, losses: "Losses") -> Iterator[Finding]:
         """Finds out whether a replica's loss is that of targets that belong to other inputs."""
@@ -1737,25 +1795,45 @@ class Comparison:
         wrong = [i for i, limit in enumerate(limits) if apart[i] > limit]
         if wrong:
             cause, text = self._why_not_additive(sums, whole, limits, wrong)
-            yield self._found(
+            found = self._found(
                 cause, text, tensors=tuple(self._recording.gradients[i] for i in wrong),
                 distance=_relative_norm(sums, whole), design=cause == "not_a_sum_over_examples",
             )  # fmt: skip
+            # Losses may be equal by chance where their gradients are not.
+            is_loss = cause == "weighted_mean_of_means"
+            yield dataclasses.replace(found, stage="loss") if is_loss else found
 
     def _why_not_additive(
         self, sums: Arrays, whole: Arrays, limits: Sequence[float], wrong: Sequence[int]
     ) -> tuple[str, str]:
         """Explains why the replicas' gradients do not add up to that of the whole batch."""
         num, sizes, before = len(self._replicas), self._sizes(), self._all("before")[0]
+
+        def are_whole(candidate: Arrays) -> bool:
+            return all(distance(candidate[i], whole[i]) <= limits[i] for i in wrong)
+
+        if not self._has("loss") and len(set(sizes)) > 1:
+            total = sum(sizes)
+            if are_whole(self._weighted([size / total for size in sizes])):
+                text = f"shards of {'/'.join(map(str, sizes))} examples weigh the same"
+                return "mean_of_means", text
+        if (weights := self._weights_of_shards()) and are_whole(self._weighted(weights)):
+            shown = "/".join(f"{weight:.3g}" for weight in weights)
+            text = f"shards weigh the same; their sample weights, or unmasked steps, are as {shown}"
+            return "weighted_mean_of_means", text
         factor = _factor(sums, whole)
         if all(
             distance(sums[i], _scaled(whole[i], factor)) <= abs(factor) * limits[i] for i in wrong
         ):
+            times = (
+                f"summed over {num} replicas, gradients are {factor:.4g} times that of the whole"
+            )
+            if factor < 1:
+                return "scaled_gradient", f"{times} batch: they are divided once too often"
             return (
                 "scalar_loss_not_divided",
-                f"summed over {num} replicas, gradients are {factor:.4g} times that of the whole"
-                " batch: the loss is a mean over a replica's own examples, and not divided by the"
-                " number of replicas",
+                f"{times} batch: the loss is a mean over a replica's own examples, and not divided"
+                " by the number of replicas",
             )
         if regular := self._regular_gradients(before):
             extra = _factor(
@@ -1769,24 +1847,35 @@ class Comparison:
                     f"the replicas' gradients hold {1 + extra:.4g} times the regularisation of one"
                     " device",
                 )
-        if not self._has("loss") and len(set(sizes)) > 1:
-            weighted = self._weighted_by_size()
-            if all(distance(weighted[i], whole[i]) <= limits[i] for i in wrong):
-                text = f"shards of {'/'.join(map(str, sizes))} examples weigh the same"
-                return "mean_of_means", text
         return (
             "not_a_sum_over_examples",
             f"the gradient of the whole batch is {_relative_norm(sums, whole):.1%} another one than"
             " the sum over the shards, on one device too",
         )
 
-    def _weighted_by_size(self) -> Arrays:
-        """Returns the shards' gradients, summed by the number of their examples."""
-        before, total = self._all("before")[0], sum(self._sizes())
+    def _weights_of_shards(self) -> list[float]:
+        """Returns the shares of the shards' sample weights, or of their unmasked steps."""
+        if not self._has("mask"):
+            return []
+        sums = []
+        for r in self._replicas:
+            arrays = [mask for mask in self._all("mask")[r] if mask.ndim]
+            arrays += [np.asarray(w) for w in leaves(self._one._unpack(self._used[r])[2])]
+            sums.append(sum(float(np.sum(array)) for array in arrays))
+        return [number / sum(sums) for number in sums] if sum(sums) else []
+
+    def _weighted(self, weights: Sequence[float]) -> Arrays:
+        """Returns the shards' gradients, each multiplied by a weight, and summed."""
+        before, regular = self._all("before")[0], 1 / len(self._replicas)
         shares = []
-        for data, size in zip(self._used, self._sizes(), strict=True):
-            raw = self._without(self._modal_layers, partial(self._reference.step, before, data)).raw
-            shares.append([_scaled(g, size / total) for g in raw])
+        for data, weight in zip(self._used, weights, strict=True):
+            if len(data[0]) == 0:
+                continue
+            has_loss = self._has("loss")
+            scales = (weight, regular) if has_loss else (1.0, 1.0)
+            step = partial(self._reference.step, before, data, scales=scales)
+            raw = self._without(self._modal_layers, step).raw
+            shares.append(raw if has_loss else [_scaled(g, weight) for g in raw])
         return [add(g) for g in zip(*shares, strict=True)]
 
     def _regular_gradients(self, state: Arrays) -> Arrays | None:
@@ -2101,6 +2190,14 @@ class Comparison:
                 and (self._kinds[i] == "seed" or _far(after[i], own[i], allowed))
             ]  # fmt: skip
             stay = all(_same(after[i], before[i]) for i in wrong)
+            if self._synchronizes and wrong:
+                yield self._found(
+                    "local_statistics",
+                    "the layer is synchronized, and yet its moving statistics are not those of the"
+                    " whole batch: they depend on a replica's own examples",
+                    replicas=(r,), tensors=tuple(self._paths[i] for i in wrong),
+                )  # fmt: skip
+                continue
             if wrong and not (stay and r in self._in_inference):
                 yield self._found(
                     "inference_mode" if stay else "unexplained",
