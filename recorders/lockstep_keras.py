@@ -1550,6 +1550,9 @@ class Comparison:
     def _gradients(self) -> Iterator[Finding]:
         if not self._has("raw") or self._overflows or self._loss_is_unknown:
             return
+        if self._sums_in_the_step():
+            yield from self._gradients_of_the_whole()
+            return
         self._checks()
         if not self._has("loss"):
             self._scales = [(factor, factor) for factor in self._factors_that_fit()]
@@ -1579,6 +1582,62 @@ class Comparison:
         near = self._near(0, total, expected)
         if wrong := [i for i, is_near in enumerate(near) if not is_near]:
             yield from self._scaled_or_reduced(0, total, expected, wrong)
+
+    def _sums_in_the_step(self) -> bool:
+        """Tells whether the step sums gradients itself: equal ones, of examples that differ."""
+        raw, data = self._all("raw"), self._used
+        if self._synchronizes or self._in_inference or not any(map(norm, raw[0])):
+            return False
+        if not all(len(o) == len(raw[0]) and all(map(_same, o, raw[0])) for o in raw[1:]):
+            return False
+        if all(all(map(_same, other, data[0])) for other in data[1:]):
+            return False
+        for r in self._replicas:
+            own = self._own[r].raw
+            if len(own) != len(raw[0]):
+                return False
+            factor = _factor(raw[0], own)
+            scaled = [_scaled(g, factor) for g in own]
+            # Of one replica's examples only, or of a loss that does not depend on examples.
+            if np.isfinite(factor) and all(self._near(r, raw[0], scaled, factor)):
+                return False
+        return bool(self._modal_layers) or self._loss_is_wrong or self._is_of_the_whole()
+
+    def _is_of_the_whole(self) -> bool:
+        """Tells whether the replicas' gradients together are some multiple of the whole batch's."""
+        total, whole, limits = self._total_and_whole()
+        factor = _factor(total, whole)
+        return len(total) == len(whole) and all(
+            distance(t, _scaled(w, factor)) <= abs(factor) * limit
+            for t, w, limit in zip(total, whole, limits, strict=True)
+        )
+
+    def _total_and_whole(self) -> tuple[Arrays, Arrays, list[float]]:
+        """What all replicas send, the gradients of the whole batch, and how far they may be off."""
+        state = self._all("before")[0]
+        data = [np.concatenate(parts) for parts in zip(*self._used, strict=True)]
+        whole, spread = self._measure(state, data, (1.0, 1.0))
+        limits = [
+            MARGIN * max(own, spread.backward * norm(g)) + TINY
+            for own, g in zip(spread.gradients, whole.raw, strict=True)
+        ]
+        return [add(g) for g in zip(*self._all("raw"), strict=True)], whole.raw, limits
+
+    def _gradients_of_the_whole(self) -> Iterator[Finding]:
+        """Checks gradients that the step has summed, where the whole batch is comparable."""
+        if self._modal_layers or self._loss_is_wrong:
+            return
+        self._checks()
+        total, whole, limits = self._total_and_whole()
+        apart = [distance(t, w) for t, w in zip(total, whole, strict=True)]
+        if wrong := [i for i, limit in enumerate(limits) if apart[i] > limit]:
+            yield self._found(
+                "scaled_gradient",
+                "the step sums gradients itself; what the replicas then send adds up to"
+                f" {_factor(total, whole):.4g} times the gradient of the whole batch",
+                tensors=tuple(self._recording.gradients[i] for i in wrong),
+                distance=_relative_norm(total, whole),
+            )  # fmt: skip
 
     def _times_own(self, r: int) -> float:
         """Returns how large the gradients of a replica are, over those that were computed of it."""
