@@ -774,6 +774,13 @@ def in_float64() -> Iterator[None]:
         keras.config.set_dtype_policy(policy)
 
 
+@contextlib.contextmanager
+def as_replica(number: int) -> Iterator[None]:
+    """Lets a step on one device see the number of a replica, in a group that is still of one."""
+    with tf.distribute.ReplicaContext(tf.distribute.get_strategy(), number):
+        yield
+
+
 def build_in_float64(
     build: Callable[[], keras.Model], recording: Recording, one: OneDevice
 ) -> tuple[OneDevice | None, str]:
@@ -1092,8 +1099,11 @@ class Comparison:
         else:
             self._own, self._spread = [], []
             self._reference = self._exact or self._one
-            for state, data in zip(self._all("before"), self._data, strict=True):
-                own, spread = self._measure(state, data, (share, share))
+            for r in self._replicas:
+                with as_replica(r):
+                    own, spread = self._measure(
+                        self._all("before")[r], self._data[r], (share, share)
+                    )
                 self._own.append(own)
                 self._spread.append(spread)
         self._loss_is_wrong = self._loss_is_unknown = self._update_is_wrong = False
@@ -1300,9 +1310,15 @@ class Comparison:
             return
         self._checks()
         before = self._all("before")
+        equal = {
+            i: [r for r in self._replicas[1:] if _same(before[r][i], before[0][i])] for i in seeds
+        }
+        looking = [r for r in self._replicas[1:] if any(r in e for e in equal.values())]
+        looking = [r for r in looking if self._looks_at_number(r)]
         same = [
-            i for i in seeds if any(_same(before[r][i], before[0][i]) for r in self._replicas[1:])
-        ]
+            i for i in seeds
+            if any(r not in looking or not self._looks_at_number(r, i) for r in equal[i])
+        ]  # fmt: skip
         if same:
             names = ", ".join(layer.name for layer in self._one.random_layers[:3])
             yield self._found(
@@ -1311,6 +1327,32 @@ class Comparison:
                 " same state on several replicas: other examples, the same masks",
                 replicas=tuple(self._replicas), tensors=tuple(self._paths[i] for i in same),
             )  # fmt: skip
+
+    def _looks_at_number(self, r: int, index: int | None = None) -> bool:
+        """Tells whether random numbers of replica r depend on its number, not on the seed alone.
+
+        Its step with the number 0 is then another one.
+
+        Args:
+            r: the replica.
+            index: of a seed in the state; the layers that draw from other ones are switched off.
+        """
+        one, state = self._one, self._all("before")[r]
+
+        def differs() -> bool:
+            results = []
+            for number in (r, 0):
+                with as_replica(number):
+                    results.append(one.step(state, self._data[r]))
+            (mine, first), spread = results, self._spread[r]
+            if mine.y_pred:
+                return _relative(mine.y_pred, first.y_pred) > MARGIN * spread.forward
+            return _relative_norm(mine.raw, first.raw) > MARGIN * spread.backward
+
+        if index is None:
+            return differs()
+        others = [v for v in one.random_layers if not _is_seed_of(v, one.state[index])]
+        return one.without(others, differs)
 
     def _examples(self) -> Iterator[Finding]:
         if self._batch is None:
@@ -1364,7 +1406,8 @@ class Comparison:
             allowed = MARGIN * self._spread[r].forward
             apart = _relative(self._all("y_pred")[r], self._own[r].y_pred)
             if apart > allowed:
-                cause, text = self._why_forward(r, allowed)
+                with as_replica(r):
+                    cause, text = self._why_forward(r, allowed)
                 if cause == "inference_mode":
                     self._in_inference.add(r)
                 yield self._found(cause, text, replicas=(r,), distance=apart, allowed=allowed)
@@ -1533,13 +1576,14 @@ class Comparison:
         """Returns what a replica should send: gradients of its part in the loss that it has."""
         layers = self._modal_layers if r in self._in_inference else []
         has_loss = self._has("loss")
-        result = self._without(
-            layers,
-            lambda: self._reference.step(
-                state or self._all("before")[r], data or self._used[r],
-                scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
-            ),
-        )  # fmt: skip
+        with as_replica(r):
+            result = self._without(
+                layers,
+                lambda: self._reference.step(
+                    state or self._all("before")[r], data or self._used[r],
+                    scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
+                ),
+            )  # fmt: skip
         return result.raw if has_loss else [_scaled(g, self._scales[r][0]) for g in result.raw]
 
     @property
@@ -1843,8 +1887,10 @@ class Comparison:
         """Returns the shards' gradients, summed by the number of their examples."""
         before, total = self._all("before")[0], sum(self._sizes())
         shares = []
-        for data, size in zip(self._used, self._sizes(), strict=True):
-            raw = self._without(self._modal_layers, partial(self._reference.step, before, data)).raw
+        for r, (data, size) in enumerate(zip(self._used, self._sizes(), strict=True)):
+            with as_replica(r):
+                step = partial(self._reference.step, before, data)
+                raw = self._without(self._modal_layers, step).raw
             shares.append([_scaled(g, size / total) for g in raw])
         return [add(g) for g in zip(*shares, strict=True)]
 
