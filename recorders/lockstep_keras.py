@@ -1320,7 +1320,11 @@ class Comparison:
             if any(r not in looking or not self._looks_at_number(r, i) for r in equal[i])
         ]  # fmt: skip
         if same:
-            names = ", ".join(layer.name for layer in self._one.random_layers[:3])
+            one = self._one
+            names = ", ".join([
+                layer.name for layer in one.random_layers
+                if any(_is_seed_of(layer, one.state[i]) for i in same)
+            ][:3])  # fmt: skip
             yield self._found(
                 "same_random_numbers",
                 f"{len(same)} of {len(seeds)} seed generators ({names or 'of the model'}) have the"
@@ -1584,7 +1588,17 @@ class Comparison:
                     scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
                 ),
             )  # fmt: skip
-        return result.raw if has_loss else [_scaled(g, self._scales[r][0]) for g in result.raw]
+        if has_loss:
+            return result.raw
+        factor, of_regular = self._scales[r]
+        gradients = [_scaled(g, factor) for g in result.raw]
+        if factor == of_regular:
+            return gradients
+        regular = self._regular_gradients(state or self._all("before")[r], data or self._used[r])
+        return [
+            g if not np.any(part) else dense(g) + (of_regular - factor) * part
+            for g, part in zip(gradients, regular or [], strict=True)
+        ]
 
     @property
     def _modal_layers(self) -> list[keras.layers.Layer]:
@@ -1599,7 +1613,9 @@ class Comparison:
             return
         self._checks()
         if not self._has("loss"):
-            self._scales = [(factor, factor) for factor in self._factors_that_fit()]
+            self._scales = [
+                self._two_factors(r, factor) for r, factor in enumerate(self._factors_that_fit())
+            ]
         if self._synchronizes:
             yield from self._gradients_together()
             return
@@ -1713,6 +1729,33 @@ class Comparison:
             usual = float(np.median(factors[usable])) if usable.any() else 0.0
             found.append(usual or 1 / len(self._replicas))
         return found
+
+    def _two_factors(self, r: int, factor: float) -> tuple[float, float]:
+        """Returns the factors of a replica's data loss and of its regularisation.
+
+        They are taken to be one, unless two of them explain more tensors: a step may divide the
+        data loss by the global batch, and the regularisation by the number of replicas.
+        """
+        actual, own = self._all("raw")[r], self._own[r].raw
+        regular = self._regular_gradients(self._all("before")[r], self._data[r])
+        if not regular or not len(actual) == len(own) == len(regular):
+            return factor, factor
+        rest = [dense(o) - part for o, part in zip(own, regular, strict=True)]
+        pairs = [_two_factors_of(*three) for three in zip(actual, rest, regular, strict=True)]
+        weights = np.array(list(map(norm, own)))
+        usable = [p for p, w in zip(pairs, weights, strict=True) if p and w > 0.1 * weights.mean()]
+        if not usable:
+            return factor, factor
+        usual = float(np.median([of_data for of_data, _ in usable]))
+        others = [b for a, b in usable if np.isfinite(b) and abs(a - usual) <= 1e-2 * abs(usual)]
+        of_regular = float(np.median(others)) if others else usual
+
+        def num_near(a: float, b: float) -> int:
+            expected = [a * data + b * part for data, part in zip(rest, regular, strict=True)]
+            return sum(self._near(r, actual, expected, max(abs(a), abs(b))))
+
+        is_better = num_near(usual, of_regular) > num_near(factor, factor)
+        return (usual, of_regular) if is_better else (factor, factor)
 
     def _why_gradients(
         self, r: int, actual: Arrays, expected: Arrays, wrong: Sequence[int]
@@ -1894,20 +1937,20 @@ class Comparison:
             shares.append([_scaled(g, size / total) for g in raw])
         return [add(g) for g in zip(*shares, strict=True)]
 
-    def _regular_gradients(self, state: Arrays) -> Arrays | None:
+    def _regular_gradients(self, state: Arrays, data: Arrays | None = None) -> Arrays | None:
         """Returns the gradients of `model.losses`, None where there are none."""
         if not self._one.model.losses:
             return None
-        one, x = self._one, self._one._unpack(self._whole)[0]
+        one, x = self._one, self._one._unpack(data or self._whole)[0]
         one.load(state)
         with tf.GradientTape() as tape:
             one.model(x, training=False)
             regular = regularisation(one.model)
-        by_path = {v.path: v for v in one.model.trainable_variables}
-        gradients = tape.gradient(regular, [by_path[p].value for p in self._recording.gradients])
+        weights = [one.state[self._paths.index(path)] for path in self._recording.gradients]
+        gradients = tape.gradient(regular, [weight.value for weight in weights])
         return [
-            np.zeros(by_path[p].shape) if g is None else dense(_to_numpy(g))
-            for p, g in zip(self._recording.gradients, gradients, strict=True)
+            np.zeros(weight.shape) if g is None else dense(_to_numpy(g))
+            for weight, g in zip(weights, gradients, strict=True)
         ]
 
     def _clipping(self) -> Iterator[Finding]:
@@ -2429,6 +2472,21 @@ def _factor(actual: Sequence[Any], expected: Sequence[Any]) -> float:
     dots = sum(float(np.vdot(dense(a), dense(e))) for a, e in zip(actual, expected, strict=True))
     squares = sum(norm(e) ** 2 for e in expected)
     return dots / squares if squares else np.nan
+
+
+def _two_factors_of(actual: Any, first: Any, second: Any) -> tuple[float, float] | None:
+    """Returns (a, b) with `a * first + b * second` nearest to `actual`.
+
+    NaN for b where `second` is 0 everywhere, None where both arrays are nearly parallel.
+    """
+    sizes = norm(first), norm(second)
+    if not sizes[1]:
+        return (_factor([actual], [first]), np.nan) if sizes[0] else None
+    if not sizes[0] or abs(np.vdot(dense(first), dense(second))) > 0.99 * sizes[0] * sizes[1]:
+        return None
+    columns = [dense(first).ravel() / sizes[0], dense(second).ravel() / sizes[1]]
+    (a, b), *_ = np.linalg.lstsq(np.stack(columns, 1), dense(actual).ravel())
+    return float(a / sizes[0]), float(b / sizes[1])
 
 
 def _ratio(apart: float, size: float) -> float:
