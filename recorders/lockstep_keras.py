@@ -1256,7 +1256,8 @@ class Comparison:
             result = one.step(state, [array[order] for array in data], scales=scales)
             back = np.argsort(order)
             result.y_pred = [p[back] for p in result.y_pred]
-            repeated.append(result)
+            if not self._is_another_step(result, own, repeated):
+                repeated.append(result)
         forward = backward = one.unit
         gradients = [0.0] * len(own.raw)
         size = np.sqrt(sum(norm(g) ** 2 for g in own.raw))
@@ -1272,6 +1273,25 @@ class Comparison:
             if (ratio := _ratio(far, norm(gradient))) < NOTHING_BUT_ROUNDING:
                 backward = max(backward, ratio)
         return Spread(forward, backward, gradients)
+
+    def _is_another_step(
+        self, result: StepResult, own: StepResult, near: Sequence[StepResult]
+    ) -> bool:
+        """Tells whether a step depends on the order of its examples by more than rounding.
+
+        Args:
+            result: of the examples in another order.
+            own: of the step.
+            near: of the step from weights that are one unit in the last place off.
+        """
+
+        def apart(other: StepResult) -> tuple[float, float]:
+            if len(other.raw) != len(own.raw):  # Of a step that overflowed.
+                return _relative(other.y_pred, own.y_pred), 0.0
+            return _relative(other.y_pred, own.y_pred), _relative_norm(other.raw, own.raw)
+
+        usual = np.max([apart(other) for other in near], axis=0)
+        return bool(np.any(np.array(apart(result)) > 100 * np.maximum(usual, self._one.unit)))
 
     def _near(
         self, replica: int, actual: Arrays, expected: Arrays, scale: float = 1.0
@@ -1740,22 +1760,31 @@ class Comparison:
         regular = self._regular_gradients(self._all("before")[r], self._data[r])
         if not regular or not len(actual) == len(own) == len(regular):
             return factor, factor
-        rest = [dense(o) - part for o, part in zip(own, regular, strict=True)]
-        pairs = [_two_factors_of(*three) for three in zip(actual, rest, regular, strict=True)]
-        weights = np.array(list(map(norm, own)))
-        usable = [p for p, w in zip(pairs, weights, strict=True) if p and w > 0.1 * weights.mean()]
-        if not usable:
+        if not is_finite(actual) or not is_finite(own):
             return factor, factor
-        usual = float(np.median([of_data for of_data, _ in usable]))
-        others = [b for a, b in usable if np.isfinite(b) and abs(a - usual) <= 1e-2 * abs(usual)]
-        of_regular = float(np.median(others)) if others else usual
+        rest = [dense(o) - part for o, part in zip(own, regular, strict=True)]
+        arrays = [
+            [dense(array).ravel() for array in three]
+            for three in zip(actual, rest, regular, strict=True)
+        ]
+        fits = [_two_factors_of(*three) for three in arrays]
+        if not any(fits):
+            return factor, factor
+        usual = np.median([fit[0] for fit in fits if fit])
+        # Some tensors may be wrong, and tell nothing of the others' factors.
+        chosen = [
+            three for three, fit in zip(arrays, fits, strict=True)
+            if fit and abs(fit[0] - usual) <= 1e-3 * abs(usual)
+        ]  # fmt: skip
+        joined = [np.concatenate(parts) for parts in zip(*chosen, strict=True)]
+        if not joined or not (fit := _two_factors_of(*joined)) or not np.isfinite(fit[1]):
+            return factor, factor
 
         def num_near(a: float, b: float) -> int:
             expected = [a * data + b * part for data, part in zip(rest, regular, strict=True)]
             return sum(self._near(r, actual, expected, max(abs(a), abs(b))))
 
-        is_better = num_near(usual, of_regular) > num_near(factor, factor)
-        return (usual, of_regular) if is_better else (factor, factor)
+        return fit if num_near(*fit) > num_near(factor, factor) else (factor, factor)
 
     def _why_gradients(
         self, r: int, actual: Arrays, expected: Arrays, wrong: Sequence[int]
@@ -2474,18 +2503,20 @@ def _factor(actual: Sequence[Any], expected: Sequence[Any]) -> float:
     return dots / squares if squares else np.nan
 
 
-def _two_factors_of(actual: Any, first: Any, second: Any) -> tuple[float, float] | None:
+def _two_factors_of(
+    actual: np.ndarray, first: np.ndarray, second: np.ndarray
+) -> tuple[float, float] | None:
     """Returns (a, b) with `a * first + b * second` nearest to `actual`.
 
-    NaN for b where `second` is 0 everywhere, None where both arrays are nearly parallel.
+    NaN for b where `second` is 0 everywhere, None where both vectors are nearly parallel.
     """
     sizes = norm(first), norm(second)
     if not sizes[1]:
         return (_factor([actual], [first]), np.nan) if sizes[0] else None
-    if not sizes[0] or abs(np.vdot(dense(first), dense(second))) > 0.99 * sizes[0] * sizes[1]:
+    if not sizes[0] or abs(np.vdot(first, second)) > 0.99 * sizes[0] * sizes[1]:
         return None
-    columns = [dense(first).ravel() / sizes[0], dense(second).ravel() / sizes[1]]
-    (a, b), *_ = np.linalg.lstsq(np.stack(columns, 1), dense(actual).ravel())
+    columns = np.stack([first / sizes[0], second / sizes[1]], axis=1)
+    (a, b), *_ = np.linalg.lstsq(columns, actual, rcond=None)
     return float(a / sizes[0]), float(b / sizes[1])
 
 
