@@ -774,6 +774,13 @@ def in_float64() -> Iterator[None]:
         keras.config.set_dtype_policy(policy)
 
 
+@contextlib.contextmanager
+def as_replica(number: int) -> Iterator[None]:
+    """Lets a step on one device see the number of a replica, in a group that is still of one."""
+    with tf.distribute.ReplicaContext(tf.distribute.get_strategy(), number):
+        yield
+
+
 def build_in_float64(
     build: Callable[[], keras.Model], recording: Recording, one: OneDevice
 ) -> tuple[OneDevice | None, str]:
@@ -1132,8 +1139,11 @@ class Comparison:
         else:
             self._own, self._spread = [], []
             self._reference = self._exact or self._one
-            for state, data in zip(self._all("before"), self._data, strict=True):
-                own, spread = self._measure(state, data, (share, share))
+            for r in self._replicas:
+                with as_replica(r):
+                    own, spread = self._measure(
+                        self._all("before")[r], self._data[r], (share, share)
+                    )
                 self._own.append(own)
                 self._spread.append(spread)
         self._loss_is_wrong = self._loss_is_unknown = self._update_is_wrong = False
@@ -1286,7 +1296,8 @@ class Comparison:
             result = one.step(state, [array[order] for array in data], scales=scales)
             back = np.argsort(order)
             result.y_pred = [p[back] for p in result.y_pred]
-            repeated.append(result)
+            if not self._is_another_step(result, own, repeated):
+                repeated.append(result)
         forward = backward = one.unit
         gradients = [0.0] * len(own.raw)
         size = np.sqrt(sum(norm(g) ** 2 for g in own.raw))
@@ -1302,6 +1313,25 @@ class Comparison:
             if (ratio := _ratio(far, norm(gradient))) < NOTHING_BUT_ROUNDING:
                 backward = max(backward, ratio)
         return Spread(forward, backward, gradients)
+
+    def _is_another_step(
+        self, result: StepResult, own: StepResult, near: Sequence[StepResult]
+    ) -> bool:
+        """Tells whether a step depends on the order of its examples by more than rounding.
+
+        Args:
+            result: of the examples in another order.
+            own: of the step.
+            near: of the step from weights that are one unit in the last place off.
+        """
+
+        def apart(other: StepResult) -> tuple[float, float]:
+            if len(other.raw) != len(own.raw):  # Of a step that overflowed.
+                return _relative(other.y_pred, own.y_pred), 0.0
+            return _relative(other.y_pred, own.y_pred), _relative_norm(other.raw, own.raw)
+
+        usual = np.max([apart(other) for other in near], axis=0)
+        return bool(np.any(np.array(apart(result)) > 100 * np.maximum(usual, self._one.unit)))
 
     def _near(
         self, replica: int, actual: Arrays, expected: Arrays, scale: float = 1.0
@@ -1340,17 +1370,53 @@ class Comparison:
             return
         self._checks()
         before = self._all("before")
+        equal = {
+            i: [r for r in self._replicas[1:] if _same(before[r][i], before[0][i])] for i in seeds
+        }
+        looking = [r for r in self._replicas[1:] if any(r in e for e in equal.values())]
+        looking = [r for r in looking if self._looks_at_number(r)]
         same = [
-            i for i in seeds if any(_same(before[r][i], before[0][i]) for r in self._replicas[1:])
-        ]
+            i for i in seeds
+            if any(r not in looking or not self._looks_at_number(r, i) for r in equal[i])
+        ]  # fmt: skip
         if same:
-            names = ", ".join(layer.name for layer in self._one.random_layers[:3])
+            one = self._one
+            names = ", ".join([
+                layer.name for layer in one.random_layers
+                if any(_is_seed_of(layer, one.state[i]) for i in same)
+            ][:3])  # fmt: skip
             yield self._found(
                 "same_random_numbers",
                 f"{len(same)} of {len(seeds)} seed generators ({names or 'of the model'}) have the"
                 " same state on several replicas: other examples, the same masks",
                 replicas=tuple(self._replicas), tensors=tuple(self._paths[i] for i in same),
             )  # fmt: skip
+
+    def _looks_at_number(self, r: int, index: int | None = None) -> bool:
+        """Tells whether random numbers of replica r depend on its number, not on the seed alone.
+
+        Its step with the number 0 is then another one.
+
+        Args:
+            r: the replica.
+            index: of a seed in the state; the layers that draw from other ones are switched off.
+        """
+        one, state = self._one, self._all("before")[r]
+
+        def differs() -> bool:
+            results = []
+            for number in (r, 0):
+                with as_replica(number):
+                    results.append(one.step(state, self._data[r]))
+            (mine, first), spread = results, self._spread[r]
+            if mine.y_pred:
+                return _relative(mine.y_pred, first.y_pred) > MARGIN * spread.forward
+            return _relative_norm(mine.raw, first.raw) > MARGIN * spread.backward
+
+        if index is None:
+            return differs()
+        others = [v for v in one.random_layers if not _is_seed_of(v, one.state[index])]
+        return one.without(others, differs)
 
     def _examples(self) -> Iterator[Finding]:
         if self._batch is None:
@@ -1404,7 +1470,8 @@ class Comparison:
             allowed = MARGIN * self._spread[r].forward
             apart = _relative(self._all("y_pred")[r], self._own[r].y_pred)
             if apart > allowed:
-                cause, text = self._why_forward(r, allowed)
+                with as_replica(r):
+                    cause, text = self._why_forward(r, allowed)
                 if cause == "inference_mode":
                     self._in_inference.add(r)
                 yield self._found(cause, text, replicas=(r,), distance=apart, allowed=allowed)
@@ -1591,14 +1658,25 @@ class Comparison:
         """Returns what a replica should send: gradients of its part in the loss that it has."""
         layers = self._modal_layers if r in self._in_inference else []
         has_loss = self._has("loss")
-        result = self._without(
-            layers,
-            lambda: self._reference.step(
-                state or self._all("before")[r], data or self._used[r],
-                scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
-            ),
-        )  # fmt: skip
-        return result.raw if has_loss else [_scaled(g, self._scales[r][0]) for g in result.raw]
+        with as_replica(r):
+            result = self._without(
+                layers,
+                lambda: self._reference.step(
+                    state or self._all("before")[r], data or self._used[r],
+                    scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
+                ),
+            )  # fmt: skip
+        if has_loss:
+            return result.raw
+        factor, of_regular = self._scales[r]
+        gradients = [_scaled(g, factor) for g in result.raw]
+        if factor == of_regular:
+            return gradients
+        regular = self._regular_gradients(state or self._all("before")[r], data or self._used[r])
+        return [
+            g if not np.any(part) else dense(g) + (of_regular - factor) * part
+            for g, part in zip(gradients, regular or [], strict=True)
+        ]
 
     @property
     def _modal_layers(self) -> list[keras.layers.Layer]:
@@ -1608,9 +1686,14 @@ class Comparison:
     def _gradients(self) -> Iterator[Finding]:
         if not self._has("raw") or self._overflows or self._loss_is_unknown:
             return
+        if self._sums_in_the_step():
+            yield from self._gradients_of_the_whole()
+            return
         self._checks()
         if not self._has("loss"):
-            self._scales = [(factor, factor) for factor in self._factors_that_fit()]
+            self._scales = [
+                self._two_factors(r, factor) for r, factor in enumerate(self._factors_that_fit())
+            ]
         if self._synchronizes:
             yield from self._gradients_together()
             return
@@ -1637,6 +1720,62 @@ class Comparison:
         near = self._near(0, total, expected)
         if wrong := [i for i, is_near in enumerate(near) if not is_near]:
             yield from self._scaled_or_reduced(0, total, expected, wrong)
+
+    def _sums_in_the_step(self) -> bool:
+        """Tells whether the step sums gradients itself: equal ones, of examples that differ."""
+        raw, data = self._all("raw"), self._used
+        if self._synchronizes or self._in_inference or not any(map(norm, raw[0])):
+            return False
+        if not all(len(o) == len(raw[0]) and all(map(_same, o, raw[0])) for o in raw[1:]):
+            return False
+        if all(all(map(_same, other, data[0])) for other in data[1:]):
+            return False
+        for r in self._replicas:
+            own = self._own[r].raw
+            if len(own) != len(raw[0]):
+                return False
+            factor = _factor(raw[0], own)
+            scaled = [_scaled(g, factor) for g in own]
+            # Of one replica's examples only, or of a loss that does not depend on examples.
+            if np.isfinite(factor) and all(self._near(r, raw[0], scaled, factor)):
+                return False
+        return bool(self._modal_layers) or self._loss_is_wrong or self._is_of_the_whole()
+
+    def _is_of_the_whole(self) -> bool:
+        """Tells whether the replicas' gradients together are some multiple of the whole batch's."""
+        total, whole, limits = self._total_and_whole()
+        factor = _factor(total, whole)
+        return len(total) == len(whole) and all(
+            distance(t, _scaled(w, factor)) <= abs(factor) * limit
+            for t, w, limit in zip(total, whole, limits, strict=True)
+        )
+
+    def _total_and_whole(self) -> tuple[Arrays, Arrays, list[float]]:
+        """What all replicas send, the gradients of the whole batch, and how far they may be off."""
+        state = self._all("before")[0]
+        data = [np.concatenate(parts) for parts in zip(*self._used, strict=True)]
+        whole, spread = self._measure(state, data, (1.0, 1.0))
+        limits = [
+            MARGIN * max(own, spread.backward * norm(g)) + TINY
+            for own, g in zip(spread.gradients, whole.raw, strict=True)
+        ]
+        return [add(g) for g in zip(*self._all("raw"), strict=True)], whole.raw, limits
+
+    def _gradients_of_the_whole(self) -> Iterator[Finding]:
+        """Checks gradients that the step has summed, where the whole batch is comparable."""
+        if self._modal_layers or self._loss_is_wrong:
+            return
+        self._checks()
+        total, whole, limits = self._total_and_whole()
+        apart = [distance(t, w) for t, w in zip(total, whole, strict=True)]
+        if wrong := [i for i, limit in enumerate(limits) if apart[i] > limit]:
+            yield self._found(
+                "scaled_gradient",
+                "the step sums gradients itself; what the replicas then send adds up to"
+                f" {_factor(total, whole):.4g} times the gradient of the whole batch",
+                tensors=tuple(self._recording.gradients[i] for i in wrong),
+                distance=_relative_norm(total, whole),
+            )  # fmt: skip
 
     def _times_own(self, r: int) -> float:
         """Returns how large the gradients of a replica are, over those that were computed of it."""
@@ -1668,6 +1807,42 @@ class Comparison:
             usual = float(np.median(factors[usable])) if usable.any() else 0.0
             found.append(usual or 1 / len(self._replicas))
         return found
+
+    def _two_factors(self, r: int, factor: float) -> tuple[float, float]:
+        """Returns the factors of a replica's data loss and of its regularisation.
+
+        They are taken to be one, unless two of them explain more tensors: a step may divide the
+        data loss by the global batch, and the regularisation by the number of replicas.
+        """
+        actual, own = self._all("raw")[r], self._own[r].raw
+        regular = self._regular_gradients(self._all("before")[r], self._data[r])
+        if not regular or not len(actual) == len(own) == len(regular):
+            return factor, factor
+        if not is_finite(actual) or not is_finite(own):
+            return factor, factor
+        rest = [dense(o) - part for o, part in zip(own, regular, strict=True)]
+        arrays = [
+            [dense(array).ravel() for array in three]
+            for three in zip(actual, rest, regular, strict=True)
+        ]
+        fits = [_two_factors_of(*three) for three in arrays]
+        if not any(fits):
+            return factor, factor
+        usual = np.median([fit[0] for fit in fits if fit])
+        # Some tensors may be wrong, and tell nothing of the others' factors.
+        chosen = [
+            three for three, fit in zip(arrays, fits, strict=True)
+            if fit and abs(fit[0] - usual) <= 1e-3 * abs(usual)
+        ]  # fmt: skip
+        joined = [np.concatenate(parts) for parts in zip(*chosen, strict=True)]
+        if not joined or not (fit := _two_factors_of(*joined)) or not np.isfinite(fit[1]):
+            return factor, factor
+
+        def num_near(a: float, b: float) -> int:
+            expected = [a * data + b * part for data, part in zip(rest, regular, strict=True)]
+            return sum(self._near(r, actual, expected, max(abs(a), abs(b))))
+
+        return fit if num_near(*fit) > num_near(factor, factor) else (factor, factor)
 
     def _why_gradients(
         self, r: int, actual: Arrays, expected: Arrays, wrong: Sequence[int]
@@ -1868,30 +2043,31 @@ class Comparison:
         """Returns the shards' gradients, each multiplied by a weight, and summed."""
         before, regular = self._all("before")[0], 1 / len(self._replicas)
         shares = []
-        for data, weight in zip(self._used, weights, strict=True):
+        for r, (data, weight) in enumerate(zip(self._used, weights, strict=True)):
             if len(data[0]) == 0:
                 continue
             has_loss = self._has("loss")
             scales = (weight, regular) if has_loss else (1.0, 1.0)
-            step = partial(self._reference.step, before, data, scales=scales)
-            raw = self._without(self._modal_layers, step).raw
+            with as_replica(r):
+                step = partial(self._reference.step, before, data, scales=scales)
+                raw = self._without(self._modal_layers, step).raw
             shares.append(raw if has_loss else [_scaled(g, weight) for g in raw])
         return [add(g) for g in zip(*shares, strict=True)]
 
-    def _regular_gradients(self, state: Arrays) -> Arrays | None:
+    def _regular_gradients(self, state: Arrays, data: Arrays | None = None) -> Arrays | None:
         """Returns the gradients of `model.losses`, None where there are none."""
         if not self._one.model.losses:
             return None
-        one, x = self._one, self._one._unpack(self._whole)[0]
+        one, x = self._one, self._one._unpack(data or self._whole)[0]
         one.load(state)
         with tf.GradientTape() as tape:
             one.model(x, training=False)
             regular = regularisation(one.model)
-        by_path = {v.path: v for v in one.model.trainable_variables}
-        gradients = tape.gradient(regular, [by_path[p].value for p in self._recording.gradients])
+        weights = [one.state[self._paths.index(path)] for path in self._recording.gradients]
+        gradients = tape.gradient(regular, [weight.value for weight in weights])
         return [
-            np.zeros(by_path[p].shape) if g is None else dense(_to_numpy(g))
-            for p, g in zip(self._recording.gradients, gradients, strict=True)
+            np.zeros(weight.shape) if g is None else dense(_to_numpy(g))
+            for weight, g in zip(weights, gradients, strict=True)
         ]
 
     def _clipping(self) -> Iterator[Finding]:
@@ -2421,6 +2597,23 @@ def _factor(actual: Sequence[Any], expected: Sequence[Any]) -> float:
     dots = sum(float(np.vdot(dense(a), dense(e))) for a, e in zip(actual, expected, strict=True))
     squares = sum(norm(e) ** 2 for e in expected)
     return dots / squares if squares else np.nan
+
+
+def _two_factors_of(
+    actual: np.ndarray, first: np.ndarray, second: np.ndarray
+) -> tuple[float, float] | None:
+    """Returns (a, b) with `a * first + b * second` nearest to `actual`.
+
+    NaN for b where `second` is 0 everywhere, None where both vectors are nearly parallel.
+    """
+    sizes = norm(first), norm(second)
+    if not sizes[1]:
+        return (_factor([actual], [first]), np.nan) if sizes[0] else None
+    if not sizes[0] or abs(np.vdot(first, second)) > 0.99 * sizes[0] * sizes[1]:
+        return None
+    columns = np.stack([first / sizes[0], second / sizes[1]], axis=1)
+    (a, b), *_ = np.linalg.lstsq(columns, actual, rcond=None)
+    return float(a / sizes[0]), float(b / sizes[1])
 
 
 def _ratio(apart: float, size: float) -> float:
