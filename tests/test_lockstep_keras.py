@@ -891,3 +891,94 @@ def test_each_cause_has_a_remedy_and_each_report_all_stages():
     for stage in report.checked:
         assert stage in lockstep_keras.STAGES and stage in text
     assert "no fault found" in text
+
+
+# --- Steps that use the context of their replica -------------------------------------------------
+
+
+class ClipsTheSum(keras.Sequential):
+    """Sums gradients in its training step, and clips the sum."""
+
+    is_divided = True
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            # Two factors: the data loss is divided by the batch, regularisation by the replicas.
+            losses_of_x = tf.reduce_mean(tf.square(y - self(x, training=True)), axis=-1)
+            context = tf.distribute.get_replica_context()
+            num = context.num_replicas_in_sync
+            loss = tf.reduce_sum(losses_of_x) / 12 + tf.add_n(self.losses) / num
+        gradients = tape.gradient(loss, self.trainable_weights)
+        summed = context.all_reduce("SUM", gradients)
+        divisor = num if self.is_divided else 1
+        clipped = [tf.clip_by_norm(g, 0.05) / divisor for g in summed]
+        self.optimizer.apply(clipped, self.trainable_weights)
+        return {"loss": loss}
+
+
+class ClipsTheSumOnly(ClipsTheSum):
+    is_divided = False
+
+
+class TwoFactors(ClipsTheSum):
+    """As `ClipsTheSum`, without clipping: the optimizer sums."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses_of_x = tf.reduce_mean(tf.square(y - self(x, training=True)), axis=-1)
+            num = tf.distribute.get_strategy().num_replicas_in_sync
+            loss = tf.reduce_sum(losses_of_x) / 12 + tf.add_n(self.losses) / num
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+class NumberedDropout(layers.Layer):
+    """Dropout whose seed holds the number of the replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, x, training=False):
+        if not training:
+            return x
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        seed = tf.cast(self.seed_generator.next(), "int32") + tf.stack([0, number])
+        return tf.nn.experimental.stateless_dropout(x, 0.5, seed)
+
+
+def regularised(kind, l2=1e-5):
+    hidden = layers.Dense(8, activation="tanh", kernel_regularizer=keras.regularizers.L2(l2))
+    return compiled(kind([hidden, layers.Dense(2, kernel_regularizer="l1")]))
+
+
+@pytest.mark.parametrize("kind", [ClipsTheSum, TwoFactors])
+def test_right_steps_of_ones_own_are_clean(kind):
+    build = functools.partial(regularised, kind)
+    _, recorder = record(build, (X, Y), num=3, steps=2)
+    report = compare(recorder, build())
+    assert found(report) == [] and report.status("gradients") == "clean", str(report)
+
+
+def test_a_sum_in_the_step_that_is_summed_again_is_named():
+    build = functools.partial(regularised, ClipsTheSumOnly)
+    _, recorder = record(build, (X, Y), num=3, steps=2)
+    finding = only(compare(recorder, build()), "gradients", "scaled_gradient")
+    assert "adds up to 3 times" in finding.text
+
+
+def test_numbers_of_a_layer_that_adds_the_replicas_number_are_not_the_same():
+    def one():
+        return compiled(dense(NumberedDropout()))
+
+    def both():
+        return compiled(dense(NumberedDropout(), layers.Dropout(0.3, seed=2)))
+
+    _, recorder = record(one, (X, Y), num=3, steps=2)
+    assert found(compare(recorder, one())) == []
+    _, recorder = record(both, (X, Y), num=3, steps=2)
+    finding = only(compare(recorder, both()), "random numbers", "same_random_numbers")
+    assert len(finding.tensors) == 1 and "1 of 2 seed generators (dropout" in finding.text
