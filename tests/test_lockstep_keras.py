@@ -225,7 +225,11 @@ def unused():
 
 @functools.cache
 def mirrored(num):
-    strategy = tf.distribute.MirroredStrategy(CPUS[:num])
+    strategy = tf.distribute.MirroredStrategy(
+        CPUS[:num],
+        # Collectives keep the group of devices of the first strategy of a process.
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
     assert strategy.num_replicas_in_sync == num
     return strategy
 
