@@ -4,6 +4,7 @@ import json
 import pathlib
 import sys
 import textwrap
+import types
 
 import numpy as np
 import pytest
@@ -160,6 +161,16 @@ def test_modules_beside_the_case_come_first_whatever_they_are_called(write):
     )
     assert case.build_model().output_shape == (None, 5)
     assert sys.modules["models"] is own_models and sys.modules["app.runtime.errors"] is own
+
+
+def test_modules_that_make_up_their_attributes_are_left_alone(write, monkeypatch):
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+    monkeypatch.setitem(sys.modules, "lazy_module_of_a_test", Lazy("lazy_module_of_a_test"))
+    monkeypatch.setitem(sys.modules, "no_module_at_all", 3)
+    assert load(write(MODEL + DATA)).build_model().built
 
 
 # Where it is looked at

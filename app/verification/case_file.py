@@ -175,8 +175,10 @@ class CaseFile:
 
 
 def _is_from(module: types.ModuleType, folder: pathlib.Path) -> bool:
-    # A package without __init__.py has no file.
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
+    # Of its own attributes alone: a module may make others up, or import something for them.
+    own = vars(module) if isinstance(module, types.ModuleType) else {}
+    locations = getattr(own.get("__spec__"), "submodule_search_locations", None) or []
+    places = [own.get("__file__"), *locations]  # A package without __init__.py has no file.
     file = next((place for place in places if isinstance(place, str)), None)
     if file is None or _is_installed(file):
         return False
