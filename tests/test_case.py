@@ -288,6 +288,20 @@ def test_faults_are_named_with_remedy_and_exit_code(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.slow
+def test_kept_recordings_are_those_of_the_last_run(write, tmp_path):
+    case, out = write(MODEL + DATA), tmp_path / "run"
+    for places, kept in (("first,resume", 2), ("first", 1), ("first", 0)):
+        result, _ = verify(
+            out, f"--case={case}", "--strategies=single", f"--at={places}", "--overwrite",
+            *(["--keep_traces"] if kept else []),
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert len(list(out.glob("traces/single/*.npz"))) == kept
+        assert not [path for path in out.iterdir() if "traces" in path.name] or kept
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file, causes, code",
     [

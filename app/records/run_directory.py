@@ -40,7 +40,7 @@ _RECORDS = (
 _LEFTOVER = re.compile(
     r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy|throughput|speedup)"
     rf"\.(?:jsonl?|png|svg)|report\.html|traces|checkpoints|{re.escape(EVENTS_FILE)})"
-    r"\.\d+\.tmp"
+    r"(?:\.removed)?\.\d+\.tmp"
 )
 _WRITTEN_BY = {"written_by": "lockstep"}
 
@@ -109,7 +109,8 @@ class RunDirectory:
         path = self.path / name
         with io_errors_as(path):
             if path.is_dir() and not path.is_symlink():
-                path = path.rename(temporary_path(path))
+                # Another name than the one in which its successor may be waiting.
+                path = path.rename(temporary_path(path.with_name(f"{name}.removed")))
             remove(path)
 
 

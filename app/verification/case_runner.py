@@ -2,12 +2,13 @@
 
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Callable, Sequence
 
 from app.config import VerifyConfig
 from app.config.names import KERAS_FIT
 from app.devices import device_setup
-from app.records.files import write_json
+from app.records.files import temporary_path, write_json
 from app.records.run_directory import open_log, open_run_directory
 from app.records.run_naming import default_out, named_path
 from app.runtime import console
@@ -49,14 +50,16 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
         open_log(path)
         if not config.overwrite:
             run_directory.check_same_run()
-        results = {}
-        with StepProgress(config.steps) as progress:
-            for strategy in config.strategies:
-                progress.start(f"verifying {strategy}")
-                results[strategy] = call_in_child_process(
-                    _verify_with, config, strategy, path / "traces", on_message=progress.message
-                )
-        run_directory.start(overwrite=config.overwrite)
+        # What lies in the directory is left as it is until there is something to put in its place.
+        traces = temporary_path(path / "traces")
+        try:
+            results = _verify_each(config, traces)
+            run_directory.start(overwrite=config.overwrite)
+            run_directory.remove("traces")
+            if config.keep_traces:
+                traces.rename(path / "traces")
+        finally:
+            shutil.rmtree(traces, ignore_errors=True)
         _write_record(path, config, results)
     _print(config, results)
     console.say(f"saved in {path}: verify.json")
@@ -70,6 +73,20 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
             raise MismatchError(
                 f"{strategy} is not the training that {config.case_path.name} defines on one"
                 f" device: {causes}; see {path}/verify.json"
+            )
+    return results
+
+
+def _verify_each(config: VerifyConfig, traces: pathlib.Path) -> dict[str, CaseResult]:
+    """Verifies a case with each strategy; leaves recordings in `traces` if they are kept."""
+    num_steps = config.steps * ("first" in config.at)
+    num_steps += len({*config.at} - {"first", "evaluation"})
+    results = {}
+    with StepProgress(num_steps) as progress:
+        for strategy in config.strategies:
+            progress.start(f"verifying {strategy}")
+            results[strategy] = call_in_child_process(
+                _verify_with, config, strategy, traces, on_message=progress.message
             )
     return results
 
