@@ -13,7 +13,7 @@ import tensorflow as tf
 from app.config import Config
 from app.config.case_options import PLACES
 from app.runtime.errors import ConfigError, DataError
-from app.verification.case_file import CaseFile
+from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData
 from conftest import run_main
 from recorders.lockstep_keras import Recording

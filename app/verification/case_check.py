@@ -15,7 +15,7 @@ from app.config.names import KERAS_FIT
 from app.devices.device_setup import Devices
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
-from app.verification.case_file import CaseFile
+from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData, Phase
 from app.verification.case_result import EVALUATION, CaseFinding, CaseResult
 from recorders.lockstep_keras import (

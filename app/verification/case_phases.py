@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from app.runtime.errors import DataError
-from app.verification.case_file import CaseFile
+from app.training.case_file import CaseFile
 from recorders.lockstep_keras import Recording, leaves
 
 Batch = list[np.ndarray]  # Leaves of inputs, targets and weights.
