@@ -5,13 +5,14 @@ import pathlib
 from typing import Any
 
 from app.config.distribution_options import DeviceOptions
-from app.config.names import KERAS_FIT, SINGLE, VERIFICATION
+from app.config.names import KERAS_FIT, MULTI_WORKER, SINGLE, VERIFICATION
 from app.config.option import option, options_of
 from app.runtime.errors import ConfigError
 
 # What a case is verified at, in this order.
 PLACES = ("first", "last_batch", "second_epoch", "resume", "evaluation")
-CASE_STRATEGIES = (SINGLE, KERAS_FIT)
+CASE_STRATEGIES = (SINGLE, "manual", "mirrored", MULTI_WORKER, KERAS_FIT)
+CASE_STRATEGIES_BY_DEFAULT = (SINGLE, KERAS_FIT)
 _DEFAULT_FUNCTIONS = {"model_fn": "model", "data_fn": "data", "distribute_fn": "distribute"}
 
 

@@ -5,7 +5,12 @@ from typing import Any, ClassVar
 
 from app.config import constraints, split_constraints
 from app.config.base_config import Config
-from app.config.case_options import CASE_STRATEGIES, CaseOptions, check_case, check_no_case
+from app.config.case_options import (
+    CASE_STRATEGIES_BY_DEFAULT,
+    CaseOptions,
+    check_case,
+    check_no_case,
+)
 from app.config.distribution_options import ComparedStrategiesOptions, WorkerOptions
 from app.config.fault import Fault
 from app.config.names import (
@@ -79,7 +84,7 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Ca
 
     def __post_init__(self) -> None:
         if self.strategies == ():
-            default = CASE_STRATEGIES if self.case else COMPARED_BY_DEFAULT
+            default = CASE_STRATEGIES_BY_DEFAULT if self.case else COMPARED_BY_DEFAULT
             object.__setattr__(self, "strategies", default)
         super().__post_init__()
 
