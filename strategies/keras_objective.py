@@ -16,6 +16,7 @@ examples, and the gradients that it hands to its optimizer count n / N.
 Code of the model runs as on one device; see `one_device.py`.
 """
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from strategies.one_device import OneDevice
+from strategies.one_device import ModelScope, OneDevice
 from strategies.replica import Replica
 from strategies.step_totals import StepTotals
 from strategies.tf_private import (
@@ -76,8 +77,19 @@ class KerasObjective:
         return dataset.map(lambda *batch: tuple(tf.nest.flatten(batch)))
 
     def prepare(self, model: keras.Model) -> None:
-        """Creates all variables of a model, its optimizer, loss and metrics, where it was built."""
+        """Creates all variables of a model, its optimizer, loss and metrics, where it was built.
+
+        Raises:
+            ValueError: two variables have the same name, by which copies and checkpoints know them.
+        """
         build_compiled(model, self._nest([_example_of(spec) for spec in self._leaves]))
+        names = collections.Counter(variable.path for variable in model.variables)
+        name, count = names.most_common(1)[0]
+        if count > 1:
+            raise ValueError(
+                f"{count} variables of model {model.name} are named {name}; give each layer a name"
+                " of its own"
+            )
         self.has_own_train_step = type(model).train_step is not keras.Model.train_step
 
     def forward(self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor) -> Forward:
@@ -142,7 +154,7 @@ class KerasObjective:
             [weight.value for weight in replica.model.trainable_variables],
             [*gradients, tf.ones_like(forward.regular)],
         )
-        return self._without_none(found)
+        return self._without_none(replica.model, found)
 
     def gradients_of_own_step(
         self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor
@@ -180,7 +192,7 @@ class KerasObjective:
         loss = logs.get("loss", float("nan")) if isinstance(logs, dict) else float("nan")
         loss = tf.reshape(tf.cast(loss, tf.float32), [])
         scaled = [g if g is None else share * tf.convert_to_tensor(g) for g in found]
-        return self._without_none(scaled), tf.math.multiply_no_nan(loss, share)
+        return self._without_none(model, scaled), tf.math.multiply_no_nan(loss, share)
 
     def weights(self, model: keras.Model) -> list[keras.Variable]:
         """Returns the variables that `backward` has returned gradients of."""
@@ -232,7 +244,7 @@ class KerasObjective:
         model, size = replica.model, tf.shape(batch[0])[0]
         x, y, sample_weight = self._unpack(batch)
         values = list(zip(model.metrics_variables, states, strict=True))
-        with self._one_device.seen(), keras.StatelessScope(values) as scope:
+        with self._one_device.seen(), ModelScope(values) as scope:
             y_pred = self._predictions(predictions, masks)
             total = compiled_loss(model, x, y, y_pred, sample_weight, training=False)
             loss = tf.cast(total, tf.float32) - added_losses(model) + regular
@@ -283,10 +295,13 @@ class KerasObjective:
                 set_mask(leaf, mask)
         return tf.nest.pack_sequence_as(self.predicted, leaves)
 
-    def _without_none(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+    def _without_none(self, model: keras.Model, gradients: Sequence[Any]) -> list[tf.Tensor]:
         """Returns the gradients that there are, and notes which."""
         self.trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        return [tf.convert_to_tensor(gradients[i]) for i in self.trained]
+        dense = [tf.convert_to_tensor(gradients[i]) for i in self.trained]
+        for gradient, weight in zip(dense, self.weights(model), strict=True):
+            gradient.set_shape(weight.shape)  # Of an embedding, it is not known.
+        return dense
 
     @property
     def _leaves(self) -> list[Any]:

@@ -332,3 +332,8 @@ def is_synchronized(layer: keras.layers.Layer) -> bool:
     """Tells whether a layer, or one inside it, normalises over the examples of all replicas."""
     layers = _private(layer, "_flatten_layers")()
     return any(getattr(inner, "synchronized", False) for inner in layers)
+
+
+def stored_value(variable: keras.Variable) -> tf.Variable:
+    """Returns the `tf.Variable` of a Keras variable, whatever scope it is asked in."""
+    return _private(variable, "_value")
