@@ -39,8 +39,8 @@ class Batches(NamedTuple):
 class CaseDataset:
     """Training and test data of a case.
 
-    The functions of the case are called anew, from the same random seed, whenever a data set is
-    needed: one that is read a second time may be shuffled in another order.
+    The functions of the case are called anew whenever a data set is needed: one that is read a
+    second time may be shuffled in another order.
 
     Args:
         config: with the case.
@@ -54,7 +54,8 @@ class CaseDataset:
 
     Raises:
         ConfigError: the file is no case.
-        DataError: a data set is empty, has no end, or is not one of batches.
+        DataError: a data set is empty, has no end, is not one of batches, or is another one each
+            time.
     """
 
     def __init__(self, config: TrainConfig):
@@ -66,13 +67,14 @@ class CaseDataset:
             test_data_fn=config.test_data_fn,
         )
         self.name = self.case.data_label
-        dataset, test_dataset = self._create(), self._create_test()
-        self.objective = KerasObjective(dataset.element_spec)
+        keras.utils.set_random_seed(config.seed)
+        spec, test_dataset = self._create().element_spec, self._create_test()
+        self.objective = KerasObjective(spec)
         self.tests_training_data = test_dataset is None
-        self.train = self._test = self._read(dataset, _TRAIN)
+        self.train = self._test = self._read(self._create, _TRAIN)
         if test_dataset is not None:
-            _check_same_elements(dataset.element_spec, test_dataset.element_spec)
-            self._test = self._read(test_dataset, _TEST)
+            _check_same_elements(spec, test_dataset.element_spec)
+            self._test = self._read(self._create_test, _TEST)
 
     @property
     def num_train_examples(self) -> int:
@@ -97,6 +99,9 @@ class CaseDataset:
 
         Batches before it are drawn and dropped: the order of an epoch may follow from those before.
         """
+        # What the model drew must not change the order. Not before each evaluation: setting the
+        # seed makes TensorFlow forget what it has compiled, half a second and more.
+        keras.utils.set_random_seed(self._config.seed)
         return self.objective.flatten(self._create().repeat().skip(start_step))
 
     def test_batches(self) -> tf.data.Dataset:
@@ -121,30 +126,32 @@ class CaseDataset:
             )
 
     def _create(self) -> tf.data.Dataset:
-        return self._seeded(self.case.create_data)
+        return self.case.create_data(self._config.global_batch_size)
 
     def _create_test(self) -> tf.data.Dataset | None:
-        return self._seeded(self.case.create_test_data)
+        return self.case.create_test_data(self._config.global_batch_size)
 
-    def _seeded(self, create: Callable[[int], Any]) -> Any:
-        keras.utils.set_random_seed(self._config.seed)
-        return create(self._config.global_batch_size)
-
-    def _read(self, dataset: tf.data.Dataset, function: str) -> Batches:
+    def _read(self, create: Callable[[], Any], function: str) -> Batches:
         """Counts and hashes what is in a data set."""
-        where = f"--case={self._config.case}: {function}"
+        where, dataset = f"--case={self._config.case}: {function}", create()
         if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise DataError(
                 f"{where} has no end, so that it has no epochs; return a finite data set, without"
                 " repeat() or with take()"
             )
         console.say(f"reading {function} of {self._config.case_path.name} once, to count and hash")
-        flat = self.objective.flatten(dataset)
-        batches = self.case.run(
-            lambda: _count(flat, where), f"while the data set of {function} was read"
+        flat = self.objective.flatten
+        first, again, batches = self.case.run(
+            lambda: [_count(flat(d), where) for d in (create().take(1), create().take(1), dataset)],
+            f"while the data set of {function} was read",
         )
         if not batches.sizes:
             raise DataError(f"{where} has no batch; return a data set with one batch at least")
+        if first != again:
+            raise DataError(
+                f"{where}: batch 1 is another one when the data set is made again; make it"
+                " deterministic: give shuffle() and random operations a seed"
+            )
         return batches
 
 
