@@ -66,7 +66,7 @@ class KerasObjective:
     def __init__(self, element_spec: Any):
         self._spec = element_spec
         self._one_device = OneDevice()
-        self._predicted: Any = None
+        self.predicted: Any = None
         self.has_own_train_step = False
         self.trained: list[int] = []
         self.metrics: dict[str, float] = {}
@@ -96,7 +96,7 @@ class KerasObjective:
                 y_pred = model(x, training=True) if takes_training(model) else model(x)
                 # An empty shard has a mean of nothing, NaN.
                 regular = tf.math.multiply_no_nan(added_losses(model), share)
-            self._predicted = y_pred
+            self.predicted = y_pred
             predictions = tf.nest.flatten(y_pred)
             return Forward(predictions, [get_mask(p) for p in predictions], regular, tape)
 
@@ -201,7 +201,7 @@ class KerasObjective:
         def call() -> Forward:
             x, _, _ = self._unpack(examples)
             y_pred = model(x, training=False) if takes_training(model) else model(x)
-            self._predicted = y_pred
+            self.predicted = y_pred
             predictions = tf.nest.flatten(y_pred)
             return Forward(predictions, [get_mask(p) for p in predictions], added_losses(model))
 
@@ -281,7 +281,7 @@ class KerasObjective:
         for leaf, mask in zip(leaves, masks, strict=True):
             if mask is not None:
                 set_mask(leaf, mask)
-        return tf.nest.pack_sequence_as(self._predicted, leaves)
+        return tf.nest.pack_sequence_as(self.predicted, leaves)
 
     def _without_none(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
         """Returns the gradients that there are, and notes which."""

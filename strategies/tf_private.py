@@ -321,3 +321,14 @@ def local_replica_id() -> int:
     if context is None:
         return 0
     return int(tf.get_static_value(_private(context, "_replica_id")))
+
+
+def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns the optimizer within a `LossScaleOptimizer`, else the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def is_synchronized(layer: keras.layers.Layer) -> bool:
+    """Tells whether a layer, or one inside it, normalises over the examples of all replicas."""
+    layers = _private(layer, "_flatten_layers")()
+    return any(getattr(inner, "synchronized", False) for inner in layers)

@@ -15,7 +15,7 @@ from app.config.case_options import (
 from app.config.distribution_options import ComparedStrategiesOptions, WorkerOptions
 from app.config.fault import Fault
 from app.config.names import (
-    CASE_STRATEGIES,
+    CASE_STRATEGIES_BY_DEFAULT,
     COMPARED_BY_DEFAULT,
     KERAS_FIT,
     MULTI_WORKER,
@@ -94,7 +94,7 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Ca
 
     def __post_init__(self) -> None:
         if self.strategies == ():
-            default = CASE_STRATEGIES if self.case else COMPARED_BY_DEFAULT
+            default = CASE_STRATEGIES_BY_DEFAULT if self.case else COMPARED_BY_DEFAULT
             object.__setattr__(self, "strategies", default)
         super().__post_init__()
 
