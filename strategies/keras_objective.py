@@ -142,7 +142,7 @@ class KerasObjective:
             [weight.value for weight in replica.model.trainable_variables],
             [*gradients, tf.ones_like(forward.regular)],
         )
-        return self._without_none(found)
+        return self._without_none(replica.model, found)
 
     def gradients_of_own_step(
         self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor
@@ -180,7 +180,7 @@ class KerasObjective:
         loss = logs.get("loss", float("nan")) if isinstance(logs, dict) else float("nan")
         loss = tf.reshape(tf.cast(loss, tf.float32), [])
         scaled = [g if g is None else share * tf.convert_to_tensor(g) for g in found]
-        return self._without_none(scaled), tf.math.multiply_no_nan(loss, share)
+        return self._without_none(model, scaled), tf.math.multiply_no_nan(loss, share)
 
     def weights(self, model: keras.Model) -> list[keras.Variable]:
         """Returns the variables that `backward` has returned gradients of."""
@@ -283,10 +283,13 @@ class KerasObjective:
                 set_mask(leaf, mask)
         return tf.nest.pack_sequence_as(self.predicted, leaves)
 
-    def _without_none(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+    def _without_none(self, model: keras.Model, gradients: Sequence[Any]) -> list[tf.Tensor]:
         """Returns the gradients that there are, and notes which."""
         self.trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        return [tf.convert_to_tensor(gradients[i]) for i in self.trained]
+        found = [tf.convert_to_tensor(gradients[i]) for i in self.trained]
+        for gradient, weight in zip(found, self.weights(model), strict=True):
+            gradient.set_shape(weight.shape)  # A collective forgets it; buckets are made by it.
+        return found
 
     @property
     def _leaves(self) -> list[Any]:
