@@ -133,7 +133,7 @@ class CaseCheck:
         return self._case.run(check, "on one device")
 
     def evaluation(self) -> Report:
-        """Compares loss and metrics of an evaluation with those of one device, in the same state."""
+        """Compares loss and metrics of an evaluation with those of one device."""
         dataset = self._data.to_evaluate()
         logs, states = self._training.evaluate(dataset)
         one = self._training.build()
