@@ -298,10 +298,10 @@ class KerasObjective:
     def _without_none(self, model: keras.Model, gradients: Sequence[Any]) -> list[tf.Tensor]:
         """Returns the gradients that there are, and notes which."""
         self.trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        dense = [tf.convert_to_tensor(gradients[i]) for i in self.trained]
-        for gradient, weight in zip(dense, self.weights(model), strict=True):
-            gradient.set_shape(weight.shape)  # Of an embedding, it is not known.
-        return dense
+        found = [tf.convert_to_tensor(gradients[i]) for i in self.trained]
+        for gradient, weight in zip(found, self.weights(model), strict=True):
+            gradient.set_shape(weight.shape)  # Collectives and embeddings forget it.
+        return found
 
     @property
     def _leaves(self) -> list[Any]:
