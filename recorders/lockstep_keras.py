@@ -98,6 +98,7 @@ REMEDIES = {
     "other_metric": "let the metric add up sums and counts, and divide after adding those of all"
     " replicas",
     "other_evaluation": "count every example once: no padding, and the mean over examples",
+    "random_evaluation": "draw random numbers in training only: ask for `training` in `call`",
     "diverged_replicas": "create and restore variables under the strategy's scope, so that all"
     " replicas start equal",
     "changed_on_its_own": "look for code that assigns to the variable outside of the update, and at"
@@ -926,6 +927,11 @@ def compare_evaluation(
         return model.evaluate(batches, verbose=0, return_dict=True)
 
     expected = evaluate(states[0], dataset)
+    drawn = [
+        variable.path
+        for variable, array in zip(model.variables, states[0], strict=False)
+        if not _is_float(variable) and not _same(np.asarray(variable), array)
+    ]
     apart = {n: _ratio(abs(logs[n] - value), abs(value)) for n, value in expected.items()}
     allowed = MARGIN * 16 * EPS  # Of means over some thousand numbers, in another order.
     wrong = [name for name, by in apart.items() if not by <= allowed]
@@ -945,6 +951,9 @@ def compare_evaluation(
         if _ratio(abs(logs["loss"] - local), abs(local)) <= allowed:
             status, cause = BY_DESIGN, "local_statistics"
             text += "; each replica evaluates with its own moving statistics"
+    if drawn:  # Replicas, and orders of examples, draw other ones.
+        status, cause = BY_DESIGN, "random_evaluation"
+        text += f"; the evaluation draws random numbers from {drawn[0]}"
     by = max(apart[name] for name in wrong)
     return [Finding("evaluation", status, cause, text, (1,), (), tuple(wrong), by, allowed)]
 

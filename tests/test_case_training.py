@@ -330,7 +330,7 @@ def test_test_data_have_the_parts_of_the_training_data(write, tmp_path):
 
 
 def test_test_data_that_are_named_have_to_be_there(write, tmp_path):
-    with pytest.raises(ConfigError, match="my_case.py has no function held_out"):
+    with pytest.raises(ConfigError, match=r"my_case.py has no function held_out"):
         make(write(WHOLE), tmp_path / "run", test_data_fn="held_out")
 
 
@@ -384,7 +384,7 @@ def test_errors_of_the_case_are_told_in_one_line(write, tmp_path, old, new, mess
 def test_a_label_out_of_range_is_told_with_the_line(write, tmp_path):
     case = write(CLASSES.replace("np.argmax(x, 1)", "np.argmax(x, 1) + 3"))
     with pytest.raises(
-        ConfigError, match="in a training step: .* label value of [45] which is out"
+        ConfigError, match=r"in a training step: .* label value of [45] which is out"
     ):
         train(case, tmp_path / "run", strategy="single")
 
