@@ -176,8 +176,7 @@ class StrategyTraining(RecordedTraining):
         self._start()
 
     def _start(self) -> None:
-        spec = self._data.dataset().element_spec
-        self._objective = KerasObjective(spec)
+        self._objective = KerasObjective(self._data.dataset().element_spec)
         self._strategy = load_strategy_class(self._name)(
             self._devices.names, workers=self._devices.workers, objective=self._objective
         )
@@ -193,7 +192,7 @@ class StrategyTraining(RecordedTraining):
             "while the model was built",
         )
         self.model = self._strategy.model
-        self._recorder = CaseRecorder(self._strategy, spec)
+        self._recorder = CaseRecorder(self._strategy, self._objective.element_spec)
 
     def check_possible(self) -> None:
         """See the base class."""
