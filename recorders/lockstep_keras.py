@@ -103,6 +103,7 @@ REMEDIES = {
     "random_evaluation": "draw random numbers in training only: ask for `training` in `call`",
     "diverged_replicas": "create and restore variables under the strategy's scope, so that all"
     " replicas start equal",
+    "not_restored": "save every variable, and restore it on every replica",
     "changed_on_its_own": "look for code that assigns to the variable outside of the update, and at"
     " the memory of the machine",
     "local_statistics": "`BatchNormalization(synchronized=True)` normalises over the whole batch",

@@ -1,10 +1,20 @@
 """Faults in our own strategies: `compare` finds each in a recording, and names it."""
 
+import textwrap
+
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from objective_samples import MODELS, X, Y, compiled, dense, start
 
+from app.config import Config
+from app.devices.device_setup import Devices
+from app.training.case_file import CaseFile
+from app.verification.case_check import CaseCheck
+from app.verification.case_phases import CaseData
+from app.verification.case_training import StrategyTraining
+from conftest import CPUS
 from recorders.lockstep_keras import FAULT
 from strategies import one_device, whole_batch
 from strategies.keras_objective import KerasObjective
@@ -329,3 +339,70 @@ def test_a_fault_of_a_strategy_is_named(name, monkeypatch):
     assert found == expected, str(report)
     assert tuple(sorted({s for f in report.faults for s in f.steps})) == steps
     assert all(f.status == FAULT for f in report.faults)
+
+
+CLEAN = ("plain", "weighted mean", "contrastive", "regularisers", "own step, compute_loss")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in CLEAN else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
+@pytest.mark.parametrize("strategy", ["manual", pytest.param("mirrored", marks=pytest.mark.slow)])
+def test_no_fault_is_found_without_one(strategy, name):
+    build, data, _ = MODELS[name]
+    report = start(strategy, build, data).report((1, 2, 3, 4))
+    assert report.faults == [], str(report)
+    by_design = [f.cause for f in report.findings]
+    assert by_design == (["local_statistics"] if name == "BatchNorm" else [])
+    stages = {"start", "gradients", "all-reduce", "update", "agreement"}
+    if "own step" not in name:
+        stages |= {"forward", "loss"}
+    if "clip" in name:
+        stages.add("clipping")
+    assert stages <= set(report.checked)
+
+
+@pytest.fixture
+def case_training(tmp_path):
+    """A small case with momentum, trained by `manual` on two replicas."""
+    path = tmp_path / "my_case.py"
+    path.write_text(
+        textwrap.dedent("""
+            import keras
+            import numpy as np
+            import tensorflow as tf
+
+            def model():
+                network = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+                network.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+                return network
+
+            def data(global_batch_size):
+                x = np.arange(30, dtype=np.float32).reshape(10, 3) / 30
+                return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(global_batch_size)
+        """),
+        encoding="utf-8",
+    )
+    config = Config.of("verify", case=str(path), global_batch_size=4, strategies=("manual",))
+    case = CaseFile(config.case_path, model_fn="model", data_fn="data")
+    data = CaseData(case, 4, 2)
+    training = StrategyTraining(case, data, config, Devices(CPUS[:2], simulated=True), "manual")
+    return CaseCheck(case, data, config, training)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_state_that_is_not_restored(case_training, monkeypatch, is_wrong):
+    def load(inner, strategy, state):
+        lost = {name: np.zeros_like(a) if "momentum" in name else a for name, a in state.items()}
+        return inner(strategy, lost if is_wrong else state)
+
+    change(monkeypatch, ManualStrategy, "load_state", load)
+    found = {phase.place: report.faults for phase, _, report in case_training.phases()}
+    assert list(found) == ["first", "last_batch", "second_epoch", "resume"]
+    causes = [(f.stage, f.cause, f.tensors) for f in found.pop("resume")]
+    assert not any(found.values())
+    if is_wrong:
+        assert [(stage, cause) for stage, cause, _ in causes] == [("start", "not_restored")]
+        assert len(causes[0][2]) == 2 and all("momentum" in name for name in causes[0][2])
+    else:
+        assert causes == []

@@ -64,8 +64,12 @@ class RecordedTraining(abc.ABC):
         """Trains a piece of the data set, and returns the steps of it that are looked at."""
 
     @abc.abstractmethod
-    def resume(self) -> None:
-        """Saves the state and puts it into a model and an optimizer that are built anew."""
+    def resume(self) -> list[str]:
+        """Saves the state and puts it into a model and an optimizer that are built anew.
+
+        Returns:
+            The names of the variables that are not what they were.
+        """
 
     @abc.abstractmethod
     def evaluate(self, dataset: tf.data.Dataset) -> tuple[dict[str, float], States]:
@@ -142,13 +146,15 @@ class FitTraining(RecordedTraining):
         self._case.run(fit, "in model.fit()")
         return recorder.recording()
 
-    def resume(self) -> None:
+    def resume(self) -> list[str]:
         """Saves all variables as arrays and assigns them."""
         saved = [self._copies(variable)[0] for variable in self.variables]
         self.model = self.build(self._strategy.scope())
         with self._strategy.scope():
             for variable, array in zip(self.variables, saved, strict=True):
                 variable.assign(tf.cast(array, variable.dtype))
+        restored = [self._copies(variable)[0] for variable in self.variables]
+        return _differing([variable.path for variable in self.variables], saved, restored)
 
     def _copies(self, variable: keras.Variable) -> list[np.ndarray]:
         """Returns what each replica holds of a variable."""
@@ -208,12 +214,14 @@ class StrategyTraining(RecordedTraining):
 
         return self._case.run(train, f"in a step of strategy {self._name}")
 
-    def resume(self) -> None:
+    def resume(self) -> list[str]:
         """Saves and loads what a checkpoint holds."""
         state, own = self._strategy.state(), self._strategy.per_shard_statistics()
         self._start()
         self._strategy.load_state(state)
         self._strategy.load_per_shard_statistics(own)
+        restored = self._strategy.state()
+        return _differing(list(state), list(state.values()), [restored[name] for name in state])
 
     def evaluate(self, dataset: tf.data.Dataset) -> tuple[dict[str, float], States]:
         """Runs the strategy's evaluation."""
@@ -223,3 +231,11 @@ class StrategyTraining(RecordedTraining):
             lambda: self._strategy.evaluate(flat), f"in an evaluation of strategy {self._name}"
         )
         return {"loss": totals.loss, **self._objective.metrics}, [state]
+
+
+def _differing(
+    names: Sequence[str], saved: Sequence[np.ndarray], restored: Sequence[np.ndarray]
+) -> list[str]:
+    """Returns the names of arrays that do not have the same bits."""
+    arrays = zip(names, saved, restored, strict=True)
+    return [name for name, a, b in arrays if np.asarray(a).tobytes() != np.asarray(b).tobytes()]
