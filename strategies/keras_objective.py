@@ -24,6 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from strategies.batch_structure import BatchStructure, leaves_with_rows, present
 from strategies.one_device import ModelScope, OneDevice
 from strategies.replica import Replica
 from strategies.step_totals import StepTotals
@@ -59,7 +60,6 @@ class KerasObjective:
         element_spec: of the data set, `(x, y)` or `(x, y, sample_weight)`, each any nest.
 
     Attributes:
-        element_spec: the same, with None where elements have None.
         has_own_train_step: whether the model has a `train_step` of its own; known once prepared.
         trained: numbers of the trainable variables that have a gradient; known once traced.
         metrics: name → value of the model's metrics over the last evaluation; of one with several
@@ -67,20 +67,25 @@ class KerasObjective:
     """
 
     def __init__(self, element_spec: Any):
-        self.element_spec = without_none(element_spec)
+        self._batch = BatchStructure(element_spec)
         self._one_device = OneDevice()
         self.predicted: Any = None
         self.has_own_train_step = False
         self.trained: list[int] = []
         self.metrics: dict[str, float] = {}
 
+    @property
+    def element_spec(self) -> Any:
+        """That of the data set, with None where elements have None."""
+        return self._batch.spec
+
     def flatten(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the data set with each batch as a flat tuple, as the strategies split it."""
-        return dataset.map(lambda *batch: tuple(_present(batch)))
+        return dataset.map(lambda *batch: tuple(present(batch)))
 
     def prepare(self, model: keras.Model) -> None:
         """Creates all variables of a model, its optimizer, loss and metrics, where it was built."""
-        build_compiled(model, self.nest([_example_of(spec) for spec in self._leaves]))
+        build_compiled(model, self.nest(self._batch.example()))
         self.has_own_train_step = type(model).train_step is not keras.Model.train_step
 
     def forward(self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor) -> Forward:
@@ -99,7 +104,7 @@ class KerasObjective:
                 y_pred = model(x, training=True) if takes_training(model) else model(x)
                 # An empty shard has a mean of nothing, NaN.
                 regular = tf.math.multiply_no_nan(added_losses(model), share)
-                predictions = self._leaves_of(model, y_pred, examples)
+                self.predicted, predictions = y_pred, leaves_with_rows(model, y_pred, examples)
             return Forward(predictions, [get_mask(p) for p in predictions], regular, tape)
 
         return self._one_device(replica, call)
@@ -204,7 +209,7 @@ class KerasObjective:
         def call() -> Forward:
             x, _, _ = self._unpack(examples)
             y_pred = model(x, training=False) if takes_training(model) else model(x)
-            predictions = self._leaves_of(model, y_pred, examples)
+            self.predicted, predictions = y_pred, leaves_with_rows(model, y_pred, examples)
             return Forward(predictions, [get_mask(p) for p in predictions], added_losses(model))
 
         return self._one_device(replica, call, statistics, assigns=False)
@@ -280,35 +285,6 @@ class KerasObjective:
 
         return self._one_device(replica, compute, assigns=False)
 
-    def _leaves_of(
-        self, model: keras.Model, y_pred: Any, examples: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Returns the predictions in a nest, whose structure it notes.
-
-        Raises:
-            ValueError: one of them has no batch axis.
-            tf.errors.InvalidArgumentError: one has not a row for each example.
-        """
-        self.predicted, predictions = y_pred, tf.nest.flatten(y_pred)
-        size, checked = tf.shape(examples[0])[0], []
-        for prediction in predictions:
-            if getattr(prediction, "shape", None) is None or prediction.shape.rank == 0:
-                raise ValueError(
-                    f"model {model.name} returns {_described(prediction)}; a strategy joins the"
-                    " predictions of all replicas, and needs tensors with a row for each example"
-                )
-            rows = tf.debugging.assert_equal(
-                tf.shape(prediction)[0],
-                size,
-                f"model {model.name} returns a prediction without a row for each example, which a"
-                " strategy needs to join those of all replicas",
-            )
-            with tf.control_dependencies([rows] if rows is not None else []):
-                checked.append(tf.identity(prediction))
-            if (mask := get_mask(prediction)) is not None:
-                set_mask(checked[-1], mask)
-        return checked
-
     def _predictions(
         self, predictions: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None]
     ) -> Any:
@@ -326,30 +302,12 @@ class KerasObjective:
             gradient.set_shape(weight.shape)  # Collectives and embeddings forget it.
         return found
 
-    @property
-    def _leaves(self) -> list[Any]:
-        return _present(self.element_spec)
-
     def nest(self, leaves: Sequence[tf.Tensor]) -> Any:
         """Returns a batch as the data set has it, of its leaves."""
-        values = iter(leaves)
-        flat = [
-            None if spec is None else next(values) for spec in tf.nest.flatten(self.element_spec)
-        ]
-        return tf.nest.pack_sequence_as(self.element_spec, flat)
+        return self._batch.nest(leaves)
 
     def _unpack(self, leaves: Sequence[tf.Tensor]) -> tuple[Any, Any, Any]:
         return keras.utils.unpack_x_y_sample_weight(self.nest(leaves))
-
-
-def without_none(element_spec: Any) -> Any:
-    """Returns the nest of a data set's elements with None where they have None."""
-    return tf.nest.map_structure(lambda spec: None if is_none(spec) else spec, element_spec)
-
-
-def is_none(spec: tf.TypeSpec) -> bool:
-    """Tells whether a part of a data set's elements is None, whose type has no public name."""
-    return type(spec).__name__ == "NoneTensorSpec"
 
 
 def added_losses(model: keras.Model) -> tf.Tensor:
@@ -362,20 +320,6 @@ def first_copy(variable: keras.Variable) -> tf.Tensor:
     """Returns the value of a variable, under `tf.distribute` that on the first device."""
     values = getattr(variable.value, "values", [variable.value])
     return tf.convert_to_tensor(values[0])
-
-
-def _present(nest: Any) -> list[Any]:
-    """Returns the leaves of a nest that are not None."""
-    return [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
-
-
-def _described(prediction: Any) -> str:
-    return "a scalar" if hasattr(prediction, "shape") else f"a {type(prediction).__name__}"
-
-
-def _example_of(spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns a batch of one example of zeros."""
-    return tf.zeros([1, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
 
 def _path(variable: Any) -> str:

@@ -56,12 +56,8 @@ def two_heads():
     return compiled(model, {"u": "mse", "v": "mae"}, loss_weights={"u": 1.0, "v": 0.3})
 
 
-def sequence():
-    parts = [
-        layers.Embedding(20, 8, mask_zero=True),
-        layers.LSTM(6, return_sequences=True),
-        layers.Dense(2),
-    ]
+def sequence(*hidden):
+    parts = [layers.Embedding(20, 8, mask_zero=True), *hidden, layers.Dense(2)]
     return keras.Sequential(parts, name="sequence")
 
 
@@ -153,6 +149,9 @@ MODELS = {
     ),
     "two heads": (two_heads, ({"a": X, "b": X[::-1].copy()}, {"u": Y, "v": Y}), True),
     "mask": (lambda: compiled(sequence(), metrics=["mae"]), (TOKENS, STEPS), True),
+    "recurrent": (
+        lambda: compiled(sequence(layers.LSTM(6, return_sequences=True))), (TOKENS, STEPS), True
+    ),
     "embedding": (
         lambda: compiled(
             keras.Sequential(
@@ -217,7 +216,8 @@ class Training(NamedTuple):
 
 
 def start(name, build, data, **options):
-    dataset = tf.data.Dataset.from_tensor_slices(data).batch(12)
+    is_dataset = isinstance(data, tf.data.Dataset)
+    dataset = data if is_dataset else tf.data.Dataset.from_tensor_slices(data).batch(12)
     objective, built = KerasObjective(dataset.element_spec), []
 
     def model():

@@ -243,6 +243,36 @@ def test_data_that_cannot_be_verified(write, body, message):
         case_data(write, body)
 
 
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("return data(n).map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y))", "RaggedTensor"),
+        ("return data(n).map(lambda x, y: (tf.sparse.from_dense(x), y))", "SparseTensor"),
+    ],
+)
+def test_data_that_are_not_dense(write, body, kind):
+    message = rf"my_case.py:\d+: other\(\) returns a {kind} in its batches; return dense tensors"
+    with pytest.raises(ConfigError, match=message):
+        case_data(write, body)
+
+
+@pytest.mark.parametrize("body", ["data(n).unbatch()", "data(n).map(lambda x, y: (x, y[0, 0]))"])
+def test_data_without_one_number_of_examples(write, body):
+    with pytest.raises(DataError, match=r"batch 1 has parts of shapes .*; call batch"):
+        case_data(write, f"return {body}")
+
+
+def test_strings_and_none_are_data_too(write):
+    data = case_data(
+        write, "return data(n).map(lambda x, y: ({'text': tf.strings.as_string(x)}, y, None))"
+    )
+    x, y, weights = next(iter(data.to_evaluate()))
+    assert x["text"].dtype == tf.string and x["text"].shape == (4, 3) and y.shape == (4, 1)
+    assert float(x["text"][1, 2]) == 5 and weights is None
+    (first, *_) = data.phases(["first"], 1)
+    assert len(first.passes) == 1 and first.passes[0][0][0].dtype.kind == "S"
+
+
 def test_an_error_in_the_data_names_the_line(write):
     body = "return data(n).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, 'bad'), y))"
     with pytest.raises(ConfigError, match="InvalidArgumentError"):

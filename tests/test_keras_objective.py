@@ -6,12 +6,12 @@ import pytest
 import tensorflow as tf
 from objective_samples import (
     MODELS,
+    AddsLoss,
     OwnStep,
     TwoUpdates,
     X,
     Y,
     compiled,
-    contrastive_loss,
     dense,
     differing,
     start,
@@ -23,7 +23,15 @@ from recorders.lockstep_keras import compare_evaluation
 from strategies.one_device import seed_of_replica
 
 layers, optimizers = keras.layers, keras.optimizers
-QUICK = {"plain", "weighted mean", "contrastive", "regularisers", "own step", "dropout"}
+QUICK = {
+    "plain",
+    "two heads",
+    "weighted mean",
+    "contrastive",
+    "regularisers",
+    "own step",
+    "dropout",
+}
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
 
@@ -57,11 +65,12 @@ def test_every_strategy_trains_as_one_device_does(name):
         assert np.abs(trained["manual"][kernel] - trained["single"][kernel]).max() > 1e-3
 
 
-def test_the_loss_is_that_of_the_whole_batch():
-    """A loss that compares examples with each other, by hand."""
-    training = start("manual", *MODELS["contrastive"][:2])
-    y_pred = training.strategy.model(X[:12], training=True)
-    expected = float(tf.reduce_mean(contrastive_loss(Y[:12], y_pred)))
+@pytest.mark.parametrize("name", ["contrastive", "regularisers", "add_loss alone"])
+def test_the_loss_is_that_of_the_whole_batch(name):
+    """It compares examples with each other, or holds what layers add, as `compute_loss` does."""
+    training = start("manual", *MODELS[name][:2])
+    model = training.strategy.model
+    expected = float(model.compute_loss(X[:12], Y[:12], model(X[:12], training=True)))
     assert training.train(1).loss == pytest.approx(expected, rel=1e-5)
 
 
@@ -194,6 +203,75 @@ def test_evaluation_is_that_of_keras_on_one_device(strategy, name):
     assert compare_evaluation(logs, one, [list(before.values())], training.dataset) == []
     again = training.evaluate()
     assert {"loss": again.loss, **training.objective.metrics} == logs
+
+
+def test_each_number_of_a_metric_is_named():
+    def build():
+        metrics = [keras.metrics.F1Score(threshold=0.5, name="f1"), "mae"]
+        return compiled(dense(), metrics=metrics)
+
+    positive = (X, (Y > 0).astype(np.float32))
+    training = start("manual", build, positive)
+    totals = training.evaluate()
+    assert set(training.objective.metrics) == {"f1[0]", "f1[1]", "mae"}
+    one, state = start("single", build, positive).strategy, training.strategy.state()
+    logs = {"loss": totals.loss, **training.objective.metrics}
+    compared = [list(state.values())], training.dataset
+    assert compare_evaluation(logs, one.model, *compared) == []
+    logs["f1[1]"] += 0.1
+    (finding,) = compare_evaluation(logs, one.model, *compared)
+    assert (finding.cause, finding.tensors) == ("other_metric", ("f1[1]",))
+
+
+# --- Data and models of other kinds --------------------------------------------------------------
+
+
+def test_none_in_a_batch_is_left_out():
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(12)
+    states = []
+    for data in (dataset, dataset.map(lambda x, y: (x, y, None))):
+        training = start("manual", MODELS["plain"][0], data)
+        training.train()
+        states.append(training.strategy.state())
+    assert differing(*states) == []
+
+
+def test_synchronized_batch_norm_on_one_device():
+    """It sums over the replicas in its backward pass, too."""
+    states = []
+    for synchronized in (False, True):
+        normal = layers.BatchNormalization(synchronized=synchronized, name="normal")
+        training = start("single", lambda layer=normal: compiled(dense(layer)), (X, Y))
+        training.train()
+        states.append(training.strategy.state())
+    assert_near(states[1], states[0])
+
+
+class OtherRows(AddsLoss):
+    """Predicts something else than a row for each example."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def call(self, x):
+        return self.change(super().call(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (tf.reduce_mean, "model adds_loss returns a scalar; a strategy joins the predictions"),
+        (lambda p: tf.repeat(p, 2, axis=0), "returns a prediction without a row for each example"),
+    ],
+)
+def test_predictions_without_a_row_for_each_example(change, message):
+    def build():
+        return compiled(OtherRows(change), lambda y, y_pred: tf.reduce_mean(y_pred))
+
+    training = start("manual", build, (X, Y))
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
+        training.train(1)
 
 
 # --- Refusals ------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from app.config.split_numbers import fewest_examples
 from app.runtime import console
 from app.runtime.errors import ConfigError, DataError
 from app.training.case_file import CaseFile
-from strategies.keras_objective import KerasObjective, without_none
+from strategies.batch_structure import without_none
+from strategies.keras_objective import KerasObjective
 
 _TRAIN, _TEST = "data()", "test_data()"
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from app.config.case_options import DEFAULT_FUNCTIONS
 from app.runtime.errors import ConfigError, DeviceError, LockstepError
 from app.training.case_errors import describe_error, is_installed
-from strategies.keras_objective import is_none
+from strategies.batch_structure import is_none
 
 
 class CaseFile:
