@@ -65,6 +65,30 @@ def test_every_strategy_trains_as_one_device_does(name):
         assert np.abs(trained["manual"][kernel] - trained["single"][kernel]).max() > 1e-3
 
 
+def with_sgd(build):
+    def build_and_compile():
+        return compiled(build(), optimizer=optimizers.SGD(0.05))
+
+    return build_and_compile
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_device_trains_as_keras_does(name):
+    """Random numbers included: replica 0 draws those of one device."""
+    build, data, _ = MODELS[name]
+    if name == "embedding":  # Keras' Adam squares each row of a sparse gradient by itself.
+        build = with_sgd(build)
+    training = start("single", build, data)
+    training.train()
+    state = training.strategy.state()
+    model = training.model_fn()
+    for batch in training.dataset:  # `fit` ends with the averaged weights of `use_ema`.
+        model.train_on_batch(*batch)
+    expected = {f"model/{v.path}": v.numpy() for v in model.trainable_variables}
+    assert expected
+    assert_near(state, expected)
+
+
 @pytest.mark.parametrize("name", ["contrastive", "regularisers", "add_loss alone"])
 def test_the_loss_is_that_of_the_whole_batch(name):
     """It compares examples with each other, or holds what layers add, as `compute_loss` does."""
