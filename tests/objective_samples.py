@@ -78,7 +78,7 @@ class OwnStep(AddsLoss):
     """Computes its loss in a training step of its own, which shows no loss to others."""
 
     def train_step(self, data):
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
             loss /= tf.distribute.get_strategy().num_replicas_in_sync
@@ -91,7 +91,7 @@ class StepOfCompiledLoss(AddsLoss):
     """Trains its compiled loss in a training step of its own."""
 
     def train_step(self, data):
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
         gradients = tape.gradient(loss, self.trainable_variables)
