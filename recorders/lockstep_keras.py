@@ -27,7 +27,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import keras
 import numpy as np
@@ -253,7 +253,12 @@ class Recording:
         }
 
     def save(self, path: str) -> None:
-        """Writes an `.npz` file with arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text."""
+        """Writes an `.npz` file; see `write`."""
+        with open(path, "wb") as file:
+            self.write(file)
+
+    def write(self, file: BinaryIO) -> None:
+        """Writes arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text, in `.npz` format."""
         arrays: dict[str, Any] = {}
         for number, step in enumerate(self.steps, start=1):
             for (kind, replica), values in step.items():
@@ -264,11 +269,10 @@ class Recording:
                         arrays[f"{name}/{part}" if part else name] = np.asarray(array)
         about = {name: value for name, value in vars(self).items() if name != "steps"}
         about |= {"format": "lockstep recording 1", "num_steps": len(self.steps)}
-        with open(path, "wb") as file:
-            np.savez(file, **arrays, about=np.array(json.dumps(about)))
+        np.savez(file, **arrays, about=np.array(json.dumps(about)))
 
     @classmethod
-    def load(cls, path: str) -> "Recording":
+    def load(cls, path: str | BinaryIO) -> "Recording":
         """Reads what `save` has written.
 
         Raises:
@@ -347,9 +351,9 @@ class Recorder(Hooks, Recording):
         self._num_seen: collections.Counter[int] = collections.Counter()
         self._number: dict[int, tf.Tensor] = {}  # Of the step that a replica is in.
 
-    def save(self, path: str) -> None:
-        """See `Recording.save`."""
-        self.recording().save(path)
+    def write(self, file: BinaryIO) -> None:
+        """See `Recording.write`."""
+        self.recording().write(file)
 
     def recording(self) -> Recording:
         """Returns what was recorded, without the hooks."""

@@ -37,11 +37,13 @@ class RecordedTraining(abc.ABC):
         model: on the devices.
         num_replicas: of it.
         splits_itself: whether the case splits its data set, with a function for it.
+        is_compared: whether this process compares; of several workers, one does.
     """
 
     model: keras.Model
     num_replicas: int
     splits_itself = False
+    is_compared = True
 
     def __init__(self, case: CaseFile, data: CaseData, config: VerifyConfig):
         self._case, self._data, self._config = case, data, config
@@ -174,6 +176,7 @@ class StrategyTraining(RecordedTraining):
         super().__init__(case, data, config)
         self._devices, self._name = devices, name
         self._start()
+        self.is_compared = self._strategy.workers.is_chief
 
     def _start(self) -> None:
         spec = self._data.dataset().element_spec
