@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from strategies.one_device import OneDevice
+from strategies.one_device import OneDevice, ReadingScope
 from strategies.replica import Replica
 from strategies.step_totals import StepTotals
 from strategies.tf_private import (
@@ -232,7 +232,7 @@ class KerasObjective:
         model, size = replica.model, tf.shape(batch[0])[0]
         x, y, sample_weight = self._unpack(batch)
         values = list(zip(model.metrics_variables, states, strict=True))
-        with self._one_device.seen(), keras.StatelessScope(values) as scope:
+        with self._one_device.seen(), ReadingScope(values) as scope:
             y_pred = self._predictions(predictions, masks)
             total = compiled_loss(model, x, y, y_pred, sample_weight, training=False)
             loss = tf.cast(total, tf.float32) - added_losses(model) + regular

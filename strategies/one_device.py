@@ -2,17 +2,29 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from strategies.replica import Replica
-from strategies.tf_private import is_seed, local_replica_id
+from strategies.tf_private import is_seed, local_replica_id, stored_value
 
 T = TypeVar("T")
 # 2³² over the golden ratio: multiples of it, mod 2³², are far apart.
 _SEED_STRIDE = 0x9E3779B9
+
+
+class ReadingScope(keras.StatelessScope):
+    """A scope in which variables without a value of its own have that which they store.
+
+    Keras' own has none for them where it computes `model.losses`: regularizers then fail.
+    """
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """Returns the value of a variable in this scope."""
+        found = super().get_current_value(variable)
+        return stored_value(variable) if found is None else found
 
 
 class OneDevice:
@@ -52,7 +64,7 @@ class OneDevice:
             stored.append(value)
             own.append(seed_of_replica(value, replica.replica_id) if id(v) in seeds else value)
         mapping = list(zip(variables, own, strict=True))
-        with self.seen(), keras.StatelessScope(mapping, collect_losses=True) as scope:
+        with self.seen(), ReadingScope(mapping, collect_losses=True) as scope:
             before = [scope.get_current_value(v) for v in variables]
             result = function()
         for v, old, first in zip(variables, stored, before, strict=True):

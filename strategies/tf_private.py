@@ -109,6 +109,14 @@ def layer_nodes(
     ]
 
 
+def stored_value(variable: keras.Variable) -> tf.Variable | None:
+    """Returns what stores the value of a variable, whatever scope it is read in; None before that.
+
+    The public `variable.value` asks the scope.
+    """
+    return _private(variable, "_value")
+
+
 def free_values(variables: Sequence[keras.Variable]) -> None:
     """Frees the memory of variables; they keep names, shapes and dtypes.
 
