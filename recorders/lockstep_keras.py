@@ -228,7 +228,8 @@ class Recording:
         predicted: of "y_pred", likewise.
         whole_loss: the loss is computed once, of the predictions of all replicas, and each goes
             back from its part of the gradient with respect to these.
-        clips_sum: gradients are clipped after the sum; "clipped" then comes after "sums".
+        clips_sum: gradients are clipped after the sum; "clipped" then comes after "sums", or is
+            missing where the optimizer adds up the sums of several steps before.
     """
 
     def __init__(self, num_replicas: int):
@@ -1711,7 +1712,7 @@ class Comparison:
 
     def _expected_gradients(
         self, r: int, *, state: Arrays | None = None, data: Arrays | None = None,
-        scales: tuple[float, float] | None = None,
+        scales: tuple[float, float] | None = None, starts: Arrays | None = None,
     ) -> Arrays:  # fmt: skip
         """Returns what a replica should send: gradients of its part in the loss that it has."""
         layers = self._modal_layers if r in self._in_inference else []
@@ -1722,7 +1723,7 @@ class Comparison:
                 lambda: self._reference.step(
                     state or self._all("before")[r], data or self._used[r],
                     scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
-                    starts=self._starts[r],
+                    starts=starts or self._starts[r],
                 ),
             )  # fmt: skip
         if has_loss:
@@ -1963,7 +1964,10 @@ class Comparison:
             if other != r:
                 yield (
                     "same_examples", f"those of replica {other}'s examples",
-                    partial(self._expected_gradients, r, data=self._data[other]),
+                    partial(
+                        self._expected_gradients, r, data=self._data[other],
+                        starts=self._starts[other],
+                    ),
                 )  # fmt: skip
 
     def _scaled_or_reduced(
@@ -2195,6 +2199,11 @@ class Comparison:
         """The kind of gradients that go into the all-reduce."""
         return "clipped" if self._has("clipped") and not self._recording.clips_sum else "raw"
 
+    def _updated(self, state: Arrays, sums: Arrays, **changes: Any) -> Arrays:
+        """Returns all variables after the optimizer's update; see `OneDevice.update`."""
+        clips = self._recording.clips_sum and not self._has("clipped")
+        return self._one.update(state, sums, **({"clips": clips} | changes))
+
     def _sums_of(self, replica: int) -> Arrays:
         """Returns the gradients that a replica applies."""
         kinds = ("clipped", "sums", "raw")
@@ -2248,7 +2257,7 @@ class Comparison:
             before, sums, after = self._all("before")[r], self._sums_of(r), self._all("after")[r]
             key = tuple(_bytes(a) for a in [*(before[i] for i in watched), *sums])
             if key not in checked:
-                checked[key] = one.update(before, sums), self._bounds(before, sums)
+                checked[key] = self._updated(before, sums), self._bounds(before, sums)
             expected, bounds = checked[key]
             if wrong := [i for i in watched if not _within(after[i], expected[i], bounds[i])]:
                 self._update_is_wrong = True
@@ -2288,8 +2297,8 @@ class Comparison:
 
         The update is repeated from gradients and states that are one unit in the last place off.
         """
-        one, generator = self._one, np.random.default_rng(self._step)
-        base = one.update(before, sums)
+        generator = np.random.default_rng(self._step)
+        base = self._updated(before, sums)
         apart = [np.zeros(array.shape) for array in base]
         for _ in range(3):
 
@@ -2305,7 +2314,7 @@ class Comparison:
             kinds = zip(before, self._kinds, strict=True)
             # A schedule's step and a factor that is multiplied up stay what they are.
             state = [near(a) if kind != "seed" and a.ndim else a for a, kind in kinds]
-            for i, array in enumerate(one.update(state, list(map(near, sums)))):
+            for i, array in enumerate(self._updated(state, list(map(near, sums)))):
                 apart[i] = np.maximum(apart[i], np.abs(dense(array) - dense(base[i])))
         return [
             MARGIN * (a + np.sqrt(np.mean(a**2)) + EPS * (np.abs(dense(b)) + np.abs(dense(o))))
@@ -2372,31 +2381,31 @@ class Comparison:
 
     def _update_hypotheses(self, r: int) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
         """Yields (cause, text, all variables that the optimizer would then leave)."""
-        one, num = self._one, len(self._replicas)
+        num = len(self._replicas)
         before, sums = self._all("before")[r], self._sums_of(r)
         yield "not_updated", "the weights stay as they were", lambda: before
         if self._has("sums") and num > 1:
             own, clips = self._all(self._kind_sent)[r], self._recording.clips_sum
             text = "the update is made with the replica's own gradients, not with the sum"
-            yield "not_all_reduced", text, lambda: one.update(before, own, clips=clips)
+            yield "not_all_reduced", text, lambda: self._updated(before, own, clips=clips)
         for factor, cause in ((1 / num, "mean_instead_of_sum"), (num, "scaled_gradient")):
             scaled = [_scaled(g, factor) for g in sums]
             text = f"the update is that of {factor:.4g} times the sum"
-            yield cause, text, partial(one.update, before, scaled)
+            yield cause, text, partial(self._updated, before, scaled)
         text = "the summed gradients are clipped on this replica"
-        yield "clipped_on_one_replica", text, lambda: one.update(before, sums, clips=True)
+        yield "clipped_on_one_replica", text, lambda: self._updated(before, sums, clips=True)
         olds = (self._earlier(kind) for kind in ("sums", "clipped", "raw"))
         if old := next((old for old in olds if old), None):
             text = "the update is made with the gradients of the step before"
-            yield "stale_gradient", text, lambda: one.update(before, old[r])
+            yield "stale_gradient", text, lambda: self._updated(before, old[r])
 
     def _changes_of_update(
         self, r: int, expected: Arrays, wrong: Sequence[int]
     ) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
         """Yields hypotheses with a number that is fitted: another learning rate, a decay."""
-        one, before, after = self._one, self._all("before")[r], self._all("after")[r]
+        before, after = self._all("before")[r], self._all("after")[r]
         sums = self._sums_of(r)
-        twices = [one.update(before, sums, rate=2.0, decays=decays) for decays in (True, False)]
+        twices = [self._updated(before, sums, rate=2.0, decays=decays) for decays in (True, False)]
         for chosen in [wrong, *([i] for i in wrong if len(wrong) > 1)]:
             apart = [dense(after[i]) - dense(expected[i]) for i in chosen]
             for twice, decays in zip(twices, (True, False), strict=True):
@@ -2406,7 +2415,7 @@ class Comparison:
                     yield (
                         "other_learning_rate",
                         f"the learning rate is {rate:.4g} times that of the optimizer",
-                        partial(one.update, before, sums, rate=rate, decays=decays),
+                        partial(self._updated, before, sums, rate=rate, decays=decays),
                     )  # fmt: skip
             for base in (expected, before):
                 decay = -_factor(apart, [dense(base[i]) for i in chosen])

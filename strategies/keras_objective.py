@@ -16,6 +16,7 @@ examples, and the gradients that it hands to its optimizer count n / N.
 Code of the model runs as on one device; see `one_device.py`.
 """
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from strategies.one_device import OneDevice, ReadingScope
+from strategies.one_device import ModelScope, OneDevice
 from strategies.replica import Replica
 from strategies.step_totals import StepTotals
 from strategies.tf_private import (
@@ -76,8 +77,19 @@ class KerasObjective:
         return dataset.map(lambda *batch: tuple(tf.nest.flatten(batch)))
 
     def prepare(self, model: keras.Model) -> None:
-        """Creates all variables of a model, its optimizer, loss and metrics, where it was built."""
+        """Creates all variables of a model, its optimizer, loss and metrics, where it was built.
+
+        Raises:
+            ValueError: two variables have the same name, by which copies and checkpoints know them.
+        """
         build_compiled(model, self._nest([_example_of(spec) for spec in self._leaves]))
+        names = collections.Counter(variable.path for variable in model.variables)
+        name, count = names.most_common(1)[0]
+        if count > 1:
+            raise ValueError(
+                f"{count} variables of model {model.name} are named {name}; give each layer a name"
+                " of its own"
+            )
         self.has_own_train_step = type(model).train_step is not keras.Model.train_step
 
     def forward(self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor) -> Forward:
@@ -232,7 +244,7 @@ class KerasObjective:
         model, size = replica.model, tf.shape(batch[0])[0]
         x, y, sample_weight = self._unpack(batch)
         values = list(zip(model.metrics_variables, states, strict=True))
-        with self._one_device.seen(), ReadingScope(values) as scope:
+        with self._one_device.seen(), ModelScope(values) as scope:
             y_pred = self._predictions(predictions, masks)
             total = compiled_loss(model, x, y, y_pred, sample_weight, training=False)
             loss = tf.cast(total, tf.float32) - added_losses(model) + regular
@@ -288,7 +300,7 @@ class KerasObjective:
         self.trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
         found = [tf.convert_to_tensor(gradients[i]) for i in self.trained]
         for gradient, weight in zip(found, self.weights(model), strict=True):
-            gradient.set_shape(weight.shape)  # A collective forgets it; buckets are made by it.
+            gradient.set_shape(weight.shape)  # Collectives and embeddings forget it.
         return found
 
     @property

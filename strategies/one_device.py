@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -13,18 +13,6 @@ from strategies.tf_private import is_seed, local_replica_id, stored_value
 T = TypeVar("T")
 # 2³² over the golden ratio: multiples of it, mod 2³², are far apart.
 _SEED_STRIDE = 0x9E3779B9
-
-
-class ReadingScope(keras.StatelessScope):
-    """A scope in which variables without a value of its own have that which they store.
-
-    Keras' own has none for them where it computes `model.losses`: regularizers then fail.
-    """
-
-    def get_current_value(self, variable: keras.Variable) -> Any:
-        """Returns the value of a variable in this scope."""
-        found = super().get_current_value(variable)
-        return stored_value(variable) if found is None else found
 
 
 class OneDevice:
@@ -64,20 +52,47 @@ class OneDevice:
             stored.append(value)
             own.append(seed_of_replica(value, replica.replica_id) if id(v) in seeds else value)
         mapping = list(zip(variables, own, strict=True))
-        with self.seen(), ReadingScope(mapping, collect_losses=True) as scope:
+        with self.seen(), ModelScope(mapping, collect_losses=True) as scope:
             before = [scope.get_current_value(v) for v in variables]
             result = function()
+        self._check_weights(replica.model, scope)
         for v, old, first in zip(variables, stored, before, strict=True):
             new = scope.get_current_value(v)
             if assigns and new is not first:
                 v.value.assign(old + (new - first) if id(v) in seeds else new)
         return result
 
+    def _check_weights(self, model: keras.Model, scope: "ModelScope") -> None:
+        """Checks that a call has assigned to no weight: the update alone may.
+
+        Raises:
+            ValueError: it has.
+        """
+        for weight in model.trainable_variables:
+            if scope.was_assigned(weight):
+                raise ValueError(
+                    f"model {model.name} assigns to its weight {weight.path} when it is called, so"
+                    " that each replica would have another one; use keras_fit"
+                )
+
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
         """Lets `tf.distribute` show one replica; variables are still those of this one."""
         with tf.distribute.ReplicaContext(self._strategy, local_replica_id()):
             yield
+
+
+class ModelScope(keras.StatelessScope):
+    """A scope in which variables that it was given no value for have their own."""
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
+        """Returns the value of a variable; regularizers ask for it without looking further."""
+        value = super().get_current_value(variable)
+        return stored_value(variable) if value is None else value
+
+    def was_assigned(self, variable: keras.Variable) -> bool:
+        """Tells whether a variable without a given value has one now."""
+        return super().get_current_value(variable) is not None
 
 
 def seed_of_replica(state: tf.Tensor, replica_id: int | tf.Tensor) -> tf.Tensor:

@@ -66,7 +66,8 @@ class ShardStep(Copies):
         model, optimizer = model_fn(), optimizer_fn()
         if self.objective:
             self.objective.prepare(model)
-        optimizer.build(model.trainable_variables)
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
         return model, optimizer
 
     def new_statistics(self, model: keras.Model) -> list[list[keras.Variable]]:

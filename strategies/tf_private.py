@@ -109,14 +109,6 @@ def layer_nodes(
     ]
 
 
-def stored_value(variable: keras.Variable) -> tf.Variable | None:
-    """Returns what stores the value of a variable, whatever scope it is read in; None before that.
-
-    The public `variable.value` asks the scope.
-    """
-    return _private(variable, "_value")
-
-
 def free_values(variables: Sequence[keras.Variable]) -> None:
     """Frees the memory of variables; they keep names, shapes and dtypes.
 
@@ -340,3 +332,8 @@ def is_synchronized(layer: keras.layers.Layer) -> bool:
     """Tells whether a layer, or one inside it, normalises over the examples of all replicas."""
     layers = _private(layer, "_flatten_layers")()
     return any(getattr(inner, "synchronized", False) for inner in layers)
+
+
+def stored_value(variable: keras.Variable) -> tf.Variable:
+    """Returns the `tf.Variable` of a Keras variable, whatever scope it is asked in."""
+    return _private(variable, "_value")

@@ -10,7 +10,7 @@ from recorders.lockstep_keras import Arrays, Hooks, Recording, kinds_of_variable
 from strategies.base import Strategy
 from strategies.observer import Observer, Predicted
 from strategies.one_device import seed_of_replica
-from strategies.tf_private import inner_optimizer, is_seed
+from strategies.tf_private import is_seed
 
 
 class CaseRecorder(Observer):
@@ -47,7 +47,9 @@ class CaseRecorder(Observer):
         recording.steps, recording.numbers = [], []
         with Hooks() as hooks:
             for replica in self._strategy.replicas:
-                optimizer = inner_optimizer(replica.optimizer)
+                optimizer = replica.optimizer
+                if optimizer.gradient_accumulation_steps:
+                    continue  # What it clips is not the sum of this step.
                 hooks.hook(optimizer, "_clip_gradients", self._clipping_of(replica.replica_id))
             for number in range(1, max(steps) + 1):
                 before = self._states()
