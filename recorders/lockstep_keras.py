@@ -94,6 +94,7 @@ REMEDIES = {
     "weight_decay_on_top": "apply weight decay in one place: the optimizer or the loss",
     "schedule_stepped_too_often": "advance `optimizer.iterations` once for each update",
     "not_updated": "apply the summed gradients on every replica",
+    "update_not_seen": "apply gradients by `model.optimizer.apply`",
     "other_loss": "compile the same loss for all runs",
     "other_metric": "let the metric add up sums and counts, and divide after adding those of all"
     " replicas",
@@ -322,7 +323,8 @@ class Recorder(Hooks, Recording):
             from 1.
 
     Raises:
-        ValueError: the model is not compiled, or is compiled by XLA, where no hook can run.
+        ValueError: the model is not compiled, or is compiled by XLA or with several optimizers,
+            where no hook can run.
     """
 
     def __init__(self, model: keras.Model, steps: int | Collection[int] = 3):
@@ -334,6 +336,11 @@ class Recorder(Hooks, Recording):
             raise ValueError(
                 f"model {model.name} is compiled with jit_compile=True, and XLA runs no hook;"
                 " record it with jit_compile=False"
+            )
+        if isinstance(model.optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+            raise ValueError(
+                f"model {model.name} is compiled with a MultiOptimizer, whose optimizers no hook"
+                " sees; record it with one optimizer at a time, for all weights"
             )
         self._model = model
         self._wanted = range(1, steps + 1) if isinstance(steps, int) else steps
@@ -746,6 +753,27 @@ class OneDevice:
                 if layer._call_has_training_arg:
                     hooks.hook(layer, "call", inference)
             return function()
+
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Lets layers that compute in bfloat16 or float16 do so in float32, in a `with` block.
+
+        Random layers stay as they are: they would draw other numbers.
+        """
+        layers = [
+            layer
+            for layer in self.model._flatten_layers()
+            if type(layer.dtype_policy) is keras.DTypePolicy and layer not in self.random_layers
+        ]
+        policies = [layer.dtype_policy for layer in layers]
+        try:
+            for layer in layers:
+                if layer.compute_dtype != layer.variable_dtype == "float32":
+                    layer.dtype_policy = "float32"
+            yield
+        finally:
+            for layer, policy in zip(layers, policies, strict=True):
+                layer.dtype_policy = policy
 
     def _unpack(self, data: Arrays) -> tuple[Any, Any, Any]:
         nest = from_json(self._recording.structure, self._tensors(data))
@@ -1296,6 +1324,12 @@ class Comparison:
             result = one.step(state, [array[order] for array in data], scales=scales)
             back = np.argsort(order)
             result.y_pred = [p[back] for p in result.y_pred]
+            if not self._is_another_step(result, own, repeated):
+                repeated.append(result)
+        if one.unit > EPS:
+            # A sum in bfloat16 may stop growing at the same number in all of these repetitions.
+            with one.in_float32():
+                result = one.step(state, data, scales=scales)
             if not self._is_another_step(result, own, repeated):
                 repeated.append(result)
         forward = backward = one.unit
@@ -2168,6 +2202,7 @@ class Comparison:
             yield from self._skipped_update()
             return
         if not self._sums_of(0):
+            yield from self._unseen_update()
             return
         self._checks()
         one, checked = self._one, {}
@@ -2185,6 +2220,23 @@ class Comparison:
             if wrong := [i for i in watched if not _within(after[i], expected[i], bounds[i])]:
                 self._update_is_wrong = True
                 yield from self._why_update(r, expected, bounds, wrong)
+
+    def _unseen_update(self) -> Iterator[Finding]:
+        """Says that a step changes weights without the optimizer, so that little can be checked."""
+        pairs = list(zip(self._all("before"), self._all("after"), strict=True))
+        changed = [
+            i
+            for i, kind in enumerate(self._kinds)
+            if kind == "weight" and not all(_same(before[i], after[i]) for before, after in pairs)
+        ]
+        if changed:
+            self._checks()
+            yield self._found(
+                "update_not_seen",
+                "weights change, and the compiled optimizer was given no gradients: gradients,"
+                " all-reduce and update could not be checked",
+                tensors=tuple(self._paths[i] for i in changed), design=True,
+            )  # fmt: skip
 
     def _skipped_update(self) -> Iterator[Finding]:
         """Checks a step that one device skips, or that was skipped, as gradients overflowed."""
