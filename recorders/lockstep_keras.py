@@ -754,23 +754,35 @@ class OneDevice:
                     hooks.hook(layer, "call", inference)
             return function()
 
-    @contextlib.contextmanager
-    def in_float32(self) -> Iterator[None]:
-        """Lets layers that compute in bfloat16 or float16 do so in float32, in a `with` block.
+    def step_in_float32(
+        self, state: Arrays, data: Arrays, scales: tuple[float, float]
+    ) -> StepResult | None:
+        """Runs a step with layers in float32 that compute in bfloat16 or float16.
 
-        Random layers stay as they are: they would draw other numbers.
+        Random layers stay as they are, they would draw other numbers; and so do layers that are
+        made of them, as an LSTM with dropout is.
+
+        Returns:
+            The step; None where layers cannot be in float32.
         """
+
+        def is_random(layer: keras.layers.Layer) -> bool:
+            return any(part in self.random_layers for part in layer._flatten_layers())
+
         layers = [
             layer
             for layer in self.model._flatten_layers()
-            if type(layer.dtype_policy) is keras.DTypePolicy and layer not in self.random_layers
+            if type(layer.dtype_policy) is keras.DTypePolicy
+            and layer.compute_dtype != layer.variable_dtype == "float32"
+            and (isinstance(layer, keras.Model) or not is_random(layer))
         ]
         policies = [layer.dtype_policy for layer in layers]
         try:
             for layer in layers:
-                if layer.compute_dtype != layer.variable_dtype == "float32":
-                    layer.dtype_policy = "float32"
-            yield
+                layer.dtype_policy = "float32"
+            return self.step(state, data, scales=scales)
+        except Exception:  # Of the user's code, which may be made for another dtype.
+            return None
         finally:
             for layer, policy in zip(layers, policies, strict=True):
                 layer.dtype_policy = policy
@@ -1326,12 +1338,10 @@ class Comparison:
             result.y_pred = [p[back] for p in result.y_pred]
             if not self._is_another_step(result, own, repeated):
                 repeated.append(result)
-        if one.unit > EPS:
-            # A sum in bfloat16 may stop growing at the same number in all of these repetitions.
-            with one.in_float32():
-                result = one.step(state, data, scales=scales)
-            if not self._is_another_step(result, own, repeated):
-                repeated.append(result)
+        # A sum in bfloat16 may stop growing at the same number in all of these repetitions.
+        fine = one.step_in_float32(state, data, scales) if one.unit > EPS else None
+        if fine and not self._is_another_step(fine, own, repeated):
+            repeated.append(fine)
         forward = backward = one.unit
         gradients = [0.0] * len(own.raw)
         size = np.sqrt(sum(norm(g) ** 2 for g in own.raw))

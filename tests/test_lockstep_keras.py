@@ -772,8 +772,7 @@ def test_rounding_in_bfloat16_is_measured_against_float32():
     state, examples = recorder.steps[0]["before", 0], recorder.steps[0]["data", 0]
     step = functools.partial(one.step, state, examples, scales=(1 / 3, 1 / 3))
     own = step()
-    with one.in_float32():
-        fine = step()
+    fine = one.step_in_float32(state, examples, (1 / 3, 1 / 3))
     again = step()
     assert all(map(np.array_equal, again.raw, own.raw))
     apart = lockstep_keras._relative(own.y_pred, fine.y_pred)
