@@ -90,7 +90,8 @@ REMEDIES = {
     "clipped_on_one_replica": "clip on all replicas, after the sum",
     "overflow_not_skipped": "use mixed_bfloat16, which needs no loss scale; Keras looks for an"
     " overflow in the gradients of replica 0 only",
-    "not_finite": "look for the step that made the weights NaN or infinite",
+    "not_finite": "look at the first step with numbers that are NaN or infinite: its examples, the"
+    " loss, the learning rate",
     "weight_decay_on_top": "apply weight decay in one place: the optimizer or the loss",
     "schedule_stepped_too_often": "advance `optimizer.iterations` once for each update",
     "not_updated": "apply the summed gradients on every replica",
@@ -544,6 +545,11 @@ def _numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype("float32" if dtype == "bfloat16" else dtype)
 
 
+def _unit_of(dtype: str) -> float:
+    """Returns the largest step between numbers near 1."""
+    return {"bfloat16": 2.0**-7, "float16": 2.0**-10}.get(dtype, EPS)
+
+
 def _to_numpy_dtype(tensor: Any) -> tf.Tensor:
     """Casts bfloat16, which NumPy cannot save, to float32."""
     tensor = tf.convert_to_tensor(tensor)
@@ -641,8 +647,12 @@ class OneDevice:
     @property
     def unit(self) -> float:
         """The largest step between numbers near 1 in what the layers compute in."""
-        eps = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
-        return max([EPS, *(eps.get(layer.compute_dtype, 0) for layer in _leaf_layers(self.model))])
+        return max([EPS, *(_unit_of(layer.compute_dtype) for layer in _leaf_layers(self.model))])
+
+    @property
+    def units(self) -> list[float]:
+        """The same of each variable."""
+        return [_unit_of(variable.dtype) for variable in self.state]
 
     def load(self, state: Arrays) -> None:
         """Assigns all variables."""
@@ -1030,8 +1040,9 @@ class Losses:
 
     @property
     def size(self) -> float:
-        """What distances are relative to."""
-        return max(abs(self.whole), sum(map(abs, self.taken)), TINY)
+        """What distances are relative to: of numbers that are not NaN or infinite."""
+        whole, *taken = (abs(x) if np.isfinite(x) else 0.0 for x in (self.whole, *self.taken))
+        return max(whole, sum(taken), TINY)
 
     @property
     def apart(self) -> float:
@@ -1136,8 +1147,9 @@ class Losses:
         )
 
     def _near(self, number: float, other: float) -> bool:
-        apart = abs(number - other)
-        return not np.isfinite(other) or bool(apart <= self.allowed * self.size)
+        if not np.isfinite(other):
+            return not np.isfinite(number)
+        return bool(abs(number - other) <= self.allowed * self.size)
 
 
 class Comparison:
@@ -1730,6 +1742,13 @@ class Comparison:
     def _gradients(self) -> Iterator[Finding]:
         if not self._has("raw") or self._overflows or self._loss_is_unknown:
             return
+        if odd := self._not_finite():
+            yield self._found(
+                "not_finite",
+                "gradients are NaN or infinite, on one device too: nothing to compare with",
+                replicas=odd, design=True,
+            )  # fmt: skip
+            return
         if self._sums_in_the_step():
             yield from self._gradients_of_the_whole()
             return
@@ -1754,6 +1773,14 @@ class Comparison:
             if wrong := [i for i, is_near in enumerate(near) if not is_near]:
                 yield from self._why_gradients(r, actual, expected, wrong)
         yield from self._additive()
+
+    def _not_finite(self) -> tuple[int, ...]:
+        """Returns the replicas whose gradients are NaN or infinite, as they are on one device."""
+        return tuple(
+            r
+            for r, (raw, own) in enumerate(zip(self._all("raw"), self._own, strict=True))
+            if not is_finite(raw) and not is_finite(own.raw)
+        )
 
     def _gradients_together(self) -> Iterator[Finding]:
         """Checks the sum of what the replicas send against the gradients of the whole batch."""
@@ -2190,9 +2217,10 @@ class Comparison:
             groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
             known: list[np.ndarray] = []
             tensors = list(enumerate(zip(self._sums_of(r), *sent, strict=True)))
+            units = [self._one.units[self._paths.index(p)] for p in self._recording.gradients]
             # Few elements do not tell by what factors they are summed; large tensors do.
             for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
-                if _within(got, add(parts), _sum_bound(parts)):
+                if _within(got, add(parts), _sum_bound(parts, units[i])):
                     continue
                 before = []
                 if sent_before:
@@ -2283,28 +2311,34 @@ class Comparison:
         The update is repeated from gradients and states that are one unit in the last place off.
         """
         one, generator = self._one, np.random.default_rng(self._step)
+        units = one.units
+        units_of_sums = [units[self._paths.index(path)] for path in self._recording.gradients]
         base = one.update(before, sums)
         apart = [np.zeros(array.shape) for array in base]
+
+        def size(array: Any) -> np.ndarray:
+            return np.abs(np.where(np.isfinite(array), dense(array), 0))
+
         for _ in range(3):
 
-            def near(array: Any) -> Any:
+            def near(array: Any, unit: float) -> Any:
                 if isinstance(array, Sparse):
-                    return array._replace(values=near(array.values))
+                    return array._replace(values=near(array.values, unit))
                 if not np.issubdtype(array.dtype, np.floating):
                     return array
-                return array * (1 + EPS * generator.choice([-1, 1], array.shape)).astype(
+                return array * (1 + unit * generator.choice([-1, 1], array.shape)).astype(
                     array.dtype
                 )
 
-            kinds = zip(before, self._kinds, strict=True)
+            kinds = zip(before, self._kinds, units, strict=True)
             # A schedule's step and a factor that is multiplied up stay what they are.
-            state = [near(a) if kind != "seed" and a.ndim else a for a, kind in kinds]
-            for i, array in enumerate(one.update(state, list(map(near, sums)))):
-                apart[i] = np.maximum(apart[i], np.abs(dense(array) - dense(base[i])))
+            state = [near(a, u) if kind != "seed" and a.ndim else a for a, kind, u in kinds]
+            for i, array in enumerate(one.update(state, list(map(near, sums, units_of_sums)))):
+                moved = np.abs(dense(array) - dense(base[i]))
+                apart[i] = np.maximum(apart[i], np.where(np.isfinite(moved), moved, 0))
         return [
-            MARGIN * (a + np.sqrt(np.mean(a**2)) + EPS * (np.abs(dense(b)) + np.abs(dense(o))))
-            + TINY
-            for a, b, o in zip(apart, base, before, strict=True)
+            MARGIN * (a + np.sqrt(np.mean(a**2)) + unit * (size(b) + size(o))) + TINY
+            for a, b, o, unit in zip(apart, base, before, units, strict=True)
         ]
 
     def _why_update(
@@ -2494,10 +2528,10 @@ def _threshold(clipped: Arrays, raw: Arrays) -> str:
     return ""
 
 
-def _sum_bound(parts: Sequence[Any]) -> np.ndarray:
-    """Returns how far the order of summation may carry each element."""
+def _sum_bound(parts: Sequence[Any], unit: float = EPS) -> np.ndarray:
+    """Returns how far the order of summation may carry each element, in a dtype of this unit."""
     size = np.sum([np.abs(dense(part)) for part in parts], axis=0)
-    return (len(parts) + 1) * EPS * size + TINY
+    return (len(parts) + 1) * unit * size + TINY
 
 
 def _why_sum(

@@ -141,6 +141,11 @@ MODELS = {
         (IMAGES, CLASSES),
         [],
     ),
+    "weights in bfloat16": (
+        lambda: in_dtype("bfloat16", lambda: compiled(attention(), optimizer=optimizers.Muon(0.1))),
+        (TOKENS, Y),
+        [],
+    ),
     "synchronized BatchNorm": (
         lambda: compiled(
             convolution(layers.BatchNormalization(synchronized=True)), cross_entropy()
@@ -670,6 +675,27 @@ def test_a_last_batch_that_does_not_divide():
     _, recorder = record(plain, (X, Y), steps=4)
     finding = only(compare(recorder, plain()), "loss", "mean_of_means")
     assert finding.steps == (4,) and "2/2/0" in finding.text
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_on_one_device_either_has_no_fault(bad):
+    y = Y.copy()
+    y[12 + 5, 0] = bad
+    _, recorder = record(adam, (X, y))
+    first, second = compare(recorder, adam).findings
+    assert (first.stage, first.steps) == ("start", (3,))
+    assert (second.stage, second.steps, second.replicas) == ("gradients", (2,), (1,))
+    assert {(f.status, f.cause) for f in (first, second)} == {(BY_DESIGN, "not_finite")}
+
+
+def test_gradients_that_are_not_finite_on_one_replica_only_are_a_fault():
+    def divided(i, gradient):
+        return gradient / 0 if replica_id() == 1 else gradient
+
+    _, recorder = record(plain, (X, Y), inject=before_clipping(divided), steps=1)
+    report = compare(recorder, plain)
+    assert report.status("gradients") == FAULT
+    assert {f.replicas for f in report.faults if f.stage == "gradients"} == {(1,)}
 
 
 def test_another_loss():
