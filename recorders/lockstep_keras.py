@@ -90,10 +90,12 @@ REMEDIES = {
     "clipped_on_one_replica": "clip on all replicas, after the sum",
     "overflow_not_skipped": "use mixed_bfloat16, which needs no loss scale; Keras looks for an"
     " overflow in the gradients of replica 0 only",
-    "not_finite": "look for the step that made the weights NaN or infinite",
+    "not_finite": "look at the first step with numbers that are NaN or infinite: its examples, the"
+    " loss, the learning rate",
     "weight_decay_on_top": "apply weight decay in one place: the optimizer or the loss",
     "schedule_stepped_too_often": "advance `optimizer.iterations` once for each update",
     "not_updated": "apply the summed gradients on every replica",
+    "update_not_seen": "apply gradients by `model.optimizer.apply`",
     "other_loss": "compile the same loss for all runs",
     "other_metric": "let the metric add up sums and counts, and divide after adding those of all"
     " replicas",
@@ -332,7 +334,8 @@ class Recorder(Hooks, Recording):
             from 1.
 
     Raises:
-        ValueError: the model is not compiled, or is compiled by XLA, where no hook can run.
+        ValueError: the model is not compiled, or is compiled by XLA or with several optimizers,
+            where no hook can run.
     """
 
     def __init__(self, model: keras.Model, steps: int | Collection[int] = 3):
@@ -344,6 +347,11 @@ class Recorder(Hooks, Recording):
             raise ValueError(
                 f"model {model.name} is compiled with jit_compile=True, and XLA runs no hook;"
                 " record it with jit_compile=False"
+            )
+        if isinstance(model.optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+            raise ValueError(
+                f"model {model.name} is compiled with a MultiOptimizer, whose optimizers no hook"
+                " sees; record it with one optimizer at a time, for all weights"
             )
         self._model = model
         self._wanted = range(1, steps + 1) if isinstance(steps, int) else steps
@@ -546,6 +554,11 @@ def _numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype("float32" if dtype == "bfloat16" else dtype)
 
 
+def _unit_of(dtype: str) -> float:
+    """Returns the largest step between numbers near 1."""
+    return {"bfloat16": 2.0**-7, "float16": 2.0**-10}.get(dtype, EPS)
+
+
 def _to_numpy_dtype(tensor: Any) -> tf.Tensor:
     """Casts bfloat16, which NumPy cannot save, to float32."""
     tensor = tf.convert_to_tensor(tensor)
@@ -643,8 +656,12 @@ class OneDevice:
     @property
     def unit(self) -> float:
         """The largest step between numbers near 1 in what the layers compute in."""
-        eps = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
-        return max([EPS, *(eps.get(layer.compute_dtype, 0) for layer in _leaf_layers(self.model))])
+        return max([EPS, *(_unit_of(layer.compute_dtype) for layer in _leaf_layers(self.model))])
+
+    @property
+    def units(self) -> list[float]:
+        """The same of each variable."""
+        return [_unit_of(variable.dtype) for variable in self.state]
 
     def load(self, state: Arrays) -> None:
         """Assigns all variables."""
@@ -779,6 +796,40 @@ class OneDevice:
                 if layer._call_has_training_arg:
                     hooks.hook(layer, "call", inference)
             return function()
+
+    def step_in_float32(
+        self, state: Arrays, data: Arrays, scales: tuple[float, float],
+        starts: Arrays | None = None,
+    ) -> StepResult | None:  # fmt: skip
+        """Runs a step with layers in float32 that compute in bfloat16 or float16.
+
+        Random layers stay as they are, they would draw other numbers; and so do layers that are
+        made of them, as an LSTM with dropout is.
+
+        Returns:
+            The step; None where layers cannot be in float32.
+        """
+
+        def is_random(layer: keras.layers.Layer) -> bool:
+            return any(part in self.random_layers for part in layer._flatten_layers())
+
+        layers = [
+            layer
+            for layer in self.model._flatten_layers()
+            if type(layer.dtype_policy) is keras.DTypePolicy
+            and layer.compute_dtype != layer.variable_dtype == "float32"
+            and (isinstance(layer, keras.Model) or not is_random(layer))
+        ]
+        policies = [layer.dtype_policy for layer in layers]
+        try:
+            for layer in layers:
+                layer.dtype_policy = "float32"
+            return self.step(state, data, scales=scales, starts=starts)
+        except Exception:  # Of the user's code, which may be made for another dtype.
+            return None
+        finally:
+            for layer, policy in zip(layers, policies, strict=True):
+                layer.dtype_policy = policy
 
     def _unpack(self, data: Arrays) -> tuple[Any, Any, Any]:
         nest = from_json(self._recording.structure, self._tensors(data))
@@ -1031,8 +1082,9 @@ class Losses:
 
     @property
     def size(self) -> float:
-        """What distances are relative to."""
-        return max(abs(self.whole), sum(map(abs, self.taken)), TINY)
+        """What distances are relative to: of numbers that are not NaN or infinite."""
+        whole, *taken = (abs(x) if np.isfinite(x) else 0.0 for x in (self.whole, *self.taken))
+        return max(whole, sum(taken), TINY)
 
     @property
     def apart(self) -> float:
@@ -1137,8 +1189,9 @@ class Losses:
         )
 
     def _near(self, number: float, other: float) -> bool:
-        apart = abs(number - other)
-        return not np.isfinite(other) or bool(apart <= self.allowed * self.size)
+        if not np.isfinite(other):
+            return not np.isfinite(number)
+        return bool(abs(number - other) <= self.allowed * self.size)
 
 
 class Comparison:
@@ -1354,6 +1407,10 @@ class Comparison:
             result.y_pred = [p[back] for p in result.y_pred]
             if not self._is_another_step(result, own, repeated):
                 repeated.append(result)
+        # A sum in bfloat16 may stop growing at the same number in all of these repetitions.
+        fine = one.step_in_float32(state, data, scales, starts) if one.unit > EPS else None
+        if fine and not self._is_another_step(fine, own, repeated):
+            repeated.append(fine)
         forward = backward = one.unit
         gradients = [0.0] * len(own.raw)
         size = np.sqrt(sum(norm(g) ** 2 for g in own.raw))
@@ -1759,6 +1816,13 @@ class Comparison:
     def _gradients(self) -> Iterator[Finding]:
         if not self._has("raw") or self._overflows or self._loss_is_unknown:
             return
+        if odd := self._not_finite():
+            yield self._found(
+                "not_finite",
+                "gradients are NaN or infinite, on one device too: nothing to compare with",
+                replicas=odd, design=True,
+            )  # fmt: skip
+            return
         if self._sums_in_the_step():
             yield from self._gradients_of_the_whole()
             return
@@ -1784,6 +1848,14 @@ class Comparison:
                 yield from self._why_gradients(r, actual, expected, wrong)
         if not self._recording.whole_loss:
             yield from self._additive()
+
+    def _not_finite(self) -> tuple[int, ...]:
+        """Returns the replicas whose gradients are NaN or infinite, as they are on one device."""
+        return tuple(
+            r
+            for r, (raw, own) in enumerate(zip(self._all("raw"), self._own, strict=True))
+            if not is_finite(raw) and not is_finite(own.raw)
+        )
 
     def _gradients_together(self) -> Iterator[Finding]:
         """Checks the sum of what the replicas send against the gradients of the whole batch."""
@@ -2236,9 +2308,10 @@ class Comparison:
             groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
             known: list[np.ndarray] = []
             tensors = list(enumerate(zip(received[r], *sent, strict=True)))
+            units = [self._one.units[self._paths.index(p)] for p in self._recording.gradients]
             # Few elements do not tell by what factors they are summed; large tensors do.
             for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
-                if _within(got, add(parts), _sum_bound(parts)):
+                if _within(got, add(parts), _sum_bound(parts, units[i])):
                     continue
                 before = []
                 if sent_before:
@@ -2258,6 +2331,7 @@ class Comparison:
             yield from self._skipped_update()
             return
         if not self._sums_of(0):
+            yield from self._unseen_update()
             return
         self._checks()
         one, checked = self._one, {}
@@ -2275,6 +2349,23 @@ class Comparison:
             if wrong := [i for i in watched if not _within(after[i], expected[i], bounds[i])]:
                 self._update_is_wrong = True
                 yield from self._why_update(r, expected, bounds, wrong)
+
+    def _unseen_update(self) -> Iterator[Finding]:
+        """Says that a step changes weights without the optimizer, so that little can be checked."""
+        pairs = list(zip(self._all("before"), self._all("after"), strict=True))
+        changed = [
+            i
+            for i, kind in enumerate(self._kinds)
+            if kind == "weight" and not all(_same(before[i], after[i]) for before, after in pairs)
+        ]
+        if changed:
+            self._checks()
+            yield self._found(
+                "update_not_seen",
+                "weights change, and the compiled optimizer was given no gradients: gradients,"
+                " all-reduce and update could not be checked",
+                tensors=tuple(self._paths[i] for i in changed), design=True,
+            )  # fmt: skip
 
     def _skipped_update(self) -> Iterator[Finding]:
         """Checks a step that one device skips, or that was skipped, as gradients overflowed."""
@@ -2310,29 +2401,35 @@ class Comparison:
 
         The update is repeated from gradients and states that are one unit in the last place off.
         """
-        generator = np.random.default_rng(self._step)
+        generator, units = np.random.default_rng(self._step), self._one.units
+        units_of_sums = [units[self._paths.index(path)] for path in self._recording.gradients]
         base = self._updated(before, sums)
         apart = [np.zeros(array.shape) for array in base]
+
+        def size(array: Any) -> np.ndarray:
+            return np.abs(np.where(np.isfinite(array), dense(array), 0))
+
         for _ in range(3):
 
-            def near(array: Any) -> Any:
+            def near(array: Any, unit: float) -> Any:
                 if isinstance(array, Sparse):
-                    return array._replace(values=near(array.values))
+                    return array._replace(values=near(array.values, unit))
                 if not np.issubdtype(array.dtype, np.floating):
                     return array
-                return array * (1 + EPS * generator.choice([-1, 1], array.shape)).astype(
+                return array * (1 + unit * generator.choice([-1, 1], array.shape)).astype(
                     array.dtype
                 )
 
-            kinds = zip(before, self._kinds, strict=True)
+            kinds = zip(before, self._kinds, units, strict=True)
             # A schedule's step and a factor that is multiplied up stay what they are.
-            state = [near(a) if kind != "seed" and a.ndim else a for a, kind in kinds]
-            for i, array in enumerate(self._updated(state, list(map(near, sums)))):
-                apart[i] = np.maximum(apart[i], np.abs(dense(array) - dense(base[i])))
+            state = [near(a, u) if kind != "seed" and a.ndim else a for a, kind, u in kinds]
+            moved_on = self._updated(state, list(map(near, sums, units_of_sums)))
+            for i, array in enumerate(moved_on):
+                moved = np.abs(dense(array) - dense(base[i]))
+                apart[i] = np.maximum(apart[i], np.where(np.isfinite(moved), moved, 0))
         return [
-            MARGIN * (a + np.sqrt(np.mean(a**2)) + EPS * (np.abs(dense(b)) + np.abs(dense(o))))
-            + TINY
-            for a, b, o in zip(apart, base, before, strict=True)
+            MARGIN * (a + np.sqrt(np.mean(a**2)) + unit * (size(b) + size(o))) + TINY
+            for a, b, o, unit in zip(apart, base, before, units, strict=True)
         ]
 
     def _why_update(
@@ -2522,10 +2619,10 @@ def _threshold(clipped: Arrays, raw: Arrays) -> str:
     return ""
 
 
-def _sum_bound(parts: Sequence[Any]) -> np.ndarray:
-    """Returns how far the order of summation may carry each element."""
+def _sum_bound(parts: Sequence[Any], unit: float = EPS) -> np.ndarray:
+    """Returns how far the order of summation may carry each element, in a dtype of this unit."""
     size = np.sum([np.abs(dense(part)) for part in parts], axis=0)
-    return (len(parts) + 1) * EPS * size + TINY
+    return (len(parts) + 1) * unit * size + TINY
 
 
 def _why_sum(
