@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import sys
 import textwrap
 import types
@@ -262,24 +263,34 @@ def verify(out, *arguments):
 @pytest.mark.e2e
 def test_faults_are_named_with_remedy_and_exit_code(tmp_path):
     case = EXAMPLES / "case_fit.py"
-    result, record = verify(tmp_path / "run", f"--case={case}", "--num_devices=2", "--keep_traces")
+    out = tmp_path / "run"
+    result, record = verify(out, f"--case={case}", "--num_devices=2", "--keep_traces")
     assert result.returncode == 9, result.stdout + result.stderr
-    assert (
-        result.stderr.strip()
-        .splitlines()[-1]
-        .startswith(
-            "error: keras_fit is not the training that case_fit.py defines on one device:"
-            " same random numbers, clipped before the sum"
-        )
+    verdict = (
+        "keras_fit is not the training that case_fit.py defines on one device: same random numbers,"
+        " clipped before the sum"
     )
+    assert result.stderr.splitlines()[-1] == f"error: {verdict}; see {out}/report.html"
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("verifying")]
+    assert lines[0].startswith("single is the training that case_fit.py defines on one device:")
+    assert lines[1] == verdict
+    assert lines[-1].startswith(f"open {out}/report.html ")
+    for name in ("verify.png", "verify.svg", "report.html"):
+        assert name in lines[-2] and (out / name).stat().st_size > 10_000
+    assert verdict in (out / "report.html").read_text(encoding="utf-8")
     assert record["strategies"]["single"]["findings"] == []
     findings = record["strategies"]["keras_fit"]["findings"]
     assert [(f["stage"], f["cause"]) for f in findings] == [
         ("random numbers", "same_random_numbers"), ("clipping", "clipped_before_the_sum")
     ]  # fmt: skip
-    assert "clipnorm=0.1" in findings[1]["text"] and "remedy  clip after the sum" in result.stdout
+    assert "clipnorm=0.1" in findings[1]["text"]
+    assert re.search(r"^  remedy +clip after the sum", result.stdout, re.MULTILINE)
     stages = record["strategies"]["keras_fit"]["stages"]
     assert stages["gradients"] == stages["update"] == stages["evaluation"] == "clean"
+    assert {*findings[0]} == {
+        "stage", "status", "cause", "text", "remedy", "steps", "replicas", "tensors", "distance",
+        "allowed",
+    }  # fmt: skip
     for strategy in ("single", "keras_fit"):
         assert len(list((tmp_path / "run/traces" / strategy).iterdir())) == 4
         recording = Recording.load(tmp_path / f"run/traces/{strategy}/1-first.npz")

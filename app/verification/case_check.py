@@ -1,6 +1,7 @@
 """Verifies a case in a process of its own: records `fit`, and compares it with one device."""
 
 import contextlib
+import dataclasses
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,11 +14,12 @@ import tensorflow as tf
 from app.config import VerifyConfig
 from app.config.names import KERAS_FIT
 from app.devices.device_setup import Devices
+from app.records.case_record import EVALUATION
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
 from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData, Phase
-from app.verification.case_result import EVALUATION, CaseFinding, CaseResult
+from app.verification.case_result import CaseResult
 from recorders.lockstep_keras import (
     BY_DESIGN,
     CLEAN,
@@ -81,6 +83,7 @@ def verify_with(
         simulated_devices=devices.simulated and len(devices.names) > 1,
         steps=[name for names, _ in reports for name in names],
         stages=stages,
+        compared=STAGES,
         findings=_merged(reports),
         tolerance=reports[0][1].tolerance if reports else "",
         model=training.one.name,
@@ -234,8 +237,8 @@ class CaseTraining:
         return Report(1, self._strategy.num_replicas_in_sync, findings, ["evaluation"], "")
 
 
-def _merged(reports: list[tuple[list[str], Report]]) -> list[CaseFinding]:
-    """Puts findings of the same stage and cause together over the phases."""
+def _merged(reports: list[tuple[list[str], Report]]) -> list[dict[str, Any]]:
+    """Merges findings of the same stage and cause over the phases; returns them as plain data."""
     merged: dict[tuple[str, str], list[tuple[Finding, list[str]]]] = {}
     for names, report in reports:
         for finding in report.findings:
@@ -245,18 +248,14 @@ def _merged(reports: list[tuple[list[str], Report]]) -> list[CaseFinding]:
     for same in merged.values():
         first, findings = same[0][0], [finding for finding, _ in same]
         found.append(
-            CaseFinding(
-                stage=first.stage,
-                status=first.status,
-                cause=first.cause,
-                text=first.text,
-                remedy=first.remedy,
-                steps=tuple(dict.fromkeys(step for _, steps in same for step in steps)),
-                replicas=tuple(sorted({r for f in findings for r in f.replicas})),
-                tensors=tuple(dict.fromkeys(t for f in findings for t in f.tensors)),
-                distance=max(f.distance for f in findings),
-                allowed=first.allowed,
-            )
+            dataclasses.asdict(first)
+            | {
+                "remedy": first.remedy,
+                "steps": list(dict.fromkeys(step for _, steps in same for step in steps)),
+                "replicas": sorted({r for f in findings for r in f.replicas}),
+                "tensors": list(dict.fromkeys(t for f in findings for t in f.tensors)),
+                "distance": max(f.distance for f in findings),
+            }
         )
     order = list(STAGES)
-    return sorted(found, key=lambda f: order.index(f.stage))
+    return sorted(found, key=lambda f: order.index(f["stage"]))
