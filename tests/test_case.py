@@ -105,7 +105,7 @@ def test_options_of_a_case_need_one(options):
     [
         ("import keras\nx = unknown\n", "my_case.py:2: while it was imported: NameError"),
         ("def model(:\n", "my_case.py:1: while it was imported: SyntaxError"),
-        ("import sys\nsys.exit(1)\n", "it ends the process"),
+        ("import sys\nsys.exit(1)\n", "the file ends the process"),
         ("def data(n):\n    return 1\n", "my_case.py has no function model, it has data; define"),
         (MODEL, "my_case.py has no function data"),
     ],
@@ -234,7 +234,7 @@ def test_a_generator_s_batches_are_counted(write):
     "body, message",
     [
         ("return data(n).take(0)", "has no batch"),
-        ("return data(n).map(lambda x, y: (x + tf.random.uniform([]), y))", "batch 1 is another"),
+        ("return data(n).map(lambda x, y: (x + tf.random.uniform([]), y))", "batch 1 differs"),
         ("return data(10).unbatch().shuffle(10).batch(n)", "give shuffle"),
     ],
 )

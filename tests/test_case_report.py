@@ -112,7 +112,7 @@ def test_verdicts_are_printed_before_tables_and_findings(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" ")[0] for line in lines[:3]] == ["single", "mirrored", "keras_fit"]
     assert lines[2].endswith("local statistics") and lines[3] == ""
-    assert "steps checked: steps 1 to 3, an evaluation" in lines
+    assert "  steps       steps 1 to 3, an evaluation" in lines
     (row,) = [line for line in lines if line.startswith("  clipping ")]
     assert row.split() == ["clipping", "clean", "clean", "✗", "fault"]
     titles = [line for line in lines if re.match(r"\w.*, (fault|by design):", line)]
@@ -124,6 +124,16 @@ def test_verdicts_are_printed_before_tables_and_findings(tmp_path, capsys):
     assert [line.split()[0] for line in lines[at + 1 : at + 5]] == [
         "where", "why", "remedy", "difference"
     ]  # fmt: skip
+
+
+def test_long_texts_are_printed_in_lines_of_a_terminal(tmp_path, capsys):
+    text = "one of many words " * 20
+    print_case(write_case(tmp_path / "run", {"fit": case_run({**CLIPPED, "text": text})}))
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("  why  "))
+    assert "".join(lines[at : at + 5]).count("many") == 20
+    assert all(len(line) <= 100 for line in lines[1:])
+    assert re.match(r" {14}\w", lines[at + 1])
 
 
 def test_what_is_printed_has_no_control_characters(tmp_path, capsys):

@@ -884,7 +884,7 @@ def test_errors():
 
 def test_the_file_must_be_a_recording(tmp_path):
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
-    with pytest.raises(ValueError, match="is no recording"):
+    with pytest.raises(ValueError, match="is not a recording"):
         Recording.load(str(tmp_path / "other.npz"))
 
 

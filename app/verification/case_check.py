@@ -1,4 +1,4 @@
-"""Verifies a case in a process of its own: records `fit`, and compares it with one device."""
+"""Verifies a case in a child process: records `fit` and compares it with one device."""
 
 import contextlib
 import dataclasses
@@ -40,14 +40,14 @@ Send = Callable[[tuple], None]
 def verify_with(
     send: Send, config: VerifyConfig, devices: Devices, strategy: str, traces: pathlib.Path
 ) -> CaseResult:
-    """Trains the steps of a case with one strategy, and compares each with one device.
+    """Trains the steps of a case with one strategy and compares each step with one device.
 
     Args:
-        send: told of the progress.
-        config: with the case.
-        devices: to train on.
-        strategy: of `CASE_STRATEGIES`.
-        traces: where the recordings go, if they are kept.
+        send: receives the progress.
+        config: names the case.
+        devices: the devices to train on.
+        strategy: one of `CASE_STRATEGIES`.
+        traces: directory for the recordings, if they are kept.
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
     case = CaseFile(
@@ -95,14 +95,14 @@ class CaseTraining:
     """The model of a case under a strategy, and the same model on one device.
 
     Args:
-        case: builds both.
-        data: of both.
-        strategy: of TensorFlow.
+        case: builds both models.
+        data: the data set of both models.
+        strategy: TensorFlow's strategy.
         config: seed and batch size.
 
     Attributes:
         one: the model on one device.
-        recording: of the last phase.
+        recording: the recording of the last phase.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CaseTraining:
         self.recording = Recording(1)
 
     def _build(self, scope: contextlib.AbstractContextManager | None = None) -> keras.Model:
-        """Builds model and optimizer with all variables, in a strategy's scope or in none."""
+        """Builds model and optimizer with all variables, in a strategy's scope if one is given."""
         with scope or contextlib.nullcontext():
             model = self._build_unbuilt()
 
@@ -131,7 +131,7 @@ class CaseTraining:
         return model
 
     def _build_unbuilt(self) -> keras.Model:
-        """Builds the model with the same initial weights, and the same names, each time."""
+        """Builds the model with the same initial weights and the same names in each call."""
         reset_layer_numbers()
         keras.utils.set_random_seed(self._config.seed)
         return self._case.build_model()
@@ -154,25 +154,29 @@ class CaseTraining:
             yield phase, self._verify_phase(phase)
 
     def _check_keras_can(self, splits_itself: bool) -> None:
-        """Refuses what Keras' `fit` fails at under a strategy, before it does."""
+        """Refuses cases that Keras' `fit` does not support under a strategy.
+
+        Raises:
+            ConfigError: the first batch or the optimizer is not supported.
+        """
         num_replicas = self._strategy.num_replicas_in_sync
         if self._data.first_size % num_replicas and not splits_itself:
             size = max(1, self._data.first_size // num_replicas) * num_replicas
             raise ConfigError(
-                f"--case={self._config.case}: a first batch of {self._data.first_size} examples"
-                f" does not divide over {num_replicas} replicas, where Keras' fit fails (keras"
-                f" issue 19246); use --global_batch_size={size}"
+                f"--case={self._config.case}: the first batch has {self._data.first_size} examples,"
+                f" which {num_replicas} replicas do not divide: Keras' fit fails (keras issue"
+                f" 19246); use --global_batch_size={size}"
             )
         accumulates = getattr(self._model.optimizer, "gradient_accumulation_steps", None)
         if num_replicas > 1 and accumulates:
             raise ConfigError(
                 f"--case={self._config.case}: gradient_accumulation_steps={accumulates} of the"
-                " optimizer fails under MirroredStrategy (keras issue 20582); leave it out, or use"
+                " optimizer fails under MirroredStrategy (keras issue 20582); remove it, or use"
                 " --strategies=single"
             )
 
     def _distributed(self) -> Any:
-        """Returns what the case distributes itself; None where Keras does it."""
+        """Returns the distributed data of the case; None if Keras distributes the data set."""
         if self._strategy.num_replicas_in_sync == 1:
             return None
         return self._case.distribute(self._strategy, self._config.global_batch_size)
@@ -186,7 +190,7 @@ class CaseTraining:
         def fit() -> None:
             dataset = phase.dataset or self._distributed()
             with recorder, warnings.catch_warnings():
-                # Keras wonders at pieces of a data set.
+                # Each phase is a part of the data set, about which Keras warns.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
                 self._model.fit(dataset, epochs=phase.epochs, verbose=0, shuffle=False)
 
@@ -194,8 +198,8 @@ class CaseTraining:
         self.recording = recorder.recording()
         if not self.recording.steps:
             raise ConfigError(
-                f"--case={self._config.case}: fit made no step of {phase.names[0]}; data() and"
-                " distribute() have to return as many batches"
+                f"--case={self._config.case}: fit did not reach {phase.names[0]}; return the same"
+                " number of batches from data() and distribute()"
             )
 
         def check() -> Report:
@@ -205,7 +209,7 @@ class CaseTraining:
         return self._case.run(check, "on one device")
 
     def _resume(self) -> None:
-        """Puts the state of all variables, saved as arrays, into a new model and optimizer."""
+        """Restores the state of all variables, saved as arrays, in a new model and optimizer."""
         saved = [self._copies(variable)[0] for variable in self._variables(self._model)]
         self._model = self._build(self._strategy.scope())
         with self._strategy.scope():
@@ -216,7 +220,7 @@ class CaseTraining:
         return [*model.variables, *model.optimizer.variables]
 
     def _copies(self, variable: keras.Variable) -> list[np.ndarray]:
-        """Returns what each replica holds of a variable."""
+        """Returns the value of a variable on each replica."""
         values = self._strategy.experimental_local_results(variable.value)
         arrays = [np.asarray(value) for value in values]
         return arrays * (self._strategy.num_replicas_in_sync // len(arrays))

@@ -40,12 +40,13 @@ def _print_setup(record: Mapping[str, Any]) -> None:
     largest = max(runs, key=lambda run: len(run["devices"]))
     longest = max(runs, key=lambda run: len(run["steps"]))
     devices = devices_text(largest["devices"], largest["simulated_devices"])
-    console.say(
-        f"model {one_line(record['model'])}, batch {record['global_batch_size']}, seed"
-        f" {record['seed']}, {devices}, TF32 off"
+    _print_wrapped(
+        "model",
+        f"{one_line(record['model'])}, batch {record['global_batch_size']}, seed {record['seed']},"
+        f" {devices}, TF32 off",
     )
-    console.say(f"steps checked: {', '.join(shortened(longest['steps']))}")
-    console.say(f"tolerances: {one_line(longest['tolerance'])}")
+    _print_wrapped("steps", ", ".join(shortened(longest["steps"])))
+    _print_wrapped("tolerances", one_line(longest["tolerance"]))
 
 
 def _print_stages(runs: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""`verify --case`: is Keras' `fit` on several devices the training that a case defines?"""
+"""`verify --case`: compares Keras' `fit` on several devices with the case on one device."""
 
 import dataclasses
 import pathlib
@@ -25,13 +25,13 @@ Send = Callable[[tuple], None]
 
 
 def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
-    """Verifies a case with each strategy, in a process of its own, and reports what was found.
+    """Verifies a case with each strategy in a separate process, and reports the findings.
 
     Returns:
         Strategy → result.
 
     Raises:
-        ConfigError, DataError: the case is not usable.
+        ConfigError, DataError: the case cannot be verified.
         MismatchError: a stage has a fault.
     """
     path = named_path(config.out or default_out("verify", config.case_path.stem))
@@ -52,7 +52,7 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
         open_log(path)
         if not config.overwrite:
             run_directory.check_same_run()
-        # What lies in the directory is left as it is until there is something to put in its place.
+        # Earlier results stay in the directory until the new ones are complete.
         traces = temporary_path(path / "traces")
         try:
             results = _verify_each(config, traces)
@@ -67,7 +67,7 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
 
 
 def _verify_each(config: VerifyConfig, traces: pathlib.Path) -> dict[str, CaseResult]:
-    """Verifies a case with each strategy; leaves recordings in `traces` if they are kept."""
+    """Verifies a case with each strategy; writes recordings to `traces` if they are kept."""
     num_steps = config.steps * ("first" in config.at)
     num_steps += len({*config.at} - {"first", "evaluation"})
     results = {}
@@ -83,7 +83,7 @@ def _verify_each(config: VerifyConfig, traces: pathlib.Path) -> dict[str, CaseRe
 def _verify_with(
     send: Send, config: VerifyConfig, strategy: str, traces: pathlib.Path
 ) -> CaseResult:
-    """Verifies a case with one strategy; the whole life of a process."""
+    """Verifies a case with one strategy; runs in a child process."""
     console.forward_warnings(lambda text: send(("warning", text)))
     on_devices = "mirrored" if strategy == KERAS_FIT else strategy
     devices = device_setup.set_up(config.for_training(on_devices, inject=None))
@@ -108,7 +108,7 @@ def _write_record(
 
 
 def _report(path: pathlib.Path, record: Mapping[str, Any], *, kept: bool) -> None:
-    """Prints what was found, verdicts first; draws the figure and writes the page.
+    """Prints the verdicts and findings, draws the figure and writes the page.
 
     Raises:
         MismatchError: a stage has a fault.
