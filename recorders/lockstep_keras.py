@@ -203,11 +203,34 @@ class Report:
             return FAULT if FAULT in found else BY_DESIGN
         return CLEAN if stage in self.checked else "not checked"
 
+    @property
+    def verdict(self) -> str:
+        """One sentence that says whether this is the training of one device."""
+        faults, by_design = (
+            ", ".join(
+                dict.fromkeys(f.cause.replace("_", " ") for f in self.findings if f.status == s)
+            )
+            for s in (FAULT, BY_DESIGN)
+        )
+        if faults:
+            return f"not the training that the model defines on one device: {faults}"
+        if by_design:
+            return (
+                f"different by design from the training on one device: {by_design}; no fault found"
+            )
+        return "the training that the model defines on one device: no fault found"
+
     def __str__(self) -> str:
-        lines = [
-            f"{self.num_steps} steps on {self.num_replicas} replicas against one device;"
-            f" tolerances: {self.tolerance}"
-        ]
+        counts = (
+            f"{_number_of('step', self.num_steps)} on {_number_of('replica', self.num_replicas)}"
+        )
+        lines = [f"{counts}: {self.verdict}"]
+        if self.num_replicas == 1:
+            lines.append(
+                "only one replica: faults between replicas cannot appear; create two devices first,"
+                " with tf.config.set_logical_device_configuration"
+            )
+        lines.append(f"tolerances: {self.tolerance}")
         for stage, what in STAGES.items():
             if (status := self.status(stage)) == "not checked":
                 continue
@@ -215,8 +238,6 @@ class Report:
             for finding in self.findings:
                 if finding.stage == stage:
                     lines += [f"      {line}" for line in str(finding).splitlines()]
-        names = sorted({f.cause.replace("_", " ") for f in self.faults})
-        lines.append(f"not the same training: {', '.join(names)}" if names else "no fault found")
         return "\n".join(lines)
 
 
@@ -558,6 +579,10 @@ def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 def _mask(prediction: Any) -> tf.Tensor:
     mask = get_keras_mask(prediction)
     return tf.zeros(()) if mask is None else mask
+
+
+def _number_of(noun: str, number: int) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _count(name: str, numbers: Sequence[int]) -> str:

@@ -116,7 +116,7 @@ def write_verification(path, *, fault=None):
     write_record(path, config, dict.fromkeys(strategy_verdicts, run), strategy_verdicts, [verdict])
 
 
-COMPARED = {
+CHECKS = {
     "start": "weights on every replica", "forward": "predictions", "clipping": "the clipped sum",
     "update": "weights after the step",
 }  # fmt: skip
@@ -135,13 +135,13 @@ LOCAL = {
 
 def case_run(*findings, replicas=2, **changes):
     """Returns what `verify.json` holds for a strategy of a case."""
-    stages = dict.fromkeys(COMPARED, "clean") | {f["stage"]: f["status"] for f in findings}
+    stages = dict.fromkeys(CHECKS, "clean") | {f["stage"]: f["status"] for f in findings}
     if replicas == 1:
         del stages["start"]
     return {
         "devices": CPUS[:replicas], "simulated_devices": replicas > 1,
         "steps": [*(f"step {i}" for i in (1, 2, 3)), "an evaluation"], "stages": stages,
-        "compared": COMPARED, "findings": list(findings), "tolerance": "float64",
+        "checks": CHECKS, "findings": list(findings), "tolerance": "float64",
         "model": "network", "versions": VERSIONS, **changes,
     }  # fmt: skip
 

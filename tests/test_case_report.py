@@ -15,7 +15,7 @@ from app.report.case_plot import plot_case
 from app.report.page import REPORT_FILE
 from app.verification.case_output import print_case
 from in_process import run_here_ok
-from report_samples import CLIPPED, COMPARED, LOCAL, case_run, write_case
+from report_samples import CHECKS, CLIPPED, LOCAL, case_run, write_case
 from test_report import CHROMIUM, HOSTILE, report
 
 RED, YELLOW, GREEN = (213, 94, 0), (255, 233, 184), (226, 243, 236)
@@ -57,14 +57,14 @@ def test_the_verdict_is_one_sentence(findings, status, end):
 def test_a_stage_with_a_finding_is_shown_even_if_it_was_not_checked():
     run = case_run({**CLIPPED, "stage": "start"})
     del run["stages"]["start"]
-    assert list(stages_of([run])) == list(COMPARED)
+    assert list(stages_of([run])) == list(CHECKS)
     assert stage_status(run, "start") == ("fault", ["clipped before the sum"])
 
 
 def test_stages_keep_their_order_whichever_strategy_has_them():
     runs = [case_run(replicas=1), case_run()]
-    assert list(stages_of(runs)) == list(stages_of(runs[::-1])) == list(COMPARED)
-    assert list(stages_of(runs[:1])) == list(COMPARED)[1:]
+    assert list(stages_of(runs)) == list(stages_of(runs[::-1])) == list(CHECKS)
+    assert list(stages_of(runs[:1])) == list(CHECKS)[1:]
     assert stage_status(runs[0], "start") == ("–", [])
 
 
@@ -226,9 +226,9 @@ def test_the_page_says_the_verdict_first(page):
 
 def test_the_page_has_a_table_of_stages_and_strategies(page):
     rows = page.rows("Stages")
-    assert list(rows) == list(COMPARED)
+    assert list(rows) == list(CHECKS)
     assert rows["clipping"] == {
-        "stage": "clipping", "what is compared": COMPARED["clipping"], "single": "clean",
+        "stage": "clipping", "what is checked": CHECKS["clipping"], "single": "clean",
         "mirrored": "clean", "keras_fit": "fault: clipped before the sum",
     }  # fmt: skip
     assert rows["forward"]["mirrored"] == "by design: local statistics"

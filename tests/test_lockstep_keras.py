@@ -894,7 +894,34 @@ def test_each_cause_has_a_remedy_and_each_report_all_stages():
     text = str(report)
     for stage in report.checked:
         assert stage in lockstep_keras.STAGES and stage in text
-    assert "no fault found" in text
+    assert text.splitlines()[0].endswith("on one device: no fault found")
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdict"),
+    [
+        ([], "the training that the model defines on one device: no fault found"),
+        (
+            [BY_DESIGN],
+            "different by design from the training on one device: same examples; no fault found",
+        ),
+        (
+            [BY_DESIGN, FAULT, FAULT],
+            "not the training that the model defines on one device: same examples",
+        ),
+    ],
+)
+def test_a_report_begins_with_its_verdict(findings, verdict):
+    found = [
+        lockstep_keras.Finding("examples", status, "same_examples", "why", (1,))
+        for status in findings
+    ]
+    several = lockstep_keras.Report(2, 3, found, ["examples"], "float64")
+    assert str(several).splitlines()[0] == f"2 steps on 3 replicas: {verdict}"
+    one = lockstep_keras.Report(1, 1, found, ["examples"], "float64")
+    first, second, *_ = str(one).splitlines()
+    assert first == f"1 step on 1 replica: {verdict}"
+    assert second.startswith("only one replica") and "only one replica" not in str(several)
 
 
 # --- Steps that use the context of their replica -------------------------------------------------

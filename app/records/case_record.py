@@ -54,11 +54,11 @@ def verdict(case: str, strategy: str, run: Run) -> tuple[str, str]:
 
 
 def stages_of(runs: Iterable[Run]) -> dict[str, str]:
-    """Returns the stages that were checked in any run, in their order, and what each compares."""
+    """Returns the stages that were checked in any run, in their order, and what each checks."""
     runs = list(runs)
     checked = {stage for run in runs for stage in run["stages"]}
     checked |= {found["stage"] for run in runs for found in run["findings"]}
-    what = {stage: text for run in runs for stage, text in run["compared"].items()}
+    what = {stage: text for run in runs for stage, text in run["checks"].items()}
     return {one_line(stage): one_line(text) for stage, text in what.items() if stage in checked}
 
 

@@ -77,7 +77,7 @@ def _stages(runs: Mapping[str, Mapping[str, Any]]) -> Table:
         [stage, what, *(_cell(run, stage) for run in runs.values())]
         for stage, what in stages_of(runs.values()).items()
     ]
-    header = ["stage", "what is compared", *runs]
+    header = ["stage", "what is checked", *runs]
     return Table("Stages", header, "l" + "w" * (len(header) - 1), rows)
 
 

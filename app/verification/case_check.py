@@ -83,7 +83,7 @@ def verify_with(
         simulated_devices=devices.simulated and len(devices.names) > 1,
         steps=[name for names, _ in reports for name in names],
         stages=stages,
-        compared=STAGES,
+        checks=STAGES,
         findings=_merged(reports),
         tolerance=reports[0][1].tolerance if reports else "",
         model=training.one.name,

@@ -15,7 +15,7 @@ class CaseResult:
         simulated_devices: whether the devices share a processor.
         steps: names of the steps that were checked.
         stages: stage → "clean", "by design" or "fault", for the stages that were checked.
-        compared: stage → what is compared in it, for all stages, in their order.
+        checks: stage → what is checked in it, for all stages, in their order.
         findings: one dict for each `recorders.lockstep_keras.Finding`, in the order of the stages:
             its fields and its remedy, with the names of steps in place of their numbers.
         tolerance: how the tolerances were computed.
@@ -27,7 +27,7 @@ class CaseResult:
     simulated_devices: bool
     steps: list[str]
     stages: dict[str, str]
-    compared: dict[str, str]
+    checks: dict[str, str]
     findings: list[dict[str, Any]]
     tolerance: str
     model: str
