@@ -1,6 +1,9 @@
 """The recorder of Keras' `fit`: what is clean stays clean, and faults are named where they are."""
 
+import ast
+import collections
 import functools
+import pathlib
 
 import keras
 import numpy as np
@@ -895,6 +898,31 @@ def test_each_cause_has_a_remedy_and_each_report_all_stages():
     for stage in report.checked:
         assert stage in lockstep_keras.STAGES and stage in text
     assert text.splitlines()[0].endswith("on one device: no fault found")
+
+
+def test_causes_and_remedies_belong_together():
+    """No cause without a remedy, and no remedy for a cause that nothing names."""
+    tree = ast.parse(pathlib.Path(lockstep_keras.__file__).read_text(encoding="utf-8"))
+    named = collections.Counter(
+        node.value for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )  # fmt: skip
+    assert [cause for cause in lockstep_keras.REMEDIES if named[cause] < 2] == []
+    # What `_found` is called with, and first elements of tuples: (cause, text), (cause, text, …).
+    used = {
+        first.value for node in ast.walk(tree)
+        for first in (
+            node.args[:1] if isinstance(node, ast.Call) and is_named(node.func, "_found")
+            else node.elts[:1] if isinstance(node, ast.Tuple) and len(node.elts) > 1 else []
+        )
+        if isinstance(first, ast.Constant) and "_" in str(first.value)
+    }  # fmt: skip
+    assert {"clipped_before_the_sum", "stale_gradient", "not_all_reduced"} <= used
+    assert used - set(lockstep_keras.REMEDIES) == {"y_pred"}  # The name of an argument.
+
+
+def is_named(function, name):
+    return isinstance(function, ast.Attribute) and function.attr == name
 
 
 @pytest.mark.parametrize(
