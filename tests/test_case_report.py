@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -14,6 +16,7 @@ from app.records.case_record import explanations, shortened, stage_status, stage
 from app.report.case_plot import plot_case
 from app.report.page import REPORT_FILE
 from app.verification.case_output import print_case
+from conftest import ROOT
 from in_process import run_here_ok
 from report_samples import CHECKS, CLIPPED, LOCAL, case_run, write_case
 from test_report import CHROMIUM, HOSTILE, report
@@ -292,3 +295,17 @@ def test_no_sideways_scroll_of_page_or_table(tmp_path, width):
         unscrolled = text.replace("overflow-x: auto", "overflow-x: visible")
         assert unscrolled != text
         assert test_report.TestBrowser.scroll_width(unscrolled, tmp_path, width) == width
+
+
+def test_the_process_that_reports_a_case_does_without_tensorflow(tmp_path):
+    """A result comes from a child process: what it is made of must not import TensorFlow here."""
+    write_case(tmp_path)
+    code = (
+        "import pathlib, sys; from app.report.case_plot import plot_case;"
+        "from app.verification import case_output, case_result, case_runner;"
+        "plot_case(pathlib.Path(sys.argv[1]));"
+        "assert not {'tensorflow', 'keras', 'matplotlib.pyplot'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "nonsense"}
+    subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, check=True)
+    assert (tmp_path / "verify.png").exists()
