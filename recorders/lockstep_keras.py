@@ -26,6 +26,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -927,7 +928,10 @@ def compare_evaluation(
         variables = [*model.variables, *model.optimizer.variables]
         for variable, array in zip(variables, state, strict=True):
             variable.assign(tf.cast(array, variable.dtype))
-        return model.evaluate(batches, verbose=0, return_dict=True)
+        with warnings.catch_warnings():
+            # Keras warns at the end of a data set of unknown size, such as a shard.
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
+            return model.evaluate(batches, verbose=0, return_dict=True)
 
     expected = evaluate(states[0], dataset)
     apart = {n: _ratio(abs(logs[n] - value), abs(value)) for n, value in expected.items()}
@@ -1520,9 +1524,9 @@ class Comparison:
         if statistics and self._mixing(off) <= allowed:
             yield self._found(
                 "local_statistics",
-                f"{', '.join(statistics[:3])} normalise over each replica's examples, not over the"
-                f" whole batch, whose gradient differs by {gradient:.1%}. With these layers in"
-                " inference mode, shards and batch agree",
+                f"{', '.join(statistics[:3])} normalise{'s' * (len(statistics) == 1)} over each"
+                " replica's examples, not over the whole batch, whose gradient differs by"
+                f" {gradient:.1%}. In inference mode, shards and batch agree",
                 design=True, tensors=tuple(statistics), distance=gradient,
             )  # fmt: skip
         else:

@@ -78,12 +78,19 @@ def test_findings_say_where_why_and_what_to_do():
         "where": "clipping, every step; dense/kernel, dense/bias",
         "why": CLIPPED["text"],
         "remedy": CLIPPED["remedy"],
-        "difference": "0.47 of the expected size; rounding allows 1e-05",
+        "difference": "up to 0.47, relative; rounding allows 1e-05",
     }
     assert by_design.facts["where"] == (
         "forward, step 2; replicas 0, 1; bn_0, bn_1, bn_2 and 12 more"
     )
     assert "difference" not in by_design.facts
+
+
+@pytest.mark.parametrize("steps", [["step 1", "an evaluation"], ["an evaluation"]])
+def test_a_finding_of_an_evaluation_is_of_no_step(steps):
+    found = {**CLIPPED, "stage": "evaluation", "steps": ["an evaluation"], "tensors": ["loss"]}
+    (explained,) = explanations({"fit": case_run(found, steps=steps)})
+    assert explained.facts["where"] == "evaluation; loss"
 
 
 def test_equal_findings_of_several_strategies_are_explained_once():

@@ -114,20 +114,22 @@ def _causes(run: Run, status: str) -> list[str]:
 
 def _facts(found: Found, steps: Sequence[str], most: int) -> dict[str, str]:
     facts = {
-        "where": f"{found['stage']}, {_where(found, steps, most)}",
+        "where": _where(found, steps, most),
         "why": found["text"],
         "remedy": found["remedy"],
     }
     if found["distance"] and math.isfinite(found["distance"]):
         allowed = f"; rounding allows {found['allowed']:.2g}" if found["allowed"] else ""
-        facts["difference"] = f"{found['distance']:.2g} of the expected size{allowed}"
+        facts["difference"] = f"up to {found['distance']:.2g}, relative{allowed}"
     return {name: one_line(text) for name, text in facts.items()}
 
 
 def _where(found: Found, steps: Sequence[str], most: int) -> str:
-    """Returns the steps, the replicas and the variables of a finding."""
+    """Returns the stage, the steps, the replicas and the variables of a finding."""
     everywhere = set(found["steps"]) >= {step for step in steps if step != EVALUATION}
-    parts = ["every step" if everywhere else ", ".join(shortened(found["steps"]))]
+    when = "every step" if everywhere else ", ".join(shortened(found["steps"]))
+    is_evaluation = set(found["steps"]) == {EVALUATION}  # Its stage says so.
+    parts = [found["stage"] if is_evaluation else f"{found['stage']}, {when}"]
     if replicas := [str(int(replica)) for replica in found["replicas"]]:
         parts.append(f"replica{'s' * (len(replicas) > 1)} {', '.join(replicas)}")
     if tensors := list(found["tensors"]):
