@@ -29,7 +29,7 @@ import json
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import keras
 import numpy as np
@@ -104,6 +104,8 @@ REMEDIES = {
     "other_loss": "compile the same loss in all runs",
     "other_metric": "sum totals and counts over all replicas in the metric, and divide afterwards",
     "other_evaluation": "count every example once: do not pad batches, and average over examples",
+    "random_evaluation": "draw random numbers only in training: use the `training` argument of"
+    " `call`",
     "diverged_replicas": "create and restore variables within the strategy's scope, so that they"
     " have equal values on all replicas",
     "changed_on_its_own": "look for code that assigns to the variable outside the update; if there"
@@ -255,6 +257,10 @@ class Recording:
         gradients: paths of the weights that "raw", "clipped" and "sums" belong to.
         structure: of "data", as `to_json` describes it.
         predicted: of "y_pred", likewise.
+        whole_loss: the loss is computed once, of the predictions of all replicas, and each goes
+            back from its part of the gradient with respect to these.
+        clips_sum: gradients are clipped after the sum; "clipped" then comes after "sums", or is
+            missing where the optimizer adds up the sums of several steps before.
     """
 
     def __init__(self, num_replicas: int):
@@ -265,6 +271,7 @@ class Recording:
         self.gradients: list[str] = []
         self.structure: Any = None
         self.predicted: Any = None
+        self.whole_loss = self.clips_sum = False
 
     def seeds_drawn(self) -> set[int]:
         """Returns which of `variables` are seeds that a step has drawn from."""
@@ -276,7 +283,12 @@ class Recording:
         }
 
     def save(self, path: str) -> None:
-        """Writes an `.npz` file with arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text."""
+        """Writes an `.npz` file; see `write`."""
+        with open(path, "wb") as file:
+            self.write(file)
+
+    def write(self, file: BinaryIO) -> None:
+        """Writes arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text, in `.npz` format."""
         arrays: dict[str, Any] = {}
         for number, step in enumerate(self.steps, start=1):
             for (kind, replica), values in step.items():
@@ -287,11 +299,10 @@ class Recording:
                         arrays[f"{name}/{part}" if part else name] = np.asarray(array)
         about = {name: value for name, value in vars(self).items() if name != "steps"}
         about |= {"format": "lockstep recording 1", "num_steps": len(self.steps)}
-        with open(path, "wb") as file:
-            np.savez(file, **arrays, about=np.array(json.dumps(about)))
+        np.savez(file, **arrays, about=np.array(json.dumps(about)))
 
     @classmethod
-    def load(cls, path: str) -> "Recording":
+    def load(cls, path: str | BinaryIO) -> "Recording":
         """Reads what `save` has written.
 
         Raises:
@@ -304,7 +315,7 @@ class Recording:
             recording = cls(about["num_replicas"])
             recording.steps = [{} for _ in range(about["num_steps"])]
             recording.variables = [tuple(pair) for pair in about["variables"]]
-            for name in ("numbers", "gradients", "structure", "predicted"):
+            for name in vars(recording).keys() - {"steps", "variables"}:
                 setattr(recording, name, about[name])
             parts: dict[tuple, dict[str, np.ndarray]] = {}
             for name in file.files:
@@ -370,15 +381,14 @@ class Recorder(Hooks, Recording):
         self._num_seen: collections.Counter[int] = collections.Counter()
         self._number: dict[int, tf.Tensor] = {}  # Of the step that a replica is in.
 
-    def save(self, path: str) -> None:
-        """See `Recording.save`."""
-        self.recording().save(path)
+    def write(self, file: BinaryIO) -> None:
+        """See `Recording.write`."""
+        self.recording().write(file)
 
     def recording(self) -> Recording:
         """Returns what was recorded, without the hooks."""
         recording = Recording(self.num_replicas)
-        names = ("steps", "numbers", "variables", "gradients", "structure", "predicted")
-        vars(recording).update({name: getattr(self, name) for name in names})
+        vars(recording).update({name: getattr(self, name) for name in vars(recording)})
         return recording
 
     def __enter__(self) -> "Recorder":
@@ -676,14 +686,17 @@ class OneDevice:
             variable.assign(tf.cast(array, variable.dtype))
 
     def step(
-        self, state: Arrays, data: Arrays, *, scales: tuple[float, float] = (1.0, 1.0)
-    ) -> StepResult:
+        self, state: Arrays, data: Arrays, *, scales: tuple[float, float] = (1.0, 1.0),
+        starts: Arrays | None = None,
+    ) -> StepResult:  # fmt: skip
         """Runs the model's own `train_step` from a state, without the update.
 
         Args:
             state: all variables.
             data: leaves of the examples.
             scales: factors of the data loss and of regularisation.
+            starts: what the backward pass starts from, in place of the gradient of the data loss
+                with respect to each prediction.
         """
         got = StepResult([], None, [], [])
 
@@ -693,7 +706,12 @@ class OneDevice:
             regular = tf.cast(regular, loss.dtype)
             got.y_pred = [np.array(_to_numpy_dtype(p)) for p in leaves(y_pred)]
             got.loss = float(tf.reduce_sum(loss) - regular), float(regular)
-            return scales[0] * (loss - regular) + scales[1] * regular
+            data_loss = loss - regular
+            if starts is not None:
+                pairs = zip(leaves(y_pred), starts, strict=True)
+                parts = [tf.reduce_sum(p * tf.cast(start, p.dtype)) for p, start in pairs]
+                data_loss = tf.add_n([tf.cast(part, loss.dtype) for part in parts])
+            return scales[0] * data_loss + scales[1] * regular
 
         def apply(inner: Callable, grads: Sequence, *args: Any, **kwargs: Any) -> None:
             got.raw = [_to_numpy(g) for g in grads if g is not None]
@@ -719,11 +737,27 @@ class OneDevice:
             masks: one for each of them; scalars for none.
             weighted: take sample weights and masks into account.
         """
+        predictions = [tf.constant(array) for array in y_pred]
+        return float(self._loss_of(state, data, predictions, masks, weighted))
+
+    def loss_gradients(self, state: Arrays, data: Arrays, y_pred: Arrays, masks: Arrays) -> Arrays:
+        """Returns the gradient of that loss with respect to each of the predictions."""
+        predictions = [tf.constant(array) for array in y_pred]
+        with tf.GradientTape() as tape:
+            tape.watch(predictions)
+            loss = self._loss_of(state, data, predictions, masks, True)
+        zero = tf.UnconnectedGradients.ZERO
+        return [g.numpy() for g in tape.gradient(loss, predictions, unconnected_gradients=zero)]
+
+    def _loss_of(
+        self, state: Arrays, data: Arrays, predictions: list[tf.Tensor], masks: Arrays,
+        weighted: bool,
+    ) -> tf.Tensor:  # fmt: skip
         x, y, sample_weight = self._unpack(data)
         self.load(state)
         if self.model.losses:
             self.model(x, training=True)  # Activity regularisers.
-        predictions = [tf.constant(array) for array in y_pred]
+        predictions = [tf.identity(prediction) for prediction in predictions]
         for prediction, mask in zip(predictions, masks, strict=True):
             if mask.ndim and weighted:
                 set_keras_mask(prediction, tf.constant(mask))
@@ -733,7 +767,7 @@ class OneDevice:
             y_pred=from_json(self._recording.predicted, predictions),
             sample_weight=sample_weight if weighted else None,
         )
-        return float(tf.reduce_sum(loss) - tf.cast(regularisation(self.model), loss.dtype))
+        return tf.reduce_sum(loss) - tf.cast(regularisation(self.model), loss.dtype)
 
     def clip(self, gradients: Arrays) -> Arrays:
         """Returns gradients as the optimizer clips them."""
@@ -934,6 +968,11 @@ def compare_evaluation(
             return model.evaluate(batches, verbose=0, return_dict=True)
 
     expected = evaluate(states[0], dataset)
+    drawn = [
+        variable.path
+        for variable, array in zip(model.variables, states[0], strict=False)
+        if not _is_float(variable) and not _same(np.asarray(variable), array)
+    ]
     apart = {n: _ratio(abs(logs[n] - value), abs(value)) for n, value in expected.items()}
     allowed = MARGIN * 16 * EPS  # Of means over some thousand numbers, in another order.
     wrong = [name for name, by in apart.items() if not by <= allowed]
@@ -953,6 +992,9 @@ def compare_evaluation(
         if _ratio(abs(logs["loss"] - local), abs(local)) <= allowed:
             status, cause = BY_DESIGN, "local_statistics"
             text += "; each replica evaluates with different moving statistics"
+    if drawn:  # Replicas, and other orders of examples, draw other numbers.
+        status, cause = BY_DESIGN, "random_evaluation"
+        text += f"; the evaluation draws random numbers from {drawn[0]}"
     by = max(apart[name] for name in wrong)
     return [Finding("evaluation", status, cause, text, (1,), (), tuple(wrong), by, allowed)]
 
@@ -1169,8 +1211,12 @@ class Comparison:
                 design=True,
             )
             return
-        share = 1.0 / len(self._replicas)
-        self._scales = [(share, share)] * len(self._replicas)
+        num = len(self._replicas)
+        self._scales = [(1 / num, 1 / num)] * num
+        self._starts: list[Arrays | None] = [None] * num
+        if self._recording.whole_loss and self._has("y_pred"):
+            self._scales = [(1.0, size / sum(self._sizes())) for size in self._sizes()]
+            self._starts = self._starts_of_the_whole()
         if self._synchronizes:
             self._compute_together()
         else:
@@ -1179,7 +1225,7 @@ class Comparison:
             for r in self._replicas:
                 with as_replica(r):
                     own, spread = self._measure(
-                        self._all("before")[r], self._data[r], (share, share)
+                        self._all("before")[r], self._data[r], self._scales[r], self._starts[r]
                     )
                 self._own.append(own)
                 self._spread.append(spread)
@@ -1213,15 +1259,24 @@ class Comparison:
 
     # The pieces that the stages are made of.
 
+    def _starts_of_the_whole(self) -> list[Arrays | None]:
+        """Returns for each replica what it goes back from: its part of the whole loss' gradient."""
+        joined = [_join(parts) for parts in zip(*self._all("y_pred"), strict=True)]
+        masks = [_join(parts) for parts in zip(*self._all("mask"), strict=True)]
+        gradients = self._one.loss_gradients(self._all("before")[0], self._whole, joined, masks)
+        ends = np.cumsum(self._sizes())[:-1]
+        return [list(part) for part in zip(*(np.split(g, ends) for g in gradients), strict=True)]
+
     def _measure(
-        self, state: Arrays, data: Arrays, scales: tuple[float, float]
-    ) -> tuple[StepResult, Spread]:
+        self, state: Arrays, data: Arrays, scales: tuple[float, float],
+        starts: Arrays | None = None,
+    ) -> tuple[StepResult, Spread]:  # fmt: skip
         """Returns a step on one device, in float64 if it can be, and the spread of float32."""
-        own = self._one.step(state, data, scales=scales)
-        spread = self._spread_of(own, state, data, scales)
+        own = self._one.step(state, data, scales=scales, starts=starts)
+        spread = self._spread_of(own, state, data, scales, starts)
         if self._exact is None:
             return own, spread
-        exact = self._exact.step(state, data, scales=scales)
+        exact = self._exact.step(state, data, scales=scales, starts=starts)
         if len(exact.raw) != len(own.raw):
             self._reference = self._one
             return own, spread
@@ -1313,8 +1368,9 @@ class Comparison:
         self._spread = [spread] * len(self._replicas)
 
     def _spread_of(
-        self, own: StepResult, state: Arrays, data: Arrays, scales: tuple[float, float]
-    ) -> Spread:
+        self, own: StepResult, state: Arrays, data: Arrays, scales: tuple[float, float],
+        starts: Arrays | None = None,
+    ) -> Spread:  # fmt: skip
         """Repeats a step in another order, and from weights one unit in the last place off."""
         one, generator = self._one, np.random.default_rng(self._step)
         repeated = []
@@ -1325,12 +1381,13 @@ class Comparison:
                 else array
                 for array, kind in zip(state, self._kinds, strict=True)
             ]
-            repeated.append(one.step(near, data, scales=scales))
+            repeated.append(one.step(near, data, scales=scales, starts=starts))
         num = len(data[0])
         aligned = all(len(p) == num for p in own.y_pred if p.ndim)
         if not one.random_layers and aligned and num > 1:
             order = generator.permutation(num)
-            result = one.step(state, [array[order] for array in data], scales=scales)
+            moved = None if starts is None else [start[order] for start in starts]
+            result = one.step(state, [array[order] for array in data], scales=scales, starts=moved)
             back = np.argsort(order)
             result.y_pred = [p[back] for p in result.y_pred]
             if not self._is_another_step(result, own, repeated):
@@ -1610,6 +1667,9 @@ class Comparison:
             return
         self._checks()
         losses = self._losses()
+        if self._recording.whole_loss:
+            yield from self._whole_loss(losses)
+            return
         if not losses.are_right:
             for r in losses.odd:
                 yield from self._shifted_targets(r, losses)
@@ -1639,6 +1699,18 @@ class Comparison:
                 cause, text, design=cause == "not_a_sum_over_examples", distance=losses.apart,
                 allowed=losses.allowed,
                 replicas=tuple(losses.odd) if self._loss_is_unknown else (),
+            )  # fmt: skip
+
+    def _whole_loss(self, losses: "Losses") -> Iterator[Finding]:
+        """Checks a loss that is computed once for all replicas."""
+        self._scales = [(1.0, self._regular_share(r)) for r in self._replicas]
+        if losses.apart > losses.allowed:
+            self._loss_is_wrong = True
+            yield self._found(
+                "other_loss",
+                f"the loss of the whole batch is {sum(losses.taken):.6g}; the compiled loss of the"
+                f" predictions of all replicas is {losses.whole:.6g}",
+                distance=losses.apart, allowed=losses.allowed,
             )  # fmt: skip
 
     def _repeated_regularisation(self, losses: "Losses") -> float | None:
@@ -1679,7 +1751,8 @@ class Comparison:
         if not taken and not any(regular for _, regular in losses):
             return
         self._checks()
-        expected = float(np.mean([regular for _, regular in losses]))
+        weights = self._sizes() if self._recording.whole_loss else None
+        expected = float(np.average([regular for _, regular in losses], weights=weights))
         apart = abs(taken - expected) / max(abs(expected), TINY)
         allowed = MARGIN * max(8 * EPS, *(spread.forward for spread in self._spread))
         if apart > allowed:
@@ -1692,7 +1765,7 @@ class Comparison:
 
     def _expected_gradients(
         self, r: int, *, state: Arrays | None = None, data: Arrays | None = None,
-        scales: tuple[float, float] | None = None,
+        scales: tuple[float, float] | None = None, starts: Arrays | None = None,
     ) -> Arrays:  # fmt: skip
         """Returns what a replica should send: gradients of its part in the loss that it has."""
         layers = self._modal_layers if r in self._in_inference else []
@@ -1703,6 +1776,7 @@ class Comparison:
                 lambda: self._reference.step(
                     state or self._all("before")[r], data or self._used[r],
                     scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
+                    starts=starts or self._starts[r],
                 ),
             )  # fmt: skip
         if has_loss:
@@ -1748,7 +1822,8 @@ class Comparison:
             near = self._near(r, actual, expected, self._times_own(r))
             if wrong := [i for i, is_near in enumerate(near) if not is_near]:
                 yield from self._why_gradients(r, actual, expected, wrong)
-        yield from self._additive()
+        if not self._recording.whole_loss:
+            yield from self._additive()
 
     def _gradients_together(self) -> Iterator[Finding]:
         """Checks the sum of what the replicas send against the gradients of the whole batch."""
@@ -1763,7 +1838,8 @@ class Comparison:
     def _sums_in_the_step(self) -> bool:
         """Tells whether the step sums gradients itself: equal ones, of examples that differ."""
         raw, data = self._all("raw"), self._used
-        if self._synchronizes or self._in_inference or not any(map(norm, raw[0])):
+        elsewhere = self._synchronizes or self._recording.whole_loss
+        if elsewhere or self._in_inference or not any(map(norm, raw[0])):
             return False
         if not all(len(o) == len(raw[0]) and all(map(_same, o, raw[0])) for o in raw[1:]):
             return False
@@ -1820,7 +1896,7 @@ class Comparison:
     def _times_own(self, r: int) -> float:
         """Returns how large the gradients of a replica are, over those that were computed of it."""
         num = len(self._replicas) if self._has("loss") else 1
-        return self._scales[r][0] * num
+        return self._scales[r][0] * (1 if self._recording.whole_loss else num)
 
     def _factors_that_fit(self) -> list[float]:
         """Returns the replicas' factors; where none fits, the median of those that do."""
@@ -1942,7 +2018,10 @@ class Comparison:
             if other != r:
                 yield (
                     "same_examples", f"those for the examples of replica {other}",
-                    partial(self._expected_gradients, r, data=self._data[other]),
+                    partial(
+                        self._expected_gradients, r, data=self._data[other],
+                        starts=self._starts[other],
+                    ),
                 )  # fmt: skip
 
     def _scaled_or_reduced(
@@ -2119,7 +2198,8 @@ class Comparison:
             return
         self._checks()
         one, num = self._one, len(self._replicas)
-        raw, clipped = self._all("raw"), self._all("clipped")
+        clips_sum = self._recording.clips_sum
+        raw, clipped = self._all("sums" if clips_sum else "raw"), self._all("clipped")
         alone = [one.clip(gradients) for gradients in raw]
         wrong_on = {
             r: [i for i, (c, a) in enumerate(zip(clipped[r], alone[r], strict=True)) if _far(c, a)]
@@ -2128,7 +2208,7 @@ class Comparison:
         odd = [r for r in self._replicas if wrong_on[r]]
         for r in odd:
             yield from self._why_clipped(r, raw[r], alone[r], wrong_on[r])
-        if num == 1 or odd:
+        if num == 1 or odd or clips_sum:
             return
         total = [add(g) for g in zip(*raw, strict=True)]
         sent = [add(g) for g in zip(*clipped, strict=True)]
@@ -2172,9 +2252,20 @@ class Comparison:
                 cause, f"after clipping, {text}", replicas=(r,), tensors=(names[i],), distance=apart
             )
 
+    @property
+    def _kind_sent(self) -> str:
+        """The kind of gradients that go into the all-reduce."""
+        return "clipped" if self._has("clipped") and not self._recording.clips_sum else "raw"
+
+    def _updated(self, state: Arrays, sums: Arrays, **changes: Any) -> Arrays:
+        """Returns all variables after the optimizer's update; see `OneDevice.update`."""
+        clips = self._recording.clips_sum and not self._has("clipped")
+        return self._one.update(state, sums, **({"clips": clips} | changes))
+
     def _sums_of(self, replica: int) -> Arrays:
         """Returns the gradients that a replica applies."""
-        for kind in ("sums", "clipped", "raw"):
+        kinds = ("clipped", "sums", "raw")
+        for kind in kinds if self._recording.clips_sum else ("sums", "clipped", "raw"):
             if self._has(kind):
                 return self._arrays[kind, replica]
         return []
@@ -2183,13 +2274,13 @@ class Comparison:
         if not self._has("raw") or len(self._replicas) == 1 or self._overflows:
             return
         self._checks()
-        sent = self._all("clipped" if self._has("clipped") else "raw")
-        sent_before = self._earlier("clipped" if self._has("clipped") else "raw")
+        sent, sent_before = self._all(self._kind_sent), self._earlier(self._kind_sent)
+        received = self._all("sums") if self._has("sums") else sent
         sums_before = self._earlier("sums")
         for r in self._replicas:
             groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
             known: list[np.ndarray] = []
-            tensors = list(enumerate(zip(self._sums_of(r), *sent, strict=True)))
+            tensors = list(enumerate(zip(received[r], *sent, strict=True)))
             # Few elements do not tell by what factors they are summed; large tensors do.
             for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
                 if _within(got, add(parts), _sum_bound(parts)):
@@ -2224,7 +2315,7 @@ class Comparison:
             before, sums, after = self._all("before")[r], self._sums_of(r), self._all("after")[r]
             key = tuple(_bytes(a) for a in [*(before[i] for i in watched), *sums])
             if key not in checked:
-                checked[key] = one.update(before, sums), self._bounds(before, sums)
+                checked[key] = self._updated(before, sums), self._bounds(before, sums)
             expected, bounds = checked[key]
             if wrong := [i for i in watched if not _within(after[i], expected[i], bounds[i])]:
                 self._update_is_wrong = True
@@ -2265,8 +2356,8 @@ class Comparison:
 
         The update is repeated from gradients and states that are one unit in the last place off.
         """
-        one, generator = self._one, np.random.default_rng(self._step)
-        base = one.update(before, sums)
+        generator = np.random.default_rng(self._step)
+        base = self._updated(before, sums)
         apart = [np.zeros(array.shape) for array in base]
         for _ in range(3):
 
@@ -2282,7 +2373,7 @@ class Comparison:
             kinds = zip(before, self._kinds, strict=True)
             # A schedule's step and a factor that is multiplied up stay what they are.
             state = [near(a) if kind != "seed" and a.ndim else a for a, kind in kinds]
-            for i, array in enumerate(one.update(state, list(map(near, sums)))):
+            for i, array in enumerate(self._updated(state, list(map(near, sums)))):
                 apart[i] = np.maximum(apart[i], np.abs(dense(array) - dense(base[i])))
         return [
             MARGIN * (a + np.sqrt(np.mean(a**2)) + EPS * (np.abs(dense(b)) + np.abs(dense(o))))
@@ -2349,31 +2440,31 @@ class Comparison:
 
     def _update_hypotheses(self, r: int) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
         """Yields (cause, text, all variables that the optimizer would then leave)."""
-        one, num = self._one, len(self._replicas)
+        num = len(self._replicas)
         before, sums = self._all("before")[r], self._sums_of(r)
         yield "not_updated", "the weights do not change", lambda: before
         if self._has("sums") and num > 1:
-            own = self._all("clipped" if self._has("clipped") else "raw")[r]
+            own, clips = self._all(self._kind_sent)[r], self._recording.clips_sum
             text = "the update uses the gradients of this replica, not the sum"
-            yield "not_all_reduced", text, lambda: one.update(before, own)
+            yield "not_all_reduced", text, lambda: self._updated(before, own, clips=clips)
         for factor, cause in ((1 / num, "mean_instead_of_sum"), (num, "scaled_gradient")):
             scaled = [_scaled(g, factor) for g in sums]
             text = f"the update uses {factor:.4g} times the sum"
-            yield cause, text, partial(one.update, before, scaled)
+            yield cause, text, partial(self._updated, before, scaled)
         text = "the summed gradients are clipped on this replica"
-        yield "clipped_on_one_replica", text, lambda: one.update(before, sums, clips=True)
+        yield "clipped_on_one_replica", text, lambda: self._updated(before, sums, clips=True)
         olds = (self._earlier(kind) for kind in ("sums", "clipped", "raw"))
         if old := next((old for old in olds if old), None):
             text = "the update uses the gradients of the previous step"
-            yield "stale_gradient", text, lambda: one.update(before, old[r])
+            yield "stale_gradient", text, lambda: self._updated(before, old[r])
 
     def _changes_of_update(
         self, r: int, expected: Arrays, wrong: Sequence[int]
     ) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
         """Yields hypotheses with a number that is fitted: another learning rate, a decay."""
-        one, before, after = self._one, self._all("before")[r], self._all("after")[r]
+        before, after = self._all("before")[r], self._all("after")[r]
         sums = self._sums_of(r)
-        twices = [one.update(before, sums, rate=2.0, decays=decays) for decays in (True, False)]
+        twices = [self._updated(before, sums, rate=2.0, decays=decays) for decays in (True, False)]
         for chosen in [wrong, *([i] for i in wrong if len(wrong) > 1)]:
             apart = [dense(after[i]) - dense(expected[i]) for i in chosen]
             for twice, decays in zip(twices, (True, False), strict=True):
@@ -2383,7 +2474,7 @@ class Comparison:
                     yield (
                         "other_learning_rate",
                         f"the learning rate is {rate:.4g} times that of the optimizer",
-                        partial(one.update, before, sums, rate=rate, decays=decays),
+                        partial(self._updated, before, sums, rate=rate, decays=decays),
                     )  # fmt: skip
             for base in (expected, before):
                 decay = -_factor(apart, [dense(base[i]) for i in chosen])

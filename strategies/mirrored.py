@@ -21,8 +21,13 @@ from strategies.base import (
 )
 from strategies.collectives import PerReplicaTensors, add_in_order, weighted_bounds
 from strategies.copies import Variables
-from strategies.shard_step import Replica
+from strategies.replica import Replica
 from strategies.tf_private import disable_optimizer_all_reduce, flatten_layers
+from strategies.whole_batch import (
+    evaluate_whole_batch,
+    gather_over_replicas,
+    gradients_of_whole_batch,
+)
 
 # TensorFlow's all-reduce of each name. `reduce_to_one` adds in the order of our own, so that
 # `manual` and `mirrored` are bitwise identical. `ring` is MirroredStrategy's default on CPUs.
@@ -71,8 +76,7 @@ class MirroredStrategy(Strategy):
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         with self._tf_strategy.scope():
-            self.model, self.optimizer = model_fn(), optimizer_fn()
-            self.optimizer.build(self.model.trainable_variables)
+            self.model, self.optimizer = self.build_replica(model_fn, optimizer_fn)
             statistics = self.new_statistics(self.model)
         # As a template: `tf.distribute` makes a replica of it on each device.
         self.replicas = [Replica(0, "", self.model, self.optimizer, statistics)]
@@ -87,15 +91,17 @@ class MirroredStrategy(Strategy):
 
         `experimental_distribute_dataset` would cut the batches by rounding up, 4 over 3 as 2, 2, 0,
         so that a replica can be left with nothing. So the shards are elements of their own here,
-        in replica order, each with the size of its global batch.
+        in replica order, each with the size of its global batch; with an objective, whose loss is
+        that of the whole batch, each with the whole batch.
         """
 
-        def to_shards(images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:
-            num_examples = tf.shape(labels)[0]
+        def to_shards(*batch: tf.Tensor) -> tf.data.Dataset:
+            num_examples = tf.shape(batch[0])[0]
 
-            def to_shard(replica_id: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+            def to_shard(replica_id: tf.Tensor) -> tuple[tf.Tensor, ...]:
                 start, end = weighted_bounds(num_examples, self.replica_weights, replica_id)
-                return images[start:end], labels[start:end], num_examples
+                shard = tuple(tensor[start:end] for tensor in batch)
+                return (shard, batch) if self.objective else (*shard, num_examples)
 
             ids = self._local(self.num_replicas)
             return tf.data.Dataset.range(ids.start, ids.stop, output_type=tf.int32).map(to_shard)
@@ -119,8 +125,34 @@ class MirroredStrategy(Strategy):
             self.apply_gradients(replica, sums)  # 4. The same update everywhere.
             return totals
 
-        per_replica_totals = self._tf_strategy.run(replica_step, args=next(iterator))
+        def replica_step_of_objective(  # 1. `distribute` has split the batch.
+            shard: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]
+        ) -> StepTotals:
+            replica = self._replica()
+            (gradients,), (totals,) = gradients_of_whole_batch(  # 2. Gradients of its shard.
+                self, [replica], [shard], batch, gather_over_replicas
+            )
+            sums = self._sum_over_replicas(gradients)  # 3. All-reduce (sum).
+            self.apply_gradients(replica, sums)  # 4. The same update everywhere.
+            return totals
+
+        step = replica_step_of_objective if self.objective else replica_step
+        per_replica_totals = self._tf_strategy.run(step, args=next(iterator))
         return StepTotals.sum(self._per_replica(per_replica_totals))
+
+    def evaluate_objective(
+        self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
+    ) -> tuple[StepTotals, list[tf.Tensor]]:
+        def replica_evaluation(
+            shard: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]
+        ) -> tuple[StepTotals, list[tf.Tensor]]:
+            return evaluate_whole_batch(
+                self, [self._replica()], [shard], batch, gather_over_replicas,
+                statistics=statistics, metric_states=metric_states,
+            )  # fmt: skip
+
+        # Each replica has the predictions of all, and computes the same.
+        return self._per_replica(self._tf_strategy.run(replica_evaluation, args=next(iterator)))[0]
 
     def _replica(self) -> Replica:
         """Returns the replica that `tf.distribute` is running, in replica context."""

@@ -41,7 +41,8 @@ from strategies.manual import (
     gradients_on_each_device,
     split_batch,
 )
-from strategies.shard_step import Replica, copies_of
+from strategies.replica import Replica
+from strategies.shard_step import copies_of
 from strategies.sync_batch_norm import check_synchronizable
 from strategies.tf_private import free_values
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from app.records.files import io_errors_as, make_directory, open_regular, write_file
 from app.report.case_part import case_part
+from app.report.curves_part import curves
 from app.report.page_parts import (
     Cell,
     Details,
@@ -19,7 +20,7 @@ from app.report.page_parts import (
     differing,
 )
 from app.report.record_finder import Record, find_records
-from app.report.runs_part import Run, curves, same_weights, speed, summary_table, verdicts
+from app.report.runs_part import Run, same_weights, speed, summary_table, verdicts
 from app.report.speed_part import benchmark_part, explain_part
 from app.report.verification_part import verify_part
 from app.runtime.errors import OutputError
