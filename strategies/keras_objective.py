@@ -58,6 +58,7 @@ class KerasObjective:
         element_spec: of the data set, `(x, y)` or `(x, y, sample_weight)`, each any nest.
 
     Attributes:
+        largest_batch: examples of the largest batch; None where that is not known.
         has_own_train_step: whether the model has a `train_step` of its own; known once prepared.
         trained: numbers of the trainable variables that have a gradient; known once traced.
         metrics: name → value of the model's metrics over the last evaluation.
@@ -67,6 +68,7 @@ class KerasObjective:
         self._spec = element_spec
         self._one_device = OneDevice()
         self.predicted: Any = None
+        self.largest_batch: int | None = None
         self.has_own_train_step = False
         self.trained: list[int] = []
         self.metrics: dict[str, float] = {}

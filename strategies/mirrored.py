@@ -130,7 +130,7 @@ class MirroredStrategy(Strategy):
         ) -> StepTotals:
             replica = self._replica()
             (gradients,), (totals,) = gradients_of_whole_batch(  # 2. Gradients of its shard.
-                self, [replica], [shard], batch, gather_over_replicas
+                self, [replica], [shard], batch, self.gather_rows
             )
             sums = self._sum_over_replicas(gradients)  # 3. All-reduce (sum).
             self.apply_gradients(replica, sums)  # 4. The same update everywhere.
@@ -147,12 +147,16 @@ class MirroredStrategy(Strategy):
             shard: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]
         ) -> tuple[StepTotals, list[tf.Tensor]]:
             return evaluate_whole_batch(
-                self, [self._replica()], [shard], batch, gather_over_replicas,
+                self, [self._replica()], [shard], batch, self.gather_rows,
                 statistics=statistics, metric_states=metric_states,
             )  # fmt: skip
 
         # Each replica has the predictions of all, and computes the same.
         return self._per_replica(self._tf_strategy.run(replica_evaluation, args=next(iterator)))[0]
+
+    def gather_rows(self, per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        """Joins the rows of all replicas, in replica context: see `Gather`."""
+        return gather_over_replicas(per_replica_tensors)
 
     def _replica(self) -> Replica:
         """Returns the replica that `tf.distribute` is running, in replica context."""

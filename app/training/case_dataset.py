@@ -75,6 +75,7 @@ class CaseDataset:
         if test_dataset is not None:
             _check_same_elements(spec, test_dataset.element_spec)
             self._test = self._read(self._create_test, _TEST)
+        self.objective.largest_batch = max(*self.train.sizes, *self._test.sizes)
 
     @property
     def num_train_examples(self) -> int:
