@@ -57,7 +57,7 @@ class Run:
         summary = self.summary
         caveats = [injected_fault_caveat(summary.injected_fault)] * bool(summary.injected_fault)
         caveats += [DATASET_CAVEATS[d] for d in [summary.dataset] if d in DATASET_CAVEATS]
-        caveats += [TRAINING_DATA_CAVEAT] * summary.tests_training_data
+        caveats += [TRAINING_DATA_CAVEAT] * summary.evaluates_training_data
         caveats += [TIMING_CAVEAT] * summary.simulated_devices
         environment = {
             "devices": devices_text(summary.devices, summary.simulated_devices),
