@@ -27,7 +27,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import keras
 import numpy as np
@@ -98,6 +98,7 @@ REMEDIES = {
     "other_metric": "let the metric add up sums and counts, and divide after adding those of all"
     " replicas",
     "other_evaluation": "count every example once: no padding, and the mean over examples",
+    "random_evaluation": "draw random numbers in training only: ask for `training` in `call`",
     "diverged_replicas": "create and restore variables under the strategy's scope, so that all"
     " replicas start equal",
     "changed_on_its_own": "look for code that assigns to the variable outside of the update, and at"
@@ -252,7 +253,12 @@ class Recording:
         }
 
     def save(self, path: str) -> None:
-        """Writes an `.npz` file with arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text."""
+        """Writes an `.npz` file; see `write`."""
+        with open(path, "wb") as file:
+            self.write(file)
+
+    def write(self, file: BinaryIO) -> None:
+        """Writes arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text, in `.npz` format."""
         arrays: dict[str, Any] = {}
         for number, step in enumerate(self.steps, start=1):
             for (kind, replica), values in step.items():
@@ -263,11 +269,10 @@ class Recording:
                         arrays[f"{name}/{part}" if part else name] = np.asarray(array)
         about = {name: value for name, value in vars(self).items() if name != "steps"}
         about |= {"format": "lockstep recording 1", "num_steps": len(self.steps)}
-        with open(path, "wb") as file:
-            np.savez(file, **arrays, about=np.array(json.dumps(about)))
+        np.savez(file, **arrays, about=np.array(json.dumps(about)))
 
     @classmethod
-    def load(cls, path: str) -> "Recording":
+    def load(cls, path: str | BinaryIO) -> "Recording":
         """Reads what `save` has written.
 
         Raises:
@@ -346,9 +351,9 @@ class Recorder(Hooks, Recording):
         self._num_seen: collections.Counter[int] = collections.Counter()
         self._number: dict[int, tf.Tensor] = {}  # Of the step that a replica is in.
 
-    def save(self, path: str) -> None:
-        """See `Recording.save`."""
-        self.recording().save(path)
+    def write(self, file: BinaryIO) -> None:
+        """See `Recording.write`."""
+        self.recording().write(file)
 
     def recording(self) -> Recording:
         """Returns what was recorded, without the hooks."""
@@ -926,6 +931,11 @@ def compare_evaluation(
         return model.evaluate(batches, verbose=0, return_dict=True)
 
     expected = evaluate(states[0], dataset)
+    drawn = [
+        variable.path
+        for variable, array in zip(model.variables, states[0], strict=False)
+        if not _is_float(variable) and not _same(np.asarray(variable), array)
+    ]
     apart = {n: _ratio(abs(logs[n] - value), abs(value)) for n, value in expected.items()}
     allowed = MARGIN * 16 * EPS  # Of means over some thousand numbers, in another order.
     wrong = [name for name, by in apart.items() if not by <= allowed]
@@ -945,6 +955,9 @@ def compare_evaluation(
         if _ratio(abs(logs["loss"] - local), abs(local)) <= allowed:
             status, cause = BY_DESIGN, "local_statistics"
             text += "; each replica evaluates with its own moving statistics"
+    if drawn:  # Replicas, and orders of examples, draw other ones.
+        status, cause = BY_DESIGN, "random_evaluation"
+        text += f"; the evaluation draws random numbers from {drawn[0]}"
     by = max(apart[name] for name in wrong)
     return [Finding("evaluation", status, cause, text, (1,), (), tuple(wrong), by, allowed)]
 

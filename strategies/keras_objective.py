@@ -16,7 +16,6 @@ examples, and the gradients that it hands to its optimizer count n / N.
 Code of the model runs as on one device; see `one_device.py`.
 """
 
-import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -79,19 +78,8 @@ class KerasObjective:
         return dataset.map(lambda *batch: tuple(tf.nest.flatten(batch)))
 
     def prepare(self, model: keras.Model) -> None:
-        """Creates all variables of a model, its optimizer, loss and metrics, where it was built.
-
-        Raises:
-            ValueError: two variables have the same name, by which copies and checkpoints know them.
-        """
+        """Creates all variables of a model, its optimizer, loss and metrics, where it was built."""
         build_compiled(model, self._nest([_example_of(spec) for spec in self._leaves]))
-        names = collections.Counter(variable.path for variable in model.variables)
-        name, count = names.most_common(1)[0]
-        if count > 1:
-            raise ValueError(
-                f"{count} variables of model {model.name} are named {name}; give each layer a name"
-                " of its own"
-            )
         self.has_own_train_step = type(model).train_step is not keras.Model.train_step
 
     def forward(self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor) -> Forward:

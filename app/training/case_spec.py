@@ -1,6 +1,5 @@
 """The training of a case: its model, loss and optimizer on a strategy of this program."""
 
-import collections
 import contextlib
 import math
 import traceback
@@ -18,14 +17,10 @@ from app.runtime.versions import versions
 from app.training.case_dataset import CaseDataset
 from app.training.case_errors import comes_from_case, describe_error
 from app.training.case_file import CaseFile
+from app.training.case_model_checks import check_case_model
 from app.training.strategy_builder import create_strategy
 from strategies.base import Strategy
-from strategies.tf_private import (
-    inner_optimizer,
-    is_synchronized,
-    learning_rate_schedule,
-    reset_layer_numbers,
-)
+from strategies.tf_private import learning_rate_schedule, reset_layer_numbers
 
 # What TensorFlow raises of itself or of another worker, and not of what a case computes; by name.
 _NOT_OF_A_CASE = ("UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError")
@@ -74,33 +69,9 @@ class CaseSpec:
             lambda: strategy.build(build_model, lambda: built[-1].optimizer),
             "while the model was built on its data",
         )
-        self._check(strategy)
+        check_case_model(strategy, self._config.case)
         self.learning_rate = first_learning_rate(strategy.optimizer)
         return strategy
-
-    def _check(self, strategy: Strategy) -> None:
-        """Refuses models that cannot be saved or that the strategy would train another way."""
-        where, model = f"--case={self._config.case}", strategy.model
-        if inner_optimizer(model.optimizer) is not model.optimizer:
-            raise ConfigError(
-                f"{where}: strategy {strategy.name} has no loss scale; use mixed_bfloat16 in place"
-                " of mixed_float16"
-            )
-        layer = next((layer.name for layer in model.layers if is_synchronized(layer)), None)
-        if layer and strategy.num_replicas > 1:
-            raise ConfigError(
-                f"{where}: strategy {strategy.name} does not synchronize {layer}; use"
-                " synchronized=False, or --strategy=single"
-            )
-        names = collections.Counter(strategy.variable_names)
-        repeated = [name for name, count in names.items() if count > 1]
-        if repeated:
-            raise ConfigError(
-                f"{where}: {names[repeated[0]]} variables are named {repeated[0]}; give each layer"
-                " a name of its own"
-            )
-        if not model.trainable_variables:
-            raise ConfigError(f"{where}: the model has no weight to train")
 
     def create_guard(self, strategy: Strategy, devices: Devices) -> "CaseGuard":
         """Creates what tells errors of the case in one line."""

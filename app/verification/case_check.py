@@ -58,7 +58,7 @@ def verify_with(
     reports = []
     for number, (phase, recording, report) in enumerate(check.phases(), start=1):
         reports.append((phase.names, report))
-        if config.keep_traces:
+        if config.keep_traces and training.is_compared:
             folder = traces / strategy
             folder.mkdir(parents=True, exist_ok=True)
             recording.save(str(folder / f"{number}-{phase.place}.npz"))
@@ -126,6 +126,9 @@ class CaseCheck:
             yield phase, recording, self._report(phase, recording)
 
     def _report(self, phase: Phase, recording: Recording) -> Report:
+        if not self._training.is_compared:
+            return Report(0, self._training.num_replicas, [], [], "")
+
         def check() -> Report:
             batches = phase.batches_of(recording)
             return compare(recording, self._training.build_unbuilt, batches=batches)
@@ -136,6 +139,8 @@ class CaseCheck:
         """Compares loss and metrics of an evaluation with those of one device."""
         dataset = self._data.to_evaluate()
         logs, states = self._training.evaluate(dataset)
+        if not self._training.is_compared:
+            return Report(0, self._training.num_replicas, [], [], "")
         one = self._training.build()
         findings = self._case.run(
             lambda: compare_evaluation(logs, one, states, self._data.to_evaluate()),

@@ -1,5 +1,6 @@
 """Records a case that one of our strategies trains, in the format of Keras' `fit`."""
 
+import io
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from strategies.base import Strategy
 from strategies.observer import Observer, Predicted
 from strategies.one_device import seed_of_replica
 from strategies.tf_private import is_seed
+from strategies.workers import Workers
 
 
 class CaseRecorder(Observer):
@@ -57,14 +59,16 @@ class CaseRecorder(Observer):
                 taken, self._kept = self._kept, {}
                 if number in steps:
                     after = self._states()
-                    taken |= {("before", r): state for r, state in enumerate(before)}
-                    taken |= {("after", r): state for r, state in enumerate(after)}
+                    for r, old, new in zip(
+                        self._strategy.local_copy_ids, before, after, strict=True
+                    ):
+                        taken |= {("before", r): old, ("after", r): new}
                     recording.steps.append(taken)
                     recording.numbers.append(number)
         recording.predicted = to_json(self._objective.predicted)
         weights = self._objective.weights(self._strategy.model)
         recording.gradients = [variable.path for variable in weights]
-        return recording
+        return _joined(recording, self._strategy.workers)
 
     def on_predictions(self, replica_id: int | tf.Tensor, predicted: Predicted) -> None:
         """Keeps examples, and predictions and loss if they are known."""
@@ -116,8 +120,25 @@ class CaseRecorder(Observer):
                 seed_of_replica(array, r).numpy() if name in self._seeds else _known(array)
                 for name, array in state.items()
             ]
-            for r, state in enumerate(self._strategy.copy_states())
+            for r, state in zip(
+                self._strategy.local_copy_ids, self._strategy.copy_states(), strict=True
+            )
         ]
+
+
+def _joined(recording: Recording, workers: Workers) -> Recording:
+    """Returns what the replicas of all workers computed, on each of them."""
+    if workers.count == 1:
+        return recording
+    own = io.BytesIO()
+    recording.write(own)
+    first, *others = (
+        Recording.load(io.BytesIO(message)) for message in workers.gather(own.getvalue())
+    )
+    for other in others:
+        for step, more in zip(first.steps, other.steps, strict=True):
+            step.update(more)
+    return first
 
 
 def _known(array: np.ndarray) -> np.ndarray:

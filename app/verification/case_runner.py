@@ -5,14 +5,17 @@ import pathlib
 import shutil
 from collections.abc import Callable, Sequence
 
+from app.cluster.resource_split import split_resources
+from app.cluster.worker_group import WorkerGroup
 from app.config import VerifyConfig
-from app.config.names import KERAS_FIT
+from app.config.names import KERAS_FIT, MULTI_WORKER
 from app.devices import device_setup
 from app.records.files import temporary_path, write_json
 from app.records.run_directory import open_log, open_run_directory
 from app.records.run_naming import default_out, named_path
 from app.runtime import console
 from app.runtime.errors import MismatchError
+from app.runtime.function_call import Channel
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification.case_result import EVALUATION, CaseFinding, CaseResult
@@ -85,10 +88,27 @@ def _verify_each(config: VerifyConfig, traces: pathlib.Path) -> dict[str, CaseRe
     with StepProgress(num_steps) as progress:
         for strategy in config.strategies:
             progress.start(f"verifying {strategy}")
-            results[strategy] = call_in_child_process(
-                _verify_with, config, strategy, traces, on_message=progress.message
-            )
+            if strategy == MULTI_WORKER:
+                results[strategy] = _verify_on_workers(progress.message, config, traces)
+            else:
+                results[strategy] = call_in_child_process(
+                    _verify_with, config, strategy, traces, on_message=progress.message
+                )
     return results
+
+
+def _verify_on_workers(send: Send, config: VerifyConfig, traces: pathlib.Path) -> CaseResult:
+    """Verifies a case with several processes, of which the first compares."""
+    training = config.for_training(MULTI_WORKER, inject=None)
+    shares = split_resources(config.num_workers, training)
+    with WorkerGroup(shares, _verify_as_worker, config, traces) as group:
+        while (message := group.receive())[0] == "message":
+            send(message[1])
+    return message[1][0]
+
+
+def _verify_as_worker(channel: Channel, config: VerifyConfig, traces: pathlib.Path) -> CaseResult:
+    return _verify_with(channel.send, config, MULTI_WORKER, traces)
 
 
 def _verify_with(

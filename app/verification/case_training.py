@@ -14,12 +14,13 @@ from app.config import VerifyConfig
 from app.devices.device_setup import Devices
 from app.runtime.errors import ConfigError
 from app.training.case_file import CaseFile
+from app.training.case_model_checks import check_case_model
 from app.verification.case_phases import CaseData, Phase
 from app.verification.case_recorder import CaseRecorder
 from recorders.lockstep_keras import Recorder, Recording
 from strategies import load_strategy_class
 from strategies.keras_objective import KerasObjective
-from strategies.tf_private import inner_optimizer, is_synchronized, reset_layer_numbers
+from strategies.tf_private import reset_layer_numbers
 
 States = Sequence[Sequence[np.ndarray]]  # Of each replica: all variables.
 
@@ -36,11 +37,13 @@ class RecordedTraining(abc.ABC):
         model: on the devices.
         num_replicas: of it.
         splits_itself: whether the case splits its data set, with a function for it.
+        is_compared: whether this process compares; of several workers, one does.
     """
 
     model: keras.Model
     num_replicas: int
     splits_itself = False
+    is_compared = True
 
     def __init__(self, case: CaseFile, data: CaseData, config: VerifyConfig):
         self._case, self._data, self._config = case, data, config
@@ -173,6 +176,7 @@ class StrategyTraining(RecordedTraining):
         super().__init__(case, data, config)
         self._devices, self._name = devices, name
         self._start()
+        self.is_compared = self._strategy.workers.is_chief
 
     def _start(self) -> None:
         spec = self._data.dataset().element_spec
@@ -196,18 +200,7 @@ class StrategyTraining(RecordedTraining):
 
     def check_possible(self) -> None:
         """See the base class."""
-        where, name, model = f"--case={self._config.case}", self._name, self.model
-        if inner_optimizer(model.optimizer) is not model.optimizer:
-            raise ConfigError(
-                f"{where}: strategy {name} has no loss scale; use"
-                " --strategies=keras_fit, or mixed_bfloat16 in place of mixed_float16"
-            )
-        layer = next((layer.name for layer in model.layers if is_synchronized(layer)), None)
-        if layer and self.num_replicas > 1:
-            raise ConfigError(
-                f"{where}: strategy {name} does not synchronize {layer}; use"
-                " --strategies=single,keras_fit, or synchronized=False"
-            )
+        check_case_model(self._strategy, self._config.case)
 
     def record(self, phase: Phase) -> Recording:
         """Records the steps of the strategy."""
