@@ -1,4 +1,4 @@
-"""Records a case that one of our strategies trains, in the format of Keras' `fit`."""
+"""Records a case that a strategy of this project trains, in the format of `Recorder`."""
 
 import io
 from collections.abc import Collection, Sequence
@@ -16,11 +16,11 @@ from strategies.workers import Workers
 
 
 class CaseRecorder(Observer):
-    """Observes a strategy with an objective, and hooks its optimizers' clipping.
+    """Observes a strategy with an objective, and hooks the clipping of its optimizers.
 
     Args:
-        strategy: built, and no step made: its observer is replaced by this one.
-        structure: of a batch, any nest.
+        strategy: a built strategy before its first step; this object replaces its observer.
+        structure: the structure of a batch, any nest.
     """
 
     def __init__(self, strategy: Strategy, structure: Any):
@@ -39,11 +39,11 @@ class CaseRecorder(Observer):
         strategy.observer = self
 
     def record(self, iterator: Any, steps: Collection[int]) -> Recording:
-        """Trains up to the last of these steps, and returns what they computed.
+        """Trains up to the last of these steps and returns their recording.
 
         Args:
-            iterator: what `strategy.distribute` returned.
-            steps: numbers, from 1.
+            iterator: the result of `strategy.distribute`.
+            steps: numbers of the steps, from 1.
         """
         recording = self._recording
         recording.steps, recording.numbers = [], []
@@ -71,7 +71,7 @@ class CaseRecorder(Observer):
         return _joined(recording, self._strategy.workers)
 
     def on_predictions(self, replica_id: int | tf.Tensor, predicted: Predicted) -> None:
-        """Keeps examples, and predictions and loss if they are known."""
+        """Keeps the examples, and predictions and loss if the step shows them."""
         self._keep("data", replica_id, predicted.examples)
         if predicted.loss is not None:
             self._keep("y_pred", replica_id, predicted.predictions)
@@ -82,7 +82,7 @@ class CaseRecorder(Observer):
     def on_gradients(
         self, replica_id: int | tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Keeps what a replica sends."""
+        """Keeps the gradients that a replica sends."""
         self._keep("raw", replica_id, gradients)
         return gradients
 
@@ -91,7 +91,7 @@ class CaseRecorder(Observer):
         self._keep("sums", copy_id, summed_gradients)
 
     def _clipping_of(self, replica_id: int | tf.Tensor) -> Any:
-        """Returns a hook that keeps what an optimizer makes of the sums."""
+        """Returns a hook that keeps the clipped sums of an optimizer."""
 
         def clip(inner: Any, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
             context = tf.distribute.get_replica_context()
@@ -105,7 +105,7 @@ class CaseRecorder(Observer):
         return clip
 
     def _keep(self, kind: str, replica_id: int | tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
-        """Keeps tensors of a replica, once they are computed."""
+        """Keeps tensors of a replica when they are computed."""
 
         def keep(replica_id: np.ndarray, *arrays: np.ndarray) -> None:
             self._kept[kind, int(replica_id)] = [np.array(array) for array in arrays]
@@ -114,7 +114,7 @@ class CaseRecorder(Observer):
         tf.numpy_function(keep, [replica_id, *known], [])
 
     def _states(self) -> list[Arrays]:
-        """Returns the variables of each replica, with the seeds that it draws from."""
+        """Returns the variables of each replica, with the replica's seeds."""
         return [
             [
                 seed_of_replica(array, r).numpy() if name in self._seeds else _known(array)
@@ -127,7 +127,7 @@ class CaseRecorder(Observer):
 
 
 def _joined(recording: Recording, workers: Workers) -> Recording:
-    """Returns what the replicas of all workers computed, on each of them."""
+    """Returns the recording of the replicas of all workers, on each worker."""
     if workers.count == 1:
         return recording
     own = io.BytesIO()
