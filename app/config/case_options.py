@@ -71,8 +71,8 @@ class CaseFileOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainedCaseOptions(CaseFileOptions):
-    """Which case is trained."""
+class EvaluatedDataOptions:
+    """What a case is evaluated on."""
 
     test_data_fn: str = option(
         DEFAULT_FUNCTIONS["test_data_fn"],
@@ -81,6 +81,11 @@ class TrainedCaseOptions(CaseFileOptions):
         MODEL_AND_DATA,
         metavar="NAME",
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedCaseOptions(CaseFileOptions, EvaluatedDataOptions):
+    """Which case is trained, and evaluated on what."""
 
     def with_case(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Returns the result fields of a training; of a case those that it leaves to the flags.

@@ -106,7 +106,7 @@ class CaseSpec:
         """Returns the sizes that batches have."""
         return set(self._dataset.train.sizes)
 
-    def test_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the metrics of the model over the last evaluation."""
         return dict(self._dataset.objective.metrics)
 
