@@ -1,5 +1,6 @@
 """The recorder of Keras' `fit`: what is clean stays clean, and faults are named where they are."""
 
+import copy
 import functools
 
 import keras
@@ -776,6 +777,49 @@ def test_an_overflow_on_another_replica_than_the_first():
     assert [(f.cause, f.steps) for f in report.findings if f not in report.faults] == [
         ("not_finite", (2, 3))
     ]
+
+
+# --- Small changes of what was recorded ----------------------------------------------------------
+
+
+def normalised():
+    between = layers.BatchNormalization()
+    return compiled(dense(between, kernel_regularizer=keras.regularizers.L2(0.1)))
+
+
+@functools.cache
+def recorded_once():
+    return record(normalised, (X, Y), steps=1)[1].recording()
+
+
+# Kind → the stage that it belongs to, and the first of its arrays that is changed.
+SMALL = {
+    "y_pred": ("forward", 0), "loss": ("loss", 0), "raw": ("gradients", 0),
+    "clipped": ("clipping", 0), "sums": ("all-reduce", 0), "after": ("update", 0),
+    "statistic": ("statistics", 4), "regularisation": ("regularisation", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("replica", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_change_of_one_in_ten_thousand_is_found_on_its_replica(kind, replica):
+    stage, index = SMALL[kind]
+    recording = copy.deepcopy(recorded_once())
+    array = {"statistic": "after", "regularisation": "loss"}.get(kind, kind)
+    changed = recording.steps[0][array, replica]
+    changed[index] = (changed[index] * 1.0001).astype(np.float32)
+    report = compare(recording, normalised)
+    faults = [f for f in report.faults if f.stage == stage]
+    assert faults, str(report)
+    expected = () if stage == "regularisation" else (replica,)
+    assert {f.replicas for f in faults} == {expected}, str(report)
+    if kind == "sums":
+        assert faults[0].cause == "scaled_gradient" and "1.0001" in faults[0].text
+
+
+def test_what_was_recorded_once_is_clean_but_for_the_design():
+    report = compare(recorded_once(), normalised)
+    assert found(report) == [("forward", BY_DESIGN, "local_statistics")], str(report)
 
 
 # --- bfloat16 ------------------------------------------------------------------------------------
