@@ -1,6 +1,6 @@
-"""Records what Keras' `fit` computes on every replica, and names what is not as on one device.
+"""Records what Keras' `fit` computes on each replica, and compares it with one device.
 
-One file, to be copied beside your own script; it needs TensorFlow, Keras 3 and NumPy.
+This file is standalone: copy it next to your script. It needs TensorFlow, Keras 3 and NumPy.
 
     from lockstep_keras import Recorder, compare
 
@@ -9,25 +9,27 @@ One file, to be copied beside your own script; it needs TensorFlow, Keras 3 and 
     print(compare(record, build_model()))      # The same builder, called outside of the scope.
     record.save("trace.npz")                   # A file of plain arrays.
 
-`Recorder` puts hooks on the model and its optimizer, not on their classes, and removes them at the
-end. A step passes through them in this order on each replica: the examples and all variables; the
-predictions and the loss; the gradients before clipping, after it, and after the all-reduce; all
-variables again. Training goes on bit for bit as without them.
+`Recorder` hooks methods of the model and the optimizer instances, not of their classes, and removes
+the hooks at the end of the block. For each step and replica it records, in this order: the examples
+and all variables; the predictions and the loss; the gradients before clipping, after clipping and
+after the all-reduce; all variables again. Training with the hooks is bitwise identical to training
+without them.
 
-`compare` takes the second model, on one device without a strategy, as the definition of what a step
-should be. It starts each step from the recorded state, and checks each stage given what went into
-it: so the first stage that is wrong does not make later ones wrong, and a fault behind a difference
-that is by design is still found. How far rounding may carry a stage is computed: the step is
-repeated with its examples in other orders and with weights changed by one unit in the last place.
+`compare` takes the second model, on one device without a strategy, as the definition of a training
+step. It starts each step from the recorded state and computes each stage from the recorded inputs
+of that stage. A wrong stage therefore does not make later stages wrong, and a fault is found even
+after a difference that is by design. Tolerances for rounding are computed: the step is repeated
+with its examples in other orders and with weights changed by one unit in the last place.
 """
 
 import collections
 import contextlib
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import keras
 import numpy as np
@@ -38,85 +40,93 @@ from keras.src.backend import get_keras_mask, set_keras_mask  # Masks have no pu
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
 
 STAGES = {
-    "start": "what a step starts from: the same weights and optimizer state on every replica",
-    "random numbers": "seeds of random layers: different ones on every replica",
-    "examples": "each example of the global batch on one replica, with its own target",
-    "forward": "predictions of each replica for its examples",
-    "loss": "the replicas' losses, summed, against the loss of the whole batch",
-    "regularisation": "`model.losses`, summed over the replicas",
-    "gradients": "of each replica's loss, before clipping",
-    "clipping": "the sum of what the replicas send, against the clipped sum",
-    "all-reduce": "what each replica gets, against the sum of what was sent",
-    "update": "weights and optimizer state after the step",
+    "start": "weights and optimizer state before the step: equal on all replicas",
+    "random numbers": "seeds of random layers: different on each replica",
+    "examples": "every example of the global batch is on one replica, with its target",
+    "forward": "each replica's predictions for its examples",
+    "loss": "the sum of the replicas' losses: equal to the loss of the whole batch",
+    "regularisation": "the sum of `model.losses` over the replicas: equal to that of one device",
+    "gradients": "each replica's gradients of its loss, before clipping",
+    "clipping": "the sum of the gradients after clipping: equal to the clipped sum",
+    "all-reduce": "the gradients that each replica receives: the sum of those sent",
+    "update": "weights and optimizer state after the update",
     "statistics": "moving statistics and seeds after the step",
-    "agreement": "the same weights and optimizer state on every replica after the step",
-    "evaluation": "loss and metrics of `evaluate`: every example counted once",
+    "agreement": "weights and optimizer state after the step: equal on all replicas",
+    "evaluation": "loss and metrics of `evaluate`: every example is counted once",
 }
 
 REMEDIES = {
-    "same_random_numbers": "give every replica a seed of its own: derive it from the replica's"
-    " number, `tf.distribute.get_replica_context().replica_id_in_sync_group`",
-    "clipped_before_the_sum": "clip after the sum: leave clipnorm, global_clipnorm and clipvalue"
-    " out of the optimizer, and clip in a train_step of your own after"
+    "same_random_numbers": "use a different seed on each replica: derive it from"
+    " `tf.distribute.get_replica_context().replica_id_in_sync_group`",
+    "clipped_before_the_sum": "clip after the sum: remove clipnorm, global_clipnorm and clipvalue"
+    " from the optimizer, and clip in a custom train_step after"
     " `tf.distribute.get_replica_context().all_reduce`",
-    "scalar_loss_not_divided": "return one loss for each example, of shape (batch,): Keras then"
-    " divides by the number of replicas; or divide by it in the loss",
-    "weighted_mean_of_means": "divide by the weights of the whole batch: take the default reduction"
-    " with sample_weight, or reduction='sum' over a constant that all replicas share; for masks,"
-    " batches with equally many unmasked steps on each replica",
-    "mean_of_means": "use batches that the number of replicas divides (drop_remainder=True for the"
-    " last one), or reduction='sum' divided by the size of the global batch",
+    "scalar_loss_not_divided": "return one loss per example, of shape (batch,), which Keras divides"
+    " by the number of replicas; or divide the scalar loss by the number of replicas",
+    "weighted_mean_of_means": "divide by the weights of the whole batch: use the default reduction"
+    " with sample_weight, or reduction='sum' divided by a constant that all replicas share; with"
+    " masks, use batches that have equally many unmasked steps on each replica",
+    "mean_of_means": "use batch sizes that are divisible by the number of replicas"
+    " (drop_remainder=True for the last batch), or reduction='sum' divided by the global batch"
+    " size",
     "regulariser_repeated": "divide regularisation losses by the number of replicas"
     " (`tf.nn.scale_regularization_loss`)",
     "regulariser_missing": "add `model.losses` to the loss of the step",
-    "not_all_reduced": "sum the gradients over the replicas before the update: apply them in"
-    " `strategy.run` with the optimizer's own all-reduce, or sum them in the step",
-    "mean_instead_of_sum": "sum the gradients, each of a loss divided by the global batch; do not"
-    " average them after that again",
-    "lost_replica": "make every replica take part in the all-reduce of every variable",
-    "stale_gradient": "send the gradients of this step: no buffer may keep those of the last one",
-    "reduced_precision": "sum gradients in float32",
-    "sparsified": "send all elements of a gradient, or expect another training",
-    "quantised": "send gradients unquantised, or expect another training",
-    "scaled_gradient": "divide the loss once by the size of the global batch, nowhere else",
+    "not_all_reduced": "sum the gradients over the replicas before the update: call"
+    " `optimizer.apply` within `strategy.run`, which all-reduces them, or all-reduce them in the"
+    " step",
+    "mean_instead_of_sum": "sum the gradients of losses that are divided by the global batch size;"
+    " do not average the gradients again",
+    "lost_replica": "include every replica in the all-reduce of every variable",
+    "stale_gradient": "send the gradients of the current step: clear buffers with gradients of the"
+    " previous step",
+    "reduced_precision": "all-reduce the gradients in float32",
+    "sparsified": "send all elements of each gradient, or accept that this is a different training",
+    "quantised": "send gradients without quantisation, or accept that this is a different training",
+    "scaled_gradient": "divide the loss by the global batch size exactly once",
     "labels_shifted": "shuffle and batch inputs and targets together, in one dataset",
-    "same_examples": "give each replica its own part of the batch: shard the data set by replica",
-    "lost_examples": "cut a batch so that every example gets to one replica",
-    "repeated_examples": "cut a batch so that every example gets to one replica, once",
-    "other_examples": "feed every run from the same data set, seed and order",
+    "same_examples": "give each replica a different part of the batch: shard the data set by"
+    " replica",
+    "lost_examples": "split each batch so that every example reaches exactly one replica",
+    "repeated_examples": "split each batch so that every example reaches exactly one replica",
+    "other_examples": "use the same data set, seed and order in all runs",
     "inference_mode": "call the model with training=True in the training step",
-    "frozen": "let the variable take part in the loss, or set trainable=False on every replica",
-    "other_learning_rate": "use one learning rate on all replicas, and step its schedule once",
+    "frozen": "make the loss depend on the variable, or set trainable=False on every replica",
+    "other_learning_rate": "use one learning rate on all replicas, and advance its schedule once"
+    " per step",
     "clipped_on_one_replica": "clip on all replicas, after the sum",
-    "overflow_not_skipped": "use mixed_bfloat16, which needs no loss scale; Keras looks for an"
-    " overflow in the gradients of replica 0 only",
+    "overflow_not_skipped": "use mixed_bfloat16, which needs no loss scaling; Keras checks only the"
+    " gradients of replica 0 for overflow",
     "not_finite": "look at the first step with numbers that are NaN or infinite: its examples, the"
     " loss, the learning rate",
-    "weight_decay_on_top": "apply weight decay in one place: the optimizer or the loss",
-    "schedule_stepped_too_often": "advance `optimizer.iterations` once for each update",
+    "weight_decay_on_top": "apply weight decay once: in the optimizer or in the loss",
+    "schedule_stepped_too_often": "advance `optimizer.iterations` once per update",
     "not_updated": "apply the summed gradients on every replica",
-    "update_not_seen": "apply gradients by `model.optimizer.apply`",
-    "other_loss": "compile the same loss for all runs",
-    "other_metric": "let the metric add up sums and counts, and divide after adding those of all"
-    " replicas",
-    "other_evaluation": "count every example once: no padding, and the mean over examples",
-    "diverged_replicas": "create and restore variables under the strategy's scope, so that all"
-    " replicas start equal",
-    "changed_on_its_own": "look for code that assigns to the variable outside of the update, and at"
-    " the memory of the machine",
-    "local_statistics": "`BatchNormalization(synchronized=True)` normalises over the whole batch",
-    "not_a_sum_over_examples": "a loss that mixes examples depends on the shards: gather what it"
-    " mixes from all replicas, or accept another training",
-    "mixes_examples": "accept that this is another training, or gather what the layer mixes",
-    "unexplained": "compare the arrays of the saved recording",
+    "update_not_seen": "apply gradients with `model.optimizer.apply`",
+    "other_loss": "compile the same loss in all runs",
+    "other_metric": "sum totals and counts over all replicas in the metric, and divide afterwards",
+    "other_evaluation": "count every example once: do not pad batches, and average over examples",
+    "random_evaluation": "draw random numbers only in training: use the `training` argument of"
+    " `call`",
+    "diverged_replicas": "create and restore variables within the strategy's scope, so that they"
+    " have equal values on all replicas",
+    "changed_on_its_own": "look for code that assigns to the variable outside the update; if there"
+    " is none, test the memory of the machine",
+    "local_statistics": "normalise over the whole batch with"
+    " `BatchNormalization(synchronized=True)`, and average its moving statistics over the replicas",
+    "not_a_sum_over_examples": "gather the model's outputs from all replicas before the loss is"
+    " computed, or accept that this is a different training",
+    "mixes_examples": "gather the layer's inputs from all replicas, or accept that this is a"
+    " different training",
+    "unexplained": "compare the arrays of the saved recording with those of one device",
 }
 
 Arrays = list[Any]  # Of `np.ndarray` and `Sparse`.
 EPS = float(np.finfo(np.float32).eps)
 TINY = float(np.finfo(np.float32).tiny)
-# Rounding may come out further than in the few repetitions that were tried.
+# A few repetitions underestimate the largest effect of rounding.
 MARGIN = 8
-NOTHING_BUT_ROUNDING = 0.1  # A relative spread above it says nothing of other arrays.
+NOTHING_BUT_ROUNDING = 0.1  # An array with a larger relative spread is rounding error only.
 
 
 class Sparse(collections.namedtuple("Sparse", "values indices rows")):
@@ -125,18 +135,18 @@ class Sparse(collections.namedtuple("Sparse", "values indices rows")):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is not as on one device, in one stage.
+    """A difference from one device, in one stage.
 
     Attributes:
         stage: a key of `STAGES`.
         status: `BY_DESIGN` or `FAULT`.
         cause: a key of `REMEDIES`.
         text: one sentence with the numbers.
-        steps: in which it was found, from 1.
-        replicas: on which; empty for all together.
-        tensors: paths of the variables concerned; empty where it is not about variables.
-        distance: relative, the largest one.
-        allowed: how far rounding could carry it, likewise.
+        steps: numbers of the steps with this difference, from 1.
+        replicas: the replicas with this difference; empty for all replicas together.
+        tensors: paths of the variables concerned; empty if no variable is.
+        distance: the largest relative difference.
+        allowed: the largest relative difference that rounding can cause.
     """
 
     stage: str
@@ -151,7 +161,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """What to do."""
+        """How to fix the fault."""
         return REMEDIES[self.cause]
 
     def __str__(self) -> str:
@@ -170,14 +180,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Every stage of every recorded step, and what was found.
+    """The result of comparing every stage of every recorded step.
 
     Attributes:
-        num_steps: that were checked.
-        num_replicas: of the recording.
-        findings: in the order of the stages.
+        num_steps: number of steps checked.
+        num_replicas: number of replicas of the recording.
+        findings: all differences, in the order of the stages.
         checked: the stages that could be checked.
-        tolerance: how the tolerances were found.
+        tolerance: how the tolerances were computed.
     """
 
     num_steps: int
@@ -188,7 +198,7 @@ class Report:
 
     @property
     def faults(self) -> list[Finding]:
-        """The findings that are no design."""
+        """The findings with status `FAULT`."""
         return [finding for finding in self.findings if finding.status == FAULT]
 
     def status(self, stage: str) -> str:
@@ -198,11 +208,34 @@ class Report:
             return FAULT if FAULT in found else BY_DESIGN
         return CLEAN if stage in self.checked else "not checked"
 
+    @property
+    def verdict(self) -> str:
+        """One sentence that says whether this is the training of one device."""
+        faults, by_design = (
+            ", ".join(
+                dict.fromkeys(f.cause.replace("_", " ") for f in self.findings if f.status == s)
+            )
+            for s in (FAULT, BY_DESIGN)
+        )
+        if faults:
+            return f"not the training that the model defines on one device: {faults}"
+        if by_design:
+            return (
+                f"different by design from the training on one device: {by_design}; no fault found"
+            )
+        return "the training that the model defines on one device: no fault found"
+
     def __str__(self) -> str:
-        lines = [
-            f"{self.num_steps} steps on {self.num_replicas} replicas against one device;"
-            f" tolerances: {self.tolerance}"
-        ]
+        counts = (
+            f"{_number_of('step', self.num_steps)} on {_number_of('replica', self.num_replicas)}"
+        )
+        lines = [f"{counts}: {self.verdict}"]
+        if self.num_replicas == 1:
+            lines.append(
+                "only one replica: faults between replicas cannot appear; create two devices first,"
+                " with tf.config.set_logical_device_configuration"
+            )
+        lines.append(f"tolerances: {self.tolerance}")
         for stage, what in STAGES.items():
             if (status := self.status(stage)) == "not checked":
                 continue
@@ -210,8 +243,6 @@ class Report:
             for finding in self.findings:
                 if finding.stage == stage:
                     lines += [f"      {line}" for line in str(finding).splitlines()]
-        names = sorted({f.cause.replace("_", " ") for f in self.faults})
-        lines.append(f"not the same training: {', '.join(names)}" if names else "no fault found")
         return "\n".join(lines)
 
 
@@ -228,6 +259,10 @@ class Recording:
         gradients: paths of the weights that "raw", "clipped" and "sums" belong to.
         structure: of "data", as `to_json` describes it.
         predicted: of "y_pred", likewise.
+        whole_loss: the loss is computed once, of the predictions of all replicas, and each goes
+            back from its part of the gradient with respect to these.
+        clips_sum: gradients are clipped after the sum; "clipped" then comes after "sums", or is
+            missing where the optimizer adds up the sums of several steps before.
     """
 
     def __init__(self, num_replicas: int):
@@ -238,6 +273,7 @@ class Recording:
         self.gradients: list[str] = []
         self.structure: Any = None
         self.predicted: Any = None
+        self.whole_loss = self.clips_sum = False
 
     def seeds_drawn(self) -> set[int]:
         """Returns which of `variables` are seeds that a step has drawn from."""
@@ -249,7 +285,12 @@ class Recording:
         }
 
     def save(self, path: str) -> None:
-        """Writes an `.npz` file with arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text."""
+        """Writes an `.npz` file; see `write`."""
+        with open(path, "wb") as file:
+            self.write(file)
+
+    def write(self, file: BinaryIO) -> None:
+        """Writes arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text, in `.npz` format."""
         arrays: dict[str, Any] = {}
         for number, step in enumerate(self.steps, start=1):
             for (kind, replica), values in step.items():
@@ -260,11 +301,10 @@ class Recording:
                         arrays[f"{name}/{part}" if part else name] = np.asarray(array)
         about = {name: value for name, value in vars(self).items() if name != "steps"}
         about |= {"format": "lockstep recording 1", "num_steps": len(self.steps)}
-        with open(path, "wb") as file:
-            np.savez(file, **arrays, about=np.array(json.dumps(about)))
+        np.savez(file, **arrays, about=np.array(json.dumps(about)))
 
     @classmethod
-    def load(cls, path: str) -> "Recording":
+    def load(cls, path: str | BinaryIO) -> "Recording":
         """Reads what `save` has written.
 
         Raises:
@@ -272,12 +312,12 @@ class Recording:
         """
         with np.load(path, allow_pickle=False) as file:
             if "about" not in file:
-                raise ValueError(f"{path}: is no recording of lockstep")
+                raise ValueError(f"{path} is not a recording; pass a file that Recorder.save wrote")
             about = json.loads(str(file["about"]))
             recording = cls(about["num_replicas"])
             recording.steps = [{} for _ in range(about["num_steps"])]
             recording.variables = [tuple(pair) for pair in about["variables"]]
-            for name in ("numbers", "gradients", "structure", "predicted"):
+            for name in vars(recording).keys() - {"steps", "variables"}:
                 setattr(recording, name, about[name])
             parts: dict[tuple, dict[str, np.ndarray]] = {}
             for name in file.files:
@@ -335,8 +375,8 @@ class Recorder(Hooks, Recording):
             raise ValueError(f"model {model.name} is not compiled; call model.compile first")
         if model.jit_compile is True:
             raise ValueError(
-                f"model {model.name} is compiled with jit_compile=True, and XLA runs no hook;"
-                " record it with jit_compile=False"
+                f"model {model.name} is compiled with jit_compile=True, and XLA does not run the"
+                " hooks; compile it with jit_compile=False to record it"
             )
         if isinstance(model.optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
             raise ValueError(
@@ -349,15 +389,14 @@ class Recorder(Hooks, Recording):
         self._num_seen: collections.Counter[int] = collections.Counter()
         self._number: dict[int, tf.Tensor] = {}  # Of the step that a replica is in.
 
-    def save(self, path: str) -> None:
-        """See `Recording.save`."""
-        self.recording().save(path)
+    def write(self, file: BinaryIO) -> None:
+        """See `Recording.write`."""
+        self.recording().write(file)
 
     def recording(self) -> Recording:
         """Returns what was recorded, without the hooks."""
         recording = Recording(self.num_replicas)
-        names = ("steps", "numbers", "variables", "gradients", "structure", "predicted")
-        vars(recording).update({name: getattr(self, name) for name in names})
+        vars(recording).update({name: getattr(self, name) for name in vars(recording)})
         return recording
 
     def __enter__(self) -> "Recorder":
@@ -566,6 +605,10 @@ def _mask(prediction: Any) -> tf.Tensor:
     return tf.zeros(()) if mask is None else mask
 
 
+def _number_of(noun: str, number: int) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _count(name: str, numbers: Sequence[int]) -> str:
     return f"{name}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
@@ -660,14 +703,17 @@ class OneDevice:
             variable.assign(tf.cast(array, variable.dtype))
 
     def step(
-        self, state: Arrays, data: Arrays, *, scales: tuple[float, float] = (1.0, 1.0)
-    ) -> StepResult:
+        self, state: Arrays, data: Arrays, *, scales: tuple[float, float] = (1.0, 1.0),
+        starts: Arrays | None = None,
+    ) -> StepResult:  # fmt: skip
         """Runs the model's own `train_step` from a state, without the update.
 
         Args:
             state: all variables.
             data: leaves of the examples.
             scales: factors of the data loss and of regularisation.
+            starts: what the backward pass starts from, in place of the gradient of the data loss
+                with respect to each prediction.
         """
         got = StepResult([], None, [], [])
 
@@ -677,7 +723,12 @@ class OneDevice:
             regular = tf.cast(regular, loss.dtype)
             got.y_pred = [np.array(_to_numpy_dtype(p)) for p in leaves(y_pred)]
             got.loss = float(tf.reduce_sum(loss) - regular), float(regular)
-            return scales[0] * (loss - regular) + scales[1] * regular
+            data_loss = loss - regular
+            if starts is not None:
+                pairs = zip(leaves(y_pred), starts, strict=True)
+                parts = [tf.reduce_sum(p * tf.cast(start, p.dtype)) for p, start in pairs]
+                data_loss = tf.add_n([tf.cast(part, loss.dtype) for part in parts])
+            return scales[0] * data_loss + scales[1] * regular
 
         def apply(inner: Callable, grads: Sequence, *args: Any, **kwargs: Any) -> None:
             got.raw = [_to_numpy(g) for g in grads if g is not None]
@@ -703,11 +754,27 @@ class OneDevice:
             masks: one for each of them; scalars for none.
             weighted: take sample weights and masks into account.
         """
+        predictions = [tf.constant(array) for array in y_pred]
+        return float(self._loss_of(state, data, predictions, masks, weighted))
+
+    def loss_gradients(self, state: Arrays, data: Arrays, y_pred: Arrays, masks: Arrays) -> Arrays:
+        """Returns the gradient of that loss with respect to each of the predictions."""
+        predictions = [tf.constant(array) for array in y_pred]
+        with tf.GradientTape() as tape:
+            tape.watch(predictions)
+            loss = self._loss_of(state, data, predictions, masks, True)
+        zero = tf.UnconnectedGradients.ZERO
+        return [g.numpy() for g in tape.gradient(loss, predictions, unconnected_gradients=zero)]
+
+    def _loss_of(
+        self, state: Arrays, data: Arrays, predictions: list[tf.Tensor], masks: Arrays,
+        weighted: bool,
+    ) -> tf.Tensor:  # fmt: skip
         x, y, sample_weight = self._unpack(data)
         self.load(state)
         if self.model.losses:
             self.model(x, training=True)  # Activity regularisers.
-        predictions = [tf.constant(array) for array in y_pred]
+        predictions = [tf.identity(prediction) for prediction in predictions]
         for prediction, mask in zip(predictions, masks, strict=True):
             if mask.ndim and weighted:
                 set_keras_mask(prediction, tf.constant(mask))
@@ -717,7 +784,7 @@ class OneDevice:
             y_pred=from_json(self._recording.predicted, predictions),
             sample_weight=sample_weight if weighted else None,
         )
-        return float(tf.reduce_sum(loss) - tf.cast(regularisation(self.model), loss.dtype))
+        return tf.reduce_sum(loss) - tf.cast(regularisation(self.model), loss.dtype)
 
     def clip(self, gradients: Arrays) -> Arrays:
         """Returns gradients as the optimizer clips them."""
@@ -765,8 +832,9 @@ class OneDevice:
             return function()
 
     def step_in_float32(
-        self, state: Arrays, data: Arrays, scales: tuple[float, float]
-    ) -> StepResult | None:
+        self, state: Arrays, data: Arrays, scales: tuple[float, float],
+        starts: Arrays | None = None,
+    ) -> StepResult | None:  # fmt: skip
         """Runs a step with layers in float32 that compute in bfloat16 or float16.
 
         Random layers stay as they are, they would draw other numbers; and so do layers that are
@@ -790,7 +858,7 @@ class OneDevice:
         try:
             for layer in layers:
                 layer.dtype_policy = "float32"
-            return self.step(state, data, scales=scales)
+            return self.step(state, data, scales=scales, starts=starts)
         except Exception:  # Of the user's code, which may be made for another dtype.
             return None
         finally:
@@ -945,15 +1013,23 @@ def compare_evaluation(
         variables = [*model.variables, *model.optimizer.variables]
         for variable, array in zip(variables, state, strict=True):
             variable.assign(tf.cast(array, variable.dtype))
-        return model.evaluate(batches, verbose=0, return_dict=True)
+        with warnings.catch_warnings():
+            # Keras warns at the end of a data set of unknown size, such as a shard.
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
+            return model.evaluate(batches, verbose=0, return_dict=True)
 
     expected = evaluate(states[0], dataset)
+    drawn = [
+        variable.path
+        for variable, array in zip(model.variables, states[0], strict=False)
+        if not _is_float(variable) and not _same(np.asarray(variable), array)
+    ]
     apart = {n: _ratio(abs(logs[n] - value), abs(value)) for n, value in expected.items()}
     allowed = MARGIN * 16 * EPS  # Of means over some thousand numbers, in another order.
     wrong = [name for name, by in apart.items() if not by <= allowed]
     if not wrong:
         return []
-    text = "; ".join(f"{n} is {logs[n]:.6g}, on one device {expected[n]:.6g}" for n in wrong)
+    text = "; ".join(f"{n} is {logs[n]:.6g}, one device has {expected[n]:.6g}" for n in wrong)
     # A metric that is added up wrongly leaves the loss right; other examples change both.
     status, cause = FAULT, "other_evaluation" if "loss" in wrong else "other_metric"
     if "loss" in wrong and not all(map(_same, states[0], states[-1])):
@@ -966,7 +1042,10 @@ def compare_evaluation(
         local = float(np.average(losses, weights=sizes))
         if _ratio(abs(logs["loss"] - local), abs(local)) <= allowed:
             status, cause = BY_DESIGN, "local_statistics"
-            text += "; each replica evaluates with its own moving statistics"
+            text += "; each replica evaluates with different moving statistics"
+    if drawn:  # Replicas, and other orders of examples, draw other numbers.
+        status, cause = BY_DESIGN, "random_evaluation"
+        text += f"; the evaluation draws random numbers from {drawn[0]}"
     by = max(apart[name] for name in wrong)
     return [Finding("evaluation", status, cause, text, (1,), (), tuple(wrong), by, allowed)]
 
@@ -1114,36 +1193,37 @@ class Losses:
         each = ", ".join(f"{o:.6g}" for o in self.own)
         if once and self._near(by_size, whole):
             return "scalar_loss_not_divided", (
-                f"each replica's loss ({each}) is taken once, not divided by {num} replicas: their"
-                f" sum is {taken:.6g}, the loss of the whole batch {whole:.6g}, so gradients"
-                f" are {taken / whole:.4g} times too large"
+                f"the replicas' losses ({each}) are not divided by the number of replicas, {num}:"
+                f" their sum is {taken:.6g}, the loss of the whole batch is {whole:.6g}, so the"
+                f" gradients are {taken / whole:.4g} times too large"
             )
         if mean and len(set(sizes)) > 1 and self._near(by_size, whole):
             return "mean_of_means", (
-                f"the mean of the replicas' means, of {'/'.join(map(str, sizes))} examples, is"
-                f" {taken:.6g}; the mean over all examples is {whole:.6g}"
+                f"the replicas have {'/'.join(map(str, sizes))} examples; the mean of their means"
+                f" is {taken:.6g}, the mean over all examples is {whole:.6g}"
             )
         if (mean or once) and is_plain and not self._near(by_size, whole):
             return "weighted_mean_of_means", (
-                "each replica divides by the weights, or unmasked steps, of its own examples: the"
-                f" mean of the replicas' losses ({each}) is {taken:.6g}, the weighted mean of"
-                f" the whole batch {whole:.6g}"
+                "each replica divides by the sum of the weights, or unmasked steps, of its"
+                f" examples: the mean of the replicas' losses ({each}) is {taken:.6g}, the weighted"
+                f" mean of the whole batch is {whole:.6g}"
             )
         if (mean or once) and not is_plain:
             return "not_a_sum_over_examples", (
-                f"the loss of a batch is not the mean of its examples' losses: {whole:.6g} for the"
-                f" whole batch, {each} for the shards"
+                f"the loss of a batch is not the mean of its examples' losses: it is {whole:.6g}"
+                f" for the whole batch and {each} for the shards"
             )
         factor = self.common_factor
         if factor is not None and self._near(by_size, whole):
-            often = ": divided by the number of replicas once too often"
+            often = ": they are divided by the number of replicas twice"
             return "scaled_gradient", (
-                f"each replica's loss is {factor:.4g} times its part in that of the batch, and so"
-                f" are gradients{often if abs(factor * num - 1) < 1e-3 else ''}"
+                f"each replica's loss and gradients are {factor:.4g} times the replica's share of"
+                f" those of the batch{often if abs(factor * num - 1) < 1e-3 else ''}"
             )
         return "other_loss", (
             f"the replicas' losses ({', '.join(f'{t:.6g}' for t in self.taken)}) add up to"
-            f" {taken:.6g}; their predictions have {each}, the whole batch {whole:.6g}"
+            f" {taken:.6g}; the compiled loss of their predictions is {each}, and {whole:.6g} for"
+            " the whole batch"
         )
 
     def _near(self, number: float, other: float) -> bool:
@@ -1180,12 +1260,16 @@ class Comparison:
         if not all(is_finite(before) for before in self._all("before")):
             yield self._found(
                 "not_finite",
-                "the step starts from weights that are NaN or infinite: nothing to compare with",
+                "the step starts from weights that are NaN or infinite, so it cannot be compared",
                 design=True,
             )
             return
-        share = 1.0 / len(self._replicas)
-        self._scales = [(share, share)] * len(self._replicas)
+        num = len(self._replicas)
+        self._scales = [(1 / num, 1 / num)] * num
+        self._starts: list[Arrays | None] = [None] * num
+        if self._recording.whole_loss and self._has("y_pred"):
+            self._scales = [(1.0, size / sum(self._sizes())) for size in self._sizes()]
+            self._starts = self._starts_of_the_whole()
         if self._synchronizes:
             self._compute_together()
         else:
@@ -1194,7 +1278,7 @@ class Comparison:
             for r in self._replicas:
                 with as_replica(r):
                     own, spread = self._measure(
-                        self._all("before")[r], self._data[r], (share, share)
+                        self._all("before")[r], self._data[r], self._scales[r], self._starts[r]
                     )
                 self._own.append(own)
                 self._spread.append(spread)
@@ -1221,22 +1305,31 @@ class Comparison:
     @property
     def tolerance(self) -> str:
         """How the tolerances were found."""
-        spread = "spread over orders of summation and changes by one unit in the last place"
+        spread = "spread over orders of summation and weights changed by one unit in the last place"
         if not self._num_in_float64:
             return spread
-        return f"float64 on one device, and the distance of float32 from it: {spread}"
+        return f"float64 on one device and the difference of float32 from it; {spread}"
 
     # The pieces that the stages are made of.
 
+    def _starts_of_the_whole(self) -> list[Arrays | None]:
+        """Returns for each replica what it goes back from: its part of the whole loss' gradient."""
+        joined = [_join(parts) for parts in zip(*self._all("y_pred"), strict=True)]
+        masks = [_join(parts) for parts in zip(*self._all("mask"), strict=True)]
+        gradients = self._one.loss_gradients(self._all("before")[0], self._whole, joined, masks)
+        ends = np.cumsum(self._sizes())[:-1]
+        return [list(part) for part in zip(*(np.split(g, ends) for g in gradients), strict=True)]
+
     def _measure(
-        self, state: Arrays, data: Arrays, scales: tuple[float, float]
-    ) -> tuple[StepResult, Spread]:
+        self, state: Arrays, data: Arrays, scales: tuple[float, float],
+        starts: Arrays | None = None,
+    ) -> tuple[StepResult, Spread]:  # fmt: skip
         """Returns a step on one device, in float64 if it can be, and the spread of float32."""
-        own = self._one.step(state, data, scales=scales)
-        spread = self._spread_of(own, state, data, scales)
+        own = self._one.step(state, data, scales=scales, starts=starts)
+        spread = self._spread_of(own, state, data, scales, starts)
         if self._exact is None:
             return own, spread
-        exact = self._exact.step(state, data, scales=scales)
+        exact = self._exact.step(state, data, scales=scales, starts=starts)
         if len(exact.raw) != len(own.raw):
             self._reference = self._one
             return own, spread
@@ -1328,8 +1421,9 @@ class Comparison:
         self._spread = [spread] * len(self._replicas)
 
     def _spread_of(
-        self, own: StepResult, state: Arrays, data: Arrays, scales: tuple[float, float]
-    ) -> Spread:
+        self, own: StepResult, state: Arrays, data: Arrays, scales: tuple[float, float],
+        starts: Arrays | None = None,
+    ) -> Spread:  # fmt: skip
         """Repeats a step in another order, and from weights one unit in the last place off."""
         one, generator = self._one, np.random.default_rng(self._step)
         repeated = []
@@ -1340,18 +1434,19 @@ class Comparison:
                 else array
                 for array, kind in zip(state, self._kinds, strict=True)
             ]
-            repeated.append(one.step(near, data, scales=scales))
+            repeated.append(one.step(near, data, scales=scales, starts=starts))
         num = len(data[0])
         aligned = all(len(p) == num for p in own.y_pred if p.ndim)
         if not one.random_layers and aligned and num > 1:
             order = generator.permutation(num)
-            result = one.step(state, [array[order] for array in data], scales=scales)
+            moved = None if starts is None else [start[order] for start in starts]
+            result = one.step(state, [array[order] for array in data], scales=scales, starts=moved)
             back = np.argsort(order)
             result.y_pred = [p[back] for p in result.y_pred]
             if not self._is_another_step(result, own, repeated):
                 repeated.append(result)
         # A sum in bfloat16 may stop growing at the same number in all of these repetitions.
-        fine = one.step_in_float32(state, data, scales) if one.unit > EPS else None
+        fine = one.step_in_float32(state, data, scales, starts) if one.unit > EPS else None
         if fine and not self._is_another_step(fine, own, repeated):
             repeated.append(fine)
         forward = backward = one.unit
@@ -1416,7 +1511,7 @@ class Comparison:
                 if changed:
                     yield self._found(
                         "changed_on_its_own",
-                        f"{path} is not what the step before has left",
+                        f"{path} changed between two steps",
                         replicas=tuple(changed), tensors=(path,),
                     )  # fmt: skip
 
@@ -1444,7 +1539,7 @@ class Comparison:
             yield self._found(
                 "same_random_numbers",
                 f"{len(same)} of {len(seeds)} seed generators ({names or 'of the model'}) have the"
-                " same state on several replicas: other examples, the same masks",
+                " same state on several replicas, which draw the same masks for different examples",
                 replicas=tuple(self._replicas), tensors=tuple(self._paths[i] for i in same),
             )  # fmt: skip
 
@@ -1488,7 +1583,8 @@ class Comparison:
         if x_given == x_asked:
             yield self._found(
                 "labels_shifted",
-                f"{sum(extra.values())} of {num} inputs have another target than in the data set",
+                f"{sum(extra.values())} of {num} inputs have a different target than in the data"
+                " set",
             )
             return
         shards = [_row_hashes(data) for data in self._data]
@@ -1496,25 +1592,25 @@ class Comparison:
         if len(shards) > 1 and all(shard == everywhere for shard in shards):
             yield self._found(
                 "same_examples",
-                f"all {len(shards)} replicas were given the same {len(self._data[0][0])} examples",
+                f"all {len(shards)} replicas received the same {len(self._data[0][0])} examples",
                 replicas=tuple(self._replicas),
             )
         elif extra and all(hashed in asked for hashed in extra):
             yield self._found(
                 "repeated_examples",
-                f"{sum(extra.values())} examples were given out twice, {sum(missing.values())} not"
-                f" at all; shards of {sizes}, batch of {num}",
+                f"the replicas received {sum(extra.values())} examples twice and"
+                f" {sum(missing.values())} not at all; shards of {sizes}, batch of {num}",
             )
         elif extra:
             yield self._found(
                 "other_examples",
-                f"{sum(extra.values())} of {sum(given.values())} examples are not of this batch",
+                f"{sum(extra.values())} of {sum(given.values())} examples are not in this batch of"
+                " the data set",
             )
         else:
             yield self._found(
                 "lost_examples",
-                f"{sum(missing.values())} of {num} examples were given to no replica; shards of"
-                f" {sizes}",
+                f"no replica received {sum(missing.values())} of {num} examples; shards of {sizes}",
             )
 
     def _forward(self) -> Iterator[Finding]:
@@ -1542,16 +1638,16 @@ class Comparison:
         if statistics and self._mixing(off) <= allowed:
             yield self._found(
                 "local_statistics",
-                f"{', '.join(statistics[:3])} normalise the examples of each replica, not the whole"
-                f" batch: its gradient is {gradient:.1%} another one. Switched to inference, shards"
-                " and batch agree",
+                f"{', '.join(statistics[:3])} normalise{'s' * (len(statistics) == 1)} over each"
+                " replica's examples, not over the whole batch, whose gradient differs by"
+                f" {gradient:.1%}. In inference mode, shards and batch agree",
                 design=True, tensors=tuple(statistics), distance=gradient,
             )  # fmt: skip
         else:
             yield self._found(
                 "mixes_examples",
-                "predictions of an example depend on others of its shard: the gradient of the whole"
-                f" batch is {gradient:.1%} another one",
+                "the prediction for an example depends on other examples of its shard; the gradient"
+                f" of the whole batch differs by {gradient:.1%}",
                 design=True, distance=gradient,
             )  # fmt: skip
 
@@ -1586,17 +1682,18 @@ class Comparison:
         if layers:
             result = self._without(layers, lambda: one.step(state, data))
             if _relative(y_pred, result.y_pred) <= allowed:
-                return "inference_mode", "predictions are those of inference, not of training"
+                return "inference_mode", "the predictions are those of the model in inference mode"
         if self._follows:
             old = self._all("before", self._step - 1)[replica]
             if _relative(y_pred, one.step(old, data).y_pred) <= allowed:
-                return "stale_gradient", "predictions are those of the weights one step before"
+                return "stale_gradient", "the predictions are those of the previous step's weights"
         for other in self._replicas:
             if other != replica and self._sizes()[other] == len(data[0]):
                 result = one.step(state, self._data[other])
                 if _relative(y_pred, result.y_pred) <= allowed:
-                    return "same_examples", f"predictions are those of replica {other}'s examples"
-        return "unexplained", "predictions differ from those of one device for the same examples"
+                    text = f"the predictions are those for the examples of replica {other}"
+                    return "same_examples", text
+        return "unexplained", "one device makes other predictions for the same examples"
 
     def _losses(self) -> "Losses":
         """Returns the recorded data losses, and those of the recorded predictions."""
@@ -1627,6 +1724,9 @@ class Comparison:
             return
         self._checks()
         losses = self._losses()
+        if self._recording.whole_loss:
+            yield from self._whole_loss(losses)
+            return
         if not losses.are_right:
             for r in losses.odd:
                 yield from self._shifted_targets(r, losses)
@@ -1638,7 +1738,7 @@ class Comparison:
             yield dataclasses.replace(
                 self._found(
                     "regulariser_repeated" if extra > 0 else "regulariser_missing",
-                    f"the replicas' losses hold {1 + extra:.4g} times the regularisation of one"
+                    f"the replicas' losses contain {1 + extra:.4g} times the regularisation of one"
                     " device",
                     distance=losses.apart, allowed=losses.allowed,
                 ),
@@ -1656,6 +1756,18 @@ class Comparison:
                 cause, text, design=cause == "not_a_sum_over_examples", distance=losses.apart,
                 allowed=losses.allowed,
                 replicas=tuple(losses.odd) if self._loss_is_unknown else (),
+            )  # fmt: skip
+
+    def _whole_loss(self, losses: "Losses") -> Iterator[Finding]:
+        """Checks a loss that is computed once for all replicas."""
+        self._scales = [(1.0, self._regular_share(r)) for r in self._replicas]
+        if losses.apart > losses.allowed:
+            self._loss_is_wrong = True
+            yield self._found(
+                "other_loss",
+                f"the loss of the whole batch is {sum(losses.taken):.6g}; the compiled loss of the"
+                f" predictions of all replicas is {losses.whole:.6g}",
+                distance=losses.apart, allowed=losses.allowed,
             )  # fmt: skip
 
     def _repeated_regularisation(self, losses: "Losses") -> float | None:
@@ -1676,7 +1788,7 @@ class Comparison:
                 self._used[r] = moved
                 yield self._found(
                     "labels_shifted",
-                    "the loss is that of targets shifted by one example against their inputs",
+                    "the loss is that of targets shifted by one example relative to the inputs",
                     replicas=(r,),
                 )
                 return
@@ -1696,7 +1808,8 @@ class Comparison:
         if not taken and not any(regular for _, regular in losses):
             return
         self._checks()
-        expected = float(np.mean([regular for _, regular in losses]))
+        weights = self._sizes() if self._recording.whole_loss else None
+        expected = float(np.average([regular for _, regular in losses], weights=weights))
         apart = abs(taken - expected) / max(abs(expected), TINY)
         allowed = MARGIN * max(8 * EPS, *(spread.forward for spread in self._spread))
         if apart > allowed:
@@ -1709,7 +1822,7 @@ class Comparison:
 
     def _expected_gradients(
         self, r: int, *, state: Arrays | None = None, data: Arrays | None = None,
-        scales: tuple[float, float] | None = None,
+        scales: tuple[float, float] | None = None, starts: Arrays | None = None,
     ) -> Arrays:  # fmt: skip
         """Returns what a replica should send: gradients of its part in the loss that it has."""
         layers = self._modal_layers if r in self._in_inference else []
@@ -1720,6 +1833,7 @@ class Comparison:
                 lambda: self._reference.step(
                     state or self._all("before")[r], data or self._used[r],
                     scales=(scales or self._scales[r]) if has_loss else (1.0, 1.0),
+                    starts=starts or self._starts[r],
                 ),
             )  # fmt: skip
         if has_loss:
@@ -1765,14 +1879,15 @@ class Comparison:
             if len(actual) != len(expected):
                 yield self._found(
                     "frozen",
-                    f"{len(actual)} weights have a gradient, on one device {len(expected)}",
+                    f"{len(actual)} weights have a gradient, {len(expected)} on one device",
                     replicas=(r,),
                 )
                 continue
             near = self._near(r, actual, expected, self._times_own(r))
             if wrong := [i for i, is_near in enumerate(near) if not is_near]:
                 yield from self._why_gradients(r, actual, expected, wrong)
-        yield from self._additive()
+        if not self._recording.whole_loss:
+            yield from self._additive()
 
     def _not_finite(self) -> tuple[int, ...]:
         """Returns the replicas whose gradients are NaN or infinite, as they are on one device."""
@@ -1795,7 +1910,8 @@ class Comparison:
     def _sums_in_the_step(self) -> bool:
         """Tells whether the step sums gradients itself: equal ones, of examples that differ."""
         raw, data = self._all("raw"), self._used
-        if self._synchronizes or self._in_inference or not any(map(norm, raw[0])):
+        elsewhere = self._synchronizes or self._recording.whole_loss
+        if elsewhere or self._in_inference or not any(map(norm, raw[0])):
             return False
         if not all(len(o) == len(raw[0]) and all(map(_same, o, raw[0])) for o in raw[1:]):
             return False
@@ -1842,8 +1958,9 @@ class Comparison:
         if wrong := [i for i, limit in enumerate(limits) if apart[i] > limit]:
             yield self._found(
                 "scaled_gradient",
-                "the step sums gradients itself; what the replicas then send adds up to"
-                f" {_factor(total, whole):.4g} times the gradient of the whole batch",
+                "the train_step sums the gradients over the replicas; the sum of what they then"
+                f" send adds up to {_factor(total, whole):.4g} times the gradient of the whole"
+                " batch",
                 tensors=tuple(self._recording.gradients[i] for i in wrong),
                 distance=_relative_norm(total, whole),
             )  # fmt: skip
@@ -1851,7 +1968,7 @@ class Comparison:
     def _times_own(self, r: int) -> float:
         """Returns how large the gradients of a replica are, over those that were computed of it."""
         num = len(self._replicas) if self._has("loss") else 1
-        return self._scales[r][0] * num
+        return self._scales[r][0] * (1 if self._recording.whole_loss else num)
 
     def _factors_that_fit(self) -> list[float]:
         """Returns the replicas' factors; where none fits, the median of those that do."""
@@ -1930,7 +2047,7 @@ class Comparison:
             told = self._near(r, expected, candidate, self._times_own(r))
             if explained := [i for i in left if near[i] and not told[i]]:
                 yield self._gradient_finding(
-                    cause, f"they are {text}", r, actual, expected, explained
+                    cause, f"the gradients are {text}", r, actual, expected, explained
                 )
                 left = [i for i in left if i not in explained]
         yield from self._scaled_or_reduced(r, actual, expected, left)
@@ -1939,13 +2056,13 @@ class Comparison:
         """Yields (cause, text, gradients that a replica would then send)."""
         one, num, scales = self._one, len(self._replicas), self._scales[r]
         zeros = [_scaled(g, 0.0) for g in self._all("raw")[r]]
-        yield "frozen", "0 everywhere", lambda: zeros
+        yield "frozen", "0", lambda: zeros
         if old := self._earlier("raw"):
-            yield "stale_gradient", "the gradients of the step before", lambda: old[r]
+            yield "stale_gradient", "those of the previous step", lambda: old[r]
         if self._follows:
             state = self._all("before", self._step - 1)[r]
             yield (
-                "stale_gradient", "gradients by the weights one step before",
+                "stale_gradient", "those for the weights of the previous step",
                 lambda: self._expected_gradients(r, state=state),
             )  # fmt: skip
         if self._has("loss"):
@@ -1953,12 +2070,12 @@ class Comparison:
                 cause = "regulariser_repeated" if factor else "regulariser_missing"
                 part = scales[0], scales[1] * factor
                 yield (
-                    cause, f"regularisation is in them {factor} times",
+                    cause, f"those of a loss that contains regularisation {factor} times",
                     partial(self._expected_gradients, r, scales=part),
                 )  # fmt: skip
         if self._modal_layers:
             yield (
-                "inference_mode", "those of a model in inference",
+                "inference_mode", "those of the model in inference mode",
                 lambda: self._without(self._modal_layers, lambda: self._expected_gradients(r)),
             )  # fmt: skip
         data = self._used[r]
@@ -1966,14 +2083,17 @@ class Comparison:
         for shift in (1, -1):
             moved = data[:inputs] + [np.roll(array, shift, axis=0) for array in data[inputs:]]
             yield (
-                "labels_shifted", "those of targets shifted by one example",
+                "labels_shifted", "those for targets shifted by one example",
                 partial(self._expected_gradients, r, data=moved),
             )  # fmt: skip
         for other in self._replicas:
             if other != r:
                 yield (
-                    "same_examples", f"those of replica {other}'s examples",
-                    partial(self._expected_gradients, r, data=self._data[other]),
+                    "same_examples", f"those for the examples of replica {other}",
+                    partial(
+                        self._expected_gradients, r, data=self._data[other],
+                        starts=self._starts[other],
+                    ),
                 )  # fmt: skip
 
     def _scaled_or_reduced(
@@ -2061,25 +2181,29 @@ class Comparison:
         if not self._has("loss") and len(set(sizes)) > 1:
             total = sum(sizes)
             if are_whole(self._weighted([size / total for size in sizes])):
-                text = f"shards of {'/'.join(map(str, sizes))} examples weigh the same"
+                text = f"shards of {'/'.join(map(str, sizes))} examples have equal weights"
                 return "mean_of_means", text
         if (weights := self._weights_of_shards()) and are_whole(self._weighted(weights)):
             shown = "/".join(f"{weight:.3g}" for weight in weights)
-            text = f"shards weigh the same; their sample weights, or unmasked steps, are as {shown}"
+            text = (
+                "shards have equal weights; their shares of the sample weights, or unmasked steps,"
+                f" are {shown}"
+            )
             return "weighted_mean_of_means", text
         factor = _factor(sums, whole)
         if all(
             distance(sums[i], _scaled(whole[i], factor)) <= abs(factor) * limits[i] for i in wrong
         ):
             times = (
-                f"summed over {num} replicas, gradients are {factor:.4g} times that of the whole"
+                f"the sum of the gradients over {num} replicas is {factor:.4g} times the gradient"
+                " of the whole batch"
             )
             if factor < 1:
-                return "scaled_gradient", f"{times} batch: they are divided once too often"
+                return "scaled_gradient", f"{times}: the loss is divided more than once"
             return (
                 "scalar_loss_not_divided",
-                f"{times} batch: the loss is a mean over a replica's own examples, and not divided"
-                " by the number of replicas",
+                f"{times}: the loss is the mean over a replica's examples, not divided by the"
+                " number of replicas",
             )
         if regular := self._regular_gradients(before):
             extra = _factor(
@@ -2090,13 +2214,13 @@ class Comparison:
             ):
                 return (
                     "regulariser_repeated" if extra > 0 else "regulariser_missing",
-                    f"the replicas' gradients hold {1 + extra:.4g} times the regularisation of one"
-                    " device",
+                    f"the replicas' gradients contain {1 + extra:.4g} times the regularisation of"
+                    " one device",
                 )
         return (
             "not_a_sum_over_examples",
-            f"the gradient of the whole batch is {_relative_norm(sums, whole):.1%} another one than"
-            " the sum over the shards, on one device too",
+            f"the gradient of the whole batch differs by {_relative_norm(sums, whole):.1%} from the"
+            " sum over the shards, also on one device",
         )
 
     def _weights_of_shards(self) -> list[float]:
@@ -2146,7 +2270,8 @@ class Comparison:
             return
         self._checks()
         one, num = self._one, len(self._replicas)
-        raw, clipped = self._all("raw"), self._all("clipped")
+        clips_sum = self._recording.clips_sum
+        raw, clipped = self._all("sums" if clips_sum else "raw"), self._all("clipped")
         alone = [one.clip(gradients) for gradients in raw]
         wrong_on = {
             r: [i for i, (c, a) in enumerate(zip(clipped[r], alone[r], strict=True)) if _far(c, a)]
@@ -2155,7 +2280,7 @@ class Comparison:
         odd = [r for r in self._replicas if wrong_on[r]]
         for r in odd:
             yield from self._why_clipped(r, raw[r], alone[r], wrong_on[r])
-        if num == 1 or odd:
+        if num == 1 or odd or clips_sum:
             return
         total = [add(g) for g in zip(*raw, strict=True)]
         sent = [add(g) for g in zip(*clipped, strict=True)]
@@ -2165,8 +2290,8 @@ class Comparison:
             yield self._found(
                 "clipped_before_the_sum",
                 f"{self._limits() or 'clipping'} is applied on each replica (norms {norms}), not to"
-                f" the sum (norm {_total_norm(total):.4g}): what is sent adds up to norm"
-                f" {_total_norm(sent):.4g}, the clipped sum has {_total_norm(expected):.4g}",
+                f" the sum (norm {_total_norm(total):.4g}): the sum of the clipped gradients has"
+                f" norm {_total_norm(sent):.4g}, the clipped sum has {_total_norm(expected):.4g}",
                 tensors=tuple(self._recording.gradients[i] for i in wrong),
                 distance=_relative_norm(sent, expected), allowed=1e-5,
             )  # fmt: skip
@@ -2187,7 +2312,7 @@ class Comparison:
             expected = self._limits() or "no clipping"
             yield self._found(
                 "clipped_on_one_replica",
-                f"they are clipped to {text}, before the sum; the optimizer has {expected}",
+                f"the gradients are clipped to {text} before the sum; the optimizer has {expected}",
                 replicas=(r,), tensors=tuple(names[i] for i in wrong),
                 distance=_relative_norm(clipped, alone),
             )  # fmt: skip
@@ -2199,9 +2324,20 @@ class Comparison:
                 cause, f"after clipping, {text}", replicas=(r,), tensors=(names[i],), distance=apart
             )
 
+    @property
+    def _kind_sent(self) -> str:
+        """The kind of gradients that go into the all-reduce."""
+        return "clipped" if self._has("clipped") and not self._recording.clips_sum else "raw"
+
+    def _updated(self, state: Arrays, sums: Arrays, **changes: Any) -> Arrays:
+        """Returns all variables after the optimizer's update; see `OneDevice.update`."""
+        clips = self._recording.clips_sum and not self._has("clipped")
+        return self._one.update(state, sums, **({"clips": clips} | changes))
+
     def _sums_of(self, replica: int) -> Arrays:
         """Returns the gradients that a replica applies."""
-        for kind in ("sums", "clipped", "raw"):
+        kinds = ("clipped", "sums", "raw")
+        for kind in kinds if self._recording.clips_sum else ("sums", "clipped", "raw"):
             if self._has(kind):
                 return self._arrays[kind, replica]
         return []
@@ -2210,13 +2346,13 @@ class Comparison:
         if not self._has("raw") or len(self._replicas) == 1 or self._overflows:
             return
         self._checks()
-        sent = self._all("clipped" if self._has("clipped") else "raw")
-        sent_before = self._earlier("clipped" if self._has("clipped") else "raw")
+        sent, sent_before = self._all(self._kind_sent), self._earlier(self._kind_sent)
+        received = self._all("sums") if self._has("sums") else sent
         sums_before = self._earlier("sums")
         for r in self._replicas:
             groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
             known: list[np.ndarray] = []
-            tensors = list(enumerate(zip(self._sums_of(r), *sent, strict=True)))
+            tensors = list(enumerate(zip(received[r], *sent, strict=True)))
             units = [self._one.units[self._paths.index(p)] for p in self._recording.gradients]
             # Few elements do not tell by what factors they are summed; large tensors do.
             for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
@@ -2253,7 +2389,7 @@ class Comparison:
             before, sums, after = self._all("before")[r], self._sums_of(r), self._all("after")[r]
             key = tuple(_bytes(a) for a in [*(before[i] for i in watched), *sums])
             if key not in checked:
-                checked[key] = one.update(before, sums), self._bounds(before, sums)
+                checked[key] = self._updated(before, sums), self._bounds(before, sums)
             expected, bounds = checked[key]
             if wrong := [i for i in watched if not _within(after[i], expected[i], bounds[i])]:
                 self._update_is_wrong = True
@@ -2284,14 +2420,15 @@ class Comparison:
             self._update_is_wrong = True
             yield self._found(
                 "overflow_not_skipped",
-                f"gradients overflow on replica {', '.join(map(str, overflows))} and not on replica"
-                " 0, which alone decides: infinite gradients are applied, and no step is skipped",
+                f"gradients overflow on replica {', '.join(map(str, overflows))} but not on replica"
+                " 0, the only one that Keras checks: the step is not skipped and applies infinite"
+                " gradients",
                 replicas=tuple(overflows),
             )
             return
         if not overflows and self._one.step(self._all("before")[0], self._whole).raw:
             yield self._found(
-                "not_updated", "the step is skipped, and gradients overflow on no replica"
+                "not_updated", "the step is skipped although gradients overflow on no replica"
             )
         for r in self._replicas:
             before, after = self._all("before")[r], self._all("after")[r]
@@ -2301,7 +2438,7 @@ class Comparison:
                 if kind == "weight" and not _same(before[i], after[i])
             ]:
                 yield self._found(
-                    "changed_on_its_own", "weights change in a step that is skipped",
+                    "changed_on_its_own", "weights change in a skipped step",
                     replicas=(r,), tensors=tuple(changed),
                 )  # fmt: skip
 
@@ -2310,10 +2447,9 @@ class Comparison:
 
         The update is repeated from gradients and states that are one unit in the last place off.
         """
-        one, generator = self._one, np.random.default_rng(self._step)
-        units = one.units
+        generator, units = np.random.default_rng(self._step), self._one.units
         units_of_sums = [units[self._paths.index(path)] for path in self._recording.gradients]
-        base = one.update(before, sums)
+        base = self._updated(before, sums)
         apart = [np.zeros(array.shape) for array in base]
 
         def size(array: Any) -> np.ndarray:
@@ -2333,7 +2469,8 @@ class Comparison:
             kinds = zip(before, self._kinds, units, strict=True)
             # A schedule's step and a factor that is multiplied up stay what they are.
             state = [near(a, u) if kind != "seed" and a.ndim else a for a, kind, u in kinds]
-            for i, array in enumerate(one.update(state, list(map(near, sums, units_of_sums)))):
+            moved_on = self._updated(state, list(map(near, sums, units_of_sums)))
+            for i, array in enumerate(moved_on):
                 moved = np.abs(dense(array) - dense(base[i]))
                 apart[i] = np.maximum(apart[i], np.where(np.isfinite(moved), moved, 0))
         return [
@@ -2351,8 +2488,8 @@ class Comparison:
             made = int(after[steps[0]]) - int(before[steps[0]])
             yield self._found(
                 "schedule_stepped_too_often",
-                f"`iterations` advances by {made} in one step, so that a schedule runs {made} times"
-                " as fast", tensors=(paths[steps[0]],), replicas=(r,),
+                f"`iterations` advances by {made} in one step, so a learning rate schedule runs"
+                f" {made} times as fast", tensors=(paths[steps[0]],), replicas=(r,),
             )  # fmt: skip
         left = [i for i in wrong if i not in steps]
         while left:
@@ -2391,40 +2528,40 @@ class Comparison:
         rare = [i for i in wrong if few[i] <= max(1, np.size(after[i]) // 100)]
         if rare:
             count = sum(few[i] for i in rare)
-            text = f"{count} elements differ from the update, all others are right"
+            text = f"{count} elements differ from the update, all other elements are right"
             return "changed_on_its_own", text, rare
         return (
-            "unexplained", "the update is not that of the optimizer for these gradients",
+            "unexplained", "the optimizer makes a different update with these gradients",
             list(wrong),
         )  # fmt: skip
 
     def _update_hypotheses(self, r: int) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
         """Yields (cause, text, all variables that the optimizer would then leave)."""
-        one, num = self._one, len(self._replicas)
+        num = len(self._replicas)
         before, sums = self._all("before")[r], self._sums_of(r)
-        yield "not_updated", "the weights stay as they were", lambda: before
+        yield "not_updated", "the weights do not change", lambda: before
         if self._has("sums") and num > 1:
-            own = self._all("clipped" if self._has("clipped") else "raw")[r]
-            text = "the update is made with the replica's own gradients, not with the sum"
-            yield "not_all_reduced", text, lambda: one.update(before, own)
+            own, clips = self._all(self._kind_sent)[r], self._recording.clips_sum
+            text = "the update uses the gradients of this replica, not the sum"
+            yield "not_all_reduced", text, lambda: self._updated(before, own, clips=clips)
         for factor, cause in ((1 / num, "mean_instead_of_sum"), (num, "scaled_gradient")):
             scaled = [_scaled(g, factor) for g in sums]
-            text = f"the update is that of {factor:.4g} times the sum"
-            yield cause, text, partial(one.update, before, scaled)
+            text = f"the update uses {factor:.4g} times the sum"
+            yield cause, text, partial(self._updated, before, scaled)
         text = "the summed gradients are clipped on this replica"
-        yield "clipped_on_one_replica", text, lambda: one.update(before, sums, clips=True)
+        yield "clipped_on_one_replica", text, lambda: self._updated(before, sums, clips=True)
         olds = (self._earlier(kind) for kind in ("sums", "clipped", "raw"))
         if old := next((old for old in olds if old), None):
-            text = "the update is made with the gradients of the step before"
-            yield "stale_gradient", text, lambda: one.update(before, old[r])
+            text = "the update uses the gradients of the previous step"
+            yield "stale_gradient", text, lambda: self._updated(before, old[r])
 
     def _changes_of_update(
         self, r: int, expected: Arrays, wrong: Sequence[int]
     ) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
         """Yields hypotheses with a number that is fitted: another learning rate, a decay."""
-        one, before, after = self._one, self._all("before")[r], self._all("after")[r]
+        before, after = self._all("before")[r], self._all("after")[r]
         sums = self._sums_of(r)
-        twices = [one.update(before, sums, rate=2.0, decays=decays) for decays in (True, False)]
+        twices = [self._updated(before, sums, rate=2.0, decays=decays) for decays in (True, False)]
         for chosen in [wrong, *([i] for i in wrong if len(wrong) > 1)]:
             apart = [dense(after[i]) - dense(expected[i]) for i in chosen]
             for twice, decays in zip(twices, (True, False), strict=True):
@@ -2434,7 +2571,7 @@ class Comparison:
                     yield (
                         "other_learning_rate",
                         f"the learning rate is {rate:.4g} times that of the optimizer",
-                        partial(one.update, before, sums, rate=rate, decays=decays),
+                        partial(self._updated, before, sums, rate=rate, decays=decays),
                     )  # fmt: skip
             for base in (expected, before):
                 decay = -_factor(apart, [dense(base[i]) for i in chosen])
@@ -2444,8 +2581,8 @@ class Comparison:
                     ]
                     yield (
                         "weight_decay_on_top",
-                        f"weights are made smaller by {decay:.3g} of themselves, beside the"
-                        " optimizer's update", partial(list, less),
+                        f"a weight decay of {decay:.3g} is applied in addition to the optimizer's"
+                        " update", partial(list, less),
                     )  # fmt: skip
 
     def _statistics(self) -> Iterator[Finding]:
@@ -2465,16 +2602,17 @@ class Comparison:
             if self._synchronizes and wrong:
                 yield self._found(
                     "local_statistics",
-                    "the layer is synchronized, and yet its moving statistics are not those of the"
-                    " whole batch: they depend on a replica's own examples",
+                    "the layer is synchronized, but its moving statistics are those of one"
+                    " replica's examples, not of the whole batch",
                     replicas=(r,), tensors=tuple(self._paths[i] for i in wrong),
                 )  # fmt: skip
                 continue
             if wrong and not (stay and r in self._in_inference):
                 yield self._found(
                     "inference_mode" if stay else "unexplained",
-                    "they stay as they were in a training step" if stay
-                    else "they are not those that the replica's examples give",
+                    "moving statistics and seeds do not change in the training step" if stay
+                    else "moving statistics or seeds differ from those of one device for the"
+                    " replica's examples",
                     replicas=(r,), tensors=tuple(self._paths[i] for i in wrong),
                 )  # fmt: skip
 
@@ -2503,7 +2641,7 @@ class Comparison:
             apart = max(distance(per_replica[r][index], first) for r in other)
             yield self._found(
                 "diverged_replicas",
-                f"{when}, replicas do not hold what replica 0 holds",
+                f"{when}, these replicas have other values than replica 0",
                 replicas=tuple(other), tensors=(self._paths[index],),
                 distance=_ratio(apart, norm(first)),
             )  # fmt: skip
@@ -2548,9 +2686,9 @@ def _why_sum(
     """
     num, sums, bound = len(parts), dense(got), _sum_bound(parts)
     if sums.shape != bound.shape:
-        return "unexplained", f"its shape is {sums.shape}, not {bound.shape}", ()
+        return "unexplained", f"the sum has shape {sums.shape}, not {bound.shape}", ()
     if np.any(sums) and any(_within(got, old, limit) for old, limit in before):
-        return "stale_gradient", "the sum is that of the step before", ()
+        return "stale_gradient", "the sum is that of the previous step", ()
     rows = np.stack([dense(part).ravel() for part in parts])
     simple = [np.eye(num)[r], np.full(num, 1 / num)]
     fitted = [np.linalg.lstsq(rows.T, sums.ravel(), rcond=None)[0]] if sums.size > num else []
@@ -2574,16 +2712,17 @@ def _why_factors(r: int, factors: np.ndarray) -> tuple[str, str, tuple[int, ...]
         text = f"the gradients are averaged over {num} replicas, not summed"
         return "mean_instead_of_sum", text, ()
     if factors[r] and not np.any(others):
-        times = "" if abs(factors[r] - 1) < 1e-3 else f", {factors[r]:.4g} times"
-        return "not_all_reduced", f"each replica keeps its own gradient, of {num}{times}", ()
+        times = "" if abs(factors[r] - 1) < 1e-3 else f", multiplied by {factors[r]:.4g}"
+        text = f"it is the gradient of this replica, not the sum over {num} replicas{times}"
+        return "not_all_reduced", text, ()
     odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > 1e-3))
     if not np.any(factors):
         return "lost_replica", "the sum is 0", ()
     if odd and not any(factors[q] for q in odd):
         lost = ", ".join(map(str, odd))
-        return "lost_replica", f"the gradient of replica {lost} is not in the sum", odd
+        return "lost_replica", f"the sum does not contain the gradient of replica {lost}", odd
     shown = ", ".join(f"{factor:.{4 if odd else 8}g}" for factor in factors)
-    text = f"the sum holds {shown} times the replicas' gradients"
+    text = f"the sum contains the replicas' gradients multiplied by {shown}"
     return "scaled_gradient", text, odd if len(odd) < num else ()
 
 
@@ -2624,22 +2763,22 @@ def _sum_of_some(sums: np.ndarray, rows: np.ndarray, bound: np.ndarray) -> str:
         found |= np.abs(rows[chosen].sum(axis=0) - flat) <= limit
     if not found.all():
         return ""
-    return f"of {np.mean(~full):.0%} of the elements, some replicas' part is set to 0"
+    return f"in {np.mean(~full):.0%} of the elements, the part of some replicas is 0"
 
 
 def _why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
-    """Explains a gradient that is not the expected one by itself."""
+    """Explains one wrong gradient without those of other replicas and tensors."""
     a, e = dense(actual), dense(expected)
     if a.shape != e.shape:
-        return "unexplained", f"its shape is {a.shape}, not {e.shape}"
+        return "unexplained", f"the gradient has shape {a.shape}, not {e.shape}"
     if not np.any(a):
-        return "frozen", "the gradient is 0 everywhere"
+        return "frozen", "all elements of the gradient are 0"
     limit = max(limit, 64 * EPS * float(np.linalg.norm(e)))
     factor = _factor([a], [e])
     if np.linalg.norm(a - factor * e) <= abs(factor) * limit:
         known = {
-            1 / num_replicas: f", 1 / {num_replicas} replicas",
-            num_replicas: ", as many as replicas",
+            1 / num_replicas: " (1 / number of replicas)",
+            num_replicas: " (the number of replicas)",
         }
         why = next((text for k, text in known.items() if abs(factor / k - 1) < 1e-3), "")
         return (
@@ -2650,20 +2789,20 @@ def _why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> 
     if np.mean(kept) < 0.9 and np.linalg.norm((a - e)[kept]) <= limit:
         return (
             "sparsified",
-            f"{np.mean(~kept):.0%} of its elements are set to 0, the others are right",
+            f"{np.mean(~kept):.0%} of the gradient's elements are 0, all others are right",
         )
     for name, bits in (("bfloat16", 16), ("float16", 13)):
         if _has_short_mantissa(a, bits) and np.linalg.norm(a - e) <= 2.0 ** (
             bits - 23
         ) * np.linalg.norm(e):
-            return "reduced_precision", f"its elements are rounded to {name}"
+            return "reduced_precision", f"the gradient is rounded to {name}"
     if len(np.unique(a)) <= min(256, a.size // 4):
-        return "quantised", f"its {a.size} elements have {len(np.unique(a))} different values"
+        return "quantised", f"the {a.size} elements have only {len(np.unique(a))} different values"
     apart = _ratio(float(np.linalg.norm(a - e)), float(np.linalg.norm(e)))
     return (
         "unexplained",
-        f"it is {apart:.2g} of its size apart; no scale, shift, other examples, older"
-        " step, regularisation, precision or lost element explains it",
+        f"the relative difference is {apart:.2g}; no scale, shift, other examples, previous step,"
+        " regularisation, precision or lost element explains it",
     )
 
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import PerReplicaTensors
 from strategies.gradient_buckets import GradientBuckets
+from strategies.keras_objective import KerasObjective
 from strategies.observer import Observer
 from strategies.shard_step import LogitsAndTotals, ShardStep, Statistics
 from strategies.step_totals import StepTotals
@@ -55,6 +56,7 @@ class Strategy(ShardStep):
         model_parallel: K, devices of a replica.
         label_smoothing: see `strategies.loss.shard_loss`.
         loss_scale: see `strategies.loss.differentiate`.
+        objective: of a compiled Keras model, whose batches are then flat tuples of any tensors.
 
     Raises:
         ValueError: this strategy cannot run on these devices or has no such algorithm.
@@ -77,6 +79,7 @@ class Strategy(ShardStep):
         accumulate_steps: int = 1,
         shard_weights: Sequence[int] = (),
         model_parallel: int = 1,
+        objective: KerasObjective | None = None,
     ):
         self.devices, self.workers = list(devices), workers or Workers()
         self.num_devices, self.devices_per_replica = len(self.devices), model_parallel
@@ -87,7 +90,7 @@ class Strategy(ShardStep):
         self._check_numbers(weights)
         self.shard_weights = [weight for weight in weights for _ in range(accumulate_steps)]
         self.syncs_batch_norm, self.jit_compile = batch_norm == "sync", jit_compile
-        self.observer = Observer()
+        self.observer, self.objective = Observer(), objective
         self.algorithm = self.default_all_reduce() if all_reduce == "auto" else all_reduce
         self._label_smoothing, self._loss_scale = label_smoothing, loss_scale
         bucket_mib = self.default_bucket_mib() if bucket_mib is None else bucket_mib
@@ -162,6 +165,24 @@ class Strategy(ShardStep):
             For each replica of this worker, in order, the logits and totals of its examples.
         """
 
+    def evaluate_objective(
+        self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
+    ) -> tuple[StepTotals, list[tf.Tensor]]:
+        """Evaluates one global batch with an objective, and trains nothing (traced, in a graph).
+
+        Args:
+            iterator: over global batches.
+            statistics: path of a variable → tensor to take in place of the copy's own.
+            metric_states: of the model's metrics so far.
+
+        Returns:
+            The totals of the whole batch, and the states of the metrics after it.
+
+        Raises:
+            NotImplementedError: the strategy trains our image models alone.
+        """
+        raise NotImplementedError(f"strategy {self.name} takes no objective")
+
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         """Returns an iterator over `dataset`, a set without end, for the compiled steps."""
         return iter(dataset)
@@ -206,11 +227,19 @@ class Strategy(ShardStep):
             on_batch: called after each of them; what it raises ends the evaluation.
         """
         iterator, statistics = self.distribute(dataset.repeat()), self._statistics_to_evaluate()
-        totals = StepTotals(0.0, 0, 0)
+        totals, objective = StepTotals(0.0, 0, 0), self.objective
+        states = objective.metric_states(self.model) if objective else []
         for _ in range(int(dataset.cardinality())):
-            totals = totals.plus(_to_host(self._evaluate_batch(iterator, statistics)))
+            if objective:
+                batch_totals, states = self._evaluate_objective(iterator, statistics, states)
+            else:
+                batch_totals = self._evaluate_batch(iterator, statistics)
+            totals = totals.plus(_to_host(batch_totals))
             on_batch()
-        return self._over_workers(totals)
+        if objective is None:
+            return self._over_workers(totals)
+        objective.read_metrics(self.model, states)
+        return totals  # Every worker has those of the whole batches.
 
     def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:
         """Returns the logits of images, in input order; changes no state.
@@ -253,6 +282,12 @@ class Strategy(ShardStep):
     def _evaluate_batch(self, iterator: BatchIterator, statistics: Statistics) -> StepTotals:
         shards = self.forward(iterator, statistics)
         return StepTotals.sum([StepTotals.zeros(), *(totals for _, totals in shards)])
+
+    @tf.function
+    def _evaluate_objective(
+        self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
+    ) -> tuple[StepTotals, list[tf.Tensor]]:
+        return self.evaluate_objective(iterator, statistics, metric_states)
 
     @tf.function
     def _predict_batch(self, iterator: BatchIterator, statistics: Statistics) -> tf.Tensor:

@@ -6,6 +6,7 @@ these methods at the same point. Reading changes nothing.
 """
 
 import abc
+import collections
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -253,8 +254,13 @@ def optimizer_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
 
     Its own name is left out: Keras numbers the optimizers of a process.
     """
-    paths = [variable.path.partition("/")[2] for variable in optimizer.variables]
-    return [f"optimizer/{path}" for path in paths]
+    names, seen = [], collections.Counter[str]()
+    for variable in optimizer.variables:
+        path = variable.path.partition("/")[2]
+        seen[path] += 1
+        # Adafactor has two variables of the same name for each weight.
+        names.append(f"optimizer/{path}" + (f"_{seen[path]}" if seen[path] > 1 else ""))
+    return names
 
 
 def optimizer_shapes(

@@ -20,8 +20,9 @@ import tensorflow as tf
 from strategies import base, collectives
 from strategies.base import PerReplicaTensors
 from strategies.copies import Variables
-from strategies.shard_step import Replica
+from strategies.replica import Replica
 from strategies.sync_batch_norm import check_synchronizable, synchronized_gradients
+from strategies.whole_batch import evaluate_whole_batch, gather_by_hand, gradients_of_whole_batch
 
 
 def split_batch(
@@ -52,19 +53,24 @@ def gradients_on_each_device(
     strategy: base.Strategy,
     replicas: Sequence[Replica],
     shards: Sequence[Sequence[tf.Tensor]],
-    num_global_examples: tf.Tensor,
+    batch: Sequence[tf.Tensor],
 ) -> tuple[PerReplicaTensors, list[base.StepTotals]]:
     """Computes gradients of sum(losses of a shard) / size of the global batch, for each shard.
+
+    With an objective, they are those of the loss that it defines for the global batch.
 
     Args:
         strategy: defines the loss.
         replicas: R replicas, each on its device.
         shards: R tuples of images and labels, placed likewise.
-        num_global_examples: int scalar, the size of the global batch.
+        batch: images and labels of the global batch.
 
     Returns:
         R lists with a gradient for each weight, and R totals.
     """
+    if strategy.objective:
+        return gradients_of_whole_batch(strategy, replicas, shards, batch, gather_by_hand)
+    num_global_examples = tf.shape(batch[0])[0]
     if strategy.syncs_batch_norm:  # Its layers wait for each other.
         return synchronized_gradients(strategy, replicas, shards, num_global_examples)
     per_replica_gradients, per_replica_totals = [], []
@@ -130,8 +136,7 @@ class ManualStrategy(base.Strategy):
         self.replicas = []
         for replica_id, device in enumerate(self.devices):
             with tf.device(device):
-                model, optimizer = model_fn(), optimizer_fn()
-                optimizer.build(model.trainable_variables)
+                model, optimizer = self.build_replica(model_fn, optimizer_fn)
                 statistics = self.new_statistics(model)
             self.replicas.append(Replica(replica_id, device, model, optimizer, statistics))
         self.model, self.optimizer = self.replicas[0].model, self.replicas[0].optimizer
@@ -142,11 +147,10 @@ class ManualStrategy(base.Strategy):
                 variable.assign(first)
 
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:  # d2l: train_batch
-        images, labels = next(iterator)
-        weights = self.replica_weights
-        shards = split_batch((images, labels), self.devices, weights)  # 1. A shard for each.
+        batch = next(iterator)
+        shards = split_batch(batch, self.devices, self.replica_weights)  # 1. A shard for each.
         per_replica_gradients, per_replica_totals = gradients_on_each_device(  # 2. Gradients.
-            self, self.replicas, shards, tf.size(labels)
+            self, self.replicas, shards, batch
         )
         per_replica_sums = self.all_reduce(per_replica_gradients)  # 3. All-reduce (sum).
         for replica, sums in zip(self.replicas, per_replica_sums, strict=True):
@@ -168,6 +172,19 @@ class ManualStrategy(base.Strategy):
         self, iterator: base.BatchIterator, statistics: base.Statistics
     ) -> list[base.LogitsAndTotals]:  # d2l: evaluate_accuracy_gpu
         return classify_on_each_device(self, self.replicas, next(iterator), statistics)
+
+    def evaluate_objective(
+        self,
+        iterator: base.BatchIterator,
+        statistics: base.Statistics,
+        metric_states: list[tf.Tensor],
+    ) -> tuple[base.StepTotals, list[tf.Tensor]]:
+        batch = next(iterator)
+        shards = split_batch(batch, self.devices, self.replica_weights)
+        return evaluate_whole_batch(
+            self, self.replicas, shards, batch, gather_by_hand,
+            statistics=statistics, metric_states=metric_states,
+        )  # fmt: skip
 
     def copies(self) -> list[Variables]:
         return [self.named_variables(replica.model, replica.optimizer) for replica in self.replicas]

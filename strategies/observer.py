@@ -23,6 +23,24 @@ class Shard(NamedTuple):
     num_global_examples: tf.Tensor
 
 
+class Predicted(NamedTuple):
+    """What a replica computes for its examples with a compiled Keras model.
+
+    Attributes:
+        examples: leaves `(n_r, ...)` of inputs, targets and weights.
+        predictions: leaves `(n_r, ...)`; none where the model has a training step of its own.
+        masks: of these, None where there is none.
+        loss: scalar, the replica's part in the loss; None likewise.
+        regular: scalar, what `model.losses` have in it; None likewise.
+    """
+
+    examples: Sequence[tf.Tensor]
+    predictions: Sequence[tf.Tensor]
+    masks: Sequence[tf.Tensor | None]
+    loss: tf.Tensor | None
+    regular: tf.Tensor | None
+
+
 class Observer:
     """Observes every step of a strategy; this one adds nothing to it.
 
@@ -42,6 +60,30 @@ class Observer:
             shard: its examples.
             loss: scalar, the shard's part in the mean loss of the global batch.
             gradients: of that loss, one for each trainable variable, before they are summed.
+        """
+        return gradients
+
+    def on_predictions(self, replica_id: int | tf.Tensor, predicted: Predicted) -> None:
+        """Observes a replica's examples, predictions and loss, with a compiled Keras model.
+
+        Called for each replica while the step is traced, on its device.
+
+        Args:
+            replica_id: an int, or an int scalar tensor.
+            predicted: what it computes.
+        """
+        return
+
+    def on_gradients(
+        self, replica_id: int | tf.Tensor, gradients: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns the gradients of a compiled Keras model that are summed over the replicas.
+
+        Called for each replica while the step is traced, on its device.
+
+        Args:
+            replica_id: an int, or an int scalar tensor.
+            gradients: one for each weight that has one, before they are summed.
         """
         return gradients
 

@@ -1,52 +1,22 @@
 """What is computed on one shard, whatever the strategy: loss, gradients, update, logits."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
 from strategies.collectives import weighted_bounds
 from strategies.copies import Copies, Variables
+from strategies.keras_objective import KerasObjective
 from strategies.layer_calls import with_values
 from strategies.loss import differentiate, differentiate_scaled, shard_loss
 from strategies.observer import Shard
 from strategies.prediction import predict_shard
+from strategies.replica import Replica
 from strategies.step_totals import StepTotals
 
 Statistics = dict[str, tf.Tensor]
 LogitsAndTotals = tuple[tf.Tensor, StepTotals]  # Of a shard; logits `(n_r, num_classes)`.
-
-
-class Replica(NamedTuple):
-    """A copy of the weights, trained on one part of each global batch.
-
-    Attributes:
-        replica_id: in 0 to R - 1, an int or an int scalar tensor.
-        device: its name; "" where `tf.distribute` places it.
-        model: on this device.
-        optimizer: on this device.
-        statistics: for each of its shards, variables in place of the model's non-trainable ones;
-            empty where the model's own are those of its only shard.
-        weights: tensors in place of the model's trainable variables; None for those.
-    """
-
-    replica_id: int | tf.Tensor
-    device: str
-    model: keras.Model
-    optimizer: keras.optimizers.Optimizer
-    statistics: Sequence[Sequence[keras.Variable]] = ()
-    weights: Sequence[tf.Tensor] | None = None
-
-    def values(self, index: int) -> list[tuple[keras.Variable, tf.Tensor | tf.Variable]]:
-        """Returns what its `index`-th shard has in place of variables of the model."""
-        values: list[tuple[keras.Variable, Any]] = []
-        if self.weights:
-            values += zip(self.model.trainable_variables, self.weights, strict=True)
-        if self.statistics:
-            own = [variable.value for variable in self.statistics[index]]
-            values += zip(self.model.non_trainable_variables, own, strict=True)
-        return values
 
 
 class ShardStep(Copies):
@@ -58,6 +28,7 @@ class ShardStep(Copies):
             several shards one after another.
         shards_per_replica: how many.
         shard_weights: the sizes of all shards in proportion to each other.
+        objective: that of a compiled Keras model, in place of `loss`; None for our image models.
     """
 
     replicas: Sequence[Replica] = ()
@@ -65,6 +36,7 @@ class ShardStep(Copies):
     shards_per_replica: int
     shard_weights: list[int]
     jit_compile: bool
+    objective: KerasObjective | None
     _label_smoothing: float
     _loss_scale: float
 
@@ -84,6 +56,19 @@ class ShardStep(Copies):
         """Returns the shards of a replica."""
         first = replica_id * self.shards_per_replica
         return range(first, first + self.shards_per_replica)
+
+    def build_replica(
+        self,
+        model_fn: Callable[[], keras.Model],
+        optimizer_fn: Callable[[], keras.optimizers.Optimizer],
+    ) -> tuple[keras.Model, keras.optimizers.Optimizer]:
+        """Builds a model and its optimizer with all variables, on the device of the scope."""
+        model, optimizer = model_fn(), optimizer_fn()
+        if self.objective:
+            self.objective.prepare(model)
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        return model, optimizer
 
     def new_statistics(self, model: keras.Model) -> list[list[keras.Variable]]:
         """Creates what `Replica.statistics` needs, on the device of the current scope."""
@@ -198,7 +183,9 @@ class ShardStep(Copies):
 
     def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
         """Updates the weights of a replica with gradients that are summed over the shards."""
-        replica.optimizer.apply(summed_gradients, replica.model.trainable_variables)
+        model, objective = replica.model, self.objective
+        weights = objective.weights(model) if objective else model.trainable_variables
+        replica.optimizer.apply(summed_gradients, weights)
         self.observer.on_update(replica.replica_id, summed_gradients)
 
     def classify(

@@ -15,7 +15,8 @@ from strategies.base import (
     Strategy,
 )
 from strategies.copies import Variables
-from strategies.shard_step import Replica
+from strategies.replica import Replica
+from strategies.whole_batch import evaluate_whole_batch, gather_by_hand, gradients_of_whole_batch
 
 
 class SingleStrategy(Strategy):
@@ -33,19 +34,30 @@ class SingleStrategy(Strategy):
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         with tf.device(self.devices[0]):
-            self.model, self.optimizer = model_fn(), optimizer_fn()
-            self.optimizer.build(self.model.trainable_variables)
+            self.model, self.optimizer = self.build_replica(model_fn, optimizer_fn)
             statistics = self.new_statistics(self.model)
         self.replicas = [Replica(0, self.devices[0], self.model, self.optimizer, statistics)]
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
-        images, labels = next(iterator)
+        batch = next(iterator)
         with tf.device(self.devices[0]):
-            gradients, totals = self.local_gradients(
-                self.replicas[0], (images, labels), tf.size(labels)
-            )
+            if self.objective:
+                (gradients,), (totals,) = gradients_of_whole_batch(
+                    self, self.replicas, [batch], batch, gather_by_hand
+                )
+            else:
+                gradients, totals = self.local_gradients(self.replicas[0], batch, tf.size(batch[1]))
             self.apply_gradients(self.replicas[0], gradients)
         return totals
+
+    def evaluate_objective(
+        self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
+    ) -> tuple[StepTotals, list[tf.Tensor]]:
+        batch = next(iterator)
+        return evaluate_whole_batch(
+            self, self.replicas, [batch], batch, gather_by_hand,
+            statistics=statistics, metric_states=metric_states,
+        )  # fmt: skip
 
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
         images, labels = next(iterator)

@@ -14,7 +14,8 @@ from strategies.collectives import add_in_order
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCall, LayerCalls, with_values
 from strategies.observer import Shard
-from strategies.shard_step import Replica, ShardStep
+from strategies.replica import Replica
+from strategies.shard_step import ShardStep
 from strategies.step_totals import StepTotals
 from strategies.tf_private import flatten_layers, has_symbolic_output
 

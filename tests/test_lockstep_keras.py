@@ -1,7 +1,10 @@
 """The recorder of Keras' `fit`: what is clean stays clean, and faults are named where they are."""
 
+import ast
+import collections
 import copy
 import functools
+import pathlib
 
 import keras
 import numpy as np
@@ -1016,7 +1019,7 @@ def test_errors():
 
 def test_the_file_must_be_a_recording(tmp_path):
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
-    with pytest.raises(ValueError, match="is no recording"):
+    with pytest.raises(ValueError, match="is not a recording"):
         Recording.load(str(tmp_path / "other.npz"))
 
 
@@ -1026,7 +1029,59 @@ def test_each_cause_has_a_remedy_and_each_report_all_stages():
     text = str(report)
     for stage in report.checked:
         assert stage in lockstep_keras.STAGES and stage in text
-    assert "no fault found" in text
+    assert text.splitlines()[0].endswith("on one device: no fault found")
+
+
+def test_causes_and_remedies_belong_together():
+    """No cause without a remedy, and no remedy for a cause that nothing names."""
+    tree = ast.parse(pathlib.Path(lockstep_keras.__file__).read_text(encoding="utf-8"))
+    named = collections.Counter(
+        node.value for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )  # fmt: skip
+    assert [cause for cause in lockstep_keras.REMEDIES if named[cause] < 2] == []
+    # What `_found` is called with, and first elements of tuples: (cause, text), (cause, text, …).
+    used = {
+        first.value for node in ast.walk(tree)
+        for first in (
+            node.args[:1] if isinstance(node, ast.Call) and is_named(node.func, "_found")
+            else node.elts[:1] if isinstance(node, ast.Tuple) and len(node.elts) > 1 else []
+        )
+        if isinstance(first, ast.Constant) and "_" in str(first.value)
+    }  # fmt: skip
+    assert {"clipped_before_the_sum", "stale_gradient", "not_all_reduced"} <= used
+    assert used - set(lockstep_keras.REMEDIES) == {"y_pred"}  # The name of an argument.
+
+
+def is_named(function, name):
+    return isinstance(function, ast.Attribute) and function.attr == name
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdict"),
+    [
+        ([], "the training that the model defines on one device: no fault found"),
+        (
+            [BY_DESIGN],
+            "different by design from the training on one device: same examples; no fault found",
+        ),
+        (
+            [BY_DESIGN, FAULT, FAULT],
+            "not the training that the model defines on one device: same examples",
+        ),
+    ],
+)
+def test_a_report_begins_with_its_verdict(findings, verdict):
+    found = [
+        lockstep_keras.Finding("examples", status, "same_examples", "why", (1,))
+        for status in findings
+    ]
+    several = lockstep_keras.Report(2, 3, found, ["examples"], "float64")
+    assert str(several).splitlines()[0] == f"2 steps on 3 replicas: {verdict}"
+    one = lockstep_keras.Report(1, 1, found, ["examples"], "float64")
+    first, second, *_ = str(one).splitlines()
+    assert first == f"1 step on 1 replica: {verdict}"
+    assert second.startswith("only one replica") and "only one replica" not in str(several)
 
 
 # --- Steps that use the context of their replica -------------------------------------------------

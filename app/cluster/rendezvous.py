@@ -26,7 +26,12 @@ _PROBE_SEC = 0.5
 # TensorFlow is not imported for this.
 _LOST = ("UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError")
 # What may differ between workers: where each finds and leaves things.
-_OWN = ("out", "overwrite", "data_dir", "verbosity", "start_timeout_sec", "stall_timeout_sec")
+_OWN = (
+    *("out", "overwrite", "data_dir", "case"),
+    *("verbosity", "start_timeout_sec", "stall_timeout_sec"),
+)
+# Of a case its text is compared, and the name of its function.
+_OF_A_CASE = ("case_sha256", "model_fn")
 
 
 def join(cluster: Cluster, local_devices: Sequence[str], config: TrainConfig) -> ClusterWorkers:
@@ -192,7 +197,9 @@ def _settings(config: TrainConfig, local_devices: Sequence[str]) -> dict:
     flags = {f"--{name}": value for name, value in vars(config).items() if name not in _OWN}
     kind = "GPU" if "GPU" in local_devices[0] else "CPU"
     own = {f"version of {name}": version for name, version in versions().items()}
-    return {**flags, "devices": f"{len(local_devices)} {kind}", **own}
+    fields = config.result_fields()
+    case = {name: fields[name] for name in _OF_A_CASE if name in fields}
+    return {**flags, **case, "devices": f"{len(local_devices)} {kind}", **own}
 
 
 def _check_same(cluster: Cluster, posted: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.errors import OutputError, TrainingFailedError
 from app.runtime.training_process import train_in_child_process
-from app.verification.run_comparison import HEADER, compare_weights, table_rows
+from app.verification.run_comparison import compare_weights, table_header, table_rows
 
 
 def run(config: CompareConfig) -> list[Summary]:
@@ -24,7 +24,7 @@ def run(config: CompareConfig) -> list[Summary]:
     Raises:
         TrainingFailedError: one of them did not finish; its exit code becomes ours.
     """
-    path = named_path(config.out or default_out("compare", config.model))
+    path = named_path(config.out or default_out("compare", config.model_label(config.model)))
     fields = {
         **config.result_fields(),
         "strategy": ",".join(config.strategies),
@@ -72,10 +72,11 @@ def _report(
     verdicts = compare_weights(run_dirs)
     first = summaries[0]
     console.say()
+    recipe = f" recipe {first.recipe}," if first.recipe else ""
     console.print_table(
-        f"{first.model} on {first.dataset}, recipe {first.recipe}, batch"
+        f"{first.model} on {first.dataset},{recipe} batch"
         f" {first.global_batch_size}, {console.count(first.epochs, 'epoch')}",
-        HEADER,
+        table_header(summaries),
         table_rows(summaries),
     )
     if any(summary.simulated_devices for summary in summaries):

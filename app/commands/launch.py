@@ -19,7 +19,7 @@ def run(config: LaunchConfig) -> Summary:
         WorkerFailedError: a worker has failed in a way that another try does not mend.
         PeerLostError: workers have failed too often.
     """
-    path = named_path(config.out or default_out("launch", config.model))
+    path = named_path(config.out or default_out("launch", config.model_label(config.model)))
     console.set_run_directory(path)
     console.set_overwriting(config.overwrite)
     shares = split_resources(config.num_workers, config.train_config())

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from app.cluster.environment import find_cluster
 from app.config import TrainConfig
-from app.data.dataset import ImageDataset
 from app.devices import device_setup
 from app.records.caveats import caveats, injected_fault_caveat
 from app.records.history import Summary, load_summary
@@ -19,7 +18,9 @@ from app.runtime.errors import CheckpointError, OutputError, StalledError
 from app.training.resume import find_changes
 
 if TYPE_CHECKING:
-    from app.training.loop import Training  # With it comes TensorFlow.
+    # With them comes TensorFlow.
+    from app.training.loop import Training
+    from app.training.training_data import TrainingData
 
 
 def run(config: TrainConfig) -> Summary | None:
@@ -30,7 +31,7 @@ def run(config: TrainConfig) -> Summary | None:
     if config.strategy == "multi_worker" and not find_cluster(os.environ).is_chief:
         _assist(config)
         return None
-    path = named_path(config.out or default_out(config.strategy, config.model))
+    path = named_path(config.out or default_out(config.strategy, config.model_label(config.model)))
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
         console.set_overwriting(config.overwrite)
@@ -148,25 +149,30 @@ def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
             prepared.workers.broadcast(what)
 
 
-def _load_data(config: TrainConfig, prepared: device_setup.Devices) -> ImageDataset:
-    from app.training.training_spec import load_data
+def _load_data(config: TrainConfig, prepared: device_setup.Devices) -> "TrainingData":
+    from app.training.training_definition import check_shards, load_training_data
 
-    dataset = load_data(config)
-    config.check_shards(len(prepared.names), len(dataset.train_images))
+    dataset = load_training_data(config)
+    check_shards(config, len(prepared.names), dataset)
     return dataset
 
 
 def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Training") -> None:
-    dataset = training.dataset
+    dataset, is_case = training.dataset, config.case is not None
+    model = training.strategy.model.name if is_case else config.model
+    noun = "example" if is_case else "image"
     console.say(
-        f"{config.strategy}: {config.model} on {dataset.name},"
-        f" {len(dataset.train_images):,} training images"
+        f"{config.strategy}: {model} on {dataset.name},"
+        f" {dataset.num_train_examples:,} training {noun}s"
     )
+    recipe = "" if is_case else f" recipe {config.recipe},"
     console.say(
         f"{console.count(config.epochs, 'epoch')} of"
-        f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.recipe}, batch"
+        f" {console.count(training.steps_per_epoch, 'step')},{recipe} batch"
         f" {config.global_batch_size}, learning rate {training.learning_rate:g}"
     )
+    if dataset.tests_training_data:
+        console.say("the case has no test_data(): the training data are evaluated")
     num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
     shown = "replicas on" if num_replicas == num_devices else split

@@ -1,46 +1,117 @@
 """Options of a case: a model, its loss, its optimizer and its data in a file of one's own."""
 
 import dataclasses
+import hashlib
 import pathlib
 from typing import Any
 
-from app.config.distribution_options import DeviceOptions
-from app.config.names import KERAS_FIT, SINGLE, VERIFICATION
+from app.config.distribution_options import AllReduceOptions, DeviceOptions
+from app.config.names import (
+    CASE_STRATEGIES,
+    KERAS_FIT,
+    MODEL_AND_DATA,
+    TRAINED_CASE_STRATEGIES,
+    VERIFICATION,
+)
 from app.config.option import option, options_of
-from app.runtime.errors import ConfigError
+from app.config.run_options import SavingOptions
+from app.runtime.errors import ConfigError, reason_of
 
 # What a case is verified at, in this order.
 PLACES = ("first", "last_batch", "second_epoch", "resume", "evaluation")
-CASE_STRATEGIES = (SINGLE, KERAS_FIT)
-_DEFAULT_FUNCTIONS = {"model_fn": "model", "data_fn": "data", "distribute_fn": "distribute"}
+# Our own networks with their recipes.
+BUILT_IN_CASES = ("lenet", "resnet18")
+_BUILT_IN = pathlib.Path(__file__).parents[1] / "training" / "builtin_cases"
+DEFAULT_FUNCTIONS = {
+    **{"model_fn": "model", "data_fn": "data"},
+    **{"test_data_fn": "test_data", "distribute_fn": "distribute"},
+}
+_SEE = "see docs/verify_your_own.md"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaseOptions:
-    """Which case, and where it is verified."""
+class CaseFileOptions:
+    """Which case: the file, and its functions."""
 
     case: str | None = option(
         None,
-        "Verify your own training: a Python file with model(), which returns a compiled Keras"
-        " model, and data(global_batch_size), which returns a tf.data.Dataset. FILE:NAME takes the"
-        " model of function NAME. See docs/verify_your_own.md.",
-        VERIFICATION,
+        "Your own training: a Python file with model(), which returns a compiled Keras model, and"
+        " data(global_batch_size), which returns a tf.data.Dataset. FILE:NAME takes the model of"
+        " function NAME; lenet and resnet18 are built in. See docs/verify_your_own.md.",
+        MODEL_AND_DATA,
         metavar="FILE",
     )
     model_fn: str = option(
-        _DEFAULT_FUNCTIONS["model_fn"],
+        DEFAULT_FUNCTIONS["model_fn"],
         "Function of the case that returns the compiled model.",
-        VERIFICATION,
+        MODEL_AND_DATA,
         metavar="NAME",
     )
     data_fn: str = option(
-        _DEFAULT_FUNCTIONS["data_fn"],
+        DEFAULT_FUNCTIONS["data_fn"],
         "Function of the case that returns the data set, of (x, y) or (x, y, sample_weight).",
-        VERIFICATION,
+        MODEL_AND_DATA,
         metavar="NAME",
     )
+
+    @property
+    def case_path(self) -> pathlib.Path:
+        """The file of the case."""
+        name, _, _ = _split_name(self.case or "")
+        path = pathlib.Path(name)
+        if name in BUILT_IN_CASES and not path.exists():
+            return _BUILT_IN / f"{name}.py"
+        return path
+
+    @property
+    def case_model_fn(self) -> str:
+        """The name of the function that returns the model."""
+        _, separator, name = _split_name(self.case or "")
+        return name if separator else self.model_fn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedCaseOptions(CaseFileOptions):
+    """Which case is trained."""
+
+    test_data_fn: str = option(
+        DEFAULT_FUNCTIONS["test_data_fn"],
+        "Function (global_batch_size) of the case that returns the data set to evaluate on. A case"
+        " need not have it: then the training data are evaluated.",
+        MODEL_AND_DATA,
+        metavar="NAME",
+    )
+
+    def with_case(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Returns the result fields of a training; of a case those that it leaves to the flags.
+
+        The file counts with its text: another text is another training.
+
+        Args:
+            fields: those of the options.
+        """
+        if self.case is None:
+            return fields
+        case = {
+            "case": str(self.case_path.resolve()),
+            "case_sha256": hashlib.sha256(_read(self.case_path)).hexdigest(),
+            "model_fn": self.case_model_fn,
+            "data_fn": self.data_fn,
+            "test_data_fn": self.test_data_fn,
+        }
+        return {**case, **{name: v for name, v in fields.items() if name in _USED_TO_TRAIN}}
+
+    def model_label(self, model: str) -> str:
+        """Returns what the directory of a run is named after: the case, else the model."""
+        return self.case_path.stem if self.case is not None else model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaseOptions(CaseFileOptions):
+    """Which case is verified, and where."""
+
     distribute_fn: str = option(
-        _DEFAULT_FUNCTIONS["distribute_fn"],
+        DEFAULT_FUNCTIONS["distribute_fn"],
         "Function (strategy, global_batch_size) of the case that returns what fit gets under the"
         " strategy in place of the data set. A case need not have it.",
         VERIFICATION,
@@ -55,18 +126,6 @@ class CaseOptions:
         choices=PLACES,
     )
 
-    @property
-    def case_path(self) -> pathlib.Path:
-        """The file of the case."""
-        path, _, _ = _split_name(self.case or "")
-        return pathlib.Path(path)
-
-    @property
-    def case_model_fn(self) -> str:
-        """The name of the function that returns the model."""
-        _, separator, name = _split_name(self.case or "")
-        return name if separator else self.model_fn
-
 
 def _split_name(case: str) -> tuple[str, str, str]:
     """Splits FILE:NAME; a colon elsewhere belongs to the file."""
@@ -74,53 +133,104 @@ def _split_name(case: str) -> tuple[str, str, str]:
     return (path, separator, name) if separator and name.isidentifier() else (case, "", "")
 
 
+def _read(path: pathlib.Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--case={path} cannot be read: {reason_of(error)}") from error
+
+
+# Options that mean something to a case, by command: all others are defined in its file.
 _USED = {
-    *(each.name for each in options_of(CaseOptions)),
     *(each.name for each in options_of(DeviceOptions)),
-    *("strategies", "global_batch_size", "seed", "steps", "out", "overwrite", "verbosity"),
-    *("keep_traces", "deterministic"),
+    *("strategy", "strategies", "global_batch_size", "seed"),
+    *("out", "overwrite", "verbosity", "deterministic"),
+}
+_USED_TO_VERIFY = {*_USED, *(each.name for each in options_of(CaseOptions)), "steps", "keep_traces"}
+_USED_TO_TRAIN = {
+    *_USED,
+    *(each.name for each in options_of(TrainedCaseOptions)),
+    *(each.name for each in options_of(AllReduceOptions)),
+    *(each.name for each in options_of(SavingOptions)),
+    *("epochs", "force_resume", "start_timeout_sec", "num_workers", "max_restarts"),
 }
 
 
-def check_case(config: Any) -> None:
+def check_verified_case(config: Any) -> None:
     """Checks the options of a `verify` with a case.
 
     Raises:
         ConfigError: the case has no such file, or an option has no part in it.
     """
-    for each in options_of(config):
-        if each.name not in _USED and getattr(config, each.name) != each.default:
-            raise ConfigError(
-                f"--{each.name} has no part in --case, whose file defines model, data and training;"
-                " leave the flag out"
-            )
-    for name in config.strategies:
-        if name not in CASE_STRATEGIES:
-            raise ConfigError(
-                f"--strategies={name} does not run a case; use --strategies="
-                f"{','.join(CASE_STRATEGIES)}"
-            )
-    path = config.case_path
-    if not path.is_file():
-        raise ConfigError(f"--case={config.case}: there is no file {path}; name a Python file")
-    if path.suffix != ".py":
-        raise ConfigError(f"--case={config.case} must be a Python file, whose name ends in .py")
-    if config.case_model_fn != config.model_fn and config.model_fn != "model":
-        raise ConfigError(
-            f"--case={config.case} and --model_fn={config.model_fn} name two functions; name one"
-        )
+    _check_options(config, _USED_TO_VERIFY)
+    _check_strategies("--strategies", config.strategies, CASE_STRATEGIES)
+    _check_file(config)
 
 
-def check_no_case(config: Any) -> None:
+def check_trained_case(config: Any, flag: str, strategies: tuple[str, ...]) -> None:
+    """Checks the options of a command that trains a case, or of one that may: none without a case.
+
+    Args:
+        config: of the command.
+        flag: that of its strategies.
+        strategies: all that it trains with.
+
+    Raises:
+        ConfigError: the case has no such file, or an option has no part in it, or needs one.
+    """
+    if config.case is None:
+        check_no_case(config, TrainedCaseOptions)
+        return
+    _check_options(config, _USED_TO_TRAIN)
+    _check_strategies(flag, strategies, TRAINED_CASE_STRATEGIES)
+    _check_file(config)
+
+
+def check_no_case(config: Any, options: type[CaseFileOptions]) -> None:
     """Checks that options of a case come with one.
+
+    Args:
+        config: without a case.
+        options: which the command has of a case.
 
     Raises:
         ConfigError: one does not.
     """
-    for each in options_of(CaseOptions):
+    for each in options_of(options):
         if getattr(config, each.name) != each.default:
-            raise ConfigError(f"--{each.name} needs --case=FILE; see docs/verify_your_own.md")
-    if KERAS_FIT in config.strategies:
+            raise ConfigError(f"--{each.name} needs --case=FILE; {_SEE}")
+    if KERAS_FIT in getattr(config, "strategies", ()):
+        raise ConfigError(f"--strategies={KERAS_FIT} needs --case=FILE; {_SEE}")
+
+
+def _check_options(config: Any, used: set[str]) -> None:
+    for each in options_of(config):
+        if each.name not in used and getattr(config, each.name) != each.default:
+            raise ConfigError(
+                f"--{each.name} has no part in --case, whose file defines model, data and training;"
+                " leave the flag out"
+            )
+
+
+def _check_strategies(flag: str, strategies: tuple[str, ...], able: tuple[str, ...]) -> None:
+    for name in strategies:
+        if name not in able:
+            all_of_them = flag == "--strategies"
+            advice = f"{flag}={','.join(able)}" if all_of_them else f"one of {', '.join(able)}"
+            raise ConfigError(f"{flag}={name} does not run a case; use {advice}")
+
+
+def _check_file(config: Any) -> None:
+    path = config.case_path
+    if not path.is_file():
         raise ConfigError(
-            f"--strategies={KERAS_FIT} needs --case=FILE; see docs/verify_your_own.md"
+            f"--case={config.case}: there is no file {path}; name a Python file, or"
+            f" {' or '.join(BUILT_IN_CASES)}"
+        )
+    if path.suffix != ".py":
+        raise ConfigError(f"--case={config.case} must be a Python file, whose name ends in .py")
+    default = DEFAULT_FUNCTIONS["model_fn"]
+    if config.case_model_fn != config.model_fn and config.model_fn != default:
+        raise ConfigError(
+            f"--case={config.case} and --model_fn={config.model_fn} name two functions; name one"
         )

@@ -5,10 +5,17 @@ from typing import Any, ClassVar
 
 from app.config import constraints, split_constraints
 from app.config.base_config import Config
-from app.config.case_options import CASE_STRATEGIES, CaseOptions, check_case, check_no_case
+from app.config.case_options import (
+    CaseOptions,
+    TrainedCaseOptions,
+    check_no_case,
+    check_trained_case,
+    check_verified_case,
+)
 from app.config.distribution_options import ComparedStrategiesOptions, WorkerOptions
 from app.config.fault import Fault
 from app.config.names import (
+    CASE_STRATEGIES_BY_DEFAULT,
     COMPARED_BY_DEFAULT,
     KERAS_FIT,
     MULTI_WORKER,
@@ -29,7 +36,9 @@ from app.runtime.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareConfig(ComparedStrategiesOptions, TrainingOptions, SavingOptions, Config):
+class CompareConfig(
+    ComparedStrategiesOptions, TrainingOptions, TrainedCaseOptions, SavingOptions, Config
+):
     """The options of `compare`: several strategies, side by side."""
 
     command: ClassVar[str] = "compare"
@@ -37,15 +46,21 @@ class CompareConfig(ComparedStrategiesOptions, TrainingOptions, SavingOptions, C
     examples: ClassVar[tuple[str, ...]] = (
         "--recipe=fast --epochs=1",
         "--strategies=single,manual --num_gpus=2",
+        "--case=examples/case_fit.py --num_devices=2 --epochs=2",
     )
 
     def check(self) -> None:
         """Checks what options must be together."""
+        check_trained_case(self, "--strategies", self.strategies)
         _check_compared(self)
         if len(self.strategies) < 2:
             raise ConfigError(
                 f"--strategies must name at least two, got {','.join(self.strategies)}"
             )
+
+    def result_fields(self) -> dict[str, Any]:
+        """Returns what the result of the trainings depends on, without paths and display."""
+        return self.with_case(super().result_fields())
 
     def for_training(self, strategy: str, **options: Any) -> TrainConfig:
         """Returns the configuration of the training with one of the strategies."""
@@ -79,16 +94,16 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Ca
 
     def __post_init__(self) -> None:
         if self.strategies == ():
-            default = CASE_STRATEGIES if self.case else COMPARED_BY_DEFAULT
+            default = CASE_STRATEGIES_BY_DEFAULT if self.case else COMPARED_BY_DEFAULT
             object.__setattr__(self, "strategies", default)
         super().__post_init__()
 
     def check(self) -> None:
         """Checks what options must be together."""
         if self.case is not None:
-            check_case(self)
+            check_verified_case(self)
             return
-        check_no_case(self)
+        check_no_case(self, CaseOptions)
         _check_compared(self)
         if self.precision == "mixed_float16":
             raise ConfigError(

@@ -6,6 +6,9 @@ from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
 MULTI_WORKER = "multi_worker"
 SINGLE = "single"
 KERAS_FIT = "keras_fit"  # `model.fit` of a case, under MirroredStrategy.
+TRAINED_CASE_STRATEGIES = (SINGLE, "manual", "mirrored", MULTI_WORKER)
+CASE_STRATEGIES = (*TRAINED_CASE_STRATEGIES, KERAS_FIT)  # What a case can be verified with.
+CASE_STRATEGIES_BY_DEFAULT = (SINGLE, KERAS_FIT)
 MODEL_NAMES = tuple(MODELS)
 STRATEGY_NAMES = tuple(STRATEGIES)
 ONE_MACHINE_STRATEGIES = tuple(name for name in STRATEGIES if name != MULTI_WORKER)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from app.config import constraints, split_constraints, split_numbers
 from app.config.base_config import Config
+from app.config.case_options import TrainedCaseOptions, check_trained_case
 from app.config.distribution_options import (
     AllReduceOptions,
     BatchOptions,
@@ -62,7 +63,13 @@ class TrainingOptions(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    StrategyOptions, TrainingOptions, SavingOptions, ResumeOptions, InjectOptions, Config
+    StrategyOptions,
+    TrainingOptions,
+    TrainedCaseOptions,
+    SavingOptions,
+    ResumeOptions,
+    InjectOptions,
+    Config,
 ):
     """The options of `train`: one training."""
 
@@ -74,11 +81,13 @@ class TrainConfig(
         "--strategy=mirrored --num_gpus=2 --model=resnet18",
         "--strategy=pipeline --num_devices=2 --micro_batches=8",
         "--strategy=sharded --num_devices=2 --shard=gradients",
+        "--case=examples/case_fit.py --num_devices=2 --epochs=3",
     )
 
     def check(self) -> None:
         """Checks what options must be together."""
         names = (self.strategy,)
+        check_trained_case(self, "--strategy", names)
         constraints.check_devices(self)
         constraints.check_single("--strategy", names, self.num_devices or self.num_gpus)
         constraints.check_workers(
@@ -118,7 +127,8 @@ class TrainConfig(
 
         Args:
             num_devices: of all workers; None where the machine or the cluster decides.
-            num_train_examples: of the data set; None for what the options say.
+            num_train_examples: of the data set; None for what the options say, of a case those of
+                one batch.
 
         Raises:
             ConfigError: numbers do not fit together, some shard would be empty, or an epoch would
@@ -129,13 +139,16 @@ class TrainConfig(
         # As few replicas as there can be.
         number = num_devices or len(self.shard_weights) or self.model_parallel or 1
         split = self.strategy, self, number
+        of_options = self.num_train_examples or NUM_TRAIN_EXAMPLES
+        if self.case is not None:
+            of_options = self.global_batch_size
         split_constraints.check_parts(*split, self.global_batch_size)
         split_constraints.check_full_batch(*split, self.global_batch_size)
         constraints.check_shards(
             global_batch_size=self.global_batch_size,
             last_batch=self.last_batch,
             num_replicas=split_numbers.num_replicas(*split),
-            num_train_examples=num_train_examples or self.num_train_examples or NUM_TRAIN_EXAMPLES,
+            num_train_examples=num_train_examples or of_options,
             fewest=split_numbers.fewest_examples(*split),
             shards=split_constraints.name_shards(*split),
         )
@@ -150,7 +163,7 @@ class TrainConfig(
 
     def result_fields(self) -> dict[str, Any]:
         """Returns what the result of the training depends on, without paths and display."""
-        return super().result_fields() | self.inject_field()
+        return self.with_case(super().result_fields() | self.inject_field())
 
 
 def _written(value: Any) -> str:
@@ -201,6 +214,7 @@ def training_config(config: Config, strategy: str, **options: Any) -> TrainConfi
 class LaunchConfig(
     StrategyOptions,
     TrainingOptions,
+    TrainedCaseOptions,
     SavingOptions,
     ResumeOptions,
     InjectOptions,
@@ -232,6 +246,7 @@ class LaunchConfig(
 
     def check(self) -> None:
         """Checks what options must be together."""
+        check_trained_case(self, "--strategy", (self.strategy,))
         split_constraints.check_options_of_some(self, (self.strategy,))
         training = self.train_config()  # It checks all but the number of devices.
         training.check_fault(self.num_devices_of_all_workers)

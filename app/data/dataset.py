@@ -2,8 +2,12 @@
 
 import dataclasses
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import tensorflow as tf  # It takes seconds.
 
 CLASS_NAMES = (
     "t-shirt", "trouser", "pullover", "dress", "coat",
@@ -11,6 +15,7 @@ CLASS_NAMES = (
 )  # fmt: skip
 NUM_CLASSES = len(CLASS_NAMES)
 IMAGE_SHAPE = (28, 28, 1)
+_EVAL_GLOBAL_BATCH_SIZE = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +48,21 @@ class ImageDataset:
         """Number of classes; labels are 0 to `num_classes` − 1."""
         return NUM_CLASSES
 
+    @property
+    def num_train_examples(self) -> int:
+        """Number of training images."""
+        return len(self.train_images)
+
+    @property
+    def num_test_examples(self) -> int:
+        """Number of test images."""
+        return len(self.test_images)
+
+    @property
+    def tests_training_data(self) -> bool:
+        """False: there are test images."""
+        return False
+
     def sha256(self) -> str:
         """Returns a hash of all images and labels: what was trained on, to the bit and in order."""
         return _sha256(self.train_images, self.train_labels, self.test_images, self.test_labels)
@@ -50,6 +70,14 @@ class ImageDataset:
     def sha256_of_test_part(self) -> str:
         """Returns a hash of the test images and labels, whatever the training part."""
         return _sha256(self.test_images, self.test_labels)
+
+    def test_batches(self) -> "tf.data.Dataset":
+        """Returns the test images in batches, in order."""
+        from app.data.input_pipeline import eval_dataset
+
+        return eval_dataset(
+            self.test_images, self.test_labels, global_batch_size=_EVAL_GLOBAL_BATCH_SIZE
+        )
 
     def with_train_subset(self, num_examples: int, seed: int) -> "ImageDataset":
         """Returns the set with a training part of `num_examples`, as many of each class.

@@ -171,7 +171,8 @@ def _conclude(runs: Sequence[Run], resnets: Sequence[Sample]) -> None:
         )
     sec = textbook_figures.EPOCHS * NUM_TRAIN_EXAMPLES / interval.median(resnets[-1].rates).value
     needed = f"{sec / 3600:.1f} hours" if sec > 3600 else f"{sec / 60:.0f} minutes"
-    apart = abs(first.test_accuracy - last.test_accuracy)
+    accuracies = [s.test_accuracy for s in (first, last) if s.test_accuracy is not None]
+    apart = abs(accuracies[0] - accuracies[-1])
     presentation.end(
         f"Accuracy: with the same batch, one device and {last.num_replicas} make the same training"
         f" but for rounding (here {apart:.4f} apart after"

@@ -13,6 +13,10 @@ DATASET_CAVEATS = {
     "unverified": "UNVERIFIED images: these are not the accuracies of Fashion-MNIST",
 }
 TIMING_CAVEAT = "simulated devices: timing is not scaling"
+TRAINING_DATA_CAVEAT = (
+    "evaluated on the TRAINING data: the case has no test_data(), so test values say nothing of new"
+    " examples"
+)
 _CHANCE = 0.15  # Ten classes: guessing is right once in ten times.
 
 
@@ -30,9 +34,11 @@ def caveats(config: TrainConfig | LaunchConfig | CompareConfig, summary: Summary
             f"--num_gpus={config.num_gpus}, but no GPU: these are logical CPU devices, and their"
             " times say nothing of GPUs"
         )
-    if summary.test_accuracy < _CHANCE:
+    lines += [TRAINING_DATA_CAVEAT] * summary.tests_training_data
+    accuracy = summary.test_accuracy
+    if not summary.case and accuracy is not None and accuracy < _CHANCE:
         lines.append(
-            f"test accuracy {summary.test_accuracy:.4f} is hardly better than guessing: nothing has"
+            f"test accuracy {accuracy:.4f} is hardly better than guessing: nothing has"
             " been learned yet; use more --epochs, or another --learning_rate or --recipe"
         )
     return lines

@@ -69,7 +69,7 @@ def find_best_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None
     Raises:
         CheckpointError: there are some, but none that verifies.
     """
-    accuracies: dict[pathlib.Path, float] = {}
+    ranks: dict[pathlib.Path, tuple[float, float]] = {}
     damaged: list[tuple[pathlib.Path, str]] = []
     for path in checkpoint_paths(run_dir):
         try:
@@ -78,8 +78,8 @@ def find_best_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None
             damaged.append((path, reason_of(error)))
             continue
         if progress.history and not progress.epoch_step:
-            accuracies[path] = progress.history[-1].test_accuracy
-    for path in sorted(accuracies, key=lambda path: accuracies[path], reverse=True):
+            ranks[path] = progress.history[-1].rank
+    for path in sorted(ranks, key=lambda path: ranks[path], reverse=True):
         try:
             return CheckpointSearchResult(load_checkpoint(path), path, damaged, kind="best")
         except CheckpointError as error:

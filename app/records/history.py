@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import math
 import pathlib
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.records.files import read_json, read_text, write_file, write_json
@@ -28,9 +30,9 @@ class EpochRecord:
         epoch: from 1.
         step: optimizer steps since the start of the run.
         train_loss: mean over the examples of the epoch, each as the weights were at its step.
-        train_accuracy: likewise, a fraction.
+        train_accuracy: likewise, a fraction; None of a case.
         test_loss: mean over the whole test set after the epoch.
-        test_accuracy: likewise, a fraction.
+        test_accuracy: likewise, a fraction; None of a case that has no such metric.
         epoch_sec: training alone; tracing and evaluation are left out.
         images_per_sec: training images over `epoch_sec`.
         statistics_apart: largest difference between two replicas' own BatchNorm statistics, before
@@ -38,20 +40,29 @@ class EpochRecord:
         injected_fault: what was spoiled on purpose, "" in an honest run.
         learning_rate: of the last step; 0 in a record of a version that did not note it.
         evaluation_sec: of the test set; likewise.
+        test_metrics: of a case: name → value of its metrics over the whole test set.
     """
 
     epoch: int
     step: int
     train_loss: float
-    train_accuracy: float
+    train_accuracy: float | None
     test_loss: float
-    test_accuracy: float
+    test_accuracy: float | None
     epoch_sec: float
     images_per_sec: float
     statistics_apart: float = 0.0
     injected_fault: str = ""
     learning_rate: float = 0.0
     evaluation_sec: float = 0.0
+    test_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What the best epoch has most of: test accuracy, and without one the least test loss."""
+        if self.test_accuracy is None:
+            return -math.inf, -self.test_loss
+        return self.test_accuracy, 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +75,10 @@ class Summary:
     Sums are split over the threads of an operation, so another `intra_op_threads` changes the last
     bits; 0 is TensorFlow's own choice. `changes` lists what was changed where the run was resumed
     with other flags.
+
+    Of a case, `case` is the name of its file, `test_metrics` are those of its last epoch, and
+    `tests_training_data` says that it has no data set to evaluate on but that of the training.
+    Accuracies are None where it has no such metric.
     """
 
     status: str
@@ -92,8 +107,8 @@ class Summary:
     num_test_examples: int
     train_loss: float
     test_loss: float
-    test_accuracy: float
-    best_test_accuracy: float
+    test_accuracy: float | None
+    best_test_accuracy: float | None
     epoch_sec: float
     images_per_sec: float
     compile_sec: float
@@ -102,12 +117,16 @@ class Summary:
     versions: dict[str, str]
     injected_fault: str = ""
     changes: list[str] = dataclasses.field(default_factory=list)
+    case: str = ""
+    test_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    tests_training_data: bool = False
 
     def last_line(self) -> str:
         """Returns the book's last line of a training."""
-        return (
-            f"test acc: {self.test_accuracy:.2f}, {self.epoch_sec:.1f} sec/epoch on {self.devices}"
-        )
+        found = f"test loss: {self.test_loss:.4f}"
+        if self.test_accuracy is not None:
+            found = f"test acc: {self.test_accuracy:.2f}"
+        return f"{found}, {self.epoch_sec:.1f} sec/epoch on {self.devices}"
 
 
 def write_history(run_dir: pathlib.Path, history: list[EpochRecord]) -> None:
@@ -170,13 +189,28 @@ def checked_record(record_class: type[Record], values: Mapping[str, Any]) -> Rec
     """
     record = record_class(**values)
     for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        kind: Any = typing.get_origin(field.type) or field.type
-        if not isinstance(value, (int, float) if kind is float else kind):
+        value: Any = getattr(record, field.name)
+        if not isinstance(getattr(record, field.name), _kinds(field.type)):
             raise TypeError(f"{field.name} is {value!r:.80}")
-        if isinstance(value, int) and abs(value) > _LARGEST:  # It can be any length.
-            raise TypeError(f"{field.name} is too large")
+        items: Iterable[Any] = value.values() if field.type == dict[str, float] else ()
+        for item in items:
+            if not isinstance(item, int | float):
+                raise TypeError(f"{field.name} has {item!r:.80}")
+            _check_length(field.name, item)
+        _check_length(field.name, value)
     return record
+
+
+def _check_length(name: str, value: Any) -> None:
+    if isinstance(value, int) and abs(value) > _LARGEST:  # It can be any length.
+        raise TypeError(f"{name} is too large")
+
+
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """Returns the classes of what a field may hold."""
+    if isinstance(annotation, types.UnionType):
+        return tuple(kind for each in typing.get_args(annotation) for kind in _kinds(each))
+    return (int, float) if annotation is float else (typing.get_origin(annotation) or annotation,)
 
 
 def _load(path: pathlib.Path, parse: Callable[[], Parsed]) -> Parsed:

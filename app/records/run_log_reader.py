@@ -3,16 +3,17 @@
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 from app.records.files import read_text
 from app.records.run_directory import RUN_LOG_FILE
 
-_FIELDS: dict[str, dict[str, type]] = {
+_FIELDS: dict[str, dict[str, Any]] = {
     "run_start": {"attempt": int, "time": str, "pid": int, "versions": dict},
     "config": {"config": dict, "num_replicas": int, "devices": list},
     "data": {"name": str, "sha256": str, "num_train_examples": int, "num_test_examples": int},
     "resume": {"step": int, "epoch": int, "damaged": list, "changes": list},
-    "epoch": {"epoch": int, "step": int, "train_loss": float, "test_accuracy": float},
+    "epoch": {"epoch": int, "step": int, "train_loss": float, "test_accuracy": float | None},
     "checkpoint": {"step": int, "epoch": int},
     "run_stop": {"status": str},
 }

@@ -80,10 +80,14 @@ class Progress:
         steps = [0, *(record.step for record in history), progress.step + 1]
         if any(after <= before for before, after in itertools.pairwise(steps)):
             raise ValueError("epochs whose steps do not rise")
-        numbers = [progress.loss_sum, progress.epoch_sec, progress.total_sec]
+        losses, numbers = [progress.loss_sum], [progress.epoch_sec, progress.total_sec]
         for record in history:
-            numbers += [v for v in dataclasses.astuple(record) if not isinstance(v, str)]
-        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            for name, value in dataclasses.asdict(record).items():
+                if isinstance(value, int | float):  # A loss may be negative.
+                    (losses if name.endswith("_loss") else numbers).append(value)
+        if not all(math.isfinite(number) for number in losses) or not all(
+            math.isfinite(number) and number >= 0 for number in numbers
+        ):
             raise ValueError("losses, accuracies or times that are no finite numbers")
         if progress.epoch_step and min(progress.examples, progress.epoch_sec) <= 0:
             raise ValueError(f"{progress.epoch_step} steps over {progress.examples} examples")
@@ -96,5 +100,5 @@ class Progress:
 
     @property
     def best_epoch(self) -> EpochRecord | None:
-        """The first of those with the highest test accuracy."""
-        return max(self.history, key=lambda record: record.test_accuracy, default=None)
+        """The first of those with the highest test accuracy; without any, the least test loss."""
+        return max(self.history, key=lambda record: record.rank, default=None)

@@ -6,6 +6,7 @@ style and a marker of its own as well, so that it can be told in grey and where 
 
 import dataclasses
 import io
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ from app.records.history import (
     load_history,
     load_required_summary,
 )
+
+Run = tuple[Summary, Sequence[EpochRecord]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +47,17 @@ def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> No
     """Draws accuracy over epochs into `accuracy.png` and `accuracy.svg`, each whole or not there.
 
     One run: its test and train accuracy in one panel. Several: test and train side by side, a
-    curve for each run.
+    curve for each run. Of a case, the losses and its first metric, if it has one.
 
     Args:
         run_dirs: directories of runs with at least one finished epoch each.
         out_dir: where the two files go.
     """
     runs = [(load_required_summary(path), load_history(path)) for path in run_dirs]
-    figure = _draw_one(*runs[0]) if len(runs) == 1 else _draw_several(runs)
+    if runs[0][0].case:
+        figure = _draw_case(runs)
+    else:
+        figure = _draw_one(*runs[0]) if len(runs) == 1 else _draw_several(runs)
     save_figure(figure, out_dir, "accuracy")
 
 
@@ -71,20 +77,31 @@ def _draw_one(summary: Summary, history: Sequence[EpochRecord]) -> Figure:
     train = _Look("#D55E00", "--", "s", 1.5)
     _draw_curve(axes, history, "train_accuracy", train, "train")
     _draw_curve(axes, history, "test_accuracy", test, "test")
-    _finish(axes, summary.epochs, "accuracy")
+    _finish_accuracy(axes, summary.epochs, "accuracy")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="lower right")
-    figure.suptitle(
-        f"{_what(summary)}\n{summary.strategy} on {_where(summary)}",
-        fontsize=11,
-        ha="left",
-        x=0.02,
-        linespacing=1.4,
-    )
+    _set_title(figure, [(summary, history)])
     return figure
 
 
-def _draw_several(runs: Sequence[tuple[Summary, Sequence[EpochRecord]]]) -> Figure:
+def _draw_case(runs: Sequence[Run]) -> Figure:
+    """Draws the losses of a case side by side, and its first metric: a curve for each run."""
+    summary = runs[0][0]
+    data = "training data" if summary.tests_training_data else "test"
+    fields = {"test_loss": f"{data} loss after the epoch", "train_loss": "loss in the epoch"}
+    fields |= {name: f"{data} {name}" for name in list(summary.test_metrics)[:1]}
+    figure = Figure(figsize=(5 * len(fields), 4.8), layout="constrained")
+    panels = figure.subplots(1, len(fields))
+    for axes, (field, title) in zip(panels, fields.items(), strict=True):
+        for look, (each, history) in zip(_LOOKS, runs, strict=False):
+            _draw_curve(axes, history, field, look, each.strategy, form=".4g")
+        _finish(axes, summary.epochs, title)
+        axes.legend()
+    _set_title(figure, runs)
+    return figure
+
+
+def _draw_several(runs: Sequence[Run]) -> Figure:
     figure = Figure(figsize=(10, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, field, name in zip(
@@ -95,8 +112,13 @@ def _draw_several(runs: Sequence[tuple[Summary, Sequence[EpochRecord]]]) -> Figu
     ):
         for look, (summary, history) in zip(_LOOKS, runs, strict=False):
             _draw_curve(axes, history, field, look, summary.strategy)
-        _finish(axes, runs[0][0].epochs, name)
+        _finish_accuracy(axes, runs[0][0].epochs, name)
     panels[0].legend(loc="lower right")
+    _set_title(figure, runs)
+    return figure
+
+
+def _set_title(figure: Figure, runs: Sequence[Run]) -> None:
     places: dict[str, list[str]] = {}
     for summary, _ in runs:
         places.setdefault(_where(summary), []).append(summary.strategy)
@@ -104,14 +126,18 @@ def _draw_several(runs: Sequence[tuple[Summary, Sequence[EpochRecord]]]) -> Figu
     figure.suptitle(
         "\n".join([_what(runs[0][0]), *lines]), fontsize=11, ha="left", x=0.02, linespacing=1.4
     )
-    return figure
 
 
 def _draw_curve(
-    axes: Axes, history: Sequence[EpochRecord], field: str, look: _Look, name: str
+    axes: Axes,
+    history: Sequence[EpochRecord],
+    field: str,
+    look: _Look,
+    name: str,
+    form: str = ".1%",
 ) -> None:
-    """Draws one curve, its last value in the legend."""
-    values = [getattr(record, field) for record in history]
+    """Draws one curve, of a field or of a metric, its last value in the legend."""
+    values = [{**r.test_metrics, **dataclasses.asdict(r)}.get(field, math.nan) for r in history]
     axes.plot(
         [record.epoch for record in history],
         values,
@@ -121,7 +147,7 @@ def _draw_curve(
         marker=look.marker,
         markersize=3 + look.width,
         markerfacecolor="white" if look.line != "-" else look.colour,
-        label=f"{name}: {values[-1]:.1%}",
+        label=f"{name}: {values[-1]:{form}}",
     )
 
 
@@ -129,22 +155,29 @@ def _finish(axes: Axes, epochs: int, name: str) -> None:
     axes.set_xlabel("epoch")
     axes.set_ylabel(name)
     axes.set_xlim(1 - max(0.5, 0.03 * epochs), epochs + max(0.5, 0.03 * epochs))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(True, color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _finish_accuracy(axes: Axes, epochs: int, name: str) -> None:
+    _finish(axes, epochs, name)
     low, high = axes.get_ylim()
     room = max(0.01, (0.2 - (high - low)) / 2)  # Less than 20 points would make noise look large.
     axes.set_ylim(max(0.0, low - room), min(1.0, high + room))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))  # Whole percents.
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.grid(True, color="0.9", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _what(summary: Summary) -> str:
     dataset = dataset_title(summary.dataset)
     fault = f"INJECTED FAULT: {summary.injected_fault}\n" if summary.injected_fault else ""
+    noun, recipe = "images", f" recipe {summary.recipe},"
+    if summary.case:
+        noun, recipe = "examples", ""
     return fault + (
-        f"{summary.model} on {dataset} ({summary.num_train_examples:,} images), recipe"
-        f" {summary.recipe}, batch {summary.global_batch_size}, lr {summary.learning_rate:g}"
+        f"{summary.model} on {dataset} ({summary.num_train_examples:,} {noun}),{recipe}"
+        f" batch {summary.global_batch_size}, lr {summary.learning_rate:g}"
     )
 
 

@@ -108,7 +108,7 @@ class Figure:
 
 def line_chart(
     title: str,
-    series: Mapping[str, Sequence[tuple[int, float]]],
+    series: Mapping[str, Sequence[tuple[int, float | None]]],
     *,
     x_label: str,
     form: str,

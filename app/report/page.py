@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 
 from app.records.files import io_errors_as, make_directory, open_regular, write_file
+from app.report.case_part import case_part
+from app.report.curves_part import curves
 from app.report.page_parts import (
     Cell,
     Details,
@@ -18,7 +20,7 @@ from app.report.page_parts import (
     differing,
 )
 from app.report.record_finder import Record, find_records
-from app.report.runs_part import Run, curves, same_weights, speed, summary_table, verdicts
+from app.report.runs_part import Run, same_weights, speed, summary_table, verdicts
 from app.report.speed_part import benchmark_part, explain_part
 from app.report.verification_part import verify_part
 from app.runtime.errors import OutputError
@@ -93,7 +95,11 @@ def _render(page: dict) -> str:
 def _page(records: Sequence[Record]) -> dict:
     """Returns all that the template shows."""
     runs = [Run.load(record) for record in records if record.kind == "train"]
-    verified = [verify_part(record) for record in records if record.kind == "verify"]
+    verified = [
+        case_part(record) if record.config.get("case") else verify_part(record)
+        for record in records
+        if record.kind == "verify"
+    ]
     measured = [benchmark_part(record) for record in records if record.kind == "benchmark"]
     explained = [explain_part(record) for record in records if record.kind == "explain"]
     parts = [run.part() for run in runs] + verified + measured + explained

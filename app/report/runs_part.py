@@ -3,18 +3,18 @@
 import dataclasses
 from collections.abc import Sequence
 
-from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title, injected_fault_caveat
+from app.records.caveats import (
+    DATASET_CAVEATS,
+    TIMING_CAVEAT,
+    TRAINING_DATA_CAVEAT,
+    dataset_title,
+    injected_fault_caveat,
+)
 from app.records.history import EpochRecord, Summary, load_history, load_summary
-from app.report.charts import Figure, Look, bar_chart, line_chart
+from app.report.charts import Figure, bar_chart
 from app.report.page_parts import Cell, Part, Table, Text, count, devices_text, number, whole
 from app.report.record_finder import Record, reading
 
-_CURVES = {
-    "test_accuracy": ("test accuracy", ".2f", 1.0),
-    "train_accuracy": ("train accuracy", ".2f", 1.0),
-    "test_loss": ("test loss", ".3g", float("inf")),
-    "train_loss": ("train loss", ".3g", float("inf")),
-}
 _SHORT_HASH = 12
 
 
@@ -57,6 +57,7 @@ class Run:
         summary = self.summary
         caveats = [injected_fault_caveat(summary.injected_fault)] * bool(summary.injected_fault)
         caveats += [DATASET_CAVEATS[d] for d in [summary.dataset] if d in DATASET_CAVEATS]
+        caveats += [TRAINING_DATA_CAVEAT] * summary.tests_training_data
         caveats += [TIMING_CAVEAT] * summary.simulated_devices
         environment = {
             "devices": devices_text(summary.devices, summary.simulated_devices),
@@ -118,7 +119,7 @@ def _summary_row(run: Run) -> list[Cell | str]:
         Cell(devices_text(s.devices, s.simulated_devices), title=", ".join(s.devices)),
         number(s.test_accuracy, ".4f"),
         number(s.best_test_accuracy, ".4f"),
-        s.recipe,
+        s.recipe or "–",
         f"{len(run.history)} of {s.epochs}",
         number(s.epoch_sec, ".2f"),
         number(s.images_per_sec),
@@ -148,44 +149,6 @@ def _row_without_result(run: Run) -> list[Cell | str]:
         *shown("model", "dataset", "global_batch_size", "learning_rate"),
         "–",
     ]
-
-
-def curves(runs: Sequence[Run]) -> list:
-    """Returns one figure with accuracy and loss over the epochs, and its numbers."""
-    drawn = [run for run in runs if run.history]
-    blocks: list = [
-        Text(f"{run.label}: no epoch is finished, so there is nothing to draw yet.")
-        for run in runs
-        if not run.history
-    ]
-    if not drawn:
-        return blocks
-    charts = [
-        line_chart(
-            title,
-            {run.label: [(r.epoch, getattr(r, field)) for r in run.history] for run in drawn},
-            x_label="epoch",
-            form=form,
-            most=most,
-            least_span=0.1,
-        )
-        for field, (title, form, most) in _CURVES.items()
-    ]
-    rows = [
-        [run.label, str(r.epoch), *(number(getattr(r, field), ".4f") for field in _CURVES)]
-        for run in drawn
-        for r in run.history
-    ]
-    table = Table(
-        "Accuracy and loss after each epoch",
-        ["run", "epoch", *(title for title, *_ in _CURVES.values())],
-        "lrrrrr",
-        rows,
-    )
-    legend = [(Look.of(index), run.label) for index, run in enumerate(drawn)]
-    note = "Training values are means over the epoch, test values are those after it."
-    title = "Accuracy and loss over the epochs"
-    return [*blocks, Figure(title, charts, legend, [table], note)]
 
 
 def speed(runs: Sequence[Run]) -> list:

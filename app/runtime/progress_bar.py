@@ -28,9 +28,13 @@ class FinishedEpoch(Protocol):
     @property
     def train_loss(self) -> float: ...  # noqa: D102
     @property
-    def train_accuracy(self) -> float: ...  # noqa: D102
+    def train_accuracy(self) -> float | None: ...  # noqa: D102
     @property
-    def test_accuracy(self) -> float: ...  # noqa: D102
+    def test_loss(self) -> float: ...  # noqa: D102
+    @property
+    def test_accuracy(self) -> float | None: ...  # noqa: D102
+    @property
+    def test_metrics(self) -> dict[str, float]: ...  # noqa: D102
     @property
     def epoch_sec(self) -> float: ...  # noqa: D102
     @property
@@ -46,12 +50,20 @@ class TrainingProgress:
         steps_per_epoch: how many steps each has.
         first_step: steps done before, by the run that this one resumes.
         shown: False shows nothing: another worker does.
+        is_case: there are examples in place of images, and no accuracy in a step.
     """
 
     def __init__(
-        self, epochs: int, steps_per_epoch: int, first_step: int = 0, *, shown: bool = True
+        self,
+        epochs: int,
+        steps_per_epoch: int,
+        first_step: int = 0,
+        *,
+        shown: bool = True,
+        is_case: bool = False,
     ):
         self._epochs, self._steps_per_epoch, self._shown = epochs, steps_per_epoch, shown
+        self._is_case, self._unit = is_case, "examples/s" if is_case else "images/s"
         self._total = epochs * steps_per_epoch
         self._parent = int(os.environ.get(PROGRESS_VARIABLE, -1)) if shown else -1
         has_bar = shown and self._parent < 0 and sys.stdout.isatty()
@@ -82,9 +94,10 @@ class TrainingProgress:
     def step(self, step: int, totals: "StepTotals", images_per_sec: float) -> None:
         """Shows `step`; `totals` are those of the epoch so far."""
         epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
+        accuracy = "" if self._is_case else f"  accuracy {totals.accuracy:.3f}"
         status = (
-            f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}"
-            f"  accuracy {totals.accuracy:.3f}  {images_per_sec:,.0f} images/s"
+            f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}{accuracy}"
+            f"  {images_per_sec:,.0f} {self._unit}"
         )
         self._update(step, status)
         is_due = time.monotonic() > self._last_line + _SEC_BETWEEN_LINES
@@ -100,15 +113,22 @@ class TrainingProgress:
         """Prints the line of a finished epoch; the bar stays below it."""
         line = (
             f"epoch {record.epoch:>{len(str(self._epochs))}}/{self._epochs}"
-            f"  loss {record.train_loss:.4f}  train {record.train_accuracy:.4f}"
-            f"  test {record.test_accuracy:.4f}  {record.epoch_sec:.2f} s"
-            f"  {record.images_per_sec:,.0f} images/s"
+            f"  loss {record.train_loss:.4f}  {_results(record)}  {record.epoch_sec:.2f} s"
+            f"  {record.images_per_sec:,.0f} {self._unit}"
         )
         if self._bar:
             self._bar.say(line)
         elif self._shown:
             console.say(line)
             self._last_line = time.monotonic()
+
+
+def _results(record: FinishedEpoch) -> str:
+    """Returns the accuracies of an epoch; of a case test loss and metrics."""
+    if record.train_accuracy is not None and record.test_accuracy is not None:
+        return f"train {record.train_accuracy:.4f}  test {record.test_accuracy:.4f}"
+    metrics = [f"{name} {value:.4f}" for name, value in record.test_metrics.items()]
+    return "  ".join([f"test loss {record.test_loss:.4f}", *metrics])
 
 
 class StepProgress:

@@ -1,10 +1,9 @@
-"""A case: a Python file with a Keras model and data of somebody's own."""
+"""A case: a Python file that defines a Keras model and a data set."""
 
 import contextlib
 import importlib.util
 import pathlib
 import sys
-import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,40 +11,59 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from app.runtime.errors import ConfigError, DeviceError, LockstepError, reason_of
+from app.config.case_options import DEFAULT_FUNCTIONS
+from app.runtime.errors import ConfigError, DeviceError, LockstepError
+from app.training.case_errors import describe_error, is_installed
 
 
 class CaseFile:
-    """Runs the functions of a case file; what they raise becomes one line with file and line.
+    """Runs the functions of a case file; turns their errors into one line with file and line.
 
-    Modules that the file imports are looked for in its own folder first, even where they are called
-    like one of this program's: those are put aside while the case runs.
+    The file's imports are resolved in the folder of the file first. Modules of this program with
+    the same names are removed from `sys.modules` while code of the case runs.
 
     Args:
         path: the file.
         model_fn: name of the function that returns the compiled model.
-        data_fn: name of the function that returns the data set of a global batch size.
-        distribute_fn: name of the function that returns what `fit` gets under a strategy; the file
-            need not have it.
+        data_fn: name of the function that returns the data set for a global batch size.
+        distribute_fn: name of the optional function that returns the argument of `fit` under a
+            strategy.
+        test_data_fn: name of the function that returns the data set to evaluate on; optional if it
+            is the default name.
+
+    Attributes:
+        path: the resolved path of the file.
+        data_label: name of the data set in records: file and function.
 
     Raises:
-        ConfigError: it cannot be imported, or lacks one of the first two.
+        ConfigError: the file cannot be imported, or has no `model_fn` or `data_fn`.
     """
 
-    def __init__(self, path: pathlib.Path, *, model_fn: str, data_fn: str, distribute_fn: str):
-        self._path = path.resolve()
+    def __init__(
+        self,
+        path: pathlib.Path,
+        *,
+        model_fn: str,
+        data_fn: str,
+        distribute_fn: str = DEFAULT_FUNCTIONS["distribute_fn"],
+        test_data_fn: str = DEFAULT_FUNCTIONS["test_data_fn"],
+    ):
+        self.path, self.data_label = path.resolve(), f"{path.name}:{data_fn}"
         self._own_modules: dict[str, types.ModuleType] = {}
         with self._running("while it was imported"):
             self._module = self._import()
         self._model_fn = self._function(model_fn, "--model_fn")
         self._data_fn = self._function(data_fn, "--data_fn")
         self._distribute_fn = getattr(self._module, distribute_fn, None)
+        self._test_data_fn = getattr(self._module, test_data_fn, None)
+        if self._test_data_fn is None and test_data_fn != DEFAULT_FUNCTIONS["test_data_fn"]:
+            self._function(test_data_fn, "--test_data_fn")  # Raises that it is not there.
 
     def build_model(self) -> keras.Model:
         """Builds the model.
 
         Raises:
-            ConfigError: the function fails, or returns something else than a compiled model.
+            ConfigError: the function fails, or does not return a compiled model.
         """
         model = self._call(self._model_fn)
         where = self._where(self._model_fn)
@@ -61,24 +79,47 @@ class CaseFile:
         """Creates the data set.
 
         Raises:
-            ConfigError: the function fails, or returns something else.
+            ConfigError: the function fails, or does not return a `tf.data.Dataset`.
         """
-        dataset = self._call(self._data_fn, global_batch_size)
+        return self._create(self._data_fn, global_batch_size)
+
+    def create_test_data(self, global_batch_size: int) -> tf.data.Dataset | None:
+        """Creates the data set to evaluate on; returns None if the case does not define it.
+
+        Raises:
+            ConfigError: the function fails, or does not return a `tf.data.Dataset`.
+        """
+        if self._test_data_fn is None:
+            return None
+        return self._create(self._test_data_fn, global_batch_size)
+
+    def _create(self, function: Callable, global_batch_size: int) -> tf.data.Dataset:
+        dataset = self._call(function, global_batch_size)
         if not isinstance(dataset, tf.data.Dataset):
             raise ConfigError(
-                f"{self._where(self._data_fn)} must return a tf.data.Dataset, got"
+                f"{self._where(function)} must return a tf.data.Dataset, got"
                 f" {type(dataset).__name__}"
             )
         return dataset
 
     def distribute(self, strategy: tf.distribute.Strategy, global_batch_size: int) -> Any:
-        """Returns what `fit` gets under a strategy; None where the case leaves it to Keras."""
+        """Returns the argument of `fit` under a strategy; None if the case does not define it."""
         if self._distribute_fn is None:
             return None
         return self._call(self._distribute_fn, strategy, global_batch_size)
 
+    @contextlib.contextmanager
+    def importable(self) -> Iterator[None]:
+        """Makes modules of the case's folder importable for imports inside its functions."""
+        folder = str(self.path.parent)
+        sys.path.append(folder)
+        try:
+            yield
+        finally:
+            sys.path.remove(folder)
+
     def run(self, function: Callable[[], Any], what: str) -> Any:
-        """Calls a function that runs code of the case, such as its layers and losses."""
+        """Calls a function that runs code of the case, such as layers and losses."""
         with self._running(what):
             return function()
 
@@ -91,19 +132,19 @@ class CaseFile:
         if not callable(function):
             names = [n for n, v in vars(self._module).items() if isinstance(v, types.FunctionType)]
             raise ConfigError(
-                f"{self._path.name} has no function {name}, it has"
-                f" {', '.join(names) or 'none'}; define {name}, or name another one with {flag}"
+                f"{self.path.name} has no function {name}, it has"
+                f" {', '.join(names) or 'none'}; define {name}, or pass another name with {flag}"
             )
         return function
 
     def _where(self, function: Callable) -> str:
         code = getattr(function, "__code__", None)
         line = f":{code.co_firstlineno}" if code else ""
-        return f"{self._path.name}{line}: {getattr(function, '__name__', function)}()"
+        return f"{self.path.name}{line}: {getattr(function, '__name__', function)}()"
 
     def _import(self) -> types.ModuleType:
-        name = self._path.stem
-        spec = importlib.util.spec_from_file_location(name, self._path)
+        name = self.path.stem
+        spec = importlib.util.spec_from_file_location(name, self.path)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
@@ -112,7 +153,7 @@ class CaseFile:
 
     @contextlib.contextmanager
     def _running(self, what: str) -> Iterator[None]:
-        """Lets the case's modules be found, and turns its errors into one line."""
+        """Makes the case's modules importable and turns errors of the case into one line."""
         with self._own_imports():
             try:
                 yield
@@ -120,37 +161,21 @@ class CaseFile:
                 raise
             except (MemoryError, tf.errors.ResourceExhaustedError) as error:
                 raise DeviceError(
-                    f"{self._path.name}: {what} memory ran out; use a smaller --global_batch_size"
-                    " or fewer --steps"
+                    f"{self.path.name}: out of memory {what}; use a smaller --global_batch_size or"
+                    " fewer --steps"
                 ) from error
             except Exception as error:
-                raise ConfigError(
-                    f"{self._place(error)} {what}: {type(error).__name__}: {_first_line(error)}"
-                ) from error
+                raise ConfigError(describe_error(error, self.path, what)) from error
             except SystemExit as error:
                 raise ConfigError(
-                    f"{self._path.name} {what}: it ends the process; put what it does as a script"
-                    ' under `if __name__ == "__main__":`'
+                    f"{self.path.name} {what}: the file ends the process; move the code of the"
+                    ' script below `if __name__ == "__main__":`'
                 ) from error
-
-    def _place(self, error: BaseException) -> str:
-        """Returns the last line of the case's own folder that an error came through."""
-        if isinstance(error, SyntaxError) and error.filename:
-            return f"{pathlib.Path(error.filename).name}:{error.lineno}:"
-        folder = self._path.parent
-        own = [
-            frame for frame in traceback.extract_tb(error.__traceback__)
-            if pathlib.Path(frame.filename).resolve().is_relative_to(folder)
-            and not _is_installed(frame.filename)
-        ]  # fmt: skip
-        return (
-            f"{pathlib.Path(own[-1].filename).name}:{own[-1].lineno}:" if own else self._path.name
-        )
 
     @contextlib.contextmanager
     def _own_imports(self) -> Iterator[None]:
-        """Puts modules aside that are called like files or folders beside the case."""
-        folder = self._path.parent
+        """Hides modules that have the name of a file or folder next to the case."""
+        folder = self.path.parent
         names = {entry.stem for entry in folder.glob("*.py")}
         names |= {entry.name for entry in folder.iterdir() if entry.is_dir()}
         aside = {
@@ -175,20 +200,11 @@ class CaseFile:
 
 
 def _is_from(module: types.ModuleType, folder: pathlib.Path) -> bool:
-    # Of its own attributes alone: a module may make others up, or import something for them.
+    # Not with getattr: a module's __getattr__ may return or import anything.
     own = vars(module) if isinstance(module, types.ModuleType) else {}
     locations = getattr(own.get("__spec__"), "submodule_search_locations", None) or []
     places = [own.get("__file__"), *locations]  # A package without __init__.py has no file.
     file = next((place for place in places if isinstance(place, str)), None)
-    if file is None or _is_installed(file):
+    if file is None or is_installed(file):
         return False
     return pathlib.Path(file).resolve().is_relative_to(folder)
-
-
-def _is_installed(file: str) -> bool:
-    return bool({"site-packages", "dist-packages"} & set(pathlib.Path(file).parts))
-
-
-def _first_line(error: BaseException) -> str:
-    text = reason_of(error)
-    return text.splitlines()[0] if text else ""

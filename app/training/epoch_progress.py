@@ -1,6 +1,8 @@
 """Moves the progress of a training forward, by a call of steps or by a finished epoch."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 
 from app.records.history import EpochRecord
 from app.records.run_metadata import Progress
@@ -32,6 +34,7 @@ def after_epoch(
     evaluation_sec: float,
     learning_rate: float,
     injected_fault: str,
+    test_metrics: dict[str, float] | None = None,
 ) -> Progress:
     """Returns the progress with the epoch under way as the last one of its history.
 
@@ -41,21 +44,23 @@ def after_epoch(
         evaluation_sec: of the test set.
         learning_rate: of the last step.
         injected_fault: "" where none is injected.
+        test_metrics: of a case; None of images, whose correct predictions are counted.
     """
-    train = epoch_totals(progress)
+    train, is_case = epoch_totals(progress), test_metrics is not None
     record = EpochRecord(
         epoch=progress.epoch + 1,
         step=progress.step,
         train_loss=train.loss,
-        train_accuracy=train.accuracy,
+        train_accuracy=None if is_case else train.accuracy,
         test_loss=test.loss,
-        test_accuracy=test.accuracy,
+        test_accuracy=find_accuracy(test_metrics or {}) if is_case else test.accuracy,
         epoch_sec=progress.epoch_sec,
         images_per_sec=train.examples / progress.epoch_sec,
         statistics_apart=progress.statistics_apart,
         injected_fault=injected_fault,
         learning_rate=learning_rate,
         evaluation_sec=evaluation_sec,
+        test_metrics=test_metrics or {},
     )
     return Progress(
         step=progress.step,
@@ -63,3 +68,12 @@ def after_epoch(
         history=[*progress.history, record],
         changes=progress.changes,
     )
+
+
+def find_accuracy(metrics: Mapping[str, float]) -> float | None:
+    """Returns the accuracy among the metrics of a case; None where there is none."""
+    names = [name for name in metrics if name.endswith(("_accuracy", "acc"))]
+    for name in ("accuracy", *(name for name in names if "top_k" not in name)):
+        if 0 <= metrics.get(name, math.nan) <= 1:
+            return metrics[name]
+    return None

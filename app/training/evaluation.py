@@ -4,17 +4,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from app.data.dataset import ImageDataset
-from app.data.input_pipeline import eval_dataset
+from app.training.training_data import TrainingData
 from strategies.base import StepTotals, Strategy
-
-EVAL_GLOBAL_BATCH_SIZE = 1000
 
 
 def evaluate(
-    strategy: Strategy, dataset: ImageDataset, on_batch: Callable[[], None] = lambda: None
+    strategy: Strategy, dataset: TrainingData, on_batch: Callable[[], None] = lambda: None
 ) -> StepTotals:
-    """Returns the totals over the whole test set, each image seen once.
+    """Returns the totals over the whole test set, each example seen once.
 
     Args:
         strategy: what to evaluate.
@@ -22,15 +19,12 @@ def evaluate(
         on_batch: called after each batch; what it raises ends the evaluation.
 
     Raises:
-        RuntimeError: the strategy saw another number of images.
+        RuntimeError: the strategy saw another number of examples.
     """
-    test_set = eval_dataset(
-        dataset.test_images, dataset.test_labels, global_batch_size=EVAL_GLOBAL_BATCH_SIZE
-    )
-    totals = strategy.evaluate(test_set, on_batch)
-    if totals.examples != len(dataset.test_images):
+    totals = strategy.evaluate(dataset.test_batches(), on_batch)
+    if totals.examples != dataset.num_test_examples:
         raise RuntimeError(
-            f"evaluated {totals.examples} images instead of {len(dataset.test_images)}"
+            f"evaluated {totals.examples} examples instead of {dataset.num_test_examples}"
         )
     return totals
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from app.config import TrainConfig
-from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.records.history import Summary
 from app.records.run_log import RunLog
@@ -20,13 +19,13 @@ from app.training.all_reduce_self_test import run_all_reduce_self_test
 from app.training.epoch_progress import after_epoch, epoch_totals
 from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_data_fault, inject_fault
-from app.training.memory_guard import MemoryGuard
 from app.training.optimizers import last_learning_rate
 from app.training.resume import Resumed
 from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter, summary_template
-from app.training.training_spec import TrainingSpec
+from app.training.training_data import TrainingData
+from app.training.training_definition import define_training
 from app.training.training_state import TrainingState
-from app.training.worker_sync import check_same_images, synchronize, wait_for_all
+from app.training.worker_sync import check_same_data, synchronize, wait_for_all
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
@@ -53,7 +52,7 @@ class Training:
 
     Raises:
         ConfigError: the strategy cannot run like this, or the fault not happen.
-        DataError: another worker has other images.
+        DataError: another worker has other data.
         DeviceError: the batch cannot fit into memory.
         AllReduceError: the all-reduce loses or repeats what replicas send.
     """
@@ -62,27 +61,26 @@ class Training:
         self,
         config: TrainConfig,
         devices: Devices,
-        dataset: ImageDataset,
+        dataset: TrainingData,
         run_dir: pathlib.Path | None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._devices, self.dataset = config, devices, dataset
         self._run_dir, self._on_progress = run_dir, on_progress
         self._workers = devices.workers or Workers()
-        check_same_images(self._workers, dataset)
-        self._spec = TrainingSpec(config, dataset)
+        check_same_data(self._workers, dataset)
+        self._spec = define_training(config, dataset)
         self.steps_per_epoch = self._spec.steps_per_epoch
-        self.learning_rate = self._spec.learning_rate
         self.strategy = self._spec.build_strategy(devices)
-        batch_sizes = self._spec.batch_sizes()
-        self._memory = MemoryGuard(self.strategy, config, devices, max(batch_sizes))
-        self._memory.check()
+        self.learning_rate = self._spec.learning_rate
+        self._guard = self._spec.create_guard(self.strategy, devices)
+        self._guard.check()
         run_all_reduce_self_test(self.strategy)
         if config.fault:
             self._faulty_observer = inject_fault(
                 config.fault,
                 self.strategy,
-                batch_sizes=batch_sizes,
+                batch_sizes=self._spec.batch_sizes(),
                 num_steps=self._spec.num_steps,
             )
         self._metadata = self._spec.metadata(self.strategy)
@@ -158,10 +156,11 @@ class Training:
             self.steps_per_epoch,
             self._state.position,
             shown=self._workers.is_chief,
+            is_case=self._config.case is not None,
         )
         if self.is_finished:
             return  # The earlier attempt was interrupted after its last checkpoint.
-        with self._memory.naming_errors(self._is_within_epoch):
+        with self._guard.naming_errors(self._is_within_epoch):
             # Kept: the destructor of a `tf.distribute` iterator can wait for half a minute.
             self._iterator = self.strategy.distribute(self._batches())
             start = time.monotonic()
@@ -214,6 +213,7 @@ class Training:
             evaluation_sec=evaluation_sec,
             learning_rate=last_learning_rate(self.strategy.optimizer),
             injected_fault=str(self._config.fault or ""),
+            test_metrics=self._spec.test_metrics(),
         )
         self.save()
         self._bar.epoch(self._state.progress.history[-1])
@@ -249,7 +249,7 @@ class Training:
 
     def _train(self) -> None:
         """Trains the epochs that are left; after a signal it saves the state and ends."""
-        with self._bar, self._memory.naming_errors(self._is_within_epoch), signals.deferred():
+        with self._bar, self._guard.naming_errors(self._is_within_epoch), signals.deferred():
             try:
                 while not self.is_finished:
                     self._train_epoch()

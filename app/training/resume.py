@@ -68,6 +68,9 @@ def find_changes(old: dict, new: dict) -> Changes:
             continue
         changes.names.add(name)
         line = f"{name} {_shown(before)} → {_shown(now)}"
+        if name == "case_sha256" and before and now:
+            file = pathlib.Path(new["case"]).name
+            line = f"{file} has changed, SHA-256 {_shown(before)} → {_shown(now)}"
         if name in _HOW:
             changes.how.append(line)
         elif name == "epochs" and isinstance(before, int) and now is not None and before < now:

@@ -53,6 +53,12 @@ class SavedRun:
                 f"--run={run_dir} is a verification, which keeps no weights — a training is"
                 " required; name a run of train"
             )
+        if run_config.get("case"):
+            raise OutputError(
+                f"--run={run_dir} is a training of a case — its model is code, which"
+                f" {config.command} does not run; run the command that trained it again, which"
+                " prints its result"
+            )
         if "," in str(run_config.get("strategy")):
             first = str(run_config["strategy"]).split(",")[0]
             raise OutputError(

@@ -8,7 +8,6 @@ import time
 from typing import Protocol
 
 from app.config import TrainConfig
-from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.records import history as histories
 from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
@@ -20,6 +19,7 @@ from app.records.run_log import RunLog
 from app.records.run_metadata import RunMetadata
 from app.report import accuracy_plot
 from app.training.resume import Resumed
+from app.training.training_data import TrainingData
 from strategies.base import StepTotals, Strategy
 
 
@@ -111,10 +111,11 @@ class RunWriter:
         """
         scalars = {
             "steps/loss": totals.loss,
-            "steps/accuracy": totals.accuracy,
             "steps/images_per_sec": images_per_sec,
             "steps/learning_rate": learning_rate,
         }
+        if not self._summary.case:  # Its correct predictions are not counted in a step.
+            scalars["steps/accuracy"] = totals.accuracy
         self._events.add(step, scalars)
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
@@ -146,13 +147,15 @@ class RunWriter:
         """Writes summary and figure as they are at the end of an epoch."""
         progress = checkpoint.progress
         history, last = progress.history, progress.history[-1]
+        accuracies = [r.test_accuracy for r in history if r.test_accuracy is not None]
         self._summary = dataclasses.replace(
             self._summary,
             steps=progress.step,
             train_loss=last.train_loss,
             test_loss=last.test_loss,
             test_accuracy=last.test_accuracy,
-            best_test_accuracy=max(record.test_accuracy for record in history),
+            best_test_accuracy=max(accuracies, default=None),
+            test_metrics=last.test_metrics,
             epoch_sec=statistics.median(record.epoch_sec for record in history),
             images_per_sec=statistics.median(record.images_per_sec for record in history),
             compile_sec=compile_sec,
@@ -166,7 +169,7 @@ class RunWriter:
 
 def _scalars(record: EpochRecord) -> dict[str, float]:
     """Returns what TensorBoard is told of an epoch."""
-    return {
+    scalars = {
         "epochs/train_loss": record.train_loss,
         "epochs/test_loss": record.test_loss,
         "epochs/train_accuracy": record.train_accuracy,
@@ -174,7 +177,9 @@ def _scalars(record: EpochRecord) -> dict[str, float]:
         "epochs/images_per_sec": record.images_per_sec,
         "time/training_sec": record.epoch_sec,
         "time/evaluation_sec": record.evaluation_sec,
+        **{f"metrics/test_{name}": value for name, value in record.test_metrics.items()},
     }
+    return {name: value for name, value in scalars.items() if value is not None}
 
 
 class NullRunWriter:
@@ -198,15 +203,18 @@ class NullRunWriter:
 def summary_template(
     config: TrainConfig,
     devices: Devices,
-    dataset: ImageDataset,
+    dataset: TrainingData,
     strategy: Strategy,
     metadata: RunMetadata,
 ) -> Summary:
     """Returns a summary with all that does not change in a run; results are not there yet."""
     results = {field.name: math.nan for field in dataclasses.fields(Summary) if field.type is float}
+    accuracies = {"test_accuracy": None, "best_test_accuracy": None}
+    is_case = config.case is not None
     return Summary(
         **{
             **results,
+            **accuracies,
             "status": "running",
             "command": config.command,
             "strategy": strategy.name,
@@ -217,22 +225,24 @@ def summary_template(
             "simulated_devices": devices.simulated,
             "intra_op_threads": devices.intra_op_threads,
             "all_reduce": strategy.algorithm,
-            "model": config.model,
+            "model": strategy.model.name if is_case else config.model,
             "num_parameters": strategy.model.count_params(),
             "dataset": metadata.dataset,
             "dataset_sha256": metadata.dataset_sha256,
-            "recipe": config.recipe,
+            "recipe": "" if is_case else config.recipe,
             "global_batch_size": config.global_batch_size,
             "learning_rate": metadata.learning_rate,
-            "precision": config.precision,
+            "precision": strategy.model.dtype_policy.name if is_case else config.precision,
             "jit_compile": config.jit_compile,
             "seed": config.seed,
             "epochs": config.epochs,
             "steps": 0,
-            "num_train_examples": len(dataset.train_images),
-            "num_test_examples": len(dataset.test_images),
+            "num_train_examples": dataset.num_train_examples,
+            "num_test_examples": dataset.num_test_examples,
             "weights_sha256": "",
             "versions": metadata.versions,
             "injected_fault": str(config.fault or ""),
+            "case": config.case_path.name if is_case else "",
+            "tests_training_data": dataset.tests_training_data,
         }
     )

@@ -48,21 +48,16 @@ def build_strategy(
             like this, the model has no BatchNorm to synchronize, or it does not fit the data set.
     """
     recipe = find_recipe(config.recipe, config.model)
-    strategy_class = load_strategy_class(config.strategy)
-    try:
-        strategy = strategy_class(
-            devices.names,
-            workers=devices.workers,
-            label_smoothing=recipe.label_smoothing,
-            loss_scale=FLOAT16_LOSS_SCALE if config.precision == "mixed_float16" else 1.0,
-            **_own_options(config, all_reduce or config.all_reduce),
-        )
-    except ValueError as error:
-        advice = "" if ";" in str(error) else "; choose other devices or --all_reduce=auto"
-        raise ConfigError(f"{error}{advice}") from error
+    strategy = create_strategy(
+        config,
+        devices,
+        all_reduce=all_reduce,
+        label_smoothing=recipe.label_smoothing,
+        loss_scale=FLOAT16_LOSS_SCALE if config.precision == "mixed_float16" else 1.0,
+    )
     keras.config.set_dtype_policy(config.precision)
     looks_inside = has_option(config.strategy, "model_parallel") or config.batch_norm == "sync"
-    build = _build_or_refuse if looks_inside else strategy_class.build
+    build = _build_or_refuse if looks_inside else type(strategy).build
     build(
         strategy,
         lambda: recipe.build_model(
@@ -79,6 +74,30 @@ def build_strategy(
             " flag out"
         )
     return strategy
+
+
+def create_strategy(
+    config: TrainConfig, devices: Devices, *, all_reduce: str | None = None, **options: Any
+) -> Strategy:
+    """Creates the strategy of `config`, without a model yet.
+
+    Args:
+        config: names the strategy, and its own options.
+        devices: where the replicas go.
+        all_reduce: another algorithm than that of `config`.
+        **options: of every strategy: its loss.
+
+    Raises:
+        ConfigError: the strategy cannot run on these devices.
+    """
+    own_options = _own_options(config, all_reduce or config.all_reduce)
+    try:
+        return load_strategy_class(config.strategy)(
+            devices.names, workers=devices.workers, **options, **own_options
+        )
+    except ValueError as error:
+        advice = "" if ";" in str(error) else "; choose other devices or --all_reduce=auto"
+        raise ConfigError(f"{error}{advice}") from error
 
 
 def _own_options(config: TrainConfig, all_reduce: str) -> dict[str, Any]:
@@ -142,5 +161,6 @@ def _with_new_schedule(saved: State, own: State, step: int) -> State:
     for name, array in optimizer.items():
         fits = name in saved and saved[name].shape == array.shape and name != _LEARNING_RATE
         optimizer[name] = saved[name] if fits else array
-    optimizer[_STEP] = np.array(step, optimizer[_STEP].dtype)
+    if _STEP in optimizer:  # An optimizer of a case may count another way.
+        optimizer[_STEP] = np.array(step, optimizer[_STEP].dtype)
     return {**model, **optimizer}

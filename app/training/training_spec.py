@@ -11,6 +11,7 @@ from app.devices.device_setup import Devices
 from app.records.run_metadata import RunMetadata
 from app.runtime import console
 from app.runtime.versions import versions
+from app.training.memory_guard import MemoryGuard
 from app.training.recipes import find_recipe
 from app.training.strategy_builder import build_strategy
 from models import load_model_builder
@@ -72,6 +73,13 @@ class TrainingSpec:
             num_steps=self.num_steps,
             all_reduce=all_reduce,
         )
+
+    def create_guard(self, strategy: Strategy, devices: Devices) -> MemoryGuard:
+        """Creates what compares the memory of a step with the memory that is free."""
+        return MemoryGuard(strategy, self.config, devices, max(self.batch_sizes()))
+
+    def test_metrics(self) -> None:
+        """Returns None: correct predictions are counted, and a recipe has no other metrics."""
 
     def metadata(self, strategy: Strategy) -> RunMetadata:
         """Returns the metadata of every checkpoint of this training."""

@@ -6,26 +6,26 @@ Every function is called by all workers in the same order. Without a cluster eac
 import dataclasses
 import json
 
-from app.data.dataset import ImageDataset
 from app.records.run_metadata import Progress
 from app.runtime import signals
 from app.runtime.errors import DataError
+from app.training.training_data import TrainingData
 from strategies.workers import Workers
 
 
-def check_same_images(workers: Workers, dataset: ImageDataset) -> None:
-    """Checks that every worker has loaded the same images.
+def check_same_data(workers: Workers, dataset: TrainingData) -> None:
+    """Checks that every worker has loaded the same data.
 
     Raises:
-        DataError: another worker has other images.
+        DataError: another worker has other data.
     """
     digest = dataset.sha256()
     for index, other in enumerate(workers.gather(digest.encode())):
         if other.decode() != digest:
             raise DataError(
-                f"worker {workers.index} has {dataset.name} images with SHA-256"
-                f" {digest[:12]}…, worker {index} {other.decode()[:12]}… — the same images are"
-                " required on every worker; give each the same four files"
+                f"worker {workers.index} has data {dataset.name} with SHA-256"
+                f" {digest[:12]}…, worker {index} {other.decode()[:12]}… — the same data are"
+                " required on every worker; give each the same files"
             )
 
 

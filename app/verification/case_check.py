@@ -1,36 +1,33 @@
-"""Verifies a case in a process of its own: records `fit`, and compares it with one device."""
+"""Verifies a case in a child process: records a training and compares it with one device."""
 
-import contextlib
+import dataclasses
 import pathlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
 
 from app.config import VerifyConfig
 from app.config.names import KERAS_FIT
 from app.devices.device_setup import Devices
+from app.records.case_record import EVALUATION
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
 from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData, Phase
-from app.verification.case_result import EVALUATION, CaseFinding, CaseResult
+from app.verification.case_result import CaseResult
+from app.verification.case_training import FitTraining, RecordedTraining, StrategyTraining
 from recorders.lockstep_keras import (
     BY_DESIGN,
     CLEAN,
     FAULT,
     STAGES,
     Finding,
-    Recorder,
     Recording,
     Report,
     compare,
     compare_evaluation,
 )
-from strategies.tf_private import reset_layer_numbers
 
 Send = Callable[[tuple], None]
 
@@ -38,14 +35,14 @@ Send = Callable[[tuple], None]
 def verify_with(
     send: Send, config: VerifyConfig, devices: Devices, strategy: str, traces: pathlib.Path
 ) -> CaseResult:
-    """Trains the steps of a case with one strategy, and compares each with one device.
+    """Trains the steps of a case with one strategy and compares each step with one device.
 
     Args:
-        send: told of the progress.
-        config: with the case.
-        devices: to train on.
-        strategy: of `CASE_STRATEGIES`.
-        traces: where the recordings go, if they are kept.
+        send: receives the progress.
+        config: names the case.
+        devices: the devices to train on.
+        strategy: one of `CASE_STRATEGIES`.
+        traces: directory for the recordings, if they are kept.
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
     case = CaseFile(
@@ -55,22 +52,22 @@ def verify_with(
         distribute_fn=config.distribute_fn,
     )
     data = CaseData(case, config.global_batch_size, config.steps)
-    tf_strategy = (
-        tf.distribute.MirroredStrategy(devices.names)
-        if strategy == KERAS_FIT
-        else tf.distribute.get_strategy()
-    )
-    training = CaseTraining(case, data, tf_strategy, config)
+    training: RecordedTraining
+    if strategy == KERAS_FIT:
+        training = FitTraining(case, data, config, devices)
+    else:
+        training = StrategyTraining(case, data, config, devices, strategy)
+    check = CaseCheck(case, data, config, training)
     reports = []
-    for number, (phase, report) in enumerate(training.verify(config.at), start=1):
+    for number, (phase, recording, report) in enumerate(check.phases(), start=1):
         reports.append((phase.names, report))
-        if config.keep_traces:
+        if config.keep_traces and training.is_compared:
             folder = traces / strategy
             folder.mkdir(parents=True, exist_ok=True)
-            training.recording.save(str(folder / f"{number}-{phase.place}.npz"))
+            recording.save(str(folder / f"{number}-{phase.place}.npz"))
         send(("step", sum(len(names) for names, _ in reports)))
     if "evaluation" in config.at:
-        reports.append(([EVALUATION], training.evaluate()))
+        reports.append(([EVALUATION], check.evaluation()))
     stages: dict[str, str] = {}
     for stage in STAGES:
         found = {report.status(stage) for _, report in reports if stage in report.checked}
@@ -81,161 +78,83 @@ def verify_with(
         simulated_devices=devices.simulated and len(devices.names) > 1,
         steps=[name for names, _ in reports for name in names],
         stages=stages,
+        checks=STAGES,
         findings=_merged(reports),
         tolerance=reports[0][1].tolerance if reports else "",
-        model=training.one.name,
+        model=check.model_name,
         versions=versions(),
     )
 
 
-class CaseTraining:
-    """The model of a case under a strategy, and the same model on one device.
+class CaseCheck:
+    """Compares a training of a case with the same model on one device, phase by phase.
 
     Args:
-        case: builds both.
-        data: of both.
-        strategy: of TensorFlow.
-        config: seed and batch size.
-
-    Attributes:
-        one: the model on one device.
-        recording: of the last phase.
+        case: builds the model.
+        data: the data set of the case.
+        config: places, seed and batch size.
+        training: the training to compare.
     """
 
     def __init__(
-        self,
-        case: CaseFile,
-        data: CaseData,
-        strategy: tf.distribute.Strategy,
-        config: VerifyConfig,
+        self, case: CaseFile, data: CaseData, config: VerifyConfig, training: RecordedTraining
     ):
-        self._case, self._data, self._strategy, self._config = case, data, strategy, config
-        self._model, self.one = self._build(strategy.scope()), self._build()
-        self.recording = Recording(1)
+        self._case, self._data, self._config, self._training = case, data, config, training
 
-    def _build(self, scope: contextlib.AbstractContextManager | None = None) -> keras.Model:
-        """Builds model and optimizer with all variables, in a strategy's scope or in none."""
-        with scope or contextlib.nullcontext():
-            model = self._build_unbuilt()
+    @property
+    def model_name(self) -> str:
+        """The name of the model."""
+        return self._training.model.name
 
-            def build() -> None:
-                batch = next(iter(self._data.dataset().take(1)))
-                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-                model(keras.tree.map_structure(lambda leaf: leaf[:1], x))
-                model.optimizer.build(model.trainable_variables)
-
-            self._case.run(build, "while the model was called on the first example")
-        return model
-
-    def _build_unbuilt(self) -> keras.Model:
-        """Builds the model with the same initial weights, and the same names, each time."""
-        reset_layer_numbers()
-        keras.utils.set_random_seed(self._config.seed)
-        return self._case.build_model()
-
-    def verify(self, places: tuple[str, ...]) -> Iterator[tuple[Phase, Report]]:
-        """Yields the report of each phase."""
-        state = self._variables(self._model)
-        state_bytes = sum(int(np.prod(v.shape)) * 4 for v in state)
-        per_step = 4 * max(1, state_bytes) * self._strategy.num_replicas_in_sync
-        splits_itself = self._distributed() is not None
-        self._check_keras_can(splits_itself)
+    def phases(self) -> Iterator[tuple[Phase, Recording, Report]]:
+        """Yields each phase of the training with its recording and report."""
+        training, places = self._training, self._config.at
+        state_bytes = sum(int(v.value.shape.num_elements()) * 4 for v in training.variables)
+        per_step = 4 * max(1, state_bytes) * training.num_replicas
+        splits_itself = training.splits_itself
         phases = (
-            self._data.phases(places, per_step)
-            if not splits_itself
-            else self._data.whole_training(places)
+            self._data.whole_training(places)
+            if splits_itself
+            else self._data.phases(places, per_step)
         )
+        training.check_possible()
         for phase in phases:
             if phase.resumes:
-                self._resume()
-            yield phase, self._verify_phase(phase)
+                training.resume()
+            recording = training.record(phase)
+            if not recording.steps:
+                raise ConfigError(
+                    f"--case={self._config.case}: fit did not reach {phase.names[0]}; return the"
+                    " same number of batches from data() and distribute()"
+                )
+            yield phase, recording, self._report(phase, recording)
 
-    def _check_keras_can(self, splits_itself: bool) -> None:
-        """Refuses what Keras' `fit` fails at under a strategy, before it does."""
-        num_replicas = self._strategy.num_replicas_in_sync
-        if self._data.first_size % num_replicas and not splits_itself:
-            size = max(1, self._data.first_size // num_replicas) * num_replicas
-            raise ConfigError(
-                f"--case={self._config.case}: a first batch of {self._data.first_size} examples"
-                f" does not divide over {num_replicas} replicas, where Keras' fit fails (keras"
-                f" issue 19246); use --global_batch_size={size}"
-            )
-        accumulates = getattr(self._model.optimizer, "gradient_accumulation_steps", None)
-        if num_replicas > 1 and accumulates:
-            raise ConfigError(
-                f"--case={self._config.case}: gradient_accumulation_steps={accumulates} of the"
-                " optimizer fails under MirroredStrategy (keras issue 20582); leave it out, or use"
-                " --strategies=single"
-            )
-
-    def _distributed(self) -> Any:
-        """Returns what the case distributes itself; None where Keras does it."""
-        if self._strategy.num_replicas_in_sync == 1:
-            return None
-        return self._case.distribute(self._strategy, self._config.global_batch_size)
-
-    def _verify_phase(self, phase: Phase) -> Report:
-        try:
-            recorder = Recorder(self._model, steps=phase.wanted)
-        except ValueError as error:
-            raise ConfigError(f"--case={self._config.case}: {error}") from error
-
-        def fit() -> None:
-            dataset = phase.dataset or self._distributed()
-            with recorder, warnings.catch_warnings():
-                # Keras wonders at pieces of a data set.
-                warnings.filterwarnings("ignore", message="Your input ran out of data")
-                self._model.fit(dataset, epochs=phase.epochs, verbose=0, shuffle=False)
-
-        self._case.run(fit, "in model.fit()")
-        self.recording = recorder.recording()
-        if not self.recording.steps:
-            raise ConfigError(
-                f"--case={self._config.case}: fit made no step of {phase.names[0]}; data() and"
-                " distribute() have to return as many batches"
-            )
+    def _report(self, phase: Phase, recording: Recording) -> Report:
+        if not self._training.is_compared:
+            return Report(0, self._training.num_replicas, [], [], "")
 
         def check() -> Report:
-            batches = phase.batches_of(self.recording)
-            return compare(self.recording, self._build_unbuilt, batches=batches)
+            batches = phase.batches_of(recording)
+            return compare(recording, self._training.build_unbuilt, batches=batches)
 
         return self._case.run(check, "on one device")
 
-    def _resume(self) -> None:
-        """Puts the state of all variables, saved as arrays, into a new model and optimizer."""
-        saved = [self._copies(variable)[0] for variable in self._variables(self._model)]
-        self._model = self._build(self._strategy.scope())
-        with self._strategy.scope():
-            for variable, array in zip(self._variables(self._model), saved, strict=True):
-                variable.assign(tf.cast(array, variable.dtype))
-
-    def _variables(self, model: keras.Model) -> list[keras.Variable]:
-        return [*model.variables, *model.optimizer.variables]
-
-    def _copies(self, variable: keras.Variable) -> list[np.ndarray]:
-        """Returns what each replica holds of a variable."""
-        values = self._strategy.experimental_local_results(variable.value)
-        arrays = [np.asarray(value) for value in values]
-        return arrays * (self._strategy.num_replicas_in_sync // len(arrays))
-
-    def evaluate(self) -> Report:
-        """Compares loss and metrics of `evaluate` with those of one device, from the same state."""
-        copies = [self._copies(variable) for variable in self._variables(self._model)]
-        states = list(zip(*copies, strict=True))
-
-        def logs() -> dict[str, float]:
-            return self._model.evaluate(self._data.to_evaluate(), verbose=0, return_dict=True)
-
-        actual = self._case.run(logs, "in model.evaluate()")
+    def evaluation(self) -> Report:
+        """Compares loss and metrics of an evaluation with those of one device."""
+        dataset = self._data.to_evaluate()
+        logs, states = self._training.evaluate(dataset)
+        if not self._training.is_compared:
+            return Report(0, self._training.num_replicas, [], [], "")
+        one = self._training.build()
         findings = self._case.run(
-            lambda: compare_evaluation(actual, self.one, states, self._data.to_evaluate()),
+            lambda: compare_evaluation(logs, one, states, self._data.to_evaluate()),
             "in model.evaluate() on one device",
         )
-        return Report(1, self._strategy.num_replicas_in_sync, findings, ["evaluation"], "")
+        return Report(1, self._training.num_replicas, findings, ["evaluation"], "")
 
 
-def _merged(reports: list[tuple[list[str], Report]]) -> list[CaseFinding]:
-    """Puts findings of the same stage and cause together over the phases."""
+def _merged(reports: list[tuple[list[str], Report]]) -> list[dict[str, Any]]:
+    """Merges findings of the same stage and cause over the phases; returns them as plain data."""
     merged: dict[tuple[str, str], list[tuple[Finding, list[str]]]] = {}
     for names, report in reports:
         for finding in report.findings:
@@ -245,18 +164,14 @@ def _merged(reports: list[tuple[list[str], Report]]) -> list[CaseFinding]:
     for same in merged.values():
         first, findings = same[0][0], [finding for finding, _ in same]
         found.append(
-            CaseFinding(
-                stage=first.stage,
-                status=first.status,
-                cause=first.cause,
-                text=first.text,
-                remedy=first.remedy,
-                steps=tuple(dict.fromkeys(step for _, steps in same for step in steps)),
-                replicas=tuple(sorted({r for f in findings for r in f.replicas})),
-                tensors=tuple(dict.fromkeys(t for f in findings for t in f.tensors)),
-                distance=max(f.distance for f in findings),
-                allowed=first.allowed,
-            )
+            dataclasses.asdict(first)
+            | {
+                "remedy": first.remedy,
+                "steps": list(dict.fromkeys(step for _, steps in same for step in steps)),
+                "replicas": sorted({r for f in findings for r in f.replicas}),
+                "tensors": list(dict.fromkeys(t for f in findings for t in f.tensors)),
+                "distance": max(f.distance for f in findings),
+            }
         )
     order = list(STAGES)
-    return sorted(found, key=lambda f: order.index(f.stage))
+    return sorted(found, key=lambda f: order.index(f["stage"]))

@@ -15,8 +15,6 @@ from app.verification.difference import WeightDifference
 if TYPE_CHECKING:  # With it comes TensorFlow.
     from strategies.copies import State
 
-HEADER = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PairVerdict:
@@ -69,7 +67,7 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
             strategies=(first.strategy, second.strategy),
             num_steps=first.steps,
             difference=WeightDifference.between(first_state, second_state),
-            explanation=_explain(first, second, has_batch_norm=_has_batch_norm(first_state)),
+            explanation=_explain(first, second, first_state),
         )
         for (first, first_state), (second, second_state) in itertools.combinations(runs, 2)
     ]
@@ -106,22 +104,54 @@ def _has_batch_norm(state: "State") -> bool:
     return any(name.endswith("/moving_mean") for name in state)
 
 
-def _explain(first: Summary, second: Summary, *, has_batch_norm: bool) -> str:
+def _draws_random_numbers(state: "State") -> bool:
+    return any("seed_generator" in name for name in state)
+
+
+def _explain(first: Summary, second: Summary, state: "State") -> str:
     """Says what two trainings do differently by design; it does not measure that this is all."""
     if (first.num_shards, first.all_reduce) == (second.num_shards, second.all_reduce):
         return "Both should add in the same order: this wants an explanation."
-    if has_batch_norm and first.num_shards != second.num_shards:
+    splits_differently = first.num_shards != second.num_shards
+    if _has_batch_norm(state) and splits_differently:
         why = (
             "each shard is normalised with its own statistics (--batch_norm=average), so another"
             " number of shards is another training"
+        )
+    elif _draws_random_numbers(state) and splits_differently:
+        why = (
+            "random layers draw other numbers on each replica, so another number of replicas is"
+            " another training"
         )
     else:
         why = "they add over the batch in another order, and training enlarges what rounding leaves"
     return f"Some difference has to be: {why}. Whether this is all of it is not measured here."
 
 
+def table_header(summaries: Sequence[Summary]) -> list[str]:
+    """Returns the header of `table_rows`: without accuracies where no run has any."""
+    has_accuracy, is_case = _columns(summaries)
+    return [
+        *("strategy", "devices"),
+        *["test acc"] * has_accuracy,
+        *["test loss"] * is_case,
+        *("sec/epoch", "examples/s" if is_case else "images/s", "speed-up"),
+    ]
+
+
+def _columns(summaries: Sequence[Summary]) -> tuple[bool, bool]:
+    """Returns whether runs have an accuracy, and whether they are those of a case."""
+    has_accuracy = any(summary.test_accuracy is not None for summary in summaries)
+    return has_accuracy, bool(summaries[0].case)
+
+
+def _shown(number: float | None) -> str:
+    return "–" if number is None else f"{number:.4f}"
+
+
 def table_rows(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Returns a row of `HEADER` for each run; the speed-up is over `single` where it is there."""
+    """Returns a row for each run; the speed-up is over `single` where it is there."""
+    has_accuracy, _ = _columns(summaries)
     single = next((s for s in summaries if s.strategy == "single"), None)
     return [
         [
@@ -129,7 +159,8 @@ def table_rows(summaries: Sequence[Summary]) -> list[list[str]]:
             f"{len(summary.devices)} simulated"
             if summary.simulated_devices
             else str(len(summary.devices)),
-            f"{summary.test_accuracy:.4f}",
+            *([_shown(summary.test_accuracy)] * has_accuracy),
+            *([_shown(summary.test_loss)] * bool(summary.case)),
             f"{summary.epoch_sec:.2f}",
             f"{summary.images_per_sec:,.0f}",
             f"{single.epoch_sec / summary.epoch_sec:.2f}x" if single else "–",

@@ -1,0 +1,74 @@
+"""What a report shows of the epochs of trainings: accuracy, loss and the metrics of cases."""
+
+from collections.abc import Sequence
+
+from app.records.history import EpochRecord
+from app.report.charts import Figure, Look, line_chart
+from app.report.page_parts import Table, Text, number
+from app.report.runs_part import Run
+
+_CURVES = {
+    "test_accuracy": ("test accuracy", ".2f", 1.0),
+    "train_accuracy": ("train accuracy", ".2f", 1.0),
+    "test_loss": ("test loss", ".3g", float("inf")),
+    "train_loss": ("train loss", ".3g", float("inf")),
+}
+
+
+def curves(runs: Sequence[Run]) -> list:
+    """Returns one figure with accuracy and loss over the epochs, and its numbers."""
+    drawn = [run for run in runs if run.history]
+    blocks: list = [
+        Text(f"{run.label}: no epoch is finished, so there is nothing to draw yet.")
+        for run in runs
+        if not run.history
+    ]
+    if not drawn:
+        return blocks
+    shown = _drawn_curves(drawn)
+    charts = [
+        line_chart(
+            title,
+            {run.label: [(r.epoch, _value(r, field)) for r in run.history] for run in drawn},
+            x_label="epoch",
+            form=form,
+            most=most,
+            least_span=0.1,
+        )
+        for field, (title, form, most) in shown.items()
+    ]
+    rows = [
+        [run.label, str(r.epoch), *(number(_value(r, field), ".4f") for field in shown)]
+        for run in drawn
+        for r in run.history
+    ]
+    table = Table(
+        "Accuracy and loss after each epoch",
+        ["run", "epoch", *(title for title, *_ in shown.values())],
+        "l" + "r" * (1 + len(shown)),
+        rows,
+    )
+    legend = [(Look.of(index), run.label) for index, run in enumerate(drawn)]
+    note = "Training values are means over the epoch, test values are those after it."
+    title = "Accuracy and loss over the epochs"
+    return [*blocks, Figure(title, charts, legend, [table], note)]
+
+
+def _drawn_curves(runs: Sequence[Run]) -> dict[str, tuple[str, str, float]]:
+    """Returns what some run has values of: of `_CURVES`, and metrics of cases."""
+    records = [record for run in runs for record in run.history]
+    shown = {
+        field: curve for field, curve in _CURVES.items()
+        if any(_value(record, field) is not None for record in records)
+    }  # fmt: skip
+    # What `test_accuracy` shows already is left out.
+    metrics = {
+        name for record in records for name, value in record.test_metrics.items()
+        if value != record.test_accuracy
+    }  # fmt: skip
+    return shown | {name: (f"test {name}", ".3g", float("inf")) for name in sorted(metrics)}
+
+
+def _value(record: EpochRecord, field: str) -> float | None:
+    """Returns a value of `_CURVES`, or a metric."""
+    return getattr(record, field) if field in _CURVES else record.test_metrics.get(field)

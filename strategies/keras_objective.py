@@ -1,0 +1,335 @@
+"""The objective of a compiled Keras model, for strategies that split the data.
+
+Any loss is allowed, not only a mean over examples: weighted means and masks divide by a number that
+depends on the whole batch, and a contrastive loss compares its examples with each other. So the
+loss is that of the whole global batch. A step 1. computes on each device the predictions for its
+own examples, 2. gathers them and computes the loss of the whole batch and its gradient with respect
+to each prediction, and 3. goes back on each device from its own part of that gradient. The sum of
+the replicas' gradients is then that of one device, exactly, for any loss.
+
+Losses that layers add (`model.losses`) are means over a replica's examples or depend on weights
+alone: a replica with n of N examples adds n / N of them.
+
+A `train_step` of the user's own computes a loss that nobody else sees. It runs on each replica's
+examples, and the gradients that it hands to its optimizer count n / N.
+
+Code of the model runs as on one device; see `one_device.py`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from strategies.one_device import ModelScope, OneDevice
+from strategies.replica import Replica
+from strategies.step_totals import StepTotals
+from strategies.tf_private import (
+    build_compiled,
+    compiled_loss,
+    get_mask,
+    set_mask,
+    takes_training,
+)
+
+
+class Forward(NamedTuple):
+    """A forward pass of one replica.
+
+    Attributes:
+        predictions: leaves `(n_r, ...)` of what the model returned.
+        masks: of these, None where there is none.
+        regular: scalar, the replica's part in `model.losses`.
+        tape: what recorded it, so that its backward pass can start; None in evaluation.
+    """
+
+    predictions: list[tf.Tensor]
+    masks: list[tf.Tensor | None]
+    regular: tf.Tensor
+    tape: tf.GradientTape | None = None
+
+
+class KerasObjective:
+    """Loss, gradients and metrics of a compiled model, for a strategy that splits the data.
+
+    Args:
+        element_spec: of the data set, `(x, y)` or `(x, y, sample_weight)`, each any nest.
+
+    Attributes:
+        largest_batch: examples of the largest batch; None where that is not known.
+        has_own_train_step: whether the model has a `train_step` of its own; known once prepared.
+        trained: numbers of the trainable variables that have a gradient; known once traced.
+        metrics: name → value of the model's metrics over the last evaluation.
+    """
+
+    def __init__(self, element_spec: Any):
+        self._spec = element_spec
+        self._one_device = OneDevice()
+        self.predicted: Any = None
+        self.largest_batch: int | None = None
+        self.has_own_train_step = False
+        self.trained: list[int] = []
+        self.metrics: dict[str, float] = {}
+
+    def flatten(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the data set with each batch as a flat tuple, as the strategies split it."""
+        return dataset.map(lambda *batch: tuple(tf.nest.flatten(batch)))
+
+    def prepare(self, model: keras.Model) -> None:
+        """Creates all variables of a model, its optimizer, loss and metrics, where it was built."""
+        build_compiled(model, self._nest([_example_of(spec) for spec in self._leaves]))
+        self.has_own_train_step = type(model).train_step is not keras.Model.train_step
+
+    def forward(self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor) -> Forward:
+        """Computes the predictions of a replica for its examples.
+
+        Args:
+            replica: its model is called, in training.
+            examples: leaves `(n_r, ...)` of inputs, targets and weights.
+            share: float scalar, n_r / N.
+        """
+        model = replica.model
+
+        def call() -> Forward:
+            with tf.GradientTape() as tape:
+                x, _, _ = self._unpack(examples)
+                y_pred = model(x, training=True) if takes_training(model) else model(x)
+                # An empty shard has a mean of nothing, NaN.
+                regular = tf.math.multiply_no_nan(added_losses(model), share)
+            self.predicted = y_pred
+            predictions = tf.nest.flatten(y_pred)
+            return Forward(predictions, [get_mask(p) for p in predictions], regular, tape)
+
+        return self._one_device(replica, call)
+
+    def loss(
+        self,
+        replica: Replica,
+        batch: Sequence[tf.Tensor],
+        predictions: Sequence[tf.Tensor],
+        masks: Sequence[tf.Tensor | None],
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Computes the loss of the whole global batch, without the losses that layers add.
+
+        Args:
+            replica: whose device computes it.
+            batch: leaves `(N, ...)` of inputs, targets and weights.
+            predictions: leaves `(N, ...)`, those of all replicas in order.
+            masks: of these.
+
+        Returns:
+            The loss, a float32 scalar, and its gradient with respect to each of the predictions.
+        """
+        with tf.GradientTape() as tape:
+            tape.watch(predictions)
+            loss = self._loss(replica, batch, predictions, masks)
+        zero = tf.UnconnectedGradients.ZERO
+        return loss, tape.gradient(loss, predictions, unconnected_gradients=zero)
+
+    def backward(
+        self, replica: Replica, forward: Forward, gradients: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns the gradients of a replica, one for each variable that has one.
+
+        Args:
+            replica: whose weights they belong to.
+            forward: its forward pass.
+            gradients: of the loss, with respect to its own predictions.
+        """
+        assert forward.tape is not None
+        found = forward.tape.gradient(
+            [*forward.predictions, forward.regular],
+            [weight.value for weight in replica.model.trainable_variables],
+            [*gradients, tf.ones_like(forward.regular)],
+        )
+        return self._without_none(replica.model, found)
+
+    def gradients_of_own_step(
+        self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Runs the model's own `train_step` on a replica's examples, without its update.
+
+        Args:
+            replica: its model is trained.
+            examples: leaves `(n_r, ...)` of inputs, targets and weights.
+            share: float scalar, n_r / N.
+
+        Returns:
+            Its part in the gradients of the global batch, one for each variable that has one, and
+            in the loss that the step reports, NaN if it reports none.
+
+        Raises:
+            ValueError: the step does not call its optimizer once.
+        """
+        model, calls = replica.model, []
+
+        def call() -> Any:
+            with replacing(replica.optimizer, "apply", lambda g, v=None: calls.append((g, v))):
+                return model.train_step(self._nest(examples))
+
+        logs = self._one_device(replica, call)
+        if len(calls) != 1:
+            raise ValueError(
+                f"train_step of {type(model).__name__} calls optimizer.apply {len(calls)} times; a"
+                " strategy needs one call with the gradients of all weights"
+            )
+        gradients, variables = calls[0]
+        pairs = zip(variables or model.trainable_variables, gradients, strict=True)
+        gradient_of = {_path(variable): gradient for variable, gradient in pairs}
+        found = [gradient_of.get(v.path) for v in model.trainable_variables]
+        loss = logs.get("loss", float("nan")) if isinstance(logs, dict) else float("nan")
+        loss = tf.reshape(tf.cast(loss, tf.float32), [])
+        scaled = [g if g is None else share * tf.convert_to_tensor(g) for g in found]
+        return self._without_none(model, scaled), tf.math.multiply_no_nan(loss, share)
+
+    def weights(self, model: keras.Model) -> list[keras.Variable]:
+        """Returns the variables that `backward` has returned gradients of."""
+        return [model.trainable_variables[i] for i in self.trained]
+
+    def predict(
+        self, replica: Replica, examples: Sequence[tf.Tensor], statistics: dict[str, tf.Tensor]
+    ) -> Forward:
+        """Computes the predictions of a replica in evaluation; changes no state.
+
+        Args:
+            replica: its model is called, as in inference.
+            examples: leaves of inputs, targets and weights.
+            statistics: path of a variable → tensor to take in place of the replica's own.
+        """
+        model = replica.model
+
+        def call() -> Forward:
+            x, _, _ = self._unpack(examples)
+            y_pred = model(x, training=False) if takes_training(model) else model(x)
+            self.predicted = y_pred
+            predictions = tf.nest.flatten(y_pred)
+            return Forward(predictions, [get_mask(p) for p in predictions], added_losses(model))
+
+        return self._one_device(replica, call, statistics, assigns=False)
+
+    def evaluate(
+        self,
+        replica: Replica,
+        batch: Sequence[tf.Tensor],
+        predictions: Sequence[tf.Tensor],
+        masks: Sequence[tf.Tensor | None],
+        regular: tf.Tensor,
+        states: Sequence[tf.Tensor],
+    ) -> tuple[StepTotals, list[tf.Tensor]]:
+        """Computes the totals of a whole batch in evaluation, and adds it to the metrics.
+
+        Args:
+            replica: whose model defines both.
+            batch: leaves of inputs, targets and weights.
+            predictions: of all replicas, in order.
+            masks: of these.
+            regular: scalar, what layers add to the loss of the whole batch.
+            states: of the metrics so far, see `metric_states`.
+
+        Returns:
+            The totals, and the states after this batch.
+        """
+        model, size = replica.model, tf.shape(batch[0])[0]
+        x, y, sample_weight = self._unpack(batch)
+        values = list(zip(model.metrics_variables, states, strict=True))
+        with self._one_device.seen(), ModelScope(values) as scope:
+            y_pred = self._predictions(predictions, masks)
+            total = compiled_loss(model, x, y, y_pred, sample_weight, training=False)
+            loss = tf.cast(total, tf.float32) - added_losses(model) + regular
+            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        after = [scope.get_current_value(v) for v in model.metrics_variables]
+        totals = StepTotals(
+            tf.cast(loss, tf.float64) * tf.cast(size, tf.float64),
+            tf.zeros([], tf.int64),
+            tf.cast(size, tf.int64),
+        )
+        return totals, [tf.identity(state) for state in after]
+
+    def metric_states(self, model: keras.Model) -> list[tf.Tensor]:
+        """Returns the states of a model's metrics before the first batch."""
+        return [first_copy(variable) for variable in model.metrics_variables]
+
+    def read_metrics(self, model: keras.Model, states: Sequence[tf.Tensor]) -> None:
+        """Sets `metrics` from their states after the last batch."""
+        values = list(zip(model.metrics_variables, states, strict=True))
+        with keras.StatelessScope(values):
+            results = model.get_metrics_result()
+        found = {name: float(value) for name, value in results.items()}
+        self.metrics = {name: value for name, value in found.items() if name != "loss"}
+
+    def _loss(
+        self,
+        replica: Replica,
+        batch: Sequence[tf.Tensor],
+        predictions: Sequence[tf.Tensor],
+        masks: Sequence[tf.Tensor | None],
+    ) -> tf.Tensor:
+        model = replica.model
+
+        def compute() -> tf.Tensor:
+            x, y, sample_weight = self._unpack(batch)
+            y_pred = self._predictions(predictions, masks)
+            total = compiled_loss(model, x, y, y_pred, sample_weight, training=True)
+            return tf.cast(total, tf.float32) - added_losses(model)  # Here: of weights alone.
+
+        return self._one_device(replica, compute, assigns=False)
+
+    def _predictions(
+        self, predictions: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None]
+    ) -> Any:
+        leaves = [tf.identity(prediction) for prediction in predictions]
+        for leaf, mask in zip(leaves, masks, strict=True):
+            if mask is not None:
+                set_mask(leaf, mask)
+        return tf.nest.pack_sequence_as(self.predicted, leaves)
+
+    def _without_none(self, model: keras.Model, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """Returns the gradients that there are, and notes which."""
+        self.trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        found = [tf.convert_to_tensor(gradients[i]) for i in self.trained]
+        for gradient, weight in zip(found, self.weights(model), strict=True):
+            gradient.set_shape(weight.shape)  # Collectives and embeddings forget it.
+        return found
+
+    @property
+    def _leaves(self) -> list[Any]:
+        return tf.nest.flatten(self._spec)
+
+    def _nest(self, leaves: Sequence[tf.Tensor]) -> Any:
+        return tf.nest.pack_sequence_as(self._spec, list(leaves))
+
+    def _unpack(self, leaves: Sequence[tf.Tensor]) -> tuple[Any, Any, Any]:
+        return keras.utils.unpack_x_y_sample_weight(self._nest(leaves))
+
+
+def added_losses(model: keras.Model) -> tf.Tensor:
+    """Returns the sum of what layers of a model add to its loss, a float32 scalar."""
+    losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
+    return tf.add_n(losses) if losses else tf.zeros([])
+
+
+def first_copy(variable: keras.Variable) -> tf.Tensor:
+    """Returns the value of a variable, under `tf.distribute` that on the first device."""
+    values = getattr(variable.value, "values", [variable.value])
+    return tf.convert_to_tensor(values[0])
+
+
+def _example_of(spec: tf.TensorSpec) -> tf.Tensor:
+    """Returns a batch of one example of zeros."""
+    return tf.zeros([1, *(size or 1 for size in spec.shape[1:])], spec.dtype)
+
+
+def _path(variable: Any) -> str:
+    return variable.path if isinstance(variable, keras.Variable) else variable.name
+
+
+@contextlib.contextmanager
+def replacing(owner: Any, name: str, function: Callable) -> Iterator[None]:
+    """Replaces a method of one object in a `with` block."""
+    object.__setattr__(owner, name, function)
+    try:
+        yield
+    finally:
+        object.__delattr__(owner, name)
