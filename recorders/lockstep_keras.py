@@ -2718,10 +2718,10 @@ def _why_factors(r: int, factors: np.ndarray) -> tuple[str, str, tuple[int, ...]
     odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > 1e-3))
     if not np.any(factors):
         return "lost_replica", "the sum is 0", ()
-    if not any(factors[q] for q in odd):
+    if odd and not any(factors[q] for q in odd):
         lost = ", ".join(map(str, odd))
         return "lost_replica", f"the sum does not contain the gradient of replica {lost}", odd
-    shown = ", ".join(f"{factor:.4g}" for factor in factors)
+    shown = ", ".join(f"{factor:.{4 if odd else 8}g}" for factor in factors)
     text = f"the sum contains the replicas' gradients multiplied by {shown}"
     return "scaled_gradient", text, odd if len(odd) < num else ()
 

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import copy
 import functools
 import pathlib
 
@@ -768,17 +769,87 @@ def test_a_step_that_overflows_is_skipped(examples):
     assert report.status("all-reduce") == "clean"
 
 
-def test_an_overflow_on_another_replica_than_the_first():
+def test_a_weight_that_changes_in_a_skipped_step():
+    y = Y.copy()
+    y[:12] *= 2000
+    _, recorder = record(float16, (X, y), steps=1)
+    recording = recorder.recording()
+    recording.steps[0]["after", 2][0] = recording.steps[0]["after", 2][0] + 1
+    fault, *_ = compare(recording, float16()).faults
+    assert (fault.stage, fault.cause, fault.replicas) == ("update", "changed_on_its_own", (2,))
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+def test_an_overflow_on_another_replica_than_the_first(replica):
     """Keras looks at the gradients of replica 0 only, and applies the infinite ones of others."""
     y = Y.copy()
-    y[4:8] *= 2000
+    y[4 * replica : 4 * replica + 4] *= 2000
     _, recorder = record(float16, (X, y))
     report = compare(recorder, float16())
     (fault,) = report.faults
-    assert (fault.cause, fault.replicas, fault.steps) == ("overflow_not_skipped", (1,), (1,))
+    assert (fault.cause, fault.replicas, fault.steps) == ("overflow_not_skipped", (replica,), (1,))
     assert [(f.cause, f.steps) for f in report.findings if f not in report.faults] == [
         ("not_finite", (2, 3))
     ]
+
+
+# --- Small changes of what was recorded ----------------------------------------------------------
+
+
+def normalised():
+    between = layers.BatchNormalization()
+    return compiled(dense(between, kernel_regularizer=keras.regularizers.L2(0.1)))
+
+
+@functools.cache
+def recorded_once():
+    return record(normalised, (X, Y), steps=1)[1].recording()
+
+
+# Kind → the stage that it belongs to, and the first of its arrays that is changed.
+SMALL = {
+    "y_pred": ("forward", 0), "loss": ("loss", 0), "raw": ("gradients", 0),
+    "clipped": ("clipping", 0), "sums": ("all-reduce", 0), "after": ("update", 0),
+    "statistic": ("statistics", 4), "regularisation": ("regularisation", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("replica", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_change_of_one_in_ten_thousand_is_found_on_its_replica(kind, replica):
+    stage, index = SMALL[kind]
+    recording = copy.deepcopy(recorded_once())
+    array = {"statistic": "after", "regularisation": "loss"}.get(kind, kind)
+    changed = recording.steps[0][array, replica]
+    changed[index] = (changed[index] * 1.0001).astype(np.float32)
+    report = compare(recording, normalised)
+    faults = [f for f in report.faults if f.stage == stage]
+    assert faults, str(report)
+    expected = () if stage == "regularisation" else (replica,)
+    assert {f.replicas for f in faults} == {expected}, str(report)
+    if kind == "sums":
+        assert faults[0].cause == "scaled_gradient" and "1.0001" in faults[0].text
+
+
+class MixesALittle(layers.Layer):
+    def call(self, x):
+        return x + 1e-4 * tf.reduce_mean(x, axis=0, keepdims=True)
+
+
+def test_layers_that_mix_examples_a_little_are_by_design():
+    def build():
+        return compiled(dense(MixesALittle()))
+
+    report = compare(record(build, (X, Y), steps=1)[1], build)
+    assert found(report) == [
+        ("forward", BY_DESIGN, "mixes_examples"),
+        ("gradients", BY_DESIGN, "not_a_sum_over_examples"),
+    ], str(report)
+
+
+def test_what_was_recorded_once_is_clean_but_for_the_design():
+    report = compare(recorded_once(), normalised)
+    assert found(report) == [("forward", BY_DESIGN, "local_statistics")], str(report)
 
 
 # --- bfloat16 ------------------------------------------------------------------------------------
@@ -1031,7 +1102,7 @@ class ClipsTheSum(keras.Sequential):
             loss = tf.reduce_sum(losses_of_x) / 12 + tf.add_n(self.losses) / num
         gradients = tape.gradient(loss, self.trainable_weights)
         summed = context.all_reduce("SUM", gradients)
-        divisor = num if self.is_divided else 1
+        divisor = 1 + (num - 1) * self.is_divided
         clipped = [tf.clip_by_norm(g, 0.05) / divisor for g in summed]
         self.optimizer.apply(clipped, self.trainable_weights)
         return {"loss": loss}
@@ -1039,6 +1110,10 @@ class ClipsTheSum(keras.Sequential):
 
 class ClipsTheSumOnly(ClipsTheSum):
     is_divided = False
+
+
+class ClipsAndScales(ClipsTheSum):
+    is_divided = 1.0005
 
 
 class TwoFactors(ClipsTheSum):
@@ -1108,11 +1183,12 @@ def test_an_update_that_the_optimizer_does_not_see_is_not_called_clean():
     assert finding.cause == "update_not_seen" and len(finding.tensors) == 4
 
 
-def test_a_sum_in_the_step_that_is_summed_again_is_named():
-    build = functools.partial(regularised, ClipsTheSumOnly)
+@pytest.mark.parametrize(("kind", "times"), [(ClipsTheSumOnly, "3"), (ClipsAndScales, "0.9997")])
+def test_a_sum_in_the_step_that_is_scaled_is_named(kind, times):
+    build = functools.partial(regularised, kind)
     _, recorder = record(build, (X, Y), num=3, steps=2)
     finding = only(compare(recorder, build()), "gradients", "scaled_gradient")
-    assert "adds up to 3 times" in finding.text
+    assert f"adds up to {times} times" in finding.text
 
 
 def test_numbers_of_a_layer_that_adds_the_replicas_number_are_not_the_same():
