@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from strategies.one_device import ModelScope, OneDevice
-from strategies.replica import Replica
-from strategies.step_totals import StepTotals
-from strategies.tf_private import (
+from strategies.keras_private import (
     build_compiled,
     compiled_loss,
     get_mask,
     set_mask,
     takes_training,
 )
+from strategies.one_device import ModelScope, OneDevice
+from strategies.replica import Replica
+from strategies.step_totals import StepTotals
 
 
 class Forward(NamedTuple):

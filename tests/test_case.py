@@ -77,7 +77,10 @@ def test_a_case_may_name_its_model(write):
     [
         ({"recipe": "fast"}, "--recipe has no part in --case"),
         ({"inject": "same_shard"}, "--inject has no part in --case"),
-        ({"strategies": ("sharded",)}, "--strategies=sharded does not run a case; use --strategies="),
+        (
+            {"strategies": ("sharded",)},
+            "--strategies=sharded does not run a case; use --strategies=",
+        ),
         ({"case": "/nonexistent/case.py"}, "there is no file /nonexistent/case.py"),
         ({"case": __file__.replace(".py", ".txt")}, "there is no file"),
         ({"at": ("never",)}, "--at must be one of"),

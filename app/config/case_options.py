@@ -60,7 +60,7 @@ class CaseFileOptions:
         name, _, _ = _split_name(self.case or "")
         path = pathlib.Path(name)
         if name in BUILT_IN_CASES and not path.exists():
-            return _BUILT_IN / f"{name}.py"
+            return _BUILT_IN / f"case_{name}.py"
         return path
 
     @property

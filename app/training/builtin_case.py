@@ -71,7 +71,7 @@ def train_data(name: str) -> Callable[[int], tf.data.Dataset]:
     return data
 
 
-def test_data(global_batch_size: int) -> tf.data.Dataset:
+def data_to_evaluate(global_batch_size: int) -> tf.data.Dataset:
     """Returns the test set, each example once."""
     dataset = _dataset()
     return eval_dataset(

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from recorders.lockstep_keras import Arrays, Hooks, Recording, kinds_of_variables, to_json
 from strategies.base import Strategy
+from strategies.keras_private import is_seed
 from strategies.observer import Observer, Predicted
 from strategies.one_device import seed_of_replica
-from strategies.tf_private import is_seed
 from strategies.workers import Workers
 
 

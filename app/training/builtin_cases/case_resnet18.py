@@ -2,11 +2,12 @@
 
 import keras
 
-from app.training.builtin_case import build_compiled_model, test_data, train_data
+from app.training.builtin_case import build_compiled_model, data_to_evaluate, train_data
 
 __all__ = ["d2l", "data", "model", "test_data"]
 
 data = train_data("resnet18")
+test_data = data_to_evaluate
 
 
 def model() -> keras.Model:
