@@ -134,7 +134,7 @@ class MirroredStrategy(Strategy):
         if not self.objective:
             return self.local_gradients(replica, shard, whole)
         (gradients,), (totals,) = gradients_of_whole_batch(
-            self, [replica], [shard], whole, gather_over_replicas
+            self, [replica], [shard], whole, self.gather_rows
         )
         return gradients, totals
 
