@@ -702,6 +702,15 @@ def test_gradients_that_are_not_finite_on_one_replica_only_are_a_fault():
     assert {f.replicas for f in report.faults if f.stage == "gradients"} == {(1,)}
 
 
+def test_predictions_of_the_weights_one_step_before():
+    recording = record(plain, (X, Y), steps=2)[1].recording()
+    one = lockstep_keras.OneDevice(plain(), recording)
+    first, second = recording.steps
+    second["y_pred", 1] = one.step(first["before", 1], second["data", 1]).y_pred
+    (fault,) = [f for f in compare(recording, plain).faults if f.stage == "forward"]
+    assert (fault.cause, fault.replicas, fault.steps) == ("stale_gradient", (1,), (2,))
+
+
 def test_another_loss():
     _, recorder = record(lambda: compiled(dense(), "mae"), (X, Y))
     only(compare(recorder, plain()), "loss", "other_loss")
@@ -1167,10 +1176,10 @@ def regularised(kind, l2=1e-5):
     return compiled(kind([hidden, layers.Dense(2, kernel_regularizer="l1")]))
 
 
-@pytest.mark.parametrize("kind", [ClipsTheSum, TwoFactors])
-def test_right_steps_of_ones_own_are_clean(kind):
+@pytest.mark.parametrize(("kind", "num"), [(ClipsTheSum, 2), (ClipsTheSum, 3), (TwoFactors, 3)])
+def test_right_steps_of_ones_own_are_clean(kind, num):
     build = functools.partial(regularised, kind)
-    _, recorder = record(build, (X, Y), num=3, steps=2)
+    _, recorder = record(build, (X, Y), num=num, steps=2)
     report = compare(recorder, build())
     assert found(report) == [] and report.status("gradients") == "clean", str(report)
 
