@@ -25,6 +25,7 @@ with its examples in other orders and with weights changed by one unit in the la
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -85,6 +86,7 @@ REMEDIES = {
     "quantised": "send gradients without quantisation, or accept that this is a different training",
     "scaled_gradient": "divide the loss by the global batch size exactly once",
     "labels_shifted": "shuffle and batch inputs and targets together, in one dataset",
+    "predictions_out_of_order": "join predictions in the order in which the batch was split",
     "same_examples": "give each replica a different part of the batch: shard the data set by"
     " replica",
     "lost_examples": "split each batch so that every example reaches exactly one replica",
@@ -110,6 +112,7 @@ REMEDIES = {
     " `call`",
     "diverged_replicas": "create and restore variables within the strategy's scope, so that they"
     " have equal values on all replicas",
+    "not_restored": "save every variable, and restore it on every replica",
     "changed_on_its_own": "look for code that assigns to the variable outside the update; if there"
     " is none, test the memory of the machine",
     "local_statistics": "normalise over the whole batch with"
@@ -433,7 +436,7 @@ class Recorder(Hooks, Recording):
                 self._num_seen[replica] += 1
                 number = np.int64(self._num_seen[replica])
             if number in self._wanted:
-                copies = iter([np.array(array) for array in arrays])  # Buffers are used again.
+                copies = iter(map(plain_copy, arrays))  # Buffers are used again.
                 self._kept[int(number), kind, replica] = [
                     Sparse(next(copies), next(copies), int(next(copies)))
                     if is_sparse
@@ -521,6 +524,12 @@ def from_json(description: Any, values: Sequence[Any]) -> Any:
         built = [from_json(value, values) for value in content]
         return built if kind == "list" else tuple(built)
     return None if description is None else values[description]
+
+
+def plain_copy(array: Any) -> np.ndarray:
+    """Returns a copy of an array; strings, which are objects of Python, as bytes of one length."""
+    copy = np.array(array)
+    return copy.astype(np.bytes_) if copy.dtype == object else copy
 
 
 def dense(value: Any) -> np.ndarray:
@@ -1018,7 +1027,7 @@ def compare_evaluation(
             warnings.filterwarnings("ignore", message="Your input ran out of data")
             return model.evaluate(batches, verbose=0, return_dict=True)
 
-    expected = evaluate(states[0], dataset)
+    logs, expected = _numbers(logs), _numbers(evaluate(states[0], dataset))
     drawn = [
         variable.path
         for variable, array in zip(model.variables, states[0], strict=False)
@@ -1048,6 +1057,16 @@ def compare_evaluation(
         text += f"; the evaluation draws random numbers from {drawn[0]}"
     by = max(apart[name] for name in wrong)
     return [Finding("evaluation", status, cause, text, (1,), (), tuple(wrong), by, allowed)]
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Returns all numbers in logs; of a metric with several, each by itself."""
+    found: dict[str, float] = {}
+    for name, value in logs.items():
+        numbers = np.ravel(value)
+        names = [name] if len(numbers) == 1 else [f"{name}[{i}]" for i in range(len(numbers))]
+        found |= dict(zip(names, map(float, numbers), strict=True))
+    return found
 
 
 def _shards_of(dataset: tf.data.Dataset, num_replicas: int) -> list[tf.data.Dataset]:
@@ -1265,7 +1284,8 @@ class Comparison:
             )
             return
         num = len(self._replicas)
-        self._scales = [(1 / num, 1 / num)] * num
+        share = 1 / num if self._has("loss") else 1.0
+        self._scales = [(share, share)] * num
         self._starts: list[Arrays | None] = [None] * num
         if self._recording.whole_loss and self._has("y_pred"):
             self._scales = [(1.0, size / sum(self._sizes())) for size in self._sizes()]
@@ -1284,6 +1304,7 @@ class Comparison:
                 self._spread.append(spread)
         self._loss_is_wrong = self._loss_is_unknown = self._update_is_wrong = False
         self._used, self._in_inference = list(self._data), set[int]()
+        self._drawn_as: dict[int, int] = {}
         stages = {
             "start": self._start,
             "random numbers": self._random_numbers,
@@ -1316,7 +1337,13 @@ class Comparison:
         """Returns for each replica what it goes back from: its part of the whole loss' gradient."""
         joined = [_join(parts) for parts in zip(*self._all("y_pred"), strict=True)]
         masks = [_join(parts) for parts in zip(*self._all("mask"), strict=True)]
-        gradients = self._one.loss_gradients(self._all("before")[0], self._whole, joined, masks)
+        return self._dealt(self._one, self._all("before")[0], self._whole, joined, masks)
+
+    def _dealt(
+        self, one: OneDevice, state: Arrays, data: Arrays, y_pred: Arrays, masks: Arrays
+    ) -> list[Arrays | None]:
+        """Returns the rows of each replica of the gradient with respect to the predictions."""
+        gradients = one.loss_gradients(state, data, y_pred, masks)
         ends = np.cumsum(self._sizes())[:-1]
         return [list(part) for part in zip(*(np.split(g, ends) for g in gradients), strict=True)]
 
@@ -1626,6 +1653,8 @@ class Comparison:
                     cause, text = self._why_forward(r, allowed)
                 if cause == "inference_mode":
                     self._in_inference.add(r)
+                elif cause == "same_random_numbers":
+                    self._drawn_as[r] = self._whose_numbers(r, allowed)
                 yield self._found(cause, text, replicas=(r,), distance=apart, allowed=allowed)
         if len(self._replicas) == 1:
             return
@@ -1683,6 +1712,8 @@ class Comparison:
             result = self._without(layers, lambda: one.step(state, data))
             if _relative(y_pred, result.y_pred) <= allowed:
                 return "inference_mode", "the predictions are those of the model in inference mode"
+        if (other := self._whose_numbers(replica, allowed)) != replica:
+            return "same_random_numbers", f"predictions are those with the seeds of replica {other}"
         if self._follows:
             old = self._all("before", self._step - 1)[replica]
             if _relative(y_pred, one.step(old, data).y_pred) <= allowed:
@@ -1694,6 +1725,23 @@ class Comparison:
                     text = f"the predictions are those for the examples of replica {other}"
                     return "same_examples", text
         return "unexplained", "one device makes other predictions for the same examples"
+
+    def _whose_numbers(self, r: int, allowed: float) -> int:
+        """Returns the replica whose seeds explain the predictions of replica r, else r itself."""
+        state, data = self._all("before")[r], self._data[r]
+        for other in self._replicas if self._one.random_layers else ():
+            result = self._one.step(self._with_seeds_of(other, state), data)
+            if _relative(self._all("y_pred")[r], result.y_pred) <= allowed:
+                return other
+        return r
+
+    def _with_seeds_of(self, other: int, state: Arrays) -> Arrays:
+        """Returns a state with the seeds that another replica starts from."""
+        theirs = self._all("before")[other]
+        return [
+            seed if kind == "seed" else array
+            for array, seed, kind in zip(state, theirs, self._kinds, strict=True)
+        ]
 
     def _losses(self) -> "Losses":
         """Returns the recorded data losses, and those of the recorded predictions."""
@@ -1761,13 +1809,77 @@ class Comparison:
     def _whole_loss(self, losses: "Losses") -> Iterator[Finding]:
         """Checks a loss that is computed once for all replicas."""
         self._scales = [(1.0, self._regular_share(r)) for r in self._replicas]
-        if losses.apart > losses.allowed:
-            self._loss_is_wrong = True
-            yield self._found(
-                "other_loss",
-                f"the loss of the whole batch is {sum(losses.taken):.6g}; the compiled loss of the"
-                f" predictions of all replicas is {losses.whole:.6g}",
-                distance=losses.apart, allowed=losses.allowed,
+        if losses.apart <= losses.allowed:
+            return
+        self._loss_is_wrong = True
+        taken = sum(losses.taken)
+        self._loss_is_unknown = True
+        cause, text = "other_loss", f"the predictions of all replicas have {losses.whole:.6g}"
+        for name, why, loss, starts in self._loss_hypotheses(losses):
+            if abs(loss - taken) <= losses.allowed * losses.size:
+                self._loss_is_unknown, cause, text = False, name, why
+                self._starts = starts()  # Gradients are checked for the loss that there is.
+                break
+        yield self._found(
+            cause, f"the loss of the whole batch is {taken:.6g}: {text}",
+            distance=losses.apart, allowed=losses.allowed,
+        )  # fmt: skip
+
+    def _loss_hypotheses(
+        self, losses: "Losses"
+    ) -> Iterator[tuple[str, str, float, Callable[[], list[Arrays | None]]]]:
+        """Yields (cause, text, loss of the whole batch, what the replicas would go back from)."""
+        one, before, whole = self._one, self._all("before")[0], self._whole
+        y_pred, masks = self._all("y_pred"), self._all("mask")
+        num, sizes = len(self._replicas), losses.sizes
+        joined_masks = [_join(parts) for parts in zip(*masks, strict=True)]
+
+        def of_shards(shares: Sequence[float]) -> list[Arrays | None]:
+            arrays = zip(self._data, y_pred, masks, shares, strict=True)
+            return [
+                [share * g for g in one.loss_gradients(before, data, own, mask)]
+                for data, own, mask, share in arrays
+            ]
+
+        def own(shares: Sequence[float]) -> float:
+            return sum(share * loss for share, loss in zip(shares, losses.own, strict=True))
+
+        by_size = [size / sum(sizes) for size in sizes]
+        plain = sum(s * loss for s, loss in zip(by_size, losses.plain, strict=True))
+        is_plain = abs(plain - losses.plain_whole) <= losses.allowed * max(
+            abs(losses.plain_whole), TINY
+        )
+        each = (
+            f"({', '.join(f'{loss:.6g}' for loss in losses.own)}), on one device {losses.whole:.6g}"
+        )
+        cause = "weighted_mean_of_means" if is_plain else "not_a_sum_over_examples"
+        text = f"it is the mean of the losses of the replicas' own examples {each}"
+        yield cause, text, own(by_size), partial(of_shards, by_size)
+        equal = [1 / num] * num
+        yield (
+            "mean_of_means",
+            f"{text}; shards differ in size",
+            own(equal),
+            partial(of_shards, equal),
+        )
+        joined = [_join(parts) for parts in zip(*y_pred, strict=True)]
+        inputs = len(leaves(one._unpack(whole)[0]))
+        for shift in (1, -1):
+            moved = whole[:inputs] + [np.roll(array, shift, axis=0) for array in whole[inputs:]]
+            loss = one.loss(before, moved, joined, joined_masks)
+            yield (
+                "labels_shifted", "it is that of targets shifted by one example", loss,
+                partial(self._dealt, one, before, moved, joined, joined_masks),
+            )  # fmt: skip
+        orders = itertools.permutations(range(num)) if num < 5 else [range(num)[::-1]]
+        for order in orders:
+            other = [_join([y_pred[r][i] for r in order]) for i in range(len(joined))]
+            others = [_join([masks[r][i] for r in order]) for i in range(len(joined))]
+            yield (
+                "predictions_out_of_order",
+                f"it is that of predictions joined in the order of replicas"
+                f" {', '.join(map(str, order))}", one.loss(before, whole, other, others),
+                partial(self._dealt, one, before, whole, other, others),
             )  # fmt: skip
 
     def _repeated_regularisation(self, losses: "Losses") -> float | None:
@@ -1815,6 +1927,9 @@ class Comparison:
         if apart > allowed:
             factor = taken / expected if expected else np.inf
             cause = "regulariser_repeated" if factor > 1 else "regulariser_missing"
+            mean = float(np.mean([regular for _, regular in losses]))
+            if weights and abs(taken - mean) <= allowed * max(abs(mean), TINY):
+                cause = "mean_of_means"  # Of activity regularisers.
             yield self._found(
                 cause, f"the replicas add {factor:.4g} times the regularisation of one device",
                 distance=apart, allowed=allowed,
@@ -1827,6 +1942,8 @@ class Comparison:
         """Returns what a replica should send: gradients of its part in the loss that it has."""
         layers = self._modal_layers if r in self._in_inference else []
         has_loss = self._has("loss")
+        if r in self._drawn_as:
+            state = self._with_seeds_of(self._drawn_as[r], state or self._all("before")[r])
         with as_replica(r):
             result = self._without(
                 layers,
@@ -2078,6 +2195,13 @@ class Comparison:
                 "inference_mode", "those of the model in inference mode",
                 lambda: self._without(self._modal_layers, lambda: self._expected_gradients(r)),
             )  # fmt: skip
+        for other in self._replicas if one.random_layers else ():
+            if other != r:
+                state = self._with_seeds_of(other, self._all("before")[r])
+                yield (
+                    "same_random_numbers", f"those with the seeds of replica {other}",
+                    partial(self._expected_gradients, r, state=state),
+                )  # fmt: skip
         data = self._used[r]
         inputs = len(leaves(one._unpack(data)[0]))
         for shift in (1, -1):
@@ -2349,6 +2473,8 @@ class Comparison:
         sent, sent_before = self._all(self._kind_sent), self._earlier(self._kind_sent)
         received = self._all("sums") if self._has("sums") else sent
         sums_before = self._earlier("sums")
+        clips = self._recording.clips_sum and self._limits()
+        clipped = [self._one.clip(gradients) for gradients in sent] if clips else []
         for r in self._replicas:
             groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
             known: list[np.ndarray] = []
@@ -2358,13 +2484,21 @@ class Comparison:
             for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
                 if _within(got, add(parts), _sum_bound(parts, units[i])):
                     continue
+                if clipped and _within(
+                    got, add([c[i] for c in clipped]), MARGIN * _sum_bound(parts)
+                ):
+                    text = f"{self._limits()} is applied on each replica, not to the sum"
+                    groups.setdefault(("clipped_before_the_sum", text, ()), []).append(i)
+                    continue
                 before = []
                 if sent_before:
                     old = [g[i] for g in sent_before]
                     before.append((add(old), _sum_bound(old)))
                 if sums_before:
                     before.append((sums_before[r][i], _sum_bound([sums_before[r][i]])))
-                groups.setdefault(_why_sum(r, got, parts, before, known), []).append(i)
+                is_shared = all(_same(other[i], got) for other in received)
+                why = _why_sum(None if is_shared else r, got, parts, before, known)
+                groups.setdefault(why, []).append(i)
             for (cause, text, lost), indices in groups.items():
                 yield self._found(
                     cause, text, replicas=lost or (r,),
@@ -2673,12 +2807,16 @@ def _sum_bound(parts: Sequence[Any], unit: float = EPS) -> np.ndarray:
 
 
 def _why_sum(
-    r: int, got: Any, parts: Sequence[Any], before: Sequence[tuple], known: list[np.ndarray]
+    r: int | None,
+    got: Any,
+    parts: Sequence[Any],
+    before: Sequence[tuple],
+    known: list[np.ndarray],
 ) -> tuple[str, str, tuple[int, ...]]:
     """Explains a sum that is none: cause, text, and replicas if others than the one that has it.
 
     Args:
-        r: the replica that has it.
+        r: the replica that has it, None where all have it.
         got: the sum.
         parts: what each replica has sent.
         before: sums of the step before, and how far rounding may carry them.
@@ -2690,7 +2828,7 @@ def _why_sum(
     if np.any(sums) and any(_within(got, old, limit) for old, limit in before):
         return "stale_gradient", "the sum is that of the previous step", ()
     rows = np.stack([dense(part).ravel() for part in parts])
-    simple = [np.eye(num)[r], np.full(num, 1 / num)]
+    simple = [np.full(num, 1 / num), *([] if r is None else [np.eye(num)[r]])]
     fitted = [np.linalg.lstsq(rows.T, sums.ravel(), rcond=None)[0]] if sums.size > num else []
     for factors in [*simple, *known, *fitted]:
         limit = MARGIN * max(1, float(np.abs(factors).max())) * bound
@@ -2705,13 +2843,13 @@ def _why_sum(
     return *_why_tensor(got, add(parts), 0.0, num), ()
 
 
-def _why_factors(r: int, factors: np.ndarray) -> tuple[str, str, tuple[int, ...]]:
+def _why_factors(r: int | None, factors: np.ndarray) -> tuple[str, str, tuple[int, ...]]:
     """Explains a sum of the replicas' gradients times these factors."""
-    num, others = len(factors), np.delete(factors, r)
+    num = len(factors)
     if np.allclose(factors, 1 / num, rtol=1e-3):
         text = f"the gradients are averaged over {num} replicas, not summed"
         return "mean_instead_of_sum", text, ()
-    if factors[r] and not np.any(others):
+    if r is not None and factors[r] and not np.any(np.delete(factors, r)):
         times = "" if abs(factors[r] - 1) < 1e-3 else f", multiplied by {factors[r]:.4g}"
         text = f"it is the gradient of this replica, not the sum over {num} replicas{times}"
         return "not_all_reduced", text, ()

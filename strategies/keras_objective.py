@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from strategies.keras_private import (
@@ -58,14 +59,16 @@ class KerasObjective:
         element_spec: of the data set, `(x, y)` or `(x, y, sample_weight)`, each any nest.
 
     Attributes:
+        element_spec: the same, with None where elements have None.
         largest_batch: examples of the largest batch; None where that is not known.
         has_own_train_step: whether the model has a `train_step` of its own; known once prepared.
         trained: numbers of the trainable variables that have a gradient; known once traced.
-        metrics: name → value of the model's metrics over the last evaluation.
+        metrics: name → value of the model's metrics over the last evaluation; of one with several
+            values each by itself, as `name[0]`.
     """
 
     def __init__(self, element_spec: Any):
-        self._spec = element_spec
+        self.element_spec = without_none(element_spec)
         self._one_device = OneDevice()
         self.predicted: Any = None
         self.largest_batch: int | None = None
@@ -75,11 +78,11 @@ class KerasObjective:
 
     def flatten(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the data set with each batch as a flat tuple, as the strategies split it."""
-        return dataset.map(lambda *batch: tuple(tf.nest.flatten(batch)))
+        return dataset.map(lambda *batch: tuple(_present(batch)))
 
     def prepare(self, model: keras.Model) -> None:
         """Creates all variables of a model, its optimizer, loss and metrics, where it was built."""
-        build_compiled(model, self._nest([_example_of(spec) for spec in self._leaves]))
+        build_compiled(model, self.nest([_example_of(spec) for spec in self._leaves]))
         self.has_own_train_step = type(model).train_step is not keras.Model.train_step
 
     def forward(self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor) -> Forward:
@@ -98,8 +101,7 @@ class KerasObjective:
                 y_pred = model(x, training=True) if takes_training(model) else model(x)
                 # An empty shard has a mean of nothing, NaN.
                 regular = tf.math.multiply_no_nan(added_losses(model), share)
-            self.predicted = y_pred
-            predictions = tf.nest.flatten(y_pred)
+                predictions = self._leaves_of(model, y_pred, examples)
             return Forward(predictions, [get_mask(p) for p in predictions], regular, tape)
 
         return self._one_device(replica, call)
@@ -139,11 +141,12 @@ class KerasObjective:
             gradients: of the loss, with respect to its own predictions.
         """
         assert forward.tape is not None
-        found = forward.tape.gradient(
-            [*forward.predictions, forward.regular],
-            [weight.value for weight in replica.model.trainable_variables],
-            [*gradients, tf.ones_like(forward.regular)],
-        )
+        with self._one_device.seen():  # Gradients of layers that all-reduce do so, too.
+            found = forward.tape.gradient(
+                [*forward.predictions, forward.regular],
+                [weight.value for weight in replica.model.trainable_variables],
+                [*gradients, tf.ones_like(forward.regular)],
+            )
         return self._without_none(replica.model, found)
 
     def gradients_of_own_step(
@@ -167,7 +170,7 @@ class KerasObjective:
 
         def call() -> Any:
             with replacing(replica.optimizer, "apply", lambda g, v=None: calls.append((g, v))):
-                return model.train_step(self._nest(examples))
+                return model.train_step(self.nest(examples))
 
         logs = self._one_device(replica, call)
         if len(calls) != 1:
@@ -203,8 +206,7 @@ class KerasObjective:
         def call() -> Forward:
             x, _, _ = self._unpack(examples)
             y_pred = model(x, training=False) if takes_training(model) else model(x)
-            self.predicted = y_pred
-            predictions = tf.nest.flatten(y_pred)
+            predictions = self._leaves_of(model, y_pred, examples)
             return Forward(predictions, [get_mask(p) for p in predictions], added_losses(model))
 
         return self._one_device(replica, call, statistics, assigns=False)
@@ -256,8 +258,12 @@ class KerasObjective:
         values = list(zip(model.metrics_variables, states, strict=True))
         with keras.StatelessScope(values):
             results = model.get_metrics_result()
-        found = {name: float(value) for name, value in results.items()}
-        self.metrics = {name: value for name, value in found.items() if name != "loss"}
+        self.metrics = {}
+        for name, value in results.items():
+            numbers = np.ravel(value)
+            names = [name] if len(numbers) == 1 else [f"{name}[{i}]" for i in range(len(numbers))]
+            self.metrics |= dict(zip(names, map(float, numbers), strict=True))
+        self.metrics.pop("loss", None)
 
     def _loss(
         self,
@@ -275,6 +281,35 @@ class KerasObjective:
             return tf.cast(total, tf.float32) - added_losses(model)  # Here: of weights alone.
 
         return self._one_device(replica, compute, assigns=False)
+
+    def _leaves_of(
+        self, model: keras.Model, y_pred: Any, examples: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns the predictions in a nest, whose structure it notes.
+
+        Raises:
+            ValueError: one of them has no batch axis.
+            tf.errors.InvalidArgumentError: one has not a row for each example.
+        """
+        self.predicted, predictions = y_pred, tf.nest.flatten(y_pred)
+        size, checked = tf.shape(examples[0])[0], []
+        for prediction in predictions:
+            if getattr(prediction, "shape", None) is None or prediction.shape.rank == 0:
+                raise ValueError(
+                    f"model {model.name} returns {_described(prediction)}; a strategy joins the"
+                    " predictions of all replicas, and needs tensors with a row for each example"
+                )
+            rows = tf.debugging.assert_equal(
+                tf.shape(prediction)[0],
+                size,
+                f"model {model.name} returns a prediction without a row for each example, which a"
+                " strategy needs to join those of all replicas",
+            )
+            with tf.control_dependencies([rows] if rows is not None else []):
+                checked.append(tf.identity(prediction))
+            if (mask := get_mask(prediction)) is not None:
+                set_mask(checked[-1], mask)
+        return checked
 
     def _predictions(
         self, predictions: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None]
@@ -295,13 +330,28 @@ class KerasObjective:
 
     @property
     def _leaves(self) -> list[Any]:
-        return tf.nest.flatten(self._spec)
+        return _present(self.element_spec)
 
-    def _nest(self, leaves: Sequence[tf.Tensor]) -> Any:
-        return tf.nest.pack_sequence_as(self._spec, list(leaves))
+    def nest(self, leaves: Sequence[tf.Tensor]) -> Any:
+        """Returns a batch as the data set has it, of its leaves."""
+        values = iter(leaves)
+        flat = [
+            None if spec is None else next(values) for spec in tf.nest.flatten(self.element_spec)
+        ]
+        return tf.nest.pack_sequence_as(self.element_spec, flat)
 
     def _unpack(self, leaves: Sequence[tf.Tensor]) -> tuple[Any, Any, Any]:
-        return keras.utils.unpack_x_y_sample_weight(self._nest(leaves))
+        return keras.utils.unpack_x_y_sample_weight(self.nest(leaves))
+
+
+def without_none(element_spec: Any) -> Any:
+    """Returns the nest of a data set's elements with None where they have None."""
+    return tf.nest.map_structure(lambda spec: None if is_none(spec) else spec, element_spec)
+
+
+def is_none(spec: tf.TypeSpec) -> bool:
+    """Tells whether a part of a data set's elements is None, whose type has no public name."""
+    return type(spec).__name__ == "NoneTensorSpec"
 
 
 def added_losses(model: keras.Model) -> tf.Tensor:
@@ -314,6 +364,15 @@ def first_copy(variable: keras.Variable) -> tf.Tensor:
     """Returns the value of a variable, under `tf.distribute` that on the first device."""
     values = getattr(variable.value, "values", [variable.value])
     return tf.convert_to_tensor(values[0])
+
+
+def _present(nest: Any) -> list[Any]:
+    """Returns the leaves of a nest that are not None."""
+    return [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
+
+
+def _described(prediction: Any) -> str:
+    return "a scalar" if hasattr(prediction, "shape") else f"a {type(prediction).__name__}"
 
 
 def _example_of(spec: tf.TensorSpec) -> tf.Tensor:

@@ -28,6 +28,7 @@ class OneDevice:
 
     def __init__(self) -> None:
         self._strategy = tf.distribute.get_strategy()
+        self._contexts: dict[int, tf.distribute.ReplicaContext] = {}
 
     def __call__(
         self,
@@ -79,7 +80,10 @@ class OneDevice:
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
         """Lets `tf.distribute` show one replica; variables are still those of this one."""
-        with tf.distribute.ReplicaContext(self._strategy, local_replica_id()):
+        number = local_replica_id()
+        if number not in self._contexts:  # The backward pass has to see that of the forward pass.
+            self._contexts[number] = tf.distribute.ReplicaContext(self._strategy, number)
+        with self._contexts[number]:
             yield
 
 

@@ -1,7 +1,7 @@
 """The data sets of a case: read once, to count and to hash what is in them."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -14,7 +14,7 @@ from app.config.split_numbers import fewest_examples
 from app.runtime import console
 from app.runtime.errors import ConfigError, DataError
 from app.training.case_file import CaseFile
-from strategies.keras_objective import KerasObjective
+from strategies.keras_objective import KerasObjective, without_none
 
 _TRAIN, _TEST = "data()", "test_data()"
 
@@ -161,12 +161,7 @@ def _count(flat: Iterable[tuple[tf.Tensor, ...]], where: str) -> Batches:
     sizes: list[int] = []
     for batch in flat:
         shapes = [tuple(leaf.shape) for leaf in batch]
-        if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
-            raise DataError(
-                f"{where}: batch {len(sizes) + 1} has parts of shapes"
-                f" {', '.join(map(str, shapes))}, which do not begin with one number of examples;"
-                " call batch(global_batch_size)"
-            )
+        check_shapes(shapes, f"{where}: batch {len(sizes) + 1}")
         sizes.append(shapes[0][0])
         for leaf in batch:
             array = leaf.numpy()
@@ -174,6 +169,19 @@ def _count(flat: Iterable[tuple[tf.Tensor, ...]], where: str) -> Batches:
             is_text = array.dtype == object
             digest.update(_joined(array) if is_text else np.ascontiguousarray(array).data)
     return Batches(sizes, digest.hexdigest())
+
+
+def check_shapes(shapes: Sequence[tuple[int, ...]], where: str) -> None:
+    """Checks that all parts of a batch have as many examples.
+
+    Raises:
+        DataError: they do not.
+    """
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
+        raise DataError(
+            f"{where} has parts of shapes {', '.join(map(str, shapes))}, which do not begin with"
+            " one number of examples; call batch(global_batch_size)"
+        )
 
 
 def _joined(texts: np.ndarray) -> bytes:
@@ -188,7 +196,8 @@ def _check_same_elements(spec: Any, test_spec: Any) -> None:
     """
     try:
         tf.nest.assert_same_structure(spec, test_spec)
-        pairs = zip(tf.nest.flatten(spec), tf.nest.flatten(test_spec), strict=True)
+        flat = (tf.nest.flatten(without_none(each)) for each in (spec, test_spec))
+        pairs = [(a, b) for a, b in zip(*flat, strict=True) if a is not None]
         same = all(
             a.dtype == b.dtype and a.shape[1:].is_compatible_with(b.shape[1:]) for a, b in pairs
         )

@@ -16,7 +16,9 @@ _AROUND = re.compile(
     r"|(\w+: )?Exception encountered when calling"
 )
 _SOURCE_INDENT = " " * 8  # Of the quoted source lines among them.
-_OF_TENSORFLOW = re.compile(r"^\{\{function_node \S+\}\} |\s*\[Op:\S+\].*$")
+_OF_TENSORFLOW = re.compile(
+    r"^\{\{function_node \S+\}\} |^assertion failed: \[|\] \[Condition .*$|\s*\[Op:\S+\].*$"
+)
 
 
 def describe_error(error: BaseException, path: pathlib.Path, what: str) -> str:

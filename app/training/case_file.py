@@ -14,6 +14,7 @@ import tensorflow as tf
 from app.config.case_options import DEFAULT_FUNCTIONS
 from app.runtime.errors import ConfigError, DeviceError, LockstepError
 from app.training.case_errors import describe_error, is_installed
+from strategies.keras_objective import is_none
 
 
 class CaseFile:
@@ -100,6 +101,7 @@ class CaseFile:
                 f"{self._where(function)} must return a tf.data.Dataset, got"
                 f" {type(dataset).__name__}"
             )
+        _check_dense(dataset, self._where(function))
         return dataset
 
     def distribute(self, strategy: tf.distribute.Strategy, global_batch_size: int) -> Any:
@@ -197,6 +199,23 @@ class CaseFile:
                 if name in aside:
                     del sys.modules[name]
             sys.modules.update(aside)
+
+
+def _check_dense(dataset: tf.data.Dataset, where: str) -> None:
+    """Checks that a data set is one of dense tensors.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    for spec in tf.nest.flatten(dataset.element_spec):
+        if is_none(spec):
+            continue
+        if not isinstance(spec, tf.TensorSpec):
+            kind = spec.value_type.__name__
+            raise ConfigError(
+                f"{where} returns a {kind} in its batches; return dense tensors, and let the model"
+                " build others from them"
+            )
 
 
 def _is_from(module: types.ModuleType, folder: pathlib.Path) -> bool:

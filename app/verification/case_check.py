@@ -119,15 +119,19 @@ class CaseCheck:
         )
         training.check_possible()
         for phase in phases:
-            if phase.resumes:
-                training.resume()
+            changed = training.resume() if phase.resumes else []
             recording = training.record(phase)
             if not recording.steps:
                 raise ConfigError(
                     f"--case={self._config.case}: fit did not reach {phase.names[0]}; return the"
                     " same number of batches from data() and distribute()"
                 )
-            yield phase, recording, self._report(phase, recording)
+            report = self._report(phase, recording)
+            if changed:
+                report = dataclasses.replace(
+                    report, findings=[_not_restored(changed), *report.findings]
+                )
+            yield phase, recording, report
 
     def _report(self, phase: Phase, recording: Recording) -> Report:
         if not self._training.is_compared:
@@ -151,6 +155,18 @@ class CaseCheck:
             "in model.evaluate() on one device",
         )
         return Report(1, self._training.num_replicas, findings, ["evaluation"], "")
+
+
+def _not_restored(names: list[str]) -> Finding:
+    """Returns what is found where variables are not what was saved."""
+    return Finding(
+        "start",
+        FAULT,
+        "not_restored",
+        f"{len(names)} variables are not what was saved",
+        (1,),
+        tensors=tuple(names),
+    )
 
 
 def _merged(reports: list[tuple[list[str], Report]]) -> list[dict[str, Any]]:

@@ -14,8 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from app.runtime.errors import DataError
+from app.training.case_dataset import check_shapes
 from app.training.case_file import CaseFile
-from recorders.lockstep_keras import Recording, leaves
+from recorders.lockstep_keras import Recording, leaves, plain_copy
+from strategies.keras_objective import KerasObjective
 
 Batch = list[np.ndarray]  # Leaves of inputs, targets and sample weights.
 
@@ -90,6 +92,8 @@ class CaseData:
         first, again = (self._draw(self.dataset().take(num_steps)) for _ in range(2))
         if not first:
             raise DataError("data() has no batch; return a data set with at least one batch")
+        for number, batch in enumerate(first, start=1):
+            check_shapes([leaf.shape for leaf in batch], f"data(): batch {number}")
         _check_same(first, again)
         self._first, self._num_first, self.first_size = first, len(first), len(first[0][0])
         self.num_batches = self._count()
@@ -179,7 +183,7 @@ class CaseData:
 
     def _draw(self, dataset: tf.data.Dataset) -> list[Batch]:
         def draw() -> list[Batch]:
-            return [[np.asarray(leaf) for leaf in leaves(batch)] for batch in dataset]
+            return [[plain_copy(leaf) for leaf in leaves(batch)] for batch in dataset]
 
         return self._case.run(draw, "while the data set was read")
 
@@ -200,8 +204,9 @@ class CaseData:
         if (last := self._last(["last_batch"])) is not None:
             batches += self._draw(_Slice(last, 1).of(self.dataset()))
         joined = [tf.constant(np.concatenate(parts)) for parts in zip(*batches, strict=True)]
-        nest = tf.nest.pack_sequence_as(self.dataset().element_spec, joined)
-        return tf.data.Dataset.from_tensor_slices(nest).batch(self.first_size)
+        dataset = tf.data.Dataset.from_tensor_slices(tuple(joined)).batch(self.first_size)
+        objective = KerasObjective(self.dataset().element_spec)
+        return dataset.map(lambda *leaves: objective.nest(leaves))
 
 
 def _with_sizes(phase: Phase) -> Phase:

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from recorders.lockstep_keras import Arrays, Hooks, Recording, kinds_of_variables, to_json
+from recorders.lockstep_keras import (
+    Arrays,
+    Hooks,
+    Recording,
+    kinds_of_variables,
+    plain_copy,
+    to_json,
+)
 from strategies.base import Strategy
 from strategies.keras_private import is_seed
 from strategies.observer import Observer, Predicted
@@ -108,7 +115,7 @@ class CaseRecorder(Observer):
         """Keeps tensors of a replica when they are computed."""
 
         def keep(replica_id: np.ndarray, *arrays: np.ndarray) -> None:
-            self._kept[kind, int(replica_id)] = [np.array(array) for array in arrays]
+            self._kept[kind, int(replica_id)] = [plain_copy(array) for array in arrays]
 
         known = [tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t for t in tensors]
         tf.numpy_function(keep, [replica_id, *known], [])

@@ -66,8 +66,12 @@ class RecordedTraining(abc.ABC):
         """Trains the data set of a phase and returns the recording of its steps to check."""
 
     @abc.abstractmethod
-    def resume(self) -> None:
-        """Saves the state and restores it in a new model and optimizer."""
+    def resume(self) -> list[str]:
+        """Saves the state and restores it in a new model and optimizer.
+
+        Returns:
+            The names of the variables whose values are not those that were saved.
+        """
 
     @abc.abstractmethod
     def evaluate(self, dataset: tf.data.Dataset) -> tuple[dict[str, float], States]:
@@ -144,13 +148,15 @@ class FitTraining(RecordedTraining):
         self._case.run(fit, "in model.fit()")
         return recorder.recording()
 
-    def resume(self) -> None:
+    def resume(self) -> list[str]:
         """Saves all variables as arrays and assigns them to a new model and optimizer."""
         saved = [self._copies(variable)[0] for variable in self.variables]
         self.model = self.build(self._strategy.scope())
         with self._strategy.scope():
             for variable, array in zip(self.variables, saved, strict=True):
                 variable.assign(tf.cast(array, variable.dtype))
+        restored = [self._copies(variable)[0] for variable in self.variables]
+        return _differing([variable.path for variable in self.variables], saved, restored)
 
     def _copies(self, variable: keras.Variable) -> list[np.ndarray]:
         """Returns the value of a variable on each replica."""
@@ -179,8 +185,7 @@ class StrategyTraining(RecordedTraining):
         self.is_compared = self._strategy.workers.is_chief
 
     def _start(self) -> None:
-        spec = self._data.dataset().element_spec
-        self._objective = KerasObjective(spec)
+        self._objective = KerasObjective(self._data.dataset().element_spec)
         self._strategy = load_strategy_class(self._name)(
             self._devices.names, workers=self._devices.workers, objective=self._objective
         )
@@ -196,7 +201,7 @@ class StrategyTraining(RecordedTraining):
             "while the model was built",
         )
         self.model = self._strategy.model
-        self._recorder = CaseRecorder(self._strategy, spec)
+        self._recorder = CaseRecorder(self._strategy, self._objective.element_spec)
 
     def check_possible(self) -> None:
         """See the base class."""
@@ -212,12 +217,14 @@ class StrategyTraining(RecordedTraining):
 
         return self._case.run(train, f"in a step of strategy {self._name}")
 
-    def resume(self) -> None:
+    def resume(self) -> list[str]:
         """Saves and loads the state that a checkpoint holds."""
         state, own = self._strategy.state(), self._strategy.per_shard_statistics()
         self._start()
         self._strategy.load_state(state)
         self._strategy.load_per_shard_statistics(own)
+        restored = self._strategy.state()
+        return _differing(list(state), list(state.values()), [restored[name] for name in state])
 
     def evaluate(self, dataset: tf.data.Dataset) -> tuple[dict[str, float], States]:
         """Runs the strategy's evaluation."""
@@ -227,3 +234,11 @@ class StrategyTraining(RecordedTraining):
             lambda: self._strategy.evaluate(flat), f"in an evaluation of strategy {self._name}"
         )
         return {"loss": totals.loss, **self._objective.metrics}, [state]
+
+
+def _differing(
+    names: Sequence[str], saved: Sequence[np.ndarray], restored: Sequence[np.ndarray]
+) -> list[str]:
+    """Returns the names of arrays that do not have the same bits."""
+    arrays = zip(names, saved, restored, strict=True)
+    return [name for name, a, b in arrays if np.asarray(a).tobytes() != np.asarray(b).tobytes()]
