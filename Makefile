@@ -3,6 +3,8 @@
 # make test-all  runs all of them: the notebook and the README's own commands, too
 # make mutations  makes one bug after another, to see whether the tests notice
 # make zoo     rebuilds bugs that others reported, to see whether each is found and named: five minutes
+# make zoo-optimizers  trains right models with every optimizer of Keras, to see whether one is called
+#              wrong: half an hour
 # make soak    kills and resumes a small training 200 times: half an hour
 # make fuzz    tries damaged input of five kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
@@ -13,7 +15,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all mutations zoo soak fuzz lint bench docs clean
+.PHONY: setup train test test-all mutations zoo zoo-optimizers soak fuzz lint bench docs clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -35,6 +37,9 @@ lint: $(BIN)/.installed-dev
 
 zoo: $(BIN)/.installed-dev
 	$(BIN)/python tests/zoo/run.py $(ARGS)
+
+zoo-optimizers: $(BIN)/.installed-dev
+	$(BIN)/python tests/zoo/optimizers.py $(ARGS)
 
 soak: $(BIN)/.installed-dev
 	$(BIN)/python tests/soak.py $(ARGS)

@@ -1,6 +1,6 @@
-"""Records what Keras' `fit` computes on every replica, and names what is not as on one device.
+"""Records what Keras' `fit` computes on each replica, and compares it with one device.
 
-One file, to be copied beside your own script; it needs TensorFlow, Keras 3 and NumPy.
+This file is standalone: copy it next to your script. It needs TensorFlow, Keras 3 and NumPy.
 
     from lockstep_keras import Recorder, compare
 
@@ -9,16 +9,17 @@ One file, to be copied beside your own script; it needs TensorFlow, Keras 3 and 
     print(compare(record, build_model()))      # The same builder, called outside of the scope.
     record.save("trace.npz")                   # A file of plain arrays.
 
-`Recorder` puts hooks on the model and its optimizer, not on their classes, and removes them at the
-end. A step passes through them in this order on each replica: the examples and all variables; the
-predictions and the loss; the gradients before clipping, after it, and after the all-reduce; all
-variables again. Training goes on bit for bit as without them.
+`Recorder` hooks methods of the model and the optimizer instances, not of their classes, and removes
+the hooks at the end of the block. For each step and replica it records, in this order: the examples
+and all variables; the predictions and the loss; the gradients before clipping, after clipping and
+after the all-reduce; all variables again. Training with the hooks is bitwise identical to training
+without them.
 
-`compare` takes the second model, on one device without a strategy, as the definition of what a step
-should be. It starts each step from the recorded state, and checks each stage given what went into
-it: so the first stage that is wrong does not make later ones wrong, and a fault behind a difference
-that is by design is still found. How far rounding may carry a stage is computed: the step is
-repeated with its examples in other orders and with weights changed by one unit in the last place.
+`compare` takes the second model, on one device without a strategy, as the definition of a training
+step. It starts each step from the recorded state and computes each stage from the recorded inputs
+of that stage. A wrong stage therefore does not make later stages wrong, and a fault is found even
+after a difference that is by design. Tolerances for rounding are computed: the step is repeated
+with its examples in other orders and with weights changed by one unit in the last place.
 """
 
 import collections
@@ -26,9 +27,10 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import keras
 import numpy as np
@@ -39,86 +41,95 @@ from keras.src.backend import get_keras_mask, set_keras_mask  # Masks have no pu
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
 
 STAGES = {
-    "start": "what a step starts from: the same weights and optimizer state on every replica",
-    "random numbers": "seeds of random layers: different ones on every replica",
-    "examples": "each example of the global batch on one replica, with its own target",
-    "forward": "predictions of each replica for its examples",
-    "loss": "the replicas' losses, summed, against the loss of the whole batch",
-    "regularisation": "`model.losses`, summed over the replicas",
-    "gradients": "of each replica's loss, before clipping",
-    "clipping": "the sum of what the replicas send, against the clipped sum",
-    "all-reduce": "what each replica gets, against the sum of what was sent",
-    "update": "weights and optimizer state after the step",
+    "start": "weights and optimizer state before the step: equal on all replicas",
+    "random numbers": "seeds of random layers: different on each replica",
+    "examples": "every example of the global batch is on one replica, with its target",
+    "forward": "each replica's predictions for its examples",
+    "loss": "the sum of the replicas' losses: equal to the loss of the whole batch",
+    "regularisation": "the sum of `model.losses` over the replicas: equal to that of one device",
+    "gradients": "each replica's gradients of its loss, before clipping",
+    "clipping": "the sum of the gradients after clipping: equal to the clipped sum",
+    "all-reduce": "the gradients that each replica receives: the sum of those sent",
+    "update": "weights and optimizer state after the update",
     "statistics": "moving statistics and seeds after the step",
-    "agreement": "the same weights and optimizer state on every replica after the step",
-    "evaluation": "loss and metrics of `evaluate`: every example counted once",
+    "agreement": "weights and optimizer state after the step: equal on all replicas",
+    "evaluation": "loss and metrics of `evaluate`: every example is counted once",
 }
 
 REMEDIES = {
-    "same_random_numbers": "give every replica a seed of its own: derive it from the replica's"
-    " number, `tf.distribute.get_replica_context().replica_id_in_sync_group`",
-    "clipped_before_the_sum": "clip after the sum: leave clipnorm, global_clipnorm and clipvalue"
-    " out of the optimizer, and clip in a train_step of your own after"
+    "same_random_numbers": "use a different seed on each replica: derive it from"
+    " `tf.distribute.get_replica_context().replica_id_in_sync_group`",
+    "clipped_before_the_sum": "clip after the sum: remove clipnorm, global_clipnorm and clipvalue"
+    " from the optimizer, and clip in a custom train_step after"
     " `tf.distribute.get_replica_context().all_reduce`",
-    "scalar_loss_not_divided": "return one loss for each example, of shape (batch,): Keras then"
-    " divides by the number of replicas; or divide by it in the loss",
-    "weighted_mean_of_means": "divide by the weights of the whole batch: take the default reduction"
-    " with sample_weight, or reduction='sum' over a constant that all replicas share; for masks,"
-    " batches with equally many unmasked steps on each replica",
-    "mean_of_means": "use batches that the number of replicas divides (drop_remainder=True for the"
-    " last one), or reduction='sum' divided by the size of the global batch",
+    "scalar_loss_not_divided": "return one loss per example, of shape (batch,), which Keras divides"
+    " by the number of replicas; or divide the scalar loss by the number of replicas",
+    "weighted_mean_of_means": "divide by the weights of the whole batch: use the default reduction"
+    " with sample_weight, or reduction='sum' divided by a constant that all replicas share; with"
+    " masks, use batches that have equally many unmasked steps on each replica",
+    "mean_of_means": "use batch sizes that are divisible by the number of replicas"
+    " (drop_remainder=True for the last batch), or reduction='sum' divided by the global batch"
+    " size",
     "regulariser_repeated": "divide regularisation losses by the number of replicas"
     " (`tf.nn.scale_regularization_loss`)",
     "regulariser_missing": "add `model.losses` to the loss of the step",
-    "not_all_reduced": "sum the gradients over the replicas before the update: apply them in"
-    " `strategy.run` with the optimizer's own all-reduce, or sum them in the step",
-    "mean_instead_of_sum": "sum the gradients, each of a loss divided by the global batch; do not"
-    " average them after that again",
-    "lost_replica": "make every replica take part in the all-reduce of every variable",
-    "stale_gradient": "send the gradients of this step: no buffer may keep those of the last one",
-    "reduced_precision": "sum gradients in float32",
-    "sparsified": "send all elements of a gradient, or expect another training",
-    "quantised": "send gradients unquantised, or expect another training",
-    "scaled_gradient": "divide the loss once by the size of the global batch, nowhere else",
+    "not_all_reduced": "sum the gradients over the replicas before the update: call"
+    " `optimizer.apply` within `strategy.run`, which all-reduces them, or all-reduce them in the"
+    " step",
+    "mean_instead_of_sum": "sum the gradients of losses that are divided by the global batch size;"
+    " do not average the gradients again",
+    "lost_replica": "include every replica in the all-reduce of every variable",
+    "stale_gradient": "send the gradients of the current step: clear buffers with gradients of the"
+    " previous step",
+    "reduced_precision": "all-reduce the gradients in float32",
+    "sparsified": "send all elements of each gradient, or accept that this is a different training",
+    "quantised": "send gradients without quantisation, or accept that this is a different training",
+    "scaled_gradient": "divide the loss by the global batch size exactly once",
     "labels_shifted": "shuffle and batch inputs and targets together, in one dataset",
     "predictions_out_of_order": "join predictions in the order in which the batch was split",
-    "same_examples": "give each replica its own part of the batch: shard the data set by replica",
-    "lost_examples": "cut a batch so that every example gets to one replica",
-    "repeated_examples": "cut a batch so that every example gets to one replica, once",
-    "other_examples": "feed every run from the same data set, seed and order",
+    "same_examples": "give each replica a different part of the batch: shard the data set by"
+    " replica",
+    "lost_examples": "split each batch so that every example reaches exactly one replica",
+    "repeated_examples": "split each batch so that every example reaches exactly one replica",
+    "other_examples": "use the same data set, seed and order in all runs",
     "inference_mode": "call the model with training=True in the training step",
-    "frozen": "let the variable take part in the loss, or set trainable=False on every replica",
-    "other_learning_rate": "use one learning rate on all replicas, and step its schedule once",
+    "frozen": "make the loss depend on the variable, or set trainable=False on every replica",
+    "other_learning_rate": "use one learning rate on all replicas, and advance its schedule once"
+    " per step",
     "clipped_on_one_replica": "clip on all replicas, after the sum",
-    "overflow_not_skipped": "use mixed_bfloat16, which needs no loss scale; Keras looks for an"
-    " overflow in the gradients of replica 0 only",
-    "not_finite": "look for the step that made the weights NaN or infinite",
-    "weight_decay_on_top": "apply weight decay in one place: the optimizer or the loss",
-    "schedule_stepped_too_often": "advance `optimizer.iterations` once for each update",
+    "overflow_not_skipped": "use mixed_bfloat16, which needs no loss scaling; Keras checks only the"
+    " gradients of replica 0 for overflow",
+    "not_finite": "look at the first step with numbers that are NaN or infinite: its examples, the"
+    " loss, the learning rate",
+    "weight_decay_on_top": "apply weight decay once: in the optimizer or in the loss",
+    "schedule_stepped_too_often": "advance `optimizer.iterations` once per update",
     "not_updated": "apply the summed gradients on every replica",
-    "other_loss": "compile the same loss for all runs",
-    "other_metric": "let the metric add up sums and counts, and divide after adding those of all"
-    " replicas",
-    "other_evaluation": "count every example once: no padding, and the mean over examples",
-    "random_evaluation": "draw random numbers in training only: ask for `training` in `call`",
-    "diverged_replicas": "create and restore variables under the strategy's scope, so that all"
-    " replicas start equal",
+    "update_not_seen": "apply gradients with `model.optimizer.apply`",
+    "other_loss": "compile the same loss in all runs",
+    "other_metric": "sum totals and counts over all replicas in the metric, and divide afterwards",
+    "other_evaluation": "count every example once: do not pad batches, and average over examples",
+    "random_evaluation": "draw random numbers only in training: use the `training` argument of"
+    " `call`",
+    "diverged_replicas": "create and restore variables within the strategy's scope, so that they"
+    " have equal values on all replicas",
     "not_restored": "save every variable, and restore it on every replica",
-    "changed_on_its_own": "look for code that assigns to the variable outside of the update, and at"
-    " the memory of the machine",
-    "local_statistics": "`BatchNormalization(synchronized=True)` normalises over the whole batch",
-    "not_a_sum_over_examples": "a loss that mixes examples depends on the shards: gather what it"
-    " mixes from all replicas, or accept another training",
-    "mixes_examples": "accept that this is another training, or gather what the layer mixes",
-    "unexplained": "compare the arrays of the saved recording",
+    "changed_on_its_own": "look for code that assigns to the variable outside the update; if there"
+    " is none, test the memory of the machine",
+    "local_statistics": "normalise over the whole batch with"
+    " `BatchNormalization(synchronized=True)`, and average its moving statistics over the replicas",
+    "not_a_sum_over_examples": "gather the model's outputs from all replicas before the loss is"
+    " computed, or accept that this is a different training",
+    "mixes_examples": "gather the layer's inputs from all replicas, or accept that this is a"
+    " different training",
+    "unexplained": "compare the arrays of the saved recording with those of one device",
 }
 
 Arrays = list[Any]  # Of `np.ndarray` and `Sparse`.
 EPS = float(np.finfo(np.float32).eps)
 TINY = float(np.finfo(np.float32).tiny)
-# Rounding may come out further than in the few repetitions that were tried.
+# A few repetitions underestimate the largest effect of rounding.
 MARGIN = 8
-NOTHING_BUT_ROUNDING = 0.1  # A relative spread above it says nothing of other arrays.
+NOTHING_BUT_ROUNDING = 0.1  # An array with a larger relative spread is rounding error only.
 
 
 class Sparse(collections.namedtuple("Sparse", "values indices rows")):
@@ -127,18 +138,18 @@ class Sparse(collections.namedtuple("Sparse", "values indices rows")):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is not as on one device, in one stage.
+    """A difference from one device, in one stage.
 
     Attributes:
         stage: a key of `STAGES`.
         status: `BY_DESIGN` or `FAULT`.
         cause: a key of `REMEDIES`.
         text: one sentence with the numbers.
-        steps: in which it was found, from 1.
-        replicas: on which; empty for all together.
-        tensors: paths of the variables concerned; empty where it is not about variables.
-        distance: relative, the largest one.
-        allowed: how far rounding could carry it, likewise.
+        steps: numbers of the steps with this difference, from 1.
+        replicas: the replicas with this difference; empty for all replicas together.
+        tensors: paths of the variables concerned; empty if no variable is.
+        distance: the largest relative difference.
+        allowed: the largest relative difference that rounding can cause.
     """
 
     stage: str
@@ -153,7 +164,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """What to do."""
+        """How to fix the fault."""
         return REMEDIES[self.cause]
 
     def __str__(self) -> str:
@@ -172,14 +183,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Every stage of every recorded step, and what was found.
+    """The result of comparing every stage of every recorded step.
 
     Attributes:
-        num_steps: that were checked.
-        num_replicas: of the recording.
-        findings: in the order of the stages.
+        num_steps: number of steps checked.
+        num_replicas: number of replicas of the recording.
+        findings: all differences, in the order of the stages.
         checked: the stages that could be checked.
-        tolerance: how the tolerances were found.
+        tolerance: how the tolerances were computed.
     """
 
     num_steps: int
@@ -190,7 +201,7 @@ class Report:
 
     @property
     def faults(self) -> list[Finding]:
-        """The findings that are no design."""
+        """The findings with status `FAULT`."""
         return [finding for finding in self.findings if finding.status == FAULT]
 
     def status(self, stage: str) -> str:
@@ -200,11 +211,34 @@ class Report:
             return FAULT if FAULT in found else BY_DESIGN
         return CLEAN if stage in self.checked else "not checked"
 
+    @property
+    def verdict(self) -> str:
+        """One sentence that says whether this is the training of one device."""
+        faults, by_design = (
+            ", ".join(
+                dict.fromkeys(f.cause.replace("_", " ") for f in self.findings if f.status == s)
+            )
+            for s in (FAULT, BY_DESIGN)
+        )
+        if faults:
+            return f"not the training that the model defines on one device: {faults}"
+        if by_design:
+            return (
+                f"different by design from the training on one device: {by_design}; no fault found"
+            )
+        return "the training that the model defines on one device: no fault found"
+
     def __str__(self) -> str:
-        lines = [
-            f"{self.num_steps} steps on {self.num_replicas} replicas against one device;"
-            f" tolerances: {self.tolerance}"
-        ]
+        counts = (
+            f"{_number_of('step', self.num_steps)} on {_number_of('replica', self.num_replicas)}"
+        )
+        lines = [f"{counts}: {self.verdict}"]
+        if self.num_replicas == 1:
+            lines.append(
+                "only one replica: faults between replicas cannot appear; create two devices first,"
+                " with tf.config.set_logical_device_configuration"
+            )
+        lines.append(f"tolerances: {self.tolerance}")
         for stage, what in STAGES.items():
             if (status := self.status(stage)) == "not checked":
                 continue
@@ -212,8 +246,6 @@ class Report:
             for finding in self.findings:
                 if finding.stage == stage:
                     lines += [f"      {line}" for line in str(finding).splitlines()]
-        names = sorted({f.cause.replace("_", " ") for f in self.faults})
-        lines.append(f"not the same training: {', '.join(names)}" if names else "no fault found")
         return "\n".join(lines)
 
 
@@ -256,7 +288,12 @@ class Recording:
         }
 
     def save(self, path: str) -> None:
-        """Writes an `.npz` file with arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text."""
+        """Writes an `.npz` file; see `write`."""
+        with open(path, "wb") as file:
+            self.write(file)
+
+    def write(self, file: BinaryIO) -> None:
+        """Writes arrays `STEP/KIND/REPLICA/INDEX`, and "about", a JSON text, in `.npz` format."""
         arrays: dict[str, Any] = {}
         for number, step in enumerate(self.steps, start=1):
             for (kind, replica), values in step.items():
@@ -267,11 +304,10 @@ class Recording:
                         arrays[f"{name}/{part}" if part else name] = np.asarray(array)
         about = {name: value for name, value in vars(self).items() if name != "steps"}
         about |= {"format": "lockstep recording 1", "num_steps": len(self.steps)}
-        with open(path, "wb") as file:
-            np.savez(file, **arrays, about=np.array(json.dumps(about)))
+        np.savez(file, **arrays, about=np.array(json.dumps(about)))
 
     @classmethod
-    def load(cls, path: str) -> "Recording":
+    def load(cls, path: str | BinaryIO) -> "Recording":
         """Reads what `save` has written.
 
         Raises:
@@ -279,7 +315,7 @@ class Recording:
         """
         with np.load(path, allow_pickle=False) as file:
             if "about" not in file:
-                raise ValueError(f"{path}: is no recording of lockstep")
+                raise ValueError(f"{path} is not a recording; pass a file that Recorder.save wrote")
             about = json.loads(str(file["about"]))
             recording = cls(about["num_replicas"])
             recording.steps = [{} for _ in range(about["num_steps"])]
@@ -331,7 +367,8 @@ class Recorder(Hooks, Recording):
             from 1.
 
     Raises:
-        ValueError: the model is not compiled, or is compiled by XLA, where no hook can run.
+        ValueError: the model is not compiled, or is compiled by XLA or with several optimizers,
+            where no hook can run.
     """
 
     def __init__(self, model: keras.Model, steps: int | Collection[int] = 3):
@@ -341,8 +378,13 @@ class Recorder(Hooks, Recording):
             raise ValueError(f"model {model.name} is not compiled; call model.compile first")
         if model.jit_compile is True:
             raise ValueError(
-                f"model {model.name} is compiled with jit_compile=True, and XLA runs no hook;"
-                " record it with jit_compile=False"
+                f"model {model.name} is compiled with jit_compile=True, and XLA does not run the"
+                " hooks; compile it with jit_compile=False to record it"
+            )
+        if isinstance(model.optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+            raise ValueError(
+                f"model {model.name} is compiled with a MultiOptimizer, whose optimizers no hook"
+                " sees; record it with one optimizer at a time, for all weights"
             )
         self._model = model
         self._wanted = range(1, steps + 1) if isinstance(steps, int) else steps
@@ -350,9 +392,9 @@ class Recorder(Hooks, Recording):
         self._num_seen: collections.Counter[int] = collections.Counter()
         self._number: dict[int, tf.Tensor] = {}  # Of the step that a replica is in.
 
-    def save(self, path: str) -> None:
-        """See `Recording.save`."""
-        self.recording().save(path)
+    def write(self, file: BinaryIO) -> None:
+        """See `Recording.write`."""
+        self.recording().write(file)
 
     def recording(self) -> Recording:
         """Returns what was recorded, without the hooks."""
@@ -551,6 +593,11 @@ def _numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype("float32" if dtype == "bfloat16" else dtype)
 
 
+def _unit_of(dtype: str) -> float:
+    """Returns the largest step between numbers near 1."""
+    return {"bfloat16": 2.0**-7, "float16": 2.0**-10}.get(dtype, EPS)
+
+
 def _to_numpy_dtype(tensor: Any) -> tf.Tensor:
     """Casts bfloat16, which NumPy cannot save, to float32."""
     tensor = tf.convert_to_tensor(tensor)
@@ -565,6 +612,10 @@ def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 def _mask(prediction: Any) -> tf.Tensor:
     mask = get_keras_mask(prediction)
     return tf.zeros(()) if mask is None else mask
+
+
+def _number_of(noun: str, number: int) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _count(name: str, numbers: Sequence[int]) -> str:
@@ -648,8 +699,12 @@ class OneDevice:
     @property
     def unit(self) -> float:
         """The largest step between numbers near 1 in what the layers compute in."""
-        eps = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
-        return max([EPS, *(eps.get(layer.compute_dtype, 0) for layer in _leaf_layers(self.model))])
+        return max([EPS, *(_unit_of(layer.compute_dtype) for layer in _leaf_layers(self.model))])
+
+    @property
+    def units(self) -> list[float]:
+        """The same of each variable."""
+        return [_unit_of(variable.dtype) for variable in self.state]
 
     def load(self, state: Arrays) -> None:
         """Assigns all variables."""
@@ -784,6 +839,40 @@ class OneDevice:
                 if layer._call_has_training_arg:
                     hooks.hook(layer, "call", inference)
             return function()
+
+    def step_in_float32(
+        self, state: Arrays, data: Arrays, scales: tuple[float, float],
+        starts: Arrays | None = None,
+    ) -> StepResult | None:  # fmt: skip
+        """Runs a step with layers in float32 that compute in bfloat16 or float16.
+
+        Random layers stay as they are, they would draw other numbers; and so do layers that are
+        made of them, as an LSTM with dropout is.
+
+        Returns:
+            The step; None where layers cannot be in float32.
+        """
+
+        def is_random(layer: keras.layers.Layer) -> bool:
+            return any(part in self.random_layers for part in layer._flatten_layers())
+
+        layers = [
+            layer
+            for layer in self.model._flatten_layers()
+            if type(layer.dtype_policy) is keras.DTypePolicy
+            and layer.compute_dtype != layer.variable_dtype == "float32"
+            and (isinstance(layer, keras.Model) or not is_random(layer))
+        ]
+        policies = [layer.dtype_policy for layer in layers]
+        try:
+            for layer in layers:
+                layer.dtype_policy = "float32"
+            return self.step(state, data, scales=scales, starts=starts)
+        except Exception:  # Of the user's code, which may be made for another dtype.
+            return None
+        finally:
+            for layer, policy in zip(layers, policies, strict=True):
+                layer.dtype_policy = policy
 
     def _unpack(self, data: Arrays) -> tuple[Any, Any, Any]:
         nest = from_json(self._recording.structure, self._tensors(data))
@@ -933,7 +1022,10 @@ def compare_evaluation(
         variables = [*model.variables, *model.optimizer.variables]
         for variable, array in zip(variables, state, strict=True):
             variable.assign(tf.cast(array, variable.dtype))
-        return model.evaluate(batches, verbose=0, return_dict=True)
+        with warnings.catch_warnings():
+            # Keras warns at the end of a data set of unknown size, such as a shard.
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
+            return model.evaluate(batches, verbose=0, return_dict=True)
 
     logs, expected = _numbers(logs), _numbers(evaluate(states[0], dataset))
     drawn = [
@@ -946,7 +1038,7 @@ def compare_evaluation(
     wrong = [name for name, by in apart.items() if not by <= allowed]
     if not wrong:
         return []
-    text = "; ".join(f"{n} is {logs[n]:.6g}, on one device {expected[n]:.6g}" for n in wrong)
+    text = "; ".join(f"{n} is {logs[n]:.6g}, one device has {expected[n]:.6g}" for n in wrong)
     # A metric that is added up wrongly leaves the loss right; other examples change both.
     status, cause = FAULT, "other_evaluation" if "loss" in wrong else "other_metric"
     if "loss" in wrong and not all(map(_same, states[0], states[-1])):
@@ -959,8 +1051,8 @@ def compare_evaluation(
         local = float(np.average(losses, weights=sizes))
         if _ratio(abs(logs["loss"] - local), abs(local)) <= allowed:
             status, cause = BY_DESIGN, "local_statistics"
-            text += "; each replica evaluates with its own moving statistics"
-    if drawn:  # Replicas, and orders of examples, draw other ones.
+            text += "; each replica evaluates with different moving statistics"
+    if drawn:  # Replicas, and other orders of examples, draw other numbers.
         status, cause = BY_DESIGN, "random_evaluation"
         text += f"; the evaluation draws random numbers from {drawn[0]}"
     by = max(apart[name] for name in wrong)
@@ -1046,8 +1138,9 @@ class Losses:
 
     @property
     def size(self) -> float:
-        """What distances are relative to."""
-        return max(abs(self.whole), sum(map(abs, self.taken)), TINY)
+        """What distances are relative to: of numbers that are not NaN or infinite."""
+        whole, *taken = (abs(x) if np.isfinite(x) else 0.0 for x in (self.whole, *self.taken))
+        return max(whole, sum(taken), TINY)
 
     @property
     def apart(self) -> float:
@@ -1119,41 +1212,43 @@ class Losses:
         each = ", ".join(f"{o:.6g}" for o in self.own)
         if once and self._near(by_size, whole):
             return "scalar_loss_not_divided", (
-                f"each replica's loss ({each}) is taken once, not divided by {num} replicas: their"
-                f" sum is {taken:.6g}, the loss of the whole batch {whole:.6g}, so gradients"
-                f" are {taken / whole:.4g} times too large"
+                f"the replicas' losses ({each}) are not divided by the number of replicas, {num}:"
+                f" their sum is {taken:.6g}, the loss of the whole batch is {whole:.6g}, so the"
+                f" gradients are {taken / whole:.4g} times too large"
             )
         if mean and len(set(sizes)) > 1 and self._near(by_size, whole):
             return "mean_of_means", (
-                f"the mean of the replicas' means, of {'/'.join(map(str, sizes))} examples, is"
-                f" {taken:.6g}; the mean over all examples is {whole:.6g}"
+                f"the replicas have {'/'.join(map(str, sizes))} examples; the mean of their means"
+                f" is {taken:.6g}, the mean over all examples is {whole:.6g}"
             )
         if (mean or once) and is_plain and not self._near(by_size, whole):
             return "weighted_mean_of_means", (
-                "each replica divides by the weights, or unmasked steps, of its own examples: the"
-                f" mean of the replicas' losses ({each}) is {taken:.6g}, the weighted mean of"
-                f" the whole batch {whole:.6g}"
+                "each replica divides by the sum of the weights, or unmasked steps, of its"
+                f" examples: the mean of the replicas' losses ({each}) is {taken:.6g}, the weighted"
+                f" mean of the whole batch is {whole:.6g}"
             )
         if (mean or once) and not is_plain:
             return "not_a_sum_over_examples", (
-                f"the loss of a batch is not the mean of its examples' losses: {whole:.6g} for the"
-                f" whole batch, {each} for the shards"
+                f"the loss of a batch is not the mean of its examples' losses: it is {whole:.6g}"
+                f" for the whole batch and {each} for the shards"
             )
         factor = self.common_factor
         if factor is not None and self._near(by_size, whole):
-            often = ": divided by the number of replicas once too often"
+            often = ": they are divided by the number of replicas twice"
             return "scaled_gradient", (
-                f"each replica's loss is {factor:.4g} times its part in that of the batch, and so"
-                f" are gradients{often if abs(factor * num - 1) < 1e-3 else ''}"
+                f"each replica's loss and gradients are {factor:.4g} times the replica's share of"
+                f" those of the batch{often if abs(factor * num - 1) < 1e-3 else ''}"
             )
         return "other_loss", (
             f"the replicas' losses ({', '.join(f'{t:.6g}' for t in self.taken)}) add up to"
-            f" {taken:.6g}; their predictions have {each}, the whole batch {whole:.6g}"
+            f" {taken:.6g}; the compiled loss of their predictions is {each}, and {whole:.6g} for"
+            " the whole batch"
         )
 
     def _near(self, number: float, other: float) -> bool:
-        apart = abs(number - other)
-        return not np.isfinite(other) or bool(apart <= self.allowed * self.size)
+        if not np.isfinite(other):
+            return not np.isfinite(number)
+        return bool(abs(number - other) <= self.allowed * self.size)
 
 
 class Comparison:
@@ -1184,7 +1279,7 @@ class Comparison:
         if not all(is_finite(before) for before in self._all("before")):
             yield self._found(
                 "not_finite",
-                "the step starts from weights that are NaN or infinite: nothing to compare with",
+                "the step starts from weights that are NaN or infinite, so it cannot be compared",
                 design=True,
             )
             return
@@ -1231,10 +1326,10 @@ class Comparison:
     @property
     def tolerance(self) -> str:
         """How the tolerances were found."""
-        spread = "spread over orders of summation and changes by one unit in the last place"
+        spread = "spread over orders of summation and weights changed by one unit in the last place"
         if not self._num_in_float64:
             return spread
-        return f"float64 on one device, and the distance of float32 from it: {spread}"
+        return f"float64 on one device and the difference of float32 from it; {spread}"
 
     # The pieces that the stages are made of.
 
@@ -1377,6 +1472,10 @@ class Comparison:
             result.y_pred = [p[back] for p in result.y_pred]
             if not self._is_another_step(result, own, repeated):
                 repeated.append(result)
+        # A sum in bfloat16 may stop growing at the same number in all of these repetitions.
+        fine = one.step_in_float32(state, data, scales, starts) if one.unit > EPS else None
+        if fine and not self._is_another_step(fine, own, repeated):
+            repeated.append(fine)
         forward = backward = one.unit
         gradients = [0.0] * len(own.raw)
         size = np.sqrt(sum(norm(g) ** 2 for g in own.raw))
@@ -1439,7 +1538,7 @@ class Comparison:
                 if changed:
                     yield self._found(
                         "changed_on_its_own",
-                        f"{path} is not what the step before has left",
+                        f"{path} changed between two steps",
                         replicas=tuple(changed), tensors=(path,),
                     )  # fmt: skip
 
@@ -1467,7 +1566,7 @@ class Comparison:
             yield self._found(
                 "same_random_numbers",
                 f"{len(same)} of {len(seeds)} seed generators ({names or 'of the model'}) have the"
-                " same state on several replicas: other examples, the same masks",
+                " same state on several replicas, which draw the same masks for different examples",
                 replicas=tuple(self._replicas), tensors=tuple(self._paths[i] for i in same),
             )  # fmt: skip
 
@@ -1511,7 +1610,8 @@ class Comparison:
         if x_given == x_asked:
             yield self._found(
                 "labels_shifted",
-                f"{sum(extra.values())} of {num} inputs have another target than in the data set",
+                f"{sum(extra.values())} of {num} inputs have a different target than in the data"
+                " set",
             )
             return
         shards = [_row_hashes(data) for data in self._data]
@@ -1519,25 +1619,25 @@ class Comparison:
         if len(shards) > 1 and all(shard == everywhere for shard in shards):
             yield self._found(
                 "same_examples",
-                f"all {len(shards)} replicas were given the same {len(self._data[0][0])} examples",
+                f"all {len(shards)} replicas received the same {len(self._data[0][0])} examples",
                 replicas=tuple(self._replicas),
             )
         elif extra and all(hashed in asked for hashed in extra):
             yield self._found(
                 "repeated_examples",
-                f"{sum(extra.values())} examples were given out twice, {sum(missing.values())} not"
-                f" at all; shards of {sizes}, batch of {num}",
+                f"the replicas received {sum(extra.values())} examples twice and"
+                f" {sum(missing.values())} not at all; shards of {sizes}, batch of {num}",
             )
         elif extra:
             yield self._found(
                 "other_examples",
-                f"{sum(extra.values())} of {sum(given.values())} examples are not of this batch",
+                f"{sum(extra.values())} of {sum(given.values())} examples are not in this batch of"
+                " the data set",
             )
         else:
             yield self._found(
                 "lost_examples",
-                f"{sum(missing.values())} of {num} examples were given to no replica; shards of"
-                f" {sizes}",
+                f"no replica received {sum(missing.values())} of {num} examples; shards of {sizes}",
             )
 
     def _forward(self) -> Iterator[Finding]:
@@ -1567,16 +1667,16 @@ class Comparison:
         if statistics and self._mixing(off) <= allowed:
             yield self._found(
                 "local_statistics",
-                f"{', '.join(statistics[:3])} normalise the examples of each replica, not the whole"
-                f" batch: its gradient is {gradient:.1%} another one. Switched to inference, shards"
-                " and batch agree",
+                f"{', '.join(statistics[:3])} normalise{'s' * (len(statistics) == 1)} over each"
+                " replica's examples, not over the whole batch, whose gradient differs by"
+                f" {gradient:.1%}. In inference mode, shards and batch agree",
                 design=True, tensors=tuple(statistics), distance=gradient,
             )  # fmt: skip
         else:
             yield self._found(
                 "mixes_examples",
-                "predictions of an example depend on others of its shard: the gradient of the whole"
-                f" batch is {gradient:.1%} another one",
+                "the prediction for an example depends on other examples of its shard; the gradient"
+                f" of the whole batch differs by {gradient:.1%}",
                 design=True, distance=gradient,
             )  # fmt: skip
 
@@ -1611,19 +1711,20 @@ class Comparison:
         if layers:
             result = self._without(layers, lambda: one.step(state, data))
             if _relative(y_pred, result.y_pred) <= allowed:
-                return "inference_mode", "predictions are those of inference, not of training"
+                return "inference_mode", "the predictions are those of the model in inference mode"
         if (other := self._whose_numbers(replica, allowed)) != replica:
             return "same_random_numbers", f"predictions are those with the seeds of replica {other}"
         if self._follows:
             old = self._all("before", self._step - 1)[replica]
             if _relative(y_pred, one.step(old, data).y_pred) <= allowed:
-                return "stale_gradient", "predictions are those of the weights one step before"
+                return "stale_gradient", "the predictions are those of the previous step's weights"
         for other in self._replicas:
             if other != replica and self._sizes()[other] == len(data[0]):
                 result = one.step(state, self._data[other])
                 if _relative(y_pred, result.y_pred) <= allowed:
-                    return "same_examples", f"predictions are those of replica {other}'s examples"
-        return "unexplained", "predictions differ from those of one device for the same examples"
+                    text = f"the predictions are those for the examples of replica {other}"
+                    return "same_examples", text
+        return "unexplained", "one device makes other predictions for the same examples"
 
     def _whose_numbers(self, r: int, allowed: float) -> int:
         """Returns the replica whose seeds explain the predictions of replica r, else r itself."""
@@ -1685,7 +1786,7 @@ class Comparison:
             yield dataclasses.replace(
                 self._found(
                     "regulariser_repeated" if extra > 0 else "regulariser_missing",
-                    f"the replicas' losses hold {1 + extra:.4g} times the regularisation of one"
+                    f"the replicas' losses contain {1 + extra:.4g} times the regularisation of one"
                     " device",
                     distance=losses.apart, allowed=losses.allowed,
                 ),
@@ -1799,7 +1900,7 @@ class Comparison:
                 self._used[r] = moved
                 yield self._found(
                     "labels_shifted",
-                    "the loss is that of targets shifted by one example against their inputs",
+                    "the loss is that of targets shifted by one example relative to the inputs",
                     replicas=(r,),
                 )
                 return
@@ -1872,6 +1973,13 @@ class Comparison:
     def _gradients(self) -> Iterator[Finding]:
         if not self._has("raw") or self._overflows or self._loss_is_unknown:
             return
+        if odd := self._not_finite():
+            yield self._found(
+                "not_finite",
+                "gradients are NaN or infinite, on one device too: nothing to compare with",
+                replicas=odd, design=True,
+            )  # fmt: skip
+            return
         if self._sums_in_the_step():
             yield from self._gradients_of_the_whole()
             return
@@ -1888,7 +1996,7 @@ class Comparison:
             if len(actual) != len(expected):
                 yield self._found(
                     "frozen",
-                    f"{len(actual)} weights have a gradient, on one device {len(expected)}",
+                    f"{len(actual)} weights have a gradient, {len(expected)} on one device",
                     replicas=(r,),
                 )
                 continue
@@ -1897,6 +2005,14 @@ class Comparison:
                 yield from self._why_gradients(r, actual, expected, wrong)
         if not self._recording.whole_loss:
             yield from self._additive()
+
+    def _not_finite(self) -> tuple[int, ...]:
+        """Returns the replicas whose gradients are NaN or infinite, as they are on one device."""
+        return tuple(
+            r
+            for r, (raw, own) in enumerate(zip(self._all("raw"), self._own, strict=True))
+            if not is_finite(raw) and not is_finite(own.raw)
+        )
 
     def _gradients_together(self) -> Iterator[Finding]:
         """Checks the sum of what the replicas send against the gradients of the whole batch."""
@@ -1959,8 +2075,9 @@ class Comparison:
         if wrong := [i for i, limit in enumerate(limits) if apart[i] > limit]:
             yield self._found(
                 "scaled_gradient",
-                "the step sums gradients itself; what the replicas then send adds up to"
-                f" {_factor(total, whole):.4g} times the gradient of the whole batch",
+                "the train_step sums the gradients over the replicas; the sum of what they then"
+                f" send adds up to {_factor(total, whole):.4g} times the gradient of the whole"
+                " batch",
                 tensors=tuple(self._recording.gradients[i] for i in wrong),
                 distance=_relative_norm(total, whole),
             )  # fmt: skip
@@ -2047,7 +2164,7 @@ class Comparison:
             told = self._near(r, expected, candidate, self._times_own(r))
             if explained := [i for i in left if near[i] and not told[i]]:
                 yield self._gradient_finding(
-                    cause, f"they are {text}", r, actual, expected, explained
+                    cause, f"the gradients are {text}", r, actual, expected, explained
                 )
                 left = [i for i in left if i not in explained]
         yield from self._scaled_or_reduced(r, actual, expected, left)
@@ -2056,13 +2173,13 @@ class Comparison:
         """Yields (cause, text, gradients that a replica would then send)."""
         one, num, scales = self._one, len(self._replicas), self._scales[r]
         zeros = [_scaled(g, 0.0) for g in self._all("raw")[r]]
-        yield "frozen", "0 everywhere", lambda: zeros
+        yield "frozen", "0", lambda: zeros
         if old := self._earlier("raw"):
-            yield "stale_gradient", "the gradients of the step before", lambda: old[r]
+            yield "stale_gradient", "those of the previous step", lambda: old[r]
         if self._follows:
             state = self._all("before", self._step - 1)[r]
             yield (
-                "stale_gradient", "gradients by the weights one step before",
+                "stale_gradient", "those for the weights of the previous step",
                 lambda: self._expected_gradients(r, state=state),
             )  # fmt: skip
         if self._has("loss"):
@@ -2070,12 +2187,12 @@ class Comparison:
                 cause = "regulariser_repeated" if factor else "regulariser_missing"
                 part = scales[0], scales[1] * factor
                 yield (
-                    cause, f"regularisation is in them {factor} times",
+                    cause, f"those of a loss that contains regularisation {factor} times",
                     partial(self._expected_gradients, r, scales=part),
                 )  # fmt: skip
         if self._modal_layers:
             yield (
-                "inference_mode", "those of a model in inference",
+                "inference_mode", "those of the model in inference mode",
                 lambda: self._without(self._modal_layers, lambda: self._expected_gradients(r)),
             )  # fmt: skip
         for other in self._replicas if one.random_layers else ():
@@ -2090,13 +2207,13 @@ class Comparison:
         for shift in (1, -1):
             moved = data[:inputs] + [np.roll(array, shift, axis=0) for array in data[inputs:]]
             yield (
-                "labels_shifted", "those of targets shifted by one example",
+                "labels_shifted", "those for targets shifted by one example",
                 partial(self._expected_gradients, r, data=moved),
             )  # fmt: skip
         for other in self._replicas:
             if other != r:
                 yield (
-                    "same_examples", f"those of replica {other}'s examples",
+                    "same_examples", f"those for the examples of replica {other}",
                     partial(
                         self._expected_gradients, r, data=self._data[other],
                         starts=self._starts[other],
@@ -2188,25 +2305,29 @@ class Comparison:
         if not self._has("loss") and len(set(sizes)) > 1:
             total = sum(sizes)
             if are_whole(self._weighted([size / total for size in sizes])):
-                text = f"shards of {'/'.join(map(str, sizes))} examples weigh the same"
+                text = f"shards of {'/'.join(map(str, sizes))} examples have equal weights"
                 return "mean_of_means", text
         if (weights := self._weights_of_shards()) and are_whole(self._weighted(weights)):
             shown = "/".join(f"{weight:.3g}" for weight in weights)
-            text = f"shards weigh the same; their sample weights, or unmasked steps, are as {shown}"
+            text = (
+                "shards have equal weights; their shares of the sample weights, or unmasked steps,"
+                f" are {shown}"
+            )
             return "weighted_mean_of_means", text
         factor = _factor(sums, whole)
         if all(
             distance(sums[i], _scaled(whole[i], factor)) <= abs(factor) * limits[i] for i in wrong
         ):
             times = (
-                f"summed over {num} replicas, gradients are {factor:.4g} times that of the whole"
+                f"the sum of the gradients over {num} replicas is {factor:.4g} times the gradient"
+                " of the whole batch"
             )
             if factor < 1:
-                return "scaled_gradient", f"{times} batch: they are divided once too often"
+                return "scaled_gradient", f"{times}: the loss is divided more than once"
             return (
                 "scalar_loss_not_divided",
-                f"{times} batch: the loss is a mean over a replica's own examples, and not divided"
-                " by the number of replicas",
+                f"{times}: the loss is the mean over a replica's examples, not divided by the"
+                " number of replicas",
             )
         if regular := self._regular_gradients(before):
             extra = _factor(
@@ -2217,13 +2338,13 @@ class Comparison:
             ):
                 return (
                     "regulariser_repeated" if extra > 0 else "regulariser_missing",
-                    f"the replicas' gradients hold {1 + extra:.4g} times the regularisation of one"
-                    " device",
+                    f"the replicas' gradients contain {1 + extra:.4g} times the regularisation of"
+                    " one device",
                 )
         return (
             "not_a_sum_over_examples",
-            f"the gradient of the whole batch is {_relative_norm(sums, whole):.1%} another one than"
-            " the sum over the shards, on one device too",
+            f"the gradient of the whole batch differs by {_relative_norm(sums, whole):.1%} from the"
+            " sum over the shards, also on one device",
         )
 
     def _weights_of_shards(self) -> list[float]:
@@ -2293,8 +2414,8 @@ class Comparison:
             yield self._found(
                 "clipped_before_the_sum",
                 f"{self._limits() or 'clipping'} is applied on each replica (norms {norms}), not to"
-                f" the sum (norm {_total_norm(total):.4g}): what is sent adds up to norm"
-                f" {_total_norm(sent):.4g}, the clipped sum has {_total_norm(expected):.4g}",
+                f" the sum (norm {_total_norm(total):.4g}): the sum of the clipped gradients has"
+                f" norm {_total_norm(sent):.4g}, the clipped sum has {_total_norm(expected):.4g}",
                 tensors=tuple(self._recording.gradients[i] for i in wrong),
                 distance=_relative_norm(sent, expected), allowed=1e-5,
             )  # fmt: skip
@@ -2315,7 +2436,7 @@ class Comparison:
             expected = self._limits() or "no clipping"
             yield self._found(
                 "clipped_on_one_replica",
-                f"they are clipped to {text}, before the sum; the optimizer has {expected}",
+                f"the gradients are clipped to {text} before the sum; the optimizer has {expected}",
                 replicas=(r,), tensors=tuple(names[i] for i in wrong),
                 distance=_relative_norm(clipped, alone),
             )  # fmt: skip
@@ -2358,9 +2479,10 @@ class Comparison:
             groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
             known: list[np.ndarray] = []
             tensors = list(enumerate(zip(received[r], *sent, strict=True)))
+            units = [self._one.units[self._paths.index(p)] for p in self._recording.gradients]
             # Few elements do not tell by what factors they are summed; large tensors do.
             for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
-                if _within(got, add(parts), _sum_bound(parts)):
+                if _within(got, add(parts), _sum_bound(parts, units[i])):
                     continue
                 if clipped and _within(
                     got, add([c[i] for c in clipped]), MARGIN * _sum_bound(parts)
@@ -2388,6 +2510,7 @@ class Comparison:
             yield from self._skipped_update()
             return
         if not self._sums_of(0):
+            yield from self._unseen_update()
             return
         self._checks()
         one, checked = self._one, {}
@@ -2406,6 +2529,23 @@ class Comparison:
                 self._update_is_wrong = True
                 yield from self._why_update(r, expected, bounds, wrong)
 
+    def _unseen_update(self) -> Iterator[Finding]:
+        """Says that a step changes weights without the optimizer, so that little can be checked."""
+        pairs = list(zip(self._all("before"), self._all("after"), strict=True))
+        changed = [
+            i
+            for i, kind in enumerate(self._kinds)
+            if kind == "weight" and not all(_same(before[i], after[i]) for before, after in pairs)
+        ]
+        if changed:
+            self._checks()
+            yield self._found(
+                "update_not_seen",
+                "weights change, and the compiled optimizer was given no gradients: gradients,"
+                " all-reduce and update could not be checked",
+                tensors=tuple(self._paths[i] for i in changed), design=True,
+            )  # fmt: skip
+
     def _skipped_update(self) -> Iterator[Finding]:
         """Checks a step that one device skips, or that was skipped, as gradients overflowed."""
         self._checks()
@@ -2414,14 +2554,15 @@ class Comparison:
             self._update_is_wrong = True
             yield self._found(
                 "overflow_not_skipped",
-                f"gradients overflow on replica {', '.join(map(str, overflows))} and not on replica"
-                " 0, which alone decides: infinite gradients are applied, and no step is skipped",
+                f"gradients overflow on replica {', '.join(map(str, overflows))} but not on replica"
+                " 0, the only one that Keras checks: the step is not skipped and applies infinite"
+                " gradients",
                 replicas=tuple(overflows),
             )
             return
         if not overflows and self._one.step(self._all("before")[0], self._whole).raw:
             yield self._found(
-                "not_updated", "the step is skipped, and gradients overflow on no replica"
+                "not_updated", "the step is skipped although gradients overflow on no replica"
             )
         for r in self._replicas:
             before, after = self._all("before")[r], self._all("after")[r]
@@ -2431,7 +2572,7 @@ class Comparison:
                 if kind == "weight" and not _same(before[i], after[i])
             ]:
                 yield self._found(
-                    "changed_on_its_own", "weights change in a step that is skipped",
+                    "changed_on_its_own", "weights change in a skipped step",
                     replicas=(r,), tensors=tuple(changed),
                 )  # fmt: skip
 
@@ -2440,29 +2581,35 @@ class Comparison:
 
         The update is repeated from gradients and states that are one unit in the last place off.
         """
-        generator = np.random.default_rng(self._step)
+        generator, units = np.random.default_rng(self._step), self._one.units
+        units_of_sums = [units[self._paths.index(path)] for path in self._recording.gradients]
         base = self._updated(before, sums)
         apart = [np.zeros(array.shape) for array in base]
+
+        def size(array: Any) -> np.ndarray:
+            return np.abs(np.where(np.isfinite(array), dense(array), 0))
+
         for _ in range(3):
 
-            def near(array: Any) -> Any:
+            def near(array: Any, unit: float) -> Any:
                 if isinstance(array, Sparse):
-                    return array._replace(values=near(array.values))
+                    return array._replace(values=near(array.values, unit))
                 if not np.issubdtype(array.dtype, np.floating):
                     return array
-                return array * (1 + EPS * generator.choice([-1, 1], array.shape)).astype(
+                return array * (1 + unit * generator.choice([-1, 1], array.shape)).astype(
                     array.dtype
                 )
 
-            kinds = zip(before, self._kinds, strict=True)
+            kinds = zip(before, self._kinds, units, strict=True)
             # A schedule's step and a factor that is multiplied up stay what they are.
-            state = [near(a) if kind != "seed" and a.ndim else a for a, kind in kinds]
-            for i, array in enumerate(self._updated(state, list(map(near, sums)))):
-                apart[i] = np.maximum(apart[i], np.abs(dense(array) - dense(base[i])))
+            state = [near(a, u) if kind != "seed" and a.ndim else a for a, kind, u in kinds]
+            moved_on = self._updated(state, list(map(near, sums, units_of_sums)))
+            for i, array in enumerate(moved_on):
+                moved = np.abs(dense(array) - dense(base[i]))
+                apart[i] = np.maximum(apart[i], np.where(np.isfinite(moved), moved, 0))
         return [
-            MARGIN * (a + np.sqrt(np.mean(a**2)) + EPS * (np.abs(dense(b)) + np.abs(dense(o))))
-            + TINY
-            for a, b, o in zip(apart, base, before, strict=True)
+            MARGIN * (a + np.sqrt(np.mean(a**2)) + unit * (size(b) + size(o))) + TINY
+            for a, b, o, unit in zip(apart, base, before, units, strict=True)
         ]
 
     def _why_update(
@@ -2475,8 +2622,8 @@ class Comparison:
             made = int(after[steps[0]]) - int(before[steps[0]])
             yield self._found(
                 "schedule_stepped_too_often",
-                f"`iterations` advances by {made} in one step, so that a schedule runs {made} times"
-                " as fast", tensors=(paths[steps[0]],), replicas=(r,),
+                f"`iterations` advances by {made} in one step, so a learning rate schedule runs"
+                f" {made} times as fast", tensors=(paths[steps[0]],), replicas=(r,),
             )  # fmt: skip
         left = [i for i in wrong if i not in steps]
         while left:
@@ -2515,10 +2662,10 @@ class Comparison:
         rare = [i for i in wrong if few[i] <= max(1, np.size(after[i]) // 100)]
         if rare:
             count = sum(few[i] for i in rare)
-            text = f"{count} elements differ from the update, all others are right"
+            text = f"{count} elements differ from the update, all other elements are right"
             return "changed_on_its_own", text, rare
         return (
-            "unexplained", "the update is not that of the optimizer for these gradients",
+            "unexplained", "the optimizer makes a different update with these gradients",
             list(wrong),
         )  # fmt: skip
 
@@ -2526,20 +2673,20 @@ class Comparison:
         """Yields (cause, text, all variables that the optimizer would then leave)."""
         num = len(self._replicas)
         before, sums = self._all("before")[r], self._sums_of(r)
-        yield "not_updated", "the weights stay as they were", lambda: before
+        yield "not_updated", "the weights do not change", lambda: before
         if self._has("sums") and num > 1:
             own, clips = self._all(self._kind_sent)[r], self._recording.clips_sum
-            text = "the update is made with the replica's own gradients, not with the sum"
+            text = "the update uses the gradients of this replica, not the sum"
             yield "not_all_reduced", text, lambda: self._updated(before, own, clips=clips)
         for factor, cause in ((1 / num, "mean_instead_of_sum"), (num, "scaled_gradient")):
             scaled = [_scaled(g, factor) for g in sums]
-            text = f"the update is that of {factor:.4g} times the sum"
+            text = f"the update uses {factor:.4g} times the sum"
             yield cause, text, partial(self._updated, before, scaled)
         text = "the summed gradients are clipped on this replica"
         yield "clipped_on_one_replica", text, lambda: self._updated(before, sums, clips=True)
         olds = (self._earlier(kind) for kind in ("sums", "clipped", "raw"))
         if old := next((old for old in olds if old), None):
-            text = "the update is made with the gradients of the step before"
+            text = "the update uses the gradients of the previous step"
             yield "stale_gradient", text, lambda: self._updated(before, old[r])
 
     def _changes_of_update(
@@ -2568,8 +2715,8 @@ class Comparison:
                     ]
                     yield (
                         "weight_decay_on_top",
-                        f"weights are made smaller by {decay:.3g} of themselves, beside the"
-                        " optimizer's update", partial(list, less),
+                        f"a weight decay of {decay:.3g} is applied in addition to the optimizer's"
+                        " update", partial(list, less),
                     )  # fmt: skip
 
     def _statistics(self) -> Iterator[Finding]:
@@ -2589,16 +2736,17 @@ class Comparison:
             if self._synchronizes and wrong:
                 yield self._found(
                     "local_statistics",
-                    "the layer is synchronized, and yet its moving statistics are not those of the"
-                    " whole batch: they depend on a replica's own examples",
+                    "the layer is synchronized, but its moving statistics are those of one"
+                    " replica's examples, not of the whole batch",
                     replicas=(r,), tensors=tuple(self._paths[i] for i in wrong),
                 )  # fmt: skip
                 continue
             if wrong and not (stay and r in self._in_inference):
                 yield self._found(
                     "inference_mode" if stay else "unexplained",
-                    "they stay as they were in a training step" if stay
-                    else "they are not those that the replica's examples give",
+                    "moving statistics and seeds do not change in the training step" if stay
+                    else "moving statistics or seeds differ from those of one device for the"
+                    " replica's examples",
                     replicas=(r,), tensors=tuple(self._paths[i] for i in wrong),
                 )  # fmt: skip
 
@@ -2627,7 +2775,7 @@ class Comparison:
             apart = max(distance(per_replica[r][index], first) for r in other)
             yield self._found(
                 "diverged_replicas",
-                f"{when}, replicas do not hold what replica 0 holds",
+                f"{when}, these replicas have other values than replica 0",
                 replicas=tuple(other), tensors=(self._paths[index],),
                 distance=_ratio(apart, norm(first)),
             )  # fmt: skip
@@ -2652,10 +2800,10 @@ def _threshold(clipped: Arrays, raw: Arrays) -> str:
     return ""
 
 
-def _sum_bound(parts: Sequence[Any]) -> np.ndarray:
-    """Returns how far the order of summation may carry each element."""
+def _sum_bound(parts: Sequence[Any], unit: float = EPS) -> np.ndarray:
+    """Returns how far the order of summation may carry each element, in a dtype of this unit."""
     size = np.sum([np.abs(dense(part)) for part in parts], axis=0)
-    return (len(parts) + 1) * EPS * size + TINY
+    return (len(parts) + 1) * unit * size + TINY
 
 
 def _why_sum(
@@ -2676,9 +2824,9 @@ def _why_sum(
     """
     num, sums, bound = len(parts), dense(got), _sum_bound(parts)
     if sums.shape != bound.shape:
-        return "unexplained", f"its shape is {sums.shape}, not {bound.shape}", ()
+        return "unexplained", f"the sum has shape {sums.shape}, not {bound.shape}", ()
     if np.any(sums) and any(_within(got, old, limit) for old, limit in before):
-        return "stale_gradient", "the sum is that of the step before", ()
+        return "stale_gradient", "the sum is that of the previous step", ()
     rows = np.stack([dense(part).ravel() for part in parts])
     simple = [np.full(num, 1 / num), *([] if r is None else [np.eye(num)[r]])]
     fitted = [np.linalg.lstsq(rows.T, sums.ravel(), rcond=None)[0]] if sums.size > num else []
@@ -2702,16 +2850,17 @@ def _why_factors(r: int | None, factors: np.ndarray) -> tuple[str, str, tuple[in
         text = f"the gradients are averaged over {num} replicas, not summed"
         return "mean_instead_of_sum", text, ()
     if r is not None and factors[r] and not np.any(np.delete(factors, r)):
-        times = "" if abs(factors[r] - 1) < 1e-3 else f", {factors[r]:.4g} times"
-        return "not_all_reduced", f"each replica keeps its own gradient, of {num}{times}", ()
+        times = "" if abs(factors[r] - 1) < 1e-3 else f", multiplied by {factors[r]:.4g}"
+        text = f"it is the gradient of this replica, not the sum over {num} replicas{times}"
+        return "not_all_reduced", text, ()
     odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > 1e-3))
     if not np.any(factors):
         return "lost_replica", "the sum is 0", ()
-    if not any(factors[q] for q in odd):
+    if odd and not any(factors[q] for q in odd):
         lost = ", ".join(map(str, odd))
-        return "lost_replica", f"the gradient of replica {lost} is not in the sum", odd
-    shown = ", ".join(f"{factor:.4g}" for factor in factors)
-    text = f"the sum holds {shown} times the replicas' gradients"
+        return "lost_replica", f"the sum does not contain the gradient of replica {lost}", odd
+    shown = ", ".join(f"{factor:.{4 if odd else 8}g}" for factor in factors)
+    text = f"the sum contains the replicas' gradients multiplied by {shown}"
     return "scaled_gradient", text, odd if len(odd) < num else ()
 
 
@@ -2752,22 +2901,22 @@ def _sum_of_some(sums: np.ndarray, rows: np.ndarray, bound: np.ndarray) -> str:
         found |= np.abs(rows[chosen].sum(axis=0) - flat) <= limit
     if not found.all():
         return ""
-    return f"of {np.mean(~full):.0%} of the elements, some replicas' part is set to 0"
+    return f"in {np.mean(~full):.0%} of the elements, the part of some replicas is 0"
 
 
 def _why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
-    """Explains a gradient that is not the expected one by itself."""
+    """Explains one wrong gradient without those of other replicas and tensors."""
     a, e = dense(actual), dense(expected)
     if a.shape != e.shape:
-        return "unexplained", f"its shape is {a.shape}, not {e.shape}"
+        return "unexplained", f"the gradient has shape {a.shape}, not {e.shape}"
     if not np.any(a):
-        return "frozen", "the gradient is 0 everywhere"
+        return "frozen", "all elements of the gradient are 0"
     limit = max(limit, 64 * EPS * float(np.linalg.norm(e)))
     factor = _factor([a], [e])
     if np.linalg.norm(a - factor * e) <= abs(factor) * limit:
         known = {
-            1 / num_replicas: f", 1 / {num_replicas} replicas",
-            num_replicas: ", as many as replicas",
+            1 / num_replicas: " (1 / number of replicas)",
+            num_replicas: " (the number of replicas)",
         }
         why = next((text for k, text in known.items() if abs(factor / k - 1) < 1e-3), "")
         return (
@@ -2778,20 +2927,20 @@ def _why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> 
     if np.mean(kept) < 0.9 and np.linalg.norm((a - e)[kept]) <= limit:
         return (
             "sparsified",
-            f"{np.mean(~kept):.0%} of its elements are set to 0, the others are right",
+            f"{np.mean(~kept):.0%} of the gradient's elements are 0, all others are right",
         )
     for name, bits in (("bfloat16", 16), ("float16", 13)):
         if _has_short_mantissa(a, bits) and np.linalg.norm(a - e) <= 2.0 ** (
             bits - 23
         ) * np.linalg.norm(e):
-            return "reduced_precision", f"its elements are rounded to {name}"
+            return "reduced_precision", f"the gradient is rounded to {name}"
     if len(np.unique(a)) <= min(256, a.size // 4):
-        return "quantised", f"its {a.size} elements have {len(np.unique(a))} different values"
+        return "quantised", f"the {a.size} elements have only {len(np.unique(a))} different values"
     apart = _ratio(float(np.linalg.norm(a - e)), float(np.linalg.norm(e)))
     return (
         "unexplained",
-        f"it is {apart:.2g} of its size apart; no scale, shift, other examples, older"
-        " step, regularisation, precision or lost element explains it",
+        f"the relative difference is {apart:.2g}; no scale, shift, other examples, previous step,"
+        " regularisation, precision or lost element explains it",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from strategies.tf_private import get_mask, set_mask
+from strategies.keras_private import get_mask, set_mask
 
 
 class BatchStructure:

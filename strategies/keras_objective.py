@@ -25,16 +25,16 @@ import numpy as np
 import tensorflow as tf
 
 from strategies.batch_structure import BatchStructure, leaves_with_rows, present
-from strategies.one_device import ModelScope, OneDevice
-from strategies.replica import Replica
-from strategies.step_totals import StepTotals
-from strategies.tf_private import (
+from strategies.keras_private import (
     build_compiled,
     compiled_loss,
     get_mask,
     set_mask,
     takes_training,
 )
+from strategies.one_device import ModelScope, OneDevice
+from strategies.replica import Replica
+from strategies.step_totals import StepTotals
 
 
 class Forward(NamedTuple):
@@ -60,6 +60,7 @@ class KerasObjective:
         element_spec: of the data set, `(x, y)` or `(x, y, sample_weight)`, each any nest.
 
     Attributes:
+        largest_batch: examples of the largest batch; None where that is not known.
         has_own_train_step: whether the model has a `train_step` of its own; known once prepared.
         trained: numbers of the trainable variables that have a gradient; known once traced.
         metrics: name → value of the model's metrics over the last evaluation; of one with several
@@ -70,6 +71,7 @@ class KerasObjective:
         self._batch = BatchStructure(element_spec)
         self._one_device = OneDevice()
         self.predicted: Any = None
+        self.largest_batch: int | None = None
         self.has_own_train_step = False
         self.trained: list[int] = []
         self.metrics: dict[str, float] = {}

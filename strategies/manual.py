@@ -53,19 +53,24 @@ def gradients_on_each_device(
     strategy: base.Strategy,
     replicas: Sequence[Replica],
     shards: Sequence[Sequence[tf.Tensor]],
-    num_global_examples: tf.Tensor,
+    batch: Sequence[tf.Tensor],
 ) -> tuple[PerReplicaTensors, list[base.StepTotals]]:
     """Computes gradients of sum(losses of a shard) / size of the global batch, for each shard.
+
+    With an objective, they are those of the loss that it defines for the global batch.
 
     Args:
         strategy: defines the loss.
         replicas: R replicas, each on its device.
         shards: R tuples of images and labels, placed likewise.
-        num_global_examples: int scalar, the size of the global batch.
+        batch: images and labels of the global batch.
 
     Returns:
         R lists with a gradient for each weight, and R totals.
     """
+    if strategy.objective:
+        return gradients_of_whole_batch(strategy, replicas, shards, batch, gather_by_hand)
+    num_global_examples = tf.shape(batch[0])[0]
     if strategy.syncs_batch_norm:  # Its layers wait for each other.
         return synchronized_gradients(strategy, replicas, shards, num_global_examples)
     per_replica_gradients, per_replica_totals = [], []
@@ -144,14 +149,9 @@ class ManualStrategy(base.Strategy):
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:  # d2l: train_batch
         batch = next(iterator)
         shards = split_batch(batch, self.devices, self.replica_weights)  # 1. A shard for each.
-        if self.objective:  # 2. Gradients.
-            per_replica_gradients, per_replica_totals = gradients_of_whole_batch(
-                self, self.replicas, shards, batch, gather_by_hand
-            )
-        else:
-            per_replica_gradients, per_replica_totals = gradients_on_each_device(
-                self, self.replicas, shards, tf.size(batch[1])
-            )
+        per_replica_gradients, per_replica_totals = gradients_on_each_device(  # 2. Gradients.
+            self, self.replicas, shards, batch
+        )
         per_replica_sums = self.all_reduce(per_replica_gradients)  # 3. All-reduce (sum).
         for replica, sums in zip(self.replicas, per_replica_sums, strict=True):
             with tf.device(replica.device):

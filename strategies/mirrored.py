@@ -29,6 +29,9 @@ from strategies.whole_batch import (
     gradients_of_whole_batch,
 )
 
+Shard = tuple[tf.Tensor, ...]  # Images and labels; with an objective, leaves of any batch.
+Whole = Any  # The size of the global batch; with an objective, all leaves of it.
+
 # TensorFlow's all-reduce of each name. `reduce_to_one` adds in the order of our own, so that
 # `manual` and `mirrored` are bitwise identical. `ring` is MirroredStrategy's default on CPUs.
 CROSS_DEVICE_OPS = {
@@ -92,16 +95,16 @@ class MirroredStrategy(Strategy):
         `experimental_distribute_dataset` would cut the batches by rounding up, 4 over 3 as 2, 2, 0,
         so that a replica can be left with nothing. So the shards are elements of their own here,
         in replica order, each with the size of its global batch; with an objective, whose loss is
-        that of the whole batch, each with the whole batch.
+        that of the whole batch, with all of it.
         """
 
         def to_shards(*batch: tf.Tensor) -> tf.data.Dataset:
             num_examples = tf.shape(batch[0])[0]
 
-            def to_shard(replica_id: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            def to_shard(replica_id: tf.Tensor) -> tuple[Shard, Whole]:
                 start, end = weighted_bounds(num_examples, self.replica_weights, replica_id)
                 shard = tuple(tensor[start:end] for tensor in batch)
-                return (shard, batch) if self.objective else (*shard, num_examples)
+                return shard, batch if self.objective else num_examples
 
             ids = self._local(self.num_replicas)
             return tf.data.Dataset.range(ids.start, ids.stop, output_type=tf.int32).map(to_shard)
@@ -114,45 +117,42 @@ class MirroredStrategy(Strategy):
         )
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
-        def replica_step(  # 1. `distribute` has split the batch.
-            images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
-        ) -> StepTotals:
+        def replica_step(shard: Shard, whole: Whole) -> StepTotals:  # 1. Split by `distribute`.
             replica = self._replica()
-            gradients, totals = self.local_gradients(  # 2. Gradients of its shard.
-                replica, (images, labels), num_global_examples
-            )
+            gradients, totals = self._replica_gradients(replica, shard, whole)  # 2. Gradients.
             sums = self._sum_over_replicas(gradients)  # 3. All-reduce (sum).
             self.apply_gradients(replica, sums)  # 4. The same update everywhere.
             return totals
 
-        def replica_step_of_objective(  # 1. `distribute` has split the batch.
-            shard: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]
-        ) -> StepTotals:
-            replica = self._replica()
-            (gradients,), (totals,) = gradients_of_whole_batch(  # 2. Gradients of its shard.
-                self, [replica], [shard], batch, gather_over_replicas
-            )
-            sums = self._sum_over_replicas(gradients)  # 3. All-reduce (sum).
-            self.apply_gradients(replica, sums)  # 4. The same update everywhere.
-            return totals
-
-        step = replica_step_of_objective if self.objective else replica_step
-        per_replica_totals = self._tf_strategy.run(step, args=next(iterator))
+        per_replica_totals = self._tf_strategy.run(replica_step, args=next(iterator))
         return StepTotals.sum(self._per_replica(per_replica_totals))
+
+    def _replica_gradients(
+        self, replica: Replica, shard: Shard, whole: Whole
+    ) -> tuple[list[tf.Tensor], StepTotals]:
+        """Computes a replica's part in the gradients of the global batch, and in its totals."""
+        if not self.objective:
+            return self.local_gradients(replica, shard, whole)
+        (gradients,), (totals,) = gradients_of_whole_batch(
+            self, [replica], [shard], whole, self.gather_rows
+        )
+        return gradients, totals
 
     def evaluate_objective(
         self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
     ) -> tuple[StepTotals, list[tf.Tensor]]:
-        def replica_evaluation(
-            shard: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]
-        ) -> tuple[StepTotals, list[tf.Tensor]]:
+        def replica_evaluation(shard: Shard, batch: Whole) -> tuple[StepTotals, list[tf.Tensor]]:
             return evaluate_whole_batch(
-                self, [self._replica()], [shard], batch, gather_over_replicas,
+                self, [self._replica()], [shard], batch, self.gather_rows,
                 statistics=statistics, metric_states=metric_states,
             )  # fmt: skip
 
         # Each replica has the predictions of all, and computes the same.
         return self._per_replica(self._tf_strategy.run(replica_evaluation, args=next(iterator)))[0]
+
+    def gather_rows(self, per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        """Joins the rows of all replicas, in replica context: see `Gather`."""
+        return gather_over_replicas(per_replica_tensors)
 
     def _replica(self) -> Replica:
         """Returns the replica that `tf.distribute` is running, in replica context."""
@@ -185,10 +185,7 @@ class MirroredStrategy(Strategy):
         return self._per_replica(self._tf_strategy.run(sum_over_replicas, args=(values,)))
 
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
-        def replica_forward(
-            images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
-        ) -> LogitsAndTotals:
-            shard = images, labels
+        def replica_forward(shard: Shard, num_global_examples: tf.Tensor) -> LogitsAndTotals:
             return self.classify(self._replica(), shard, num_global_examples, statistics)
 
         return self._per_replica(self._tf_strategy.run(replica_forward, args=next(iterator)))

@@ -6,6 +6,7 @@ from typing import ClassVar
 import tensorflow as tf
 
 from strategies.mirrored import MirroredStrategy
+from strategies.whole_batch import gather_padded
 
 _WHOLE_MB = 4096.0
 
@@ -35,6 +36,14 @@ class MultiWorkerStrategy(MirroredStrategy):
     def default_bucket_mib(self) -> float:
         """Returns one bucket for all gradients: each collective waits for the network."""
         return _WHOLE_MB
+
+    def gather_rows(self, per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        """Joins the rows of all replicas with collectives of one shape, where it is known."""
+        largest = self.objective and self.objective.largest_batch
+        if largest is None:
+            return super().gather_rows(per_replica_tensors)
+        bounds = [self.shard_bounds(largest, shard_id) for shard_id in range(self.num_shards)]
+        return gather_padded(per_replica_tensors, max(int(end - start) for start, end in bounds))
 
     def _create_tf_strategy(self) -> tf.distribute.Strategy:
         from strategies.collective_cluster import CollectiveStrategy

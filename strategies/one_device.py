@@ -7,8 +7,9 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
+from strategies.keras_private import is_seed, stored_value
 from strategies.replica import Replica
-from strategies.tf_private import is_seed, local_replica_id, stored_value
+from strategies.tf_private import local_replica_id
 
 T = TypeVar("T")
 # 2³² over the golden ratio: multiples of it, mod 2³², are far apart.

@@ -88,12 +88,11 @@ class ShardedStrategy(base.Strategy):
             free_values(self.model.variables)  # The devices have all that is needed.
 
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:
-        images, labels = next(iterator)
-        weights = self.replica_weights
-        shards = split_batch((images, labels), self.devices, weights)  # 1. A shard for each.
+        batch = next(iterator)
+        shards = split_batch(batch, self.devices, self.replica_weights)  # 1. A shard for each.
         replicas = self._with_weights()  # 2. All-gather.
         per_replica_gradients, per_replica_totals = gradients_on_each_device(  # 3. Gradients.
-            self, replicas, shards, tf.size(labels)
+            self, replicas, shards, batch
         )
         per_device_sums = self._sum_in_parts(per_replica_gradients)  # 4. Reduce-scatter.
         for part, sums in zip(self.parts, per_device_sums, strict=True):

@@ -1,9 +1,9 @@
-"""Every private API of TensorFlow and Keras that the program uses.
+"""The private APIs of TensorFlow and Keras that the program uses.
 
 A private API may change with any release. Each one is used here alone, behind a function that says
 why no public API does; `tests/test_tf_private.py` has a test for each, which names the API that is
 gone. What only training on several machines needs is imported by the function that needs it, so
-that nothing else fails with it.
+that nothing else fails with it. What compiled models need is in `keras_private.py`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import tensorflow as tf
 JOB = "worker"
 
 
-def _private(owner: object, name: str) -> Any:
+def private(owner: object, name: str) -> Any:
     """Returns an attribute of a TensorFlow or Keras object.
 
     Raises:
@@ -39,7 +39,7 @@ def disable_optimizer_all_reduce(optimizer: keras.optimizers.Optimizer) -> None:
     replicas on its own, and `apply` has no option against it. Our strategies sum them before, so
     that each gradient would be counted R times.
     """
-    _private(optimizer, "_all_reduce_sum_gradients")
+    private(optimizer, "_all_reduce_sum_gradients")
     optimizer._all_reduce_sum_gradients = list  # (gradient, variable) pairs as they are.
 
 
@@ -50,7 +50,7 @@ def optimizer_variable_index(
 
     A custom `update_step` needs it to find the weight's optimizer state, as those of Keras do.
     """
-    return _private(optimizer, "_get_variable_index")(variable)
+    return private(optimizer, "_get_variable_index")(variable)
 
 
 def learning_rate_schedule(
@@ -60,7 +60,7 @@ def learning_rate_schedule(
 
     The public `optimizer.learning_rate` is the schedule's value at the next step only.
     """
-    found = _private(optimizer, "_learning_rate")
+    found = private(optimizer, "_learning_rate")
     return found if isinstance(found, keras.optimizers.schedules.LearningRateSchedule) else None
 
 
@@ -69,7 +69,7 @@ def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
     The public `model.layers` does not look into nested models and layers.
     """
-    return list(_private(model, "_flatten_layers")(include_self=False))
+    return list(private(model, "_flatten_layers")(include_self=False))
 
 
 def has_symbolic_output(layer: keras.layers.Layer) -> bool:
@@ -77,7 +77,7 @@ def has_symbolic_output(layer: keras.layers.Layer) -> bool:
 
     The public `layer.output` raises where it was not, as it does for other reasons.
     """
-    return bool(_private(layer, "_inbound_nodes"))
+    return bool(private(layer, "_inbound_nodes"))
 
 
 def layer_nodes(
@@ -94,7 +94,7 @@ def layer_nodes(
         ValueError: the model is not a functional one.
     """
     if isinstance(model, keras.Sequential):
-        model = _private(model, "_functional")
+        model = private(model, "_functional")
     if not hasattr(model, "_nodes_by_depth"):
         raise ValueError(
             f"model {model.name} is not made by keras.Model(inputs, outputs) or keras.Sequential,"
@@ -116,7 +116,7 @@ def free_values(variables: Sequence[keras.Variable]) -> None:
     assigning the variables does not. There is no public way to have a model without its values.
     """
     for variable in variables:
-        _private(variable, "_value")
+        private(variable, "_value")
         variable._value = _Freed(variable.path)
 
 
@@ -136,7 +136,7 @@ def set_collective_key_base(strategy: tf.distribute.Strategy, key_base: int) -> 
     To be called before the strategy's extended part is created. All strategies of a process count
     from 0 otherwise: groups of different sizes under one number break every later collective.
     """
-    _private(tf.distribute.MultiWorkerMirroredStrategy, "_collective_key_base")
+    private(tf.distribute.MultiWorkerMirroredStrategy, "_collective_key_base")
     strategy._collective_key_base = key_base
 
 
@@ -171,7 +171,7 @@ def create_collective_extended(
             kind = "GPU" if "GPU" in local_devices[0] else "CPU"
             return tuple(worker_device + name for name in local_devices), kind
 
-    _private(CollectiveAllReduceExtended, "_initialize_local_devices")
+    private(CollectiveAllReduceExtended, "_initialize_local_devices")
     return ExtendedOnDevices(
         strategy, cluster_resolver=cluster_resolver, communication_options=communication_options
     )
@@ -189,7 +189,7 @@ def configure_coordination_service(*, num_workers: int, heartbeat_sec: int) -> N
     """
     from tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2 import CoordinatedJob
 
-    _private(_context(), "configure_coordination_service")(
+    private(_context(), "configure_coordination_service")(
         service_type="standalone",
         service_leader=f"/job:{JOB}/replica:0/task:0",
         heartbeat_timeout_in_ms=heartbeat_sec * 1000,
@@ -202,19 +202,19 @@ def post_key_value(key: str, text: str) -> None:
 
     The only way to communicate between workers before a collective can work.
     """
-    _private(_context(), "set_config_key_value")(key, text)
+    private(_context(), "set_config_key_value")(key, text)
 
 
 def wait_for_key_value(key: str) -> str:
     """Returns the text that a worker stored under a key; waits until there is one."""
-    return _private(_context(), "get_config_key_value")(key)
+    return private(_context(), "get_config_key_value")(key)
 
 
 def _context() -> Any:
     """Returns the eager runtime of this process."""
     from tensorflow.python.eager import context
 
-    return _private(context, "context")()
+    return private(context, "context")()
 
 
 def reset_layer_numbers() -> None:
@@ -229,14 +229,14 @@ def reset_layer_numbers() -> None:
     """
     from keras.src.utils import naming
 
-    _private(naming, "reset_uids")()
+    private(naming, "reset_uids")()
 
 
 def is_op_determinism_enabled() -> bool:
     """Tells whether `tf.config.experimental.enable_op_determinism` was called."""
     from tensorflow.python.framework import config
 
-    return _private(config, "is_op_determinism_enabled")()
+    return private(config, "is_op_determinism_enabled")()
 
 
 def disable_op_determinism() -> None:
@@ -246,69 +246,7 @@ def disable_op_determinism() -> None:
     """
     from tensorflow.python.framework import config
 
-    _private(config, "disable_op_determinism")()
-
-
-def build_compiled(model: keras.Model, batch: Any) -> None:
-    """Creates all variables of a compiled model: its weights, optimizer state, loss and metrics.
-
-    Keras does so within `fit`, for which there is no public way without training.
-
-    Args:
-        model: compiled.
-        batch: `(x, y)` or `(x, y, sample_weight)` of one example.
-    """
-    _private(model, "_symbolic_build")(data_batch=batch)
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    if not model.built or not model.variables:
-        model(x)
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-
-
-def compiled_loss(
-    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
-) -> tf.Tensor:
-    """Returns the loss of a compiled model, with those that its layers add; 0 if it has none.
-
-    The public `compute_loss` takes `training` or not, as whoever overrides it likes; and it raises
-    where only layers add losses.
-    """
-    own = type(model).compute_loss is not keras.Model.compute_loss
-    if not own and _private(model, "_compile_loss") is None and not model.losses:
-        return tf.zeros([])
-    return _private(model, "_compute_loss")(
-        x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
-    )
-
-
-def takes_training(model: keras.Model) -> bool:
-    """Tells whether a model is called with `training`, as Keras finds out."""
-    return _private(model, "_call_has_training_arg")
-
-
-def is_seed(model: keras.Model, variable: keras.Variable) -> bool:
-    """Tells whether a variable is the state of a seed generator of a layer."""
-    layers = _private(model, "_flatten_layers")()
-    return any(
-        generator.state is variable
-        for layer in layers
-        for generator in _private(layer, "_seed_generators")
-    )
-
-
-def get_mask(prediction: tf.Tensor) -> tf.Tensor | None:
-    """Returns the mask that Keras has attached to a tensor, None without any."""
-    from keras.src.backend import get_keras_mask
-
-    return get_keras_mask(prediction)
-
-
-def set_mask(prediction: tf.Tensor, mask: tf.Tensor) -> None:
-    """Attaches a mask to a tensor, as layers do; losses and metrics look for it."""
-    from keras.src.backend import set_keras_mask
-
-    set_keras_mask(prediction, mask)
+    private(config, "disable_op_determinism")()
 
 
 def local_replica_id() -> int:
@@ -320,20 +258,4 @@ def local_replica_id() -> int:
     context = tf.distribute.get_replica_context()
     if context is None:
         return 0
-    return int(tf.get_static_value(_private(context, "_replica_id")))
-
-
-def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Returns the optimizer within a `LossScaleOptimizer`, else the optimizer itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def is_synchronized(layer: keras.layers.Layer) -> bool:
-    """Tells whether a layer, or one inside it, normalises over the examples of all replicas."""
-    layers = _private(layer, "_flatten_layers")()
-    return any(getattr(inner, "synchronized", False) for inner in layers)
-
-
-def stored_value(variable: keras.Variable) -> tf.Variable:
-    """Returns the `tf.Variable` of a Keras variable, whatever scope it is asked in."""
-    return _private(variable, "_value")
+    return int(tf.get_static_value(private(context, "_replica_id")))

@@ -29,6 +29,29 @@ def gather_over_replicas(per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> 
     return list(context.all_gather(list(tensors), axis=0)) if tensors else []
 
 
+def gather_padded(per_replica_tensors: Sequence[Sequence[tf.Tensor]], most: int) -> list[tf.Tensor]:
+    """Joins the rows of all replicas, in replica context, with collectives of one shape.
+
+    TensorFlow's collectives of several workers fail when a batch has another size than one before.
+
+    Args:
+        per_replica_tensors: of this replica; each with the same number of rows.
+        most: rows that a replica has at most.
+    """
+    context, (tensors,) = tf.distribute.get_replica_context(), per_replica_tensors
+    if not tensors:
+        return []
+    num_rows = tf.shape(tensors[0])[0]
+    is_row = tf.sequence_mask(context.all_gather(num_rows[tf.newaxis], axis=0), most)
+    padded = []
+    for tensor in tensors:
+        rest = [[0, 0]] * (tensor.shape.rank - 1)
+        padded.append(tf.pad(tensor, [[0, most - num_rows], *rest]))
+        padded[-1].set_shape([most, *tensor.shape[1:]])
+    gathered = context.all_gather(padded, axis=0)
+    return [tf.boolean_mask(tensor, tf.reshape(is_row, [-1])) for tensor in gathered]
+
+
 def gradients_of_whole_batch(
     strategy: ShardStep,
     replicas: Sequence[Replica],

@@ -116,6 +116,54 @@ def write_verification(path, *, fault=None):
     write_record(path, config, dict.fromkeys(strategy_verdicts, run), strategy_verdicts, [verdict])
 
 
+CHECKS = {
+    "start": "weights on every replica", "forward": "predictions", "clipping": "the clipped sum",
+    "update": "weights after the step",
+}  # fmt: skip
+CLIPPED = {
+    "stage": "clipping", "status": "fault", "cause": "clipped_before_the_sum",
+    "text": "clipnorm=0.1 is applied on each replica", "steps": ["step 1", "step 2", "step 3"],
+    "replicas": [], "tensors": ["dense/kernel", "dense/bias"], "distance": 0.47, "allowed": 1e-5,
+    "remedy": "clip after the sum: `all_reduce` first",
+}  # fmt: skip
+LOCAL = {
+    "stage": "forward", "status": "by design", "cause": "local_statistics",
+    "text": "bn normalises the examples of each replica", "steps": ["step 2"], "replicas": [0, 1],
+    "tensors": [f"bn_{i}" for i in range(15)], "distance": 0.0, "allowed": 0.0, "remedy": "none",
+}  # fmt: skip
+
+
+def case_run(*findings, replicas=2, **changes):
+    """Returns what `verify.json` holds for a strategy of a case."""
+    stages = dict.fromkeys(CHECKS, "clean") | {f["stage"]: f["status"] for f in findings}
+    if replicas == 1:
+        del stages["start"]
+    return {
+        "devices": CPUS[:replicas], "simulated_devices": replicas > 1,
+        "steps": [*(f"step {i}" for i in (1, 2, 3)), "an evaluation"], "stages": stages,
+        "checks": CHECKS, "findings": list(findings), "tolerance": "float64",
+        "model": "network", "versions": VERSIONS, **changes,
+    }  # fmt: skip
+
+
+def write_case(path, runs=None, **changes):
+    """Leaves what `verify --case` leaves; with one clean strategy, one by design and one fault."""
+    runs = runs or {
+        "single": case_run(replicas=1),
+        "mirrored": case_run(LOCAL),
+        "keras_fit": case_run(LOCAL, CLIPPED),
+    }
+    record = {
+        "command": "verify", "case": "folder/my_case.py", "model": "network",
+        "global_batch_size": 8, "seed": 0, "strategies": runs, **changes,
+    }  # fmt: skip
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"written_by": "lockstep", "command": "verify", "case": record["case"]}
+    write_json(path / "config.json", {**config, "strategy": ",".join(runs)})
+    write_json(path / "verify.json", record)
+    return record
+
+
 def write_measured_cases(path):
     """Leaves what `benchmark` leaves: two devices half again as fast as one."""
     config = Config.of("benchmark")
@@ -206,6 +254,7 @@ def write_everything(folder):
     write_config(folder / "begun", Config.of())
     write_verification(folder / "proved")
     write_verification(folder / "refuted", fault="drop_gradient:replica=1")
+    write_case(folder / "case")
     write_measured_cases(folder / "measured")
     write_explained_step(folder / "explained")
     write_explained_pipeline(folder / "cut")

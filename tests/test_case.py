@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import sys
 import textwrap
 import types
@@ -76,7 +77,10 @@ def test_a_case_may_name_its_model(write):
     [
         ({"recipe": "fast"}, "--recipe has no part in --case"),
         ({"inject": "same_shard"}, "--inject has no part in --case"),
-        ({"strategies": ("manual",)}, "--strategies=manual does not run a case; use --strategies="),
+        (
+            {"strategies": ("sharded",)},
+            "--strategies=sharded does not run a case; use --strategies=",
+        ),
         ({"case": "/nonexistent/case.py"}, "there is no file /nonexistent/case.py"),
         ({"case": __file__.replace(".py", ".txt")}, "there is no file"),
         ({"at": ("never",)}, "--at must be one of"),
@@ -104,7 +108,7 @@ def test_options_of_a_case_need_one(options):
     [
         ("import keras\nx = unknown\n", "my_case.py:2: while it was imported: NameError"),
         ("def model(:\n", "my_case.py:1: while it was imported: SyntaxError"),
-        ("import sys\nsys.exit(1)\n", "it ends the process"),
+        ("import sys\nsys.exit(1)\n", "the file ends the process"),
         ("def data(n):\n    return 1\n", "my_case.py has no function model, it has data; define"),
         (MODEL, "my_case.py has no function data"),
     ],
@@ -233,7 +237,7 @@ def test_a_generator_s_batches_are_counted(write):
     "body, message",
     [
         ("return data(n).take(0)", "has no batch"),
-        ("return data(n).map(lambda x, y: (x + tf.random.uniform([]), y))", "batch 1 is another"),
+        ("return data(n).map(lambda x, y: (x + tf.random.uniform([]), y))", "batch 1 differs"),
         ("return data(10).unbatch().shuffle(10).batch(n)", "give shuffle"),
     ],
 )
@@ -292,24 +296,34 @@ def verify(out, *arguments):
 @pytest.mark.e2e
 def test_faults_are_named_with_remedy_and_exit_code(tmp_path):
     case = EXAMPLES / "case_fit.py"
-    result, record = verify(tmp_path / "run", f"--case={case}", "--num_devices=2", "--keep_traces")
+    out = tmp_path / "run"
+    result, record = verify(out, f"--case={case}", "--num_devices=2", "--keep_traces")
     assert result.returncode == 9, result.stdout + result.stderr
-    assert (
-        result.stderr.strip()
-        .splitlines()[-1]
-        .startswith(
-            "error: keras_fit is not the training that case_fit.py defines on one device:"
-            " same random numbers, clipped before the sum"
-        )
+    verdict = (
+        "keras_fit is not the training that case_fit.py defines on one device: same random numbers,"
+        " clipped before the sum"
     )
+    assert result.stderr.splitlines()[-1] == f"error: {verdict}; see {out}/report.html"
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("verifying")]
+    assert lines[0].startswith("single is the training that case_fit.py defines on one device:")
+    assert lines[1] == verdict
+    assert lines[-1].startswith(f"open {out}/report.html ")
+    for name in ("verify.png", "verify.svg", "report.html"):
+        assert name in lines[-2] and (out / name).stat().st_size > 10_000
+    assert verdict in (out / "report.html").read_text(encoding="utf-8")
     assert record["strategies"]["single"]["findings"] == []
     findings = record["strategies"]["keras_fit"]["findings"]
     assert [(f["stage"], f["cause"]) for f in findings] == [
         ("random numbers", "same_random_numbers"), ("clipping", "clipped_before_the_sum")
     ]  # fmt: skip
-    assert "clipnorm=0.1" in findings[1]["text"] and "remedy  clip after the sum" in result.stdout
+    assert "clipnorm=0.1" in findings[1]["text"]
+    assert re.search(r"^  remedy +clip after the sum", result.stdout, re.MULTILINE)
     stages = record["strategies"]["keras_fit"]["stages"]
     assert stages["gradients"] == stages["update"] == stages["evaluation"] == "clean"
+    assert {*findings[0]} == {
+        "stage", "status", "cause", "text", "remedy", "steps", "replicas", "tensors", "distance",
+        "allowed",
+    }  # fmt: skip
     for strategy in ("single", "keras_fit"):
         assert len(list((tmp_path / "run/traces" / strategy).iterdir())) == 4
         recording = Recording.load(tmp_path / f"run/traces/{strategy}/1-first.npz")

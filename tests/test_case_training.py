@@ -19,7 +19,13 @@ from app.records.run_log_check import check_log
 from app.records.run_metadata import Progress
 from app.report.page import write_report
 from app.runtime import fault_points
-from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
+from app.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    OutputError,
+)
 from app.runtime.run_context import RunContext
 from app.training.case_dataset import CaseDataset
 from app.training.epoch_progress import find_accuracy
@@ -60,6 +66,7 @@ TEST_DATA = """
         return examples(21, 2).batch(global_batch_size)
 """
 WHOLE = MODEL + DATA + TEST_DATA
+IN_ORDER = WHOLE.replace(".shuffle(50, seed=3)", "")  # Keras draws from it before it trains.
 CLASSES = """
     import keras
     import numpy as np
@@ -181,7 +188,7 @@ def test_every_training_of_a_comparison_gets_the_case(write):
 def keras_weights():
     """The weights of Keras' own `fit`, on one device."""
     names = {}
-    exec(textwrap.dedent(WHOLE), names)
+    exec(textwrap.dedent(IN_ORDER), names)
     keras.utils.set_random_seed(0)
     model = names["model"]()
     keras.utils.set_random_seed(0)
@@ -191,7 +198,7 @@ def keras_weights():
 
 @pytest.mark.parametrize("strategy", ["single", "manual", "mirrored", "multi_worker"])
 def test_every_strategy_makes_the_training_of_keras(write, tmp_path, strategy, keras_weights):
-    summary = train(write(WHOLE), tmp_path / "run", strategy=strategy)
+    summary = train(write(IN_ORDER), tmp_path / "run", strategy=strategy)
     expected, logs = keras_weights
     for array, same in zip(weights(tmp_path / "run"), expected, strict=True):
         np.testing.assert_allclose(array, same, rtol=1e-4, atol=1e-6)
@@ -222,14 +229,15 @@ def test_a_run_leaves_its_records(write, tmp_path):
     )
     assert (summary.num_train_examples, summary.num_test_examples) == (50, 21)
     assert (summary.recipe, summary.precision, summary.num_parameters) == ("", "float32", 26)
-    assert summary.learning_rate == pytest.approx(0.01) and not summary.tests_training_data
+    assert summary.learning_rate == pytest.approx(0.01) and not summary.evaluates_training_data
     assert summary.test_accuracy is None and summary.best_test_accuracy is None
     assert summary.last_line().startswith(f"test loss: {summary.test_loss:.4f}, ")
     first, last = load_history(tmp_path / "run")
     assert first.train_accuracy is None and last.test_metrics == summary.test_metrics
     assert (first.step, last.step) == (4, 8) and last.train_loss < first.train_loss
     svg = (tmp_path / "run" / "accuracy.svg").read_text()
-    assert "two_layers" not in svg or "loss" in svg  # Text may be drawn as paths.
+    for text in ("test loss after the epoch", "loss in the epoch", "test mae", "manual: "):
+        assert f"<!-- {text}" in svg
 
 
 def test_a_metric_may_be_the_accuracy(write, tmp_path):
@@ -239,7 +247,7 @@ def test_a_metric_may_be_the_accuracy(write, tmp_path):
         r.test_accuracy for r in load_history(tmp_path / "run")
     )
     assert summary.last_line().startswith("test acc: ")
-    assert summary.tests_training_data and summary.num_test_examples == 40
+    assert summary.evaluates_training_data and summary.num_test_examples == 40
 
 
 @pytest.mark.parametrize(
@@ -265,7 +273,7 @@ def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(write, tmp_path,
     case = write(text)
     whole = train(case, tmp_path / "whole", **options)
     with RunContext(), pytest.raises(RuntimeError):
-        fault_points.arm({fault_points.VARIABLE: "step:7"})
+        fault_points.arm({fault_points.VARIABLE: "step:7:raise"})
         train(case, tmp_path / "cut", **options)
     assert [path.name for path in checkpoint_paths(tmp_path / "cut")][-1] == "step-00000006"
     resumed = train(case, tmp_path / "cut", **options)
@@ -330,7 +338,7 @@ def test_test_data_have_the_parts_of_the_training_data(write, tmp_path):
 
 
 def test_test_data_that_are_named_have_to_be_there(write, tmp_path):
-    with pytest.raises(ConfigError, match=r"my_case.py has no function held_out"):
+    with pytest.raises(ConfigError, match=r"my_case\.py has no function held_out"):
         make(write(WHOLE), tmp_path / "run", test_data_fn="held_out")
 
 
@@ -367,7 +375,7 @@ def test_what_is_read_tells_data_sets_apart(write, tmp_path):
         (
             'loss="mse"',
             "loss=lambda y, p: tf.matmul(y, p)",
-            r"^my_case.py:\d+: in a training step: ValueError: Dimensions must be equal",
+            r"^my_case.py:15: while the model was built on its data: ValueError: Dimensions must",
         ),
         ("keras.layers.Dense(2)", "keras.layers.Dense(5)", r"^my_case.py.*: ValueError: "),
         ("keras.Input((3,))", "keras.Input((4,))", r"^my_case.py.*: ValueError: Input 0"),
@@ -386,6 +394,40 @@ def test_a_label_out_of_range_is_told_with_the_line(write, tmp_path):
     with pytest.raises(
         ConfigError, match=r"in a training step: .* label value of [45] which is out"
     ):
+        train(case, tmp_path / "run", strategy="single")
+
+
+OWN_STEP = (
+    WHOLE.replace("network = keras.Sequential(", "network = Own(")
+    + """
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            self.optimizer.apply(
+                tape.gradient(loss, self.trainable_variables), self.trainable_variables
+            )
+            return {"loss": loss}
+"""
+)
+
+
+def test_a_training_step_of_its_own_has_to_report_its_loss(write, tmp_path):
+    summary = train(write(OWN_STEP), tmp_path / "run")
+    first, last = load_history(tmp_path / "run")
+    assert last.train_loss < first.train_loss and summary.steps == 8
+    case = write(OWN_STEP.replace('{"loss": loss}', "{}"))
+    with pytest.raises(DivergedError, match=r"a train_step has to return its loss as \{"):
+        train(case, tmp_path / "silent")
+
+
+def test_a_training_that_diverges_names_the_rate_in_the_file(write, tmp_path):
+    case = write(
+        WHOLE.replace("keras.optimizers.Adam(1e-2, clipnorm=0.5)", "keras.optimizers.SGD(1e30)")
+    )
+    with pytest.raises(DivergedError, match="use a smaller learning rate in the file of the case"):
         train(case, tmp_path / "run", strategy="single")
 
 

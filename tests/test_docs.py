@@ -17,6 +17,7 @@ DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "BUILD", "SECURITY"))]
 GUIDES = ("add_a_model", "add_a_strategy", "add_an_option")
 TEXTS = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in GUIDES}
+OWN_CASE = (DOCS / "verify_your_own.md").read_text(encoding="utf-8")
 AVERAGES = "## If it averages instead"
 ODD_ONE = " + ([partial[-1]] if len(partial) % 2 else [])"
 PROGRAM = r"^(?:\w+=\S+ |taskset -c 0 )*(?:\.venv/bin/)?python main\.py ?(.*)$"
@@ -78,7 +79,7 @@ def copy(tmp_path_factory):
     copy_program(folder)
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for text in TEXTS.values():
+    for text in (*TEXTS.values(), OWN_CASE):
         follow(folder, text.partition(AVERAGES)[0])
     return folder
 
@@ -214,6 +215,34 @@ def test_one_s_own_option_is_in_the_help_and_checked(copy, small_data):
     assert_quoted(in_checks, "".join(result.stderr for result in results))
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_ones_own_case_is_verified_as_the_page_shows(tmp_path):
+    """Follows docs/verify_your_own.md; numbers of the output may differ by rounding."""
+    case, remedy, script = re.findall(r"```python\n(.*?)```", OWN_CASE, re.DOTALL)
+    (tmp_path / "my_case.py").write_text(case + remedy)
+    (tmp_path / "script.py").write_text(script)
+    shutil.copy(ROOT / "recorders" / "lockstep_keras.py", tmp_path)
+    shown = re.findall(r"```text\n(.*?)```", OWN_CASE, re.DOTALL)
+    first, second = (shlex.split(line)[2:] for line in sh_lines(OWN_CASE))
+    commands = ([ROOT / "main.py", *first], [ROOT / "main.py", *second], ["script.py"])
+    for command, expected, code in zip(commands, shown, (9, 0, 0), strict=True):
+        result = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, timeout=300,
+            env=program_environment(COLUMNS="200"), check=False,
+        )  # fmt: skip
+        assert result.returncode == code, result.stdout + result.stderr
+        lines = result.stdout.splitlines()
+        start = next(i for i, line in enumerate(lines) if squeeze(line).startswith(expected[:20]))
+        lines, wanted = lines[start:], [line for line in expected.splitlines() if line]
+        lines = [line for line in lines if line][: len(wanted)]
+        number = re.compile(r"\d+\.\d+")
+        assert [number.sub("#", line) for line in lines] == [number.sub("#", x) for x in wanted]
+        numbers, others = (list(map(float, number.findall(" ".join(x)))) for x in (lines, wanted))
+        assert numbers == pytest.approx(others, rel=0.02)
+    assert (tmp_path / "trace.npz").exists() and (tmp_path / "runs/my_case/report.html").exists()
+
+
 @each_page
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
@@ -266,7 +295,7 @@ def test_quoted_code_is_in_its_file(page):
     """Gaps are marked by `…`; files that the program does not have are the reader's own."""
     for name, code in blocks(page.read_text(encoding="utf-8"), "python"):
         if not (ROOT / name).exists():
-            assert page.stem in GUIDES
+            assert page.stem in (*GUIDES, "verify_your_own")
             continue
         source, at = squeeze((ROOT / name).read_text(encoding="utf-8")), 0
         for part in code.split("…"):

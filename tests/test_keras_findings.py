@@ -22,11 +22,12 @@ def printed(program):
         capture_output=True, text=True, timeout=120, check=True, env=program_environment(),
     )  # fmt: skip
     lines = result.stdout.strip().splitlines()
-    return [np.array([float(n) for n in re.findall(r"-?\d+\.?\d*", line)]) for line in lines]
+    return [np.array([float(n) for n in re.findall(r"-?\d+\.?\d*|inf", line)]) for line in lines]
 
 
 def test_the_page_has_a_program_for_each_finding():
-    assert len(PROGRAMS) == PAGE.count("\n## ") == 4
+    assert len(PROGRAMS) == PAGE.count("\n## ") == 5
+    assert PAGE.startswith("# Five findings")
 
 
 def test_gradients_are_clipped_before_they_are_summed():
@@ -48,3 +49,15 @@ def test_a_weighted_mean_is_the_mean_of_weighted_means():
 def test_dropout_masks_are_equal_on_all_replicas():
     first, second = printed(PROGRAMS[3])
     assert len(first) == 12 and set(first) == {0, 2} and np.array_equal(first, second)
+
+
+def test_an_overflow_on_the_second_replica_is_not_skipped():
+    one, two = printed(PROGRAMS[4])
+    assert one.tolist() == [1, 0, 16384] and two.tolist() == [2, np.inf, 32768]
+
+
+def test_an_overflow_on_the_first_replica_is_skipped():
+    one, two = printed(
+        PROGRAMS[4].replace("from_tensor_slices((x, y))", "from_tensor_slices((x, y[::-1]))")
+    )
+    assert one.tolist() == [1, 0, 16384] and two.tolist() == [2, 0, 16384]

@@ -8,6 +8,7 @@ PACKAGES = ("app", "models", "strategies")
 SOURCES = [
     path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))
 ] + [ROOT / "main.py"]  # fmt: skip
+FIELDS = ("test_accuracy", "test_loss", "test_metrics")  # Of a record.
 
 
 def test_flags_are_read_in_one_place():
@@ -19,7 +20,7 @@ def test_nothing_outside_tests_looks_like_a_test():
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                assert not node.name.lower().startswith("test") or node.name == "test_accuracy"
+                assert not node.name.lower().startswith("test") or node.name in FIELDS
 
 
 def test_no_two_modules_share_a_name():

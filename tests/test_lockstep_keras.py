@@ -1,6 +1,10 @@
 """The recorder of Keras' `fit`: what is clean stays clean, and faults are named where they are."""
 
+import ast
+import collections
+import copy
 import functools
+import pathlib
 
 import keras
 import numpy as np
@@ -139,6 +143,11 @@ MODELS = {
     "bfloat16": (
         lambda: in_dtype("mixed_bfloat16", lambda: compiled(convolution(), cross_entropy())),
         (IMAGES, CLASSES),
+        [],
+    ),
+    "weights in bfloat16": (
+        lambda: in_dtype("bfloat16", lambda: compiled(attention(), optimizer=optimizers.Muon(0.1))),
+        (TOKENS, Y),
         [],
     ),
     "synchronized BatchNorm": (
@@ -672,6 +681,36 @@ def test_a_last_batch_that_does_not_divide():
     assert finding.steps == (4,) and "2/2/0" in finding.text
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_on_one_device_either_has_no_fault(bad):
+    y = Y.copy()
+    y[12 + 5, 0] = bad
+    _, recorder = record(adam, (X, y))
+    first, second = compare(recorder, adam).findings
+    assert (first.stage, first.steps) == ("start", (3,))
+    assert (second.stage, second.steps, second.replicas) == ("gradients", (2,), (1,))
+    assert {(f.status, f.cause) for f in (first, second)} == {(BY_DESIGN, "not_finite")}
+
+
+def test_gradients_that_are_not_finite_on_one_replica_only_are_a_fault():
+    def divided(i, gradient):
+        return gradient / 0 if replica_id() == 1 else gradient
+
+    _, recorder = record(plain, (X, Y), inject=before_clipping(divided), steps=1)
+    report = compare(recorder, plain)
+    assert report.status("gradients") == FAULT
+    assert {f.replicas for f in report.faults if f.stage == "gradients"} == {(1,)}
+
+
+def test_predictions_of_the_weights_one_step_before():
+    recording = record(plain, (X, Y), steps=2)[1].recording()
+    one = lockstep_keras.OneDevice(plain(), recording)
+    first, second = recording.steps
+    second["y_pred", 1] = one.step(first["before", 1], second["data", 1]).y_pred
+    (fault,) = [f for f in compare(recording, plain).faults if f.stage == "forward"]
+    assert (fault.cause, fault.replicas, fault.steps) == ("stale_gradient", (1,), (2,))
+
+
 def test_another_loss():
     _, recorder = record(lambda: compiled(dense(), "mae"), (X, Y))
     only(compare(recorder, plain()), "loss", "other_loss")
@@ -739,17 +778,119 @@ def test_a_step_that_overflows_is_skipped(examples):
     assert report.status("all-reduce") == "clean"
 
 
-def test_an_overflow_on_another_replica_than_the_first():
+def test_a_weight_that_changes_in_a_skipped_step():
+    y = Y.copy()
+    y[:12] *= 2000
+    _, recorder = record(float16, (X, y), steps=1)
+    recording = recorder.recording()
+    recording.steps[0]["after", 2][0] = recording.steps[0]["after", 2][0] + 1
+    fault, *_ = compare(recording, float16()).faults
+    assert (fault.stage, fault.cause, fault.replicas) == ("update", "changed_on_its_own", (2,))
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+def test_an_overflow_on_another_replica_than_the_first(replica):
     """Keras looks at the gradients of replica 0 only, and applies the infinite ones of others."""
     y = Y.copy()
-    y[4:8] *= 2000
+    y[4 * replica : 4 * replica + 4] *= 2000
     _, recorder = record(float16, (X, y))
     report = compare(recorder, float16())
     (fault,) = report.faults
-    assert (fault.cause, fault.replicas, fault.steps) == ("overflow_not_skipped", (1,), (1,))
+    assert (fault.cause, fault.replicas, fault.steps) == ("overflow_not_skipped", (replica,), (1,))
     assert [(f.cause, f.steps) for f in report.findings if f not in report.faults] == [
         ("not_finite", (2, 3))
     ]
+
+
+# --- Small changes of what was recorded ----------------------------------------------------------
+
+
+def normalised():
+    between = layers.BatchNormalization()
+    return compiled(dense(between, kernel_regularizer=keras.regularizers.L2(0.1)))
+
+
+@functools.cache
+def recorded_once():
+    return record(normalised, (X, Y), steps=1)[1].recording()
+
+
+# Kind → the stage that it belongs to, and the first of its arrays that is changed.
+SMALL = {
+    "y_pred": ("forward", 0), "loss": ("loss", 0), "raw": ("gradients", 0),
+    "clipped": ("clipping", 0), "sums": ("all-reduce", 0), "after": ("update", 0),
+    "statistic": ("statistics", 4), "regularisation": ("regularisation", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("replica", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_change_of_one_in_ten_thousand_is_found_on_its_replica(kind, replica):
+    stage, index = SMALL[kind]
+    recording = copy.deepcopy(recorded_once())
+    array = {"statistic": "after", "regularisation": "loss"}.get(kind, kind)
+    changed = recording.steps[0][array, replica]
+    changed[index] = (changed[index] * 1.0001).astype(np.float32)
+    report = compare(recording, normalised)
+    faults = [f for f in report.faults if f.stage == stage]
+    assert faults, str(report)
+    expected = () if stage == "regularisation" else (replica,)
+    assert {f.replicas for f in faults} == {expected}, str(report)
+    if kind == "sums":
+        assert faults[0].cause == "scaled_gradient" and "1.0001" in faults[0].text
+
+
+class MixesALittle(layers.Layer):
+    def call(self, x):
+        return x + 1e-4 * tf.reduce_mean(x, axis=0, keepdims=True)
+
+
+def test_layers_that_mix_examples_a_little_are_by_design():
+    def build():
+        return compiled(dense(MixesALittle()))
+
+    report = compare(record(build, (X, Y), steps=1)[1], build)
+    assert found(report) == [
+        ("forward", BY_DESIGN, "mixes_examples"),
+        ("gradients", BY_DESIGN, "not_a_sum_over_examples"),
+    ], str(report)
+
+
+def test_what_was_recorded_once_is_clean_but_for_the_design():
+    report = compare(recorded_once(), normalised)
+    assert found(report) == [("forward", BY_DESIGN, "local_statistics")], str(report)
+
+
+# --- bfloat16 ------------------------------------------------------------------------------------
+
+
+def bfloat16():
+    images = keras.Sequential([
+        layers.Conv2D(6, 5, activation="sigmoid"), layers.Dropout(0.1), layers.Flatten(),
+        layers.Dense(4),
+    ])  # fmt: skip
+    return compiled(images, cross_entropy())
+
+
+def test_rounding_in_bfloat16_is_measured_against_float32():
+    """A gradient of a bias is a sum of many numbers, which may get stuck in bfloat16."""
+    data = np.repeat(IMAGES, 3, axis=1).repeat(3, axis=2), CLASSES
+    build = functools.partial(in_dtype, "mixed_bfloat16", bfloat16)
+    _, recorder = record(build, data, steps=1)
+    one = lockstep_keras.OneDevice(build(), recorder)
+    state, examples = recorder.steps[0]["before", 0], recorder.steps[0]["data", 0]
+    step = functools.partial(one.step, state, examples, scales=(1 / 3, 1 / 3))
+    own = step()
+    fine = one.step_in_float32(state, examples, (1 / 3, 1 / 3))
+    again = step()
+    assert all(map(np.array_equal, again.raw, own.raw))
+    apart = lockstep_keras._relative(own.y_pred, fine.y_pred)
+    assert 2.0**-12 < apart < 2.0**-4  # The same masks.
+    assert np.any(fine.y_pred[0].view("uint32") & 0xFFFF)
+    comparison = lockstep_keras.Comparison(recorder, one)
+    assert not [f for f in comparison.check(0) if f.cause != "same_random_numbers"]
+    errors = [lockstep_keras.distance(a, b) for a, b in zip(own.raw, fine.raw, strict=True)]
+    assert all(np.array(comparison._spread[0].gradients) >= np.array(errors))
 
 
 # --- float64 -------------------------------------------------------------------------------------
@@ -866,6 +1007,9 @@ def test_errors():
         Recorder(dense())
     with pytest.raises(ValueError, match="jit_compile=False"):
         Recorder(compiled(dense(), jit_compile=True))
+    several = optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(clipnorm=0.1)))
+    with pytest.raises(ValueError, match="compiled with a MultiOptimizer"):
+        Recorder(compiled(dense(), optimizer=several))
     model = plain()
     with Recorder(model) as recorder:
         pass
@@ -884,7 +1028,7 @@ def test_errors():
 
 def test_the_file_must_be_a_recording(tmp_path):
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
-    with pytest.raises(ValueError, match="is no recording"):
+    with pytest.raises(ValueError, match="is not a recording"):
         Recording.load(str(tmp_path / "other.npz"))
 
 
@@ -894,7 +1038,59 @@ def test_each_cause_has_a_remedy_and_each_report_all_stages():
     text = str(report)
     for stage in report.checked:
         assert stage in lockstep_keras.STAGES and stage in text
-    assert "no fault found" in text
+    assert text.splitlines()[0].endswith("on one device: no fault found")
+
+
+def test_causes_and_remedies_belong_together():
+    """No cause without a remedy, and no remedy for a cause that nothing names."""
+    tree = ast.parse(pathlib.Path(lockstep_keras.__file__).read_text(encoding="utf-8"))
+    named = collections.Counter(
+        node.value for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )  # fmt: skip
+    assert [cause for cause in lockstep_keras.REMEDIES if named[cause] < 2] == []
+    # What `_found` is called with, and first elements of tuples: (cause, text), (cause, text, …).
+    used = {
+        first.value for node in ast.walk(tree)
+        for first in (
+            node.args[:1] if isinstance(node, ast.Call) and is_named(node.func, "_found")
+            else node.elts[:1] if isinstance(node, ast.Tuple) and len(node.elts) > 1 else []
+        )
+        if isinstance(first, ast.Constant) and "_" in str(first.value)
+    }  # fmt: skip
+    assert {"clipped_before_the_sum", "stale_gradient", "not_all_reduced"} <= used
+    assert used - set(lockstep_keras.REMEDIES) == {"y_pred"}  # The name of an argument.
+
+
+def is_named(function, name):
+    return isinstance(function, ast.Attribute) and function.attr == name
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdict"),
+    [
+        ([], "the training that the model defines on one device: no fault found"),
+        (
+            [BY_DESIGN],
+            "different by design from the training on one device: same examples; no fault found",
+        ),
+        (
+            [BY_DESIGN, FAULT, FAULT],
+            "not the training that the model defines on one device: same examples",
+        ),
+    ],
+)
+def test_a_report_begins_with_its_verdict(findings, verdict):
+    found = [
+        lockstep_keras.Finding("examples", status, "same_examples", "why", (1,))
+        for status in findings
+    ]
+    several = lockstep_keras.Report(2, 3, found, ["examples"], "float64")
+    assert str(several).splitlines()[0] == f"2 steps on 3 replicas: {verdict}"
+    one = lockstep_keras.Report(1, 1, found, ["examples"], "float64")
+    first, second, *_ = str(one).splitlines()
+    assert first == f"1 step on 1 replica: {verdict}"
+    assert second.startswith("only one replica") and "only one replica" not in str(several)
 
 
 # --- Steps that use the context of their replica -------------------------------------------------
@@ -915,7 +1111,7 @@ class ClipsTheSum(keras.Sequential):
             loss = tf.reduce_sum(losses_of_x) / 12 + tf.add_n(self.losses) / num
         gradients = tape.gradient(loss, self.trainable_weights)
         summed = context.all_reduce("SUM", gradients)
-        divisor = num if self.is_divided else 1
+        divisor = 1 + (num - 1) * self.is_divided
         clipped = [tf.clip_by_norm(g, 0.05) / divisor for g in summed]
         self.optimizer.apply(clipped, self.trainable_weights)
         return {"loss": loss}
@@ -923,6 +1119,10 @@ class ClipsTheSum(keras.Sequential):
 
 class ClipsTheSumOnly(ClipsTheSum):
     is_divided = False
+
+
+class ClipsAndScales(ClipsTheSum):
+    is_divided = 1.0005
 
 
 class TwoFactors(ClipsTheSum):
@@ -936,6 +1136,23 @@ class TwoFactors(ClipsTheSum):
             loss = tf.reduce_sum(losses_of_x) / 12 + tf.add_n(self.losses) / num
         gradients = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+class WithoutOptimizer(keras.Sequential):
+    """Changes its weights itself."""
+
+    def train_step(self, data):
+        x, y = data
+        context = tf.distribute.get_replica_context()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        for gradient, variable in zip(
+            context.all_reduce("MEAN", tape.gradient(loss, self.trainable_weights)),
+            self.trainable_weights,
+            strict=True,
+        ):
+            variable.assign_sub(0.1 * gradient)
         return {"loss": loss}
 
 
@@ -959,19 +1176,28 @@ def regularised(kind, l2=1e-5):
     return compiled(kind([hidden, layers.Dense(2, kernel_regularizer="l1")]))
 
 
-@pytest.mark.parametrize("kind", [ClipsTheSum, TwoFactors])
-def test_right_steps_of_ones_own_are_clean(kind):
+@pytest.mark.parametrize(("kind", "num"), [(ClipsTheSum, 2), (ClipsTheSum, 3), (TwoFactors, 3)])
+def test_right_steps_of_ones_own_are_clean(kind, num):
     build = functools.partial(regularised, kind)
-    _, recorder = record(build, (X, Y), num=3, steps=2)
+    _, recorder = record(build, (X, Y), num=num, steps=2)
     report = compare(recorder, build())
     assert found(report) == [] and report.status("gradients") == "clean", str(report)
 
 
-def test_a_sum_in_the_step_that_is_summed_again_is_named():
-    build = functools.partial(regularised, ClipsTheSumOnly)
+def test_an_update_that_the_optimizer_does_not_see_is_not_called_clean():
+    build = functools.partial(regularised, WithoutOptimizer)
+    _, recorder = record(build, (X, Y), num=3, steps=2)
+    (finding,) = compare(recorder, build()).findings
+    assert (finding.stage, finding.status) == ("update", BY_DESIGN)
+    assert finding.cause == "update_not_seen" and len(finding.tensors) == 4
+
+
+@pytest.mark.parametrize(("kind", "times"), [(ClipsTheSumOnly, "3"), (ClipsAndScales, "0.9997")])
+def test_a_sum_in_the_step_that_is_scaled_is_named(kind, times):
+    build = functools.partial(regularised, kind)
     _, recorder = record(build, (X, Y), num=3, steps=2)
     finding = only(compare(recorder, build()), "gradients", "scaled_gradient")
-    assert "adds up to 3 times" in finding.text
+    assert f"adds up to {times} times" in finding.text
 
 
 def test_numbers_of_a_layer_that_adds_the_replicas_number_are_not_the_same():

@@ -33,7 +33,8 @@ def make_summary(**changes):
         "num_copies": 2, "simulated_devices": True,
         "devices": ["/device:CPU:0", "/device:CPU:1"], "model": "lenet", "dataset": "synthetic",
         "num_train_examples": 1000, "global_batch_size": 256, "learning_rate": 0.2, "epochs": 4,
-        "test_accuracy": 0.8449, "epoch_sec": 2.54, "recipe": "d2l",
+        "test_accuracy": 0.8449, "best_test_accuracy": 0.5, "epoch_sec": 2.54, "recipe": "d2l",
+        "case": "",
     }  # fmt: skip
     return Summary(**{**values, **changes})
 

@@ -411,6 +411,7 @@ class TestRefusals:
         [
             *("generated/summary.json", "generated/history.jsonl", "compared/compare.json"),
             *("compared/manual/config.json", "proved/verify.json", "measured/benchmark.json"),
+            "case/verify.json",
             "explained/explain.json",
         ],
     )
@@ -438,7 +439,7 @@ def leaves(value, path=()):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("proved", "verify"), ("refuted", "verify"), ("measured", "benchmark"),
+        ("proved", "verify"), ("refuted", "verify"), ("case", "verify"), ("measured", "benchmark"),
         ("explained", "explain"), ("compared", "compare"), ("generated", "summary"),
     ],
 )  # fmt: skip

@@ -469,7 +469,7 @@ def test_evaluation_checks_how_many_images_it_saw(dataset, tmp_path, monkeypatch
     assert evaluate(strategy, dataset).examples == 70
     seen = strategy.evaluate
     monkeypatch.setattr(strategy, "evaluate", lambda *args: seen(*args)._replace(examples=69))
-    with pytest.raises(RuntimeError, match="69 images instead of 70"):
+    with pytest.raises(RuntimeError, match="69 examples instead of 70"):
         evaluate(strategy, dataset)
 
 

@@ -171,7 +171,7 @@ def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Tr
         f" {console.count(training.steps_per_epoch, 'step')},{recipe} batch"
         f" {config.global_batch_size}, learning rate {training.learning_rate:g}"
     )
-    if dataset.tests_training_data:
+    if dataset.evaluates_training_data:
         console.say("the case has no test_data(): the training data are evaluated")
     num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"

@@ -19,6 +19,9 @@ from app.runtime.errors import ConfigError, reason_of
 
 # What a case is verified at, in this order.
 PLACES = ("first", "last_batch", "second_epoch", "resume", "evaluation")
+# Our own networks with their recipes.
+BUILT_IN_CASES = ("lenet", "resnet18")
+_BUILT_IN = pathlib.Path(__file__).parents[1] / "training" / "builtin_cases"
 DEFAULT_FUNCTIONS = {
     **{"model_fn": "model", "data_fn": "data"},
     **{"test_data_fn": "test_data", "distribute_fn": "distribute"},
@@ -34,7 +37,7 @@ class CaseFileOptions:
         None,
         "Your own training: a Python file with model(), which returns a compiled Keras model, and"
         " data(global_batch_size), which returns a tf.data.Dataset. FILE:NAME takes the model of"
-        " function NAME. See docs/verify_your_own.md.",
+        " function NAME; lenet and resnet18 are built in. See docs/verify_your_own.md.",
         MODEL_AND_DATA,
         metavar="FILE",
     )
@@ -54,8 +57,11 @@ class CaseFileOptions:
     @property
     def case_path(self) -> pathlib.Path:
         """The file of the case."""
-        path, _, _ = _split_name(self.case or "")
-        return pathlib.Path(path)
+        name, _, _ = _split_name(self.case or "")
+        path = pathlib.Path(name)
+        if name in BUILT_IN_CASES and not path.exists():
+            return _BUILT_IN / f"case_{name}.py"
+        return path
 
     @property
     def case_model_fn(self) -> str:
@@ -65,8 +71,8 @@ class CaseFileOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainedCaseOptions(CaseFileOptions):
-    """Which case is trained."""
+class EvaluatedDataOptions:
+    """What a case is evaluated on."""
 
     test_data_fn: str = option(
         DEFAULT_FUNCTIONS["test_data_fn"],
@@ -75,6 +81,11 @@ class TrainedCaseOptions(CaseFileOptions):
         MODEL_AND_DATA,
         metavar="NAME",
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedCaseOptions(CaseFileOptions, EvaluatedDataOptions):
+    """Which case is trained, and evaluated on what."""
 
     def with_case(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Returns the result fields of a training; of a case those that it leaves to the flags.
@@ -217,7 +228,10 @@ def _check_strategies(flag: str, strategies: tuple[str, ...], able: tuple[str, .
 def _check_file(config: Any) -> None:
     path = config.case_path
     if not path.is_file():
-        raise ConfigError(f"--case={config.case}: there is no file {path}; name a Python file")
+        raise ConfigError(
+            f"--case={config.case}: there is no file {path}; name a Python file, or"
+            f" {' or '.join(BUILT_IN_CASES)}"
+        )
     if path.suffix != ".py":
         raise ConfigError(f"--case={config.case} must be a Python file, whose name ends in .py")
     default = DEFAULT_FUNCTIONS["model_fn"]

@@ -59,7 +59,7 @@ class ImageDataset:
         return len(self.test_images)
 
     @property
-    def tests_training_data(self) -> bool:
+    def evaluates_training_data(self) -> bool:
         """False: there are test images."""
         return False
 
@@ -71,7 +71,7 @@ class ImageDataset:
         """Returns a hash of the test images and labels, whatever the training part."""
         return _sha256(self.test_images, self.test_labels)
 
-    def test_batches(self) -> "tf.data.Dataset":
+    def batches_to_evaluate(self) -> "tf.data.Dataset":
         """Returns the test images in batches, in order."""
         from app.data.input_pipeline import eval_dataset
 

@@ -34,7 +34,7 @@ def caveats(config: TrainConfig | LaunchConfig | CompareConfig, summary: Summary
             f"--num_gpus={config.num_gpus}, but no GPU: these are logical CPU devices, and their"
             " times say nothing of GPUs"
         )
-    lines += [TRAINING_DATA_CAVEAT] * summary.tests_training_data
+    lines += [TRAINING_DATA_CAVEAT] * summary.evaluates_training_data
     accuracy = summary.test_accuracy
     if not summary.case and accuracy is not None and accuracy < _CHANCE:
         lines.append(

@@ -77,7 +77,7 @@ class Summary:
     with other flags.
 
     Of a case, `case` is the name of its file, `test_metrics` are those of its last epoch, and
-    `tests_training_data` says that it has no data set to evaluate on but that of the training.
+    `evaluates_training_data` says that it has no data set to evaluate on but that of the training.
     Accuracies are None where it has no such metric.
     """
 
@@ -119,7 +119,7 @@ class Summary:
     changes: list[str] = dataclasses.field(default_factory=list)
     case: str = ""
     test_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    tests_training_data: bool = False
+    evaluates_training_data: bool = False
 
     def last_line(self) -> str:
         """Returns the book's last line of a training."""

@@ -87,7 +87,7 @@ def _draw_one(summary: Summary, history: Sequence[EpochRecord]) -> Figure:
 def _draw_case(runs: Sequence[Run]) -> Figure:
     """Draws the losses of a case side by side, and its first metric: a curve for each run."""
     summary = runs[0][0]
-    data = "training data" if summary.tests_training_data else "test"
+    data = "training data" if summary.evaluates_training_data else "test"
     fields = {"test_loss": f"{data} loss after the epoch", "train_loss": "loss in the epoch"}
     fields |= {name: f"{data} {name}" for name in list(summary.test_metrics)[:1]}
     figure = Figure(figsize=(5 * len(fields), 4.8), layout="constrained")

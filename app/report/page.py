@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from app.records.files import io_errors_as, make_directory, open_regular, write_file
+from app.report.case_part import case_part
 from app.report.curves_part import curves
 from app.report.page_parts import (
     Cell,
@@ -94,7 +95,11 @@ def _render(page: dict) -> str:
 def _page(records: Sequence[Record]) -> dict:
     """Returns all that the template shows."""
     runs = [Run.load(record) for record in records if record.kind == "train"]
-    verified = [verify_part(record) for record in records if record.kind == "verify"]
+    verified = [
+        case_part(record) if record.config.get("case") else verify_part(record)
+        for record in records
+        if record.kind == "verify"
+    ]
     measured = [benchmark_part(record) for record in records if record.kind == "benchmark"]
     explained = [explain_part(record) for record in records if record.kind == "explain"]
     parts = [run.part() for run in runs] + verified + measured + explained

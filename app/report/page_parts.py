@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 
@@ -28,7 +28,8 @@ class Table:
     Attributes:
         caption: what it shows.
         header: name of each column.
-        align: a letter for each column: "l" for text, "r" for numbers.
+        align: a letter for each column: "l" for text, "w" for text of several lines, "r" for
+            numbers.
         rows: a cell for each column; a plain text stands for an unmarked cell.
 
     Raises:
@@ -70,11 +71,27 @@ class Heading:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """A list of sentences; "bad" marks what was found to be wrong."""
+    """A list of sentences; "bad", "differs" and "good" mark what was found."""
 
     items: Sequence[str]
     mark: str = ""
     kind = "items"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """A title, and what is known about it.
+
+    Attributes:
+        title: a line.
+        facts: name → text.
+        mark: "bad", "differs" or "good", "" for none.
+    """
+
+    title: str
+    facts: Mapping[str, str]
+    mark: str = ""
+    kind = "facts"
 
 
 @dataclasses.dataclass(frozen=True)

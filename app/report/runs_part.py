@@ -57,14 +57,15 @@ class Run:
         summary = self.summary
         caveats = [injected_fault_caveat(summary.injected_fault)] * bool(summary.injected_fault)
         caveats += [DATASET_CAVEATS[d] for d in [summary.dataset] if d in DATASET_CAVEATS]
-        caveats += [TRAINING_DATA_CAVEAT] * summary.tests_training_data
+        caveats += [TRAINING_DATA_CAVEAT] * summary.evaluates_training_data
         caveats += [TIMING_CAVEAT] * summary.simulated_devices
+        data = "data" if summary.case else "images"
         environment = {
             "devices": devices_text(summary.devices, summary.simulated_devices),
             "threads of an operation": str(summary.intra_op_threads or "TensorFlow's choice"),
             **summary.versions,
-            "images": dataset_title(summary.dataset),
-            "SHA-256 of the images": summary.dataset_sha256,
+            data: dataset_title(summary.dataset),
+            f"SHA-256 of the {data}": summary.dataset_sha256,
         }
         return Part(self.label, [], caveats, environment, summary.changes)
 
@@ -98,9 +99,10 @@ def _shown(value: object) -> str:
 
 def summary_table(runs: Sequence[Run]) -> Table:
     """Returns a row for each run, with the numbers of its `summary.json`."""
+    noun = "examples" if any(run.summary and run.summary.case for run in runs) else "images"
     header = (
         *("run", "strategy", "replicas", "devices", "test accuracy", "best", "recipe", "epochs"),
-        *("sec/epoch", "images/s", "status", "model", "images", "batch", "learning rate"),
+        *("sec/epoch", f"{noun}/s", "status", "model", noun, "batch", "learning rate"),
         "weights",
     )
     rows = [_summary_row(run) for run in runs]
@@ -117,7 +119,7 @@ def _summary_row(run: Run) -> list[Cell | str]:
         s.strategy,
         whole(s.num_replicas),
         Cell(devices_text(s.devices, s.simulated_devices), title=", ".join(s.devices)),
-        number(s.test_accuracy, ".4f"),
+        f"loss {s.test_loss:.4f}" if s.test_accuracy is None else number(s.test_accuracy, ".4f"),
         number(s.best_test_accuracy, ".4f"),
         s.recipe or "–",
         f"{len(run.history)} of {s.epochs}",
@@ -156,6 +158,7 @@ def speed(runs: Sequence[Run]) -> list:
     measured = [(run.label, run.summary) for run in runs if run.summary]
     if not measured:
         return []
+    noun = "examples" if any(summary.case for _, summary in measured) else "images"
     charts = [
         bar_chart(
             "seconds for an epoch",
@@ -164,7 +167,7 @@ def speed(runs: Sequence[Run]) -> list:
             unit="s",
         ),
         bar_chart(
-            "images a second",
+            f"{noun} a second",
             [(label, summary.images_per_sec, None, None) for label, summary in measured],
             form=",.0f",
             unit="",
@@ -180,7 +183,7 @@ def speed(runs: Sequence[Run]) -> list:
         ]
         for label, summary in measured
     ]
-    header = ["run", "sec/epoch", "images/s", "sec until compiled", "sec in all"]
+    header = ["run", "sec/epoch", f"{noun}/s", "sec until compiled", "sec in all"]
     table = Table("Times of each training", header, "lrrrr", rows)
     note = "Medians over the epochs of one run each; tracing and evaluation are left out."
     if any(summary.simulated_devices for _, summary in measured):

@@ -51,7 +51,7 @@ class CaseDataset:
         objective: that strategies train.
         name: what the data are called in plots and files.
         train: what is in an epoch.
-        tests_training_data: whether the case has no other data to evaluate on.
+        evaluates_training_data: whether the case has no other data to evaluate on.
 
     Raises:
         ConfigError: the file is no case.
@@ -71,11 +71,12 @@ class CaseDataset:
         keras.utils.set_random_seed(config.seed)
         spec, test_dataset = self._create().element_spec, self._create_test()
         self.objective = KerasObjective(spec)
-        self.tests_training_data = test_dataset is None
+        self.evaluates_training_data = test_dataset is None
         self.train = self._test = self._read(self._create, _TRAIN)
         if test_dataset is not None:
             _check_same_elements(spec, test_dataset.element_spec)
             self._test = self._read(self._create_test, _TEST)
+        self.objective.largest_batch = max(*self.train.sizes, *self._test.sizes)
 
     @property
     def num_train_examples(self) -> int:
@@ -105,7 +106,7 @@ class CaseDataset:
         keras.utils.set_random_seed(self._config.seed)
         return self.objective.flatten(self._create().repeat().skip(start_step))
 
-    def test_batches(self) -> tf.data.Dataset:
+    def batches_to_evaluate(self) -> tf.data.Dataset:
         """Returns the examples to evaluate in batches."""
         batches = self.objective.flatten(self._create_test() or self._create())
         return batches.apply(tf.data.experimental.assert_cardinality(len(self._test.sizes)))

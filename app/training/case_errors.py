@@ -1,4 +1,4 @@
-"""Errors of a user's own code, told in one line: file, line, and what is wrong."""
+"""One-line descriptions of errors in the code of a case: file, line and reason."""
 
 import pathlib
 import re
@@ -49,7 +49,7 @@ def is_installed(file: str) -> bool:
 
 
 def _place(error: BaseException, path: pathlib.Path) -> str:
-    """Returns the last line of the case's own folder that an error came through."""
+    """Returns file and line of the innermost stack frame in the folder of the case."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{pathlib.Path(error.filename).name}:{error.lineno}:"
     own = _own_lines(error, path)

@@ -1,4 +1,4 @@
-"""A case: a Python file with a Keras model and data of somebody's own."""
+"""A case: a Python file that defines a Keras model and a data set."""
 
 import contextlib
 import importlib.util
@@ -18,26 +18,26 @@ from strategies.batch_structure import is_none
 
 
 class CaseFile:
-    """Runs the functions of a case file; what they raise becomes one line with file and line.
+    """Runs the functions of a case file; turns their errors into one line with file and line.
 
-    Modules that the file imports are looked for in its own folder first, even where they are called
-    like one of this program's: those are put aside while the case runs.
+    The file's imports are resolved in the folder of the file first. Modules of this program with
+    the same names are removed from `sys.modules` while code of the case runs.
 
     Args:
         path: the file.
         model_fn: name of the function that returns the compiled model.
-        data_fn: name of the function that returns the data set of a global batch size.
-        distribute_fn: name of the function that returns what `fit` gets under a strategy; the file
-            need not have it.
-        test_data_fn: name of the function that returns the data set to evaluate on; the file need
-            not have one of the default name.
+        data_fn: name of the function that returns the data set for a global batch size.
+        distribute_fn: name of the optional function that returns the argument of `fit` under a
+            strategy.
+        test_data_fn: name of the function that returns the data set to evaluate on; optional if it
+            is the default name.
 
     Attributes:
-        path: of the file, resolved.
-        data_label: what its data set is called in records: file and function.
+        path: the resolved path of the file.
+        data_label: name of the data set in records: file and function.
 
     Raises:
-        ConfigError: it cannot be imported, or lacks one of the first two.
+        ConfigError: the file cannot be imported, or has no `model_fn` or `data_fn`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CaseFile:
         """Builds the model.
 
         Raises:
-            ConfigError: the function fails, or returns something else than a compiled model.
+            ConfigError: the function fails, or does not return a compiled model.
         """
         model = self._call(self._model_fn)
         where = self._where(self._model_fn)
@@ -80,15 +80,15 @@ class CaseFile:
         """Creates the data set.
 
         Raises:
-            ConfigError: the function fails, or returns something else.
+            ConfigError: the function fails, or does not return a `tf.data.Dataset`.
         """
         return self._create(self._data_fn, global_batch_size)
 
     def create_test_data(self, global_batch_size: int) -> tf.data.Dataset | None:
-        """Creates the data set to evaluate on; returns None where the case has none.
+        """Creates the data set to evaluate on; returns None if the case does not define it.
 
         Raises:
-            ConfigError: the function fails, or returns something else.
+            ConfigError: the function fails, or does not return a `tf.data.Dataset`.
         """
         if self._test_data_fn is None:
             return None
@@ -105,14 +105,14 @@ class CaseFile:
         return dataset
 
     def distribute(self, strategy: tf.distribute.Strategy, global_batch_size: int) -> Any:
-        """Returns what `fit` gets under a strategy; None where the case leaves it to Keras."""
+        """Returns the argument of `fit` under a strategy; None if the case does not define it."""
         if self._distribute_fn is None:
             return None
         return self._call(self._distribute_fn, strategy, global_batch_size)
 
     @contextlib.contextmanager
     def importable(self) -> Iterator[None]:
-        """Lets modules of the case's folder be found by code of it that imports them late."""
+        """Makes modules of the case's folder importable for imports inside its functions."""
         folder = str(self.path.parent)
         sys.path.append(folder)
         try:
@@ -121,7 +121,7 @@ class CaseFile:
             sys.path.remove(folder)
 
     def run(self, function: Callable[[], Any], what: str) -> Any:
-        """Calls a function that runs code of the case, such as its layers and losses."""
+        """Calls a function that runs code of the case, such as layers and losses."""
         with self._running(what):
             return function()
 
@@ -135,7 +135,7 @@ class CaseFile:
             names = [n for n, v in vars(self._module).items() if isinstance(v, types.FunctionType)]
             raise ConfigError(
                 f"{self.path.name} has no function {name}, it has"
-                f" {', '.join(names) or 'none'}; define {name}, or name another one with {flag}"
+                f" {', '.join(names) or 'none'}; define {name}, or pass another name with {flag}"
             )
         return function
 
@@ -155,7 +155,7 @@ class CaseFile:
 
     @contextlib.contextmanager
     def _running(self, what: str) -> Iterator[None]:
-        """Lets the case's modules be found, and turns its errors into one line."""
+        """Makes the case's modules importable and turns errors of the case into one line."""
         with self._own_imports():
             try:
                 yield
@@ -163,20 +163,20 @@ class CaseFile:
                 raise
             except (MemoryError, tf.errors.ResourceExhaustedError) as error:
                 raise DeviceError(
-                    f"{self.path.name}: {what} memory ran out; use a smaller --global_batch_size"
-                    " or fewer --steps"
+                    f"{self.path.name}: out of memory {what}; use a smaller --global_batch_size or"
+                    " fewer --steps"
                 ) from error
             except Exception as error:
                 raise ConfigError(describe_error(error, self.path, what)) from error
             except SystemExit as error:
                 raise ConfigError(
-                    f"{self.path.name} {what}: it ends the process; put what it does as a script"
-                    ' under `if __name__ == "__main__":`'
+                    f"{self.path.name} {what}: the file ends the process; move the code of the"
+                    ' script below `if __name__ == "__main__":`'
                 ) from error
 
     @contextlib.contextmanager
     def _own_imports(self) -> Iterator[None]:
-        """Puts modules aside that are called like files or folders beside the case."""
+        """Hides modules that have the name of a file or folder next to the case."""
         folder = self.path.parent
         names = {entry.stem for entry in folder.glob("*.py")}
         names |= {entry.name for entry in folder.iterdir() if entry.is_dir()}
@@ -219,7 +219,7 @@ def _check_dense(dataset: tf.data.Dataset, where: str) -> None:
 
 
 def _is_from(module: types.ModuleType, folder: pathlib.Path) -> bool:
-    # Of its own attributes alone: a module may make others up, or import something for them.
+    # Not with getattr: a module's __getattr__ may return or import anything.
     own = vars(module) if isinstance(module, types.ModuleType) else {}
     locations = getattr(own.get("__spec__"), "submodule_search_locations", None) or []
     places = [own.get("__file__"), *locations]  # A package without __init__.py has no file.

@@ -4,7 +4,7 @@ import collections
 
 from app.runtime.errors import ConfigError
 from strategies.base import Strategy
-from strategies.tf_private import inner_optimizer, is_synchronized
+from strategies.keras_private import inner_optimizer, is_synchronized
 
 
 def check_case_model(strategy: Strategy, case: str | None) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import traceback
 from collections.abc import Callable, Iterator
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 from app.config import TrainConfig
 from app.devices.device_setup import Devices
 from app.records.run_metadata import RunMetadata
+from app.runtime import console
 from app.runtime.errors import ConfigError, is_out_of_memory
 from app.runtime.versions import versions
 from app.training.case_dataset import CaseDataset
@@ -104,7 +106,7 @@ class CaseSpec:
         """Returns the sizes that batches have."""
         return set(self._dataset.train.sizes)
 
-    def test_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the metrics of the model over the last evaluation."""
         return dict(self._dataset.objective.metrics)
 
@@ -136,11 +138,17 @@ class CaseGuard:
             try:
                 yield
             except Exception as error:
-                other = type(error).__name__ in _NOT_OF_A_CASE or is_out_of_memory(error)
-                if other or not comes_from_case(error, self._case.path):
+                if _is_of_tensorflow(error) or not comes_from_case(error, self._case.path):
                     raise
+                console.log("".join(traceback.format_exception(error)))
                 what = "in a training step" if is_within_epoch() else "in the evaluation"
                 raise ConfigError(describe_error(error, self._case.path, what)) from error
+
+
+def _is_of_tensorflow(error: Exception) -> bool:
+    """Tells whether TensorFlow raises an error of itself: memory ran out, or a worker is gone."""
+    is_known = type(error).__name__ in _NOT_OF_A_CASE or "Collective ops" in str(error)
+    return is_known or is_out_of_memory(error)
 
 
 def first_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:

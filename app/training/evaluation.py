@@ -21,7 +21,7 @@ def evaluate(
     Raises:
         RuntimeError: the strategy saw another number of examples.
     """
-    totals = strategy.evaluate(dataset.test_batches(), on_batch)
+    totals = strategy.evaluate(dataset.batches_to_evaluate(), on_batch)
     if totals.examples != dataset.num_test_examples:
         raise RuntimeError(
             f"evaluated {totals.examples} examples instead of {dataset.num_test_examples}"

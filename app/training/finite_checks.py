@@ -27,29 +27,34 @@ def check_finite_loss(
     if not math.isfinite(totals.loss_sum):
         name = _first_not_finite(strategy.state())
         cause = f"{name} is not finite" if name else "all weights are finite"
-        raise _error(f"{description} {totals.loss}, {cause}", where, saved_step)
+        objective = strategy.objective
+        if objective and objective.has_own_train_step and not name:
+            cause += '; a train_step has to return its loss as {"loss": loss}'
+        raise _error(f"{description} {totals.loss}, {cause}", where, saved_step, bool(objective))
 
 
-def check_finite_state(state: State, where: str, saved_step: int) -> None:
+def check_finite_state(state: State, where: str, saved_step: int, *, is_case: bool = False) -> None:
     """Checks the weights and the optimizer state that are about to be saved.
 
     Args:
         state: arrays by name.
         where: step and learning rate, for the message.
         saved_step: of the last checkpoint, 0 where there is none.
+        is_case: whether the learning rate is that of a case.
 
     Raises:
         DivergedError: an array holds a number that is not finite.
     """
     if name := _first_not_finite(state):
-        raise _error(f"{name} is not finite", where, saved_step)
+        raise _error(f"{name} is not finite", where, saved_step, is_case)
 
 
-def _error(problem: str, where: str, saved_step: int) -> DivergedError:
+def _error(problem: str, where: str, saved_step: int, is_case: bool) -> DivergedError:
+    smaller = "learning rate in the file of the case" if is_case else "--learning_rate"
     kept = f"; the checkpoint of step {saved_step} is kept" if saved_step else ""
     return DivergedError(
         f"{problem} at {where} — a finite loss and finite weights are required; use a smaller"
-        f" --learning_rate{kept}"
+        f" {smaller}{kept}"
     )
 
 

@@ -213,7 +213,7 @@ class Training:
             evaluation_sec=evaluation_sec,
             learning_rate=last_learning_rate(self.strategy.optimizer),
             injected_fault=str(self._config.fault or ""),
-            test_metrics=self._spec.test_metrics(),
+            test_metrics=self._spec.metrics(),
         )
         self.save()
         self._bar.epoch(self._state.progress.history[-1])

@@ -243,6 +243,6 @@ def summary_template(
             "versions": metadata.versions,
             "injected_fault": str(config.fault or ""),
             "case": config.case_path.name if is_case else "",
-            "tests_training_data": dataset.tests_training_data,
+            "evaluates_training_data": dataset.evaluates_training_data,
         }
     )

@@ -21,7 +21,7 @@ class TrainingData(Protocol):
         """Number of examples that are evaluated."""
 
     @property
-    def tests_training_data(self) -> bool:
+    def evaluates_training_data(self) -> bool:
         """Whether there are no data to evaluate on but those of the training."""
 
     def sha256(self) -> str:
@@ -30,5 +30,5 @@ class TrainingData(Protocol):
     def sha256_of_test_part(self) -> str:
         """Returns a hash of the examples that are evaluated."""
 
-    def test_batches(self) -> tf.data.Dataset:
+    def batches_to_evaluate(self) -> tf.data.Dataset:
         """Returns the examples to evaluate in batches: finite, of known cardinality."""

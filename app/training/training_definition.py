@@ -55,7 +55,7 @@ class TrainingDefinition(Protocol):
     def batch_sizes(self) -> set[int]:
         """Returns the sizes that batches have."""
 
-    def test_metrics(self) -> dict[str, float] | None:
+    def metrics(self) -> dict[str, float] | None:
         """Returns the metrics of a case over the last evaluation; None of images."""
 
 

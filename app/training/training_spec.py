@@ -78,7 +78,7 @@ class TrainingSpec:
         """Creates what compares the memory of a step with the memory that is free."""
         return MemoryGuard(strategy, self.config, devices, max(self.batch_sizes()))
 
-    def test_metrics(self) -> None:
+    def metrics(self) -> None:
         """Returns None: correct predictions are counted, and a recipe has no other metrics."""
 
     def metadata(self, strategy: Strategy) -> RunMetadata:

@@ -1,19 +1,21 @@
-"""Verifies a case in a process of its own: records a training, and compares it with one device."""
+"""Verifies a case in a child process: records a training and compares it with one device."""
 
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from app.config import VerifyConfig
 from app.config.names import KERAS_FIT
 from app.devices.device_setup import Devices
+from app.records.case_record import EVALUATION
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
 from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData, Phase
-from app.verification.case_result import EVALUATION, CaseFinding, CaseResult
+from app.verification.case_result import CaseResult
 from app.verification.case_training import FitTraining, RecordedTraining, StrategyTraining
 from recorders.lockstep_keras import (
     BY_DESIGN,
@@ -33,14 +35,14 @@ Send = Callable[[tuple], None]
 def verify_with(
     send: Send, config: VerifyConfig, devices: Devices, strategy: str, traces: pathlib.Path
 ) -> CaseResult:
-    """Trains the steps of a case with one strategy, and compares each with one device.
+    """Trains the steps of a case with one strategy and compares each step with one device.
 
     Args:
-        send: told of the progress.
-        config: with the case.
-        devices: to train on.
-        strategy: of `CASE_STRATEGIES`.
-        traces: where the recordings go, if they are kept.
+        send: receives the progress.
+        config: names the case.
+        devices: the devices to train on.
+        strategy: one of `CASE_STRATEGIES`.
+        traces: directory for the recordings, if they are kept.
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
     case = CaseFile(
@@ -59,7 +61,7 @@ def verify_with(
     reports = []
     for number, (phase, recording, report) in enumerate(check.phases(), start=1):
         reports.append((phase.names, report))
-        if config.keep_traces:
+        if config.keep_traces and training.is_compared:
             folder = traces / strategy
             folder.mkdir(parents=True, exist_ok=True)
             recording.save(str(folder / f"{number}-{phase.place}.npz"))
@@ -76,6 +78,7 @@ def verify_with(
         simulated_devices=devices.simulated and len(devices.names) > 1,
         steps=[name for names, _ in reports for name in names],
         stages=stages,
+        checks=STAGES,
         findings=_merged(reports),
         tolerance=reports[0][1].tolerance if reports else "",
         model=check.model_name,
@@ -84,13 +87,13 @@ def verify_with(
 
 
 class CaseCheck:
-    """Compares a training of a case with the same model on one device, piece by piece.
+    """Compares a training of a case with the same model on one device, phase by phase.
 
     Args:
         case: builds the model.
-        data: its data set.
+        data: the data set of the case.
         config: places, seed and batch size.
-        training: what is compared.
+        training: the training to compare.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class CaseCheck:
         return self._training.model.name
 
     def phases(self) -> Iterator[tuple[Phase, Recording, Report]]:
-        """Yields each piece of the training with its recording and what was found."""
+        """Yields each phase of the training with its recording and report."""
         training, places = self._training, self._config.at
         state_bytes = sum(int(v.value.shape.num_elements()) * 4 for v in training.variables)
         per_step = 4 * max(1, state_bytes) * training.num_replicas
@@ -120,8 +123,8 @@ class CaseCheck:
             recording = training.record(phase)
             if not recording.steps:
                 raise ConfigError(
-                    f"--case={self._config.case}: fit made no step of {phase.names[0]}; data() and"
-                    " distribute() have to return as many batches"
+                    f"--case={self._config.case}: fit did not reach {phase.names[0]}; return the"
+                    " same number of batches from data() and distribute()"
                 )
             report = self._report(phase, recording)
             if changed:
@@ -131,6 +134,9 @@ class CaseCheck:
             yield phase, recording, report
 
     def _report(self, phase: Phase, recording: Recording) -> Report:
+        if not self._training.is_compared:
+            return Report(0, self._training.num_replicas, [], [], "")
+
         def check() -> Report:
             batches = phase.batches_of(recording)
             return compare(recording, self._training.build_unbuilt, batches=batches)
@@ -141,6 +147,8 @@ class CaseCheck:
         """Compares loss and metrics of an evaluation with those of one device."""
         dataset = self._data.to_evaluate()
         logs, states = self._training.evaluate(dataset)
+        if not self._training.is_compared:
+            return Report(0, self._training.num_replicas, [], [], "")
         one = self._training.build()
         findings = self._case.run(
             lambda: compare_evaluation(logs, one, states, self._data.to_evaluate()),
@@ -161,8 +169,8 @@ def _not_restored(names: list[str]) -> Finding:
     )
 
 
-def _merged(reports: list[tuple[list[str], Report]]) -> list[CaseFinding]:
-    """Puts findings of the same stage and cause together over the phases."""
+def _merged(reports: list[tuple[list[str], Report]]) -> list[dict[str, Any]]:
+    """Merges findings of the same stage and cause over the phases; returns them as plain data."""
     merged: dict[tuple[str, str], list[tuple[Finding, list[str]]]] = {}
     for names, report in reports:
         for finding in report.findings:
@@ -172,18 +180,14 @@ def _merged(reports: list[tuple[list[str], Report]]) -> list[CaseFinding]:
     for same in merged.values():
         first, findings = same[0][0], [finding for finding, _ in same]
         found.append(
-            CaseFinding(
-                stage=first.stage,
-                status=first.status,
-                cause=first.cause,
-                text=first.text,
-                remedy=first.remedy,
-                steps=tuple(dict.fromkeys(step for _, steps in same for step in steps)),
-                replicas=tuple(sorted({r for f in findings for r in f.replicas})),
-                tensors=tuple(dict.fromkeys(t for f in findings for t in f.tensors)),
-                distance=max(f.distance for f in findings),
-                allowed=first.allowed,
-            )
+            dataclasses.asdict(first)
+            | {
+                "remedy": first.remedy,
+                "steps": list(dict.fromkeys(step for _, steps in same for step in steps)),
+                "replicas": sorted({r for f in findings for r in f.replicas}),
+                "tensors": list(dict.fromkeys(t for f in findings for t in f.tensors)),
+                "distance": max(f.distance for f in findings),
+            }
         )
     order = list(STAGES)
-    return sorted(found, key=lambda f: order.index(f.stage))
+    return sorted(found, key=lambda f: order.index(f["stage"]))

@@ -1,7 +1,7 @@
-"""Where a case is verified: pieces of its data set that are trained on, and what they consist of.
+"""Phases of a case's verification: the parts of its data set to train on, and their batches.
 
-Bugs wait in the first steps, in a short last batch, in the second epoch and after a resume. Each
-is a piece of the data set of its own, so that nothing between them has to be trained.
+Faults tend to appear in the first steps, a short last batch, the second epoch and after a resume.
+Each of these is a separate phase, so that the steps between them need not be trained.
 """
 
 import collections
@@ -19,27 +19,27 @@ from app.training.case_file import CaseFile
 from recorders.lockstep_keras import Recording, leaves, plain_copy
 from strategies.keras_objective import KerasObjective
 
-Batch = list[np.ndarray]  # Leaves of inputs, targets and weights.
+Batch = list[np.ndarray]  # Leaves of inputs, targets and sample weights.
 
-_CHUNK_BYTES = 2**28  # Of states and gradients that are held at a time.
+_CHUNK_BYTES = 2**28  # Limit of the states and gradients recorded at a time.
 _SECOND_EPOCH = "the first step of the second epoch"
 _RESUMED = "the step after a save and resume"
-# A set that shuffles differs from pass to pass, and `fit` may draw from it before it trains.
+# A shuffled data set differs from pass to pass, and `fit` may iterate over it before training.
 _NUM_PASSES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A piece of a training.
+    """A part of a training.
 
     Attributes:
-        place: of `app.config.case_options.PLACES`.
-        dataset: what `fit` gets; None for what the case distributes itself.
-        epochs: of it.
-        wanted: numbers of the steps that are looked at, from 1.
-        passes: the batches of these steps in one pass over the data set after another.
-        names: of these steps.
-        resumes: whether the model is saved and restored before it.
+        place: one of `app.config.case_options.PLACES`.
+        dataset: the argument of `fit`; None for the data that the case distributes.
+        epochs: number of epochs to train.
+        wanted: numbers of the steps to check, from 1.
+        passes: the batches of these steps in successive passes over the data set.
+        names: names of these steps.
+        resumes: whether the model is saved and restored before this phase.
     """
 
     place: str
@@ -51,7 +51,7 @@ class Phase:
     resumes: bool = False
 
     def batches_of(self, recording: Recording) -> list[Batch]:
-        """Returns the batches of the pass that most of what the replicas were given is from."""
+        """Returns the batches of the pass that matches most of the replicas' batches."""
         given = [_rows(_joined(recording, step)) for step in range(len(recording.steps))]
 
         def num_same(batches: list[Batch]) -> int:
@@ -72,26 +72,26 @@ class _Slice(NamedTuple):
 
 
 class CaseData:
-    """The data set of a case, drawn as often as needed.
+    """The data set of a case, created as often as needed.
 
     Args:
-        case: defines it.
-        global_batch_size: of its batches.
-        num_steps: how many first steps are looked at, if there are as many.
+        case: defines the data set.
+        global_batch_size: size of its batches.
+        num_steps: number of first steps to check, if the data set has that many.
 
     Attributes:
-        first_size: examples of the first batch.
-        num_batches: of an epoch; None where the data set has no end.
+        first_size: number of examples in the first batch.
+        num_batches: number of batches of an epoch; None if the data set is infinite.
 
     Raises:
-        DataError: it is empty, or another one when it is made again.
+        DataError: the data set is empty, or two calls of `data` return different batches.
     """
 
     def __init__(self, case: CaseFile, global_batch_size: int, num_steps: int):
         self._case, self._size = case, global_batch_size
         first, again = (self._draw(self.dataset().take(num_steps)) for _ in range(2))
         if not first:
-            raise DataError("data() has no batch; return a data set with one batch at least")
+            raise DataError("data() has no batch; return a data set with at least one batch")
         for number, batch in enumerate(first, start=1):
             check_shapes([leaf.shape for leaf in batch], f"data(): batch {number}")
         _check_same(first, again)
@@ -99,15 +99,15 @@ class CaseData:
         self.num_batches = self._count()
 
     def dataset(self) -> tf.data.Dataset:
-        """Returns the data set, made anew."""
+        """Returns a newly created data set."""
         return self._case.create_data(self._size)
 
     def phases(self, places: Sequence[str], bytes_of_a_step: int) -> list[Phase]:
-        """Returns the pieces to train on, in the order in which a training meets them.
+        """Returns the phases in the order of a training.
 
         Args:
-            places: which are asked for.
-            bytes_of_a_step: what the recording of one needs; a piece has only so many.
+            places: the places to check.
+            bytes_of_a_step: size of one recorded step; limits the number of steps of a phase.
         """
         phases = []
         chunk = max(1, _CHUNK_BYTES // bytes_of_a_step)
@@ -116,7 +116,7 @@ class CaseData:
             names = [f"step {start + i + 1}" for i in range(size)]
             phases.append(self._piece("first", _Slice(start, size), names))
         if (last := self._last(places)) is not None:
-            # After a whole batch: `fit` fails where the first one does not split evenly.
+            # After a full batch: `fit` fails if the first batch does not divide evenly.
             piece = self._piece("last_batch", _Slice(last, 1), [""])
             dataset = _Slice(last - 1, 2).of(self.dataset())
             phases.append(dataclasses.replace(piece, dataset=dataset, wanted=[2]))
@@ -129,7 +129,7 @@ class CaseData:
         return [_with_sizes(phase) for phase in phases]
 
     def whole_training(self, places: Sequence[str]) -> list[Phase]:
-        """Returns one piece, of two epochs, for a case that distributes its data itself."""
+        """Returns one phase of two epochs, for a case that distributes its data."""
         numbers: list[int] = []
         names: list[str] = []
         passes: list[list[Batch]] = [[] for _ in range(_NUM_PASSES)]
@@ -162,7 +162,7 @@ class CaseData:
         *,
         first_pass: int = 1,
     ) -> Phase:
-        """Returns a piece with the batches of some passes, each pass that is another one once."""
+        """Returns a phase with the batches of some passes; equal passes are listed once."""
         passes: list[list[Batch]] = []
         for batches in self._draw_passes(slice_, first_pass - 1 + _NUM_PASSES)[first_pass - 1 :]:
             if not any(_is_same(batches, other) for other in passes):
@@ -171,12 +171,12 @@ class CaseData:
         return Phase(place, slice_.of(self.dataset()), 1, numbers, passes, names)
 
     def _draw_passes(self, slice_: _Slice, number: int) -> list[list[Batch]]:
-        """Returns the batches of one pass over the data set after another."""
+        """Returns the batches of successive passes over the data set."""
         dataset = slice_.of(self.dataset())
         return [self._draw(dataset) for _ in range(number)]
 
     def _last(self, places: Sequence[str]) -> int | None:
-        """Returns the number of the last batch, from 0; None where it is none of its own."""
+        """Returns the number of the last batch, from 0; None if the first steps include it."""
         if "last_batch" not in places or self.num_batches is None:
             return None
         return self.num_batches - 1 if self.num_batches > self._num_first else None
@@ -185,7 +185,7 @@ class CaseData:
         def draw() -> list[Batch]:
             return [[plain_copy(leaf) for leaf in leaves(batch)] for batch in dataset]
 
-        return self._case.run(draw, "while the data set was drawn")
+        return self._case.run(draw, "while the data set was read")
 
     def _count(self) -> int | None:
         dataset = self.dataset()
@@ -195,11 +195,11 @@ class CaseData:
         if number >= 0:
             return number
         count = itertools.count()
-        self._case.run(lambda: [next(count) for _ in dataset], "while the data set was drawn")
+        self._case.run(lambda: [next(count) for _ in dataset], "while the data set was read")
         return next(count)
 
     def to_evaluate(self) -> tf.data.Dataset:
-        """Returns the first batches and the last one, in an order that does not change."""
+        """Returns the first batches and the last batch, in a fixed order."""
         batches = list(self._first)
         if (last := self._last(["last_batch"])) is not None:
             batches += self._draw(_Slice(last, 1).of(self.dataset()))
@@ -210,7 +210,7 @@ class CaseData:
 
 
 def _with_sizes(phase: Phase) -> Phase:
-    """Names the last batch by its size."""
+    """Adds the size of the last batch to its name."""
     if phase.place != "last_batch":
         return phase
     return dataclasses.replace(phase, names=[_name_last(phase.passes[0][0])])
@@ -221,15 +221,15 @@ def _name_last(batch: Batch) -> str:
 
 
 def _check_same(first: list[Batch], second: list[Batch]) -> None:
-    """Checks that a data set was the same when it was made twice.
+    """Checks that two calls of `data` return the same batches.
 
     Raises:
-        DataError: it was not.
+        DataError: the batches differ.
     """
     for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
         if not _is_same([a], [b]):
             raise DataError(
-                f"data(): batch {number} is another one when the data set is made again; make it"
+                f"data(): batch {number} differs when data() is called again; make the data set"
                 " deterministic: give shuffle() and random operations a seed"
             )
 
@@ -243,12 +243,12 @@ def _is_same(first: list[Batch], second: list[Batch]) -> bool:
 
 
 def _joined(recording: Recording, step: int) -> Batch:
-    """Returns the global batch that the replicas were given together."""
+    """Returns the global batch: the examples of all replicas."""
     per_replica = [recording.steps[step]["data", r] for r in range(recording.num_replicas)]
     return [np.concatenate(parts) for parts in zip(*per_replica, strict=True)]
 
 
 def _rows(batch: Batch) -> collections.Counter:
-    """Counts the examples of a batch, whatever their order."""
+    """Counts equal examples of a batch; their order does not matter."""
     leaves_of_rows = ([np.asarray(row).tobytes() for row in array] for array in batch)
     return collections.Counter(zip(*leaves_of_rows, strict=True))

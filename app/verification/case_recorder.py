@@ -1,5 +1,6 @@
-"""Records a case that one of our strategies trains, in the format of Keras' `fit`."""
+"""Records a case that a strategy of this project trains, in the format of `Recorder`."""
 
+import io
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,17 +16,18 @@ from recorders.lockstep_keras import (
     to_json,
 )
 from strategies.base import Strategy
+from strategies.keras_private import is_seed
 from strategies.observer import Observer, Predicted
 from strategies.one_device import seed_of_replica
-from strategies.tf_private import is_seed
+from strategies.workers import Workers
 
 
 class CaseRecorder(Observer):
-    """Observes a strategy with an objective, and hooks its optimizers' clipping.
+    """Observes a strategy with an objective, and hooks the clipping of its optimizers.
 
     Args:
-        strategy: built, and no step made: its observer is replaced by this one.
-        structure: of a batch, any nest.
+        strategy: a built strategy before its first step; this object replaces its observer.
+        structure: the structure of a batch, any nest.
     """
 
     def __init__(self, strategy: Strategy, structure: Any):
@@ -44,11 +46,11 @@ class CaseRecorder(Observer):
         strategy.observer = self
 
     def record(self, iterator: Any, steps: Collection[int]) -> Recording:
-        """Trains up to the last of these steps, and returns what they computed.
+        """Trains up to the last of these steps and returns their recording.
 
         Args:
-            iterator: what `strategy.distribute` returned.
-            steps: numbers, from 1.
+            iterator: the result of `strategy.distribute`.
+            steps: numbers of the steps, from 1.
         """
         recording = self._recording
         recording.steps, recording.numbers = [], []
@@ -64,17 +66,19 @@ class CaseRecorder(Observer):
                 taken, self._kept = self._kept, {}
                 if number in steps:
                     after = self._states()
-                    taken |= {("before", r): state for r, state in enumerate(before)}
-                    taken |= {("after", r): state for r, state in enumerate(after)}
+                    for r, old, new in zip(
+                        self._strategy.local_copy_ids, before, after, strict=True
+                    ):
+                        taken |= {("before", r): old, ("after", r): new}
                     recording.steps.append(taken)
                     recording.numbers.append(number)
         recording.predicted = to_json(self._objective.predicted)
         weights = self._objective.weights(self._strategy.model)
         recording.gradients = [variable.path for variable in weights]
-        return recording
+        return _joined(recording, self._strategy.workers)
 
     def on_predictions(self, replica_id: int | tf.Tensor, predicted: Predicted) -> None:
-        """Keeps examples, and predictions and loss if they are known."""
+        """Keeps the examples, and predictions and loss if the step shows them."""
         self._keep("data", replica_id, predicted.examples)
         if predicted.loss is not None:
             self._keep("y_pred", replica_id, predicted.predictions)
@@ -85,7 +89,7 @@ class CaseRecorder(Observer):
     def on_gradients(
         self, replica_id: int | tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Keeps what a replica sends."""
+        """Keeps the gradients that a replica sends."""
         self._keep("raw", replica_id, gradients)
         return gradients
 
@@ -94,7 +98,7 @@ class CaseRecorder(Observer):
         self._keep("sums", copy_id, summed_gradients)
 
     def _clipping_of(self, replica_id: int | tf.Tensor) -> Any:
-        """Returns a hook that keeps what an optimizer makes of the sums."""
+        """Returns a hook that keeps the clipped sums of an optimizer."""
 
         def clip(inner: Any, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
             context = tf.distribute.get_replica_context()
@@ -108,7 +112,7 @@ class CaseRecorder(Observer):
         return clip
 
     def _keep(self, kind: str, replica_id: int | tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
-        """Keeps tensors of a replica, once they are computed."""
+        """Keeps tensors of a replica when they are computed."""
 
         def keep(replica_id: np.ndarray, *arrays: np.ndarray) -> None:
             self._kept[kind, int(replica_id)] = [plain_copy(array) for array in arrays]
@@ -117,14 +121,31 @@ class CaseRecorder(Observer):
         tf.numpy_function(keep, [replica_id, *known], [])
 
     def _states(self) -> list[Arrays]:
-        """Returns the variables of each replica, with the seeds that it draws from."""
+        """Returns the variables of each replica, with the replica's seeds."""
         return [
             [
                 seed_of_replica(array, r).numpy() if name in self._seeds else _known(array)
                 for name, array in state.items()
             ]
-            for r, state in enumerate(self._strategy.copy_states())
+            for r, state in zip(
+                self._strategy.local_copy_ids, self._strategy.copy_states(), strict=True
+            )
         ]
+
+
+def _joined(recording: Recording, workers: Workers) -> Recording:
+    """Returns the recording of the replicas of all workers, on each worker."""
+    if workers.count == 1:
+        return recording
+    own = io.BytesIO()
+    recording.write(own)
+    first, *others = (
+        Recording.load(io.BytesIO(message)) for message in workers.gather(own.getvalue())
+    )
+    for other in others:
+        for step, more in zip(first.steps, other.steps, strict=True):
+            step.update(more)
+    return first
 
 
 def _known(array: np.ndarray) -> np.ndarray:

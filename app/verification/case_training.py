@@ -1,4 +1,4 @@
-"""A training of a case that is recorded: by Keras' `fit`, or by one of our strategies."""
+"""Recorded trainings of a case: by Keras' `fit`, or by a strategy of this project."""
 
 import abc
 import contextlib
@@ -22,67 +22,69 @@ from strategies import load_strategy_class
 from strategies.keras_objective import KerasObjective
 from strategies.tf_private import reset_layer_numbers
 
-States = Sequence[Sequence[np.ndarray]]  # Of each replica: all variables.
+States = Sequence[Sequence[np.ndarray]]  # All variables of each replica.
 
 
 class RecordedTraining(abc.ABC):
-    """A case that is trained on several devices.
+    """A training of a case on several devices.
 
     Args:
         case: builds the model.
-        data: its data set.
+        data: the data set of the case.
         config: seed and batch size.
 
     Attributes:
-        model: on the devices.
-        num_replicas: of it.
-        splits_itself: whether the case splits its data set, with a function for it.
+        model: the model on the devices.
+        num_replicas: number of its replicas.
+        splits_itself: whether the case defines a function that distributes its data set.
+        is_compared: whether this process compares the recording; one of several workers does.
     """
 
     model: keras.Model
     num_replicas: int
     splits_itself = False
+    is_compared = True
 
     def __init__(self, case: CaseFile, data: CaseData, config: VerifyConfig):
         self._case, self._data, self._config = case, data, config
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Those of the model, then those of its optimizer."""
+        """The variables of the model, then those of its optimizer."""
         return [*self.model.variables, *self.model.optimizer.variables]
 
     @abc.abstractmethod
     def check_possible(self) -> None:
-        """Checks that this model can be trained like this.
+        """Checks that the model can be trained in this way.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the model, the optimizer or the batch size is not supported.
         """
 
     @abc.abstractmethod
     def record(self, phase: Phase) -> Recording:
-        """Trains a piece of the data set, and returns the steps of it that are looked at."""
+        """Trains the data set of a phase and returns the recording of its steps to check."""
 
     @abc.abstractmethod
     def resume(self) -> list[str]:
-        """Saves the state and puts it into a model and an optimizer that are built anew.
+        """Saves the state and restores it in a new model and optimizer.
 
         Returns:
-            The names of the variables that are not what they were.
+            The names of the variables whose values are not those that were saved.
         """
 
     @abc.abstractmethod
     def evaluate(self, dataset: tf.data.Dataset) -> tuple[dict[str, float], States]:
-        """Returns loss and metrics over a data set, and the state that they were computed with."""
+        """Returns loss and metrics over a data set, and the state used to compute them."""
 
     def build_unbuilt(self) -> keras.Model:
-        """Builds the model with the same initial weights, and the same names, each time."""
+        """Builds the model with the same initial weights and the same names in each call."""
         reset_layer_numbers()
         keras.utils.set_random_seed(self._config.seed)
         return self._case.build_model()
 
     def build(self, scope: contextlib.AbstractContextManager | None = None) -> keras.Model:
-        """Builds model and optimizer with all variables, in a strategy's scope or in none."""
+        """Builds model and optimizer with all variables, in a strategy's scope if one is given."""
         with scope or contextlib.nullcontext():
             model = self.build_unbuilt()
 
@@ -97,7 +99,7 @@ class RecordedTraining(abc.ABC):
 
 
 class FitTraining(RecordedTraining):
-    """Keras' `fit` under `tf.distribute.MirroredStrategy`, untouched."""
+    """Keras' `fit` under `tf.distribute.MirroredStrategy`, without changes."""
 
     def __init__(self, case: CaseFile, data: CaseData, config: VerifyConfig, devices: Devices):
         super().__init__(case, data, config)
@@ -111,26 +113,26 @@ class FitTraining(RecordedTraining):
         if self._data.first_size % self.num_replicas and not self.splits_itself:
             size = max(1, self._data.first_size // self.num_replicas) * self.num_replicas
             raise ConfigError(
-                f"--case={self._config.case}: a first batch of {self._data.first_size} examples"
-                f" does not divide over {self.num_replicas} replicas, where Keras' fit fails (keras"
-                f" issue 19246); use --global_batch_size={size}"
+                f"--case={self._config.case}: the first batch has {self._data.first_size} examples,"
+                f" which {self.num_replicas} replicas do not divide: Keras' fit fails (keras issue"
+                f" 19246); use --global_batch_size={size}"
             )
         accumulates = getattr(self.model.optimizer, "gradient_accumulation_steps", None)
         if self.num_replicas > 1 and accumulates:
             raise ConfigError(
                 f"--case={self._config.case}: gradient_accumulation_steps={accumulates} of the"
-                " optimizer fails under MirroredStrategy (keras issue 20582); leave it out, or use"
+                " optimizer fails under MirroredStrategy (keras issue 20582); remove it, or use"
                 " --strategies=single,manual"
             )
 
     def _distributed(self) -> Any:
-        """Returns what the case distributes itself; None where Keras does it."""
+        """Returns the distributed data of the case; None if Keras distributes the data set."""
         if self.num_replicas == 1:
             return None
         return self._case.distribute(self._strategy, self._config.global_batch_size)
 
     def record(self, phase: Phase) -> Recording:
-        """Records `fit` on the piece."""
+        """Records `fit` on the data set of a phase."""
         try:
             recorder = Recorder(self.model, steps=phase.wanted)
         except ValueError as error:
@@ -139,7 +141,7 @@ class FitTraining(RecordedTraining):
         def fit() -> None:
             dataset = phase.dataset or self._distributed()
             with recorder, warnings.catch_warnings():
-                # Keras wonders at pieces of a data set.
+                # Each phase is a part of the data set, about which Keras warns.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
                 self.model.fit(dataset, epochs=phase.epochs, verbose=0, shuffle=False)
 
@@ -147,7 +149,7 @@ class FitTraining(RecordedTraining):
         return recorder.recording()
 
     def resume(self) -> list[str]:
-        """Saves all variables as arrays and assigns them."""
+        """Saves all variables as arrays and assigns them to a new model and optimizer."""
         saved = [self._copies(variable)[0] for variable in self.variables]
         self.model = self.build(self._strategy.scope())
         with self._strategy.scope():
@@ -157,7 +159,7 @@ class FitTraining(RecordedTraining):
         return _differing([variable.path for variable in self.variables], saved, restored)
 
     def _copies(self, variable: keras.Variable) -> list[np.ndarray]:
-        """Returns what each replica holds of a variable."""
+        """Returns the value of a variable on each replica."""
         values = self._strategy.experimental_local_results(variable.value)
         arrays = [np.asarray(value) for value in values]
         return arrays * (self.num_replicas // len(arrays))
@@ -172,7 +174,7 @@ class FitTraining(RecordedTraining):
 
 
 class StrategyTraining(RecordedTraining):
-    """One of our strategies, which compute the loss of the whole batch."""
+    """A strategy of this project, which computes the loss of the whole batch."""
 
     def __init__(
         self, case: CaseFile, data: CaseData, config: VerifyConfig, devices: Devices, name: str
@@ -180,6 +182,7 @@ class StrategyTraining(RecordedTraining):
         super().__init__(case, data, config)
         self._devices, self._name = devices, name
         self._start()
+        self.is_compared = self._strategy.workers.is_chief
 
     def _start(self) -> None:
         self._objective = KerasObjective(self._data.dataset().element_spec)
@@ -215,7 +218,7 @@ class StrategyTraining(RecordedTraining):
         return self._case.run(train, f"in a step of strategy {self._name}")
 
     def resume(self) -> list[str]:
-        """Saves and loads what a checkpoint holds."""
+        """Saves and loads the state that a checkpoint holds."""
         state, own = self._strategy.state(), self._strategy.per_shard_statistics()
         self._start()
         self._strategy.load_state(state)

@@ -36,7 +36,7 @@ import keras
 import tensorflow as tf
 from lockstep_keras import FAULT, Finding, Recorder, compare, compare_evaluation
 
-NO_CASES = ("run", "small")
+NO_CASES = ("optimizers", "run", "small")
 GLOBAL_BATCH_SIZE = 12
 MAX_STEPS = 6
 MAX_REPLICAS = 3

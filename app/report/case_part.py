@@ -1,0 +1,105 @@
+"""What a report says about a case: verdicts, a table of the stages, and each finding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from app.records.case_record import (
+    BY_DESIGN,
+    CLEAN,
+    FAULT,
+    explanations,
+    one_line,
+    shortened,
+    stage_status,
+    stages_of,
+    verdict,
+)
+from app.report.page_parts import (
+    Cell,
+    Facts,
+    Heading,
+    Items,
+    Part,
+    Table,
+    Text,
+    devices_text,
+    whole,
+)
+from app.report.record_finder import Record, reading
+
+_MARKS = {FAULT: "bad", BY_DESIGN: "differs", CLEAN: "good"}
+_MOST_TENSORS = 12
+
+
+def case_part(record: Record) -> Part:
+    """Reads `verify.json` of a case.
+
+    Raises:
+        OutputError: it is damaged.
+    """
+    found = record.load("verify.json")
+    if found is None:
+        blocks = [Heading(record.label), Text("This verification is not finished: no verdict yet.")]
+        return Part(record.label, blocks, [], {})
+    with reading(record.path / "verify.json"):
+        runs = found["strategies"]
+        blocks = [Heading(record.label), *_verdicts(found), Text(_setup(found)), _stages(runs)]
+        blocks += [
+            Facts(each.title, each.facts, _MARKS[each.status])
+            for each in explanations(runs, _MOST_TENSORS)
+        ]
+        blocks.append(Text(f"Tolerances: {one_line(_longest(runs)['tolerance'])}."))
+        return Part(record.label, blocks, [], _environment(runs))
+
+
+def _verdicts(found: dict) -> list[Items]:
+    """Returns one sentence for each strategy, those with faults first."""
+    verdicts = [verdict(found["case"], *each) for each in found["strategies"].items()]
+    return [
+        Items(sentences, mark)
+        for status, mark in _MARKS.items()
+        if (sentences := [sentence for each, sentence in verdicts if each == status])
+    ]
+
+
+def _setup(found: dict) -> str:
+    runs = found["strategies"]
+    return (
+        f"Model {one_line(found['model'])}, batch {whole(found['global_batch_size'])}, seed"
+        f" {found['seed']}, {_devices(runs)}. Steps checked:"
+        f" {', '.join(shortened(_longest(runs)['steps']))}. Each stage of each step is compared"
+        " with one device that starts from the same recorded state."
+    )
+
+
+def _stages(runs: Mapping[str, Mapping[str, Any]]) -> Table:
+    rows: list[list[Cell | str]] = [
+        [stage, what, *(_cell(run, stage) for run in runs.values())]
+        for stage, what in stages_of(runs.values()).items()
+    ]
+    header = ["stage", "what is checked", *runs]
+    return Table("Stages", header, "l" + "w" * (len(header) - 1), rows)
+
+
+def _cell(run: Mapping[str, Any], stage: str) -> Cell:
+    status, causes = stage_status(run, stage)
+    text = f"{status}: {', '.join(causes)}" if causes else status
+    return Cell(text, _MARKS.get(status, ""))
+
+
+def _longest(runs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the run with the most steps: some strategies may have fewer."""
+    return max(runs.values(), key=lambda run: len(run["steps"]))
+
+
+def _devices(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    texts = (devices_text(run["devices"], run["simulated_devices"]) for run in runs.values())
+    return ", ".join(dict.fromkeys(texts))
+
+
+def _environment(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    versions = next(iter(runs.values()))["versions"]
+    return {
+        "devices": _devices(runs),
+        **{str(name): str(version) for name, version in versions.items()},
+    }

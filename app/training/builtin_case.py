@@ -1,0 +1,96 @@
+"""Our networks and Fashion-MNIST as the functions of a case; see `builtin_cases/`.
+
+A case defines its whole training itself. So the learning rate is that of a batch of 256 for ten
+epochs, whatever the flags; initial weights follow from --seed, and each pass over the data has the
+order of the first epoch.
+"""
+
+import functools
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from app.data.dataset import ImageDataset
+from app.data.dataset_loader import load_dataset
+from app.data.input_pipeline import eval_dataset, num_steps_per_epoch, train_dataset
+from app.runtime import console
+from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE, Recipe, find_recipe
+from models import load_model_builder
+
+NUM_EPOCHS = 10
+_ORDER_SEED = 0
+
+
+def build_compiled_model(name: str, recipe_name: str) -> keras.Model:
+    """Builds a network and compiles it with the loss and the optimizer of a recipe.
+
+    Args:
+        name: of `models.MODELS`.
+        recipe_name: of `RECIPES`.
+    """
+    dataset, recipe = _dataset(), find_recipe(recipe_name, name)
+    num_steps = NUM_EPOCHS * num_steps_per_epoch(
+        len(dataset.train_images), REFERENCE_GLOBAL_BATCH_SIZE, "keep"
+    )
+    model = recipe.build_model(
+        load_model_builder(name),
+        image_shape=dataset.image_shape,
+        num_classes=dataset.num_classes,
+        # Whoever builds a case sets NumPy's seed to --seed before.
+        seed=int(np.random.randint(2**31)),
+    )
+    rate = recipe.learning_rate(global_batch_size=REFERENCE_GLOBAL_BATCH_SIZE, num_steps=num_steps)
+    model.compile(
+        optimizer=recipe.create_optimizer(rate, num_steps),
+        loss=_loss_of(recipe),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def train_data(name: str) -> Callable[[int], tf.data.Dataset]:
+    """Returns the function `data` of a case.
+
+    Args:
+        name: of the model, whose recipe may mirror images.
+    """
+
+    def data(global_batch_size: int) -> tf.data.Dataset:
+        """Returns the batches of an epoch."""
+        dataset = _dataset()
+        num_steps = num_steps_per_epoch(len(dataset.train_images), global_batch_size, "keep")
+        batches = train_dataset(
+            dataset.train_images, dataset.train_labels,
+            seed=_ORDER_SEED, global_batch_size=global_batch_size,
+            flip=find_recipe("fast", name).flip,
+        )  # fmt: skip
+        return batches.take(num_steps)
+
+    return data
+
+
+def data_to_evaluate(global_batch_size: int) -> tf.data.Dataset:
+    """Returns the test set, each example once."""
+    dataset = _dataset()
+    return eval_dataset(
+        dataset.test_images, dataset.test_labels, global_batch_size=global_batch_size
+    )
+
+
+@functools.cache
+def _dataset() -> ImageDataset:
+    return load_dataset("auto", data_dir=None, allow_unverified=False, warn=console.warn)
+
+
+def _loss_of(recipe: Recipe) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Returns the loss of each example, as `strategies.loss.shard_loss` has it."""
+
+    def cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+        labels = tf.reshape(tf.cast(labels, tf.int32), [-1])  # Keras adds an axis.
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+        evenly = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
+        return (1 - recipe.label_smoothing) * losses + recipe.label_smoothing * evenly
+
+    return cross_entropy
