@@ -26,6 +26,7 @@ layers, optimizers = keras.layers, keras.optimizers
 QUICK = {
     "plain",
     "two heads",
+    "mask",
     "weighted mean",
     "contrastive",
     "regularisers",
