@@ -16,7 +16,7 @@ from strategies.loss import shard_loss
 @pytest.fixture(autouse=True)
 def _few_images(monkeypatch):
     dataset = generate_synthetic(num_train=40, num_test=20)
-    monkeypatch.setattr(builtin_case, "_dataset", lambda: dataset)
+    monkeypatch.setattr(builtin_case, "load_dataset", lambda *_, **__: dataset)
 
 
 def load(name: str) -> CaseFile:

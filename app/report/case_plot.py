@@ -1,6 +1,5 @@
 """The figure of `verify --case`: stages and strategies, drawn from `verify.json` alone."""
 
-import functools
 import json
 import pathlib
 import warnings
@@ -152,7 +151,6 @@ def _wrapped(text: str, width: float) -> list[str]:
     return [*lines, line]
 
 
-@functools.cache
 def _width_of(text: str) -> float:
     """Returns how many inches a text takes in bold, the wider weight."""
     font = FontProperties(size=_SIZE, weight="bold")

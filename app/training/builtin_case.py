@@ -23,65 +23,62 @@ NUM_EPOCHS = 10
 _ORDER_SEED = 0
 
 
-def build_compiled_model(name: str, recipe_name: str) -> keras.Model:
-    """Builds a network and compiles it with the loss and the optimizer of a recipe.
+class BuiltInCase:
+    """What the file of a case defines: model and data.
 
     Args:
         name: of `models.MODELS`.
-        recipe_name: of `RECIPES`.
-    """
-    dataset, recipe = _dataset(), find_recipe(recipe_name, name)
-    num_steps = NUM_EPOCHS * num_steps_per_epoch(
-        len(dataset.train_images), REFERENCE_GLOBAL_BATCH_SIZE, "keep"
-    )
-    model = recipe.build_model(
-        load_model_builder(name),
-        image_shape=dataset.image_shape,
-        num_classes=dataset.num_classes,
-        # Whoever builds a case sets NumPy's seed to --seed before.
-        seed=int(np.random.randint(2**31)),
-    )
-    rate = recipe.learning_rate(global_batch_size=REFERENCE_GLOBAL_BATCH_SIZE, num_steps=num_steps)
-    model.compile(
-        optimizer=recipe.create_optimizer(rate, num_steps),
-        loss=_loss_of(recipe),
-        metrics=["accuracy"],
-    )
-    return model
-
-
-def train_data(name: str) -> Callable[[int], tf.data.Dataset]:
-    """Returns the function `data` of a case.
-
-    Args:
-        name: of the model, whose recipe may mirror images.
     """
 
-    def data(global_batch_size: int) -> tf.data.Dataset:
-        """Returns the batches of an epoch."""
-        dataset = _dataset()
-        num_steps = num_steps_per_epoch(len(dataset.train_images), global_batch_size, "keep")
+    def __init__(self, name: str):
+        self._name = name
+
+    @functools.cached_property
+    def dataset(self) -> ImageDataset:
+        """The images, real ones wherever they can be had."""
+        return load_dataset("auto", data_dir=None, allow_unverified=False, warn=console.warn)
+
+    def build_model(self, recipe_name: str) -> keras.Model:
+        """Builds the network and compiles it with the loss and the optimizer of a recipe.
+
+        Args:
+            recipe_name: of `RECIPES`.
+        """
+        recipe, batch_size = find_recipe(recipe_name, self._name), REFERENCE_GLOBAL_BATCH_SIZE
+        num_steps = NUM_EPOCHS * self._num_steps(batch_size)
+        model = recipe.build_model(
+            load_model_builder(self._name),
+            image_shape=self.dataset.image_shape,
+            num_classes=self.dataset.num_classes,
+            # Whoever builds a case sets NumPy's seed to --seed before.
+            seed=int(np.random.randint(2**31)),
+        )
+        rate = recipe.learning_rate(global_batch_size=batch_size, num_steps=num_steps)
+        model.compile(
+            optimizer=recipe.create_optimizer(rate, num_steps),
+            loss=_loss_of(recipe),
+            metrics=["accuracy"],
+        )
+        return model
+
+    def data(self, global_batch_size: int) -> tf.data.Dataset:
+        """Returns the batches of an epoch; the recipe `fast` of the model may mirror images."""
         batches = train_dataset(
-            dataset.train_images, dataset.train_labels,
-            seed=_ORDER_SEED, global_batch_size=global_batch_size,
-            flip=find_recipe("fast", name).flip,
-        )  # fmt: skip
-        return batches.take(num_steps)
+            self.dataset.train_images,
+            self.dataset.train_labels,
+            seed=_ORDER_SEED,
+            global_batch_size=global_batch_size,
+            flip=find_recipe("fast", self._name).flip,
+        )
+        return batches.take(self._num_steps(global_batch_size))
 
-    return data
+    def data_to_evaluate(self, global_batch_size: int) -> tf.data.Dataset:
+        """Returns the test set, each example once."""
+        images, labels = self.dataset.test_images, self.dataset.test_labels
+        return eval_dataset(images, labels, global_batch_size=global_batch_size)
 
-
-def data_to_evaluate(global_batch_size: int) -> tf.data.Dataset:
-    """Returns the test set, each example once."""
-    dataset = _dataset()
-    return eval_dataset(
-        dataset.test_images, dataset.test_labels, global_batch_size=global_batch_size
-    )
-
-
-@functools.cache
-def _dataset() -> ImageDataset:
-    return load_dataset("auto", data_dir=None, allow_unverified=False, warn=console.warn)
+    def _num_steps(self, global_batch_size: int) -> int:
+        return num_steps_per_epoch(len(self.dataset.train_images), global_batch_size, "keep")
 
 
 def _loss_of(recipe: Recipe) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:

@@ -2,19 +2,19 @@
 
 import keras
 
-from app.training.builtin_case import build_compiled_model, data_to_evaluate, train_data
+from app.training.builtin_case import BuiltInCase
 
 __all__ = ["d2l", "data", "model", "test_data"]
 
-data = train_data("lenet")
-test_data = data_to_evaluate
+_case = BuiltInCase("lenet")
+data, test_data = _case.data, _case.data_to_evaluate
 
 
 def model() -> keras.Model:
     """Returns the model with the recipe `fast`."""
-    return build_compiled_model("lenet", "fast")
+    return _case.build_model("fast")
 
 
 def d2l() -> keras.Model:
     """Returns the model with the recipe `d2l`."""
-    return build_compiled_model("lenet", "d2l")
+    return _case.build_model("d2l")

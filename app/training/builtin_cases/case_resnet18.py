@@ -2,19 +2,19 @@
 
 import keras
 
-from app.training.builtin_case import build_compiled_model, data_to_evaluate, train_data
+from app.training.builtin_case import BuiltInCase
 
 __all__ = ["d2l", "data", "model", "test_data"]
 
-data = train_data("resnet18")
-test_data = data_to_evaluate
+_case = BuiltInCase("resnet18")
+data, test_data = _case.data, _case.data_to_evaluate
 
 
 def model() -> keras.Model:
     """Returns the model with the recipe `fast`."""
-    return build_compiled_model("resnet18", "fast")
+    return _case.build_model("fast")
 
 
 def d2l() -> keras.Model:
     """Returns the model with the recipe `d2l`."""
-    return build_compiled_model("resnet18", "d2l")
+    return _case.build_model("d2l")
