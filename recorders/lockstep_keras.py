@@ -103,6 +103,8 @@ REMEDIES = {
     " loss, the learning rate",
     "weight_decay_on_top": "apply weight decay once: in the optimizer or in the loss",
     "schedule_stepped_too_often": "advance `optimizer.iterations` once per update",
+    "rows_summed_first": "accept that this is a different training, or use an optimizer that is"
+    " linear in the gradient, such as SGD",
     "not_updated": "apply the summed gradients on every replica",
     "update_not_seen": "apply gradients with `model.optimizer.apply`",
     "other_loss": "compile the same loss in all runs",
@@ -2528,6 +2530,40 @@ class Comparison:
             if wrong := [i for i in watched if not _within(after[i], expected[i], bounds[i])]:
                 self._update_is_wrong = True
                 yield from self._why_update(r, expected, bounds, wrong)
+        yield from self._rows_summed_first()
+
+    def _rows_summed_first(self) -> Iterator[Finding]:
+        """Finds out whether an update with rows of an embedding is another one than with sums.
+
+        One device hands the optimizer the gradient of a table row by row, several for a token that
+        comes several times. Strategies of our own send the sum of these rows.
+        """
+        sums, raws = list(self._sums_of(0)), [own.raw for own in self._own]
+        rows = [i for i, g in enumerate(raws[0]) if isinstance(g, Sparse)]
+        if not self._recording.whole_loss or not rows or isinstance(sums[rows[0]], Sparse):
+            return
+        before, summed = self._all("before")[0], list(sums)
+        for i in rows:
+            joined = add([raw[i] for raw in raws])
+            clipped = _ratio(norm(sums[i]), norm(joined))  # What clipping has left of it.
+            values = (joined.values * clipped).astype(sums[i].dtype)
+            sums[i] = joined._replace(values=values)
+        expected, other = self._updated(before, summed), self._updated(before, sums)
+        bounds, names = self._bounds(before, summed), self._recording.gradients
+        tables = [self._paths.index(names[i]) for i in rows]
+        apart = [i for i in tables if not _within(other[i], expected[i], bounds[i])]
+        if not apart:
+            return
+        distances = [
+            _ratio(distance(other[i], expected[i]), distance(expected[i], before[i])) for i in apart
+        ]
+        yield self._found(
+            "rows_summed_first",
+            "the gradient of an embedding has one row for each token; the rows of a token are"
+            " summed before the update, and Keras' optimizer takes them one by one: the update is"
+            f" {max(distances):.1%} another one",
+            design=True, tensors=tuple(self._paths[i] for i in apart), distance=max(distances),
+        )  # fmt: skip
 
     def _unseen_update(self) -> Iterator[Finding]:
         """Says that a step changes weights without the optimizer, so that little can be checked."""

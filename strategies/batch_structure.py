@@ -60,7 +60,8 @@ def leaves_with_rows(
         )
         with tf.control_dependencies([rows] if rows is not None else []):
             checked.append(tf.identity(prediction))
-        if (mask := get_mask(prediction)) is not None:
+        mask = get_mask(prediction)
+        if mask is not None:
             set_mask(checked[-1], mask)
     return checked
 

@@ -353,13 +353,24 @@ def test_no_fault_is_found_without_one(strategy, name):
     report = start(strategy, build, data).report((1, 2, 3, 4))
     assert report.faults == [], str(report)
     by_design = [f.cause for f in report.findings]
-    assert by_design == (["local_statistics"] if name == "BatchNorm" else [])
+    causes = {"BatchNorm": ["local_statistics"], "embedding": ["rows_summed_first"]}
+    assert by_design == causes.get(name, [])
     stages = {"start", "gradients", "all-reduce", "update", "agreement"}
     if "own step" not in name:
         stages |= {"forward", "loss"}
     if "clip" in name:
         stages.add("clipping")
     assert stages <= set(report.checked)
+
+
+@pytest.mark.parametrize("optimizer, causes", [("sgd", []), ("adam", ["rows_summed_first"])])
+def test_rows_of_an_embedding_are_summed_before_the_update(optimizer, causes):
+    def build():
+        pooled = [layers.Embedding(20, 8), layers.GlobalAveragePooling1D(), layers.Dense(2)]
+        return compiled(keras.Sequential(pooled), optimizer=optimizer)
+
+    report = start("manual", build, (np.full((len(X), 4), 3), Y)).report((1, 2))
+    assert [f.cause for f in report.findings] == causes and not report.faults
 
 
 @pytest.fixture

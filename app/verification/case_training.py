@@ -198,7 +198,7 @@ class StrategyTraining(RecordedTraining):
 
         self._case.run(
             lambda: self._strategy.build(build, lambda: built[-1].optimizer),
-            "while the model was built",
+            "while the model was called on the first example",
         )
         self.model = self._strategy.model
         self._recorder = CaseRecorder(self._strategy, self._objective.element_spec)
