@@ -10,7 +10,7 @@ the replicas' gradients is then that of one device, exactly, for any loss.
 Losses that layers add (`model.losses`) are means over a replica's examples or depend on weights
 alone: a replica with n of N examples adds n / N of them.
 
-A `train_step` of the user's own computes a loss that nobody else sees. It runs on each replica's
+A custom `train_step` computes a loss that the strategy does not see. It runs on each replica's
 examples, and the gradients that it hands to its optimizer count n / N.
 
 Code of the model runs as on one device; see `one_device.py`.
@@ -61,10 +61,10 @@ class KerasObjective:
 
     Attributes:
         largest_batch: examples of the largest batch; None where that is not known.
-        has_own_train_step: whether the model has a `train_step` of its own; known once prepared.
+        has_own_train_step: whether the model has a custom `train_step`; known once prepared.
         trained: numbers of the trainable variables that have a gradient; known once traced.
         metrics: name → value of the model's metrics over the last evaluation; of one with several
-            values each by itself, as `name[0]`.
+            values one entry for each, as `name[0]`.
     """
 
     def __init__(self, element_spec: Any):

@@ -50,7 +50,7 @@ class BuiltInCase:
             load_model_builder(self._name),
             image_shape=self.dataset.image_shape,
             num_classes=self.dataset.num_classes,
-            # Whoever builds a case sets NumPy's seed to --seed before.
+            # The caller of a case sets NumPy's seed to --seed first.
             seed=int(np.random.randint(2**31)),
         )
         rate = recipe.learning_rate(global_batch_size=batch_size, num_steps=num_steps)

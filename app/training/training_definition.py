@@ -1,4 +1,4 @@
-"""What is trained and how, whoever defines it: the options of this program, or a user's file."""
+"""What is trained and how, defined by the options of this program or by a user's file."""
 
 import contextlib
 from collections.abc import Callable
