@@ -75,7 +75,7 @@ def talk(prepared, config):
 
     @tf.function
     def shards():
-        kept = strategy._tf_strategy.run(lambda image, *_: image[:, 0, 0, 0], args=next(iterator))
+        kept = strategy._tf_strategy.run(lambda shard, _: shard[0][:, 0, 0, 0], args=next(iterator))
         return strategy._tf_strategy.experimental_local_results(kept)
 
     seen = [[shard.numpy().tolist() for shard in shards()] for _ in range(3)]
