@@ -1048,7 +1048,9 @@ def test_causes_and_remedies_belong_together():
         node.value for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )  # fmt: skip
-    assert [cause for cause in lockstep_keras.REMEDIES if named[cause] < 2] == []
+    named_elsewhere = {"not_restored"}  # By `verify --case`, which restores a training.
+    unnamed = {cause for cause in lockstep_keras.REMEDIES if named[cause] < 2}
+    assert unnamed == named_elsewhere
     # What `_found` is called with, and first elements of tuples: (cause, text), (cause, text, …).
     used = {
         first.value for node in ast.walk(tree)
