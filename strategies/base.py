@@ -17,6 +17,7 @@ import tensorflow as tf
 from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import PerReplicaTensors
 from strategies.gradient_buckets import GradientBuckets
+from strategies.keras_metrics import initial_metric_states, metric_values
 from strategies.keras_objective import KerasObjective
 from strategies.observer import Observer
 from strategies.shard_step import LogitsAndTotals, ShardStep, Statistics
@@ -228,7 +229,7 @@ class Strategy(ShardStep):
         """
         iterator, statistics = self.distribute(dataset.repeat()), self._statistics_to_evaluate()
         totals, objective = StepTotals(0.0, 0, 0), self.objective
-        states = objective.metric_states(self.model) if objective else []
+        states = initial_metric_states(self.model) if objective else []
         for _ in range(int(dataset.cardinality())):
             if objective:
                 batch_totals, states = self._evaluate_objective(iterator, statistics, states)
@@ -238,7 +239,7 @@ class Strategy(ShardStep):
             on_batch()
         if objective is None:
             return self._over_workers(totals)
-        objective.read_metrics(self.model, states)
+        objective.metrics = metric_values(self.model, states)
         return totals  # Every worker has those of the whole batches.
 
     def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:

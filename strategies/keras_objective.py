@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from strategies.batch_structure import BatchStructure, leaves_with_rows, present
@@ -63,8 +62,7 @@ class KerasObjective:
         largest_batch: examples of the largest batch; None where that is not known.
         has_own_train_step: whether the model has a custom `train_step`; known once prepared.
         trained: numbers of the trainable variables that have a gradient; known once traced.
-        metrics: name → value of the model's metrics over the last evaluation; of one with several
-            values one entry for each, as `name[0]`.
+        metrics: name → value of the model's metrics over the last evaluation; see `keras_metrics`.
     """
 
     def __init__(self, element_spec: Any):
@@ -233,7 +231,7 @@ class KerasObjective:
             predictions: of all replicas, in order.
             masks: of these.
             regular: scalar, what layers add to the loss of the whole batch.
-            states: of the metrics so far, see `metric_states`.
+            states: of the metrics so far; see `keras_metrics`.
 
         Returns:
             The totals, and the states after this batch.
@@ -253,22 +251,6 @@ class KerasObjective:
             tf.cast(size, tf.int64),
         )
         return totals, [tf.identity(state) for state in after]
-
-    def metric_states(self, model: keras.Model) -> list[tf.Tensor]:
-        """Returns the states of a model's metrics before the first batch."""
-        return [first_copy(variable) for variable in model.metrics_variables]
-
-    def read_metrics(self, model: keras.Model, states: Sequence[tf.Tensor]) -> None:
-        """Sets `metrics` from their states after the last batch."""
-        values = list(zip(model.metrics_variables, states, strict=True))
-        with keras.StatelessScope(values):
-            results = model.get_metrics_result()
-        self.metrics = {}
-        for name, value in results.items():
-            numbers = np.ravel(value)
-            names = [name] if len(numbers) == 1 else [f"{name}[{i}]" for i in range(len(numbers))]
-            self.metrics |= dict(zip(names, map(float, numbers), strict=True))
-        self.metrics.pop("loss", None)
 
     def _loss(
         self,
@@ -316,12 +298,6 @@ def added_losses(model: keras.Model) -> tf.Tensor:
     """Returns the sum of what layers of a model add to its loss, a float32 scalar."""
     losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
     return tf.add_n(losses) if losses else tf.zeros([])
-
-
-def first_copy(variable: keras.Variable) -> tf.Tensor:
-    """Returns the value of a variable, under `tf.distribute` that on the first device."""
-    values = getattr(variable.value, "values", [variable.value])
-    return tf.convert_to_tensor(values[0])
 
 
 def _path(variable: Any) -> str:
