@@ -1,5 +1,6 @@
 """`verify --case`: options, the file of a case, where it is looked at, and what a user sees."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -217,6 +218,23 @@ def test_a_set_that_shuffles_has_another_batch_in_each_pass(write):
     first, _, second, _ = data.phases(PLACES, 1)
     assert len(first.passes) == 3
     assert not any(np.array_equal(first.passes[0][0][0], p[0][0]) for p in second.passes)
+
+
+def test_a_case_that_distributes_its_data_is_one_training_of_two_epochs(write):
+    body = "return data(10).unbatch().shuffle(10, seed=1).batch(n)"
+    data = case_data(write, body, size=4, steps=1)
+    (phase,) = data.whole_training(PLACES)
+    assert list(phase.wanted) == [1, 3, 4] and phase.epochs == 2 and phase.dataset is None
+    assert phase.names == [
+        "step 1", "the last batch of an epoch (2 examples)", "the first step of the second epoch",
+    ]  # fmt: skip
+    assert [[len(batch[0]) for batch in batches] for batches in phase.passes] == [[4, 2, 4]] * 3
+    for epoch, later in itertools.pairwise(phase.passes):  # Batches of consecutive epochs.
+        assert np.array_equal(epoch[2][0], later[0][0])
+        assert not np.array_equal(epoch[0][0], later[0][0])
+    (first,) = data.whole_training(["first"])
+    assert list(first.wanted) == [1] and first.epochs == 1
+    assert data.whole_training(["evaluation"]) == []
 
 
 def test_a_set_without_end_has_no_last_batch(write):
