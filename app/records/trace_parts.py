@@ -1,0 +1,166 @@
+"""The arrays of one file of a trace: complete, in order, and of the shapes of their variables."""
+
+import dataclasses
+import io
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from app.records.trace_about import About
+from app.records.trace_directory import Key
+from app.records.trace_file import TraceFile, errors_of, open_trace_file
+from app.records.trace_member import Member, read_array
+from app.records.trace_values import TraceError
+
+_GRADIENT_KINDS = ("raw", "sums", "clipped")
+_VARIABLE_KINDS = ("before", "after")
+_PARTS = {"values", "indices", "rows"}
+
+
+class RowMembers(NamedTuple):
+    """The members of a gradient of some rows."""
+
+    values: Member
+    indices: Member
+    num_rows: int
+
+
+Stored = Member | RowMembers
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one file holds: position from 0, kind, replica → its arrays in order."""
+
+    file: TraceFile
+    arrays: Mapping[tuple[int, str, int], list[Stored]]
+
+
+def open_part(path: pathlib.Path) -> Part:
+    """Opens one file of a trace.
+
+    Raises:
+        DataError: it is no trace, is damaged or incomplete, or is of a later version.
+    """
+    file = open_trace_file(path)
+    with file.reading() as opened:
+        grouped: dict[tuple[int, str, int], dict[int, dict[str, Member]]] = {}
+        for key, member in file.members.items():
+            _check_key(key, member, file.about)
+            group = grouped.setdefault((key.position - 1, key.kind, key.replica), {})
+            group.setdefault(key.index, {})[key.part] = member
+        arrays = {}
+        for place, group in grouped.items():
+            if set(group) != set(range(len(group))):
+                missing = min(set(range(len(group))) - set(group))
+                raise TraceError(
+                    f"has no array {place[0] + 1}/{place[1]}/{place[2]}/{missing}, but later ones;"
+                    " record it again"
+                )
+            arrays[place] = [_stored(opened, place[1], group[index]) for index in range(len(group))]
+    part = Part(file, arrays)
+    with errors_of(path):
+        _check_counts(part)
+    return part
+
+
+def _check_key(key: Key, member: Member, about: About) -> None:
+    if not 1 <= key.position <= len(about.steps):
+        raise TraceError(
+            f"has the member {member.name!r}, but {len(about.steps)} steps; record it again"
+        )
+    if key.replica not in about.replicas:
+        raise TraceError(f"has the member {member.name!r}, but not that replica; record it again")
+
+
+def _stored(file: io.BufferedReader, kind: str, parts: Mapping[str, Member]) -> Stored:
+    """Returns an array's member, or those of `Rows`; the number of rows is read."""
+    first = next(iter(parts.values()))
+    if set(parts) == {""}:
+        return first
+    if set(parts) != _PARTS or kind not in _GRADIENT_KINDS:
+        raise TraceError(
+            f"the member {first.name!r} is no array, nor one of the values, indices and rows of a"
+            " gradient; record it again"
+        )
+    values, indices, rows = (parts[part] for part in ("values", "indices", "rows"))
+    is_whole = indices.dtype[1] in "iu" and rows.dtype[1] in "iu"
+    if not is_whole or rows.shape != () or not values.shape:
+        raise TraceError(
+            f"the members {rows.name!r} and its neighbours are no rows of a gradient; record it"
+            " again"
+        )
+    if indices.shape != values.shape[:1]:
+        raise TraceError(
+            f"the member {indices.name!r} has another length than the values; record it again"
+        )
+    return RowMembers(values, indices, int(read_array(file, rows)))
+
+
+def check_indices(item: RowMembers, indices: np.ndarray) -> None:
+    """Checks that the rows are there.
+
+    Raises:
+        TraceError: one is not.
+    """
+    if indices.size and not (indices.min() >= 0 and indices.max() < item.num_rows):
+        raise TraceError(
+            f"the member {item.indices.name!r} has a row outside of 0 to {item.num_rows - 1};"
+            " record it again"
+        )
+
+
+def shape_of(stored: Stored) -> tuple[int, ...]:
+    """Returns the shape of an array, for `RowMembers` that of the whole weight."""
+    if isinstance(stored, Member):
+        return stored.shape
+    return (stored.num_rows, *stored.values.shape[1:])
+
+
+def size_of(stored: Stored) -> int:
+    """Returns how many bytes an array has, with its header."""
+    if isinstance(stored, Member):
+        return stored.size_bytes
+    return stored.values.size_bytes + stored.indices.size_bytes
+
+
+def _check_counts(part: Part) -> None:
+    """Checks numbers and shapes of the arrays of variables and gradients."""
+    about = part.file.about
+    shapes: dict[int, tuple[int, ...]] = {}
+    for (position, kind, replica), arrays in part.arrays.items():
+        if kind in _VARIABLE_KINDS:
+            _check_count(f"{position + 1}/{kind}/{replica}", arrays, "variables", about.variables)
+            for index, stored in enumerate(arrays):
+                name = f"{position + 1}/{kind}/{replica}/{index}"
+                _check_shape(name, stored, shapes.setdefault(index, shape_of(stored)))
+    names = {v.name: i for i, v in enumerate(about.variables) if v.kind == "weight"}
+    for (position, kind, replica), arrays in part.arrays.items():
+        if kind in _GRADIENT_KINDS:
+            _check_count(f"{position + 1}/{kind}/{replica}", arrays, "gradients", about.gradients)
+            for index, (weight, stored) in enumerate(zip(about.gradients, arrays, strict=True)):
+                name = f"{position + 1}/{kind}/{replica}/{index}"
+                if (shape := shapes.get(names[weight])) is not None:
+                    _check_shape(name, stored, shape)
+                elif not isinstance(stored, Member):
+                    raise TraceError(
+                        f"has rows in {name}, but no array 'before' or 'after'; record it again"
+                    )
+
+
+def _check_count(name: str, arrays: Sequence[Stored], key: str, expected: Sequence[object]) -> None:
+    if len(arrays) != len(expected):
+        raise TraceError(
+            f"has {len(arrays)} arrays {name}, but {len(expected)} {key} in 'about'; record it"
+            " again"
+        )
+
+
+def _check_shape(name: str, stored: Stored, shape: tuple[int, ...]) -> None:
+    if shape_of(stored) != shape:
+        raise TraceError(
+            f"the array {name} has shape {shape_of(stored)}, and its variable {shape}; record it"
+            " again"
+        )
