@@ -139,6 +139,7 @@ def case_run(*findings, replicas=2, **changes):
     if replicas == 1:
         del stages["start"]
     return {
+        "reference": "training that my_case.py defines on one device",
         "devices": CPUS[:replicas], "simulated_devices": replicas > 1,
         "steps": [*(f"step {i}" for i in (1, 2, 3)), "an evaluation"], "stages": stages,
         "checks": CHECKS, "findings": list(findings), "tolerance": "float64",
@@ -155,7 +156,9 @@ def write_case(path, runs=None, **changes):
     }
     record = {
         "command": "verify", "case": "folder/my_case.py", "model": "network",
-        "global_batch_size": 8, "seed": 0, "strategies": runs, **changes,
+        "global_batch_size": 8, "seed": 0, "strategies": runs,
+        "setup": {"model": f"{changes.get('model', 'network')}, batch 8, seed 0, 2 simulated CPUs"},
+        "comparison": "Each stage of each step, compared with one device", **changes,
     }  # fmt: skip
     path.mkdir(parents=True, exist_ok=True)
     config = {"written_by": "lockstep", "command": "verify", "case": record["case"]}

@@ -31,30 +31,34 @@ NAMES = (HOSTILE, "line\nbreak\x1b[31m", os.fsdecode(b"bytes \xff"), "W" * 300)
 @pytest.mark.parametrize(
     "findings, status, end",
     [
-        ((), "clean", "is the training that a.py defines on one device: every stage is clean"),
+        (
+            (),
+            "clean",
+            "is the training that my_case.py defines on one device: every stage is clean",
+        ),
         (
             (LOCAL,),
             "by design",
-            "differs by design from the training that a.py defines on one device: local statistics;"
+            "differs by design from the training that my_case.py defines on one device: local statistics;"
             " no fault found",
         ),
         (
             (CLIPPED, {**CLIPPED, "stage": "update", "cause": "not_updated"}, CLIPPED),
             "fault",
-            "is not the training that a.py defines on one device: clipped before the sum, not"
+            "is not the training that my_case.py defines on one device: clipped before the sum, not"
             " updated",
         ),
         (
             (LOCAL, CLIPPED),
             "fault",
-            "is not the training that a.py defines on one device: clipped before the sum; also"
+            "is not the training that my_case.py defines on one device: clipped before the sum; also"
             " different by design: local statistics",
         ),
     ],
 )
 def test_the_verdict_is_one_sentence(findings, status, end):
     run = case_run(*findings)
-    assert verdict("/some/where/a.py", "keras_fit", run) == (status, f"keras_fit {end}")
+    assert verdict("keras_fit", run) == (status, f"keras_fit {end}")
 
 
 def test_a_stage_with_a_finding_is_shown_even_if_it_was_not_checked():

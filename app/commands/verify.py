@@ -18,6 +18,7 @@ from app.verification import tasks
 from app.verification.case_result import CaseResult
 from app.verification.case_runner import verify_case
 from app.verification.recorded import Checked, Recorded
+from app.verification.recordings.trace_runner import verify_traces
 from app.verification.straggler import find_straggler
 from app.verification.trace import Trace
 from app.verification.trace_comparison import (
@@ -39,6 +40,8 @@ def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
     Raises:
         MismatchError: a step differs from the reference, or a replica is a straggler.
     """
+    if config.traces:
+        return verify_traces(config)
     if config.case is not None:
         return verify_case(config)
     path = named_path(config.out or default_out("verify", config.model))

@@ -26,6 +26,7 @@ from app.config.names import (
 from app.config.option import option, same_option
 from app.config.run_options import InjectOptions, SavingOptions
 from app.config.split_numbers import has_option
+from app.config.trace_options import TraceOptions, check_no_traces, check_traces
 from app.config.training_configs import (
     TrainConfig,
     TrainingOptions,
@@ -68,7 +69,9 @@ class CompareConfig(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, CaseOptions, Config):
+class VerifyConfig(
+    ComparedStrategiesOptions, TrainingOptions, InjectOptions, CaseOptions, TraceOptions, Config
+):
     """The options of `verify`: are these strategies the same training?"""
 
     command: ClassVar[str] = "verify"
@@ -77,6 +80,7 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Ca
         "--strategies=manual,mirrored --steps=20",
         "--strategies=manual --inject=drop_gradient:replica=1",
         "--case=examples/case_fit.py --num_devices=2",
+        "--traces=one.npz,two.npz,permuted.npz",
     )
 
     strategies: tuple[str, ...] = same_option(
@@ -100,6 +104,10 @@ class VerifyConfig(ComparedStrategiesOptions, TrainingOptions, InjectOptions, Ca
 
     def check(self) -> None:
         """Checks what options must be together."""
+        if self.traces:
+            check_traces(self)
+            return
+        check_no_traces(self)
         if self.case is not None:
             check_verified_case(self)
             return

@@ -1,8 +1,7 @@
-"""What `verify.json` says about a case, in sentences: for the terminal, the figure and the page."""
+"""What `verify.json` says about a case or recordings, in sentences."""
 
 import dataclasses
 import math
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,19 +28,21 @@ class Explanation:
     facts: Mapping[str, str]
 
 
-def verdict(case: str, strategy: str, run: Run) -> tuple[str, str]:
-    """Returns the status of a strategy, and one sentence that says why.
+def verdict(strategy: str, run: Run) -> tuple[str, str]:
+    """Returns the status of a strategy or recording, and one sentence that says why.
 
     Args:
-        case: path of the case file.
         strategy: its name.
         run: what `verify.json` holds for it.
 
     Returns:
         "clean", "by design" or "fault", and the sentence.
     """
-    training = f"training that {pathlib.PurePath(case).name} defines on one device"
-    faults, by_design = _causes(run, FAULT), _causes(run, BY_DESIGN)
+    training = run["reference"]
+    faults = _causes(run, FAULT)
+    by_design = [cause for cause in _causes(run, BY_DESIGN) if cause not in faults]
+    if not training:
+        return _verdict_alone(strategy, faults, by_design)
     if faults:
         more = f"; also different by design: {', '.join(by_design)}" if by_design else ""
         status, text = FAULT, f"is not the {training}: {', '.join(faults)}{more}"
@@ -51,6 +52,15 @@ def verdict(case: str, strategy: str, run: Run) -> tuple[str, str]:
     else:
         status, text = CLEAN, f"is the {training}: every stage is clean"
     return status, one_line(f"{strategy} {text}")
+
+
+def _verdict_alone(name: str, faults: list[str], by_design: list[str]) -> tuple[str, str]:
+    """Returns the verdict on a recording that is compared with no other."""
+    if faults:
+        return FAULT, one_line(f"{name} has faults: {', '.join(faults)}")
+    more = f"; by design: {', '.join(by_design)}" if by_design else ""
+    status = BY_DESIGN if by_design else CLEAN
+    return status, one_line(f"{name} has no fault in itself: every check is clean{more}")
 
 
 def stages_of(runs: Iterable[Run]) -> dict[str, str]:

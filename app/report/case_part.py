@@ -1,4 +1,4 @@
-"""What a report says about a case: verdicts, a table of the stages, and each finding."""
+"""What a report says about a case or recordings: verdicts, table of stages, findings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,6 @@ from app.report.page_parts import (
     Table,
     Text,
     devices_text,
-    whole,
 )
 from app.report.record_finder import Record, reading
 
@@ -32,7 +31,7 @@ _MOST_TENSORS = 12
 
 
 def case_part(record: Record) -> Part:
-    """Reads `verify.json` of a case.
+    """Reads `verify.json` of a case or of recordings.
 
     Raises:
         OutputError: it is damaged.
@@ -54,7 +53,7 @@ def case_part(record: Record) -> Part:
 
 def _verdicts(found: dict) -> list[Items]:
     """Returns one sentence for each strategy, those with faults first."""
-    verdicts = [verdict(found["case"], *each) for each in found["strategies"].items()]
+    verdicts = [verdict(*each) for each in found["strategies"].items()]
     return [
         Items(sentences, mark)
         for status, mark in _MARKS.items()
@@ -63,13 +62,15 @@ def _verdicts(found: dict) -> list[Items]:
 
 
 def _setup(found: dict) -> str:
-    runs = found["strategies"]
-    return (
-        f"Model {one_line(found['model'])}, batch {whole(found['global_batch_size'])}, seed"
-        f" {found['seed']}, {_devices(runs)}. Steps checked:"
-        f" {', '.join(shortened(_longest(runs)['steps']))}. Each stage of each step is compared"
-        " with one device that starts from the same recorded state."
+    steps = ", ".join(shortened(_longest(found["strategies"])["steps"]))
+    setup = [f"{label} {text}" for label, text in found["setup"].items()]
+    return one_line(". ".join([*map(_capitalised, setup), f"Steps checked: {steps}"])) + (
+        f". {one_line(found['comparison'])}."
     )
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _stages(runs: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -98,8 +99,14 @@ def _devices(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _environment(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    versions = next(iter(runs.values()))["versions"]
-    return {
-        "devices": _devices(runs),
-        **{str(name): str(version) for name, version in versions.items()},
+    versions = {
+        str(name): str(version)
+        for run in runs.values()
+        for name, version in run["versions"].items()
     }
+    return {"devices": _devices(runs), **versions} if _has_devices(runs) else versions
+
+
+def _has_devices(runs: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Returns whether the devices are known: recordings do not say on which they were made."""
+    return any(run["devices"] for run in runs.values())

@@ -1,4 +1,4 @@
-"""The figure of `verify --case`: stages and strategies, drawn from `verify.json` alone."""
+"""The figure of `verify --case` and `--traces`, drawn from `verify.json` alone."""
 
 import json
 import pathlib
@@ -24,7 +24,6 @@ from app.records.case_record import (
     verdict,
 )
 from app.report.accuracy_plot import save_figure
-from app.report.page_parts import devices_text
 
 # Status → ground, text and symbol; without colours the symbol is enough.
 _LOOKS = {
@@ -58,7 +57,9 @@ def _draw(record: Mapping[str, Any]) -> Figure:
     title = _title(record, width - 2 * _PADDING)
     rows = _rows(runs, cell_width - _GAP - 2 * _PADDING)
     heights = [_LINE * max(len(lines) for _, lines in cells) + 0.14 for _, cells in rows]
-    height = 3 * _PADDING + _LINE * (len(title) + 1) + 0.14 + sum(heights)
+    names = [_wrapped(one_line(name), cell_width - 2 * _PADDING) for name in runs]
+    header = _LINE * max(map(len, names)) + 0.14
+    height = 3 * _PADDING + _LINE * len(title) + header + sum(heights)
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))  # In inches, from the upper left corner.
     axes.set_axis_off()
@@ -68,9 +69,10 @@ def _draw(record: Mapping[str, Any]) -> Figure:
         _write(axes, _PADDING, _PADDING + _LINE * (number + 0.5), line, is_bold=is_bold)
     top = 2 * _PADDING + _LINE * len(title)
     lefts = [_PADDING + _STAGE_WIDTH + cell_width * column for column in range(len(runs))]
-    for left, name in zip(lefts, runs, strict=True):
-        _write(axes, left + _PADDING, top + _LINE / 2, one_line(name), is_bold=True)
-    top += _LINE + 0.14
+    for left, lines in zip(lefts, names, strict=True):
+        for number, line in enumerate(lines):
+            _write(axes, left + _PADDING, top + _LINE * (number + 0.5), line, is_bold=True)
+    top += header
     for (stage, cells), row_height in zip(rows, heights, strict=True):
         _write(axes, _PADDING, top + row_height / 2, stage)
         for left, (status, lines) in zip(lefts, cells, strict=True):
@@ -119,17 +121,14 @@ def _write(
 def _title(record: Mapping[str, Any], width: float) -> list[tuple[str, bool]]:
     """Returns the lines above the cells, and whether each is bold: the verdicts."""
     runs = record["strategies"]
-    verdicts = [verdict(record["case"], name, run)[1] for name, run in runs.items()]
+    verdicts = [verdict(name, run)[1] for name, run in runs.items()]
     lines = [(line, True) for text in verdicts for line in _wrapped(text, width)]
-    largest = max(runs.values(), key=lambda run: len(run["devices"]))
     longest = max(runs.values(), key=lambda run: len(run["steps"]))
-    setup = (
-        f"model {one_line(record['model'])}, batch {record['global_batch_size']}, seed"
-        f" {record['seed']}, {devices_text(largest['devices'], largest['simulated_devices'])};"
-        f" {', '.join(shortened(longest['steps']))}; each stage compared with one device that"
-        " starts from the same state"
+    setup = [f"{label} {text}" for label, text in record["setup"].items()]
+    more = one_line(
+        "; ".join([*setup, ", ".join(shortened(longest["steps"])), record["comparison"]])
     )
-    return [*lines, *((line, False) for line in _wrapped(setup, width))]
+    return [*lines, *((line, False) for line in _wrapped(more, width))]
 
 
 def _wrapped(text: str, width: float) -> list[str]:

@@ -96,7 +96,9 @@ def _page(records: Sequence[Record]) -> dict:
     """Returns all that the template shows."""
     runs = [Run.load(record) for record in records if record.kind == "train"]
     verified = [
-        case_part(record) if record.config.get("case") else verify_part(record)
+        case_part(record)
+        if record.config.get("case") or record.config.get("traces")
+        else verify_part(record)
         for record in records
         if record.kind == "verify"
     ]

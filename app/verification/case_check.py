@@ -74,6 +74,7 @@ def verify_with(
         if found:
             stages[stage] = max(found, key=[CLEAN, BY_DESIGN, FAULT].index)
     return CaseResult(
+        reference=f"training that {config.case_path.name} defines on one device",
         devices=devices.names,
         simulated_devices=devices.simulated and len(devices.names) > 1,
         steps=[name for names, _ in reports for name in names],

@@ -1,4 +1,4 @@
-"""What `verify --case` prints: a verdict for each strategy, then the stages, then each finding."""
+"""What `verify --case` and `--traces` print: verdicts, then the stages, then each finding."""
 
 import textwrap
 from collections.abc import Mapping
@@ -13,21 +13,20 @@ from app.records.case_record import (
     stages_of,
     verdict,
 )
-from app.report.page_parts import devices_text
 from app.runtime import console
 
 _WIDTH, _INDENT = 100, 14
 
 
 def print_case(record: Mapping[str, Any]) -> None:
-    """Prints what `verify.json` says about a case."""
+    """Prints what `verify.json` says about a case or recordings."""
     for name, run in record["strategies"].items():
-        _, sentence = verdict(record["case"], name, run)
+        _, sentence = verdict(name, run)
         console.say(sentence)
     console.say()
     _print_setup(record)
     console.say()
-    _print_stages(record["strategies"])
+    _print_stages(record)
     for each in explanations(record["strategies"]):
         console.say()
         console.say(each.title)
@@ -36,23 +35,18 @@ def print_case(record: Mapping[str, Any]) -> None:
 
 
 def _print_setup(record: Mapping[str, Any]) -> None:
-    runs = record["strategies"].values()
-    largest = max(runs, key=lambda run: len(run["devices"]))
-    longest = max(runs, key=lambda run: len(run["steps"]))
-    devices = devices_text(largest["devices"], largest["simulated_devices"])
-    _print_wrapped(
-        "model",
-        f"{one_line(record['model'])}, batch {record['global_batch_size']}, seed {record['seed']},"
-        f" {devices}, TF32 off",
-    )
+    longest = max(record["strategies"].values(), key=lambda run: len(run["steps"]))
+    for label, text in record["setup"].items():
+        _print_wrapped(label, one_line(text))
     _print_wrapped("steps", ", ".join(shortened(longest["steps"])))
     _print_wrapped("tolerances", one_line(longest["tolerance"]))
 
 
-def _print_stages(runs: Mapping[str, Mapping[str, Any]]) -> None:
+def _print_stages(record: Mapping[str, Any]) -> None:
+    runs = record["strategies"]
     console.print_table(
-        "Each stage of each step, compared with one device that starts from the same state",
-        ["stage", *runs],
+        record["comparison"],
+        ["stage", *map(one_line, runs)],
         [
             [stage, *(_cell(run, stage) for run in runs.values())]
             for stage in stages_of(runs.values())
@@ -68,5 +62,8 @@ def _cell(run: Mapping[str, Any], stage: str) -> str:
 def _print_wrapped(label: str, text: str) -> None:
     """Prints a label and a text beside it, in lines of a width that a terminal has."""
     lines = textwrap.wrap(text, _WIDTH - _INDENT, break_long_words=False, break_on_hyphens=False)
+    if len(label) > _INDENT - 4:
+        console.say(f"  {label}")
+        label = ""
     for start, line in zip([f"  {label}", *[""] * len(lines)], lines, strict=False):
         console.say(f"{start:<{_INDENT}}{line}")

@@ -11,6 +11,7 @@ class CaseResult:
     """The result of one strategy, as it stands in `verify.json`.
 
     Attributes:
+        reference: what the training is compared with: "training that a.py defines on one device".
         devices: names.
         simulated_devices: whether the devices share a processor.
         steps: names of the steps that were checked.
@@ -23,6 +24,7 @@ class CaseResult:
         versions: name → version of the software that the numbers depend on.
     """
 
+    reference: str
     devices: list[str]
     simulated_devices: bool
     steps: list[str]

@@ -16,6 +16,7 @@ from app.records.files import temporary_path, write_json
 from app.records.run_directory import open_log, open_run_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
+from app.report.page_parts import devices_text
 from app.runtime import console
 from app.runtime.errors import MismatchError
 from app.runtime.function_call import Channel
@@ -65,7 +66,8 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
                 traces.rename(path / "traces")
         finally:
             shutil.rmtree(traces, ignore_errors=True)
-        _report(path, _write_record(path, config, results), kept=config.keep_traces)
+        record = _write_record(path, config, results)
+        report_case(path, record, also="traces" if config.keep_traces else "")
     return results
 
 
@@ -121,13 +123,24 @@ def _write_record(
         "model": next(iter(results.values())).model,
         "global_batch_size": config.global_batch_size,
         "seed": config.seed,
+        "setup": {"model": _setup(config, results)},
+        "comparison": "Each stage of each step, compared with one device that starts from the same"
+        " state",
         "strategies": {name: dataclasses.asdict(result) for name, result in results.items()},
     }
     write_json(path / "verify.json", record)
     return record
 
 
-def _report(path: pathlib.Path, record: Mapping[str, Any], *, kept: bool) -> None:
+def _setup(config: VerifyConfig, results: Mapping[str, CaseResult]) -> str:
+    """Returns what is trained, and where."""
+    largest = max(results.values(), key=lambda result: len(result.devices))
+    devices = devices_text(largest.devices, largest.simulated_devices)
+    size, seed = config.global_batch_size, config.seed
+    return f"{largest.model}, batch {size}, seed {seed}, {devices}, TF32 off"
+
+
+def report_case(path: pathlib.Path, record: Mapping[str, Any], *, also: str = "") -> None:
     """Prints the verdicts and findings, draws the figure and writes the page.
 
     Raises:
@@ -138,10 +151,10 @@ def _report(path: pathlib.Path, record: Mapping[str, Any], *, kept: bool) -> Non
     print_case(record)
     plot_case(path)
     write_report([path], path / REPORT_FILE)
-    more = ", traces" if kept else ""
+    more = f", {also}" if also else ""
     console.say()
     console.say(f"saved in {path}: verify.json, verify.png, verify.svg, {REPORT_FILE}{more}")
     console.say(f"open {path / REPORT_FILE} for the stages, causes and remedies on one page")
-    verdicts = [verdict(record["case"], *each) for each in record["strategies"].items()]
+    verdicts = [verdict(*each) for each in record["strategies"].items()]
     if faults := [sentence for status, sentence in verdicts if status == FAULT]:
         raise MismatchError(f"{'; '.join(faults)}; see {path / REPORT_FILE}")

@@ -1,0 +1,78 @@
+"""Options of recordings: which files `verify --traces` compares, and how."""
+
+import dataclasses
+from typing import Any
+
+from app.config.names import VERIFICATION
+from app.config.option import option, options_of
+from app.runtime.errors import ConfigError
+
+_SEE = "see docs/verify_your_own.md"
+_USED = {"out", "overwrite", "verbosity"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Which recordings are verified."""
+
+    traces: tuple[str, ...] = option(
+        (),
+        "Recordings of your own script, from any framework: the first is the reference, each"
+        " further one is compared with it. One recorded with permute= gives the tolerance instead."
+        " See docs/trace_format.md.",
+        VERIFICATION,
+        metavar="FILE,FILE,…",
+    )
+    name_map: tuple[str, ...] = option(
+        (),
+        "Names of weights in the other recordings and in the first one, where they cannot be"
+        " matched by name or shape.",
+        VERIFICATION,
+        metavar="OTHER=FIRST,…",
+    )
+    tolerance: float | None = option(
+        None,
+        "Relative difference of gradients that counts as rounding. Default: computed from a"
+        " recording with permute=, else 1e-4.",
+        VERIFICATION,
+        metavar="X",
+        above=0,
+        high=1,
+    )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The name map: name in the other recordings → name in the first."""
+        return dict(pair.split("=", 1) for pair in self.name_map)
+
+
+def check_traces(config: Any) -> None:
+    """Checks the options of a `verify` with recordings.
+
+    Raises:
+        ConfigError: an option has no part in it, or the name map is not one.
+    """
+    used = {*_USED, *(each.name for each in options_of(TraceOptions))}
+    for each in options_of(config):
+        default = each.default if each.name != "strategies" else config.strategies
+        if each.name not in used and getattr(config, each.name) != default:
+            raise ConfigError(
+                f"--{each.name} has no part in --traces, which only reads recordings; leave the"
+                " flag out"
+            )
+    for pair in config.name_map:
+        if pair.count("=") != 1 or not all(pair.split("=")):
+            raise ConfigError(
+                f"--name_map={pair} must be OTHER=FIRST, the names of a weight in two recordings"
+            )
+
+
+def check_no_traces(config: Any) -> None:
+    """Checks that options of recordings come with `--traces`.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for each in options_of(TraceOptions):
+        if getattr(config, each.name) != each.default:
+            raise ConfigError(f"--{each.name} needs --traces=FILE,FILE; {_SEE}")

@@ -1,0 +1,1 @@
+"""Verification of recordings of users' own scripts, from any framework; needs NumPy alone."""

@@ -1,0 +1,157 @@
+"""Explains the difference of two gradients by hypotheses that are computed."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from app.verification.recordings.layer_settings import (
+    kind_of,
+    local_statistics,
+    other_settings,
+)
+from app.verification.recordings.recorded_step import Named
+from app.verification.recordings.step_pair import StepPair
+from app.verification.recordings.trace_arrays import (
+    distance,
+    distances_of,
+    factor,
+    norm,
+)
+
+Allowed = Callable[[str], float]  # Name of a weight → relative difference by rounding.
+Explanation = tuple[str, str, Sequence[str]]  # A key of `REMEDIES`, a sentence, and the weights.
+
+_MOST_CHANNELS = 4096
+
+
+def explanations(
+    pair: StepPair, first: Named, second: Named, wrong: Sequence[str], allowed: Allowed
+) -> Iterator[Explanation]:
+    """Yields what explains the difference: cause, sentence and weights, the surest first."""
+
+    def explains(predicted: Named, slack: float = 4.0) -> bool:
+        apart = distances_of(second, predicted)
+        return all(far <= slack * allowed(name) for name, far in apart.items())
+
+    if frozen := [name for name in wrong if not norm(second[name]) or not norm(first[name])]:
+        yield "frozen", f"the gradient of {len(frozen)} weights is 0 in one recording", frozen
+    yield from _mean_of_means(pair, first, wrong, allowed)
+    scale = factor(list(second.values()), [first[name] for name in second])
+    if np.isfinite(scale) and scale and explains(_scaled(first, scale)):
+        yield *_name_of_factor(pair, scale), wrong
+    yield from _regularised(pair, first, second, wrong, explains)
+    yield from _permuted_rows(first, second, wrong, allowed)
+    for cause, text in (*local_statistics(pair), *other_settings(pair)):
+        yield cause, text, wrong
+
+
+def _scaled(gradients: Named, scale: float) -> Named:
+    return {name: scale * array.astype(np.float64) for name, array in gradients.items()}
+
+
+def _name_of_factor(pair: StepPair, scale: float) -> tuple[str, str]:
+    """Returns the cause of a common factor of all gradients, and a sentence."""
+    text = f"each gradient is {scale:.6g} times that of the first recording"
+    replicas = pair.second.trace.num_replicas, pair.first.trace.num_replicas
+
+    def near(number: float) -> bool:
+        return abs(scale - number) < 1e-3 * number
+
+    if replicas[0] != replicas[1] and near(replicas[0] / replicas[1]):
+        return "sum_instead_of_mean", f"{text}, the number of replicas"
+    if replicas[0] != replicas[1] and near(replicas[1] / replicas[0]):
+        return "mean_instead_of_sum", f"{text}, one over the number of replicas"
+    sizes = {pair.first.num_examples(0), pair.second.num_examples(0)} - {None}
+    total = sum(pair.second.num_examples(r) or 0 for r in pair.second.replicas)
+    for size in {*sizes, total}:
+        if size and size > 1 and (near(size) or near(1 / size)):
+            return "other_loss_reduction", f"{text}; a replica has {size} examples: sum, not mean"
+    if near(round(scale)) or near(1 / max(1, round(1 / scale) if scale > 0 else 1)):
+        return "scaled_gradient", text
+    return "scaled_gradient", text
+
+
+def _mean_of_means(
+    pair: StepPair, first: Named, wrong: Sequence[str], allowed: Allowed
+) -> Iterator[Explanation]:
+    """Explains gradients by replicas with different numbers of examples that count equally."""
+    step = pair.second
+    sizes = [step.num_examples(replica) for replica in step.replicas]
+    sent = [pair.in_first(step.gradients("raw", replica)) for replica in step.replicas]
+    known = [size for size in sizes if size]
+    if len(set(known)) < 2 or len(known) < len(sizes) or not all(sent):
+        return
+    total = sum(known)
+    divisor = 1 if step.trace.reduction == "mean" else len(known)
+    shares = [size / total * divisor for size in known]
+    weighted = {
+        name: np.sum(
+            [share * g[name].astype(np.float64) for share, g in zip(shares, sent, strict=True)],
+            axis=0,
+        )
+        for name in first
+    }
+    apart = distances_of(weighted, first)
+    fitting = [name for name in wrong if apart[name] <= 4 * allowed(name)]
+    # Synchronized layers send gradients to other replicas: only weights behind them show it.
+    is_coupled = any(kind_of(layer) == "batchnorm" for layer in step.trace.layers)
+    if len(fitting) == len(wrong) or (is_coupled and fitting):
+        yield (
+            "mean_of_means",
+            f"the replicas have {', '.join(map(str, known))} examples and count equally; weighted"
+            f" by their examples, the gradients of {', '.join(fitting[:3])} are right",
+            wrong,
+        )
+
+
+def _regularised(
+    pair: StepPair,
+    first: Named,
+    second: Named,
+    wrong: Sequence[str],
+    explains: Callable[..., bool],
+) -> Iterator[Explanation]:
+    """Explains gradients by λ · weight that only one of the losses adds."""
+    weights, _ = pair.states("before")
+    differences = [second[n].astype(np.float64) - first[n].astype(np.float64) for n in wrong]
+    decay = factor(differences, [weights[name] for name in wrong if name in weights])
+    if not np.isfinite(decay) or not decay:
+        return
+    predicted = {
+        name: array.astype(np.float64) + (decay * weights[name] if name in wrong else 0)
+        for name, array in first.items()
+    }
+    if explains(predicted):
+        which = "second" if decay > 0 else "first"
+        yield (
+            "regularisation_in_the_loss",
+            f"the gradients of the {which} recording contain {abs(decay):.4g} · weight: a"
+            " regularisation in its loss",
+            wrong,
+        )
+
+
+def _permuted_rows(
+    first: Named, second: Named, wrong: Sequence[str], allowed: Allowed
+) -> Iterator[Explanation]:
+    """Explains the gradient of a dense kernel by another order of the flattened axes."""
+    for name in wrong:
+        a, b = first[name], second[name]
+        if a.ndim != 2:
+            continue
+        for channels in range(2, min(len(a), _MOST_CHANNELS)):
+            if len(a) % channels:
+                continue
+            shape = (channels, len(a) // channels, a.shape[1])
+            for reordered in (
+                b.reshape(shape).swapaxes(0, 1).reshape(a.shape),
+                b.reshape(shape[1], shape[0], shape[2]).swapaxes(0, 1).reshape(a.shape),
+            ):
+                if distance(reordered, a, max(norm(a), 1e-30)) <= 4 * allowed(name):
+                    yield (
+                        "flatten_order",
+                        f"the rows of {name} are in another order: {channels} channels are"
+                        " flattened first in one script and last in the other",
+                        [name],
+                    )
+                    return

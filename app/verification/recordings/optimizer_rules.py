@@ -1,0 +1,192 @@
+"""The updates of SGD, Adam and AdamW in float64, in the forms of PyTorch, Keras and Optax.
+
+The three frameworks name the same optimizers and compute different updates. A `Rule` holds every
+setting on which the forms differ, so that any of them is a `Rule`, and a wrong one is found by
+changing one setting at a time.
+
+References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`; `keras.optimizers.SGD`,
+`keras.optimizers.Adam`; `optax.sgd`, `optax.adamw`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
+OF_GRADIENTS, OF_UPDATES = "of gradients", "of updates"
+AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias correction"
+UNDER_ROOT = "under the root"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The rule of an optimizer, with its settings for one weight in one step.
+
+    Attributes:
+        family: "SGD" or "Adam".
+        learning_rate: of this step.
+        momentum: of SGD.
+        dampening: of SGD in PyTorch.
+        nesterov: whether SGD looks ahead.
+        velocity: what the velocity of SGD sums, `OF_GRADIENTS` (PyTorch, Optax) or `OF_UPDATES`
+            (Keras: it contains the learning rates of the past).
+        weight_decay: λ.
+        decay_placement: `IN_GRADIENT` or `IN_WEIGHTS`.
+        beta_1, beta_2: of Adam.
+        epsilon: of Adam.
+        epsilon_placement: where epsilon is added: to the root `AFTER_CORRECTION` of the bias
+            (PyTorch, Optax) or `BEFORE_CORRECTION` (Keras), or `UNDER_ROOT`.
+        corrects_bias: whether Adam corrects the bias of its moments.
+    """
+
+    family: str
+    learning_rate: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    velocity: str = OF_GRADIENTS
+    weight_decay: float = 0.0
+    decay_placement: str = IN_WEIGHTS
+    beta_1: float = 0.9
+    beta_2: float = 0.999
+    epsilon: float = 1e-8
+    epsilon_placement: str = AFTER_CORRECTION
+    corrects_bias: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The optimizer state of one weight before a step, in float64.
+
+    Attributes:
+        velocity: of SGD, as the rule's `velocity` says; None for zero.
+        first_moment, second_moment: of Adam; None for zero.
+        number: of the update, from 1; None if it is not recorded.
+    """
+
+    velocity: np.ndarray | None = None
+    first_moment: np.ndarray | None = None
+    second_moment: np.ndarray | None = None
+    number: int | None = None
+
+
+def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule | None:
+    """Returns the rule of a recorded optimizer, None for one that is not known here.
+
+    Args:
+        optimizer: "class" and "framework", as in the trace.
+        settings: those of a weight's group in one step.
+    """
+    framework = str(optimizer.get("framework", ""))
+    family = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam"}.get(
+        str(optimizer.get("class", "")).lower()
+    )
+    if family is None or settings.get("amsgrad") or settings.get("maximize"):
+        return None
+    is_keras = framework == "keras"
+    is_adamw = str(optimizer["class"]).lower() == "adamw"
+    given = {
+        field.name: settings[field.name]
+        for field in dataclasses.fields(Rule)
+        if settings.get(field.name) is not None
+    }
+    in_weights = is_keras or is_adamw
+    defaults: dict[str, Any] = {
+        "family": family,
+        "velocity": OF_UPDATES if is_keras else OF_GRADIENTS,
+        "decay_placement": IN_WEIGHTS if in_weights else IN_GRADIENT,
+        "epsilon_placement": BEFORE_CORRECTION if is_keras else AFTER_CORRECTION,
+    }
+    if "learning_rate" not in given:
+        return None
+    return Rule(**defaults | given)
+
+
+class Sized(NamedTuple):
+    """A computed array, and the sum of the sizes of all terms that were added to get it.
+
+    Rounding is bounded by the latter.
+    """
+
+    value: np.ndarray
+    size: np.ndarray
+
+
+def updated(rule: Rule, weight: np.ndarray, gradient: np.ndarray, slots: Slots) -> dict[str, Sized]:
+    """Applies a rule to one weight, in float64.
+
+    Args:
+        rule: that of the optimizer.
+        weight: before the step, any shape.
+        gradient: as the optimizer applies it, of the same shape.
+        slots: the optimizer state before the step.
+
+    Returns:
+        "weight" and the names of the `Slots` that the rule has → value after the step.
+    """
+    w, g = weight.astype(np.float64), gradient.astype(np.float64)
+    if rule.decay_placement == IN_GRADIENT:
+        decay = rule.weight_decay * w
+        sent = Sized(g + decay, np.abs(g) + np.abs(decay))
+        kept = Sized(w, np.abs(w))
+    else:
+        decay = rule.learning_rate * rule.weight_decay * w
+        sent = Sized(g, np.abs(g))
+        kept = Sized(w - decay, np.abs(w) + np.abs(decay))
+    apply = _sgd if rule.family == "SGD" else _adam
+    change, after = apply(rule, sent, slots)
+    return {"weight": Sized(kept.value + change.value, kept.size + change.size), **after}
+
+
+def _sgd(rule: Rule, gradient: Sized, slots: Slots) -> tuple[Sized, dict[str, Sized]]:
+    """Returns the change of the weight, and the velocity after it."""
+    rate, sizes = rule.learning_rate, Sized(gradient.size, gradient.size)
+    if not rule.momentum:
+        return Sized(-rate * gradient.value, rate * sizes.size), {}
+    velocity = slots.velocity
+    old = Sized(np.zeros_like(gradient.value), np.zeros_like(gradient.value))
+    if velocity is not None:
+        old = Sized(velocity, np.abs(velocity))
+    changes, news = [], []
+    for of_old, of_gradient, sign in (
+        (old.value, gradient.value, -1.0),
+        (old.size, gradient.size, 1.0),
+    ):
+        if rule.velocity == OF_UPDATES:
+            new = rule.momentum * of_old + sign * rate * of_gradient
+            ahead = rule.momentum * new + sign * rate * of_gradient
+            changes.append(ahead if rule.nesterov else new)
+        else:
+            kept = 1.0 if velocity is None else 1.0 - rule.dampening
+            new = rule.momentum * of_old + kept * of_gradient
+            ahead = of_gradient + rule.momentum * new
+            changes.append(sign * rate * (ahead if rule.nesterov else new))
+        news.append(new)
+    return Sized(*changes), {"velocity": Sized(*news)}
+
+
+def _adam(rule: Rule, gradient: Sized, slots: Slots) -> tuple[Sized, dict[str, Sized]]:
+    """Returns the change of the weight, and both moments after it."""
+    zero, number, g = np.zeros_like(gradient.value), slots.number or 1, gradient.value
+    old = zero if slots.first_moment is None else slots.first_moment
+    first = Sized(
+        rule.beta_1 * old + (1 - rule.beta_1) * g,
+        rule.beta_1 * np.abs(old) + (1 - rule.beta_1) * gradient.size,
+    )
+    old = zero if slots.second_moment is None else slots.second_moment
+    second = rule.beta_2 * old + (1 - rule.beta_2) * g * g
+    first_left = 1 - rule.beta_1**number if rule.corrects_bias else 1.0
+    second_left = 1 - rule.beta_2**number if rule.corrects_bias else 1.0
+    if rule.epsilon_placement == UNDER_ROOT:
+        root = np.sqrt(second / second_left + rule.epsilon)
+    elif rule.epsilon_placement == BEFORE_CORRECTION:
+        root = (np.sqrt(second) + rule.epsilon) / np.sqrt(second_left)
+    else:
+        root = np.sqrt(second / second_left) + rule.epsilon
+    root = np.where(root == 0, 1.0, root)  # Of a gradient that is 0, with an epsilon of 0.
+    scale = rule.learning_rate / first_left / root
+    sizes = rule.beta_2 * np.abs(old) + (1 - rule.beta_2) * gradient.size**2
+    after = {"first_moment": first, "second_moment": Sized(second, sizes)}
+    return Sized(-scale * first.value, scale * first.size), after

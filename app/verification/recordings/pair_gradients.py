@@ -1,0 +1,79 @@
+"""Compares the gradients of a step in two recordings, and explains a difference by computation."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from app.records.case_record import BY_DESIGN, FAULT
+from app.verification.recordings.gradient_hypotheses import Allowed, explanations
+from app.verification.recordings.layer_settings import num_local_norms
+from app.verification.recordings.recorded_step import Named
+from app.verification.recordings.step_pair import StepPair
+from app.verification.recordings.trace_arrays import distances_of, factor, total_norm
+from app.verification.recordings.trace_finding import TraceFinding, fault
+
+
+def compare_gradients(pair: StepPair, allowed: Allowed) -> list[TraceFinding] | None:
+    """Compares the gradients of the whole batch, which start from the same state.
+
+    Returns:
+        The findings; None if a recording has no such gradient.
+    """
+    if (both := pair.gradients()) is None:
+        return None
+    first, second = both
+    apart = distances_of(second, first)
+    wrong = [name for name, far in apart.items() if far > allowed(name)]
+    if not wrong:
+        return []
+
+    finding = _why(pair, first, second, wrong, allowed)
+    largest, limit = max(apart.values()), max(map(allowed, wrong))
+    return [dataclasses.replace(finding, distance=largest, allowed=limit)]
+
+
+def _why(
+    pair: StepPair, first: Named, second: Named, wrong: Sequence[str], allowed: Allowed
+) -> TraceFinding:
+    """Returns the first cause that explains the difference."""
+    for cause, text, tensors in explanations(pair, first, second, wrong, allowed):
+        # If neither script synchronizes BatchNorm, that is a choice.
+        is_choice = cause == "local_statistics" and all(
+            map(num_local_norms, (pair.first, pair.second))
+        )
+        status = BY_DESIGN if is_choice else FAULT
+        return TraceFinding(
+            "gradients", status, cause, text, (pair.number,), tensors=tuple(tensors)
+        )
+    names = tuple(wrong)
+    if pair.first.has_random_layers or pair.second.has_random_layers:
+        text = "random layers draw other numbers in the two recordings"
+        return TraceFinding(
+            "gradients", BY_DESIGN, "random_layers", text, (pair.number,), tensors=names
+        )
+    text = f"{len(wrong)} of {len(first)} gradients differ, and no known cause explains it"
+    return fault("gradients", "unexplained_gradient", text, pair.number, tensors=names)
+
+
+def compare_clipping(pair: StepPair, allowed: Allowed) -> list[TraceFinding] | None:
+    """Compares the factors by which gradients are clipped, where the gradients agree."""
+    both, applied = pair.gradients(), pair.applied()
+    if both is None or applied is None:
+        return None
+    apart = distances_of(applied[1], applied[0])
+    if all(far <= allowed(name) for name, far in apart.items()):
+        return []
+    scales = [
+        factor([after[name] for name in after], [before[name] for name in after])
+        for before, after in zip(both, applied, strict=True)
+    ]
+    norms = [total_norm(list(gradients.values())) for gradients in applied]
+    return [
+        fault(
+            "clipping",
+            "other_clipping",
+            f"gradients are multiplied by {scales[0]:.6g} (to norm {norms[0]:.4g}) in the first"
+            f" recording and by {scales[1]:.6g} (to norm {norms[1]:.4g}) in the second",
+            pair.number,
+            distance=max(apart.values()),
+        )
+    ]

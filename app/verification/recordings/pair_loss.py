@@ -1,0 +1,49 @@
+"""Compares the loss of a step in two recordings."""
+
+import itertools
+
+import numpy as np
+
+from app.verification.recordings.recorded_step import RecordedStep
+from app.verification.recordings.step_pair import StepPair
+from app.verification.recordings.trace_finding import TraceFinding, fault
+
+
+def compare_losses(pair: StepPair, allowed: float) -> list[TraceFinding] | None:
+    """Compares the loss of the whole batch: the sum, mean or weighted mean of the replicas' losses.
+
+    Scripts report a loss in different forms, which say nothing of the training: any form of one
+    recording may agree with any of the other.
+
+    Returns:
+        The findings; None if a recording has no loss.
+    """
+    first, second = _losses(pair.first), _losses(pair.second)
+    if not first or not second:
+        return None
+    if any(abs(a - b) <= allowed * abs(a) for a, b in itertools.product(first, second)):
+        return []
+    ratio = second[0] / first[0] if first[0] else float("nan")
+    sizes = {step.num_examples(0) for step in (pair.first, pair.second)} - {None, 1}
+    is_sum = any(
+        size and min(abs(ratio - size) / size, abs(ratio * size - 1)) < 1e-3 for size in sizes
+    )
+    text = f"the loss is {second[0]:.6g}, and {first[0]:.6g} in the first recording"
+    cause = "other_loss_reduction" if is_sum else "other_loss"
+    if is_sum:
+        text += f": {ratio:.6g} times, a sum over examples in place of a mean"
+    return [fault("loss", cause, text, pair.number, distance=abs(ratio - 1), allowed=allowed)]
+
+
+def _losses(step: RecordedStep) -> list[float]:
+    """Returns the loss of the whole batch in the forms that a script may mean."""
+    recorded = step.of_all("loss")
+    if recorded is None or not all(len(arrays) for arrays in recorded):
+        return []
+    losses = [float(np.asarray(arrays[0], np.float64).sum()) for arrays in recorded]
+    sizes = [step.num_examples(replica) for replica in step.replicas]
+    found = [float(np.mean(losses)), float(np.sum(losses))]
+    known = [size for size in sizes if size]
+    if len(known) == len(losses):
+        found.append(float(np.average(losses, weights=known)))
+    return found

@@ -1,0 +1,150 @@
+"""Checks the all-reduce of a recorded step, and says what it computed instead of the sum."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.verification.recordings.recorded_step import CLIPPED_FIRST, RecordedStep
+from app.verification.recordings.trace_arrays import (
+    EPS,
+    TINY,
+    all_finite,
+    factor,
+    relative_distances,
+    same_bits,
+)
+from app.verification.recordings.trace_finding import TraceFinding, fault
+
+_BFLOAT16_EPS = 2.0**-8
+_CLOSE = 1e-5  # A hypothesis explains a sum that is this close to what it predicts.
+
+
+def check_reduction(step: RecordedStep) -> list[TraceFinding] | None:
+    """Compares what each replica receives with the sum or mean of what the replicas send.
+
+    The bound is that of a float32 sum in any order: R · eps · Σ |term|.
+
+    Returns:
+        The findings; None if the step does not show what was sent.
+    """
+    sent = step.of_all("clipped" if step.trace.order == CLIPPED_FIRST else "raw")
+    if sent is None or not all(all_finite(arrays) for arrays in sent):
+        return None
+    received = step.of_all("sums")
+    if received is None:
+        return _without_reduction(step, sent)
+    if not step.trace.reduction:
+        return None
+    found = []
+    for replica in step.replicas:
+        wrong = [
+            index
+            for index, parts in enumerate(zip(*sent, strict=True))
+            if not _is_sum(received[replica][index], parts, step.trace.reduction)
+        ]
+        if wrong:
+            found.append(_explain(step, replica, wrong, sent, received[replica]))
+    return found
+
+
+def _is_sum(received: np.ndarray, parts: Sequence[np.ndarray], reduction: str) -> bool:
+    terms = [part.astype(np.float64) for part in parts]
+    divisor = len(terms) if reduction == "mean" else 1
+    bound = (len(terms) + 1) * EPS * np.sum(np.abs(terms), axis=0) / divisor + TINY
+    return bool(np.all(np.abs(received - np.sum(terms, axis=0) / divisor) <= bound))
+
+
+def _without_reduction(
+    step: RecordedStep, sent: Sequence[Sequence[np.ndarray]]
+) -> list[TraceFinding] | None:
+    """Returns what is found where no all-reduce was seen: replicas that apply what they sent."""
+    applied = [step.applied(replica) for replica in step.replicas]
+    if any(gradients is None for gradients in applied):
+        return None
+    names = step.trace.gradients
+    own = [
+        name
+        for index, name in enumerate(names)
+        if not all(same_bits(sent[0][index], other[index]) for other in sent[1:])
+        and all(
+            _is_multiple(gradients[name], arrays[index])
+            for gradients, arrays in zip(applied, sent, strict=True)
+            if gradients is not None
+        )
+    ]
+    if not own:
+        return None
+    return [
+        fault(
+            "all-reduce",
+            "not_all_reduced",
+            "each replica applies the gradient of its own examples: no all-reduce of"
+            f" {len(own)} of {len(names)} gradients was seen",
+            step.number,
+            tensors=tuple(own),
+        )
+    ]
+
+
+def _is_multiple(applied: np.ndarray, sent: np.ndarray) -> bool:
+    """Returns whether a gradient is that which was sent, clipped or not."""
+    scale = factor([applied], [sent])
+    if not np.isfinite(scale):
+        return not np.any(applied)
+    return relative_distances([applied], [scale * sent.astype(np.float64)])[0] < _CLOSE
+
+
+def _explain(
+    step: RecordedStep,
+    replica: int,
+    wrong: Sequence[int],
+    sent: Sequence[Sequence[np.ndarray]],
+    received: Sequence[np.ndarray],
+) -> TraceFinding:
+    """Says which other sum a replica has received."""
+    actual = [received[index] for index in wrong]
+    terms = [[arrays[index].astype(np.float64) for index in wrong] for arrays in sent]
+    count, is_mean = len(terms), step.trace.reduction == "mean"
+
+    def total(replicas: Sequence[int]) -> list[np.ndarray]:
+        return [np.sum([terms[r][i] for r in replicas], axis=0) for i in range(len(wrong))]
+
+    everyone = total(range(count))
+    expected = [array / count if is_mean else array for array in everyone]
+    apart = max(relative_distances(actual, expected))
+    cause, text = "other_sum", f"what is received is not the {step.trace.reduction} of what is sent"
+    other = everyone if is_mean else [array / count for array in everyone]
+    if _explains(other, actual):
+        cause = "sum_instead_of_mean" if is_mean else "mean_instead_of_sum"
+        text = (
+            f"what is received is the {'sum' if is_mean else 'mean'} of what {count} replicas send"
+        )
+    elif all(
+        np.all(np.abs(a - e) <= (count + 1) * _BFLOAT16_EPS * np.abs(e).max())
+        for a, e in zip(actual, expected, strict=True)
+    ):
+        cause, text = "reduced_precision", "what is received is rounded to fewer bits than float32"
+    else:
+        subsets = (
+            subset
+            for size in range(1, min(count, 9))
+            for subset in itertools.combinations(range(count), size)
+        )
+        for subset in itertools.islice(subsets, 512):
+            some = total(subset)
+            if any(
+                _explains([array / divisor for array in some], actual)
+                for divisor in {1, count, len(subset)}
+            ):
+                missing = [r for r in range(count) if r not in subset]
+                cause, text = "lost_replica", f"the gradient of replica {missing} is not in the sum"
+                break
+    names = tuple(step.trace.gradients[index] for index in wrong)
+    return fault(
+        "all-reduce", cause, text, step.number, replicas=(replica,), tensors=names, distance=apart
+    )
+
+
+def _explains(predicted: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> bool:
+    return max(relative_distances(actual, predicted)) < _CLOSE

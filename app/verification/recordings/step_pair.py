@@ -1,0 +1,80 @@
+"""The same step in two recordings, with the arrays of the second in the layout of the first."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.verification.recordings.recorded_step import STATISTIC, WEIGHT, Named, RecordedStep
+from app.verification.recordings.trace_arrays import relative_distances
+from app.verification.script_match import Matching
+
+_SAME_START = 1e-7  # Relative; transposed copies of a state are equal, and so is 0.
+
+
+class StepPair:
+    """One step in two recordings.
+
+    Args:
+        first: the step in the recording that is the reference.
+        second: the step in the other one.
+        matching: which variable of the second is which of the first.
+    """
+
+    def __init__(self, first: RecordedStep, second: RecordedStep, matching: Matching):
+        self.first, self.second = first, second
+        self._transposed = {pair.second: pair for pair in matching.pairs}
+
+    @property
+    def number(self) -> int:
+        """The number of the step, from 0."""
+        return self.first.number
+
+    def in_first(self, named: Named | None) -> Named:
+        """Returns arrays of the second recording under the names and in the layout of the first."""
+        found = {}
+        for name, array in (named or {}).items():
+            if (pair := self._transposed.get(name)) is not None:
+                axes = pair.transpose
+                is_laid_out = axes is None or array.ndim != len(axes)
+                found[pair.first] = array if is_laid_out else array.transpose(axes)
+        return found
+
+    def states(self, when: str, replica: int = 0) -> tuple[Named, Named]:
+        """Returns weights and statistics of both recordings, of one replica of the second."""
+        first = self.first.state(when, 0, WEIGHT, STATISTIC)
+        second = self.in_first(self.second.state(when, replica, WEIGHT, STATISTIC))
+        return {name: first[name] for name in first if name in second}, second
+
+    def start_distance(self) -> float:
+        """Returns the largest relative distance of the states before the step."""
+        return max(_apart(*self.states("before")), default=float("inf"))
+
+    @property
+    def starts_equally(self) -> bool:
+        """Whether both recordings start the step from the same weights and statistics."""
+        return self.start_distance() <= _SAME_START
+
+    def gradients(self) -> tuple[Named, Named] | None:
+        """Returns the whole batch's gradients before clipping, in both; None if not recorded."""
+        first, second = self.first.whole(), self.in_first(self.second.whole())
+        if not first or not second:
+            return None
+        names = [name for name in first if name in second]
+        return {name: first[name] for name in names}, {name: second[name] for name in names}
+
+    def applied(self) -> tuple[Named, Named] | None:
+        """Returns the gradients that replica 0 applies, in both; None if not recorded."""
+        first, second = self.first.applied(0), self.in_first(self.second.applied(0))
+        if not first or not second:
+            return None
+        names = [name for name in first if name in second]
+        return {name: first[name] for name in names}, {name: second[name] for name in names}
+
+
+def _apart(first: Named, second: Named) -> Sequence[float]:
+    return [
+        distance
+        for name in first
+        for distance in relative_distances([second[name]], [first[name]])
+        if np.size(first[name])
+    ]

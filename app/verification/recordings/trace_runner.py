@@ -1,0 +1,148 @@
+"""`verify --traces`: verifies recordings of users' scripts and reports what was found."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from app.config import VerifyConfig
+from app.records.files import write_json
+from app.records.run_directory import open_log, open_run_directory
+from app.records.run_naming import default_out, named_path
+from app.records.script_trace import ScriptTrace, load_trace
+from app.runtime.errors import DataError
+from app.runtime.progress_bar import StepProgress
+from app.verification.case_result import CaseResult
+from app.verification.case_runner import report_case
+from app.verification.recordings.trace_finding import STAGES
+from app.verification.recordings.trace_verification import (
+    TraceReport,
+    computed_tolerance,
+    given_tolerance,
+    verify_against,
+    verify_alone,
+)
+
+
+def verify_traces(config: VerifyConfig) -> dict[str, CaseResult]:
+    """Verifies each recording for itself, and all further ones against the first.
+
+    Returns:
+        Name of a recording → result.
+
+    Raises:
+        DataError: a recording is damaged, or has nothing in common with the first.
+        MismatchError: a recording has a fault.
+    """
+    traces, permuted = _load(config.traces)
+    path = named_path(config.out or default_out("verify", pathlib.Path(traces[-1].name).stem))
+    fields = {
+        "command": "verify",
+        "traces": [str(pathlib.Path(name).resolve()) for name in config.traces],
+        "name_map": list(config.name_map),
+        "tolerance": config.tolerance,
+    }
+    with open_run_directory(path, fields) as run_directory:
+        open_log(path)
+        if not config.overwrite:
+            run_directory.check_same_run()
+        results = _verify(config, traces, permuted)
+        run_directory.start(overwrite=config.overwrite)
+        record = _record(traces, results)
+        write_json(path / "verify.json", record)
+        report_case(path, record)
+    return results
+
+
+def _load(names: Sequence[str]) -> tuple[list[ScriptTrace], ScriptTrace | None]:
+    """Opens recordings; returns those to verify, and the one with permuted examples."""
+    loaded = [load_trace(pathlib.Path(name).expanduser()) for name in names]
+    permuted = [trace for trace in loaded if trace.permuted is not None]
+    traces = [trace for trace in loaded if trace.permuted is None]
+    if not traces:
+        raise DataError(
+            f"{loaded[0].name}: is recorded with permute=, which only gives the tolerance; pass the"
+            " recording to verify, too"
+        )
+    if len(permuted) > 1:
+        raise DataError(f"{permuted[1].name}: is the second recording with permute=; pass only one")
+    return traces, permuted[0] if permuted else None
+
+
+def _verify(
+    config: VerifyConfig, traces: Sequence[ScriptTrace], permuted: ScriptTrace | None
+) -> dict[str, CaseResult]:
+    first, *others = traces
+    names = _short_names(traces)
+    with StepProgress(sum(len(trace.steps) for trace in traces)) as progress:
+        progress.start("reading recordings")
+        tolerance = given_tolerance(config.tolerance)
+        if permuted is not None and config.tolerance is None:
+            tolerance = computed_tolerance(first, permuted, config.names)
+        alone = "that of float32 sums and updates"
+        results = {names[0]: _result(verify_alone(first), "", tolerance.text if others else alone)}
+        for name, other in zip(names[1:], others, strict=True):
+            progress.start(f"comparing {name}")
+            report = verify_against(first, other, config.names, tolerance)
+            results[name] = _result(report, f"training of {names[0]}", tolerance.text)
+    return results
+
+
+def _short_names(traces: Sequence[ScriptTrace]) -> list[str]:
+    """Returns file names, with their folders where two files have the same name."""
+    short = [pathlib.Path(trace.name).name for trace in traces]
+    return short if len(set(short)) == len(short) else [trace.name for trace in traces]
+
+
+def _result(report: TraceReport, reference: str, tolerance: str) -> CaseResult:
+    trace = report.trace
+    findings = [
+        dataclasses.asdict(each)
+        | {"remedy": each.remedy, "steps": [f"step {number}" for number in each.steps]}
+        for each in report.findings
+    ]
+    return CaseResult(
+        reference=reference,
+        devices=[],
+        simulated_devices=False,
+        steps=[f"step {number}" for number in trace.steps],
+        stages=dict(report.stages),
+        checks=STAGES,
+        findings=findings,
+        tolerance=tolerance,
+        model=_about(report),
+        versions=dict(trace.versions),
+    )
+
+
+def _about(report: TraceReport) -> str:
+    """Returns what a recording is of, and what could not be compared."""
+    trace = report.trace
+    version = f"{trace.framework} {trace.versions.get(trace.framework, '')}".rstrip()
+    count = f"{trace.num_replicas} replica{'s' * (trace.num_replicas > 1)}"
+    texts = [version, count]
+    if trace.replayed:
+        texts.append(f"from the states of {pathlib.Path(trace.replayed).name}")
+    if report.skipped:
+        numbers = ", ".join(map(str, report.skipped))
+        texts.append(
+            f"gradients not compared in step {numbers}: it starts from another state, record it"
+            " with replay="
+        )
+    if report.unmatched:
+        texts.append(f"not matched: {', '.join(report.unmatched)}")
+    return ", ".join(texts)
+
+
+def _record(traces: Sequence[ScriptTrace], results: dict[str, CaseResult]) -> dict[str, Any]:
+    several = len(traces) > 1
+    first = next(iter(results))
+    return {
+        "command": "verify",
+        "traces": [trace.name for trace in traces],
+        "setup": {name: result.model for name, result in results.items()},
+        "comparison": f"Each stage of each step, within the recording and against {first}"
+        if several
+        else "Each stage of each step, within the recording",
+        "strategies": {name: dataclasses.asdict(result) for name, result in results.items()},
+    }

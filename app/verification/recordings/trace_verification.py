@@ -1,0 +1,268 @@
+"""Verifies recordings: each for itself, and the second against the first."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from app.records.case_record import BY_DESIGN, CLEAN, FAULT
+from app.records.script_trace import ScriptTrace
+from app.runtime.errors import DataError
+from app.verification.recordings.one_trace_checks import (
+    check_step,
+    check_steps_together,
+    repeated_batches,
+)
+from app.verification.recordings.pair_examples import compare_examples
+from app.verification.recordings.pair_gradients import compare_clipping, compare_gradients
+from app.verification.recordings.pair_loss import compare_losses
+from app.verification.recordings.pair_start import compare_starts
+from app.verification.recordings.pair_statistics import compare_statistics
+from app.verification.recordings.pair_update import compare_rules
+from app.verification.recordings.recorded_step import RecordedStep
+from app.verification.recordings.step_pair import StepPair
+from app.verification.recordings.trace_arrays import EPS, relative_distances
+from app.verification.recordings.trace_finding import STAGES, TraceFinding, merged
+from app.verification.script_match import Matching, match_variables
+
+DEFAULT_TOLERANCE = 1e-4
+# One permutation underestimates the largest effect of rounding.
+_MARGIN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceReport:
+    """What was found in a recording.
+
+    Attributes:
+        trace: the recording.
+        stages: stage → "clean", "by design" or "fault", for the stages that were checked.
+        findings: in the order of the stages.
+        skipped: numbers of the steps whose gradients were not compared with those of the first
+            recording, because they start from another state.
+        unmatched: names of weights that no weight of the other recording matches.
+    """
+
+    trace: ScriptTrace
+    stages: Mapping[str, str]
+    findings: Sequence[TraceFinding]
+    skipped: tuple[int, ...] = ()
+    unmatched: tuple[str, ...] = ()
+
+    @property
+    def faults(self) -> list[TraceFinding]:
+        """The findings with status "fault"."""
+        return [finding for finding in self.findings if finding.status == FAULT]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """Which relative difference of gradients is rounding.
+
+    Attributes:
+        of_weight: name of the weight in the first recording → relative difference.
+        usual: for weights without one.
+        text: how it was computed.
+    """
+
+    of_weight: Mapping[str, float]
+    usual: float
+    text: str
+
+    def __call__(self, weight: str) -> float:
+        """Returns the relative difference that rounding can cause in a weight's gradient."""
+        return self.of_weight.get(weight, self.usual)
+
+
+class _Stages:
+    """Findings by stage; a stage without a finding is clean once it was checked."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[TraceFinding]] = {}
+
+    def add(self, stage: str, findings: Iterable[TraceFinding] | None) -> None:
+        """Adds what was found in a stage; None if it could not be checked."""
+        if findings is not None:
+            self._found.setdefault(stage, []).extend(findings)
+
+    def steps_with_faults(self, *names: str) -> set[int]:
+        """Returns the numbers of the steps in which any of these stages has a fault."""
+        found = (each for name in names for each in self._found.get(name, ()))
+        return {step for each in found if each.status == FAULT for step in each.steps}
+
+    def report(self, trace: ScriptTrace, **more: tuple) -> TraceReport:
+        """Returns the report."""
+        findings = merged([each for found in self._found.values() for each in found])
+        stages = {}
+        for stage in STAGES:
+            if stage in self._found:
+                statuses = [CLEAN, *(each.status for each in findings if each.stage == stage)]
+                stages[stage] = max(statuses, key=[CLEAN, BY_DESIGN, FAULT].index)
+        return TraceReport(trace, stages, findings, **more)
+
+
+def verify_alone(trace: ScriptTrace) -> TraceReport:
+    """Checks one recording without any other."""
+    stages = _Stages()
+    _check_alone(trace, stages)
+    return stages.report(trace)
+
+
+def verify_against(
+    first: ScriptTrace,
+    second: ScriptTrace,
+    names: Mapping[str, str],
+    tolerance: Tolerance,
+    on_step: Callable[[], None] = lambda: None,
+) -> TraceReport:
+    """Checks a recording, and compares it with the first one, step by step.
+
+    Args:
+        first: the reference.
+        second: the recording to check.
+        names: name of a weight in the second recording → name in the first.
+        tolerance: of the gradients.
+        on_step: called after each step.
+
+    Raises:
+        DataError: the recordings have no step or no weight in common.
+    """
+    matching = match_variables(first, second, names)
+    pairs = pairs_of(first, second, matching)
+    stages = _Stages()
+    _check_alone(second, stages, is_compared=True)
+    other_sums = stages.steps_with_faults("all-reduce", "clipping")
+    examples = compare_examples([(pair.first, pair.second) for pair in pairs])
+    skipped = []
+    for pair in pairs:
+        stages.add("start", compare_starts(pair, is_first=pair is pairs[0]))
+        if examples is not None:
+            stages.add("examples", examples[pair.number])
+        if not pair.starts_equally:
+            skipped.append(pair.number)
+        elif not (examples or {}).get(pair.number):
+            _compare_computation(pair, stages, tolerance)
+            if pair.number not in other_sums and pair.number not in stages.steps_with_faults(
+                "gradients"
+            ):
+                stages.add("clipping", compare_clipping(pair, tolerance))
+        stages.add("update", compare_rules(pair))
+        on_step()
+    return stages.report(
+        second, skipped=tuple(skipped), unmatched=(*matching.first_only, *matching.second_only)
+    )
+
+
+def _compare_computation(pair: StepPair, stages: _Stages, tolerance: Tolerance) -> None:
+    """Compares what the two recordings compute from the same state and examples."""
+    losses = compare_losses(pair, max(tolerance.usual, 1e-5))
+    gradients = compare_gradients(pair, tolerance)
+    stages.add("loss", _explained_by(gradients, losses))
+    stages.add("gradients", gradients)
+    stages.add("statistics", compare_statistics(pair, max(1e-4, tolerance.usual)))
+
+
+def _explained_by(
+    gradients: list[TraceFinding] | None, losses: list[TraceFinding] | None
+) -> list[TraceFinding] | None:
+    """Returns findings of the loss, with the cause of other gradients where it is known."""
+    if not gradients or not losses or gradients[0].cause == "unexplained_gradient":
+        return losses
+    (found, *_) = gradients
+    return [
+        dataclasses.replace(each, status=found.status, cause=found.cause)
+        if each.cause == "other_loss"
+        else each
+        for each in losses
+    ]
+
+
+def _check_alone(trace: ScriptTrace, stages: _Stages, *, is_compared: bool = False) -> None:
+    steps = [RecordedStep(trace, position) for position in range(len(trace.steps))]
+    for step in steps:
+        for stage, findings in check_step(step):
+            stages.add(stage, findings)
+    for finding in check_steps_together(steps):
+        stages.add(finding.stage, [finding])
+    if not is_compared:
+        for earlier, later in repeated_batches(steps):
+            text = f"step {later} has the examples of step {earlier} again, in the same order"
+            stages.add(
+                "examples",
+                [TraceFinding("examples", BY_DESIGN, "not_reshuffled", text, (later,))],
+            )
+
+
+def pairs_of(first: ScriptTrace, second: ScriptTrace, matching: Matching) -> list[StepPair]:
+    """Returns the steps that two recordings have in common.
+
+    Raises:
+        DataError: there is none, or no weight matches.
+    """
+    if not matching.pairs:
+        raise DataError(
+            f"{second.name}: no weight matches one of {first.name} by name or shape; pass --names"
+        )
+    common = [number for number in first.steps if number in second.steps]
+    if not common:
+        raise DataError(
+            f"{second.name}: has no step in common with {first.name}; record the same steps"
+        )
+    return [
+        StepPair(
+            RecordedStep(first, first.steps.index(number)),
+            RecordedStep(second, second.steps.index(number)),
+            matching,
+        )
+        for number in common
+    ]
+
+
+def given_tolerance(value: float | None) -> Tolerance:
+    """Returns the tolerance of a flag, or the default one."""
+    if value is not None:
+        return Tolerance({}, value, f"{value:g}, given by --tolerance")
+    text = (
+        f"{DEFAULT_TOLERANCE:g}, the default; record a third time with permute=1 to compute it from"
+        " the effect of rounding"
+    )
+    return Tolerance({}, DEFAULT_TOLERANCE, text)
+
+
+def computed_tolerance(
+    first: ScriptTrace, permuted: ScriptTrace, names: Mapping[str, str]
+) -> Tolerance:
+    """Computes the tolerance from a recording with permuted examples: another order of the sums.
+
+    Raises:
+        DataError: no step of it starts from a state of the first recording.
+    """
+    matching = match_variables(first, permuted, names)
+    spread: dict[str, float] = {}
+    num_steps = 0
+    for pair in pairs_of(first, permuted, matching):
+        both = pair.gradients() if pair.starts_equally else None
+        if both is None:
+            continue
+        num_steps += 1
+        expected, actual = both
+        apart = relative_distances([actual[name] for name in expected], list(expected.values()))
+        for name, far in zip(expected, apart, strict=True):
+            spread[name] = max(spread.get(name, 0.0), far)
+    if not spread:
+        raise DataError(
+            f"{permuted.name}: no step starts from the state of {first.name}; record it with"
+            " replay= and the same steps"
+        )
+    usual = statistics.median(spread.values())
+    of_weight = {
+        name: _MARGIN * max(far, usual, EPS) if np.isfinite(far) else DEFAULT_TOLERANCE
+        for name, far in spread.items()
+    }
+    low, high = min(of_weight.values()), max(of_weight.values())
+    text = (
+        f"{low:.2g} to {high:.2g}, relative, {_MARGIN} times the effect of permuting the examples"
+        f" in {num_steps} steps of {permuted.name}"
+    )
+    return Tolerance(of_weight, _MARGIN * max(usual, EPS), text)

@@ -1,0 +1,413 @@
+"""`verify --traces`: what it finds in recordings of a small training, right ones and wrong ones."""
+
+import json
+
+import numpy as np
+import pytest
+
+from app.records.script_trace import load_trace
+from app.verification.recordings.trace_finding import REMEDIES, STAGES
+from app.verification.recordings.trace_verification import (
+    computed_tolerance,
+    given_tolerance,
+    verify_against,
+    verify_alone,
+)
+from in_process import run_here
+from script_samples import Script, batch_of, mean_of, sgd
+
+FAULT, BY_DESIGN = "fault", "by design"
+
+
+@pytest.fixture(scope="module")
+def one():
+    return Script()
+
+
+@pytest.fixture
+def found(tmp_path, one):
+    """Verifies a recording against that of one replica; returns what is found, as (stage, cause)."""
+
+    def verify(script, reference=one, tolerance=None, status=None):
+        first = load_trace_of(reference, tmp_path / "one.npz")
+        second = load_trace_of(script, tmp_path / "two.npz")
+        if tolerance is None:
+            permuted = load_trace_of(
+                Script(permute=1, replay=one, steps=(0, 1)), tmp_path / "permuted.npz"
+            )
+            tolerance = computed_tolerance(load_trace_of(one, tmp_path / "p.npz"), permuted, {})
+        report = verify_against(first, second, {}, tolerance)
+        assert set(report.stages) <= set(STAGES)
+        return [(f.stage, f.cause) for f in report.findings if status in (None, f.status)]
+
+    return verify
+
+
+def load_trace_of(script, path):
+    script.write(path)
+    return load_trace(path)
+
+
+def two(one, **changes):
+    return Script(replicas=2, replay=one, **changes)
+
+
+# Right trainings
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_a_right_training_is_clean(found, one, replicas):
+    assert found(Script(replicas=replicas, replay=one)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "Adam"},
+        {"optimizer": "Adam", "settings": {"weight_decay": 0.01}, "about": {"optimizer": {"class": "AdamW", "framework": "torch"}}},
+        {"optimizer": "Adam", "framework": "keras"},
+        {"settings": {"nesterov": True}},
+        {"settings": {"momentum": 0.0, "weight_decay": 0.01}},
+        {"settings": {"weight_decay": 0.1}},
+    ],
+)  # fmt: skip
+def test_a_right_update_is_clean(found, changes):
+    reference = Script(**changes)
+    assert found(Script(replicas=2, replay=reference, **changes), reference) == []
+
+
+def test_a_training_from_its_own_states_is_compared_in_its_first_step(tmp_path, one):
+    first = load_trace_of(one, tmp_path / "one.npz")
+    second = load_trace_of(Script(replicas=2), tmp_path / "two.npz")
+    report = verify_against(first, second, {}, given_tolerance(None))
+    assert not report.findings and report.stages["gradients"] == "clean"
+    assert report.skipped and 0 not in report.skipped
+
+
+def test_shards_of_other_sizes_are_right_if_weighted(found, one):
+    assert found(two(one, shard=three_quarters)) == []
+
+
+def three_quarters(rows, replica, count):
+    size = 3 * len(rows) // 4
+    return rows[:size] if replica == 0 else rows[size:]
+
+
+def test_clipping_after_the_sum_is_clean(found):
+    def clip(replica, gradients):
+        norm = np.sqrt(sum(float((g**2).sum()) for g in gradients))
+        return [g * np.float32(min(1, 0.1 / norm)) for g in gradients]
+
+    reference = Script(clip=clip)
+    assert found(Script(replicas=2, clip=clip, replay=reference), reference) == []
+
+
+def test_equal_random_states_are_right_where_no_layer_draws(found, one):
+    state = [np.zeros(4, np.uint8)]
+    script = two(one)
+    keep_random(script, lambda step, replica: state)
+    assert found(script) == []
+
+
+def keep_random(script, state_of):
+    for position, step in enumerate(script.steps, start=1):
+        for replica in range(script.replicas):
+            (script.arrays[f"{position}/random/{replica}/0"],) = state_of(step, replica)
+
+
+# Faults
+
+
+def no_rows(rows, replica, count):
+    return rows[: len(rows) // count]
+
+
+def clip_on_first(replica, gradients):
+    return [g * np.float32(0.5) for g in gradients] if replica == 0 else gradients
+
+
+def first_only(sent):
+    return [[array.copy() for array in sent[0]] for _ in sent]
+
+
+def half(sent):
+    return [[array / 2 for array in arrays] for arrays in mean_of(sent)]
+
+
+def in_bfloat16(sent):
+    def cut(array):
+        return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+    return [[cut(array) for array in arrays] for arrays in mean_of(sent)]
+
+
+def summed(sent):
+    return [[np.float32(len(sent)) * array for array in arrays] for arrays in mean_of(sent)]
+
+
+def other_update(**settings):
+    def update(script, weights, gradients, state):
+        changed = type("Changed", (), {"settings": {**script.settings, **settings}})
+        changed.decays_gradient = settings.get("decays_gradient", script.decays_gradient)
+        sgd(changed, weights, gradients, state)
+
+    return update
+
+
+def no_update(script, weights, gradients, state):
+    """Changes nothing."""
+
+
+FAULTS = {
+    "same shard": ({"shard": no_rows}, ("examples", "same_examples")),
+    "bypassed": ({"reduce": None}, ("all-reduce", "not_all_reduced")),
+    "lost replica": ({"reduce": first_only}, ("all-reduce", "lost_replica")),
+    "sum": ({"reduce": summed}, ("all-reduce", "sum_instead_of_mean")),
+    "half": ({"reduce": half}, ("all-reduce", "other_sum")),
+    "bfloat16": ({"reduce": in_bfloat16}, ("all-reduce", "reduced_precision")),
+    "uneven": ({"shard": three_quarters, "weighted": False}, ("gradients", "mean_of_means")),
+    "clipped on one": ({"clip": clip_on_first}, ("clipping", "clipped_on_one_replica")),
+    "clipped": ({"clip": lambda r, g: [a / 2 for a in g]}, ("clipping", "other_clipping")),
+    "doubled": (
+        {"gradient": lambda s, r, g: [2 * a for a in g]}, ("gradients", "sum_instead_of_mean")
+    ),
+    "scaled": ({"gradient": lambda s, r, g: [3 * a for a in g]}, ("gradients", "scaled_gradient")),
+    "frozen": (
+        {"gradient": lambda s, r, g: [g[0], 0 * g[1]]}, ("gradients", "frozen")
+    ),
+    "noise": (
+        {"gradient": lambda s, r, g: [a + 0.01 * np.sin(np.arange(a.size)).reshape(a.shape) for a in g]},
+        ("gradients", "unexplained_gradient"),
+    ),
+    "loss": ({"sums_loss": True}, ("loss", "other_loss_reduction")),
+    "rate": ({"settings": {"learning_rate": 0.2}}, ("update", "other_learning_rate")),
+    "momentum": ({"settings": {"momentum": 0.8}}, ("update", "other_momentum")),
+    "nesterov": ({"settings": {"nesterov": True}}, ("update", "other_nesterov")),
+    "decay": ({"settings": {"weight_decay": 0.1}}, ("update", "other_weight_decay")),
+    "hidden rate": (
+        {"update": other_update(learning_rate=0.3)}, ("update", "other_learning_rate")
+    ),
+    "hidden decay": (
+        {"settings": {"weight_decay": 0.1}, "update": other_update(weight_decay=0.0)},
+        ("update", "other_weight_decay"),
+    ),
+    "hidden nesterov": ({"update": other_update(nesterov=True)}, ("update", "other_nesterov")),
+    "no update": ({"update": no_update}, ("update", "not_updated")),
+    "scaled inputs": ({"inputs": lambda x: 2 * x - 1}, ("examples", "other_normalisation")),
+    "reshuffled": ({"batch": lambda step: batch_of(step % 3)}, ("examples", "not_reshuffled")),
+    "other order": ({"batch": lambda step: batch_of((1, 0, 2, 3)[step])}, ("examples", "other_order")),
+    "other examples": (
+        {"batch": lambda step: np.sort(batch_of(step) * 7 % 40)}, ("examples", "other_examples")
+    ),
+    "norm momentum": ({"norm_momentum": 0.01}, ("statistics", "other_batch_norm_momentum")),
+    "unbiased": ({"unbiased": True}, ("statistics", "unbiased_variance")),
+    "local norm": ({"local_norm": True}, ("statistics", "local_statistics")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(found, one, name):
+    changes, expected = FAULTS[name]
+    causes = found(two(one, **changes))
+    assert expected in causes
+    # What follows from it has the same name.
+    allowed = {expected[1], *ALSO.get(name, ())}
+    assert {cause for _, cause in causes} <= allowed
+
+
+ALSO = {
+    "same shard": {"repeated_examples"},  # Each example of the first half is there twice.
+    "loss": {"other_loss_reduction"},
+    "scaled": {"other_loss"},
+    "hidden decay": {"other_weight_decay"},
+}
+
+
+def test_a_dropped_last_batch_is_named(found, one):
+    def dropping(step):
+        epoch, number = divmod(step, 2)
+        return batch_of(3 * epoch + number)
+
+    assert ("examples", "last_batch_dropped") in found(two(one, batch=dropping))
+
+
+def test_other_initial_weights_are_named_and_other_distributions_too(tmp_path, one):
+    first = load_trace_of(Script(), tmp_path / "one.npz")
+    for script, cause in (
+        (Script(seed=1), "other_initial_weights"),
+        (Script(seed=1, initial_scale=0.5), "other_initialiser"),
+    ):
+        second = load_trace_of(script, tmp_path / "two.npz")
+        report = verify_against(first, second, {}, given_tolerance(None))
+        assert [f.cause for f in report.findings if f.stage == "start"] == [cause] or (
+            first.variables and cause == "other_initialiser"
+        )
+
+
+@pytest.mark.parametrize("form", ["raw", "sums", "after", "before"])
+def test_a_flipped_bit_is_found(found, one, form):
+    """A change that no check was made for: one bit of the exponent, in one array of one step."""
+
+    def flip(step, kind, replica, arrays):
+        if (step, kind, replica) == (1, form, 1):
+            bits = arrays[0].reshape(-1).view(np.uint32)
+            bits[5] ^= 1 << 25
+        return arrays
+
+    assert found(two(one, change=flip))
+
+
+def test_regularisation_in_the_loss_is_named(found):
+    def regularised(script, replica, gradients):
+        weights = script.states[max(script.states)][replica][:2]
+        return [g + np.float32(0.05) * w for g, w in zip(gradients, weights, strict=True)]
+
+    one = Script()
+    assert found(two(one, gradient=regularised), one)[0] == (
+        "gradients", "regularisation_in_the_loss",
+    )  # fmt: skip
+
+
+def test_the_order_of_flattened_axes_is_named(found, one):
+    """3 channels of 4 pixels: one script has the channels first, the other last."""
+    order = np.arange(12).reshape(3, 4).T.ravel()
+
+    def permuted(script, replica, gradients):
+        return [gradients[0][order], gradients[1]]
+
+    assert ("gradients", "flatten_order") in found(two(one, gradient=permuted))
+
+
+@pytest.mark.parametrize(
+    ("setting", "values", "cause"),
+    [
+        ("epsilon", (1e-5, 1e-3), "other_batch_norm_epsilon"),
+        ("padding", ([1, 1], "same"), "other_padding"),
+    ],
+)
+def test_settings_of_layers_explain_other_gradients(tmp_path, setting, values, cause):
+    layer = {"name": "conv", "class": "Conv2d", "strides": [2, 2], "weights": []}
+    if setting == "epsilon":
+        layer = {"name": "bn", "class": "BatchNorm2d", "weights": []}
+    one = Script(about={"layers": [{**layer, setting: values[0]}]})
+    noisy = Script(
+        replay=one,
+        about={"layers": [{**layer, setting: values[1]}]},
+        gradient=lambda s, r, g: [1.01 * g[0], g[1]],
+    )
+    first = load_trace_of(one, tmp_path / "one.npz")
+    second = load_trace_of(noisy, tmp_path / "two.npz")
+    report = verify_against(first, second, {}, given_tolerance(None))
+    assert [(f.stage, f.cause) for f in report.findings] == [("gradients", cause)]
+
+
+def test_adam_of_two_frameworks_differs_in_its_epsilon(found):
+    keras = Script(optimizer="Adam", framework="keras", settings={"epsilon": 1e-4})
+    torch = Script(optimizer="Adam", settings={"epsilon": 1e-4}, replay=keras)
+    assert found(torch, keras) == [("update", "epsilon_placement")]
+    other = Script(optimizer="Adam", settings={"epsilon": 1e-8}, replay=keras)
+    assert ("update", "other_epsilon") in found(other, keras)
+
+
+def test_the_place_of_weight_decay_is_named(found):
+    decay = {"settings": {"weight_decay": 0.1}}
+    torch = Script(**decay)
+    keras = Script(
+        decays_gradient=False, replay=torch,
+        about={"optimizer": {"class": "SGD", "framework": "torch", "decay_placement": "weights"}},
+        **{"settings": {"weight_decay": 0.1, "decay_placement": "taken from the weights"}},
+    )  # fmt: skip
+    assert found(keras, torch) == [("update", "weight_decay_placement")]
+
+
+@pytest.mark.parametrize("has_layer", [True, False])
+def test_equal_random_numbers_on_two_replicas_are_a_fault(tmp_path, one, has_layer):
+    layers = [{"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []}] * has_layer
+    script = two(one, about={"layers": layers})
+    keep_random(script, lambda step, replica: [np.full(4, step, np.uint8)])
+    report = verify_alone(load_trace_of(script, tmp_path / "two.npz"))
+    assert [(f.stage, f.cause) for f in report.faults] == [
+        ("random numbers", "same_random_numbers")
+    ]
+    right = two(one, about={"layers": layers})
+    keep_random(right, lambda step, replica: [np.array([step, replica], np.uint8)])
+    assert verify_alone(load_trace_of(right, tmp_path / "two.npz")).faults == []
+    keep_random(right, lambda step, replica: [np.array([replica], np.uint8)])
+    report = verify_alone(load_trace_of(right, tmp_path / "two.npz"))
+    assert [f.cause for f in report.faults] == ["random_numbers_repeated"]
+
+
+def test_replicas_that_start_apart_are_a_fault(tmp_path):
+    script = Script(replicas=2)
+    script.arrays["1/before/1/0"] = script.arrays["1/before/1/0"] + np.float32(1e-3)
+    report = verify_alone(load_trace_of(script, tmp_path / "two.npz"))
+    assert ("start", "diverged_replicas") in [(f.stage, f.cause) for f in report.faults]
+
+
+def test_the_tolerance_is_computed_from_permuted_examples(tmp_path, one):
+    first = load_trace_of(one, tmp_path / "one.npz")
+    permuted = load_trace_of(Script(permute=3, replay=one, steps=(0, 1)), tmp_path / "p.npz")
+    tolerance = computed_tolerance(first, permuted, {})
+    assert set(tolerance.of_weight) == {"dense/kernel", "dense/bias"}
+    assert all(8 * 2**-23 <= value < 1e-4 for value in tolerance.of_weight.values())
+    assert "2 steps of" in tolerance.text
+    assert (
+        given_tolerance(0.5)("dense/kernel") == 0.5 and "--tolerance" in given_tolerance(0.5).text
+    )
+
+
+def test_every_cause_of_the_checks_has_a_remedy():
+    assert all(REMEDIES.values())
+    assert {cause for changes, (_, cause) in FAULTS.values()} <= set(REMEDIES)
+
+
+# The command
+
+
+def test_the_command_reports_a_fault(tmp_path, one, capsys):
+    first, second = one.write(tmp_path / "one.npz"), None
+    second = two(one, reduce=None).write(tmp_path / "two.npz")
+    permuted = Script(permute=1, replay=one, steps=(0,)).write(tmp_path / "permuted.npz")
+    out = tmp_path / "out"
+    result = run_here("verify", f"--traces={first},{second},{permuted}", f"--out={out}")
+    assert result.returncode == 9
+    assert "two.npz is not the training of one.npz: not all reduced" in result.stdout
+    record = json.loads((out / "verify.json").read_text())
+    assert list(record["strategies"]) == ["one.npz", "two.npz"]
+    assert record["strategies"]["two.npz"]["stages"]["all-reduce"] == "fault"
+    assert {path.name for path in out.iterdir()} >= {"verify.png", "verify.svg", "report.html"}
+    page = (out / "report.html").read_text()
+    assert "not all reduced" in page and "call the wrapped model" in page
+
+
+def test_the_command_ends_with_0_if_all_is_clean(tmp_path, one):
+    first = one.write(tmp_path / "one.npz")
+    second = two(one).write(tmp_path / "two.npz")
+    result = run_here("verify", f"--traces={first},{second}", f"--out={tmp_path / 'out'}")
+    assert result.returncode == 0
+    assert "two.npz is the training of one.npz: every stage is clean" in result.stdout
+    assert "0.0001, the default" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "text"),
+    [
+        (["--traces={missing}"], 3, "does not exist"),
+        (["--traces={damaged}"], 3, "damaged.npz"),
+        (["--traces={permuted}"], 3, "is recorded with permute="),
+        (["--traces={one}", "--model=lenet", "--recipe=fast"], 2, "--recipe has no part in --traces"),
+        (["--traces={one}", "--name_map=a"], 2, "--name_map=a must be OTHER=FIRST"),
+        (["--tolerance=0.1"], 2, "--tolerance needs --traces"),
+        (["--traces={one},{later}"], 3, "has no step in common"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_verified_is_refused_in_one_line(tmp_path, one, flags, code, text):
+    paths = {name: tmp_path / f"{name}.npz" for name in ("missing", "damaged", "permuted", "one")}
+    paths["later"] = tmp_path / "later.npz"
+    one.write(paths["one"])
+    Script(permute=1, steps=(0,)).write(paths["permuted"])
+    Script(steps=(4,)).write(paths["later"])
+    paths["damaged"].write_bytes(paths["one"].read_bytes()[:-100])
+    result = run_here("verify", *(f.format(**paths) for f in flags), f"--out={tmp_path / 'out'}")
+    assert result.returncode == code and text in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
