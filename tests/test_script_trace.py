@@ -370,6 +370,22 @@ def test_a_bomb_is_not_inflated(tmp_path):
 
 def test_another_place_or_name_is_refused(tmp_path):
     path = write_trace(tmp_path / "two.npz")
+    patch(path, 42, "<I", 2**30)
+    assert "outside of the file" in refusal(path)
+    content = path.read_bytes()  # As 64-bit number, too large to seek.
+    place = directory_entries(content)[2]
+    name_bytes = struct.unpack_from("<H", content, place + 28)[0]
+    extra = struct.pack("<HHQ", 1, 8, 2**64 - 1)
+    at = place + 46 + name_bytes
+    content = bytearray(content[:at] + extra + content[at:])
+    struct.pack_into("<H", content, place + 30, len(extra))
+    struct.pack_into("<I", content, place + 42, 0xFFFFFFFF)
+    end = content.rindex(b"PK\x05\x06")
+    size = struct.unpack_from("<I", content, end + 12)[0]
+    struct.pack_into("<I", content, end + 12, size + len(extra))
+    path.write_bytes(content)
+    assert "outside of the file" in refusal(path)
+    path = write_trace(tmp_path / "two.npz")
     patch(path, 42, "<I", 3)
     assert "is not where the directory says" in refusal(path)
     path = write_trace(tmp_path / "two.npz")

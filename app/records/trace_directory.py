@@ -80,6 +80,10 @@ def read_directory(file: io.BufferedReader) -> dict[str, Member]:
         )
     members: dict[str, Member] = {}
     for info in infos:
+        if not 0 <= info.header_offset < size_bytes:
+            raise TraceError(
+                f"has a member {shown(info.filename)} outside of the file; record it again"
+            )
         if info.filename in members:
             raise TraceError(f"has the member {shown(info.filename)} twice; record it again")
         members[info.filename] = _member(info)
