@@ -1,9 +1,11 @@
 """Recordings of training scripts: what is written is read, anything else is refused in a line."""
 
+import dataclasses
 import io
 import json
 import os
 import pathlib
+import re
 import struct
 import tracemalloc
 import zipfile
@@ -14,7 +16,9 @@ import pytest
 import trace_samples
 from app.records import trace_directory, trace_member
 from app.records.script_trace import Rows, load_trace
+from app.records.trace_about import VARIABLE_KINDS, VERSION, About
 from app.runtime.errors import DataError
+from conftest import ROOT
 from trace_samples import about, arrays, write_ranks, write_trace
 
 
@@ -677,3 +681,28 @@ def test_a_name_of_several_lines_is_quoted(tmp_path):
     with pytest.raises(DataError) as caught:
         load_trace(path)
     assert str(caught.value).isprintable()
+
+
+def test_the_example_of_the_page_writes_a_trace(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "trace_format.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "example", "exec"), {})
+    trace = load_trace(tmp_path / "two.npz")
+    assert (trace.framework, trace.num_replicas, trace.steps) == ("numpy", 2, (0,))
+    (before,), (after,) = (trace.arrays(0, kind, 1) for kind in ("before", "after"))
+    (applied,) = trace.arrays(0, "clipped", 0)
+    np.testing.assert_array_equal(
+        after, before - trace.settings(0, 0)[0]["learning_rate"] * applied
+    )
+    assert np.abs(applied).max() > 1
+
+
+def test_the_page_has_every_key_and_bound():
+    text = (ROOT / "docs" / "trace_format.md").read_text(encoding="utf-8")
+    keys = {field.name for field in dataclasses.fields(About)} - {"extra"}
+    assert not [key for key in keys if f"`{key}`" not in text]
+    assert not [kind for kind in VARIABLE_KINDS if f'"{kind}"' not in text]
+    for bound in (trace_directory._MAX_MEMBERS, trace_directory._MAX_RATIO):
+        assert f"{bound:,}" in text
+    assert f"version {VERSION + 1}, and this version of Lockstep reads {VERSION}" in text
