@@ -6,7 +6,7 @@
 # make zoo-optimizers  trains right models with every optimizer of Keras, to see whether one is called
 #              wrong: half an hour
 # make soak    kills and resumes a small training 200 times: half an hour
-# make fuzz    tries damaged input of five kinds, ten minutes each
+# make fuzz    tries damaged input of six kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
 # make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
 #              docs/BENCHMARKS.md: half an hour

@@ -15,10 +15,14 @@ import os
 import pathlib
 import re
 import signal
+import struct
 import sys
 import tempfile
 import time
+import tracemalloc
 import unittest.mock
+import warnings
+import zipfile
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -38,10 +42,12 @@ from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.history import EpochRecord
 from app.records.run_directory import open_run_directory
 from app.records.run_metadata import Progress, RunMetadata
+from app.records.script_trace import Rows, load_trace
 from app.runtime.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
 from app.training.resume import find_changes
 from app.training.run_reader import SavedRun
 from idx_files import idx_bytes
+from trace_samples import about, arrays
 
 LIMIT_SEC = 10
 _outcomes: collections.Counter = collections.Counter()
@@ -76,7 +82,7 @@ sys.addaudithook(_audit)
 
 
 @contextlib.contextmanager
-def guarded(folder: pathlib.Path, *expected: type[LockstepError]):
+def guarded(folder: pathlib.Path, *expected: type[LockstepError], advice: str = " — "):
     """Within it only `expected` may be raised, nothing hang, and nothing change elsewhere."""
     global _guarded
 
@@ -94,7 +100,7 @@ def guarded(folder: pathlib.Path, *expected: type[LockstepError]):
         if isinstance(error, ConfigError):  # It names the flag, or repeats the word that is wrong.
             assert re.search(r"--\w|'.*'|report needs|TF_CONFIG", str(error)), f"unclear: {error}"
         else:
-            assert " — " in str(error), f"no advice in {error}"
+            assert advice in str(error), f"no advice in {error}"
         _outcomes["refused"] += 1
     finally:
         _guarded = None
@@ -318,6 +324,114 @@ def fuzz_config(nodes, edits, link):
             SavedRun.open(Config.of("evaluate", run=name))
 
 
+_TRACE = about(
+    num_replicas=2, steps=[3], settings=about()["settings"][:1], micro_batches=[1]
+)  # fmt: skip
+_MEMBER_NAMES = [*arrays(1), "about", "1/clipped/0/0", "1/raw/0/1/rows", "9/loss/0/0", "../x"]
+
+
+def _forged_npy(start: bytes, descr: str, shape: str, content: bytes) -> bytes:
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return start + struct.pack("<H", len(header)) + header + content
+
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=9)
+_NPY = st.builds(
+    _forged_npy,
+    st.sampled_from([b"\x93NUMPY\x01\0"] * 9 + [b"\x93NUMPY\x02\0", b"", b"\x80\x04"]),
+    st.sampled_from(["'<f4'"] * 4 + ["'<i8'", "'|b1'", "'|O'", "'>f4'", "'<U2'", "[('a', '<f4')]"]),
+    st.sampled_from(["()", "(2,)", "(3, 2)", "(5, 2)", "(0, 9)", "(99999999999,)", "(-1,)", "(x,)",
+                     "(0, 999999999999999, 999999999999999)", "(" * 300]),
+    st.one_of(st.sampled_from([0, 4, 8, 24, 40, 4000]).map(bytes), st.binary(max_size=40)),
+)  # fmt: skip
+_FIELDS = {8: "<H", 10: "<H", 16: "<I", 20: "<I", 24: "<I", 28: "<H", 30: "<H", 42: "<I"}
+_FIELD_EDITS = st.lists(
+    st.tuples(
+        st.floats(0, 1, exclude_max=True), st.sampled_from(list(_FIELDS)),
+        st.sampled_from([0, 1, 8, 9, 12, 100, 1 << 14, 0xFFFF, 1 << 24, 1 << 31, 0xFFFFFFFF]),
+    ),
+    max_size=2,
+)  # fmt: skip
+
+
+def _archive(members: dict[str, bytes], compressed: bool) -> bytes:
+    file = io.BytesIO()
+    method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(file, "w", method) as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return file.getvalue()
+
+
+def _npy(array) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def _read_all(path: pathlib.Path) -> None:
+    trace = load_trace(path)
+    assert trace.framework and trace.steps and trace.num_replicas
+    for position in range(len(trace.steps)):
+        for replica in range(trace.num_replicas):
+            assert trace.micro_batches(position, replica) > 0
+            assert all(isinstance(group, dict) for group in trace.settings(position, replica))
+            for kind in ("data", "random", "loss", "raw", "sums", "clipped", "before", "after"):
+                found = trace.arrays(position, kind, replica)
+                dense = found and [a.dense() if isinstance(a, Rows) else a for a in found]
+                shapes = trace.shapes(position, kind, replica)
+                assert (dense and [None if a is None else a.shape for a in dense]) == shapes
+                if found is not None and kind in ("before", "after"):
+                    assert len(found) == len(trace.variables)
+
+
+def fuzz_trace(compressed, ranks, nodes, about_edits, members, fields, edits, directory_edits):
+    """Recordings of scripts: damaged, truncated, or made up."""
+    description = dict(_TRACE, replicas=[0]) if ranks else _TRACE
+    contents = {name: _npy(array) for name, array in arrays(1, description["replicas"]).items()}
+    value = json.loads(json.dumps(description))
+    for place, new, remove in nodes:
+        value = _replaced(value, place, new, remove)
+    text = _edited(json.dumps(value).encode("utf-8", "surrogatepass"), about_edits)
+    contents["about"] = _npy(np.array(text.decode("utf-8", "replace").rstrip("\0")))
+    for name, content in members:
+        contents.pop(name, None)
+        if content is not None:
+            contents[name] = content
+    content = bytearray(_archive(contents, compressed))
+    entries = [match.start() for match in re.finditer(rb"PK\x01\x02", content)]
+    for place, field, number in fields:
+        form = _FIELDS[field]
+        number &= 0xFFFF if form == "<H" else 0xFFFFFFFF
+        struct.pack_into(form, content, entries[int(place * len(entries))] + field, number)
+    start = entries[-1]
+    damaged = _edited(bytes(content[:start]), edits) + _edited(
+        bytes(content[start:]), directory_edits
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        if ranks:
+            other = {n: _npy(array) for n, array in arrays(1, [1]).items()}
+            other["about"] = _npy(np.array(json.dumps(dict(_TRACE, replicas=[1]))))
+            (folder / "two.rank1.npz").write_bytes(_archive(other, compressed))
+        (folder / ("two.rank0.npz" if ranks else "two.npz")).write_bytes(damaged)
+        open_files = len(os.listdir("/dev/fd"))
+        tracemalloc.start()
+        try:
+            with guarded(folder, DataError, advice="; "):
+                try:
+                    _read_all(folder / "two.npz")
+                except DataError as error:
+                    assert str(error).isprintable() and str(error).startswith(f"{folder}{os.sep}")
+                    raise
+            _, peak_bytes = tracemalloc.get_traced_memory()
+            assert peak_bytes < 32 << 20, f"{peak_bytes:,} bytes"
+        finally:
+            tracemalloc.stop()
+        assert len(os.listdir("/dev/fd")) == open_files
+
+
 _EDITS = st.lists(_EDIT, max_size=2)
 # Target → what it is called with, and what that is drawn from.
 TARGETS = {
@@ -340,6 +454,25 @@ TARGETS = {
         },
     ),
     "config": (fuzz_config, {"nodes": _NODES, "edits": _EDITS, "link": st.booleans()}),
+    "trace": (
+        fuzz_trace,
+        {
+            "compressed": st.booleans(),
+            "ranks": st.booleans(),
+            "nodes": st.one_of(st.just([]), _NODES),
+            "about_edits": st.one_of(st.just([]), _EDITS),
+            "members": st.lists(
+                st.tuples(
+                    st.one_of(st.sampled_from(_MEMBER_NAMES), _TEXT),
+                    st.one_of(st.none(), _NPY, st.binary(max_size=200)),
+                ),
+                max_size=2,
+            ),
+            "fields": st.one_of(st.just([]), _FIELD_EDITS),
+            "edits": st.one_of(st.just([]), _EDITS),
+            "directory_edits": st.one_of(st.just([]), _EDITS),
+        },
+    ),
 }
 
 

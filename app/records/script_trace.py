@@ -6,6 +6,7 @@ they are asked for.
 """
 
 import dataclasses
+import io
 import os
 import pathlib
 import re
@@ -17,7 +18,7 @@ import numpy as np
 from app.records.trace_about import About, Variable
 from app.records.trace_file import errors_of
 from app.records.trace_member import Member, read_array
-from app.records.trace_parts import Part, check_indices, open_part, shape_of, size_of
+from app.records.trace_parts import Part, Stored, check_indices, open_part, shape_of, size_of
 from app.records.trace_values import TraceError
 
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
@@ -101,13 +102,17 @@ class ScriptTrace:
         """Returns how many micro-batches the step of a replica accumulated."""
         return self._about(replica).micro_batches[position]
 
-    def shapes(self, position: int, kind: str, replica: int) -> list[tuple[int, ...]] | None:
+    def shapes(self, position: int, kind: str, replica: int) -> list[tuple[int, ...] | None] | None:
         """Returns the shapes that `arrays` would have, of the whole weight for `Rows`."""
         stored = self._part(replica).arrays.get((position, kind, replica))
-        return None if stored is None else [shape_of(item) for item in stored]
+        return None if stored is None else [None if s is None else shape_of(s) for s in stored]
 
-    def arrays(self, position: int, kind: str, replica: int) -> list[Array] | None:
+    def arrays(self, position: int, kind: str, replica: int) -> list[Array | None] | None:
         """Reads the arrays of a kind, None where there are none.
+
+        Of "before" and "after" there is one for each of `variables`, of "raw", "sums" and "clipped"
+        one for each of `gradients`; None in place of an array that did not exist: the optimizer
+        state before the first update, the gradient of a weight that the loss does not use.
 
         Raises:
             DataError: the file is damaged, or was changed since it was opened.
@@ -117,18 +122,10 @@ class ScriptTrace:
         if stored is None:
             return None
         with part.file.reading() as file:
-            needed_bytes = sum(size_of(item) for item in stored)
+            needed_bytes = sum(size_of(item) for item in stored if item is not None)
             if needed_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
                 raise MemoryError
-            read: list[Array] = []
-            for item in stored:
-                if isinstance(item, Member):
-                    read.append(read_array(file, item))
-                else:
-                    values, indices = read_array(file, item.values), read_array(file, item.indices)
-                    check_indices(item, indices)
-                    read.append(Rows(values, indices, item.num_rows))
-            return read
+            return [None if item is None else _read(file, item) for item in stored]
 
     def _part(self, replica: int) -> Part:
         for part in self._parts:
@@ -138,6 +135,14 @@ class ScriptTrace:
 
     def _about(self, replica: int) -> About:
         return self._part(replica).file.about
+
+
+def _read(file: io.BufferedReader, stored: Stored) -> Array:
+    if isinstance(stored, Member):
+        return read_array(file, stored)
+    values, indices = read_array(file, stored.values), read_array(file, stored.indices)
+    check_indices(stored, indices)
+    return Rows(values, indices, stored.num_rows)
 
 
 def load_trace(path: pathlib.Path) -> ScriptTrace:

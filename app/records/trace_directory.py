@@ -42,11 +42,11 @@ class _Directory:
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int = -1) -> bytes:
-        limit = _MAX_DIRECTORY_BYTES + 1
-        data = self._file.read(limit if size < 0 else min(size, limit))
-        if len(data) == limit:
+        left = max(os.fstat(self._file.fileno()).st_size - self._file.tell(), 0)
+        size = left if size < 0 else min(size, left)
+        if size > _MAX_DIRECTORY_BYTES:
             raise TraceError(f"has more than {_MAX_MEMBERS:,} members; record fewer steps")
-        return data
+        return self._file.read(size)
 
 
 def read_directory(file: io.BufferedReader) -> dict[str, Member]:
@@ -80,6 +80,10 @@ def read_directory(file: io.BufferedReader) -> dict[str, Member]:
         )
     members: dict[str, Member] = {}
     for info in infos:
+        if not 0 <= info.header_offset < size_bytes:
+            raise TraceError(
+                f"has a member {shown(info.filename)} outside of the file; record it again"
+            )
         if info.filename in members:
             raise TraceError(f"has the member {shown(info.filename)} twice; record it again")
         members[info.filename] = _member(info)

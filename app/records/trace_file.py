@@ -73,7 +73,7 @@ def errors_of(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except TraceError as error:
-        raise DataError(f"{name}: {error}") from error
+        raise DataError(f"{name}: {printable(str(error))}") from error
     except OSError as error:
         raise DataError(
             f"{name}: cannot be read ({reason_of(error)}); pass a file that a recorder of Lockstep"

@@ -155,7 +155,7 @@ class _Stream:
         """Returns exactly `size` bytes."""
         data = self._stored(size) if self._inflater is None else self._inflated(size)
         if len(data) != size:
-            raise _damaged(self._member, "is truncated")
+            raise _damaged(self._member, "is truncated or damaged")
         self._crc = zlib.crc32(data, self._crc)
         return data
 

@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,10 +32,10 @@ Stored = Member | RowMembers
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one file holds: position from 0, kind, replica → its arrays in order."""
+    """What one file holds: position from 0, kind, replica → arrays, None where there is none."""
 
     file: TraceFile
-    arrays: Mapping[tuple[int, str, int], list[Stored]]
+    arrays: Mapping[tuple[int, str, int], list[Stored | None]]
 
 
 def open_part(path: pathlib.Path) -> Part:
@@ -51,19 +51,38 @@ def open_part(path: pathlib.Path) -> Part:
             _check_key(key, member, file.about)
             group = grouped.setdefault((key.position - 1, key.kind, key.replica), {})
             group.setdefault(key.index, {})[key.part] = member
-        arrays = {}
-        for place, group in grouped.items():
-            if set(group) != set(range(len(group))):
-                missing = min(set(range(len(group))) - set(group))
-                raise TraceError(
-                    f"has no array {place[0] + 1}/{place[1]}/{place[2]}/{missing}, but later ones;"
-                    " record it again"
-                )
-            arrays[place] = [_stored(opened, place[1], group[index]) for index in range(len(group))]
+        arrays = {
+            place: [
+                _stored(opened, place[1], group[index]) if index in group else None
+                for index in range(_count(place, group, file.about))
+            ]
+            for place, group in grouped.items()
+        }
     part = Part(file, arrays)
     with errors_of(path):
-        _check_counts(part)
+        _check_shapes(part)
     return part
+
+
+def _count(place: tuple[int, str, int], group: Mapping[int, object], about: About) -> int:
+    """Returns how many arrays there are, with those that do not exist."""
+    position, kind, replica = place
+    name = f"{position + 1}/{kind}/{replica}"
+    if kind in _GRADIENT_KINDS or kind in _VARIABLE_KINDS:
+        key, count = (
+            ("gradients", len(about.gradients))
+            if kind in _GRADIENT_KINDS
+            else ("variables", len(about.variables))
+        )
+        if max(group) >= count:
+            raise TraceError(
+                f"has an array {name}/{max(group)}, but {count} {key} in 'about'; record it again"
+            )
+        return count
+    missing = set(range(len(group))) - set(group)
+    if missing:
+        raise TraceError(f"has no array {name}/{min(missing)}, but later ones; record it again")
+    return len(group)
 
 
 def _check_key(key: Key, member: Member, about: About) -> None:
@@ -126,36 +145,29 @@ def size_of(stored: Stored) -> int:
     return stored.values.size_bytes + stored.indices.size_bytes
 
 
-def _check_counts(part: Part) -> None:
-    """Checks numbers and shapes of the arrays of variables and gradients."""
+def _check_shapes(part: Part) -> None:
+    """Checks that all arrays of a variable have one shape, and its gradients, too."""
     about = part.file.about
     shapes: dict[int, tuple[int, ...]] = {}
+    for index, name, stored in _named(part, _VARIABLE_KINDS):
+        _check_shape(name, stored, shapes.setdefault(index, shape_of(stored)))
+    indices = {v.name: i for i, v in enumerate(about.variables) if v.kind == "weight"}
+    for index, name, stored in _named(part, _GRADIENT_KINDS):
+        shape = shapes.get(indices[about.gradients[index]])
+        if shape is not None:
+            _check_shape(name, stored, shape)
+        elif not isinstance(stored, Member):
+            raise TraceError(
+                f"has rows in {name}, but no array 'before' or 'after'; record it again"
+            )
+
+
+def _named(part: Part, kinds: Sequence[str]) -> Iterator[tuple[int, str, Stored]]:
     for (position, kind, replica), arrays in part.arrays.items():
-        if kind in _VARIABLE_KINDS:
-            _check_count(f"{position + 1}/{kind}/{replica}", arrays, "variables", about.variables)
+        if kind in kinds:
             for index, stored in enumerate(arrays):
-                name = f"{position + 1}/{kind}/{replica}/{index}"
-                _check_shape(name, stored, shapes.setdefault(index, shape_of(stored)))
-    names = {v.name: i for i, v in enumerate(about.variables) if v.kind == "weight"}
-    for (position, kind, replica), arrays in part.arrays.items():
-        if kind in _GRADIENT_KINDS:
-            _check_count(f"{position + 1}/{kind}/{replica}", arrays, "gradients", about.gradients)
-            for index, (weight, stored) in enumerate(zip(about.gradients, arrays, strict=True)):
-                name = f"{position + 1}/{kind}/{replica}/{index}"
-                if (shape := shapes.get(names[weight])) is not None:
-                    _check_shape(name, stored, shape)
-                elif not isinstance(stored, Member):
-                    raise TraceError(
-                        f"has rows in {name}, but no array 'before' or 'after'; record it again"
-                    )
-
-
-def _check_count(name: str, arrays: Sequence[Stored], key: str, expected: Sequence[object]) -> None:
-    if len(arrays) != len(expected):
-        raise TraceError(
-            f"has {len(arrays)} arrays {name}, but {len(expected)} {key} in 'about'; record it"
-            " again"
-        )
+                if stored is not None:
+                    yield index, f"{position + 1}/{kind}/{replica}/{index}", stored
 
 
 def _check_shape(name: str, stored: Stored, shape: tuple[int, ...]) -> None:

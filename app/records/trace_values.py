@@ -101,4 +101,4 @@ def shown(value: Any) -> str:
 
 def printable(text: str) -> str:
     """Returns a text that fits into one line, whatever is in it."""
-    return text if text.isprintable() else repr(text)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
