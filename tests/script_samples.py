@@ -193,10 +193,14 @@ class Script:
     def write(self, path) -> str:
         """Writes the recording; returns its path."""
         variables = [
-            *({"name": n, "kind": "weight", "layout": "IO" if n.endswith("l") else ""} for n in WEIGHTS),
+            {"name": "dense/kernel", "kind": "weight", "layout": "IO"},
+            {"name": "dense/bias", "kind": "weight", "layout": ""},
             *({"name": name, "kind": "statistic", "layout": ""} for name in NORM),
             *(
-                {"name": f"{n}/{slot}", "kind": "optimizer state", "layout": "", "of": n, "slot": slot}
+                {
+                    "name": f"{n}/{slot}", "kind": "optimizer state", "layout": "",
+                    "of": n, "slot": slot,
+                }
                 for n in WEIGHTS
                 for slot in SLOTS[self.optimizer]
             ),

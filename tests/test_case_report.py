@@ -39,8 +39,8 @@ NAMES = (HOSTILE, "line\nbreak\x1b[31m", os.fsdecode(b"bytes \xff"), "W" * 300)
         (
             (LOCAL,),
             "by design",
-            "differs by design from the training that my_case.py defines on one device: local statistics;"
-            " no fault found",
+            "differs by design from the training that my_case.py defines on one device: local"
+            " statistics; no fault found",
         ),
         (
             (CLIPPED, {**CLIPPED, "stage": "update", "cause": "not_updated"}, CLIPPED),
@@ -51,8 +51,8 @@ NAMES = (HOSTILE, "line\nbreak\x1b[31m", os.fsdecode(b"bytes \xff"), "W" * 300)
         (
             (LOCAL, CLIPPED),
             "fault",
-            "is not the training that my_case.py defines on one device: clipped before the sum; also"
-            " different by design: local statistics",
+            "is not the training that my_case.py defines on one device: clipped before the sum;"
+            " also different by design: local statistics",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from in_process import run_here
 from script_samples import Script, batch_of, mean_of, sgd
 
 FAULT, BY_DESIGN = "fault", "by design"
+ADAMW = {"optimizer": {"class": "AdamW", "framework": "torch"}}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def one():
 
 @pytest.fixture
 def found(tmp_path, one):
-    """Verifies a recording against that of one replica; returns what is found, as (stage, cause)."""
+    """Verifies a recording against that of one replica; returns what is found: stage, cause."""
 
     def verify(script, reference=one, tolerance=None, status=None):
         first = load_trace_of(reference, tmp_path / "one.npz")
@@ -64,7 +65,7 @@ def test_a_right_training_is_clean(found, one, replicas):
     "changes",
     [
         {"optimizer": "Adam"},
-        {"optimizer": "Adam", "settings": {"weight_decay": 0.01}, "about": {"optimizer": {"class": "AdamW", "framework": "torch"}}},
+        {"optimizer": "Adam", "settings": {"weight_decay": 0.01}, "about": ADAMW},
         {"optimizer": "Adam", "framework": "keras"},
         {"settings": {"nesterov": True}},
         {"settings": {"momentum": 0.0, "weight_decay": 0.01}},
@@ -176,7 +177,7 @@ FAULTS = {
         {"gradient": lambda s, r, g: [g[0], 0 * g[1]]}, ("gradients", "frozen")
     ),
     "noise": (
-        {"gradient": lambda s, r, g: [a + 0.01 * np.sin(np.arange(a.size)).reshape(a.shape) for a in g]},
+        {"gradient": lambda s, r, g: [a + 0.01 * np.sin(1 + 9 * a) for a in g]},
         ("gradients", "unexplained_gradient"),
     ),
     "loss": ({"sums_loss": True}, ("loss", "other_loss_reduction")),
@@ -193,9 +194,15 @@ FAULTS = {
     ),
     "hidden nesterov": ({"update": other_update(nesterov=True)}, ("update", "other_nesterov")),
     "no update": ({"update": no_update}, ("update", "not_updated")),
+    "sums are raw": ({"reduce": lambda sent: sent}, ("all-reduce", "not_all_reduced")),
+    "other weights": (
+        {"gradient": lambda s, r, g: [(0.7, 1.3)[r] * a for a in g]}, ("gradients", "mean_of_means")
+    ),
     "scaled inputs": ({"inputs": lambda x: 2 * x - 1}, ("examples", "other_normalisation")),
     "reshuffled": ({"batch": lambda step: batch_of(step % 3)}, ("examples", "not_reshuffled")),
-    "other order": ({"batch": lambda step: batch_of((1, 0, 2, 3)[step])}, ("examples", "other_order")),
+    "other order": (
+        {"batch": lambda step: batch_of((1, 0, 2, 3)[step])}, ("examples", "other_order")
+    ),
     "other examples": (
         {"batch": lambda step: np.sort(batch_of(step) * 7 % 40)}, ("examples", "other_examples")
     ),
@@ -395,7 +402,7 @@ def test_the_command_ends_with_0_if_all_is_clean(tmp_path, one):
         (["--traces={missing}"], 3, "does not exist"),
         (["--traces={damaged}"], 3, "damaged.npz"),
         (["--traces={permuted}"], 3, "is recorded with permute="),
-        (["--traces={one}", "--model=lenet", "--recipe=fast"], 2, "--recipe has no part in --traces"),
+        (["--traces={one}", "--recipe=fast"], 2, "--recipe has no part in --traces"),
         (["--traces={one}", "--name_map=a"], 2, "--name_map=a must be OTHER=FIRST"),
         (["--tolerance=0.1"], 2, "--tolerance needs --traces"),
         (["--traces={one},{later}"], 3, "has no step in common"),

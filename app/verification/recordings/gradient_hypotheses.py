@@ -35,10 +35,10 @@ def explanations(
 
     if frozen := [name for name in wrong if not norm(second[name]) or not norm(first[name])]:
         yield "frozen", f"the gradient of {len(frozen)} weights is 0 in one recording", frozen
-    yield from _mean_of_means(pair, first, wrong, allowed)
     scale = factor(list(second.values()), [first[name] for name in second])
     if np.isfinite(scale) and scale and explains(_scaled(first, scale)):
         yield *_name_of_factor(pair, scale), wrong
+    yield from _mean_of_means(pair, first, wrong, allowed)
     yield from _regularised(pair, first, second, wrong, explains)
     yield from _permuted_rows(first, second, wrong, allowed)
     for cause, text in (*local_statistics(pair), *other_settings(pair)):
@@ -74,34 +74,64 @@ def _name_of_factor(pair: StepPair, scale: float) -> tuple[str, str]:
 def _mean_of_means(
     pair: StepPair, first: Named, wrong: Sequence[str], allowed: Allowed
 ) -> Iterator[Explanation]:
-    """Explains gradients by replicas with different numbers of examples that count equally."""
+    """Explains gradients by replicas that count equally and should not.
+
+    They have other numbers of examples, or sample weights or masks with other sums: the gradient of
+    the whole batch is then another weighted sum of what the replicas send.
+    """
     step = pair.second
-    sizes = [step.num_examples(replica) for replica in step.replicas]
     sent = [pair.in_first(step.gradients("raw", replica)) for replica in step.replicas]
-    known = [size for size in sizes if size]
-    if len(set(known)) < 2 or len(known) < len(sizes) or not all(sent):
+    if len(sent) < 2 or not all(name in own for own in sent for name in first):
         return
-    total = sum(known)
-    divisor = 1 if step.trace.reduction == "mean" else len(known)
-    shares = [size / total * divisor for size in known]
-    weighted = {
-        name: np.sum(
-            [share * g[name].astype(np.float64) for share, g in zip(shares, sent, strict=True)],
-            axis=0,
-        )
-        for name in first
-    }
-    apart = distances_of(weighted, first)
-    fitting = [name for name in wrong if apart[name] <= 4 * allowed(name)]
+    is_mean = step.trace.reduction == "mean"
     # Synchronized layers send gradients to other replicas: only weights behind them show it.
     is_coupled = any(kind_of(layer) == "batchnorm" for layer in step.trace.layers)
-    if len(fitting) == len(wrong) or (is_coupled and fitting):
+
+    def fitting(shares: Sequence[float]) -> list[str]:
+        weighted = {
+            name: np.sum(
+                [c * own[name].astype(np.float64) for c, own in zip(shares, sent, strict=True)],
+                axis=0,
+            )
+            for name in first
+        }
+        apart = distances_of(weighted, first)
+        return [name for name in wrong if apart[name] <= 4 * allowed(name)]
+
+    sizes = [step.num_examples(replica) or 0 for replica in step.replicas]
+    if all(sizes) and len(set(sizes)) > 1:
+        shares = [size / sum(sizes) * (1 if is_mean else len(sizes)) for size in sizes]
+        right = fitting(shares)
+        if len(right) == len(wrong) or (is_coupled and right):
+            yield (
+                "mean_of_means",
+                f"the replicas have {', '.join(map(str, sizes))} examples and count equally;"
+                f" weighted by their examples, the gradients of {', '.join(right[:3])} are right",
+                wrong,
+            )
+            return
+    shares = _best_shares(
+        [[own[name] for name in wrong] for own in sent], [first[n] for n in wrong]
+    )
+    if len(fitting(shares)) == len(wrong):
+        usual = 1 / len(sent) if is_mean else 1.0
+        listed = ", ".join(f"{share / usual:.4g}" for share in shares)
         yield (
             "mean_of_means",
-            f"the replicas have {', '.join(map(str, known))} examples and count equally; weighted"
-            f" by their examples, the gradients of {', '.join(fitting[:3])} are right",
+            f"the replicas count equally; counted {listed} times, their gradients give that of the"
+            " whole batch, as with other sums of sample weights or masks",
             wrong,
         )
+
+
+def _best_shares(
+    sent: Sequence[Sequence[np.ndarray]], expected: Sequence[np.ndarray]
+) -> list[float]:
+    """Returns the coefficients with which what is sent adds up to what is expected, nearest."""
+    columns = [np.concatenate([a.astype(np.float64).ravel() for a in own]) for own in sent]
+    target = np.concatenate([array.astype(np.float64).ravel() for array in expected])
+    shares, *_ = np.linalg.lstsq(np.stack(columns, axis=1), target, rcond=None)
+    return [float(share) for share in shares]
 
 
 def _regularised(

@@ -35,7 +35,7 @@ _SAME_PART = 0.5  # Replicas that share more than this part of their examples ar
 def check_step(step: RecordedStep) -> Iterator[tuple[str, list[TraceFinding]]]:
     """Checks one step; yields each stage that could be checked, with what was found in it."""
     several = step.trace.num_replicas > 1
-    has_states = step.of_all("before") is not None and step.of_all("after") is not None
+    has_states = step.has("before") and step.has("after")
     earlier: list[TraceFinding] = []
     for stage, findings in _before_agreement(step, several=several, has_states=has_states):
         earlier += findings
@@ -51,11 +51,11 @@ def _before_agreement(
     """Checks all stages but the last one."""
     if several and has_states:
         yield "start", list(_equal_states(step, "before"))
-    if several and step.of_all("data") is not None:
+    if several and step.has("data"):
         yield "examples", list(_different_examples(step))
     if several and (random := list(_random_states(step))):
         yield "random numbers", [finding for found in random for finding in found]
-    if step.of_all("loss") is not None:
+    if step.has("loss"):
         yield "loss", list(_finite_loss(step))
     if several and (found := check_reduction(step)) is not None:
         yield "all-reduce", found
@@ -120,7 +120,7 @@ def _equal_states(
     first = step.state(when, 0, WEIGHT, STATE)
     for replica in step.replicas[1:]:
         other = step.state(when, replica, WEIGHT, STATE)
-        names = tuple(name for name in first if not same_bits(first[name], other[name]))
+        names = tuple(n for n in first if n in other and not same_bits(first[n], other[n]))
         if names:
             distances = relative_distances(
                 [other[name] for name in names], [first[name] for name in names]
@@ -143,7 +143,7 @@ def _local_statistics(step: RecordedStep) -> Iterator[TraceFinding]:
     first = step.state("after", 0, STATISTIC)
     for replica in step.replicas[1:]:
         other = step.state("after", replica, STATISTIC)
-        names = tuple(name for name in first if not same_bits(first[name], other[name]))
+        names = tuple(n for n in first if n in other and not same_bits(first[n], other[n]))
         if names:
             distances = relative_distances(
                 [other[name] for name in names], [first[name] for name in names]

@@ -37,10 +37,10 @@ def compare_losses(pair: StepPair, allowed: float) -> list[TraceFinding] | None:
 
 def _losses(step: RecordedStep) -> list[float]:
     """Returns the loss of the whole batch in the forms that a script may mean."""
-    recorded = step.of_all("loss")
-    if recorded is None or not all(len(arrays) for arrays in recorded):
+    recorded = [step.arrays("loss", replica) for replica in step.replicas]
+    if not all(recorded):
         return []
-    losses = [float(np.asarray(arrays[0], np.float64).sum()) for arrays in recorded]
+    losses = [float(np.asarray(arrays[0], np.float64).sum()) for arrays in recorded if arrays]
     sizes = [step.num_examples(replica) for replica in step.replicas]
     found = [float(np.mean(losses)), float(np.sum(losses))]
     known = [size for size in sizes if size]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from app.records.script_trace import Rows, ScriptTrace
+from app.records.script_trace import Array, Rows, ScriptTrace
 from app.verification.recordings.optimizer_rules import Rule, Slots, rule_of
 
 Named = dict[str, np.ndarray]
@@ -37,7 +37,7 @@ class RecordedStep:
     def __init__(self, trace: ScriptTrace, position: int):
         self.trace, self._position = trace, position
         self.number = trace.steps[position]
-        self._read: dict[tuple[str, int], list[np.ndarray] | None] = {}
+        self._read: dict[tuple[str, int], list[np.ndarray | None] | None] = {}
 
     @property
     def replicas(self) -> range:
@@ -45,37 +45,49 @@ class RecordedStep:
         return range(self.trace.num_replicas)
 
     def arrays(self, kind: str, replica: int) -> list[np.ndarray] | None:
-        """Returns the arrays of a kind, gradients of rows as whole tables; None without them."""
+        """Returns the arrays of a kind that exist; None if the kind is not recorded."""
+        found = self._all(kind, replica)
+        return None if found is None else [array for array in found if array is not None]
+
+    def _all(self, kind: str, replica: int) -> list[np.ndarray | None] | None:
+        """Returns the arrays of a kind, with None for those that do not exist."""
         key = (kind, replica)
         if key not in self._read:
             found = self.trace.arrays(self._position, kind, replica)
-            self._read[key] = (
-                None
-                if found is None
-                else [a.dense() if isinstance(a, Rows) else np.asarray(a) for a in found]
-            )
+            self._read[key] = None if found is None else [_whole(array) for array in found]
         return self._read[key]
 
-    def of_all(self, kind: str) -> list[list[np.ndarray]] | None:
-        """Returns the arrays of a kind of every replica; None if any has none."""
-        found = [self.arrays(kind, replica) for replica in self.replicas]
-        return None if any(arrays is None for arrays in found) else found  # type: ignore[return-value]
+    def has(self, kind: str) -> bool:
+        """Returns whether every replica has arrays of a kind."""
+        return all(self._all(kind, replica) is not None for replica in self.replicas)
 
     def state(self, when: str, replica: int, *kinds: str) -> Named:
         """Returns name → variable of these kinds, "before" or "after" the step."""
-        arrays = self.arrays(when, replica) or []
+        arrays = self._all(when, replica) or []
         return {
             variable.name: array
             for variable, array in zip(self.trace.variables, arrays, strict=False)
-            if variable.kind in kinds
+            if variable.kind in kinds and array is not None
         }
 
     def gradients(self, kind: str, replica: int) -> Named | None:
         """Returns name of the weight → gradient; None if the kind is not recorded."""
-        arrays = self.arrays(kind, replica)
-        if arrays is None or len(arrays) != len(self.trace.gradients):
+        arrays = self._all(kind, replica)
+        if arrays is None:
             return None
-        return dict(zip(self.trace.gradients, arrays, strict=True))
+        pairs = zip(self.trace.gradients, arrays, strict=True)
+        return {name: array for name, array in pairs if array is not None}
+
+    def gradients_of_all(self, kind: str) -> list[Named] | None:
+        """Returns name → gradient for each replica, of the weights that have one on all of them."""
+        found = [self.gradients(kind, replica) for replica in self.replicas]
+        known = [gradients for gradients in found if gradients is not None]
+        if len(known) < len(found):
+            return None
+        return [
+            {name: own[name] for name in own if all(name in other for other in known)}
+            for own in known
+        ]
 
     def applied(self, replica: int) -> Named | None:
         """Returns the gradients that the optimizer of a replica applies."""
@@ -102,13 +114,13 @@ class RecordedStep:
 
     def reduced(self, kind: str) -> Named | None:
         """Returns the sum or mean over the replicas of what each sends, in float64."""
-        sent = self.of_all(kind)
+        sent = self.gradients_of_all(kind)
         if sent is None or not self.trace.reduction:
             return None
         divisor = len(sent) if self.trace.reduction == "mean" else 1
         return {
-            name: np.sum([a.astype(np.float64) for a in parts], axis=0) / divisor
-            for name, *parts in zip(self.trace.gradients, *sent, strict=True)
+            name: np.sum([own[name].astype(np.float64) for own in sent], axis=0) / divisor
+            for name in sent[0]
         }
 
     def num_examples(self, replica: int) -> int | None:
@@ -155,19 +167,28 @@ class RecordedStep:
             family: of the optimizer, "SGD" or "Adam".
             replica: whose state.
         """
-        state, after = self.arrays(when, replica), self.arrays("after", replica)
+        state, after = self._all(when, replica), self._all("after", replica)
         if state is None or after is None:
             return None
         found: dict[str, np.ndarray] = {}
         number = None
         for variable, array, later in zip(self.trace.variables, state, after, strict=False):
-            if variable.kind != STATE:
+            if variable.kind != STATE or later is None:
                 continue
             if variable.slot in _COUNTERS and variable.of in ("", weight) and later.size == 1:
                 number = int(later.reshape(()))
+            if array is None:  # Created by the first update.
+                array = np.zeros_like(later)
             for role, names in _SLOTS[family].items():
                 if variable.of == weight and variable.slot in names:
                     found[role] = array.astype(np.float64)
         if family == "Adam" and (number is None or len(found) < 2):
             return None
         return Slots(number=number, **found)
+
+
+def _whole(array: Array | None) -> np.ndarray | None:
+    """Returns a gradient of rows as that of the whole table."""
+    if isinstance(array, Rows):
+        return array.dense()
+    return None if array is None else np.asarray(array)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.verification.recordings.recorded_step import CLIPPED_FIRST, RecordedStep
+from app.verification.recordings.recorded_step import CLIPPED_FIRST, Named, RecordedStep
 from app.verification.recordings.trace_arrays import (
     EPS,
     TINY,
@@ -28,24 +28,40 @@ def check_reduction(step: RecordedStep) -> list[TraceFinding] | None:
     Returns:
         The findings; None if the step does not show what was sent.
     """
-    sent = step.of_all("clipped" if step.trace.order == CLIPPED_FIRST else "raw")
-    if sent is None or not all(all_finite(arrays) for arrays in sent):
+    sent = step.gradients_of_all("clipped" if step.trace.order == CLIPPED_FIRST else "raw")
+    if sent is None or not all(all_finite(list(own.values())) for own in sent):
         return None
-    received = step.of_all("sums")
+    received = step.gradients_of_all("sums")
     if received is None:
         return _without_reduction(step, sent)
     if not step.trace.reduction:
         return None
+    if apart := _receive_their_own(sent, received):
+        text = f"each replica receives what it sends itself, of {len(apart)} gradients"
+        return [fault("all-reduce", "not_all_reduced", text, step.number, tensors=tuple(apart))]
     found = []
     for replica in step.replicas:
+        own = received[replica]
         wrong = [
-            index
-            for index, parts in enumerate(zip(*sent, strict=True))
-            if not _is_sum(received[replica][index], parts, step.trace.reduction)
+            name
+            for name in own
+            if name in sent[0]
+            and not _is_sum(own[name], [each[name] for each in sent], step.trace.reduction)
         ]
         if wrong:
-            found.append(_explain(step, replica, wrong, sent, received[replica]))
+            found.append(_explain(step, replica, wrong, sent, own))
     return found
+
+
+def _receive_their_own(sent: Sequence[Named], received: Sequence[Named]) -> list[str]:
+    """Returns the names of gradients that differ between replicas, and that no replica sums."""
+    return [
+        name
+        for name in received[0]
+        if all(name in own for own in sent)
+        and not all(same_bits(own[name], sent[0][name]) for own in sent)
+        and all(same_bits(a[name], b[name]) for a, b in zip(sent, received, strict=True))
+    ]
 
 
 def _is_sum(received: np.ndarray, parts: Sequence[np.ndarray], reduction: str) -> bool:
@@ -55,20 +71,18 @@ def _is_sum(received: np.ndarray, parts: Sequence[np.ndarray], reduction: str) -
     return bool(np.all(np.abs(received - np.sum(terms, axis=0) / divisor) <= bound))
 
 
-def _without_reduction(
-    step: RecordedStep, sent: Sequence[Sequence[np.ndarray]]
-) -> list[TraceFinding] | None:
+def _without_reduction(step: RecordedStep, sent: Sequence[Named]) -> list[TraceFinding] | None:
     """Returns what is found where no all-reduce was seen: replicas that apply what they sent."""
     applied = [step.applied(replica) for replica in step.replicas]
     if any(gradients is None for gradients in applied):
         return None
-    names = step.trace.gradients
+    names = list(sent[0])
     own = [
         name
-        for index, name in enumerate(names)
-        if not all(same_bits(sent[0][index], other[index]) for other in sent[1:])
+        for name in names
+        if not all(same_bits(sent[0][name], other[name]) for other in sent[1:])
         and all(
-            _is_multiple(gradients[name], arrays[index])
+            name in gradients and _is_multiple(gradients[name], arrays[name])
             for gradients, arrays in zip(applied, sent, strict=True)
             if gradients is not None
         )
@@ -98,13 +112,13 @@ def _is_multiple(applied: np.ndarray, sent: np.ndarray) -> bool:
 def _explain(
     step: RecordedStep,
     replica: int,
-    wrong: Sequence[int],
-    sent: Sequence[Sequence[np.ndarray]],
-    received: Sequence[np.ndarray],
+    wrong: Sequence[str],
+    sent: Sequence[Named],
+    received: Named,
 ) -> TraceFinding:
     """Says which other sum a replica has received."""
-    actual = [received[index] for index in wrong]
-    terms = [[arrays[index].astype(np.float64) for index in wrong] for arrays in sent]
+    actual = [received[name] for name in wrong]
+    terms = [[own[name].astype(np.float64) for name in wrong] for own in sent]
     count, is_mean = len(terms), step.trace.reduction == "mean"
 
     def total(replicas: Sequence[int]) -> list[np.ndarray]:
@@ -140,10 +154,8 @@ def _explain(
                 missing = [r for r in range(count) if r not in subset]
                 cause, text = "lost_replica", f"the gradient of replica {missing} is not in the sum"
                 break
-    names = tuple(step.trace.gradients[index] for index in wrong)
-    return fault(
-        "all-reduce", cause, text, step.number, replicas=(replica,), tensors=names, distance=apart
-    )
+    where = {"replicas": (replica,), "tensors": tuple(wrong)}
+    return fault("all-reduce", cause, text, step.number, **where, distance=apart)
 
 
 def _explains(predicted: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> bool:

@@ -150,7 +150,9 @@ def verify_against(
         stages.add("update", compare_rules(pair))
         on_step()
     return stages.report(
-        second, skipped=tuple(skipped), unmatched=(*matching.first_only, *matching.second_only)
+        second,
+        skipped=tuple(skipped),
+        unmatched=(*matching.unmatched_first, *matching.unmatched_second),
     )
 
 
