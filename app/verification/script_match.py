@@ -1,0 +1,228 @@
+"""Which variable of one recording is which of another: other names, orders and layouts of axes.
+
+Variables are paired by a map of names, else by equal names, else by their order among those of the
+same kind, role and shape. Where that leaves a choice, nothing is paired: a wrong pair would be a
+wrong finding.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from app.records.script_trace import Array, Rows, ScriptTrace
+from app.runtime.errors import ConfigError
+from app.verification.script_variables import (
+    Item,
+    Shape,
+    axes_by_any,
+    axes_by_layout,
+    axes_by_order,
+    has_same_role,
+    read_items,
+    slot_of,
+    transposed_shape,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A variable that both recordings have.
+
+    Attributes:
+        first: its name in the first recording.
+        second: its name in the second.
+        transpose: order of the second's axes that makes it the first's; None where it is the same.
+        means: how the pair was found: "map", "name", "order", or "state" for optimizer state.
+        first_index: its index in `variables` of the first recording.
+        second_index: likewise.
+    """
+
+    first: str
+    second: str
+    transpose: Shape | None
+    means: str
+    first_index: int
+    second_index: int
+
+    def as_first(self, array: Array) -> Array:
+        """Returns an array of the second recording with the axes of the first."""
+        if self.transpose is None:
+            return array
+        whole = array.dense() if isinstance(array, Rows) else array
+        return np.transpose(whole, self.transpose)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matching:
+    """The variables of two recordings in pairs.
+
+    Attributes:
+        pairs: weights and statistics, in the order of the first recording.
+        state: optimizer state of paired weights. Frameworks may define it differently: Keras' SGD
+            multiplies its momentum by the learning rate, PyTorch's does not.
+        unmatched_first: names that only the first recording has, or that could not be paired.
+        unmatched_second: likewise.
+    """
+
+    pairs: tuple[Pair, ...]
+    state: tuple[Pair, ...]
+    unmatched_first: tuple[str, ...]
+    unmatched_second: tuple[str, ...]
+
+
+_Fit = Callable[[Item, Item], Shape | None]
+
+
+def match_variables(first: ScriptTrace, second: ScriptTrace, names: Mapping[str, str]) -> Matching:
+    """Pairs the weights, statistics and optimizer state of two recordings.
+
+    Counters of steps and seeds are left out.
+
+    Args:
+        first: the recording whose layouts of axes count.
+        second: the other.
+        names: names in one recording → names in the other, as far as they are known.
+
+    Raises:
+        ConfigError: `names` has a name that is in neither, or pairs variables of different shapes.
+    """
+    return _Matcher(read_items(first), read_items(second)).match(names, (first.name, second.name))
+
+
+class _Matcher:
+    """Pairs the variables of two recordings, one means after the other."""
+
+    def __init__(self, first: Sequence[Item], second: Sequence[Item]):
+        self._all = first, second
+        self._first = [item for item in first if item.variable.kind != "optimizer state"]
+        self._second = [item for item in second if item.variable.kind != "optimizer state"]
+        self._refused: tuple[list[Item], list[Item]] = ([], [])
+        self._pairs: list[Pair] = []
+
+    def match(self, names: Mapping[str, str], traces: tuple[str, str]) -> Matching:
+        """Returns all pairs, and what is left."""
+        self._match_by_map(names, traces)
+        self._match_by_name(lambda item: (item.variable.kind, item.variable.name))
+        self._match_by_name(lambda item: item.label)
+        self._match_by_order(axes_by_layout)
+        self._match_by_order(axes_by_order)
+        state, (left_first, left_second) = self._match_state()
+        pairs = tuple(sorted(self._pairs, key=lambda pair: pair.first_index))
+        return Matching(
+            pairs,
+            tuple(state),
+            _names(self._first, self._refused[0], left_first),
+            _names(self._second, self._refused[1], left_second),
+        )
+
+    def _add(self, a: Item, b: Item, fit: _Fit, means: str) -> None:
+        axes = fit(a, b)
+        assert axes is not None
+        self._pairs.append(_pair(a, b, axes, means))
+        self._first.remove(a)
+        self._second.remove(b)
+
+    def _match_by_map(self, names: Mapping[str, str], traces: tuple[str, str]) -> None:
+        for pair in names.items():
+            found = self._find(*pair) or self._find(*reversed(pair))
+            if found is None:
+                raise ConfigError(
+                    f"names: {pair[0]!r} and {pair[1]!r} are not one weight or statistic of"
+                    f" {traces[0]} and one of {traces[1]}; correct the names, and use each once"
+                )
+            a, b = found
+            if axes_by_any(a, b) is None:
+                raise ConfigError(
+                    f"names: {a.variable.name!r} has shape {a.shape}, and {b.variable.name!r}"
+                    f" {b.shape}; pair variables of equal shapes"
+                )
+            self._add(a, b, axes_by_any, "map")
+
+    def _find(self, first: str, second: str) -> tuple[Item, Item] | None:
+        a = next((item for item in self._first if item.variable.name == first), None)
+        b = next((item for item in self._second if item.variable.name == second), None)
+        return None if a is None or b is None else (a, b)
+
+    def _match_by_name(self, label: Callable[[Item], tuple[str, ...]]) -> None:
+        """Pairs equal names; numbered ones only if all are equal, as numbers depend on habits."""
+        own, other = _by_label(self._first, label), _by_label(self._second, label)
+        differing = {
+            kind
+            for kind in ("weight", "statistic")
+            if _numbered(self._first, kind) != _numbered(self._second, kind)
+        }
+        for key, a in own.items():
+            b = other.get(key)
+            if a is None or b is None or (a.numbered and a.variable.kind in differing):
+                continue
+            if axes_by_any(a, b) is not None:
+                self._add(a, b, axes_by_any, "name")
+            else:  # The same layer with another shape: it is no other variable's partner.
+                self._first.remove(a)
+                self._second.remove(b)
+                self._refused[0].append(a)
+                self._refused[1].append(b)
+
+    def _match_by_order(self, fit: _Fit) -> None:
+        """Pairs variables that fit the same ones, if these are as many and fit no others."""
+        by_size: dict[tuple[int, ...], list[Item]] = {}
+        for b in self._second:
+            by_size.setdefault(_size(b), []).append(b)
+        groups: dict[tuple[int, ...], list[Item]] = {}
+        for a in self._first:
+            near = [b for b in by_size.get(_size(a), []) if has_same_role(a, b)]
+            fitting = tuple(b.index for b in near if fit(a, b) is not None)
+            groups.setdefault(fitting, []).append(a)
+        counts = collections.Counter(itertools.chain.from_iterable(groups))
+        seconds = {b.index: b for b in self._second}
+        for indices, firsts in groups.items():
+            if len(indices) == len(firsts) and all(counts[index] == 1 for index in indices):
+                for a, index in zip(firsts, indices, strict=True):
+                    self._add(a, seconds[index], fit, "order")
+
+    def _match_state(self) -> tuple[list[Pair], tuple[list[Item], list[Item]]]:
+        """Pairs the optimizer state of paired weights; returns the rest, too."""
+        partners = {pair.first: pair for pair in self._pairs}
+        firsts, seconds = ([i for i in items if i.variable.of] for items in self._all)
+        others = {(item.variable.of, slot_of(item)): item for item in seconds}
+        found, left = [], []
+        for a in firsts:
+            pair = partners.get(a.variable.of)
+            b = others.get((pair.second, slot_of(a))) if pair else None
+            axes = (pair.transpose if pair else None) or tuple(range(len(a.shape or ())))
+            if b is not None and transposed_shape(b, axes) == a.shape:
+                found.append(_pair(a, b, axes, "state"))
+                seconds.remove(b)
+            else:
+                left.append(a)
+        return found, (left, seconds)
+
+
+def _names(*items: Sequence[Item]) -> tuple[str, ...]:
+    ordered = sorted(itertools.chain(*items), key=lambda item: item.index)
+    return tuple(item.variable.name for item in ordered)
+
+
+def _numbered(items: Sequence[Item], kind: str) -> set[str]:
+    """Returns the parts with numbers that names of a kind have."""
+    return {item.numbered for item in items if item.variable.kind == kind and item.numbered}
+
+
+def _size(item: Item) -> tuple[int, ...]:
+    return tuple(sorted(item.shape or ()))
+
+
+def _pair(a: Item, b: Item, axes: Shape, means: str) -> Pair:
+    transpose = None if axes == tuple(range(len(axes))) else axes
+    return Pair(a.variable.name, b.variable.name, transpose, means, a.index, b.index)
+
+
+def _by_label(
+    items: Sequence[Item], label: Callable[[Item], tuple[str, ...]]
+) -> dict[tuple[str, ...], Item | None]:
+    """Returns label → item, None for a label that several have."""
+    counts = collections.Counter(map(label, items))
+    return {label(item): item if counts[label(item)] == 1 else None for item in items}

@@ -1,0 +1,169 @@
+"""Variables of a recording with all that tells which variable of another recording each one is."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from app.records.script_trace import ScriptTrace, Variable
+
+Shape = tuple[int, ...]
+
+# Names that frameworks give to the same role within a layer.
+_ROLES = {
+    **dict.fromkeys(("kernel", "weight", "w", "embedding", "embeddings"), "kernel"),
+    **dict.fromkeys(("gamma", "scale"), "kernel"),  # PyTorch calls them "weight".
+    **dict.fromkeys(("bias", "b", "beta"), "bias"),
+    **dict.fromkeys(("moving_mean", "running_mean", "mean"), "mean"),
+    **dict.fromkeys(("moving_variance", "running_var", "variance", "var"), "variance"),
+}
+_KNOWN_ROLES = frozenset(_ROLES.values())
+_SLOTS = {
+    **dict.fromkeys(("momentum", "momentum_buffer", "trace", "m", "exp_avg", "mu"), "first moment"),
+    **dict.fromkeys(("velocity", "v", "exp_avg_sq", "nu", "square_avg"), "second moment"),
+    **dict.fromkeys(("velocity_hat", "max_exp_avg_sq", "nu_max"), "largest second moment"),
+    **dict.fromkeys(("accumulator", "sum", "sum_of_squares"), "sum of squares"),
+    **dict.fromkeys(("average_gradient", "grad_avg"), "mean gradient"),
+}
+_COUNTERS = ("num_batches_tracked", "step", "count", "iteration", "iterations")
+# Axes of a kernel in one framework in the order of the other, where no layout tells.
+_DEPTHWISE = (2, 3, 0, 1)  # (channels, 1, height, width) ↔ (height, width, channels, 1)
+_TRANSPOSES: Mapping[int, Sequence[Shape]] = {
+    2: [(1, 0)],
+    3: [(2, 1, 0)],
+    4: [(2, 3, 1, 0), (3, 2, 0, 1), _DEPTHWISE],
+    5: [(2, 3, 4, 1, 0), (4, 3, 0, 1, 2)],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A variable with all that its partner in another recording is found by.
+
+    Attributes:
+        index: its index in `variables`.
+        variable: name, kind and layout.
+        shape: of its arrays; None if it has no array anywhere.
+        prefix: the name of its layer, without what all names have in common.
+        role: what it is in its layer, for example "kernel" or "bias".
+    """
+
+    index: int
+    variable: Variable
+    shape: Shape | None
+    prefix: str
+    role: str
+
+    @property
+    def label(self) -> tuple[str, str, str]:
+        """Kind, layer and role, as they are the same in several frameworks."""
+        return self.variable.kind, self.prefix, self.role
+
+    @property
+    def numbered(self) -> str | None:
+        """The part of the name that has a number, None where there is none."""
+        part = self.prefix if self.role in _KNOWN_ROLES else f"{self.prefix}/{self.role}"
+        return part if re.search(r"\d", part) else None
+
+
+def read_items(trace: ScriptTrace) -> list[Item]:
+    """Returns the variables of a recording but for seeds and counters of steps."""
+    shapes = _shapes(trace)
+    parts = [re.split(r"[/.:]", re.sub(r":\d+$", "", v.name)) for v in trace.variables]
+    items = []
+    for kind in ("weight", "statistic", "optimizer state"):
+        indices = [
+            index
+            for index, variable in enumerate(trace.variables)
+            if variable.kind == kind and not _is_counter(variable, parts[index][-1])
+        ]
+        shared = _num_shared([parts[index][:-1] for index in indices])
+        for index in indices:
+            last = parts[index][-1].lower()
+            prefix = "/".join(parts[index][shared:-1]).lower()
+            role = _ROLES.get(last, last)
+            items.append(Item(index, trace.variables[index], shapes.get(index), prefix, role))
+    return sorted(items, key=lambda item: item.index)
+
+
+def _is_counter(variable: Variable, last: str) -> bool:
+    if variable.kind == "optimizer state":
+        return not variable.of or variable.slot in _COUNTERS
+    return variable.kind == "statistic" and last in _COUNTERS
+
+
+def _num_shared(prefixes: Sequence[Sequence[str]]) -> int:
+    """Returns how many first parts all names have in common, such as "model" or "params"."""
+    columns = zip(*prefixes, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def _shapes(trace: ScriptTrace) -> dict[int, Shape]:
+    """Returns index → shape of every variable that has an array anywhere."""
+    found: dict[int, Shape] = {}
+    indices = {v.name: i for i, v in enumerate(trace.variables) if v.kind == "weight"}
+    gradients = [indices[name] for name in trace.gradients]
+    places = itertools.product(range(len(trace.steps)), range(trace.num_replicas))
+    for position, replica in places:
+        for kind in ("before", "after", "raw", "sums", "clipped"):
+            shapes = trace.shapes(position, kind, replica) or []
+            targets: Iterable[int] = (
+                gradients if kind in ("raw", "sums", "clipped") else range(len(trace.variables))
+            )
+            for index, shape in zip(targets, shapes, strict=False):
+                if shape is not None:
+                    found.setdefault(index, shape)
+        if len(found) == len(trace.variables):
+            break
+    return found
+
+
+def slot_of(item: Item) -> str:
+    """Returns what a part of the optimizer state is, as it is the same in several frameworks."""
+    return _SLOTS.get(item.variable.slot.lower(), item.variable.slot.lower())
+
+
+def has_same_role(a: Item, b: Item) -> bool:
+    """Tells whether two variables may be the same by what they are in their layers."""
+    is_known = a.role in _KNOWN_ROLES and b.role in _KNOWN_ROLES
+    return a.variable.kind == b.variable.kind and (a.role == b.role or not is_known)
+
+
+def axes_by_layout(a: Item, b: Item) -> Shape | None:
+    """Returns the order of axes that both layouts imply, if the shapes then are equal."""
+    own, other = a.variable.layout, b.variable.layout
+    num_axes = len(b.shape or ())
+    axes = tuple(map(other.index, own)) if _is_same_axes(a, b) else tuple(range(num_axes))
+    return axes if a.shape is not None and transposed_shape(b, axes) == a.shape else None
+
+
+def axes_by_order(a: Item, b: Item) -> Shape | None:
+    """Returns an order of axes that the layouts do not contradict."""
+    return _first_fitting(a, b, [_DEPTHWISE]) if _is_same_axes(a, b) else axes_by_any(a, b)
+
+
+def axes_by_any(a: Item, b: Item) -> Shape | None:
+    """Returns the first usual order of axes with which the shapes are equal."""
+    num_axes = len(b.shape or ())
+    usual = (tuple(range(num_axes)), *_TRANSPOSES.get(num_axes, ()))
+    axes = axes_by_layout(a, b)
+    return _first_fitting(a, b, usual) if axes is None else axes
+
+
+def _is_same_axes(a: Item, b: Item) -> bool:
+    """Tells whether both layouts are known, and name the same axes."""
+    own, other = a.variable.layout, b.variable.layout
+    return own != "" and len(set(own)) == len(own) and sorted(own) == sorted(other)
+
+
+def _first_fitting(a: Item, b: Item, orders: Iterable[Shape]) -> Shape | None:
+    if a.shape is None:
+        return None
+    return next((axes for axes in orders if transposed_shape(b, axes) == a.shape), None)
+
+
+def transposed_shape(item: Item, axes: Shape) -> Shape | None:
+    """Returns the shape with the axes in another order, None where it has other axes."""
+    if item.shape is None or len(item.shape) != len(axes):
+        return None
+    return tuple(item.shape[axis] for axis in axes)
