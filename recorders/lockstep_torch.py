@@ -1,0 +1,363 @@
+"""Records what a PyTorch training computes, step by step, in a file of plain arrays.
+
+This file is standalone: copy it next to your script. It needs PyTorch and NumPy.
+
+    with lockstep_torch.record("two.npz", model, optimizer, steps=[0, 1, 2, 234, 235]):
+        train(model, optimizer)  # Your own loop, unchanged.
+
+Of several processes, each writes one file: `two.rank0.npz`, `two.rank1.npz`. Recording does not
+change the bits of the training; between recorded steps, the model has no hooks. A gradient is
+copied when autograd has computed it (`raw`: before DDP reduces it; not visible with FSDP2), at the
+end of `backward` if DDP or FSDP2 has reduced it (`sums`), and in `optimizer.step` (`clipped`). What
+does not exist has no array: optimizer state before the first update, `sums` if DDP is bypassed.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "strides", "p": "rate"}
+OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
+LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
+AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
+
+
+class record:
+    """Records the training in a `with` block and writes `path` at its end, also if it raises.
+
+    Args:
+        path: File to write, `*.npz`.
+        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
+        optimizer: Ends each step with `optimizer.step()`, without a closure.
+        steps: Numbers of the steps to record, from 0; or the number of first steps to record.
+        replay: Trace whose weights and statistics are loaded before each recorded step; with the
+            same class of optimizer also its state, with as many replicas also the random state.
+        permute: Seed. Permutes the examples (first axis of inputs and outputs) of each recorded
+            batch, so that only the order of summation is different.
+        names: Names in `replay` by names here. Others are matched by name, else by shape and order.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps: int | Sequence[int] = (0, 1, 2, 234, 235),
+        replay: str | None = None,
+        permute: int | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path, self.optimizer, self.seed, self.names = path, optimizer, permute, names or {}
+        self.wanted = set(range(steps) if isinstance(steps, int) else steps)
+        self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        self.called = model.module if self.ddp else model
+        self.module = getattr(self.called, "_orig_mod", self.called)  # Of torch.compile.
+        self.weights = dict(self.module.named_parameters())
+        self.is_sharded = any(hasattr(p, "full_tensor") for p in self.weights.values())
+        group = self.ddp.process_group if self.ddp else None
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if is_distributed else 0
+        self.num_replicas = dist.get_world_size(group) if is_distributed else 1
+        self.variables: dict[str, dict[str, str]] = {}  # In the order of their arrays.
+        self.per_step: dict[str, list[Any]] = {"steps": [], "settings": [], "micro_batches": []}
+        self.arrays: dict[str, np.ndarray] = {}
+        self.step, self.hooks = 0, contextlib.ExitStack()
+        is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
+        _require(is_file, f"{path}: must be an .npz file in a folder that exists")
+        _require(self.wanted and min(self.wanted) >= 0, f"steps={steps}: must be numbers from 0")
+        wrapper = type(model).__name__
+        is_known = wrapper not in ("DataParallel", "FullyShardedDataParallel")
+        _require(is_known, f"model: {wrapper} cannot be recorded; use DDP or fully_shard")
+        updated = {p for options in optimizer.param_groups for p in options["params"]}
+        is_own = updated <= set(self.weights.values())
+        _require(is_own, "optimizer: updates weights that model does not have; pass their model")
+        self.replay = replay and os.path.basename(replay)
+        self.other, self.other_about = self._open(replay) if replay else ({}, {})
+        if replay:
+            self._match(self._read(min(self.wanted))[1])  # Raises an error before the training.
+
+    def _open(self, path: str) -> tuple[Mapping[str, np.ndarray], dict[str, Any]]:
+        """Returns the arrays and the description of the trace to replay."""
+        own = [_rank_path(path, self.rank)] if self.num_replicas > 1 else []
+        found = next(filter(os.path.exists, [*own, path, _rank_path(path, 0)]), path)
+        try:
+            arrays = np.load(found, allow_pickle=False)
+            about = json.loads(str(arrays["about"]))
+            missing = self.wanted - set(about["steps"])
+        except Exception as error:
+            raise ValueError(f"replay={path}: cannot be read as a trace: {error}") from None
+        _require(not missing, f"replay={path}: does not have steps {missing}; record them there")
+        return arrays, about
+
+    def __enter__(self) -> None:
+        self.original, torch.autograd.backward = torch.autograd.backward, self._backward
+        self.counter = self.optimizer.register_step_post_hook(self._after_update)
+        self._install_hooks()
+
+    def __exit__(self, *_: Any) -> None:
+        torch.autograd.backward = self.original
+        self.counter.remove()
+        self.hooks.close()
+        self._write()
+
+    def _install_hooks(self) -> None:
+        """Removes the hooks of the last step, and installs those of a step that is recorded."""
+        self.hooks.close()
+        self.now: dict[str, np.ndarray] = {}
+        self.losses: list[Tensor] = []
+        self.num_forward, self.inverse, self.is_reduced = 0, None, self.is_sharded
+        self.is_on = self.step in self.wanted
+        if not self.is_on:
+            return
+        add, first = self.hooks.enter_context, {"with_kwargs": True, "prepend": True}
+        add(self.called.register_forward_pre_hook(self._before_forward, **first))
+        add(self.called.register_forward_hook(self._after_forward))
+        add(self.optimizer.register_step_pre_hook(self._before_update))
+        if self.ddp:
+            add(self.ddp.register_forward_pre_hook(self._before_ddp))
+        for index, p in enumerate(self.weights.values()):
+            if p.requires_grad and not self.is_sharded:
+                hook = functools.partial(self._after_gradient, index)
+                add(p.register_post_accumulate_grad_hook(hook))
+
+    def _before_ddp(self, *_: Any) -> None:
+        self.is_reduced = self.ddp.require_backward_grad_sync
+
+    def _before_forward(self, module: nn.Module, args: Any, options: Any) -> Any:
+        if not torch.is_grad_enabled() or not module.training:
+            return None
+        if self.losses and all(p.grad is None for p in self.weights.values()):
+            self.now, self.losses, self.num_forward = {}, [], 0  # GradScaler skipped the update.
+        self._begin(is_forward=True)
+        batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed + self.step)
+            order = torch.randperm(len(batch[0]), generator=generator)
+            self.inverse = torch.argsort(order)
+            args, options, batch = _take((args, options, batch), order)
+        on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+        for kind, values in {"random": [torch.get_rng_state(), *on_gpu], "data": batch}.items():
+            self._save(kind, values, sum(key.startswith(kind) for key in self.now))
+        self.num_forward += 1
+        return args, options
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        inverse, self.inverse = self.inverse, None
+        return output if inverse is None else _take(output, inverse)
+
+    def _after_gradient(self, index: int, p: Tensor) -> None:
+        self._begin()
+        self.has_gradients = True
+        self._save("raw", [p.grad], index)
+
+    def _backward(self, tensors: Any, *args: Any, **options: Any) -> None:
+        """Takes the place of `torch.autograd.backward`."""
+        self.has_gradients = self.is_sharded
+        self.original(tensors, *args, **options)
+        if self.now and self.has_gradients:  # Otherwise, it is the loss of another model.
+            self.losses += [x.detach().clone() for x in tree_leaves(tensors) if x.numel() == 1]
+            if self.is_reduced:
+                self._save("sums", [p.grad for p in self.weights.values()])
+
+    def _before_update(self, optimizer: Any, args: Any, options: Any) -> None:
+        has_closure = any(callable(x) for x in [*args[1:], *options.values()])
+        _require(not has_closure, "optimizer.step: a closure cannot be recorded; call it without")
+        self._begin()
+        self._save("loss", [sum(self.losses)] if self.losses else [])
+        self._save("clipped", [p.grad for p in self.weights.values()])
+        names = {p: name for name, p in self.weights.items()}
+        groups = [(x, [names[p] for p in x["params"]]) for x in optimizer.param_groups]
+        self.groups = [{**_settings(group), "weights": weights} for group, weights in groups]
+
+    def _after_update(self, *_: Any) -> None:
+        if self.is_on:
+            self._save_variables("after")
+            self.per_step["steps"].append(self.step)
+            self.per_step["settings"].append(self.groups)
+            self.per_step["micro_batches"].append(self.num_forward)
+            position = len(self.per_step["steps"])
+            self.arrays |= {f"{position}/{key}": value for key, value in self.now.items()}
+        self.step += 1
+        if self.is_on or self.step in self.wanted:
+            self._install_hooks()
+
+    def _begin(self, is_forward: bool = False) -> None:
+        """Loads the state to replay and copies all variables, once in a step."""
+        if not self.now:
+            if self.replay:
+                _require(is_forward, "replay: no forward pass was seen; call model, in train mode")
+                self._load()
+            self._save_variables("before")
+
+    def _read(self, step: int) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the form of keys and the variables before a step in the trace to replay."""
+        about, replicas = self.other_about, self.other_about["replicas"]
+        key = f"{about['steps'].index(step) + 1}/%s/{replicas[self.rank % len(replicas)]}/%s"
+        keys = {key % ("before", i): v for i, v in enumerate(about["variables"])}
+        return key, [{**v, "array": self.other[x]} for x, v in keys.items() if x in self.other]
+
+    @torch.no_grad()
+    def _load(self) -> None:
+        """Assigns the recorded state before this step to the variables."""
+        key, others = self._read(self.step)
+        sources = self._match(others)
+        for variable, value in self._variables():
+            if variable["name"] in sources:
+                _assign(value, sources[variable["name"]]["array"])
+        if self.other_about["framework"] != "torch":
+            return
+        is_same = self.other_about["optimizer"]["class"] == type(self.optimizer).__name__
+        for name, p in self.weights.items():
+            state = self.optimizer.state
+            old = state.pop(p, {}) if is_same else state[p]
+            for other in (v for v in others if v.get("of") == sources[name]["name"]):
+                x, slot = other["array"], other["slot"]
+                if is_same or slot in old:
+                    new = torch.zeros_like(p) if x.shape == p.shape else torch.tensor(x)
+                    state[p][slot] = _assign(new if old.get(slot) is None else old[slot], x)
+        if self.other_about["num_replicas"] == self.num_replicas:
+            restore = [torch.set_rng_state, torch.cuda.set_rng_state]
+            for index in range(1 + torch.cuda.is_initialized()):
+                if (random := key % ("random", index)) in self.other:
+                    restore[index](torch.tensor(self.other[random]))
+
+    def _match(self, others: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Returns the variable of the other trace for the name of each weight and statistic."""
+        own = [(v, x) for v, x in self._variables() if v["kind"] != "optimizer state"]
+        wanted = {v["name"]: self.names.get(v["name"], v["name"]) for v, _ in own}
+        free, sources = [v for v in others if v["name"] not in wanted.values()], {}
+        for this, value in own:
+            name, shape = this["name"], tuple(value.shape)
+            named = [v for v in others if v["name"] == wanted[name]]
+            options = named if named or name in self.names else free
+            options = [_transposed(v, this["layout"]) for v in options if v["kind"] == this["kind"]]
+            fits = [v for v in options if v["array"].shape == shape]
+            if fits:
+                sources[name] = fits[0]
+                free = [v for v in free if v["name"] != fits[0]["name"]]
+            elif this["kind"] == "weight" or name in self.names:
+                found = ", ".join(f"{v['name']} {v['array'].shape}" for v in options) or "nothing"
+                raise ValueError(f"replay: {name} {shape} is not matched by {found}; pass names")
+        return sources
+
+    def _variables(self) -> Iterator[tuple[dict[str, str], Any]]:
+        """Yields the description and the value of each weight, statistic and optimizer state."""
+        owners = {f"{name}.weight": layer for name, layer in self.module.named_modules()}
+        for name, p in self.weights.items():
+            layout = [LAYOUTS[kind] for kind in LAYOUTS if isinstance(owners.get(name), kind)]
+            yield {"name": name, "kind": "weight", "layout": "".join(layout)}, p
+        for name, buffer in self.module.named_buffers():
+            yield {"name": name, "kind": "statistic", "layout": ""}, buffer
+        for name, p in self.weights.items():
+            for slot, value in self.optimizer.state.get(p, {}).items():
+                kind = {"kind": "optimizer state", "layout": "", "of": name, "slot": slot}
+                yield {"name": f"{name}/{slot}", **kind}, value
+
+    def _save_variables(self, kind: str) -> None:
+        for variable, value in self._variables():
+            self.variables.setdefault(variable["name"], variable)
+            self._save(kind, [value], list(self.variables).index(variable["name"]))
+
+    def _save(self, kind: str, values: Sequence[Any], start: int = 0) -> None:
+        for index, value in enumerate(values, start):
+            key = f"{kind}/{self.rank}/{index}"
+            if isinstance(value, Tensor) and value.is_sparse:
+                self.now[f"{key}/values"] = _to_array(value._values())
+                self.now[f"{key}/indices"] = _to_array(value._indices()[0])
+                self.now[f"{key}/rows"] = np.array(len(value))
+            elif isinstance(value, Tensor | int | float):
+                self.now[key] = _to_array(torch.as_tensor(value))
+
+    def _write(self) -> None:
+        """Writes the recorded steps to a temporary file, and renames it."""
+        if missing := sorted(self.wanted - set(self.per_step["steps"])):
+            warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
+        rule = {"class": type(self.optimizer).__name__, "framework": "torch"}
+        about = {
+            "format": "lockstep trace",
+            "version": 1,
+            "framework": "torch",
+            "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
+            "num_replicas": self.num_replicas,
+            "replicas": [self.rank],
+            "wrapper": type(self.ddp).__name__ if self.ddp else "fully_shard" * self.is_sharded,
+            "variables": list(self.variables.values()),
+            "gradients": list(self.weights),
+            "reduction": "mean" if self.ddp else "",
+            "order": "reduce, clip",
+            "optimizer": {**_settings(self.optimizer.defaults), **rule},
+            "layers": _layers(self.module),
+            "data_layout": "NCHW" if "OIHW" in str(self.variables) else "",
+            "permuted": self.seed,
+            "replayed": self.replay,
+            **self.per_step,
+        }
+        path = _rank_path(self.path, self.rank) if self.num_replicas > 1 else self.path
+        temporary = f"{path}.{os.getpid()}.tmp"
+        with open(temporary, "wb") as file:
+            np.savez(file, allow_pickle=False, about=np.array(json.dumps(about)), **self.arrays)
+        os.replace(temporary, path)
+
+
+def _require(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _rank_path(path: str, rank: int) -> str:
+    return f"{path.removesuffix('.npz')}.rank{rank}.npz"
+
+
+def _to_array(value: Tensor) -> np.ndarray:
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    value = value.float() if value.dtype == torch.bfloat16 else value  # NumPy does not have it.
+    return np.array(value.detach().cpu())
+
+
+def _assign(target: Any, array: np.ndarray) -> Any:
+    value: Any = torch.tensor(array)
+    if hasattr(target, "full_tensor"):
+        shard = dist.tensor.distribute_tensor
+        value = shard(value, target.device_mesh, target.placements, src_data_rank=None)
+    return target.copy_(value)
+
+
+def _transposed(variable: dict[str, Any], layout: str) -> dict[str, Any]:
+    array = variable["array"]
+    axes = AXES.get((variable["layout"], layout), range(array.ndim))
+    return {**variable, "array": array.transpose(axes)}
+
+
+def _take(nest: Any, order: Tensor) -> Any:
+    """Returns a nest of tensors, with the examples of batches in another order."""
+    return tree_map_only(Tensor, lambda x: x[order] if x.shape[:1] == order.shape else x, nest)
+
+
+def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of an optimizer that are plain values."""
+    betas = {f"beta_{i}": beta for i, beta in enumerate(options.get("betas", ()), 1)}
+    plain = {NAMES.get(name, name): value for name, value in {**options, **betas}.items()}
+    plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in plain.items()}
+    return {k: v for k, v in plain.items() if isinstance(v, bool | int | float | str)}
+
+
+def _layers(module: nn.Module) -> list[dict[str, Any]]:
+    layers = []
+    for name, layer in module.named_modules():
+        settings = {NAMES.get(x, x): getattr(layer, x) for x in OF_LAYERS if hasattr(layer, x)}
+        own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        if settings or own:
+            kind = {"name": name, "class": type(layer).__name__}
+            kind["weights"] = [f"{name}.{x}" if name else x for x, _ in own]
+            layers.append(kind | settings)
+    return layers

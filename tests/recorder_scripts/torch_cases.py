@@ -1,0 +1,382 @@
+"""Trainings that `test_torch_recorder.py` has recorded, in an interpreter that has PyTorch.
+
+`python torch_cases.py FOLDER one` writes traces of one process to FOLDER, and prints results as
+JSON; `two` trains with two processes.
+"""
+
+import contextlib
+import json
+import os
+import sys
+
+import lockstep_torch
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+
+
+def network(dropout=0.0):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(64, 5))
+
+
+def batch(step, shard=0, num_shards=1, size=12):
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(size, 1, 8, 8, generator=generator)
+    y = torch.randint(0, 5, (size,), generator=generator)
+    return x[shard::num_shards], y[shard::num_shards]
+
+
+def train(model, optimizer, path=None, num_steps=4, shards=(0, 1), **options):
+    """Trains, recorded if there is a path, and returns the final bits."""
+    record = lockstep_torch.record(path, model, optimizer, **options) if path else None
+    with record or contextlib.nullcontext():
+        for step in range(num_steps):
+            x, y = batch(step, *shards)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    return [x.clone() for x in model.state_dict().values()]
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), 0.01, **options)
+
+
+def is_equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def message(function, *args, **options):
+    try:
+        function(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+# --- One process -----------------------------------------------------------------------------
+
+
+def case_format():
+    model = network(dropout=0.3)
+    groups = [
+        {"params": [*model[0].parameters()]},
+        {"params": [*model[1:].parameters()], "lr": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups, 0.01, betas=(0.8, 0.99), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with lockstep_torch.record("format.npz", model, optimizer, steps=[0, 2]):
+        for step in range(4):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+            model.eval()
+            model(x)
+            model.train()
+    hooks = [model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_post_hooks]
+    hooks += [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
+    return {
+        "hooks": sum(map(len, hooks)),
+        "is_restored": torch.autograd.backward.__module__ == "torch.autograd",
+        "after": [x.tolist() for x in model.state_dict().values()],
+    }
+
+
+def case_bits():
+    model = network(0.3)
+    expected = train(model, adamw(model))
+    model = network(0.3)
+    return is_equal(expected, train(model, adamw(model), "bits.npz", steps=3))
+
+
+def case_replay():
+    for path, options in {
+        "first.npz": {},
+        "again.npz": {"replay": "first.npz"},
+        "permuted.npz": {"replay": "first.npz", "permute": 1},
+    }.items():
+        model = network()
+        if path != "first.npz":
+            nn.init.ones_(model[0].weight)  # The weights are those of the other trace.
+        train(model, adamw(model), path, steps=[0, 1, 3], **options)
+    model = network(0.3)
+    train(model, adamw(model), "random.npz", steps=3)
+    torch.manual_seed(1)
+    train(model, adamw(model), "random_again.npz", steps=3, replay="random.npz")
+
+
+def case_other_optimizer():
+    model = network()
+    train(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), "sgd.npz", steps=3)
+    model = network()
+    train(model, adamw(model), "sgd_adamw.npz", steps=3, replay="sgd.npz")
+    model = network()
+    adam = torch.optim.Adam(model.parameters(), 0.01)
+    train(model, adam, "adam.npz", steps=3)
+    model = network()
+    train(model, adamw(model), "adam_adamw.npz", steps=3, replay="adam.npz")
+
+
+def case_port():
+    """Replays a trace that has the layouts of Keras."""
+    model = network()
+    train(model, adamw(model), "port.npz", steps=[0], replay="keras.npz")
+    names = {"0.weight": "conv/kernel", "5.weight": "dense/kernel"}
+    train(model, adamw(model), "port_names.npz", steps=[0], replay="keras.npz", names=names)
+    swapped = {"1.weight": "bn/beta", "1.bias": "bn/gamma"}
+    train(model, adamw(model), "swapped.npz", steps=[0], replay="keras.npz", names=swapped)
+
+
+def case_no_gradient():
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    model["frozen"] = nn.Linear(2, 2).requires_grad_(False)
+    model.forward = lambda x: model["frozen"](model["used"](x))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lockstep_torch.record("no_gradient.npz", model, optimizer, steps=1):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+
+
+def case_sparse():
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten(), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lockstep_torch.record("sparse.npz", model, optimizer, steps=1):
+        model(torch.tensor([[1, 2], [2, 7]])).sum().backward()
+        optimizer.step()
+
+
+def case_bfloat16():
+    for path, replay in {"bfloat16.npz": None, "bfloat16_again.npz": "bfloat16.npz"}.items():
+        model = nn.Linear(3, 2).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        with lockstep_torch.record(path, model, optimizer, steps=2, replay=replay):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(4, 3).bfloat16()).sum().backward()
+                optimizer.step()
+
+
+def case_scaler():
+    """Trains with a GradScaler, which skips the update of the second batch."""
+    model, scaler = network(), torch.amp.GradScaler("cpu")
+    optimizer = adamw(model)
+    with lockstep_torch.record("scaler.npz", model, optimizer, steps=2):
+        for step in range(3):
+            x, y = batch(step)
+            with torch.autocast("cpu"):
+                loss = F.cross_entropy(model(x), y) * (float("inf") if step == 1 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def case_accumulation():
+    model = network()
+    optimizer = adamw(model)
+    with lockstep_torch.record("accumulation.npz", model, optimizer, steps=1):
+        for step in range(2):
+            x, y = batch(step)
+            (F.cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+
+
+def case_two_models():
+    """Trains a generator; the discriminator's loss is not part of its step."""
+    model, other = nn.Linear(3, 3), nn.Linear(3, 1)
+    optimizer, other_optimizer = adamw(model), adamw(other)
+    with lockstep_torch.record("two_models.npz", model, optimizer, steps=1):
+        made = model(torch.ones(4, 3))
+        (other(made.detach()).sum() + 1000).backward()
+        other_optimizer.step()
+        made.square().sum().backward()
+        optimizer.step()
+    return made.square().sum().item()
+
+
+def case_compiled():
+    model = network()
+    expected = train(model, adamw(model))
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    return is_equal(expected, train(compiled, adamw(model), "compiled.npz", steps=3))
+
+
+def case_exception():
+    model = network()
+    optimizer = adamw(model)
+    try:
+        with lockstep_torch.record("exception.npz", model, optimizer, steps=3):
+            for step in range(3):
+                x, y = batch(step)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                if step == 2:
+                    raise RuntimeError("out of memory")
+                optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def case_nested():
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in models]
+    records = [
+        lockstep_torch.record(f"nested{i}.npz", models[i], optimizers[i], steps=[i])
+        for i in range(2)
+    ]
+    with records[0], records[1]:
+        for _ in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+    return torch.autograd.backward.__module__
+
+
+def case_errors():
+    model = network()
+    optimizer = adamw(model)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+
+    def with_closure():
+        with lockstep_torch.record("closure.npz", model, lbfgs, steps=1):
+            lbfgs.step(lambda: F.cross_entropy(model(batch(0)[0]), batch(0)[1]))
+
+    def in_evaluation():
+        model.eval()
+        train(model, optimizer, "evaluation.npz", steps=1, replay="first.npz")
+
+    with open("damaged.npz", "wb") as file:
+        file.write(b"PK\x03\x04 damaged")
+    record, larger = lockstep_torch.record, nn.Linear(7, 3)
+    return {
+        "data parallel": message(record, "x.npz", nn.DataParallel(model), optimizer),
+        "closure": message(with_closure),
+        "other model": message(record, "x.npz", larger, optimizer),
+        "steps": message(record, "x.npz", model, optimizer, steps=[-1]),
+        "no steps": message(record, "x.npz", model, optimizer, steps=0),
+        "suffix": message(record, "x.npy", model, optimizer),
+        "folder": message(record, "nowhere/x.npz", model, optimizer),
+        "missing step": message(record, "x.npz", model, optimizer, steps=[9], replay="first.npz"),
+        "no trace": message(record, "x.npz", model, optimizer, replay="absent.npz"),
+        "damaged": message(record, "x.npz", model, optimizer, replay="damaged.npz"),
+        "unmatched": message(record, "x.npz", larger, adamw(larger), [0], "first.npz"),
+        "misnamed": message(
+            record, "x.npz", model, optimizer, [0], "first.npz", names={"1.bias": "5.weight"}
+        ),
+        "evaluation": message(in_evaluation),
+    }
+
+
+# --- Two processes ---------------------------------------------------------------------------
+
+
+def case_ddp():
+    model = DistributedDataParallel(network())
+    train(model, adamw(model), "ddp.npz", shards=(dist.get_rank(), 2), steps=3)
+    model = DistributedDataParallel(network())
+    train(
+        model, adamw(model), "ddp_again.npz", shards=(dist.get_rank(), 2), steps=3, replay="ddp.npz"
+    )
+
+
+def case_ddp_bits():
+    results = []
+    for options in [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]:
+        bits = []
+        for path in [None, "ddp_bits.npz"]:
+            model = DistributedDataParallel(network(0.2), **options)
+            bits.append(train(model, adamw(model), path, shards=(dist.get_rank(), 2), steps=[1, 2]))
+        results.append(is_equal(*bits))
+    return results
+
+
+def case_bypass():
+    model = DistributedDataParallel(network())
+    optimizer = adamw(model)
+    with lockstep_torch.record("bypass.npz", model, optimizer, steps=2):
+        for step in range(2):
+            x, y = batch(step, dist.get_rank(), 2)
+            optimizer.zero_grad()
+            F.cross_entropy((model if step else model.module)(x), y).backward()
+            optimizer.step()
+
+
+def case_no_sync():
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
+    optimizer = adamw(model)
+    with lockstep_torch.record("no_sync.npz", model, optimizer, steps=1):
+        for step in range(2):
+            x, y = batch(step, dist.get_rank(), 2)
+            with contextlib.nullcontext() if step else model.no_sync():
+                F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def case_unused():
+    """Has a weight that one process does not use, and a sparse gradient."""
+    model = nn.ModuleDict({"a": nn.Embedding(10, 3, sparse=True), "b": nn.Linear(3, 3)})
+    model.forward = lambda x: model["b"](model["a"](x)) if dist.get_rank() else model["a"](x)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with lockstep_torch.record("unused.npz", ddp, optimizer, steps=1):
+        ddp(torch.tensor([dist.get_rank(), 5])).sum().backward()
+        optimizer.step()
+
+
+def case_fsdp():
+    from torch.distributed.fsdp import fully_shard
+
+    for path, options in {
+        "fsdp.npz": {},
+        "fsdp_again.npz": {"replay": "fsdp.npz"},
+        "ddp_fsdp.npz": {"replay": "ddp.npz"},
+    }.items():
+        model = network()
+        fully_shard(model[5])
+        fully_shard(model)
+        train(model, adamw(model), path, shards=(dist.get_rank(), 2), steps=3, **options)
+    bits = []
+    for path in [None, "fsdp_bits.npz"]:
+        model = fully_shard(network())
+        train(model, adamw(model), path, shards=(dist.get_rank(), 2), steps=[1])
+        bits.append([p.full_tensor() for p in model.parameters()])
+    return is_equal(*bits)
+
+
+CASES = {
+    "one": [
+        *(case_format, case_bits, case_replay, case_other_optimizer, case_port, case_no_gradient),
+        *(case_sparse, case_bfloat16, case_scaler, case_accumulation, case_two_models),
+        *(case_compiled, case_exception, case_nested, case_errors),
+    ],
+    "two": [case_ddp, case_ddp_bits, case_bypass, case_no_sync, case_unused, case_fsdp],
+}
+
+
+def run(rank, kind):
+    if kind == "two":
+        init = f"file://{os.getcwd()}/rendezvous"
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+    results = {case.__name__.removeprefix("case_"): case() for case in CASES[kind]}
+    with open(f"results.{kind}.{rank}.json", "w") as file:
+        json.dump(results, file)
+    if kind == "two":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    if sys.argv[2] == "two":
+        torch.multiprocessing.spawn(run, (sys.argv[2],), nprocs=2)
+    else:
+        run(0, sys.argv[2])
