@@ -91,11 +91,11 @@ class record:
     def __enter__(self) -> "record":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._wanted = set()
         if self._arrays:
             self._save()
-        else:
+        elif error is None:
             warnings.warn(f"{self.path}: none of {self._number} steps was recorded", stacklevel=2)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
