@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from app.verification.case_recorder import CaseRecorder
 from conftest import CPUS
-from recorders.lockstep_keras import compare
+from recorders.keras_comparison import compare
 from strategies import load_strategy_class
 from strategies.base import Strategy
 from strategies.keras_objective import KerasObjective
@@ -189,16 +189,16 @@ class Training(NamedTuple):
     dataset: tf.data.Dataset
     model_fn: Callable[[], keras.Model]
 
-    def record(self, steps=(1, 2, 3)):
+    def record(self, steps=(0, 1, 2)):
         """Trains and returns a recording."""
         recorder = CaseRecorder(self.strategy, self.objective.element_spec)
         flat = self.objective.flatten(self.dataset.repeat())
         return recorder.record(self.strategy.distribute(flat), steps)
 
-    def report(self, steps=(1, 2, 3)):
+    def report(self, steps=(0, 1, 2)):
         """Trains, and compares each step with one device."""
         batches = list(self.dataset)
-        wanted = [batches[(step - 1) % len(batches)] for step in steps]
+        wanted = [batches[step % len(batches)] for step in steps]
         return compare(self.record(steps), self.model_fn, batches=wanted)
 
     def train(self, num_steps=3, skip=0):

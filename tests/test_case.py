@@ -202,7 +202,7 @@ def test_the_places_of_a_data_set_with_a_short_last_batch(write):
         "the first step of the second epoch", "the step after a save and resume",
     ]  # fmt: skip
     (last,) = [phase for phase in phases if phase.place == "last_batch"]
-    assert [len(batch[0]) for batch in last.dataset] == [4, 2] and list(last.wanted) == [2]
+    assert [len(batch[0]) for batch in last.dataset] == [4, 2] and list(last.wanted) == [1]
     assert np.array_equal(last.passes[0][0][0][:, 0], [24, 27])
     assert len(phases[0].passes) == 1  # Every pass is the same.
 

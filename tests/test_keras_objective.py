@@ -19,7 +19,7 @@ from objective_samples import (
 
 from app.runtime.errors import ConfigError
 from app.training.case_model_checks import check_case_model
-from recorders.lockstep_keras import compare_evaluation
+from recorders.keras_comparison import compare_evaluation
 from strategies.one_device import seed_of_replica
 
 layers, optimizers = keras.layers, keras.optimizers

@@ -12,8 +12,13 @@ import pytest
 import tensorflow as tf
 
 from conftest import CPUS
-from recorders import lockstep_keras
-from recorders.lockstep_keras import BY_DESIGN, FAULT, Recorder, Recording, compare
+from recorders import keras_comparison
+from recorders.keras_comparison import BY_DESIGN, FAULT, compare
+from recorders.keras_comparison.context import StepContext
+from recorders.keras_comparison.distances import distance, relative_distance
+from recorders.keras_comparison.expected_step import compute_expected
+from recorders.keras_comparison.one_device import OneDevice
+from recorders.lockstep_keras import Recorder, Recording
 
 layers, losses, optimizers = keras.layers, keras.losses, keras.optimizers
 RANDOM = np.random.default_rng(0)
@@ -396,7 +401,7 @@ def on_replica(number, change):
 # Name: injection, stage, cause, tensors, replicas, steps; None for all.
 GRADIENT_FAULTS = {
     "not all-reduced": (in_sum(not_summed), "all-reduce", "not_all_reduced", (2,), None, None),
-    "every second step": (every_second_step, "all-reduce", "not_all_reduced", None, None, (2,)),
+    "every second step": (every_second_step, "all-reduce", "not_all_reduced", None, None, (1,)),
     "mean": (
         in_sum(lambda g, s: [x / 3 for x in s]),
         "all-reduce", "mean_instead_of_sum", None, None, None,
@@ -490,7 +495,7 @@ def test_faults_of_gradients(name):
         assert finding.tensors == names
     assert set(finding.tensors) <= set(names) and finding.tensors
     assert finding.replicas == (replicas or (0, 1, 2))
-    assert finding.steps == (steps or (1, 2))
+    assert finding.steps == (steps or (0, 1))
     assert finding.remedy in str(finding)
 
 
@@ -498,8 +503,8 @@ def test_a_sum_of_the_step_before():
     _, recorder = record(plain, (X, Y), inject=stale_sums)
     report = compare(recorder, plain())
     assert [(f.stage, f.cause, f.steps) for f in report.findings] == [
-        ("all-reduce", "lost_replica", (1,)),
-        ("all-reduce", "stale_gradient", (2, 3)),
+        ("all-reduce", "lost_replica", (0,)),
+        ("all-reduce", "stale_gradient", (1, 2)),
     ]
 
 
@@ -513,7 +518,7 @@ def test_labels_shifted_on_one_replica():
 
     _, recorder = record(plain, (X, Y), inject=inject)
     finding = only(compare(recorder, plain()), "loss", "labels_shifted")
-    assert finding.replicas == (1,) and finding.steps == (1, 2, 3)
+    assert finding.replicas == (1,) and finding.steps == (0, 1, 2)
     _, recorder = record(lambda: compiled(OwnStep()), (X, Y), inject=inject)
     finding = only(compare(recorder, compiled(OwnStep())), "gradients", "labels_shifted")
     assert finding.replicas == (1,)
@@ -580,7 +585,7 @@ def test_another_learning_rate_on_one_replica(build):
 
     _, recorder = record(build, (X, Y), inject=inject)
     finding = only(compare(recorder, build()), "update", "other_learning_rate")
-    assert finding.replicas == (1,) and finding.steps == (1, 2, 3)
+    assert finding.replicas == (1,) and finding.steps == (0, 1, 2)
     assert "2 times" in finding.text
 
 
@@ -641,7 +646,7 @@ class Changes(keras.callbacks.Callback):
 def test_one_bit_changed_between_steps(variable):
     model, recorder = record(momentum, (X, Y), callbacks=[Changes(variable, 1, 0)])
     finding = only(compare(recorder, momentum()), "start", "changed_on_its_own")
-    assert finding.replicas == (1,) and finding.steps == (2,)
+    assert finding.replicas == (1,) and finding.steps == (1,)
     assert finding.tensors == (variable(model).path,)
 
 
@@ -678,7 +683,7 @@ def test_replicas_that_start_apart():
 def test_a_last_batch_that_does_not_divide():
     _, recorder = record(plain, (X, Y), steps=4)
     finding = only(compare(recorder, plain()), "loss", "mean_of_means")
-    assert finding.steps == (4,) and "2/2/0" in finding.text
+    assert finding.steps == (3,) and "2/2/0" in finding.text
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -687,8 +692,8 @@ def test_a_step_that_is_not_finite_on_one_device_either_has_no_fault(bad):
     y[12 + 5, 0] = bad
     _, recorder = record(adam, (X, y))
     first, second = compare(recorder, adam).findings
-    assert (first.stage, first.steps) == ("start", (3,))
-    assert (second.stage, second.steps, second.replicas) == ("gradients", (2,), (1,))
+    assert (first.stage, first.steps) == ("start", (2,))
+    assert (second.stage, second.steps, second.replicas) == ("gradients", (1,), (1,))
     assert {(f.status, f.cause) for f in (first, second)} == {(BY_DESIGN, "not_finite")}
 
 
@@ -704,11 +709,11 @@ def test_gradients_that_are_not_finite_on_one_replica_only_are_a_fault():
 
 def test_predictions_of_the_weights_one_step_before():
     recording = record(plain, (X, Y), steps=2)[1].recording()
-    one = lockstep_keras.OneDevice(plain(), recording)
+    one = OneDevice(plain(), recording)
     first, second = recording.steps
     second["y_pred", 1] = one.step(first["before", 1], second["data", 1]).y_pred
     (fault,) = [f for f in compare(recording, plain).faults if f.stage == "forward"]
-    assert (fault.cause, fault.replicas, fault.steps) == ("stale_gradient", (1,), (2,))
+    assert (fault.cause, fault.replicas, fault.steps) == ("stale_gradient", (1,), (1,))
 
 
 def test_another_loss():
@@ -796,9 +801,9 @@ def test_an_overflow_on_another_replica_than_the_first(replica):
     _, recorder = record(float16, (X, y))
     report = compare(recorder, float16())
     (fault,) = report.faults
-    assert (fault.cause, fault.replicas, fault.steps) == ("overflow_not_skipped", (replica,), (1,))
+    assert (fault.cause, fault.replicas, fault.steps) == ("overflow_not_skipped", (replica,), (0,))
     assert [(f.cause, f.steps) for f in report.findings if f not in report.faults] == [
-        ("not_finite", (2, 3))
+        ("not_finite", (1, 2))
     ]
 
 
@@ -877,20 +882,22 @@ def test_rounding_in_bfloat16_is_measured_against_float32():
     data = np.repeat(IMAGES, 3, axis=1).repeat(3, axis=2), CLASSES
     build = functools.partial(in_dtype, "mixed_bfloat16", bfloat16)
     _, recorder = record(build, data, steps=1)
-    one = lockstep_keras.OneDevice(build(), recorder)
+    one = OneDevice(build(), recorder)
     state, examples = recorder.steps[0]["before", 0], recorder.steps[0]["data", 0]
     step = functools.partial(one.step, state, examples, scales=(1 / 3, 1 / 3))
     own = step()
     fine = one.step_in_float32(state, examples, (1 / 3, 1 / 3))
     again = step()
     assert all(map(np.array_equal, again.raw, own.raw))
-    apart = lockstep_keras._relative(own.y_pred, fine.y_pred)
+    apart = relative_distance(own.y_pred, fine.y_pred)
     assert 2.0**-12 < apart < 2.0**-4  # The same masks.
     assert np.any(fine.y_pred[0].view("uint32") & 0xFFFF)
-    comparison = lockstep_keras.Comparison(recorder, one)
-    assert not [f for f in comparison.check(0) if f.cause != "same_random_numbers"]
-    errors = [lockstep_keras.distance(a, b) for a, b in zip(own.raw, fine.raw, strict=True)]
-    assert all(np.array(comparison._spread[0].gradients) >= np.array(errors))
+    report = compare(recorder, build())
+    assert {f.cause for f in report.findings} == {"same_random_numbers"}
+    context = StepContext(recorder, 0, one)
+    compute_expected(context)
+    errors = [distance(a, b) for a, b in zip(own.raw, fine.raw, strict=True)]
+    assert all(np.array(context.spread[0].gradients) >= np.array(errors))
 
 
 # --- float64 -------------------------------------------------------------------------------------
@@ -1037,31 +1044,33 @@ def test_each_cause_has_a_remedy_and_each_report_all_stages():
     report = compare(recorder, plain())
     text = str(report)
     for stage in report.checked:
-        assert stage in lockstep_keras.STAGES and stage in text
+        assert stage in keras_comparison.STAGES and stage in text
     assert text.splitlines()[0].endswith("on one device: no fault found")
 
 
 def test_causes_and_remedies_belong_together():
     """No cause without a remedy, and no remedy for a cause that nothing names."""
-    tree = ast.parse(pathlib.Path(lockstep_keras.__file__).read_text(encoding="utf-8"))
+    folder = pathlib.Path(keras_comparison.__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))]
+    tree = ast.parse("\n".join(sources))
     named = collections.Counter(
         node.value for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )  # fmt: skip
     named_elsewhere = {"not_restored"}  # By `verify --case`, which restores a training.
-    unnamed = {cause for cause in lockstep_keras.REMEDIES if named[cause] < 2}
+    unnamed = {cause for cause in keras_comparison.REMEDIES if named[cause] < 2}
     assert unnamed == named_elsewhere
     # What `_found` is called with, and first elements of tuples: (cause, text), (cause, text, …).
     used = {
         first.value for node in ast.walk(tree)
         for first in (
-            node.args[:1] if isinstance(node, ast.Call) and is_named(node.func, "_found")
+            node.args[:1] if isinstance(node, ast.Call) and is_named(node.func, "found")
             else node.elts[:1] if isinstance(node, ast.Tuple) and len(node.elts) > 1 else []
         )
         if isinstance(first, ast.Constant) and "_" in str(first.value)
     }  # fmt: skip
     assert {"clipped_before_the_sum", "stale_gradient", "not_all_reduced"} <= used
-    assert used - set(lockstep_keras.REMEDIES) == {"y_pred"}  # The name of an argument.
+    assert used - set(keras_comparison.REMEDIES) == {"y_pred"}  # The name of an argument.
 
 
 def is_named(function, name):
@@ -1084,12 +1093,12 @@ def is_named(function, name):
 )
 def test_a_report_begins_with_its_verdict(findings, verdict):
     found = [
-        lockstep_keras.Finding("examples", status, "same_examples", "why", (1,))
+        keras_comparison.Finding("examples", status, "same_examples", "why", (1,))
         for status in findings
     ]
-    several = lockstep_keras.Report(2, 3, found, ["examples"], "float64")
+    several = keras_comparison.Report(2, 3, found, ["examples"], "float64")
     assert str(several).splitlines()[0] == f"2 steps on 3 replicas: {verdict}"
-    one = lockstep_keras.Report(1, 1, found, ["examples"], "float64")
+    one = keras_comparison.Report(1, 1, found, ["examples"], "float64")
     first, second, *_ = str(one).splitlines()
     assert first == f"1 step on 1 replica: {verdict}"
     assert second.startswith("only one replica") and "only one replica" not in str(several)

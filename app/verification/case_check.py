@@ -17,17 +17,17 @@ from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData, Phase
 from app.verification.case_result import CaseResult
 from app.verification.case_training import FitTraining, RecordedTraining, StrategyTraining
-from recorders.lockstep_keras import (
+from recorders.keras_comparison import (
     BY_DESIGN,
     CLEAN,
     FAULT,
     STAGES,
     Finding,
-    Recording,
     Report,
     compare,
     compare_evaluation,
 )
+from recorders.lockstep_keras import Recording
 
 Send = Callable[[tuple], None]
 
@@ -58,16 +58,16 @@ def verify_with(
     else:
         training = StrategyTraining(case, data, config, devices, strategy)
     check = CaseCheck(case, data, config, training)
-    reports = []
+    reports: list[tuple[dict[int, str], Report]] = []
     for number, (phase, recording, report) in enumerate(check.phases(), start=1):
-        reports.append((phase.names, report))
+        reports.append((dict(zip(phase.wanted, phase.names, strict=True)), report))
         if config.keep_traces and training.is_compared:
             folder = traces / strategy
             folder.mkdir(parents=True, exist_ok=True)
             recording.save(str(folder / f"{number}-{phase.place}.npz"))
         send(("step", sum(len(names) for names, _ in reports)))
     if "evaluation" in config.at:
-        reports.append(([EVALUATION], check.evaluation()))
+        reports.append(({0: EVALUATION}, check.evaluation()))
     stages: dict[str, str] = {}
     for stage in STAGES:
         found = {report.status(stage) for _, report in reports if stage in report.checked}
@@ -77,7 +77,7 @@ def verify_with(
         reference=f"training that {config.case_path.name} defines on one device",
         devices=devices.names,
         simulated_devices=devices.simulated and len(devices.names) > 1,
-        steps=[name for names, _ in reports for name in names],
+        steps=[name for names, _ in reports for name in names.values()],
         stages=stages,
         checks=STAGES,
         findings=_merged(reports),
@@ -130,7 +130,7 @@ class CaseCheck:
             report = self._report(phase, recording)
             if changed:
                 report = dataclasses.replace(
-                    report, findings=[_not_restored(changed), *report.findings]
+                    report, findings=[_not_restored(changed, phase.wanted[0]), *report.findings]
                 )
             yield phase, recording, report
 
@@ -158,24 +158,28 @@ class CaseCheck:
         return Report(1, self._training.num_replicas, findings, ["evaluation"], "")
 
 
-def _not_restored(names: list[str]) -> Finding:
-    """Returns what is found where variables are not what was saved."""
+def _not_restored(names: list[str], step: int) -> Finding:
+    """Returns the finding on variables that are not what was saved, in the step after it."""
     return Finding(
         "start",
         FAULT,
         "not_restored",
         f"{len(names)} variables are not what was saved",
-        (1,),
+        (step,),
         tensors=tuple(names),
     )
 
 
-def _merged(reports: list[tuple[list[str], Report]]) -> list[dict[str, Any]]:
-    """Merges findings of the same stage and cause over the phases; returns them as plain data."""
+def _merged(reports: list[tuple[dict[int, str], Report]]) -> list[dict[str, Any]]:
+    """Merges findings of the same stage and cause over the phases; returns them as plain data.
+
+    Args:
+        reports: for each phase, number → name of its steps, and its report.
+    """
     merged: dict[tuple[str, str], list[tuple[Finding, list[str]]]] = {}
     for names, report in reports:
         for finding in report.findings:
-            steps = [names[step - 1] for step in finding.steps]
+            steps = [names[step] for step in finding.steps]
             merged.setdefault((finding.stage, finding.cause), []).append((finding, steps))
     found = []
     for same in merged.values():

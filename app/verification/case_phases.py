@@ -36,7 +36,7 @@ class Phase:
         place: one of `app.config.case_options.PLACES`.
         dataset: the argument of `fit`; None for the data that the case distributes.
         epochs: number of epochs to train.
-        wanted: numbers of the steps to check, from 1.
+        wanted: numbers of the steps to check, from 0.
         passes: the batches of these steps in successive passes over the data set.
         names: names of these steps.
         resumes: whether the model is saved and restored before this phase.
@@ -119,10 +119,10 @@ class CaseData:
             # After a full batch: `fit` fails if the first batch does not divide evenly.
             piece = self._piece("last_batch", _Slice(last, 1), [""])
             dataset = _Slice(last - 1, 2).of(self.dataset())
-            phases.append(dataclasses.replace(piece, dataset=dataset, wanted=[2]))
+            phases.append(dataclasses.replace(piece, dataset=dataset, wanted=[1]))
         if "second_epoch" in places and self.num_batches is not None:
             piece = self._piece("second_epoch", _Slice(0, 1), [_SECOND_EPOCH], first_pass=2)
-            phases.append(dataclasses.replace(piece, epochs=2, wanted=[2]))
+            phases.append(dataclasses.replace(piece, epochs=2, wanted=[1]))
         if "resume" in places:
             piece = self._piece("resume", _Slice(0, 1), [_RESUMED])
             phases.append(dataclasses.replace(piece, resumes=True))
@@ -136,7 +136,7 @@ class CaseData:
 
         def look_at(slice_: _Slice, new_names: list[str], *, epoch: int = 1) -> None:
             start = (epoch - 1) * (self.num_batches or 0) + slice_.start
-            numbers.extend(range(start + 1, start + 1 + slice_.size))
+            numbers.extend(range(start, start + slice_.size))
             names.extend(new_names)
             drawn = self._draw_passes(slice_, epoch - 1 + _NUM_PASSES)[epoch - 1 :]
             for batches, more in zip(passes, drawn, strict=True):
@@ -167,7 +167,7 @@ class CaseData:
         for batches in self._draw_passes(slice_, first_pass - 1 + _NUM_PASSES)[first_pass - 1 :]:
             if not any(_is_same(batches, other) for other in passes):
                 passes.append(batches)
-        numbers = range(1, len(names) + 1)
+        numbers = range(len(names))
         return Phase(place, slice_.of(self.dataset()), 1, numbers, passes, names)
 
     def _draw_passes(self, slice_: _Slice, number: int) -> list[list[Batch]]:

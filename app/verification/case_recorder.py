@@ -11,7 +11,6 @@ from recorders.lockstep_keras import (
     Arrays,
     Hooks,
     Recording,
-    kinds_of_variables,
     plain_copy,
     to_json,
 )
@@ -38,10 +37,10 @@ class CaseRecorder(Observer):
         self._objective = objective
         self._recording = Recording(strategy.num_replicas)
         self._recording.structure = to_json(structure)
-        self._recording.clips_sum = True
+        self._recording.order = "reduce, clip"
         self._recording.whole_loss = not objective.has_own_train_step
         model = strategy.model
-        self._recording.variables = kinds_of_variables(model)
+        self._recording.describe(model, model.optimizer)
         self._seeds = [f"model/{v.path}" for v in model.variables if is_seed(model, v)]
         strategy.observer = self
 
@@ -50,7 +49,7 @@ class CaseRecorder(Observer):
 
         Args:
             iterator: the result of `strategy.distribute`.
-            steps: numbers of the steps, from 1.
+            steps: numbers of the steps, from 0.
         """
         recording = self._recording
         recording.steps, recording.numbers = [], []
@@ -60,7 +59,7 @@ class CaseRecorder(Observer):
                 if optimizer.gradient_accumulation_steps:
                     continue  # What it clips is not the sum of this step.
                 hooks.hook(optimizer, "_clip_gradients", self._clipping_of(replica.replica_id))
-            for number in range(1, max(steps) + 1):
+            for number in range(max(steps) + 1):
                 before = self._states()
                 self._strategy.train_steps(iterator, 1)
                 taken, self._kept = self._kept, {}

@@ -17,8 +17,8 @@ class CaseResult:
         steps: names of the steps that were checked.
         stages: stage → "clean", "by design" or "fault", for the stages that were checked.
         checks: stage → what is checked in it, for all stages, in their order.
-        findings: one dict for each `recorders.lockstep_keras.Finding`, in the order of the stages:
-            its fields and its remedy, with the names of steps in place of their numbers.
+        findings: one dict for each finding of `recorders.keras_comparison`, in the order of the
+            stages: its fields and its remedy, with the names of steps in place of their numbers.
         tolerance: how the tolerances were computed.
         model: name of the model.
         versions: name → version of the software that the numbers depend on.

@@ -13,7 +13,7 @@ BUG = "tensorflow/tensorflow#52053"
 LINK = "https://github.com/tensorflow/tensorflow/issues/52053"
 STAGE = "gradients"
 CAUSE = "mean_of_means"
-STEPS = (3,)
+STEPS = (2,)
 
 
 class MeanOverOwnExamples(keras.Sequential):

@@ -12,7 +12,7 @@ BUG = "pytorch/pytorch#31771"
 LINK = "https://github.com/pytorch/pytorch/issues/31771"
 STAGE = "examples"
 CAUSE = "other_examples"
-STEPS = (3, 4)
+STEPS = (2, 3)
 NUM_EXAMPLES, NUM_EPOCHS = 24, 2
 
 

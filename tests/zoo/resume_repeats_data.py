@@ -12,7 +12,7 @@ BUG = "huggingface/accelerate#685"
 LINK = "https://github.com/huggingface/accelerate/issues/685"
 STAGE = "examples"
 CAUSE = "other_examples"
-STEPS = (3, 4)
+STEPS = (2, 3)
 INTERRUPTED_AFTER = 2
 
 

@@ -13,7 +13,7 @@ BUG = "huggingface/accelerate#2016"
 LINK = "https://github.com/huggingface/accelerate/issues/2016"
 STAGE = "examples"
 CAUSE = "other_examples"
-STEPS = (3, 4)
+STEPS = (2, 3)
 NUM_EXAMPLES, INTERRUPTED_AFTER = 48, 2
 
 

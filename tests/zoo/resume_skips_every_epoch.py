@@ -12,7 +12,7 @@ BUG = "huggingface/accelerate#1451"
 LINK = "https://github.com/huggingface/accelerate/issues/1451"
 STAGE = "examples"
 CAUSE = "other_examples"
-STEPS = (3,)
+STEPS = (2,)
 NUM_DONE = 1
 
 

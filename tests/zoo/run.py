@@ -34,7 +34,8 @@ for _folder in (FOLDER, FOLDER.parents[1] / "recorders"):
 
 import keras
 import tensorflow as tf
-from lockstep_keras import FAULT, Finding, Recorder, compare, compare_evaluation
+from keras_comparison import FAULT, Finding
+from lockstep_keras import Recorder, compare, compare_evaluation
 
 NO_CASES = ("optimizers", "run", "small")
 GLOBAL_BATCH_SIZE = 12

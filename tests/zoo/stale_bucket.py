@@ -16,7 +16,7 @@ LINK = "https://github.com/deepspeedai/DeepSpeed/issues/5294"
 STAGE = "all-reduce"
 CAUSE = "stale_gradient"
 TENSORS = "hidden/kernel"
-STEPS = (2, 3)
+STEPS = (1, 2)
 
 
 class OverlapsTooFar(keras.optimizers.SGD):

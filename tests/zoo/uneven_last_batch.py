@@ -13,7 +13,7 @@ BUG = "tensorflow/tensorflow#36224"
 LINK = "https://github.com/tensorflow/tensorflow/issues/36224"
 STAGE = "loss"
 CAUSE = "mean_of_means"
-STEPS = (3,)
+STEPS = (2,)
 
 
 def model() -> keras.Model:
