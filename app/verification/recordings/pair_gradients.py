@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from app.records.case_record import BY_DESIGN, FAULT
-from app.verification.recordings.gradient_hypotheses import Allowed, explanations
+from app.verification.recordings.gradient_explanations import Allowed, explanations
 from app.verification.recordings.layer_settings import num_local_norms
 from app.verification.recordings.recorded_step import Named
 from app.verification.recordings.step_pair import StepPair
