@@ -30,7 +30,7 @@ _NUMBERS = (
     *("learning_rate", "momentum", "dampening", "weight_decay"),
     *("beta_1", "beta_2", "rho", "epsilon"),
 )
-_FLAGS = ("nesterov", "amsgrad")
+_SWITCHES = ("nesterov", "amsgrad")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +259,6 @@ def _check_group(item: Any, key: str, weights: set[str]) -> None:
         value = group.get(name)
         if value is not None and type(value) not in (int, float):
             raise wrong_value(f"{key}.{name}", value, "a number")
-    for name in _FLAGS:
+    for name in _SWITCHES:
         if not isinstance(group.get(name), bool | None):
             raise wrong_value(f"{key}.{name}", group[name], "true or false")
