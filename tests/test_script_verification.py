@@ -14,7 +14,7 @@ from app.verification.recordings.trace_verification import (
     verify_alone,
 )
 from in_process import run_here
-from script_samples import Script, batch_of, mean_of, sgd
+from script_samples import Script, adam, batch_of, mean_of, sgd
 
 FAULT, BY_DESIGN = "fault", "by design"
 ADAMW = {"optimizer": {"class": "AdamW", "framework": "torch"}}
@@ -173,6 +173,9 @@ FAULTS = {
         {"gradient": lambda s, r, g: [2 * a for a in g]}, ("gradients", "sum_instead_of_mean")
     ),
     "scaled": ({"gradient": lambda s, r, g: [3 * a for a in g]}, ("gradients", "scaled_gradient")),
+    "halved": (
+        {"gradient": lambda s, r, g: [a / 2 for a in g]}, ("gradients", "mean_instead_of_sum")
+    ),
     "frozen": (
         {"gradient": lambda s, r, g: [g[0], 0 * g[1]]}, ("gradients", "frozen")
     ),
@@ -325,6 +328,84 @@ def test_the_place_of_weight_decay_is_named(found):
         **{"settings": {"weight_decay": 0.1, "decay_placement": "taken from the weights"}},
     )  # fmt: skip
     assert found(keras, torch) == [("update", "weight_decay_placement")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "values", "cause"),
+    [
+        ("beta_1", (0.9, 0.8), "other_beta_1"),
+        ("beta_2", (0.999, 0.99), "other_beta_2"),
+        ("epsilon", (1e-7, 1e-4), "other_epsilon"),
+        ("learning_rate", (0.01, 0.02), "other_learning_rate"),
+        ("weight_decay", (0.0, 0.1), "other_weight_decay"),
+    ],
+)
+def test_other_settings_of_adam_are_named(found, setting, values, cause):
+    adamw = {"optimizer": "Adam", "about": ADAMW}
+    one = Script(settings={setting: values[0]}, **adamw)
+    two = Script(replicas=2, settings={setting: values[1]}, replay=one, **adamw)
+    assert found(two, one) == [("update", cause)]
+
+
+def test_a_moment_that_does_not_follow_is_found(found):
+    def stale(script, weights, gradients, state):
+        kept = state[1].copy()
+        adam(script, weights, gradients, state)
+        state[1][:] = kept
+
+    one = Script(optimizer="Adam")
+    assert found(Script(optimizer="Adam", update=stale, replay=one), one)
+
+
+def test_other_optimizers_are_told_apart(found):
+    one = Script(optimizer="Adam")
+    two = Script(replay=None, steps=(0, 1))
+    assert ("update", "other_optimizer") in found(two, one)
+
+
+def test_an_optimizer_without_a_known_rule_is_not_checked(tmp_path):
+    about = {"optimizer": {"class": "Lion", "framework": "torch"}}
+    report = verify_alone(load_trace_of(Script(about=about), tmp_path / "one.npz"))
+    assert "update" not in report.stages and "clipping" in report.stages
+
+
+def test_clipping_before_the_sum_is_named_and_no_clipping_is_clean(tmp_path, one):
+    """As Keras' fit records it: raw, clipped, then the sum of these."""
+    first = load_trace_of(one, tmp_path / "one.npz")
+    for factors, expected in (((1, 1), []), ((0.5, 0.25), ["clipped_before_the_sum"])):
+        script = two(one, reduce=mean_of, about={"order": "clip, reduce"})
+        for position, _ in enumerate(script.steps, start=1):
+            clipped = []
+            for replica, scale in enumerate(factors):
+                names = [f"{position}/{{}}/{replica}/{i}" for i in range(2)]
+                raw = [script.arrays[name.format("raw")] for name in names]
+                clipped.append([np.float32(scale) * array for array in raw])
+                for name, array in zip(names, clipped[-1], strict=True):
+                    script.arrays[name.format("clipped")] = array
+            for replica, sums in enumerate(mean_of(clipped)):
+                for i, array in enumerate(sums):
+                    script.arrays[f"{position}/sums/{replica}/{i}"] = array
+        second = load_trace_of(script, tmp_path / "two.npz")
+        report = verify_against(first, second, {}, given_tolerance(None))
+        assert [
+            f.cause for f in report.findings if f.stage in ("clipping", "all-reduce")
+        ] == expected
+
+
+def test_gradients_of_rows_are_those_of_the_whole_table(tmp_path, one):
+    script = two(one)
+    for name in [
+        name for name in script.arrays if name.split("/")[1] in ("raw", "sums", "clipped")
+    ]:
+        if name.endswith("/0"):
+            array = script.arrays.pop(name)
+            half = array / 2  # Each row comes twice.
+            script.arrays[f"{name}/values"] = np.concatenate([half, half])
+            script.arrays[f"{name}/indices"] = np.tile(np.arange(len(array)), 2)
+            script.arrays[f"{name}/rows"] = np.array(len(array))
+    first = load_trace_of(one, tmp_path / "one.npz")
+    second = load_trace_of(script, tmp_path / "two.npz")
+    assert verify_against(first, second, {}, given_tolerance(None)).findings == []
 
 
 @pytest.mark.parametrize("has_layer", [True, False])
