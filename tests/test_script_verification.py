@@ -77,6 +77,30 @@ def test_a_right_update_is_clean(found, changes):
     assert found(Script(replicas=2, replay=reference, **changes), reference) == []
 
 
+def test_a_port_with_other_names_and_layouts_is_compared(tmp_path, found, one):
+    first = load_trace_of(one, tmp_path / "one.npz")
+    for changes, expected in (({}, []), ({"reduce": half}, ["other_sum"])):
+        second = transposed(two(one, **changes), tmp_path / "two.npz")
+        assert {variable.name for variable in second.variables} >= {"fc.weight", "fc.bias"}
+        report = verify_against(first, second, {}, given_tolerance(None))
+        assert [f.cause for f in report.findings] == expected and not report.unmatched
+        assert report.stages["gradients"] == "clean" and not report.skipped
+
+
+def transposed(script, path):
+    """Writes a recording as PyTorch would: kernels (out, in), other names."""
+    for name, array in script.arrays.items():
+        if array.shape == (12, 3):
+            script.arrays[name] = np.ascontiguousarray(array.T)
+    script.write(path)
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    text = str(arrays.pop("about")).replace("dense/kernel", "fc.weight")
+    text = text.replace("dense/bias", "fc.bias").replace('"IO"', '"OI"')
+    np.savez(path, **arrays, about=np.array(text))
+    return load_trace(path)
+
+
 def test_a_training_from_its_own_states_is_compared_in_its_first_step(tmp_path, one):
     first = load_trace_of(one, tmp_path / "one.npz")
     second = load_trace_of(Script(replicas=2), tmp_path / "two.npz")
