@@ -227,6 +227,11 @@ FAULTS = {
     ),
     "scaled inputs": ({"inputs": lambda x: 2 * x - 1}, ("examples", "other_normalisation")),
     "reshuffled": ({"batch": lambda step: batch_of(step % 3)}, ("examples", "not_reshuffled")),
+    "padded": (
+        {"batch": lambda step: np.append(batch_of(step), batch_of(step)[:2])},
+        ("examples", "repeated_examples"),
+    ),
+    "cut": ({"batch": lambda step: batch_of(step)[:-2]}, ("examples", "lost_examples")),
     "other order": (
         {"batch": lambda step: batch_of((1, 0, 2, 3)[step])}, ("examples", "other_order")
     ),

@@ -73,20 +73,20 @@ def _why(
     """Returns the cause of other examples in a step, and a sentence."""
     (first, second), number = rows[index], numbers[index]
     size, other_size = first.total(), second.total()
-    usual = rows[0][0].total()
+    usual, other_usual = (each.total() for each in rows[0])
     missing, extra = first - second, second - first
     if number in repeated:
         return (
             "not_reshuffled",
             f"step {number} has the examples of step {repeated[number]} again, in the same order",
         )
-    if size < usual <= other_size:
+    if size < usual and other_size >= other_usual:
         return (
             "last_batch_dropped",
             f"the first recording has a last batch of {size} examples here, the second one a batch"
             f" of {other_size}",
         )
-    if other_size < usual <= size:
+    if other_size < other_usual and size >= usual:
         return (
             "last_batch_dropped",
             f"the second recording has a last batch of {other_size} examples here, the first one a"
