@@ -293,6 +293,21 @@ def test_other_kernels_are_not_taken_for_depthwise_ones(trace, shape):
         assert_all_match(second, first)
 
 
+def test_a_layer_that_has_two_partners_has_none(trace):
+    vector = np.zeros(4)
+    first = trace(
+        "keras", weight("x/kernel", values((4, 5)), "IO"), weight("x/bias", vector),
+        weight("y/kernel", values((4, 6)), "IO"), weight("y/bias", vector),
+    )  # fmt: skip
+    second = trace(
+        "torch", weight("cell.weight_a", values((5, 4)), "OI"),
+        weight("cell.weight_b", values((6, 4)), "OI"), weight("cell.bias", vector),
+    )  # fmt: skip
+    matching = match_variables(first, second, {})
+    assert names_of(matching) == {("x/kernel", "cell.weight_a"), ("y/kernel", "cell.weight_b")}
+    assert matching.unmatched_first == ("x/bias", "y/bias")
+
+
 def sorted_jax(trace, **layers):
     return trace("jax", *jax_tree("", layers))
 

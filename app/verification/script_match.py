@@ -108,6 +108,7 @@ class _Matcher:
         self._has_order = all(map(has_order, self._traces, self._all))
         self._refused: tuple[list[Item], list[Item]] = ([], [])
         self._pairs: list[Pair] = []
+        self._values: tuple[dict[int, np.ndarray], dict[int, np.ndarray]] | None = None
 
     def match(self, names: Mapping[str, str]) -> Matching:
         """Returns all pairs, and what is left."""
@@ -206,20 +207,22 @@ class _Matcher:
         self, firsts: Sequence[Item], seconds: Sequence[Item], fit: _Fit
     ) -> list[tuple[Item, Item]]:
         """Returns those pairs that alone have equal values before the first common step."""
-        own, other = (self._values(trace) for trace in self._traces)
+        if self._values is None:
+            self._values = self._read_values(self._traces[0]), self._read_values(self._traces[1])
+        own, other = self._values
         equal = []
         for a, b in itertools.product(firsts, seconds):
             x, y = own.get(a.index), other.get(b.index)
             axes = fit(a, b)
             if x is not None and y is not None and axes is not None:
-                equal += [(a, b)] * bool(np.allclose(x, np.transpose(y, axes), 1e-5, 1e-8))
+                equal += [(a, b)] * _is_close(x, np.transpose(y, axes))
         counts = [
             collections.Counter(item.index for item in column)
             for column in zip(*equal, strict=True)
         ]
         return [(a, b) for a, b in equal if counts[0][a.index] == counts[1][b.index] == 1]
 
-    def _values(self, trace: ScriptTrace) -> dict[int, np.ndarray]:
+    def _read_values(self, trace: ScriptTrace) -> dict[int, np.ndarray]:
         common = sorted(set(self._traces[0].steps) & set(self._traces[1].steps))
         arrays = trace.arrays(trace.steps.index(common[0]), "before", 0) if common else None
         return {i: x for i, x in enumerate(arrays or []) if isinstance(x, np.ndarray)}
@@ -227,13 +230,14 @@ class _Matcher:
     def _match_by_layer(self) -> None:
         """Pairs variables of the same role in layers of which others were paired."""
         own, other = ({item.index: item.layer for item in items} for items in self._all)
-        partners: dict[str, set[str]] = {}
-        for pair in self._pairs:
-            partners.setdefault(own[pair.first_index], set()).add(other[pair.second_index])
+        links = {(own[pair.first_index], other[pair.second_index]) for pair in self._pairs}
+        counts = [collections.Counter(side) for side in zip(*links, strict=True)]
+        partners = {x: y for x, y in links if counts[0][x] == counts[1][y] == 1}
+        firsts, seconds = _by_layer(self._first), _by_layer(self._second)
         for a in list(self._first):
-            partner = partners.get(a.layer, set())
-            near = [b for b in self._second if {b.layer} == partner and has_same_role(a, b)]
-            rivals = [c for c in self._first if c.layer == a.layer and has_same_role(c, a)]
+            candidates = seconds.get(partners[a.layer], []) if a.layer in partners else []
+            near = [b for b in candidates if has_same_role(a, b)]
+            rivals = [c for c in firsts[a.layer] if has_same_role(c, a)]
             if len(near) == len(rivals) == 1 and axes_by_order(a, near[0]) is not None:
                 self._add(a, near[0], axes_by_order, "layer")
 
@@ -263,6 +267,19 @@ def _names(*items: Sequence[Item]) -> tuple[str, ...]:
 def _numbered(items: Sequence[Item], kind: str) -> set[str]:
     """Returns the parts with numbers that names of a kind have."""
     return {item.numbered for item in items if item.variable.kind == kind and item.numbered}
+
+
+def _by_layer(items: Sequence[Item]) -> dict[str, list[Item]]:
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        found.setdefault(item.layer, []).append(item)
+    return found
+
+
+def _is_close(x: np.ndarray, y: np.ndarray) -> bool:
+    """Tells whether all values are equal but for rounding; a few of them mostly say no."""
+    few = np.array(x.flat[:1000]), np.array(y.flat[:1000])
+    return bool(np.allclose(*few, 1e-5, 1e-8) and np.allclose(x, y, 1e-5, 1e-8))
 
 
 def _size(item: Item) -> tuple[int, ...]:
