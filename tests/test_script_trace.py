@@ -191,6 +191,17 @@ def test_many_replicas_and_members_take_seconds(tmp_path):
     assert time.monotonic() - start < 10
 
 
+def test_few_arrays_of_many_variables_take_little_memory(tmp_path):
+    variables = [{"name": f"{index}", "kind": "seed"} for index in range(20_000)]
+    description = about(variables=variables, gradients=[], settings=[[], []], num_replicas=2000)
+    members = {f"1/before/{replica}/0": np.zeros(1) for replica in range(2000)}
+    path = write_trace(tmp_path / "two.npz", description | {"replicas": [*range(2000)]}, members)
+    tracemalloc.start()
+    load_trace(path)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20  # A list for each of 2,000: 320 MB.
+    tracemalloc.stop()
+
+
 def test_reading_and_matching_need_no_tensorflow():
     code = (
         "import sys, app.records.script_trace, app.verification.script_match;"

@@ -105,7 +105,7 @@ class ScriptTrace:
 
     def shapes(self, position: int, kind: str, replica: int) -> list[tuple[int, ...] | None] | None:
         """Returns the shapes that `arrays` would have, of the whole weight for `Rows`."""
-        stored = self._part(replica).arrays.get((position, kind, replica))
+        stored = self._part(replica).listed(position, kind, replica)
         return None if stored is None else [None if s is None else shape_of(s) for s in stored]
 
     def arrays(self, position: int, kind: str, replica: int) -> list[Array | None] | None:
@@ -119,7 +119,7 @@ class ScriptTrace:
             DataError: the file is damaged, or was changed since it was opened.
         """
         part = self._part(replica)
-        stored = part.arrays.get((position, kind, replica))
+        stored = part.listed(position, kind, replica)
         if stored is None:
             return None
         with part.file.reading() as file:
