@@ -46,6 +46,7 @@ from app.records.script_trace import Rows, load_trace
 from app.runtime.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
 from app.training.resume import find_changes
 from app.training.run_reader import SavedRun
+from app.verification.script_match import match_variables
 from idx_files import idx_bytes
 from trace_samples import about, arrays
 
@@ -384,6 +385,8 @@ def _read_all(path: pathlib.Path) -> None:
                 assert (dense and [None if a is None else a.shape for a in dense]) == shapes
                 if found is not None and kind in ("before", "after"):
                     assert len(found) == len(trace.variables)
+    matching = match_variables(trace, trace, {})
+    assert all(pair.first == pair.second for pair in matching.pairs)
 
 
 def fuzz_trace(compressed, ranks, nodes, about_edits, members, fields, edits, directory_edits):

@@ -7,6 +7,9 @@ import os
 import pathlib
 import re
 import struct
+import subprocess
+import sys
+import time
 import tracemalloc
 import zipfile
 
@@ -174,6 +177,37 @@ def test_arrays_are_read_when_asked_for(tmp_path):
     trace.arrays(1, "data", 1)
     assert 8 << 20 < tracemalloc.get_traced_memory()[1] < 12 << 20
     tracemalloc.stop()
+
+
+def test_many_replicas_and_members_take_seconds(tmp_path):
+    num_replicas = 60_000
+    description = about(num_replicas=num_replicas, replicas=list(range(num_replicas)))
+    members = {f"1/loss/{r}/0": np.zeros(()) for r in range(0, num_replicas, 20)}
+    path = write_trace(tmp_path / "two.npz", description, members)
+    start = time.monotonic()
+    trace = load_trace(path)
+    for replica in range(num_replicas):
+        trace.settings(0, replica)
+    assert time.monotonic() - start < 10
+
+
+def test_few_arrays_of_many_variables_take_little_memory(tmp_path):
+    variables = [{"name": f"{index}", "kind": "seed"} for index in range(20_000)]
+    description = about(variables=variables, gradients=[], settings=[[], []], num_replicas=2000)
+    members = {f"1/before/{replica}/0": np.zeros(1) for replica in range(2000)}
+    path = write_trace(tmp_path / "two.npz", description | {"replicas": [*range(2000)]}, members)
+    tracemalloc.start()
+    load_trace(path)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20  # A list for each of 2,000: 320 MB.
+    tracemalloc.stop()
+
+
+def test_reading_and_matching_need_no_tensorflow():
+    code = (
+        "import sys, app.records.script_trace, app.verification.script_match;"
+        "sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_a_link_may_name_a_trace_and_its_ranks_are_not_mixed_up(tmp_path):

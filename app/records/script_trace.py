@@ -5,6 +5,7 @@ only names, headers and `about` are read; the arrays of a step, a kind and a rep
 they are asked for.
 """
 
+import collections
 import dataclasses
 import io
 import os
@@ -91,7 +92,7 @@ class ScriptTrace:
     replayed: str | None
     versions: Mapping[str, str]
     extra: Mapping[str, Any]
-    _parts: tuple[Part, ...]
+    _parts: Mapping[int, Part]  # Replica → the file that holds it.
 
     def settings(self, position: int, replica: int) -> list[dict[str, Any]]:
         """Returns the optimizer's groups in a step; processes may differ, in a wrong training."""
@@ -104,7 +105,7 @@ class ScriptTrace:
 
     def shapes(self, position: int, kind: str, replica: int) -> list[tuple[int, ...] | None] | None:
         """Returns the shapes that `arrays` would have, of the whole weight for `Rows`."""
-        stored = self._part(replica).arrays.get((position, kind, replica))
+        stored = self._part(replica).listed(position, kind, replica)
         return None if stored is None else [None if s is None else shape_of(s) for s in stored]
 
     def arrays(self, position: int, kind: str, replica: int) -> list[Array | None] | None:
@@ -118,7 +119,7 @@ class ScriptTrace:
             DataError: the file is damaged, or was changed since it was opened.
         """
         part = self._part(replica)
-        stored = part.arrays.get((position, kind, replica))
+        stored = part.listed(position, kind, replica)
         if stored is None:
             return None
         with part.file.reading() as file:
@@ -128,10 +129,9 @@ class ScriptTrace:
             return [None if item is None else _read(file, item) for item in stored]
 
     def _part(self, replica: int) -> Part:
-        for part in self._parts:
-            if replica in part.file.about.replicas:
-                return part
-        raise IndexError(f"{self.name} has no replica {replica}")
+        if replica not in self._parts:
+            raise IndexError(f"{self.name} has no replica {replica}")
+        return self._parts[replica]
 
     def _about(self, replica: int) -> About:
         return self._part(replica).file.about
@@ -158,12 +158,12 @@ def load_trace(path: pathlib.Path) -> ScriptTrace:
     parts = tuple(open_part(found) for found in paths)
     with errors_of(name):
         _check_parts(parts)
-    about = min(parts, key=lambda part: min(part.file.about.replicas)).file.about
+    by_replica = {replica: part for part in parts for replica in part.file.about.replicas}
+    about = by_replica[0].file.about
     fields = {field.name for field in dataclasses.fields(About)}
     own = {field.name for field in dataclasses.fields(ScriptTrace)} & fields
-    return ScriptTrace(
-        name=str(name), _parts=parts, **{field: getattr(about, field) for field in own}
-    )
+    values = {field: getattr(about, field) for field in own}
+    return ScriptTrace(name=str(name), _parts=by_replica, **values)
 
 
 def _find_files(path: pathlib.Path) -> tuple[pathlib.Path, list[pathlib.Path]]:
@@ -209,11 +209,11 @@ def _check_parts(parts: Sequence[Part]) -> None:
                 f"only some of its files are permuted, {part.file.path.name} unlike"
                 f" {first.path.name}; record it again"
             )
-    replicas = [replica for part in parts for replica in part.file.about.replicas]
+    counts = collections.Counter(r for part in parts for r in part.file.about.replicas)
     for replica in range(first.about.num_replicas):
-        if replicas.count(replica) != 1:
+        if counts[replica] != 1:
             raise TraceError(
-                f"has replica {replica} {replicas.count(replica)} times, of"
+                f"has replica {replica} {counts[replica]} times, of"
                 f" {first.about.num_replicas} replicas; pass one file for each process of one"
                 " training"
             )

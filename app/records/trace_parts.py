@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from app.records.trace_about import About
-from app.records.trace_directory import Key
 from app.records.trace_file import TraceFile, errors_of, open_trace_file
 from app.records.trace_member import Member, read_array
 from app.records.trace_values import TraceError
@@ -28,14 +27,28 @@ class RowMembers(NamedTuple):
 
 
 Stored = Member | RowMembers
+Place = tuple[int, str, int]  # Position from 0, kind, replica.
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one file holds: position from 0, kind, replica → arrays, None where there is none."""
+    """What one file holds.
+
+    Attributes:
+        file: the file.
+        arrays: position from 0, kind, replica → index → array.
+    """
 
     file: TraceFile
-    arrays: Mapping[tuple[int, str, int], list[Stored | None]]
+    arrays: Mapping[Place, Mapping[int, Stored]]
+
+    def listed(self, position: int, kind: str, replica: int) -> list[Stored | None] | None:
+        """Returns the arrays in order, None in place of those that did not exist."""
+        found = self.arrays.get((position, kind, replica))
+        if found is None:
+            return None
+        length = _lengths(self.file.about).get(kind, len(found))
+        return [found.get(index) for index in range(length)]
 
 
 def open_part(path: pathlib.Path) -> Part:
@@ -46,52 +59,49 @@ def open_part(path: pathlib.Path) -> Part:
     """
     file = open_trace_file(path)
     with file.reading() as opened:
-        grouped: dict[tuple[int, str, int], dict[int, dict[str, Member]]] = {}
+        grouped: dict[Place, dict[int, dict[str, Member]]] = {}
+        replicas, num_steps = set(file.about.replicas), len(file.about.steps)
         for key, member in file.members.items():
-            _check_key(key, member, file.about)
+            if not 1 <= key.position <= num_steps:
+                raise TraceError(
+                    f"has the member {member.name!r}, but {num_steps} steps; record it again"
+                )
+            if key.replica not in replicas:
+                raise TraceError(
+                    f"has the member {member.name!r}, but not that replica; record it again"
+                )
             group = grouped.setdefault((key.position - 1, key.kind, key.replica), {})
             group.setdefault(key.index, {})[key.part] = member
         arrays = {
-            place: [
-                _stored(opened, place[1], group[index]) if index in group else None
-                for index in range(_count(place, group, file.about))
-            ]
+            place: {index: _stored(opened, place[1], parts) for index, parts in group.items()}
             for place, group in grouped.items()
         }
     part = Part(file, arrays)
     with errors_of(path):
+        for place, found in arrays.items():
+            _check_places(place, found, file.about)
         _check_shapes(part)
     return part
 
 
-def _count(place: tuple[int, str, int], group: Mapping[int, object], about: About) -> int:
-    """Returns how many arrays there are, with those that do not exist."""
+def _lengths(about: About) -> dict[str, int]:
+    """Returns how many arrays there are of the kinds that have one for each variable or weight."""
+    variables, gradients = len(about.variables), len(about.gradients)
+    return dict.fromkeys(_VARIABLE_KINDS, variables) | dict.fromkeys(_GRADIENT_KINDS, gradients)
+
+
+def _check_places(place: Place, found: Mapping[int, Stored], about: About) -> None:
     position, kind, replica = place
-    name = f"{position + 1}/{kind}/{replica}"
-    if kind in _GRADIENT_KINDS or kind in _VARIABLE_KINDS:
-        key, count = (
-            ("gradients", len(about.gradients))
-            if kind in _GRADIENT_KINDS
-            else ("variables", len(about.variables))
-        )
-        if max(group) >= count:
-            raise TraceError(
-                f"has an array {name}/{max(group)}, but {count} {key} in 'about'; record it again"
-            )
-        return count
-    missing = set(range(len(group))) - set(group)
-    if missing:
-        raise TraceError(f"has no array {name}/{min(missing)}, but later ones; record it again")
-    return len(group)
-
-
-def _check_key(key: Key, member: Member, about: About) -> None:
-    if not 1 <= key.position <= len(about.steps):
+    name, last = f"{position + 1}/{kind}/{replica}", max(found)
+    length = _lengths(about).get(kind)
+    if length is None and last >= len(found):
+        missing = min(set(range(len(found))) - set(found))
+        raise TraceError(f"has no array {name}/{missing}, but later ones; record it again")
+    if length is not None and last >= length:
+        key = "variables" if kind in _VARIABLE_KINDS else "gradients"
         raise TraceError(
-            f"has the member {member.name!r}, but {len(about.steps)} steps; record it again"
+            f"has an array {name}/{last}, but {length} {key} in 'about'; record it again"
         )
-    if key.replica not in about.replicas:
-        raise TraceError(f"has the member {member.name!r}, but not that replica; record it again")
 
 
 def _stored(file: io.BufferedReader, kind: str, parts: Mapping[str, Member]) -> Stored:
@@ -165,9 +175,8 @@ def _check_shapes(part: Part) -> None:
 def _named(part: Part, kinds: Sequence[str]) -> Iterator[tuple[int, str, Stored]]:
     for (position, kind, replica), arrays in part.arrays.items():
         if kind in kinds:
-            for index, stored in enumerate(arrays):
-                if stored is not None:
-                    yield index, f"{position + 1}/{kind}/{replica}/{index}", stored
+            for index, stored in arrays.items():
+                yield index, f"{position + 1}/{kind}/{replica}/{index}", stored
 
 
 def _check_shape(name: str, stored: Stored, shape: tuple[int, ...]) -> None:

@@ -1,8 +1,9 @@
 """Which variable of one recording is which of another: other names, orders and layouts of axes.
 
 Variables are paired by a map of names, else by equal names, else by their order among those of the
-same kind, role and shape. Where that leaves a choice, nothing is paired: a wrong pair would be a
-wrong finding.
+same kind, role and shape, and then with the other variables of the same layer. Names that were
+sorted have no order that means anything; there, equal values have to confirm it. Where that leaves
+a choice, nothing is paired: a wrong pair would be a wrong finding.
 """
 
 import collections
@@ -20,6 +21,7 @@ from app.verification.script_variables import (
     axes_by_any,
     axes_by_layout,
     axes_by_order,
+    has_order,
     has_same_role,
     read_items,
     slot_of,
@@ -35,7 +37,8 @@ class Pair:
         first: its name in the first recording.
         second: its name in the second.
         transpose: order of the second's axes that makes it the first's; None where it is the same.
-        means: how the pair was found: "map", "name", "order", or "state" for optimizer state.
+        means: how the pair was found: "map", "name", "order", "values", "layer" (with another
+            variable of the layer), or "state" (optimizer state, with its weight).
         first_index: its index in `variables` of the first recording.
         second_index: likewise.
     """
@@ -89,26 +92,34 @@ def match_variables(first: ScriptTrace, second: ScriptTrace, names: Mapping[str,
     Raises:
         ConfigError: `names` has a name that is in neither, or pairs variables of different shapes.
     """
-    return _Matcher(read_items(first), read_items(second)).match(names, (first.name, second.name))
+    return _Matcher(first, second).match(names)
 
 
 class _Matcher:
     """Pairs the variables of two recordings, one means after the other."""
 
-    def __init__(self, first: Sequence[Item], second: Sequence[Item]):
-        self._all = first, second
-        self._first = [item for item in first if item.variable.kind != "optimizer state"]
-        self._second = [item for item in second if item.variable.kind != "optimizer state"]
+    def __init__(self, first: ScriptTrace, second: ScriptTrace):
+        self._traces = first, second
+        self._all = read_items(first), read_items(second)
+        self._first, self._second = (
+            [item for item in items if item.variable.kind != "optimizer state"]
+            for items in self._all
+        )
+        self._has_order = all(map(has_order, self._traces, self._all))
         self._refused: tuple[list[Item], list[Item]] = ([], [])
         self._pairs: list[Pair] = []
+        self._values: tuple[dict[int, np.ndarray], dict[int, np.ndarray]] | None = None
 
-    def match(self, names: Mapping[str, str], traces: tuple[str, str]) -> Matching:
+    def match(self, names: Mapping[str, str]) -> Matching:
         """Returns all pairs, and what is left."""
-        self._match_by_map(names, traces)
+        self._match_by_map(names)
         self._match_by_name(lambda item: (item.variable.kind, item.variable.name))
         self._match_by_name(lambda item: item.label)
-        self._match_by_order(axes_by_layout)
-        self._match_by_order(axes_by_order)
+        self._match_by_layer()
+        for fit in (axes_by_layout, axes_by_order):
+            for roles in (("kernel",), ("scale",), None):
+                self._match_by_order(fit, roles)
+                self._match_by_layer()
         state, (left_first, left_second) = self._match_state()
         pairs = tuple(sorted(self._pairs, key=lambda pair: pair.first_index))
         return Matching(
@@ -125,13 +136,14 @@ class _Matcher:
         self._first.remove(a)
         self._second.remove(b)
 
-    def _match_by_map(self, names: Mapping[str, str], traces: tuple[str, str]) -> None:
+    def _match_by_map(self, names: Mapping[str, str]) -> None:
         for pair in names.items():
             found = self._find(*pair) or self._find(*reversed(pair))
             if found is None:
                 raise ConfigError(
                     f"names: {pair[0]!r} and {pair[1]!r} are not one weight or statistic of"
-                    f" {traces[0]} and one of {traces[1]}; correct the names, and use each once"
+                    f" {self._traces[0].name} and one of {self._traces[1].name}; correct the names,"
+                    " and use each once"
                 )
             a, b = found
             if axes_by_any(a, b) is None:
@@ -166,22 +178,68 @@ class _Matcher:
                 self._refused[0].append(a)
                 self._refused[1].append(b)
 
-    def _match_by_order(self, fit: _Fit) -> None:
+    def _match_by_order(self, fit: _Fit, roles: Sequence[str] | None) -> None:
         """Pairs variables that fit the same ones, if these are as many and fit no others."""
         by_size: dict[tuple[int, ...], list[Item]] = {}
         for b in self._second:
             by_size.setdefault(_size(b), []).append(b)
         groups: dict[tuple[int, ...], list[Item]] = {}
         for a in self._first:
+            if roles and a.role not in roles:
+                continue
             near = [b for b in by_size.get(_size(a), []) if has_same_role(a, b)]
             fitting = tuple(b.index for b in near if fit(a, b) is not None)
             groups.setdefault(fitting, []).append(a)
         counts = collections.Counter(itertools.chain.from_iterable(groups))
         seconds = {b.index: b for b in self._second}
         for indices, firsts in groups.items():
-            if len(indices) == len(firsts) and all(counts[index] == 1 for index in indices):
-                for a, index in zip(firsts, indices, strict=True):
-                    self._add(a, seconds[index], fit, "order")
+            if len(indices) != len(firsts) or any(counts[index] > 1 for index in indices):
+                continue
+            others = [seconds[index] for index in indices]
+            if len(others) == 1 or self._has_order:
+                for a, b in zip(firsts, others, strict=True):
+                    self._add(a, b, fit, "order")
+            else:
+                for a, b in self._pairs_of_values(firsts, others, fit):
+                    self._add(a, b, fit, "values")
+
+    def _pairs_of_values(
+        self, firsts: Sequence[Item], seconds: Sequence[Item], fit: _Fit
+    ) -> list[tuple[Item, Item]]:
+        """Returns those pairs that alone have equal values before the first common step."""
+        if self._values is None:
+            self._values = self._read_values(self._traces[0]), self._read_values(self._traces[1])
+        own, other = self._values
+        equal = []
+        for a, b in itertools.product(firsts, seconds):
+            x, y = own.get(a.index), other.get(b.index)
+            axes = fit(a, b)
+            if x is not None and y is not None and axes is not None:
+                equal += [(a, b)] * _is_close(x, np.transpose(y, axes))
+        counts = [
+            collections.Counter(item.index for item in column)
+            for column in zip(*equal, strict=True)
+        ]
+        return [(a, b) for a, b in equal if counts[0][a.index] == counts[1][b.index] == 1]
+
+    def _read_values(self, trace: ScriptTrace) -> dict[int, np.ndarray]:
+        common = sorted(set(self._traces[0].steps) & set(self._traces[1].steps))
+        arrays = trace.arrays(trace.steps.index(common[0]), "before", 0) if common else None
+        return {i: x for i, x in enumerate(arrays or []) if isinstance(x, np.ndarray)}
+
+    def _match_by_layer(self) -> None:
+        """Pairs variables of the same role in layers of which others were paired."""
+        own, other = ({item.index: item.layer for item in items} for items in self._all)
+        links = {(own[pair.first_index], other[pair.second_index]) for pair in self._pairs}
+        counts = [collections.Counter(side) for side in zip(*links, strict=True)]
+        partners = {x: y for x, y in links if counts[0][x] == counts[1][y] == 1}
+        firsts, seconds = _by_layer(self._first), _by_layer(self._second)
+        for a in list(self._first):
+            candidates = seconds.get(partners[a.layer], []) if a.layer in partners else []
+            near = [b for b in candidates if has_same_role(a, b)]
+            rivals = [c for c in firsts[a.layer] if has_same_role(c, a)]
+            if len(near) == len(rivals) == 1 and axes_by_order(a, near[0]) is not None:
+                self._add(a, near[0], axes_by_order, "layer")
 
     def _match_state(self) -> tuple[list[Pair], tuple[list[Item], list[Item]]]:
         """Pairs the optimizer state of paired weights; returns the rest, too."""
@@ -209,6 +267,19 @@ def _names(*items: Sequence[Item]) -> tuple[str, ...]:
 def _numbered(items: Sequence[Item], kind: str) -> set[str]:
     """Returns the parts with numbers that names of a kind have."""
     return {item.numbered for item in items if item.variable.kind == kind and item.numbered}
+
+
+def _by_layer(items: Sequence[Item]) -> dict[str, list[Item]]:
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        found.setdefault(item.layer, []).append(item)
+    return found
+
+
+def _is_close(x: np.ndarray, y: np.ndarray) -> bool:
+    """Tells whether all values are equal but for rounding; a few of them mostly say no."""
+    few = np.array(x.flat[:1000]), np.array(y.flat[:1000])
+    return bool(np.allclose(*few, 1e-5, 1e-8) and np.allclose(x, y, 1e-5, 1e-8))
 
 
 def _size(item: Item) -> tuple[int, ...]:

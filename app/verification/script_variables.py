@@ -12,8 +12,9 @@ Shape = tuple[int, ...]
 # Names that frameworks give to the same role within a layer.
 _ROLES = {
     **dict.fromkeys(("kernel", "weight", "w", "embedding", "embeddings"), "kernel"),
-    **dict.fromkeys(("gamma", "scale"), "kernel"),  # PyTorch calls them "weight".
-    **dict.fromkeys(("bias", "b", "beta"), "bias"),
+    **dict.fromkeys(("gamma", "scale"), "scale"),
+    **dict.fromkeys(("bias", "b"), "bias"),
+    "beta": "shift",
     **dict.fromkeys(("moving_mean", "running_mean", "mean"), "mean"),
     **dict.fromkeys(("moving_variance", "running_var", "variance", "var"), "variance"),
 }
@@ -31,7 +32,7 @@ _DEPTHWISE = (2, 3, 0, 1)  # (channels, 1, height, width) ↔ (height, width, ch
 _TRANSPOSES: Mapping[int, Sequence[Shape]] = {
     2: [(1, 0)],
     3: [(2, 1, 0)],
-    4: [(2, 3, 1, 0), (3, 2, 0, 1), _DEPTHWISE],
+    4: [(2, 3, 1, 0), (3, 2, 0, 1)],
     5: [(2, 3, 4, 1, 0), (4, 3, 0, 1, 2)],
 }
 
@@ -44,13 +45,15 @@ class Item:
         index: its index in `variables`.
         variable: name, kind and layout.
         shape: of its arrays; None if it has no array anywhere.
-        prefix: the name of its layer, without what all names have in common.
+        layer: the name of its layer.
+        prefix: the same in lower case, without what all names have in common.
         role: what it is in its layer, for example "kernel" or "bias".
     """
 
     index: int
     variable: Variable
     shape: Shape | None
+    layer: str
     prefix: str
     role: str
 
@@ -77,19 +80,45 @@ def read_items(trace: ScriptTrace) -> list[Item]:
             for index, variable in enumerate(trace.variables)
             if variable.kind == kind and not _is_counter(variable, parts[index][-1])
         ]
-        shared = _num_shared([parts[index][:-1] for index in indices])
+        shared = _num_shared([parts[index][:-2] for index in indices])
         for index in indices:
             last = parts[index][-1].lower()
-            prefix = "/".join(parts[index][shared:-1]).lower()
-            role = _ROLES.get(last, last)
-            items.append(Item(index, trace.variables[index], shapes.get(index), prefix, role))
-    return sorted(items, key=lambda item: item.index)
+            layer, prefix = ("/".join(parts[index][start:-1]) for start in (0, shared))
+            variable, role = trace.variables[index], _ROLES.get(last, last)
+            items.append(Item(index, variable, shapes.get(index), layer, prefix.lower(), role))
+    return _with_scales(sorted(items, key=lambda item: item.index))
+
+
+def _with_scales(items: Sequence[Item]) -> list[Item]:
+    """Returns the items with the roles of normalisation: there PyTorch says "weight", "bias"."""
+    vectors = {i.index for i in items if i.role == "kernel" and len(i.shape or ()) == 1}
+    scales = {i.layer for i in items if i.role == "scale" or i.index in vectors}
+    found = []
+    for item in items:
+        is_shift = item.role == "bias" and item.layer in scales
+        role = "scale" if item.index in vectors else "shift" if is_shift else item.role
+        found.append(dataclasses.replace(item, role=role))
+    return found
 
 
 def _is_counter(variable: Variable, last: str) -> bool:
     if variable.kind == "optimizer state":
         return not variable.of or variable.slot in _COUNTERS
     return variable.kind == "statistic" and last in _COUNTERS
+
+
+def has_order(trace: ScriptTrace, items: Sequence[Item]) -> bool:
+    """Tells whether the order of the weights means anything: JAX sorts the keys of dicts."""
+    names = [re.split(r"[/.:]", i.variable.name) for i in items if i.variable.kind == "weight"]
+    keys = [[(part.isdecimal(), part.zfill(9), part) for part in name] for name in names]
+    children: dict[tuple[str, ...], set[str]] = {}
+    for name in names:
+        for depth, part in enumerate(name):
+            is_role = depth == len(name) - 1 and part.lower() in _ROLES
+            if not is_role and not part.isdecimal():
+                children.setdefault(tuple(name[:depth]), set()).add(part)
+    has_dicts = any(len(parts) > 1 for parts in children.values())
+    return trace.framework != "jax" or not has_dicts or keys != sorted(keys)
 
 
 def _num_shared(prefixes: Sequence[Sequence[str]]) -> int:
@@ -138,16 +167,21 @@ def axes_by_layout(a: Item, b: Item) -> Shape | None:
 
 
 def axes_by_order(a: Item, b: Item) -> Shape | None:
-    """Returns an order of axes that the layouts do not contradict."""
-    return _first_fitting(a, b, [_DEPTHWISE]) if _is_same_axes(a, b) else axes_by_any(a, b)
+    """Returns an order of axes with which the shapes are equal, and which no layout contradicts."""
+    if _is_same_axes(a, b):
+        axes = axes_by_layout(a, b)
+        return _first_fitting(a, b, [_DEPTHWISE]) if axes is None else axes
+    return axes_by_any(a, b)
 
 
 def axes_by_any(a: Item, b: Item) -> Shape | None:
     """Returns the first usual order of axes with which the shapes are equal."""
-    num_axes = len(b.shape or ())
-    usual = (tuple(range(num_axes)), *_TRANSPOSES.get(num_axes, ()))
-    axes = axes_by_layout(a, b)
-    return _first_fitting(a, b, usual) if axes is None else axes
+    axes, num_axes = axes_by_layout(a, b), len(b.shape or ())
+    if axes is not None:
+        return axes
+    usual = [tuple(range(num_axes)), *_TRANSPOSES.get(num_axes, ())]
+    is_depthwise = a.shape is not None and a.shape.count(1) == 1
+    return _first_fitting(a, b, [_DEPTHWISE, *usual] if is_depthwise else usual)
 
 
 def _is_same_axes(a: Item, b: Item) -> bool:
