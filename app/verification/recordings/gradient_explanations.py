@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from app.verification.recordings.flatten_order import reordered_rows
 from app.verification.recordings.layer_settings import (
     kind_of,
     local_statistics,
     other_settings,
 )
-from app.verification.recordings.recorded_step import Named
+from app.verification.recordings.optimizer_rules import IN_GRADIENT
+from app.verification.recordings.recorded_step import Named, RecordedStep
 from app.verification.recordings.step_pair import StepPair
 from app.verification.recordings.trace_arrays import (
-    distance,
     distances_of,
     factor,
     norm,
@@ -21,17 +22,17 @@ from app.verification.recordings.trace_arrays import (
 Allowed = Callable[[str], float]  # Name of a weight → relative difference by rounding.
 Explanation = tuple[str, str, Sequence[str]]  # A key of `REMEDIES`, a sentence, and the weights.
 
-_MOST_CHANNELS = 4096
-
 
 def explanations(
     pair: StepPair, first: Named, second: Named, wrong: Sequence[str], allowed: Allowed
 ) -> Iterator[Explanation]:
     """Yields what explains the difference: cause, sentence and weights, the surest first."""
+    apart = distances_of(second, first)
 
     def explains(predicted: Named, slack: float = 4.0) -> bool:
-        apart = distances_of(second, predicted)
-        return all(far <= slack * allowed(name) for name, far in apart.items())
+        left = distances_of(second, predicted)
+        is_near = all(far <= slack * allowed(name) for name, far in left.items())
+        return is_near and all(left[name] < apart[name] / 2 for name in wrong)
 
     if frozen := [name for name in wrong if not norm(second[name]) or not norm(first[name])]:
         yield "frozen", f"the gradient of {len(frozen)} weights is 0 in one recording", frozen
@@ -40,7 +41,11 @@ def explanations(
         yield *_name_of_factor(pair, scale), wrong
     yield from _mean_of_means(pair, first, wrong, allowed)
     yield from _regularised(pair, first, second, wrong, explains)
-    yield from _permuted_rows(first, second, wrong, allowed)
+    yield from reordered_rows(pair, first, second, wrong, allowed)
+
+
+def explanations_by_settings(pair: StepPair, wrong: Sequence[str]) -> Iterator[Explanation]:
+    """Yields the settings of layers that differ: each of them may be a cause."""
     for cause, text in (*local_statistics(pair), *other_settings(pair)):
         yield cause, text, wrong
 
@@ -66,9 +71,24 @@ def _name_of_factor(pair: StepPair, scale: float) -> tuple[str, str]:
     for size in {*sizes, total}:
         if size and size > 1 and (near(size) or near(1 / size)):
             return "other_loss_reduction", f"{text}; a replica has {size} examples: sum, not mean"
-    if near(round(scale)) or near(1 / max(1, round(1 / scale) if scale > 0 else 1)):
-        return "scaled_gradient", text
+    for step, which in ((pair.second, "second"), (pair.first, "first")):
+        for weights in _example_weights(step):
+            if near(mean := float(weights.mean())) or near(1 / mean):
+                return "other_loss_reduction", (
+                    f"{text}: {mean:.6g} is the mean of the weights of the examples in the {which}"
+                    " recording; one script divides by their sum, the other by their number"
+                )
     return "scaled_gradient", text
+
+
+def _example_weights(step: RecordedStep) -> list[np.ndarray]:
+    """Returns the arrays of a step that may be weights of its examples."""
+    count = step.num_examples(0)
+    return [
+        array
+        for array in step.arrays("data", 0) or []
+        if array.size == count and array.dtype.kind == "f" and array.min() >= 0 < array.mean()
+    ]
 
 
 def _mean_of_means(
@@ -161,27 +181,27 @@ def _regularised(
         )
 
 
-def _permuted_rows(
-    first: Named, second: Named, wrong: Sequence[str], allowed: Allowed
-) -> Iterator[Explanation]:
-    """Explains the gradient of a dense kernel by another order of the flattened axes."""
-    for name in wrong:
-        a, b = first[name], second[name]
-        if a.ndim != 2:
-            continue
-        for channels in range(2, min(len(a), _MOST_CHANNELS)):
-            if len(a) % channels:
-                continue
-            shape = (channels, len(a) // channels, a.shape[1])
-            for reordered in (
-                b.reshape(shape).swapaxes(0, 1).reshape(a.shape),
-                b.reshape(shape[1], shape[0], shape[2]).swapaxes(0, 1).reshape(a.shape),
-            ):
-                if distance(reordered, a, max(norm(a), 1e-30)) <= 4 * allowed(name):
-                    yield (
-                        "flatten_order",
-                        f"the rows of {name} are in another order: {channels} channels are"
-                        " flattened first in one script and last in the other",
-                        [name],
-                    )
-                    return
+def decays_equally(pair: StepPair, first: Named, second: Named, allowed: Allowed) -> bool:
+    """Returns whether weight decay in the loss of one script is in the optimizer of the other.
+
+    Then gradient + λ · weight is the same in both, and nothing clips the gradient without decay.
+    """
+    applied = pair.applied()
+    if applied is None or not all(
+        norm(after[name] - before[name]) == 0
+        for before, after in zip((first, second), applied, strict=True)
+        for name in before
+    ):
+        return False
+    weights, _ = pair.states("before")
+    both = []
+    for step, gradients in ((pair.first, first), (pair.second, second)):
+        decayed = {}
+        for name, gradient in gradients.items():
+            rule = step.rule(name if step is pair.first else pair.in_second(name), 0)
+            if rule is None or (rule.weight_decay and rule.decay_placement != IN_GRADIENT):
+                return False
+            decayed[name] = gradient.astype(np.float64) + rule.weight_decay * weights[name]
+        both.append(decayed)
+    apart = distances_of(both[1], both[0])
+    return all(far <= 4 * allowed(name) for name, far in apart.items())

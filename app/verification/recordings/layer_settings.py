@@ -1,13 +1,17 @@
 """Explains other gradients by the layers of two scripts: their settings and statistics."""
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from app.verification.recordings.norm_statistics import moving_statistics
 from app.verification.recordings.recorded_step import RecordedStep
 from app.verification.recordings.step_pair import StepPair
 
 Cause = tuple[str, str]  # A key of `REMEDIES`, and a sentence.
+Layer = dict[str, Any]
+
+BOTH_SIDES, AT_THE_END = "on both sides", "more at the end"
+KINDS = ("batchnorm", "layernorm", "conv", "dropout")
 
 
 def local_statistics(pair: StepPair) -> Iterator[Cause]:
@@ -32,35 +36,72 @@ def num_local_norms(step: RecordedStep) -> int:
 
 
 def other_settings(pair: StepPair) -> Iterator[Cause]:
-    """Yields causes for settings of layers that differ: read from the recordings, not computed."""
-    layers = [
-        [layer for layer in step.trace.layers if kind_of(layer)]
-        for step in (pair.first, pair.second)
-    ]
-    if [kind_of(layer) for layer in layers[0]] != [kind_of(layer) for layer in layers[1]]:
-        return
+    """Yields causes for settings of layers that differ: read from the recordings, not computed.
+
+    A setting is left out if the next BatchNorm sees the same batch in both recordings.
+    """
+    layers = [_compared(step) for step in (pair.first, pair.second)]
     differences: dict[str, list[str]] = {}
-    for a, b in zip(*layers, strict=True):
+    for a, b in _same_kind(*layers):
         for setting in ("epsilon", "padding", "strides", "dilation", "rate"):
             x, y = _canonical(a, setting), _canonical(b, setting)
-            if x is not None and y is not None and x != y:
+            if None not in (x, y) and x != y and not _has_no_effect(pair, layers[0], a):
                 differences.setdefault(setting, []).append(
-                    f"{b.get('name')}: {a.get(setting)} and {b.get(setting)}"
+                    f"{b.get('name')}: {_shown(a, setting)} in the first recording and"
+                    f" {_shown(b, setting)} in the second"
                 )
     causes = {"epsilon": "other_batch_norm_epsilon", "padding": "other_padding"}
     for setting, texts in differences.items():
-        more = f" and {len(texts) - 1} more layers" if len(texts) > 1 else ""
+        more = f"; and of {len(texts) - 1} more" if len(texts) > 1 else ""
         yield (
             causes.get(setting, "other_layer_settings"),
             f"the {setting} of layers differs: {texts[0]}{more}",
         )
 
 
+def _compared(step: RecordedStep) -> list[Layer]:
+    """Returns the layers with settings; a convolution has the padding of the layer before it."""
+    found: list[Layer] = []
+    before: Any = None
+    for layer in step.trace.layers:
+        name = str(layer.get("class", "")).lower()
+        if "zeropad" in name:
+            before = _amounts(layer.get("padding"), is_torch="padding" not in name)
+            continue
+        kind = kind_of(layer)
+        if kind == "conv" and before and _is_none(layer.get("padding")):
+            layer = {**layer, "padding": before}
+        before = None
+        if kind:
+            found.append(dict(layer))
+    return found
+
+
+def _same_kind(first: Sequence[Layer], second: Sequence[Layer]) -> Iterator[tuple[Layer, Layer]]:
+    """Yields pairs of layers, by their order among those of a kind that are equally many."""
+    for kind in KINDS:
+        a, b = ([layer for layer in each if kind_of(layer) == kind] for each in (first, second))
+        if len(a) == len(b):
+            yield from zip(a, b, strict=True)
+
+
+def _has_no_effect(pair: StepPair, layers: Sequence[Layer], layer: Layer) -> bool:
+    """Returns whether the BatchNorm behind a layer sees the same batch in both recordings."""
+    later = layers[[each is layer for each in layers].index(True) + 1 :]
+    norms = [each for each in later if kind_of(each) == "batchnorm"]
+    if not norms:
+        return False
+    names = set(norms[0].get("weights", ()))
+    means = [each for each in moving_statistics(pair) if each.name in names]
+    return any(not each.is_variance and each.shares for each in means) and all(
+        each.has_equal_batch() for each in means if not each.is_variance and each.shares
+    )
+
+
 def kind_of(layer: Any) -> str:
     """Returns "norm", "conv", … for layers of any framework; "" for others."""
     name = str(layer.get("class", "")).lower()
-    kinds = ("batchnorm", "layernorm", "conv", "dropout")
-    return next((kind for kind in kinds if kind in name), "")
+    return next((kind for kind in KINDS if kind in name), "")
 
 
 def _canonical(layer: Any, setting: str) -> Any:
@@ -69,17 +110,43 @@ def _canonical(layer: Any, setting: str) -> Any:
     if value is None:
         return None
     if setting == "padding":
-        strides = _pair_of(layer.get("strides"))
         if isinstance(value, str):
+            strides = _pair_of(layer.get("strides"))
             if value.lower() == "valid":
                 return "none"
-            return "both sides" if all(s == 1 for s in strides) else "at the end"
-        return "none" if not any(_pair_of(value)) else "both sides"
+            return BOTH_SIDES if all(s == 1 for s in strides) else AT_THE_END
+        amounts = _amounts(value, is_torch=False)
+        if not any(map(any, amounts)):
+            return "none"
+        return BOTH_SIDES if all(before == after for before, after in amounts) else AT_THE_END
     if setting in ("strides", "dilation"):
         return _pair_of(value)
     return round(float(value), 12) if isinstance(value, int | float) else value
 
 
+def _shown(layer: Layer, setting: str) -> str:
+    """Returns a setting as the script has it, and what it means."""
+    value = layer.get(setting)
+    if setting == "padding":
+        text = repr(value) if isinstance(value, str) else str(value).replace(" ", "")
+        return f"{text} ({_canonical(layer, setting)})"
+    return str(value)
+
+
+def _is_none(padding: Any) -> bool:
+    return padding in (None, "valid") or (
+        not isinstance(padding, str) and not any(map(any, _amounts(padding, is_torch=False)))
+    )
+
+
+def _amounts(padding: Any, *, is_torch: bool) -> list[list[int]]:
+    """Returns [before, after] for each axis, of n, [n, m], [[a, b], [c, d]] or nn.ZeroPad2d."""
+    values = list(padding) if isinstance(padding, list | tuple) else [padding or 0] * 2
+    if is_torch and len(values) == 4:  # Left, right, top, bottom.
+        values = [values[2:], values[:2]]
+    return [list(v) if isinstance(v, list | tuple) else [v, v] for v in values]
+
+
 def _pair_of(value: Any) -> tuple[int, ...]:
-    values = list(itertools.chain(value if isinstance(value, list | tuple) else [value or 1]))
+    values = list(value if isinstance(value, list | tuple) else [value or 1])
     return tuple(values * 2 if len(values) == 1 else values)

@@ -4,7 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from app.records.case_record import BY_DESIGN, FAULT
-from app.verification.recordings.gradient_explanations import Allowed, explanations
+from app.verification.recordings.gradient_explanations import (
+    Allowed,
+    decays_equally,
+    explanations,
+    explanations_by_settings,
+)
 from app.verification.recordings.layer_settings import num_local_norms
 from app.verification.recordings.recorded_step import Named
 from app.verification.recordings.step_pair import StepPair
@@ -26,32 +31,44 @@ def compare_gradients(pair: StepPair, allowed: Allowed) -> list[TraceFinding] | 
     if not wrong:
         return []
 
-    finding = _why(pair, first, second, wrong, allowed)
     largest, limit = max(apart.values()), max(map(allowed, wrong))
-    return [dataclasses.replace(finding, distance=largest, allowed=limit)]
+    return [
+        dataclasses.replace(finding, distance=largest, allowed=limit)
+        for finding in _why(pair, first, second, wrong, allowed)
+    ]
 
 
 def _why(
     pair: StepPair, first: Named, second: Named, wrong: Sequence[str], allowed: Allowed
-) -> TraceFinding:
-    """Returns the first cause that explains the difference."""
+) -> list[TraceFinding]:
+    """Returns the first computed cause that explains the difference, else all settings that may."""
     for cause, text, tensors in explanations(pair, first, second, wrong, allowed):
+        status = FAULT
+        if cause == "regularisation_in_the_loss" and decays_equally(pair, first, second, allowed):
+            status = BY_DESIGN
+            text += ", and the optimizer of the other one decays the weights by as much"
+        where = ("gradients", status, cause, text, (pair.number,))
+        return [TraceFinding(*where, tensors=tuple(tensors))]
+    found = []
+    for cause, text, tensors in explanations_by_settings(pair, wrong):
         # If neither script synchronizes BatchNorm, that is a choice.
         is_choice = cause == "local_statistics" and all(
             map(num_local_norms, (pair.first, pair.second))
         )
-        status = BY_DESIGN if is_choice else FAULT
-        return TraceFinding(
-            "gradients", status, cause, text, (pair.number,), tensors=tuple(tensors)
-        )
+        where = ("gradients", BY_DESIGN if is_choice else FAULT, cause, text, (pair.number,))
+        found.append(TraceFinding(*where, tensors=tuple(tensors)))
+    if found:
+        return found
     names = tuple(wrong)
     if pair.first.has_random_layers or pair.second.has_random_layers:
         text = "random layers draw other numbers in the two recordings"
-        return TraceFinding(
-            "gradients", BY_DESIGN, "random_layers", text, (pair.number,), tensors=names
-        )
+        return [
+            TraceFinding(
+                "gradients", BY_DESIGN, "random_layers", text, (pair.number,), tensors=names
+            )
+        ]
     text = f"{len(wrong)} of {len(first)} gradients differ, and no known cause explains it"
-    return fault("gradients", "unexplained_gradient", text, pair.number, tensors=names)
+    return [fault("gradients", "unexplained_gradient", text, pair.number, tensors=names)]
 
 
 def compare_clipping(pair: StepPair, allowed: Allowed) -> list[TraceFinding] | None:

@@ -1,6 +1,7 @@
 """Compares the loss of a step in two recordings."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -41,6 +42,15 @@ def _losses(step: RecordedStep) -> list[float]:
     if not all(recorded):
         return []
     losses = [float(np.asarray(arrays[0], np.float64).sum()) for arrays in recorded if arrays]
+    # The second array of Keras is the regularisation, which is a part of the first.
+    parts = [float(np.sum(arrays[1])) for arrays in recorded if arrays and len(arrays) > 1]
+    found = _of_whole(step, losses)
+    if len(parts) == len(losses) and any(parts):
+        found += _of_whole(step, [a - b for a, b in zip(losses, parts, strict=True)])
+    return found
+
+
+def _of_whole(step: RecordedStep, losses: Sequence[float]) -> list[float]:
     sizes = [step.num_examples(replica) for replica in step.replicas]
     found = [float(np.mean(losses)), float(np.sum(losses))]
     known = [size for size in sizes if size]

@@ -1,17 +1,20 @@
 """Compares the moving statistics of BatchNorm after a step in two recordings."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from app.records.case_record import BY_DESIGN, FAULT
+from app.verification.recordings.norm_statistics import MovingStatistic, moving_statistics
 from app.verification.recordings.recorded_step import STATISTIC, Named, RecordedStep
 from app.verification.recordings.step_pair import StepPair
 from app.verification.recordings.trace_arrays import distance, factor, norm, relative_distances
 from app.verification.recordings.trace_finding import TraceFinding
 
 _CLOSE = 1e-4
+_OTHER_SHARE = 1e-3  # A momentum of a person is a short number.
+
+Explained = tuple[str, str, str, Sequence[MovingStatistic]]  # Status, cause, sentence.
 
 
 def compare_statistics(pair: StepPair, allowed: float) -> list[TraceFinding] | None:
@@ -24,91 +27,108 @@ def compare_statistics(pair: StepPair, allowed: float) -> list[TraceFinding] | N
     Returns:
         The findings; None if a recording has no statistics.
     """
-    first, second = pair.states("after")
-    before, _ = pair.states("before")
-    names = [
-        name
-        for name in pair.first.state("after", 0, STATISTIC)
-        if name in second and first[name].dtype.kind == "f"
-    ]
-    if not names:
+    statistics = moving_statistics(pair)
+    if not statistics:
         return None
-    changes = [first[n].astype(np.float64) - before[n] for n in names]
-    others = [second[n].astype(np.float64) - before[n] for n in names]
-    apart = relative_distances(others, changes)
-    wrong = [name for name, far in zip(names, apart, strict=True) if far > allowed]
-    if not wrong:
-        return []
-    status, cause, text = _why(pair, names, wrong, changes, others)
+    apart = relative_distances(
+        [each.changes[1] for each in statistics], [each.changes[0] for each in statistics]
+    )
+    far = {each.name: value for each, value in zip(statistics, apart, strict=True)}
+    wrong = [each for each in statistics if far[each.name] > allowed]
     return [
         TraceFinding(
             *("statistics", status, cause, text, (pair.number,)),
-            tensors=tuple(wrong),
-            distance=max(apart),
+            tensors=tuple(each.name for each in explained),
+            distance=max(far[each.name] for each in explained),
             allowed=allowed,
         )
+        for status, cause, text, explained in _causes(pair, wrong)
+        if explained
     ]
 
 
-def _why(
-    pair: StepPair,
-    names: Sequence[str],
-    wrong: Sequence[str],
-    changes: Sequence[np.ndarray],
-    others: Sequence[np.ndarray],
-) -> tuple[str, str, str]:
-    """Returns status and cause of other statistics, and a sentence."""
-    scale = factor(others, changes)
-    if _close(others, [scale * change for change in changes]):
-        text = f"each statistic changes {scale:.4g} times as much as in the first recording"
-        return FAULT, "other_batch_norm_momentum", text
-    if (found := _unbiased(pair, wrong)) is not None:
-        return found
+def _causes(pair: StepPair, wrong: Sequence[MovingStatistic]) -> Iterator[Explained]:
+    """Yields what explains other statistics."""
+    if not wrong:
+        return
+    if all(each.shares for each in wrong):
+        yield from _by_batches(pair, wrong)
+    elif _is_scaled(wrong, scale := _scale_of(wrong)):
+        yield FAULT, "other_batch_norm_momentum", _text_of_scale(scale), wrong
+    else:
+        yield _other(pair, wrong)
+
+
+def _by_batches(pair: StepPair, wrong: Sequence[MovingStatistic]) -> Iterator[Explained]:
+    """Yields what explains statistics of layers whose momentum is known."""
+    shares = [each.shares or (1.0, 1.0) for each in wrong]
+    others = [
+        each
+        for each, (first, second) in zip(wrong, shares, strict=True)
+        if abs(second - first) > _OTHER_SHARE * first
+    ]
+    if others:
+        first, second = others[0].shares or (1.0, 1.0)
+        text = (
+            f"{first:.4g} of each batch is added to the moving statistics in the first recording,"
+            f" and {second:.4g} in the second"
+        )
+        yield FAULT, "other_batch_norm_momentum", text, others
+    left = [each for each in wrong if not each.has_equal_batch()]
+    variances = [each for each in left if each.is_variance]
+    unbiased = _unbiased(pair, variances)
+    means = [each for each in left if not each.is_variance]
+    if unbiased is not None and not means:
+        yield BY_DESIGN, "unbiased_variance", unbiased, variances
+    elif left and not others and _is_scaled(left, scale := _scale_of(left)):
+        yield FAULT, "other_batch_norm_momentum", _text_of_scale(scale), left
+    elif left:
+        yield _other(pair, left)
+
+
+def _scale_of(statistics: Sequence[MovingStatistic]) -> float:
+    """Returns by which factor the changes differ."""
+    return factor([each.changes[1] for each in statistics], [s.changes[0] for s in statistics])
+
+
+def _is_scaled(statistics: Sequence[MovingStatistic], scale: float) -> bool:
+    changes = [scale * each.changes[0] for each in statistics]
+    apart = relative_distances([each.changes[1] for each in statistics], changes)
+    return abs(scale - 1) > _OTHER_SHARE and max(apart) < _CLOSE
+
+
+def _text_of_scale(scale: float) -> str:
+    return f"each statistic changes {scale:.4g} times as much as in the first recording"
+
+
+def _other(pair: StepPair, wrong: Sequence[MovingStatistic]) -> Explained:
     for step, which in ((pair.second, "second"), (pair.first, "first")):
         if step.trace.num_replicas > 1 and _differ(step):
             text = f"each replica of the {which} recording has the statistics of its own examples"
-            return BY_DESIGN, "local_statistics", text
-    return FAULT, "other_statistics", f"{len(wrong)} of {len(names)} statistics differ"
+            return BY_DESIGN, "local_statistics", text, wrong
+    return FAULT, "other_statistics", f"{len(wrong)} moving statistics differ", wrong
 
 
-def _unbiased(pair: StepPair, wrong: Sequence[str]) -> tuple[str, str, str] | None:
-    """Explains variances by n / (n - 1), possibly with another momentum."""
-    first, second = pair.states("after")
-    before, _ = pair.states("before")
-    weights = [
-        _weight_of_batch(pair.first.trace.layers),
-        _weight_of_batch(pair.second.trace.layers),
-    ]
-    if weights[0] is None or weights[1] is None:
-        return None
+def _unbiased(pair: StepPair, variances: Sequence[MovingStatistic]) -> str | None:
+    """Explains variances by n / (n - 1); n is at least the number of examples."""
     ratios = []
-    for name in wrong:
-        batch = [
-            (after[name].astype(np.float64) - (1 - weight) * before[name]) / weight
-            for after, weight in ((first, weights[0]), (second, weights[1]))
-        ]
-        ratio = factor([batch[1]], [batch[0]])
-        if distance(batch[1], ratio * batch[0], max(norm(batch[1]), 1e-30)) > 20 * _CLOSE:
+    for each in variances:
+        first, second = each.of_batch
+        ratio = factor([second], [first])
+        slack = 20 * _CLOSE + each.rounding / max(norm(second), 1e-30)
+        if distance(second, ratio * first, max(norm(second), 1e-30)) > slack:
             return None
-        ratios.append(ratio)
-    if not all(0.4 < ratio < 2.1 for ratio in ratios) or all(abs(r - 1) < _CLOSE for r in ratios):
+        ratios.append(max(ratio, 1 / ratio) if ratio > 0 else np.inf)
+    sizes = [step.num_examples(r) or 0 for step in (pair.first, pair.second) for r in step.replicas]
+    smallest = max(2, min(sizes))
+    if not ratios or max(ratios) > smallest / (smallest - 1) * 1.01:
         return None
-    largest = max(ratios, key=lambda ratio: abs(ratio - 1))
-    which = "second" if largest > 1 else "first"
-    text = (
-        f"the variance of a batch is up to {max(largest, 1 / largest):.6g} times as large in the"
-        f" {which} recording: n / (n - 1), the unbiased one"
+    largest = variances[int(np.argmax(ratios))]
+    is_second = norm(largest.of_batch[1]) > norm(largest.of_batch[0])
+    return (
+        f"the variance of a batch is up to {max(ratios):.6g} times as large in the"
+        f" {'second' if is_second else 'first'} recording: n / (n - 1), the unbiased one"
     )
-    return BY_DESIGN, "unbiased_variance", text
-
-
-def _weight_of_batch(layers: Sequence[Mapping[str, Any]]) -> float | None:
-    """Returns with which weight BatchNorm adds the statistics of a batch; None if not known."""
-    for layer in layers:
-        if "BatchNorm" in str(layer.get("class")) and isinstance(layer.get("momentum"), float):
-            momentum = layer["momentum"]
-            return 1 - momentum if layer["class"] == "BatchNormalization" else momentum
-    return None
 
 
 def _differ(step: RecordedStep) -> bool:
@@ -116,7 +136,3 @@ def _differ(step: RecordedStep) -> bool:
     return any(
         not np.array_equal(states[0][name], other[name]) for other in states[1:] for name in other
     )
-
-
-def _close(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> bool:
-    return max(relative_distances(actual, expected)) < _CLOSE

@@ -70,7 +70,10 @@ def _differences(pair: StepPair, named: list[tuple[Rule, Update]]) -> Iterator[T
         if field.name == "learning_rate" and x:
             text += f": {y / x:.6g} times as large"
         cause = _CAUSES.get(field.name, f"other_{field.name}")
-        yield fault("update", cause, text, pair.number, distance=effect)
+        finding = fault("update", cause, text, pair.number, distance=effect)
+        # Each framework has one place for epsilon, which no setting changes.
+        is_choice = cause == "epsilon_placement"
+        yield dataclasses.replace(finding, status=BY_DESIGN) if is_choice else finding
 
 
 def _effect(update: Update, setting: str, value: object) -> float:

@@ -23,11 +23,16 @@ class StepPair:
     def __init__(self, first: RecordedStep, second: RecordedStep, matching: Matching):
         self.first, self.second = first, second
         self._transposed = {pair.second: pair for pair in matching.pairs}
+        self._names = {pair.first: pair.second for pair in matching.pairs}
 
     @property
     def number(self) -> int:
         """The number of the step, from 0."""
         return self.first.number
+
+    def in_second(self, name: str) -> str:
+        """Returns the name in the second recording of a variable of the first; "" without."""
+        return self._names.get(name, "")
 
     def in_first(self, named: Named | None) -> Named:
         """Returns arrays of the second recording under the names and in the layout of the first."""

@@ -9,7 +9,7 @@ TINY = float(np.finfo(np.float32).tiny)
 _BFLOAT16_EPS = 2.0**-7
 # Below this part of the largest array's norm, an array is measured by that norm: its gradient may
 # be rounding error alone, as that of a bias before BatchNorm.
-_SMALL_PART = 1e-3
+_SMALL_PART = 1e-2
 
 
 def norm(array: np.ndarray) -> float:

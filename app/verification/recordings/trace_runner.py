@@ -17,6 +17,7 @@ from app.verification.case_runner import report_case
 from app.verification.recordings.trace_finding import STAGES
 from app.verification.recordings.trace_verification import (
     TraceReport,
+    between_frameworks,
     computed_tolerance,
     given_tolerance,
     verify_against,
@@ -83,8 +84,9 @@ def _verify(
         results = {names[0]: _result(verify_alone(first), "", tolerance.text if others else alone)}
         for name, other in zip(names[1:], others, strict=True):
             progress.start(f"comparing {name}")
-            report = verify_against(first, other, config.names, tolerance)
-            results[name] = _result(report, f"training of {names[0]}", tolerance.text)
+            allowed = between_frameworks(tolerance, first, other)
+            report = verify_against(first, other, config.names, allowed)
+            results[name] = _result(report, f"training of {names[0]}", allowed.text)
     return results
 
 

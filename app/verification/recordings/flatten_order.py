@@ -1,0 +1,62 @@
+"""Finds dense kernels whose rows are in another order: channels flattened first or last."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from app.verification.recordings.recorded_step import Named
+from app.verification.recordings.step_pair import StepPair
+from app.verification.recordings.trace_arrays import distance, norm
+
+_MOST_CHANNELS = 4096
+# Other logits scale the examples of a batch in another way, so that rows agree in their size only.
+_ALIKE, _MORE_ALIKE = 0.8, 0.3
+
+
+def reordered_rows(
+    pair: StepPair, first: Named, second: Named, wrong: Sequence[str], allowed: Callable
+) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Yields an explanation of other gradients by the order of the flattened axes.
+
+    Rows of a dense kernel's gradient are either equal in another order, or, if the kernel itself is
+    not reordered and the loss is another one, of similar size in that order.
+    """
+    layouts = {variable.name: variable.layout for variable in pair.first.trace.variables}
+    for name in wrong:
+        a, b = first[name], second[name]
+        if a.ndim != 2:
+            continue
+        if layouts.get(name) == "OI":
+            a, b = a.T, b.T
+        sizes = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
+        direct = _correlation(*sizes)
+        found = [
+            (distance(b[order], a, max(norm(a), 1e-30)), _correlation(sizes[0], sizes[1][order]), n)
+            for n, order in _orders(len(a))
+        ]
+        if not found:
+            continue
+        far, alike, channels = min(found, key=lambda each: (each[0] > 4 * allowed(name), -each[1]))
+        if far <= 4 * allowed(name) or (alike > _ALIKE and alike > direct + _MORE_ALIKE):
+            yield (
+                "flatten_order",
+                f"the inputs of {name} are in another order: {channels} channels are flattened"
+                " first in one script and last in the other",
+                [name],
+            )
+            return
+
+
+def _orders(count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields numbers of channels, and the rows as they are with the channels elsewhere."""
+    rows = np.arange(count)
+    for channels in range(2, min(count, _MOST_CHANNELS)):
+        if count % channels == 0:
+            yield channels, rows.reshape(channels, -1).T.ravel()
+            yield channels, rows.reshape(-1, channels).T.ravel()
+
+
+def _correlation(first: np.ndarray, second: np.ndarray) -> float:
+    a, b = (array - array.mean() for array in (first.astype(np.float64), second))
+    size = norm(a) * norm(b)
+    return float(a @ b) / size if size else 0.0
