@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "strides", "p": "rate"}
 OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
+FORMAT = {"format": "lockstep trace", "version": 1, "framework": "torch", "order": "reduce, clip"}
 AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
 
 
@@ -93,6 +94,9 @@ class record:
         try:
             arrays = np.load(found, allow_pickle=False)
             about = json.loads(str(arrays["about"]))
+            _require(
+                about["version"] == 1, f"version {about['version']}, this file reads version 1"
+            )
             missing = self.wanted - set(about["steps"])
         except Exception as error:
             raise ValueError(f"replay={path}: cannot be read as a trace: {error}") from None
@@ -140,9 +144,9 @@ class record:
             self.now, self.losses, self.num_forward = {}, [], 0  # GradScaler skipped the update.
         self._begin(is_forward=True)
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
-        if self.seed is not None:
+        if self.seed is not None and (sizes := [len(x) for x in batch if x.dim()]):
             generator = torch.Generator().manual_seed(self.seed + self.step)
-            order = torch.randperm(len(batch[0]), generator=generator)
+            order = torch.randperm(sizes[0], generator=generator)
             self.inverse = torch.argsort(order)
             args, options, batch = _take((args, options, batch), order)
         on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
@@ -271,7 +275,7 @@ class record:
     def _save(self, kind: str, values: Sequence[Any], start: int = 0) -> None:
         for index, value in enumerate(values, start):
             key = f"{kind}/{self.rank}/{index}"
-            if isinstance(value, Tensor) and value.is_sparse:
+            if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
                 self.now[f"{key}/values"] = _to_array(value._values())
                 self.now[f"{key}/indices"] = _to_array(value._indices()[0])
                 self.now[f"{key}/rows"] = np.array(len(value))
@@ -284,9 +288,6 @@ class record:
             warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
         rule = {"class": type(self.optimizer).__name__, "framework": "torch"}
         about = {
-            "format": "lockstep trace",
-            "version": 1,
-            "framework": "torch",
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": self.num_replicas,
             "replicas": [self.rank],
@@ -294,12 +295,12 @@ class record:
             "variables": list(self.variables.values()),
             "gradients": list(self.weights),
             "reduction": "mean" if self.ddp else "",
-            "order": "reduce, clip",
             "optimizer": {**_settings(self.optimizer.defaults), **rule},
             "layers": _layers(self.module),
             "data_layout": "NCHW" if "OIHW" in str(self.variables) else "",
             "permuted": self.seed,
             "replayed": self.replay,
+            **FORMAT,
             **self.per_step,
         }
         path = _rank_path(self.path, self.rank) if self.num_replicas > 1 else self.path
@@ -320,6 +321,7 @@ def _rank_path(path: str, rank: int) -> str:
 
 def _to_array(value: Tensor) -> np.ndarray:
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    value = value if value.layout == torch.strided else value.to_dense()
     value = value.float() if value.dtype == torch.bfloat16 else value  # NumPy does not have it.
     return np.array(value.detach().cpu())
 

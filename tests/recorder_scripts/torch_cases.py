@@ -257,6 +257,9 @@ def case_errors():
 
     with open("damaged.npz", "wb") as file:
         file.write(b"PK\x03\x04 damaged")
+    with lockstep_torch.np.load("first.npz") as file:
+        later = str(file["about"]).replace('"version": 1', '"version": 2')
+    lockstep_torch.np.savez("later.npz", about=later)
     record, larger = lockstep_torch.record, nn.Linear(7, 3)
     return {
         "data parallel": message(record, "x.npz", nn.DataParallel(model), optimizer),
@@ -268,6 +271,7 @@ def case_errors():
         "folder": message(record, "nowhere/x.npz", model, optimizer),
         "missing step": message(record, "x.npz", model, optimizer, steps=[9], replay="first.npz"),
         "no trace": message(record, "x.npz", model, optimizer, replay="absent.npz"),
+        "later": message(record, "x.npz", model, optimizer, replay="later.npz"),
         "damaged": message(record, "x.npz", model, optimizer, replay="damaged.npz"),
         "unmatched": message(record, "x.npz", larger, adamw(larger), [0], "first.npz"),
         "misnamed": message(
@@ -283,10 +287,10 @@ def case_errors():
 def case_ddp():
     model = DistributedDataParallel(network())
     train(model, adamw(model), "ddp.npz", shards=(dist.get_rank(), 2), steps=3)
-    model = DistributedDataParallel(network())
-    train(
-        model, adamw(model), "ddp_again.npz", shards=(dist.get_rank(), 2), steps=3, replay="ddp.npz"
-    )
+    for path, seed in {"ddp_again.npz": None, "ddp_permuted.npz": 1}.items():
+        model = DistributedDataParallel(network())
+        options = {"shards": (dist.get_rank(), 2), "replay": "ddp.npz", "permute": seed}
+        train(model, adamw(model), path, steps=3, **options)
 
 
 def case_ddp_bits():
