@@ -12,7 +12,7 @@ This file is standalone: copy it next to your script. It needs JAX and NumPy.
 
 `arguments` and `outputs` say where arrays are in the arguments and in the result of `train_step`:
 position, name of a keyword argument, path such as "0/params", or a tuple of these. "state" stands
-for BatchNorm statistics. Within the step, gradients are recorded by `keep`, which returns them:
+for BatchNorm statistics. Within the step, `keep` records gradients and returns them:
 
     grads = lockstep_jax.keep("raw", grads)      # In shard_map or pmap: before psum or pmean.
     grads = lockstep_jax.keep("sums", grads)     # After psum or pmean.
@@ -31,7 +31,6 @@ processes, each writes a file: "two.rank0.npz", "two.rank1.npz".
 import json
 import os
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,42 +106,42 @@ class record:
         inputs = {role: _find(names, where, role) for role, where in self.arguments.items()}
         placed = _place(self.step, args, kwargs)
         replicas = _Replicas(placed, inputs, self.pmap)
-        if not self._arrays:
-            self._describe(inputs, replicas.values(placed, inputs, KINDS)[replicas.local[0][0]])
+        variables = self._describe(leaves, inputs)
         if self._trace:
-            self._load_state(number, leaves, inputs, replicas)
+            self._trace.load(number, leaves, variables, keys=not replicas.split_keys)
         for index, _ in inputs["batch"] if self.permute is not None else ():
             leaves[index] = replicas.permuted(leaves[index], (self.permute, number))
         args, kwargs = jax.tree.unflatten(tree, leaves)
         placed = _place(self.step, args, kwargs)
-        found = {"before": replicas.values(placed, inputs, KINDS)}
-        found |= {"data": replicas.values(placed, inputs, ["batch"])}
-        found |= {"random": replicas.values(placed, inputs, ["key"])}
+        found = {"data": replicas.columns(placed, inputs, ["batch"])}
+        found["before"] = replicas.columns(placed, inputs, KINDS)
+        found["random"] = replicas.columns(placed, inputs, ["key"])
         kept = self._run_with_callbacks(args, kwargs, replicas)
-        if not replicas.split_keys and all(device < 0 for _, device in self._received):
-            found["random"] = {r: keys for r, keys in found["random"].items() if r == 0}
         result = self.step(*args, **kwargs)
         names, leaves, _ = _flatten(result)
-        results = {role: _find(names, where, role) for role, where in self.outputs.items()}
-        found |= {"after": replicas.values(leaves, results, KINDS)}
-        found |= {"loss": replicas.values(leaves, results, ["loss"])}
+        outputs = {role: _find(names, where, role) for role, where in self.outputs.items()}
+        found["loss"] = replicas.columns(leaves, outputs, ["loss"])
+        found["after"] = replicas.columns(leaves, outputs, KINDS)
+        found["after"] += found["before"][len(found["after"]) :]  # Keys that are not returned.
         self._store(number, found | kept, replicas)
         return result
 
     def _run_with_callbacks(self, args: Any, kwargs: Any, replicas: "_Replicas") -> dict[str, Any]:
-        """Returns the kept arrays, by kind and replica, of the second version of the step."""
+        """Returns what `keep` records in the second version of the step."""
         self._received.clear()
-        copied = jax.tree.map(lambda a: a.copy() if isinstance(a, jax.Array) else a, (args, kwargs))
+        copied = jax.tree.map(lambda a: a.copy() if isinstance(a, jax.Array) else a, [args, kwargs])
         with _RECORDER(self):
             jax.block_until_ready(self.step(*copied[0], **copied[1]))
         jax.effects_barrier()
         kept: dict[str, Any] = {}
         for (kind, device), calls in self._received.items():
-            if len(calls) > 1 or device >= replicas.number:
-                where = f"{len(calls)} calls on device {device} of {replicas.number}"
-                raise ValueError(f"keep({kind!r}): {where}; call it once, and split the batch")
-            owners = [r for r, _ in replicas.local if device in (-1, r)]
-            kept.setdefault(kind, {}).update((replica, calls[0]) for replica in owners)
+            if len(calls) > 1:
+                raise ValueError(f"keep({kind!r}): {len(calls)} calls in a step; keep all at once")
+            if device >= replicas.number:
+                parts = f"device {device} runs it, the batch is split over {replicas.number}"
+                raise ValueError(f"keep({kind!r}): {parts}; record data parallelism only")
+            rows = [self._received.get((kind, r)) or calls for r, _ in replicas.local]
+            kept[kind] = [*zip(*(arrays for (arrays,) in rows), strict=True)]
         return kept
 
     def _receive(self, kind: str, names: list[str], device: Any, *leaves: Any) -> None:
@@ -150,40 +149,27 @@ class record:
         if kind in ("raw", "sums", "clipped"):
             self._about["gradients"] = [name or "params" for name in names]
 
-    def _describe(self, inputs: Mapping[str, Any], values: list[np.ndarray]) -> None:
-        """Writes names, kinds and layouts of the variables, and finds them in the other trace."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        self._about["variables"] = []
-        pairs = [(role, name) for role in KINDS for _, name in inputs.get(role, [])]
-        for (role, name), shape in zip(pairs, [value.shape for value in values], strict=True):
-            entry = {"name": name if role == "params" else f"{role}/{name}", "kind": KINDS[role]}
+    def _describe(self, leaves: list[Any], inputs: Mapping[str, Any]) -> list[Any]:
+        """Returns index, shape on a replica and description of each variable."""
+        variables, shapes = list[Any](), dict[str, tuple[int, ...]]()
+        for role, index, name in [(r, *pair) for r in KINDS for pair in inputs.get(r, [])]:
+            shape = np.shape(_plain(leaves[index]))[int(self.pmap) :]
             shapes |= {name: shape} if role == "params" else {}
             fitting = [w for w in shapes if f"/{name}".endswith(f"/{w}") and shapes[w] == shape]
             weight = max(fitting, key=len, default="") if role in ("params", "opt_state") else ""
-            entry["layout"] = self.layouts.get(len(shape), "") if weight else ""
+            entry = {"name": name if role in ("params", name) else f"{role}/{name}"}
+            entry |= {"kind": KINDS[role]}
+            entry |= {"layout": self.layouts.get(len(shape), "") if weight else ""}
             if role == "opt_state":
-                slot = name.removesuffix(weight).strip("/").split("/")[-1] or "momentum"
-                entry |= {"of": weight, "slot": slot}
-            self._about["variables"].append(entry)
-        if self._trace:
-            self._matches = self._trace.match(self._about["variables"], values)
-
-    def _load_state(self, number: int, leaves: list[Any], inputs: Any, replicas: Any) -> None:
-        """Replaces the variables among `leaves` by those of the same step in the other trace."""
-        pairs = [(role, index) for role in KINDS for index, _ in inputs.get(role, [])]
-        for (role, index), match in zip(pairs, self._matches, strict=True):
-            values = self._trace.values(number, *match) if match else []
-            each = self.pmap or (role == "key" and replicas.split_keys)  # One for each replica.
-            if each and len(values) == replicas.number:
-                joined = np.stack(values) if self.pmap else np.concatenate(values)
-                leaves[index] = _like(leaves[index], joined)
-            elif values and not (each and role == "key"):
-                leaves[index] = _like(leaves[index], values[0])
+                slot = name.removesuffix(weight).strip("/").split("/")[-1]
+                entry |= {"of": weight, "slot": slot or "momentum"}
+            variables.append((index, shape, entry))
+        self._about["variables"] = [entry for _, _, entry in variables]
+        return variables
 
     def _store(self, number: int, found: dict[str, Any], replicas: "_Replicas") -> None:
         """Keeps the arrays of a step until the end of the block."""
-        about, settings = self._about, dict(self.optimizer)
-        settings.pop("class", None)
+        about, settings = self._about, {k: v for k, v in self.optimizer.items() if k != "class"}
         settings = {k: float(v(number)) if callable(v) else v for k, v in settings.items()}
         settings["weights"] = [v["name"] for v in about["variables"] if v["kind"] == "weight"]
         about["steps"].append(number)
@@ -192,12 +178,14 @@ class record:
         about["reduction"] = self.reduction if "raw" in found else ""
         if "sums" in found:
             found.setdefault("clipped", found["sums"])
-        for replica, before in found["before"].items():  # Keys that the step does not return.
-            found["after"][replica] += before[len(found["after"][replica]) :]
-        convert = {"random": lambda array: array.view(np.uint8), "loss": np.squeeze}
-        for kind, per_replica in found.items():
-            for replica, arrays in per_replica.items():
-                for index, array in enumerate(map(convert.get(kind, np.asarray), arrays)):
+        one_key = not replicas.split_keys and all(device < 0 for _, device in self._received)
+        for kind, columns in found.items():
+            for index, column in enumerate(columns):
+                for (replica, _), array in zip(replicas.local, column, strict=True):
+                    if kind == "random" and one_key and replica > 0:
+                        continue  # One program draws the numbers of all devices.
+                    array = array.view(np.uint8) if kind == "random" else array
+                    array = array.squeeze() if kind == "loss" else array
                     self._arrays[f"{len(about['steps'])}/{kind}/{replica}/{index}"] = array
 
     def _save(self) -> None:
@@ -230,78 +218,74 @@ class _Replicas:
         own = jax.process_index()
         self.local = [(r, d) for r, d in enumerate(devices) if d.process_index == own]
         keys = [placed[index] for index, _ in inputs.get("key", [])]
-        self.split_keys = any(_split(key) and not key.is_fully_replicated for key in keys)
+        self.split_keys = pmap or any(_split(k) and not k.is_fully_replicated for k in keys)
 
-    def values(self, leaves: Sequence[Any], found: Any, roles: Iterable[str]) -> dict[int, Any]:
-        """Returns the host arrays of each replica of this process, of all `roles`."""
+    def columns(self, leaves: Sequence[Any], found: Any, roles: Iterable[str]) -> list[Any]:
+        """Returns for each array of `roles` the host arrays of this process's replicas."""
         pairs = [(leaves[index], role) for role in roles for index, _ in found.get(role, [])]
-        columns = [self._column(_plain(leaf), role) for leaf, role in pairs]
-        return {r: [column[at] for column in columns] for at, (r, _) in enumerate(self.local)}
+        return [self._column(_plain(leaf), role) for leaf, role in pairs]
 
     def _column(self, leaf: Any, role: str) -> list[np.ndarray]:
-        values = [leaf] * len(self.local)
         if self.pmap and np.shape(leaf)[:1] != (self.number,):
             raise ValueError(f"pmap: {role} of shape {np.shape(leaf)} has no axis of devices")
-        whole = role in KINDS and role != "key"  # Also if each device has a part of it.
-        if _split(leaf) and (self.pmap or not whole or leaf.is_fully_replicated):
+        values = [leaf] * len(self.local)
+        part = self.pmap or role in ("batch", "key", "loss")  # Of the others, the whole array.
+        if _split(leaf) and (part or leaf.is_fully_replicated):
             shards = {shard.device: shard.data for shard in leaf.addressable_shards}
             values = [shards[device] for _, device in self.local]
         return [_host(value)[0] if self.pmap else _host(value) for value in values]
 
     def permuted(self, leaf: Any, seed: Sequence[int]) -> Any:
         """Returns `leaf` with its examples in another order, each on the same replica."""
-        generator, values = np.random.default_rng(seed), _host(leaf)
+        generator, values = np.random.default_rng(seed), _host(_plain(leaf))
         for rows in self.rows if values.ndim else ():
             values[rows] = generator.permutation(values[rows], axis=int(self.pmap))
         return _like(leaf, values)
 
 
 class _Trace:
-    """The trace of another training, of one process or several."""
+    """The trace of another training, of one process or several: the state of its replica 0."""
 
     def __init__(self, path: Path, wanted: set[int], names: Mapping[str, str]) -> None:
-        files = [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}.rank*.npz"))
-        if not files:
+        self.path, self.names, self._fixed = path, names, {*names, *names.values()}
+        file = path if path.exists() else path.with_suffix(".rank0.npz")
+        if not file.exists():
             raise ValueError(f"replay={path}: no such file; record it first")
-        self.path, self.names = path, names
-        self.members = ChainMap(*[np.load(file) for file in files])
+        self.members = np.load(file)
         self.about = json.loads(str(self.members["about"]))
         if missing := sorted(wanted - {*self.about["steps"]}):
             raise ValueError(f"replay={path}: no step {missing}; use steps={self.about['steps']}")
 
-    def values(self, number: int, index: int, axes: Sequence[int]) -> list[np.ndarray]:
-        """Returns a variable before step `number`, on each replica, with its axes in that order."""
-        prefix = f"{self.about['steps'].index(number) + 1}/before"
-        values = [self.members[f"{prefix}/{r}/{index}"] for r in range(self.about["num_replicas"])]
-        return [value.transpose(axes) if axes else value for value in values]
-
-    def match(self, variables: list[Any], arrays: list[np.ndarray]) -> list[Any]:
-        """Returns index and axes in this trace of each variable; None for one to leave as it is."""
-        kinds = [*KINDS.values()][: 4 if self.about["framework"] == "jax" else 2]
-        names = [self.names.get(v["name"], v["name"]) for v in variables]
-        theirs, matches = dict(enumerate(self.about["variables"])), list[Any]()
-        for mine, name, array in zip(variables, names, arrays, strict=True):
-            same = {i: v for i, v in theirs.items() if v["kind"] == mine["kind"] in kinds}
-            named = [i for i, v in same.items() if v["name"] == name]
-            others = [i for i, v in same.items() if v["name"] not in {*names, *self.names.values()}]
-            options = named or ([] if mine["name"] in self.names else others)
-            fits = [(i, _axes(same[i]["layout"], mine["layout"])) for i in options]
-            first = self.about["steps"][0]
-            fits = [fit for fit in fits if self.values(first, *fit)[0].shape == array.shape]
-            if not fits and mine["kind"] in kinds[:3]:
-                shapes = [(v["name"], self.values(first, i, ())[0].shape) for i, v in same.items()]
+    def load(self, number: int, leaves: list[Any], variables: list[Any], keys: bool) -> None:
+        """Replaces the variables among `leaves` by those before step `number`."""
+        kinds = [*KINDS.values()][: 2 if self.about["framework"] != "jax" else 3 + keys]
+        prefix = f"{self.about['steps'].index(number) + 1}/before/0"
+        left = dict(enumerate(self.about["variables"]))
+        for index, shape, mine in variables:
+            name = self.names.get(mine["name"], mine["name"])
+            same = {
+                i: _transpose(self.members[f"{prefix}/{i}"], theirs["layout"], mine["layout"])
+                for i, theirs in left.items()
+                if theirs["kind"] == mine["kind"] in kinds
+                and (theirs["name"] == name or not {mine["name"], theirs["name"]} & self._fixed)
+            }
+            fits = [i for i, value in same.items() if value.shape == shape]
+            fits.sort(key=lambda i: left[i]["name"] != name)  # By name, else the first.
+            if fits:
+                leaves[index] = _like(leaves[index], same[fits[0]])
+                del left[fits[0]]
+            elif mine["kind"] in kinds[:3]:
+                options = [(left[i]["name"], value.shape) for i, value in same.items()]
                 raise ValueError(
-                    f"replay={self.path}: nothing for {mine['name']} of shape {array.shape} among "
-                    f"{shapes}; use names={{{mine['name']!r}: …}}"
+                    f"replay={self.path}: no {mine['kind']} for {mine['name']} {shape} among "
+                    f"{options}; pass names={{{mine['name']!r}: …}}"
                 )
-            matches.append(fits[0] if fits else None)
-            theirs.pop(fits[0][0] if fits else -1, None)
-        return matches
 
 
-def _axes(theirs: str, mine: str) -> tuple[int, ...]:
-    """Returns the order of the axes from one layout to the other, () if it does not change."""
-    return tuple(map(theirs.index, mine)) if sorted(theirs) == sorted(mine) else ()
+def _transpose(value: np.ndarray, theirs: str, mine: str) -> np.ndarray:
+    """Returns `value`, of the layout `theirs`, in the layout `mine`."""
+    same_axes = theirs and sorted(theirs) == sorted(mine)
+    return value.transpose([theirs.index(axis) for axis in mine]) if same_axes else value
 
 
 def _flatten(tree: Any, skip: int = 0) -> tuple[list[str], list[Any], Any]:

@@ -36,7 +36,7 @@ def batches(images, labels, epoch):
 def init(**shapes):
     normal = jax.nn.initializers.he_normal()
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    kernels = {name: normal(key, shapes[name]) for name, key in zip(shapes, keys)}
+    kernels = {name: normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
     return {n: {"kernel": k, "bias": jnp.zeros(k.shape[-1])} for n, k in kernels.items()}
 
 

@@ -1,0 +1,260 @@
+"""Small JAX trainings for `test_jax_recorder.py`: python jax_cases.py CASE DIRECTORY"""
+
+import collections
+import json
+import os
+import pathlib
+import sys
+from functools import partial
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "recorders"))
+
+import jax
+import jax.numpy as jnp
+import lockstep_jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+ARGUMENTS = {"params": 0, "opt_state": 1, "batch": (2, 3), "key": 4}
+OUTPUTS = {"params": 0, "opt_state": 1, "loss": 2}
+SGD = {"class": "SGD", "learning_rate": 0.1, "momentum": 0.9}
+State = collections.namedtuple("State", "params moments batch_stats")
+
+
+def init():
+    random = np.random.default_rng(0)
+    a, b = random.normal(size=(5, 7)), random.normal(size=(7, 2))
+    params = {"a": {"kernel": a, "bias": np.zeros(7)}, "b": {"kernel": b}}
+    return jax.tree.map(np.float32, params)
+
+
+def batch(step):
+    x = np.random.default_rng(step).normal(size=(8 if step < 4 else 4, 5)).astype(np.float32)
+    return x, x[:, :2]
+
+
+def loss_fn(params, x, y, key, rate=0.5):
+    h = jnp.tanh(x @ params["a"]["kernel"] + params["a"]["bias"])
+    h = h * jax.random.bernoulli(key, 1 - rate, h.shape) if rate else h
+    return jnp.mean((h @ params["b"]["kernel"] - y) ** 2)
+
+
+def update(params, velocity, grads):
+    velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
+    return jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity), velocity
+
+
+def shard_map_step(num_devices, rate=0.5, traces=None):
+    mesh = Mesh(jax.devices()[:num_devices], ("d",))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(), P("d"), P("d"), P()),
+        out_specs=(P(), P(), P()),
+    )
+    def step(params, velocity, x, y, key):
+        if traces is not None:
+            traces.append(x.shape)
+        key = lockstep_jax.keep("random", jax.random.fold_in(key, jax.lax.axis_index("d")))
+        local = jax.lax.pcast(params, "d", to="varying")
+        loss, grads = jax.value_and_grad(loss_fn)(local, x, y, key, rate)
+        loss, grads = lockstep_jax.keep("loss", loss), lockstep_jax.keep("raw", grads)
+        grads = lockstep_jax.keep("sums", jax.lax.pmean(grads, "d"))
+        clipped = lockstep_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
+        return *update(params, velocity, clipped), jax.lax.pmean(loss, "d")
+
+    return step
+
+
+@partial(jax.pmap, axis_name="d", donate_argnums=(0, 1))
+def pmap_step(params, velocity, x, y, key):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x, y, key)
+    grads = lockstep_jax.keep("raw", grads)
+    grads = lockstep_jax.keep("sums", jax.lax.pmean(grads, "d"))
+    return *update(params, velocity, grads), loss
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def jit_step(name, state, examples, *, key):
+    """Adam; the state is one object, the batch a dictionary, the key a keyword argument."""
+    params, moments, stats = state
+    loss, grads = jax.value_and_grad(loss_fn)(params, examples["x"], examples["y"], key)
+    grads = lockstep_jax.keep("sums", grads)
+    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments["mu"], grads)
+    nu = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, moments["nu"], grads)
+    params = jax.tree.map(lambda p, m, v: p - 0.01 * m / (v**0.5 + 1e-7), params, mu, nu)
+    stats = {"mean": 0.9 * stats["mean"] + 0.1 * examples["x"].mean(0)}
+    moments = {"count": moments["count"] + 1, "mu": mu, "nu": nu}
+    return State(params, moments, stats), {"loss": loss}
+
+
+def loop(step, stack=0, end=6):
+    """Trains for six steps, the last two with short batches; returns all arrays."""
+    params = init()
+    velocity = jax.tree.map(np.zeros_like, params)
+    if stack:
+        params, velocity = jax.tree.map(lambda a: np.stack([a] * stack), (params, velocity))
+    for number in range(end):
+        x, y = batch(number)
+        key = jax.random.key(number)
+        if stack:
+            x, y = (a.reshape(stack, -1, *a.shape[1:]) for a in (x, y))
+            key = jax.random.split(key, stack)
+        params, velocity, loss = step(params, velocity, x, y, key)
+    return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves((params, velocity, loss))]
+
+
+def jit_loop(step, sharded):
+    params = init()
+    zeros = jax.tree.map(np.zeros_like, params)
+    moments = {"count": np.int32(0), "mu": zeros, "nu": zeros}
+    state = State(params, moments, {"mean": np.zeros(5, np.float32)})
+    mesh = Mesh(jax.devices(), ("d",))
+    if sharded:
+        state = jax.device_put(state, NamedSharding(mesh, P()))
+    for number in range(5):
+        examples = dict(zip("xy", batch(number), strict=True))
+        if sharded:
+            examples = jax.device_put(examples, NamedSharding(mesh, P("d")))
+        state, _ = step("a name", state, examples, key=jax.random.key(number))
+    return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state)]
+
+
+def record(directory, name, step, run=loop, **options):
+    """Returns what a training with the recorder ends with, or the message of its error."""
+    options = {
+        "arguments": ARGUMENTS,
+        "outputs": OUTPUTS,
+        "optimizer": SGD,
+        "steps": [0, 2, 4],
+    } | options
+    for key in {"replay"} & set(options):
+        options[key] = directory / options[key]
+    try:
+        with lockstep_jax.record(directory / name, step, **options) as recorded:
+            return run(recorded)
+    except ValueError as error:
+        return str(error)
+
+
+def case_shard_map(directory):
+    traces = [[], []]
+    steps = [shard_map_step(2, traces=names) for names in traces]
+    plain = loop(steps[0])
+    unrecorded = record(directory, "none.npz", steps[1], steps=[100])
+    x, y = batch(0)
+    lowered = steps[1].lower(init(), init(), x, y, jax.random.key(0)).as_text()
+    return {
+        "plain": plain,
+        "unrecorded": unrecorded,
+        "retraced": traces[0] != traces[1],
+        "recorded": record(directory, "two.npz", steps[1]),
+        "has_callback": "callback" in lowered,
+    }
+
+
+def write_torch_trace(directory):
+    """Writes what PyTorch would record of the same weights: transposed, with other names."""
+    with np.load(directory / "one.npz") as one:
+        about = json.loads(str(one["about"]))
+        about |= {"framework": "torch", "variables": []}
+        arrays = {}
+        weights = [("a.bias", "", 0), ("a.weight", "OI", 1), ("b.weight", "OI", 2)]
+        for index, (name, layout, source) in enumerate(reversed(weights)):
+            about["variables"].append({"name": name, "kind": "weight", "layout": layout})
+            for position in (1, 2, 3):
+                arrays[f"{position}/before/0/{index}"] = one[f"{position}/before/0/{source}"].T
+        np.savez(directory / "torch.npz", about=np.array(json.dumps(about)), **arrays)
+
+
+def case_replay(directory):
+    one, two = shard_map_step(1, rate=0), shard_map_step(2, rate=0)
+    results = {"one": record(directory, "one.npz", one), "two": record(directory, "two.npz", two)}
+    record(directory, "replayed.npz", two, replay="one.npz")
+    record(directory, "permuted.npz", two, replay="one.npz", permute=5)
+    results["missing_step"] = record(directory, "x.npz", two, replay="one.npz", steps=[0, 1])
+    results["missing_file"] = record(directory, "x.npz", two, replay="none.npz")
+    write_torch_trace(directory)
+    record(directory, "of_torch.npz", two, replay="torch.npz", names={"a/bias": "a.bias"})
+    wrong = {"names": {"a/kernel": "b.weight"}, "replay": "torch.npz"}
+    results["wrong_name"] = record(directory, "x.npz", two, **wrong)
+    return results
+
+
+def case_pmap(directory):
+    two = partial(loop, stack=2)
+    results = {"recorded": record(directory, "two.npz", pmap_step, two, pmap=True)}
+    results |= {"plain": two(pmap_step)}
+    one = partial(loop, stack=1)
+    record(directory, "one.npz", pmap_step, one, pmap=True, replay="two.npz")
+    record(directory, "permuted.npz", pmap_step, two, pmap=True, replay="two.npz", permute=5)
+    results["no_axis"] = record(directory, "x.npz", shard_map_step(2), loop, pmap=True)
+    return results
+
+
+def case_jit(directory):
+    results = {}
+    for name, sharded in (("one", False), ("two", True)):
+        run = partial(jit_loop, sharded=sharded)
+        results[name] = run(jit_step)
+        results[f"recorded_{name}"] = record(
+            directory,
+            f"{name}.npz",
+            jit_step,
+            run,
+            arguments={
+                "params": "1/params",
+                "opt_state": "1/moments",
+                "state": "1/batch_stats",
+                "batch": 2,
+                "key": "key",
+            },
+            outputs={
+                "params": "0/params",
+                "opt_state": "0/moments",
+                "state": "0/batch_stats",
+                "loss": "1/loss",
+            },
+            optimizer={"class": "Adam", "learning_rate": lambda step: 0.01 * step},
+            steps=3,
+            **({"replay": "one.npz"} if sharded else {}),
+        )
+    return results
+
+
+def case_errors(directory):
+    step, results = shard_map_step(2), {}
+
+    def interrupted(recorded):
+        loop(recorded, end=3)
+        raise ValueError("interrupted")
+
+    results["interrupted"] = record(directory, "interrupted.npz", step, interrupted)
+    before = (directory / "interrupted.npz").read_bytes()
+    savez, np.savez = np.savez, lambda file, **_: file.write(b"half") and 1 / 0
+    try:
+        record(directory, "interrupted.npz", step)
+    except ZeroDivisionError:
+        results["kept"] = (directory / "interrupted.npz").read_bytes() == before
+    np.savez = savez
+    places = {"arguments": ARGUMENTS | {"key": "seed"}}
+    results["no_key"] = record(directory, "x.npz", step, **places)
+    results["no_batch"] = record(directory, "x.npz", step, arguments={"params": 0})
+    results["no_output"] = record(directory, "x.npz", step, outputs={"params": 0})
+
+    @jax.jit
+    def twice(params, velocity, x, y, key):
+        grads = lockstep_jax.keep("sums", lockstep_jax.keep("sums", params))
+        return *update(params, velocity, grads), 0.0
+
+    results["twice"] = record(directory, "x.npz", twice)
+    results["kind"] = record(directory, "x.npz", lambda *_: lockstep_jax.keep("grads", 1))
+    return results
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[f"case_{sys.argv[1]}"](pathlib.Path(sys.argv[2]))))
