@@ -264,8 +264,7 @@ class Recorder(Recording):
             rates = [step.pop(key) for key in list(step) if key[0] == "learning_rate"]
             self.steps.append(step)
             self.settings.append(settings_of(self._model, self._optimizer, float(rates[0][0])))
-        self.optimizer = {"class": type(self._optimizer).__name__, "framework": "keras"}
-        self.optimizer |= constants_of(self._optimizer)
+        self.optimizer = described_optimizer(self._optimizer)
         if self._replay and self._replay.error:  # Without the notes of a traced function.
             raise ValueError(self._replay.error) from None
 
@@ -490,14 +489,17 @@ def settings_of(
     for weight in model.trainable_variables:
         decays = optimizer.weight_decay and optimizer._use_weight_decay(weight)
         groups.setdefault(optimizer.weight_decay if decays else 0.0, []).append(weight.path)
-    constants = {**constants_of(optimizer), "learning_rate": learning_rate}
-    return [{**constants, "weight_decay": d, "weights": paths} for d, paths in groups.items()]
+    settings = {**described_optimizer(optimizer), "learning_rate": learning_rate}
+    for name in ("class", "framework"):
+        del settings[name]
+    return [{**settings, "weight_decay": d, "weights": paths} for d, paths in groups.items()]
 
 
-def constants_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """Returns the settings of an optimizer that are numbers."""
+def described_optimizer(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Returns the class of an optimizer and its settings that are numbers."""
     config = optimizer.get_config().items()
-    return {name: value for name, value in config if isinstance(value, bool | int | float)}
+    numbers = {name: value for name, value in config if isinstance(value, bool | int | float)}
+    return {"class": type(optimizer).__name__, "framework": "keras", **numbers}
 
 
 def leaves(structure: Any) -> list[Any]:
