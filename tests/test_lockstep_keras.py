@@ -70,7 +70,7 @@ def two_heads():
 
 
 class OwnStep(keras.Model):
-    """Has a training step of its own, which shows no loss."""
+    """Has a custom training step, which shows no loss."""
 
     def __init__(self, is_divided=True):
         super().__init__()

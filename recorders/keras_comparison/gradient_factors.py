@@ -31,7 +31,7 @@ def factors_that_fit(context: StepContext) -> list[float]:
 
 
 def factors_sent(context: StepContext) -> list[float]:
-    """Returns by what each replica has multiplied the gradients of its own examples.
+    """Returns the factor of each replica's gradients over those of its examples.
 
     Where a step does not show its loss, this is the one thing that tells; the sum over the
     replicas says whether it is right. The median over the tensors: some may be wrong.
