@@ -17,7 +17,7 @@ from recorders.keras_comparison import BY_DESIGN, FAULT, compare
 from recorders.keras_comparison.context import StepContext
 from recorders.keras_comparison.distances import distance, relative_distance
 from recorders.keras_comparison.expected_step import compute_expected
-from recorders.keras_comparison.one_device import OneDevice
+from recorders.keras_comparison.reference_model import OneDevice
 from recorders.lockstep_keras import Recorder, Recording
 
 layers, losses, optimizers = keras.layers, keras.losses, keras.optimizers

@@ -4,8 +4,8 @@ import numpy as np
 
 from .context import StepContext
 from .modes import as_replica
-from .one_device import StepResult
 from .recorder_imports import Arrays
+from .reference_model import StepResult
 from .rounding import measure, repeated_spread
 
 
