@@ -88,29 +88,27 @@ class Recording:
             if isinstance(layer, keras.layers.Conv2D):
                 self.data_layout = {"channels_last": "NHWC"}.get(layer.data_format, "NCHW")
             if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense) and layer.built:
-                layouts[layer.kernel.path] = "IO" if len(layer.kernel.shape) == 2 else "HWIO"
+                layout = "IO" if len(layer.kernel.shape) == 2 else "HWIO"
+                layouts[getattr(layer.kernel, "path", "")] = layout
         self.layers = [
-            {"name": layer.name, "class": type(layer).__name__, "weights": names_of(layer.weights)}
+            {"name": layer.name, "class": type(layer).__name__}
+            | {"weights": [weight.path for weight in layer.weights]}
             | {to: getattr(layer, own) for own, to in LAYER_SETTINGS.items() if hasattr(layer, own)}
             for layer in layers
         ]
-        weights = names_of(model.trainable_variables)
+        weights = [weight.path for weight in model.trainable_variables]
         self.variables = []
         for variable in model.variables:
             kind = "weight" if variable.path in weights else "statistic"
             kind = kind if is_float(variable) else "seed"
             layout = layouts.get(variable.path, "")
             self.variables.append({"name": variable.path, "kind": kind, "layout": layout})
+        starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
         for variable in optimizer.variables:
-            starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
             start = max(filter(variable.name.startswith, starts), key=len, default="")
             of, slot = starts.get(start, ""), variable.name.removeprefix(start)
-            about = {
-                "name": variable.path,
-                "kind": "optimizer state",
-                "layout": layouts.get(of, ""),
-            }
-            self.variables.append({**about, "of": of, "slot": slot})
+            about = {"name": variable.path, "kind": "optimizer state", "of": of, "slot": slot}
+            self.variables.append({**about, "layout": layouts.get(of, "")})
 
     def save(self, path: Path) -> None:
         """Writes a file when it is complete; process 0 of several processes `….rank0.npz`."""
@@ -264,7 +262,8 @@ class Recorder(Recording):
             rates = [step.pop(key) for key in list(step) if key[0] == "learning_rate"]
             self.steps.append(step)
             self.settings.append(settings_of(self._model, self._optimizer, float(rates[0][0])))
-        self.optimizer = described_optimizer(self._optimizer)
+        self.optimizer = {"class": type(self._optimizer).__name__, "framework": "keras"}
+        self.optimizer |= constants_of(self._optimizer)
         if self._replay and self._replay.error:  # Without the notes of a traced function.
             raise ValueError(self._replay.error) from None
 
@@ -324,7 +323,8 @@ class Recorder(Recording):
             predictions = leaves(call["y_pred"])
             self.predicted = to_json(call["y_pred"])
             self._keep("y_pred", predictions)
-            self._keep("mask", [mask_of(prediction) for prediction in predictions])
+            masks = map(get_keras_mask, predictions)
+            self._keep("mask", [tf.zeros(()) if mask is None else mask for mask in masks])
             self._keep("loss", [loss, regularisation(self._model)])
         return loss
 
@@ -489,17 +489,14 @@ def settings_of(
     for weight in model.trainable_variables:
         decays = optimizer.weight_decay and optimizer._use_weight_decay(weight)
         groups.setdefault(optimizer.weight_decay if decays else 0.0, []).append(weight.path)
-    settings = {**described_optimizer(optimizer), "learning_rate": learning_rate}
-    for name in ("class", "framework"):
-        del settings[name]
+    settings = {**constants_of(optimizer), "learning_rate": learning_rate}
     return [{**settings, "weight_decay": d, "weights": paths} for d, paths in groups.items()]
 
 
-def described_optimizer(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """Returns the class of an optimizer and its settings that are numbers."""
+def constants_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Returns the settings of an optimizer that are numbers."""
     config = optimizer.get_config().items()
-    numbers = {name: value for name, value in config if isinstance(value, bool | int | float)}
-    return {"class": type(optimizer).__name__, "framework": "keras", **numbers}
+    return {name: value for name, value in config if isinstance(value, bool | int | float)}
 
 
 def leaves(structure: Any) -> list[Any]:
@@ -540,11 +537,6 @@ def is_float(variable: keras.Variable) -> bool:
     return keras.backend.is_float_dtype(variable.dtype)
 
 
-def names_of(variables: Sequence[Any]) -> list[str]:
-    """Returns the paths of variables."""
-    return [variable.path for variable in variables]
-
-
 def to_numpy_dtype(value: Any) -> tf.Tensor:
     """Returns a tensor, or a variable's value; bfloat16, which NumPy cannot save, as float32."""
     tensor = tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
@@ -554,12 +546,6 @@ def to_numpy_dtype(value: Any) -> tf.Tensor:
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Returns the optimizer within a `LossScaleOptimizer`, which unscales before it."""
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def mask_of(prediction: Any) -> tf.Tensor:
-    """Returns the mask of a tensor; a scalar where there is none."""
-    mask = get_keras_mask(prediction)
-    return tf.zeros(()) if mask is None else mask
 
 
 def replica_id() -> int:

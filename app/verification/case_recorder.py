@@ -11,7 +11,7 @@ from recorders.lockstep_keras import (
     Arrays,
     Hooks,
     Recording,
-    described_optimizer,
+    constants_of,
     inner_optimizer,
     plain_copy,
     settings_of,
@@ -46,7 +46,9 @@ class CaseRecorder(Observer):
         model = strategy.model
         self._recording.describe(model, model.optimizer)
         self._optimizer = inner_optimizer(model.optimizer)
-        self._recording.optimizer = described_optimizer(self._optimizer)
+        name = type(self._optimizer).__name__
+        self._recording.optimizer = {"class": name, "framework": "keras"}
+        self._recording.optimizer |= constants_of(self._optimizer)
         self._seeds = [f"model/{v.path}" for v in model.variables if is_seed(model, v)]
         strategy.observer = self
 
