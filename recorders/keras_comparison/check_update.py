@@ -42,7 +42,7 @@ def check_update(context: StepContext) -> Iterator[Finding]:
 
 
 def check_rows_summed_first(context: StepContext) -> Iterator[Finding]:
-    """Finds out whether an update with rows of an embedding is another one than with sums.
+    """Checks whether the update with rows of an embedding differs from that with their sums.
 
     One device hands the optimizer the gradient of a table row by row, several for a token that
     comes several times. The strategies of Lockstep send the sum of these rows.

@@ -67,7 +67,7 @@ def two_factors(context: StepContext, r: int, factor: float) -> tuple[float, flo
     if not any(fits):
         return factor, factor
     usual = np.median([fit[0] for fit in fits if fit])
-    # Some tensors may be wrong, and tell nothing of the others' factors.
+    # Wrong tensors do not determine the factors of the others.
     chosen = [
         three for three, fit in zip(arrays, fits, strict=True)
         if fit and abs(fit[0] - usual) <= 1e-3 * abs(usual)
