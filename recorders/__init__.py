@@ -1,1 +1,1 @@
-"""Files that are copied beside a script of one's own, to record what it trains."""
+"""Files to copy beside a user's script, to record and compare its training steps."""

@@ -88,29 +88,27 @@ class Recording:
             if isinstance(layer, keras.layers.Conv2D):
                 self.data_layout = {"channels_last": "NHWC"}.get(layer.data_format, "NCHW")
             if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense) and layer.built:
-                layouts[layer.kernel.path] = "IO" if len(layer.kernel.shape) == 2 else "HWIO"
+                layout = "IO" if len(layer.kernel.shape) == 2 else "HWIO"
+                layouts[getattr(layer.kernel, "path", "")] = layout
         self.layers = [
-            {"name": layer.name, "class": type(layer).__name__, "weights": names_of(layer.weights)}
+            {"name": layer.name, "class": type(layer).__name__}
+            | {"weights": [weight.path for weight in layer.weights]}
             | {to: getattr(layer, own) for own, to in LAYER_SETTINGS.items() if hasattr(layer, own)}
             for layer in layers
         ]
-        weights = names_of(model.trainable_variables)
+        weights = [weight.path for weight in model.trainable_variables]
         self.variables = []
         for variable in model.variables:
             kind = "weight" if variable.path in weights else "statistic"
             kind = kind if is_float(variable) else "seed"
             layout = layouts.get(variable.path, "")
             self.variables.append({"name": variable.path, "kind": kind, "layout": layout})
+        starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
         for variable in optimizer.variables:
-            starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
             start = max(filter(variable.name.startswith, starts), key=len, default="")
             of, slot = starts.get(start, ""), variable.name.removeprefix(start)
-            about = {
-                "name": variable.path,
-                "kind": "optimizer state",
-                "layout": layouts.get(of, ""),
-            }
-            self.variables.append({**about, "of": of, "slot": slot})
+            about = {"name": variable.path, "kind": "optimizer state", "of": of, "slot": slot}
+            self.variables.append({**about, "layout": layouts.get(of, "")})
 
     def save(self, path: Path) -> None:
         """Writes a file when it is complete; process 0 of several processes `….rank0.npz`."""
@@ -238,13 +236,13 @@ class Recorder(Recording):
 
     def wrap(self, step: Callable) -> Callable:
         """Returns a custom loop's step of a replica, with hooks; its arguments are the batch."""
+        if not self._optimizer.built:
+            with self._model.distribute_strategy.scope():
+                self._optimizer.build(self._model.trainable_variables)
         return partial(self._step, step)
 
     def __enter__(self) -> "Recorder":
         model, optimizer, hook = self._model, self._optimizer, self._hooks.hook
-        if model.built and not optimizer.built:
-            with model.distribute_strategy.scope():
-                optimizer.build(model.trainable_variables)
         hook(model, "train_step", self._step)
         hook(model, "compute_loss", self._compute_loss)
         hook(optimizer, "_backend_apply_gradients", self._apply_gradients)
@@ -256,18 +254,16 @@ class Recorder(Recording):
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
         self._model.train_function = None
-        self.numbers = sorted({number for number, *_ in self._kept})
-        self.steps = [{} for _ in self.numbers]
-        rates: dict[int, float] = {}
-        for (number, kind, replica), arrays in self._kept.items():
-            if kind == "learning_rate":
-                rates[number] = float(arrays[0])
-            else:
-                self.steps[self.numbers.index(number)][kind, replica] = arrays
-        optimizer, weights = self._optimizer, self._model.trainable_variables
-        self.optimizer = {"class": type(optimizer).__name__, "framework": "keras"}
-        self.optimizer |= constants_of(optimizer)
-        self.settings = [settings_of(optimizer, weights, rates[n]) for n in self.numbers]
+        # A step that an error has ended is left out.
+        self.numbers = sorted({number for number, kind, _ in self._kept if kind == "after"})
+        self.steps, self.settings = [], []
+        for wanted in self.numbers:
+            step = {(k, r): self._kept[n, k, r] for n, k, r in sorted(self._kept) if n == wanted}
+            rates = [step.pop(key) for key in list(step) if key[0] == "learning_rate"]
+            self.steps.append(step)
+            self.settings.append(settings_of(self._model, self._optimizer, float(rates[0][0])))
+        self.optimizer = {"class": type(self._optimizer).__name__, "framework": "keras"}
+        self.optimizer |= constants_of(self._optimizer)
         if self._replay and self._replay.error:  # Without the notes of a traced function.
             raise ValueError(self._replay.error) from None
 
@@ -327,7 +323,8 @@ class Recorder(Recording):
             predictions = leaves(call["y_pred"])
             self.predicted = to_json(call["y_pred"])
             self._keep("y_pred", predictions)
-            self._keep("mask", [mask_of(prediction) for prediction in predictions])
+            masks = map(get_keras_mask, predictions)
+            self._keep("mask", [tf.zeros(()) if mask is None else mask for mask in masks])
             self._keep("loss", [loss, regularisation(self._model)])
         return loss
 
@@ -384,55 +381,59 @@ class Replay:
 
     def _matched(
         self, shapes: Sequence[tuple], variables: Sequence[dict[str, str]]
-    ) -> list[tuple[int, int, tuple[int, ...] | None]]:
+    ) -> list[tuple[int, int, tuple[int, ...]]]:
         """Returns triples: index of a variable, its index in the other recording, transposition."""
         trace, arrays = self._trace, self._trace.steps[0]["before", 0]
         kinds = ["weight", "statistic"] + ["optimizer state", "seed"] * (trace.framework == "keras")
-        free, found = list(range(len(arrays))), []
+        free, found, partners = list(range(len(arrays))), [], {"": ""}
+        if unknown := self._names.keys() - {about["name"] for about in variables}:
+            self._fail(f"names has {', '.join(sorted(unknown))}, which the model does not have")
         for own, (shape, about) in enumerate(zip(shapes, variables, strict=True)):
             if about["kind"] not in kinds or about.get("slot") == "learning_rate":
                 continue
-            name, fits = self._names.get(about["name"]), []
+            wanted = {"kind": about["kind"], "slot": about.get("slot")}
+            if "of" in about:
+                wanted["of"] = partners[about["of"]]
+            if about["name"] in self._names:
+                wanted["name"] = self._names[about["name"]]
+            fits = []
             for other in free:
-                theirs = trace.variables[other]
-                axes = TRANSPOSES.get((theirs.get("layout", ""), about["layout"]))
-                if (
-                    np.transpose(arrays[other], axes).shape == shape
-                    and all(theirs.get(key) == about.get(key) for key in ("kind", "slot"))
-                    and name in (None, theirs["name"])
-                ):
+                theirs, array = trace.variables[other], arrays[other]
+                layouts = theirs.get("layout", ""), about["layout"]
+                axes = TRANSPOSES.get(layouts, tuple(range(array.ndim)))
+                same = all(theirs.get(key) == value for key, value in wanted.items())
+                if same and tuple(array.shape[axis] for axis in axes) == shape:
                     fits.append((theirs["name"] != about["name"], other, axes))
             if not fits:
-                kind = about["kind"]
                 listed = [
-                    f"{v['name']} {a.shape}"
-                    for v, a in zip(trace.variables, arrays, strict=True)
-                    if v["kind"] == kind
+                    f"{theirs['name']} {array.shape}"
+                    for theirs, array in zip(trace.variables, arrays, strict=True)
+                    if theirs["kind"] == about["kind"]
                 ]
-                self.error = (
-                    f"replay={self._path}: no {kind} fits {about['name']} {shape}; it has"
+                self._fail(
+                    f"no {about['kind']} fits {about['name']} {shape}; it has"
                     f" {', '.join(listed) or 'none'}; pass names={{{about['name']!r}: its name}}"
                 )
-                raise ValueError(self.error)
             _, other, axes = min(fits)
             free.remove(other)
+            partners[about["name"]] = trace.variables[other]["name"]
             found.append((own, other, axes))
         return found
+
+    def _fail(self, text: str) -> None:
+        self.error = f"replay={self._path}: {text}"
+        raise ValueError(self.error)
 
 
 @contextlib.contextmanager
 def record(
-    path: Path, model: keras.Model, steps: int | Collection[int] = 3, *,
-    optimizer: keras.optimizers.Optimizer | None = None,
-    replay: Path | None = None, permute: int | None = None, names: Mapping[str, str] | None = None,
-) -> Iterator[Recorder]:  # fmt: skip
+    path: Path, model: keras.Model, steps: int | Collection[int] = 3, **options: Any
+) -> Iterator[Recorder]:
     """Records steps in a `with` block and saves them at its end, even if an error ends it.
 
     See `Recorder` for the arguments.
     """
-    recorder = Recorder(
-        model, steps, optimizer=optimizer, replay=replay, permute=permute, names=names
-    )
+    recorder = Recorder(model, steps, **options)
     try:
         with recorder:
             yield recorder
@@ -481,16 +482,15 @@ def permuted(data: Any, number: tf.Tensor, seed: Sequence[int]) -> Any:
 
 
 def settings_of(
-    optimizer: keras.optimizers.Optimizer, weights: Sequence[Any], learning_rate: float
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, learning_rate: float
 ) -> list[dict[str, Any]]:
-    """Returns groups of weights with equal settings of the optimizer, of one step."""
-    decays = getattr(optimizer, "weight_decay", None)
-    groups: dict[float | None, list[str]] = {}
-    for weight in weights:
-        decay = decays if decays and optimizer._use_weight_decay(weight) else 0.0
-        groups.setdefault(decay, []).append(weight.path)
-    constants = {**constants_of(optimizer), "learning_rate": learning_rate}
-    return [{**constants, "weight_decay": d, "weights": paths} for d, paths in groups.items()]
+    """Returns groups of weights with the settings that the optimizer has for them in a step."""
+    groups: dict[float, list[str]] = {}  # By weight decay, from which weights can be excluded.
+    for weight in model.trainable_variables:
+        decays = optimizer.weight_decay and optimizer._use_weight_decay(weight)
+        groups.setdefault(optimizer.weight_decay if decays else 0.0, []).append(weight.path)
+    settings = {**constants_of(optimizer), "learning_rate": learning_rate}
+    return [{**settings, "weight_decay": d, "weights": paths} for d, paths in groups.items()]
 
 
 def constants_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
@@ -537,11 +537,6 @@ def is_float(variable: keras.Variable) -> bool:
     return keras.backend.is_float_dtype(variable.dtype)
 
 
-def names_of(variables: Sequence[Any]) -> list[str]:
-    """Returns the paths of variables."""
-    return [variable.path for variable in variables]
-
-
 def to_numpy_dtype(value: Any) -> tf.Tensor:
     """Returns a tensor, or a variable's value; bfloat16, which NumPy cannot save, as float32."""
     tensor = tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
@@ -551,12 +546,6 @@ def to_numpy_dtype(value: Any) -> tf.Tensor:
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Returns the optimizer within a `LossScaleOptimizer`, which unscales before it."""
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def mask_of(prediction: Any) -> tf.Tensor:
-    """Returns the mask of a tensor; a scalar where there is none."""
-    mask = get_keras_mask(prediction)
-    return tf.zeros(()) if mask is None else mask
 
 
 def replica_id() -> int:

@@ -223,6 +223,7 @@ def test_ones_own_case_is_verified_as_the_page_shows(tmp_path):
     (tmp_path / "my_case.py").write_text(case + remedy)
     (tmp_path / "script.py").write_text(script)
     shutil.copy(ROOT / "recorders" / "lockstep_keras.py", tmp_path)
+    shutil.copytree(ROOT / "recorders" / "keras_comparison", tmp_path / "keras_comparison")
     shown = re.findall(r"```text\n(.*?)```", OWN_CASE, re.DOTALL)
     verifications = [line for line in sh_lines(OWN_CASE) if " verify " in line]
     first, second = (shlex.split(line)[2:] for line in verifications)

@@ -4,7 +4,7 @@ import ast
 
 from conftest import ROOT
 
-PACKAGES = ("app", "models", "strategies")
+PACKAGES = ("app", "models", "recorders", "strategies")
 SOURCES = [
     path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))
 ] + [ROOT / "main.py"]  # fmt: skip

@@ -17,7 +17,7 @@ from recorders.keras_comparison import BY_DESIGN, FAULT, compare
 from recorders.keras_comparison.context import StepContext
 from recorders.keras_comparison.distances import distance, relative_distance
 from recorders.keras_comparison.expected_step import compute_expected
-from recorders.keras_comparison.one_device import OneDevice
+from recorders.keras_comparison.reference_model import OneDevice
 from recorders.lockstep_keras import Recorder, Recording
 
 layers, losses, optimizers = keras.layers, keras.losses, keras.optimizers
@@ -70,7 +70,7 @@ def two_heads():
 
 
 class OwnStep(keras.Model):
-    """Has a training step of its own, which shows no loss."""
+    """Has a custom training step, which shows no loss."""
 
     def __init__(self, is_divided=True):
         super().__init__()

@@ -11,8 +11,12 @@ from recorders.lockstep_keras import (
     Arrays,
     Hooks,
     Recording,
+    constants_of,
+    inner_optimizer,
     plain_copy,
+    settings_of,
     to_json,
+    to_numpy_dtype,
 )
 from strategies.base import Strategy
 from strategies.keras_private import is_seed
@@ -41,6 +45,10 @@ class CaseRecorder(Observer):
         self._recording.whole_loss = not objective.has_own_train_step
         model = strategy.model
         self._recording.describe(model, model.optimizer)
+        self._optimizer = inner_optimizer(model.optimizer)
+        name = type(self._optimizer).__name__
+        self._recording.optimizer = {"class": name, "framework": "keras"}
+        self._recording.optimizer |= constants_of(self._optimizer)
         self._seeds = [f"model/{v.path}" for v in model.variables if is_seed(model, v)]
         strategy.observer = self
 
@@ -52,7 +60,7 @@ class CaseRecorder(Observer):
             steps: numbers of the steps, from 0.
         """
         recording = self._recording
-        recording.steps, recording.numbers = [], []
+        recording.steps, recording.numbers, recording.settings = [], [], []
         with Hooks() as hooks:
             for replica in self._strategy.replicas:
                 optimizer = replica.optimizer
@@ -60,21 +68,31 @@ class CaseRecorder(Observer):
                     continue  # What it clips is not the sum of this step.
                 hooks.hook(optimizer, "_clip_gradients", self._clipping_of(replica.replica_id))
             for number in range(max(steps) + 1):
-                before = self._states()
-                self._strategy.train_steps(iterator, 1)
-                taken, self._kept = self._kept, {}
                 if number in steps:
-                    after = self._states()
-                    for r, old, new in zip(
-                        self._strategy.local_copy_ids, before, after, strict=True
-                    ):
-                        taken |= {("before", r): old, ("after", r): new}
-                    recording.steps.append(taken)
                     recording.numbers.append(number)
+                    recording.settings.append(self._settings())
+                    recording.steps.append(self._train_step(iterator))
+                else:
+                    self._strategy.train_steps(iterator, 1)
         recording.predicted = to_json(self._objective.predicted)
         weights = self._objective.weights(self._strategy.model)
         recording.gradients = [variable.path for variable in weights]
         return _joined(recording, self._strategy.workers)
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Returns the settings of the optimizer for the next step."""
+        rate = float(to_numpy_dtype(self._optimizer.learning_rate))
+        return settings_of(self._strategy.model, self._optimizer, rate)
+
+    def _train_step(self, iterator: Any) -> dict[tuple[str, int], Arrays]:
+        """Trains one step and returns its arrays."""
+        before, self._kept = self._states(), {}
+        self._strategy.train_steps(iterator, 1)
+        taken = self._kept
+        states = zip(self._strategy.local_copy_ids, before, self._states(), strict=True)
+        for r, old, new in states:
+            taken |= {("before", r): old, ("after", r): new}
+        return taken
 
     def on_predictions(self, replica_id: int | tf.Tensor, predicted: Predicted) -> None:
         """Keeps the examples, and predictions and loss if the step shows them."""

@@ -1,7 +1,7 @@
 """Compares recorded training steps of Keras with one device, stage by stage."""
 
+from .check_evaluation import compare_evaluation
 from .comparison import compare
-from .evaluation import compare_evaluation
 from .findings import BY_DESIGN, CLEAN, FAULT, STAGES, Finding, Report
 from .remedies import REMEDIES
 

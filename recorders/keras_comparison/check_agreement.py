@@ -16,9 +16,11 @@ def check_agreement(context: StepContext) -> Iterator[Finding]:
     after, before = context.per_replica("after"), context.per_replica("before")
     for index, kind in enumerate(context.kinds):
         if kind in ("weight", "optimizer state"):
-            # What was apart before, or was made with other sums, has been told.
-            told = not all(same_bits(before[r][index], before[0][index]) for r in context.replicas)
-            if not told and not updates_differ(context):
+            # Differences from before, or from other sums, are findings of earlier stages.
+            is_known = not all(
+                same_bits(before[r][index], before[0][index]) for r in context.replicas
+            )
+            if not is_known and not updates_differ(context):
                 yield from other_bits(context, after, index, "after the step")
 
 

@@ -103,7 +103,7 @@ def why_forward(context: StepContext, replica: int, allowed: float) -> tuple[str
 
 
 def whose_numbers(context: StepContext, r: int, allowed: float) -> int:
-    """Returns the replica whose seeds explain the predictions of replica r, else r itself."""
+    """Returns the replica whose seeds explain the predictions of replica r; r if no other's do."""
     state, data = context.per_replica("before")[r], context.data[r]
     for other in context.replicas if context.one.random_layers else ():
         result = context.one.step(context.with_seeds_of(other, state), data)

@@ -84,8 +84,8 @@ def why_gradients(
         if len(candidate) != len(actual):
             continue
         near = context.near(r, actual, candidate, context.times_own(r))
-        told = context.near(r, expected, candidate, context.times_own(r))
-        if explained := [i for i in left if near[i] and not told[i]]:
+        same = context.near(r, expected, candidate, context.times_own(r))
+        if explained := [i for i in left if near[i] and not same[i]]:
             yield gradient_finding(
                 context, cause, f"the gradients are {text}", r, actual, expected, explained
             )

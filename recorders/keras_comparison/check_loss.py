@@ -85,7 +85,7 @@ def repeated_regularisation(context: StepContext, losses: Losses) -> float | Non
 
 
 def shifted_targets(context: StepContext, r: int, losses: Losses) -> Iterator[Finding]:
-    """Finds out whether a replica's loss is that of targets that belong to other inputs."""
+    """Checks whether a replica's loss is that of targets that belong to other inputs."""
     data, arrays = context.data[r], context.arrays
     for moved in with_shifted_targets(context.one, data):
         loss = context.one.loss(arrays["before", r], moved, arrays["y_pred", r], arrays["mask", r])

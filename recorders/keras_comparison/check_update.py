@@ -42,10 +42,10 @@ def check_update(context: StepContext) -> Iterator[Finding]:
 
 
 def check_rows_summed_first(context: StepContext) -> Iterator[Finding]:
-    """Finds out whether an update with rows of an embedding is another one than with sums.
+    """Checks whether the update with rows of an embedding differs from that with their sums.
 
     One device hands the optimizer the gradient of a table row by row, several for a token that
-    comes several times. Strategies of our own send the sum of these rows.
+    comes several times. The strategies of Lockstep send the sum of these rows.
     """
     sums, raws = list(context.sums_of(0)), [own.raw for own in context.own]
     rows = [i for i, g in enumerate(raws[0]) if isinstance(g, Sparse)]

@@ -11,8 +11,8 @@ from .distances import MARGIN, TINY, add, dense, distance, factor_of, norm, rela
 from .expected_gradients import expected_gradients, regular_gradients
 from .findings import Finding
 from .modes import as_replica
-from .one_device import StepResult
 from .recorder_imports import Arrays, leaves
+from .reference_model import StepResult
 from .rounding import repeated_spread
 
 

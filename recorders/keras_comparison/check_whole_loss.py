@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from .context import StepContext
-from .expected_step import dealt
+from .expected_step import starts_of
 from .findings import Finding
 from .losses import Losses
 from .recorder_imports import Arrays
@@ -74,7 +74,7 @@ def _shifted_targets(context: StepContext) -> Iterator[Hypothesis]:
     for moved in with_shifted_targets(one, context.whole):
         loss = one.loss(before, moved, y_pred, masks)
         text = "it is that of targets shifted by one example"
-        yield "labels_shifted", text, loss, partial(dealt, context, moved, y_pred, masks)
+        yield "labels_shifted", text, loss, partial(starts_of, context, moved, y_pred, masks)
 
 
 def _predictions_out_of_order(context: StepContext) -> Iterator[Hypothesis]:
@@ -88,5 +88,5 @@ def _predictions_out_of_order(context: StepContext) -> Iterator[Hypothesis]:
             "predictions_out_of_order",
             f"it is that of predictions joined in the order of replicas {replicas}",
             one.loss(before, whole, y_pred, masks),
-            partial(dealt, context, whole, y_pred, masks),
+            partial(starts_of, context, whole, y_pred, masks),
         )

@@ -22,8 +22,8 @@ from .distances import is_finite
 from .expected_step import compute_expected
 from .findings import Finding, Report, merged_findings
 from .float64_reference import build_in_float64
-from .one_device import OneDevice
 from .recorder_imports import Arrays, Recording, leaves
+from .reference_model import OneDevice
 
 CHECKS: dict[str, Callable[[StepContext], Iterator[Finding]]] = {  # Stage → its check.
     "start": check_start,

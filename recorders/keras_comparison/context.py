@@ -9,8 +9,8 @@ import numpy as np
 from .distances import MARGIN, TINY, distance, join_parts, norm
 from .findings import BY_DESIGN, FAULT, Finding
 from .layers import leaf_layers
-from .one_device import OneDevice, StepResult
 from .recorder_imports import Arrays, Recording
+from .reference_model import OneDevice, StepResult
 from .spread import Spread
 
 

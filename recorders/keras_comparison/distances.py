@@ -9,14 +9,9 @@ import numpy as np
 from .recorder_imports import Arrays, Sparse
 
 EPS = float(np.finfo(np.float32).eps)
-
-
 TINY = float(np.finfo(np.float32).tiny)
-
-
+# A few repetitions underestimate the largest effect of rounding.
 MARGIN = 8
-
-
 NOTHING_BUT_ROUNDING = 0.1  # An array with a larger relative spread is rounding error only.
 
 

@@ -4,8 +4,8 @@ import numpy as np
 
 from .context import StepContext
 from .modes import as_replica
-from .one_device import StepResult
 from .recorder_imports import Arrays
+from .reference_model import StepResult
 from .rounding import measure, repeated_spread
 
 
@@ -27,7 +27,7 @@ def compute_expected(context: StepContext) -> None:
 
 
 def compute_together(context: StepContext) -> None:
-    """Computes the whole batch in one, and deals out its predictions."""
+    """Computes the whole batch at once, and splits its predictions into those of the replicas."""
     state, data = context.per_replica("before")[0], context.whole
     whole = context.one.step(state, data)
     spread = repeated_spread(context, whole, state, data, (1.0, 1.0))
@@ -39,10 +39,10 @@ def compute_together(context: StepContext) -> None:
 
 def starts_of_the_whole(context: StepContext) -> list[Arrays | None]:
     """Returns each replica's part of the gradient of the whole loss."""
-    return dealt(context, context.whole, context.joined("y_pred"), context.joined("mask"))
+    return starts_of(context, context.whole, context.joined("y_pred"), context.joined("mask"))
 
 
-def dealt(
+def starts_of(
     context: StepContext, data: Arrays, y_pred: Arrays, masks: Arrays
 ) -> list[Arrays | None]:  # fmt: skip
     """Returns the rows of each replica of the gradient with respect to the predictions."""

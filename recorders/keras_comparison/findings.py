@@ -7,7 +7,6 @@ from .remedies import REMEDIES
 
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
 
-
 STAGES = {
     "start": "weights and optimizer state before the step: equal on all replicas",
     "random numbers": "seeds of random layers: different on each replica",
@@ -34,7 +33,7 @@ class Finding:
         status: `BY_DESIGN` or `FAULT`.
         cause: a key of `REMEDIES`.
         text: one sentence with the numbers.
-        steps: numbers of the steps with this difference, from 1.
+        steps: numbers of the steps with this difference, from 0.
         replicas: the replicas with this difference; empty for all replicas together.
         tensors: paths of the variables concerned; empty if no variable is.
         distance: the largest relative difference.

@@ -7,8 +7,8 @@ import keras
 from .distances import EPS
 from .layers import leaf_layers
 from .modes import in_float64
-from .one_device import OneDevice
 from .recorder_imports import Recording
+from .reference_model import OneDevice
 
 
 def build_in_float64(

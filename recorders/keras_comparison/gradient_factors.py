@@ -31,7 +31,7 @@ def factors_that_fit(context: StepContext) -> list[float]:
 
 
 def factors_sent(context: StepContext) -> list[float]:
-    """Returns by what each replica has multiplied the gradients of its own examples.
+    """Returns the factor of each replica's gradients over those of its examples.
 
     Where a step does not show its loss, this is the one thing that tells; the sum over the
     replicas says whether it is right. The median over the tensors: some may be wrong.
@@ -67,7 +67,7 @@ def two_factors(context: StepContext, r: int, factor: float) -> tuple[float, flo
     if not any(fits):
         return factor, factor
     usual = np.median([fit[0] for fit in fits if fit])
-    # Some tensors may be wrong, and tell nothing of the others' factors.
+    # Wrong tensors do not determine the factors of the others.
     chosen = [
         three for three, fit in zip(arrays, fits, strict=True)
         if fit and abs(fit[0] - usual) <= 1e-3 * abs(usual)

@@ -6,8 +6,8 @@ import numpy as np
 
 from .context import StepContext
 from .distances import EPS, MARGIN, distance, relative_distance, relative_norm
-from .one_device import StepResult
 from .recorder_imports import Arrays
+from .reference_model import StepResult
 from .spread import Spread, is_another_step, spread_of
 
 

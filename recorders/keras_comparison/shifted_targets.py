@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .one_device import OneDevice
 from .recorder_imports import Arrays, leaves
+from .reference_model import OneDevice
 
 
 def with_shifted_targets(one: OneDevice, data: Arrays) -> Iterator[Arrays]:

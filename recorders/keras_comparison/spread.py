@@ -13,7 +13,7 @@ from .distances import (
     relative_distance,
     relative_norm,
 )
-from .one_device import StepResult
+from .reference_model import StepResult
 
 
 @dataclasses.dataclass

@@ -22,7 +22,7 @@ from .rounding import measure
 
 
 def sums_in_the_step(context: StepContext) -> bool:
-    """Tells whether the step sums gradients itself: equal ones, of examples that differ."""
+    """Tells whether the step sums gradients: they are equal, of examples that differ."""
     raw, data = context.per_replica("raw"), context.used
     elsewhere = context.synchronizes or context.recording.whole_loss
     if elsewhere or context.in_inference or not any(map(norm, raw[0])):
@@ -54,7 +54,7 @@ def is_of_the_whole(context: StepContext) -> bool:
 
 
 def total_and_whole(context: StepContext) -> tuple[Arrays, Arrays, list[float]]:
-    """What all replicas send, the gradients of the whole batch, and how far they may be off."""
+    """Returns the sum of what is sent, the whole batch's gradients, and the tolerances."""
     state = context.per_replica("before")[0]
     data = [np.concatenate(parts) for parts in zip(*context.used, strict=True)]
     whole, spread = measure(context, state, data, (1.0, 1.0))

@@ -2,7 +2,7 @@
 
 Reported for TensorFlow, which refused the option under a strategy for that reason; Keras 3 accepts
 it again and clips too early. The direction and the size of the update depend on the number of
-replicas. A `train_step` that clips after an all-reduce of its own is right; it divides by the
+replicas. A `train_step` that clips after its all-reduce is right; it divides by the
 number of replicas, since the optimizer sums once more.
 """
 

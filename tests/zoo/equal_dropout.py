@@ -16,7 +16,7 @@ CAUSE = "same_random_numbers"
 
 
 class ReplicaDropout(keras.layers.Layer):
-    """Dropout with seeds of its own on each replica."""
+    """Dropout with different seeds on each replica."""
 
     def __init__(self, rate: float, seed: int):
         super().__init__()

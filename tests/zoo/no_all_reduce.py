@@ -1,4 +1,4 @@
-"""Every replica trains a network of its own: gradients are not summed at all.
+"""Every replica trains a separate network: gradients are not summed at all.
 
 Reported for Keras 3 under `MirroredStrategy`, where the optimizer applied each replica's gradients
 to that replica's copy of the weights. Nothing fails; the copies drift apart, and all replicas but

@@ -25,6 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "recorders"
 import keras
 import numpy as np
 import tensorflow as tf
+
 from lockstep_keras import Recorder, compare
 
 layers, optimizers = keras.layers, keras.optimizers
@@ -182,7 +183,7 @@ def main() -> int:
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_REPLICAS,
     )
-    tf.get_logger().setLevel("ERROR")  # Each pair traces a step of its own, on purpose.
+    tf.get_logger().setLevel("ERROR")  # Each pair traces another step, on purpose.
     warnings.filterwarnings("ignore", category=UserWarning, module="keras")
     kept: dict[str, str] = {}
     if arguments.kept and arguments.kept.exists():

@@ -34,6 +34,7 @@ for _folder in (FOLDER, FOLDER.parents[1] / "recorders"):
 
 import keras
 import tensorflow as tf
+
 from keras_comparison import FAULT, Finding
 from lockstep_keras import Recorder, compare, compare_evaluation
 
@@ -193,7 +194,7 @@ def main() -> int:
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * MAX_REPLICAS,
     )
-    tf.get_logger().setLevel("ERROR")  # Each case traces a step of its own, on purpose.
+    tf.get_logger().setLevel("ERROR")  # Each case traces another step, on purpose.
     warnings.filterwarnings("ignore", category=UserWarning, module="keras")
     rows = []
     for name in arguments.names or case_names():

@@ -1,6 +1,6 @@
 """Every worker reads the whole data set in the same order.
 
-Reported for Horovod with `tf.data`, where nothing shards a data set by itself: all workers compute
+Reported for Horovod with `tf.data`, where no data set is sharded automatically: all workers compute
 the gradient of the same batch, and only one part of the data is seen. `dataset.shard` is missing.
 """
 

@@ -60,7 +60,7 @@ def one_pipeline_for_each_replica(
 ) -> tf.distribute.DistributedDataset:
     """Hands the n-th batch of pipeline r to replica r in step n.
 
-    It stands for programs that run once for each device, each with an input pipeline of its own.
+    It stands for programs that run once for each device, each with a separate input pipeline.
     """
 
     def in_turn(*batches: tuple) -> tf.data.Dataset:

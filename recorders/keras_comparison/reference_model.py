@@ -44,7 +44,7 @@ class StepResult:
 
 
 class OneDevice:
-    """The definition of a training: a compiled model without a strategy, and its own `train_step`.
+    """The definition of a training: a compiled model without a strategy, and its `train_step`.
 
     Args:
         model: compiled, made outside of any strategy's scope.

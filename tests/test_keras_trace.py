@@ -1,0 +1,488 @@
+"""The trace that `lockstep_keras.record` writes, and its replay."""
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from conftest import CPUS, ROOT, program_environment
+from recorders import lockstep_keras
+from recorders.keras_comparison import compare
+from recorders.lockstep_keras import Recorder, Recording, Sparse, record
+
+layers, optimizers = keras.layers, keras.optimizers
+RANDOM = np.random.default_rng(0)
+IMAGES = RANDOM.normal(size=(48, 8, 8, 1)).astype(np.float32)
+CLASSES = RANDOM.integers(0, 3, 48)
+WEIGHTS = RANDOM.uniform(0.5, 1.5, 48).astype(np.float32)
+
+
+@functools.cache
+def mirrored(num):
+    strategy = tf.distribute.MirroredStrategy(
+        CPUS[:num],
+        # Collectives keep the group of devices of the first strategy of a process.
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+    assert strategy.num_replicas_in_sync == num
+    return strategy
+
+
+def decaying():
+    rate = optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    optimizer = optimizers.AdamW(rate, weight_decay=0.01)
+    optimizer.exclude_from_weight_decay(var_names=["bias", "beta"])
+    return optimizer
+
+
+def convolution(optimizer=decaying, dropout=0.2):
+    parts = [layers.Dropout(dropout)] if dropout else []
+    model = keras.Sequential([
+        layers.Conv2D(4, 3, strides=2, padding="same"), layers.BatchNormalization(epsilon=0.01),
+        layers.ReLU(), layers.Flatten(), *parts, layers.Dense(3),
+    ])  # fmt: skip
+    model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def on_replicas(build, num=2, seed=1):
+    keras.utils.set_random_seed(seed)
+    with mirrored(num).scope():
+        model = build()
+    return model
+
+
+def batches(size=12):
+    return tf.data.Dataset.from_tensor_slices((IMAGES, CLASSES, WEIGHTS)).batch(size)
+
+
+def recorded(path, build=convolution, *, num=2, seed=1, steps=(0, 2, 3), **options):
+    """Records a training and returns what the file says, and its other members."""
+    model = on_replicas(build, num, seed)
+    with record(path, model, steps=steps, **options):
+        model.fit(batches(), verbose=0)
+    return read(path)
+
+
+def read(path):
+    with np.load(path, allow_pickle=False) as file:
+        return json.loads(str(file["about"])), {n: file[n] for n in file.files if n != "about"}
+
+
+def differing(a, b, part=""):
+    """Returns the names of arrays that have other bits in a second file."""
+    names = [name for name in a if part in name]
+    assert names and names == [name for name in b if part in name]
+    return [name for name in names if a[name].tobytes() != b[name].tobytes()]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The path of a recording, and what `read` returns for it."""
+    path = tmp_path_factory.mktemp("traces") / "one.npz"
+    return path, *recorded(path)
+
+
+# --- The file ------------------------------------------------------------------------------------
+
+
+def test_what_a_file_says(one):
+    _, about, arrays = one
+    assert (about["format"], about["version"], about["framework"]) == ("lockstep trace", 1, "keras")
+    assert about["versions"]["keras"] == keras.__version__
+    assert about["num_replicas"] == 2 and about["replicas"] == [0, 1]
+    assert about["steps"] == [0, 2, 3]
+    assert (about["reduction"], about["order"]) == ("sum", "clip, reduce")
+    assert about["data_layout"] == "NHWC"
+    assert about["permuted"] is None and about["replayed"] is None
+    assert about["structure"] == {"tuple": [0, 1, 2]}
+    positions = {name.split("/")[0] for name in arrays}
+    kinds = {name.split("/")[1] for name in arrays}
+    assert positions == {"1", "2", "3"}
+    assert kinds == {
+        "data", "before", "y_pred", "mask", "loss", "raw", "clipped", "sums", "after"
+    }  # fmt: skip
+    assert np.array_equal(arrays["2/data/1/0"], IMAGES[30:36])
+    assert np.array_equal(arrays["2/data/1/2"], WEIGHTS[30:36])
+
+
+def test_variables_have_kinds_layouts_and_slots(one):
+    _, about, arrays = one
+    variables = {v["name"].rpartition("/")[2]: v for v in about["variables"]}
+    assert [variables[n]["layout"] for n in ("bias", "gamma")] == ["", ""]
+    kernels = [v for v in about["variables"] if v["name"].endswith("/kernel")]
+    assert [(v["kind"], v["layout"]) for v in kernels] == [("weight", "HWIO"), ("weight", "IO")]
+    assert variables["moving_mean"]["kind"] == "statistic"
+    assert variables["seed_generator_state"]["kind"] == "seed"
+    iteration = next(v for v in about["variables"] if v["name"].endswith("/iteration"))
+    assert (iteration["kind"], iteration["of"], iteration["slot"]) == (
+        "optimizer state", "", "iteration"
+    )  # fmt: skip
+    of_kernel = [v for v in about["variables"] if v.get("of") == kernels[0]["name"]]
+    assert [(v["slot"], v["layout"]) for v in of_kernel] == [
+        ("momentum", "HWIO"), ("velocity", "HWIO")
+    ]  # fmt: skip
+    assert about["gradients"] == [v["name"] for v in about["variables"] if v["kind"] == "weight"]
+    for number, variable in enumerate(about["variables"]):
+        assert f"1/before/0/{number}" in arrays, variable
+    assert len(about["variables"]) == sum(name.startswith("1/before/0/") for name in arrays)
+
+
+def test_settings_are_read_at_each_step(one):
+    _, about, _ = one
+    assert about["optimizer"]["class"] == "AdamW" and about["optimizer"]["beta_2"] == 0.999
+    rates = [[group["learning_rate"] for group in groups] for groups in about["settings"]]
+    assert rates == [pytest.approx([0.1 / 2**step] * 2) for step in (0, 2, 3)]
+    decaying_group, other = about["settings"][0]
+    assert decaying_group["weight_decay"] == 0.01 and other["weight_decay"] == 0.0
+    names = [name.rpartition("/")[2] for name in decaying_group["weights"] + other["weights"]]
+    assert names == ["kernel", "gamma", "kernel", "bias", "beta", "bias"]
+    assert sorted(decaying_group["weights"] + other["weights"]) == sorted(about["gradients"])
+
+
+def test_settings_of_layers(one):
+    _, about, _ = one
+    _, convolution_, normalisation, *_ = about["layers"]  # After the input layer.
+    assert convolution_["class"] == "Conv2D" and convolution_["padding"] == "same"
+    assert convolution_["strides"] == [2, 2] and convolution_["dilation"] == [1, 1]
+    assert normalisation["epsilon"] == 0.01 and normalisation["momentum"] == 0.99
+    assert len(normalisation["weights"]) == 4
+
+
+def test_a_learning_rate_that_a_callback_sets_is_that_of_the_step(tmp_path):
+    def sets(batch, logs):
+        model.optimizer.learning_rate = 0.1 * (batch + 1)
+
+    model = on_replicas(lambda: convolution(lambda: optimizers.SGD(0.5, momentum=0.9)))
+    callback = keras.callbacks.LambdaCallback(on_train_batch_begin=sets)
+    with record(tmp_path / "two.npz", model, steps=2):
+        model.fit(batches(), verbose=0, callbacks=[callback])
+    about, _ = read(tmp_path / "two.npz")
+    assert about["steps"] == [0, 1]
+    rates = [groups[0]["learning_rate"] for groups in about["settings"]]
+    assert rates == pytest.approx([0.1, 0.2]) and about["settings"][0][0]["momentum"] == 0.9
+
+
+def test_only_some_steps_are_copied_and_numbers_agree_with_the_report():
+    def inject(model):
+        inner = model.optimizer._all_reduce_sum_gradients
+        object.__setattr__(
+            model.optimizer, "_all_reduce_sum_gradients",
+            lambda pairs: [(g / 2, v) for g, v in inner(pairs)],
+        )  # fmt: skip
+
+    build = functools.partial(convolution, dropout=0)
+    model = on_replicas(build)
+    inject(model)
+    with Recorder(model, steps=[1, 3]) as recorder:
+        model.fit(batches(), verbose=0)
+    assert recorder.numbers == [1, 3]
+    report = compare(recorder, build())
+    (fault,) = report.faults
+    assert fault.cause == "mean_instead_of_sum" and fault.steps == (1, 3)
+    assert "steps 1, 3" in str(report)
+
+
+def test_sparse_gradients_have_three_members(tmp_path):
+    def build():
+        model = keras.Sequential([layers.Embedding(9, 4), layers.Flatten(), layers.Dense(3)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = on_replicas(build)
+    tokens, targets = RANDOM.integers(0, 9, (8, 5)), np.ones((8, 3), np.float32)
+    with record(tmp_path / "sparse.npz", model, steps=1):
+        model.fit(tokens, targets, batch_size=8, verbose=0)
+    _, arrays = read(tmp_path / "sparse.npz")
+    shapes = [arrays[f"1/raw/0/0/{part}"].shape for part in ("values", "indices", "rows")]
+    assert shapes == [(20, 4), (20,), ()] and int(arrays["1/raw/0/0/rows"]) == 9
+    loaded = Recording.load(tmp_path / "sparse.npz")
+    assert isinstance(loaded.steps[0]["raw", 0][0], Sparse)
+
+
+def test_files_of_several_processes_are_read_together(one, tmp_path):
+    path, _, arrays = one
+    whole = Recording.load(path)
+    for replica in (0, 1):
+        part = Recording.load(path)
+        part.steps = [{k: v for k, v in step.items() if k[1] == replica} for step in part.steps]
+        part.save(tmp_path / "one.npz")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.rank0.npz", "one.rank1.npz"]
+    assert read(tmp_path / "one.rank1.npz")[0]["replicas"] == [1]
+    loaded = Recording.load(tmp_path / "one.npz")
+    loaded.save(tmp_path / "whole.npz")
+    again = read(tmp_path / "whole.npz")[1]
+    assert vars(whole).keys() == vars(loaded).keys() and sorted(again) == sorted(arrays)
+    assert all(again[name].tobytes() == arrays[name].tobytes() for name in arrays)
+    kept = Recording.load(path, kinds=["before"]).steps
+    assert {kind for step in kept for kind, _ in step} == {"before"}
+
+
+def test_what_was_recorded_before_an_error_is_saved(tmp_path):
+    model = on_replicas(convolution)
+
+    def fails(batch, logs):
+        if batch == 1:
+            raise RuntimeError("in between")
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=fails)
+    with pytest.raises(RuntimeError, match="in between"), record(tmp_path / "cut.npz", model, 4):
+        model.fit(batches(), verbose=0, callbacks=[callback])
+    about, _ = read(tmp_path / "cut.npz")
+    assert about["steps"] == [0, 1] and len(about["settings"]) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["cut.npz"]
+
+
+def test_errors_of_files(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.npz does not exist"):
+        Recording.load(tmp_path / "none.npz")
+    about = {"format": "lockstep trace", "version": 2}
+    np.savez(tmp_path / "later.npz", about=np.array(json.dumps(about)))
+    with pytest.raises(ValueError, match="is not a recording in format version 1"):
+        Recording.load(tmp_path / "later.npz")
+
+
+# --- Replay --------------------------------------------------------------------------------------
+
+
+def test_a_replay_from_another_start_is_bitwise_identical(one, tmp_path):
+    path, _, first = one
+    about, second = recorded(tmp_path / "two.npz", seed=5, replay=path)
+    assert about["replayed"] == str(path) and not differing(first, second)
+    _, third = recorded(tmp_path / "three.npz", seed=5)
+    assert differing(first, third, "/before/0/0") == [
+        "1/before/0/0",
+        "2/before/0/0",
+        "3/before/0/0",
+    ]
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_replay_with_another_number_of_replicas_starts_from_the_same_weights(num, one, tmp_path):
+    path, about, first = one
+    _, second = recorded(tmp_path / "other.npz", num=num, seed=5, replay=path)
+    for index, variable in enumerate(about["variables"]):
+        for replica in range(num):
+            a, b = f"2/before/{replica % 2}/{index}", f"2/before/{replica}/{index}"
+            assert first[a].tobytes() == second[b].tobytes(), variable
+
+
+def test_the_learning_rate_is_not_replayed(tmp_path):
+    def build(rate):
+        return convolution(lambda: optimizers.SGD(rate, momentum=0.9))
+
+    recorded(tmp_path / "one.npz", lambda: build(0.1))
+    about, _ = recorded(tmp_path / "two.npz", lambda: build(0.2), replay=tmp_path / "one.npz")
+    rates = [groups[0]["learning_rate"] for groups in about["settings"]]
+    assert rates == pytest.approx([0.2] * 3)
+
+
+def of_torch(path, target, names=str):
+    """Writes a recording as another framework would: other layouts and names, no slots of Keras."""
+    about, arrays = read(path)
+    about |= {"framework": "torch", "data_layout": "NCHW"}
+    kept = [v for v in about["variables"] if v["kind"] in ("weight", "statistic")]
+    turned = {}
+    for name, array in arrays.items():
+        position, kind, replica, index = name.split("/")[:4]
+        variable = about["variables"][int(index)] if kind == "before" else None
+        if variable in kept:
+            axes = {"HWIO": (3, 2, 0, 1), "IO": (1, 0)}.get(variable["layout"], range(array.ndim))
+            turned[f"{position}/before/{replica}/{kept.index(variable)}"] = array.transpose(axes)
+    layouts = {"HWIO": "OIHW", "IO": "OI", "": ""}
+    about["variables"] = [
+        {"name": names(f"p{i}"), "kind": v["kind"], "layout": layouts[v["layout"]]}
+        for i, v in enumerate(kept)
+    ]
+    np.savez(target, **turned, about=np.array(json.dumps(about)))
+
+
+def test_a_recording_of_another_framework_is_transposed(one, tmp_path):
+    path, about, first = one
+    of_torch(path, tmp_path / "torch.npz")
+    _, second = recorded(tmp_path / "two.npz", seed=5, replay=tmp_path / "torch.npz")
+    for index, variable in enumerate(about["variables"]):
+        same = first[f"2/before/1/{index}"].tobytes() == second[f"2/before/1/{index}"].tobytes()
+        is_loaded = variable["kind"] in ("weight", "statistic")
+        assert same == (is_loaded or variable.get("slot") == "iteration"), variable
+
+
+def test_names_choose_the_variable(one, tmp_path):
+    path, about, first = one
+    of_torch(path, tmp_path / "torch.npz")
+    gamma, beta = (
+        next(v["name"] for v in about["variables"] if v["name"].endswith(end))
+        for end in ("gamma", "beta")
+    )
+
+    def build():
+        model = convolution()
+        model.build((None, 8, 8, 1))
+        return model
+
+    model = on_replicas(build, seed=5)
+    own = {v.path.rpartition("/")[2]: v.path for v in model.variables}
+    with record(
+        tmp_path / "two.npz", model, [0, 2], replay=tmp_path / "torch.npz",
+        names={own["gamma"]: "p3", own["beta"]: "p2"},
+    ):  # fmt: skip
+        model.fit(batches(), verbose=0)
+    _, second = read(tmp_path / "two.npz")
+    names = [v["name"] for v in about["variables"]]
+    a, b = names.index(gamma), names.index(beta)
+    assert np.array_equal(second[f"2/before/0/{a}"], first[f"2/before/0/{b}"])
+    assert np.array_equal(second[f"2/before/0/{b}"], first[f"2/before/0/{a}"])
+
+
+def test_errors_of_a_replay(one, tmp_path):
+    path, *_ = one
+    with pytest.raises(ValueError, match=r"one\.npz lacks steps \[1\]; it has \[0, 2, 3\]"):
+        Recorder(on_replicas(convolution), 3, replay=path)
+
+    def wider():
+        model = keras.Sequential([layers.Flatten(), layers.Dense(5)])
+        model.compile(decaying(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    with pytest.raises(ValueError, match=r"no weight fits \S+/kernel \(64, 5\); it has \S+/kernel"):
+        recorded(tmp_path / "two.npz", wider, replay=path)
+    with pytest.raises(ValueError, match="names has none, which the model does not have"):
+        recorded(tmp_path / "two.npz", replay=path, names={"none": "p1"})
+
+
+# --- Permutation ---------------------------------------------------------------------------------
+
+
+def test_examples_are_permuted_together(one, tmp_path):
+    build = functools.partial(convolution, dropout=0)
+    _, first = recorded(tmp_path / "one.npz", build)
+    about, second = recorded(
+        tmp_path / "two.npz", build, seed=5, replay=tmp_path / "one.npz", permute=7
+    )
+    assert about["permuted"] == 7 and not differing(first, second, "/before/")
+    for replica in (0, 1):
+        before, after = (
+            [trace[f"1/data/{replica}/{i}"] for i in range(3)] for trace in (first, second)
+        )
+        order = [int(np.flatnonzero(before[2] == weight)[0]) for weight in after[2]]
+        assert sorted(order) == list(range(6)) != order
+        assert all(np.array_equal(b[order], a) for b, a in zip(before, after, strict=True))
+    orders = [np.argsort(second[f"{p}/data/0/2"]).tolist() for p in (1, 2, 3)]
+    assert len({tuple(order) for order in orders}) > 1
+    sums = [name for name in first if "/sums/" in name]
+    for name in sums:
+        np.testing.assert_allclose(first[name], second[name], atol=1e-5)
+    assert differing(first, second, "/sums/")  # Only the order of summation differs.
+    again = recorded(tmp_path / "again.npz", build, seed=6, replay=tmp_path / "one.npz", permute=7)[
+        1
+    ]
+    assert not differing(second, again)
+
+
+# --- Custom loops --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_custom_loop(num, tmp_path):
+    def run(recorded_steps):
+        keras.utils.set_random_seed(1)
+        strategy = mirrored(num)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(3)])
+            optimizer = optimizers.SGD(0.1, momentum=0.9)
+        loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+
+        def replica_step(x, y, weights):
+            with tf.GradientTape() as tape:
+                loss = loss_fn(y, model(x, training=True), weights) / 12
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss
+
+        def train(step):
+            @tf.function
+            def distributed(batch):
+                return strategy.run(step, args=batch)
+
+            for batch in strategy.experimental_distribute_dataset(batches()):
+                distributed(batch)
+            return [v.numpy().tobytes() for v in [*model.variables, *optimizer.variables]]
+
+        if not recorded_steps:
+            return train(replica_step)
+        with record(tmp_path / "own.npz", model, recorded_steps, optimizer=optimizer) as recorder:
+            return train(recorder.wrap(replica_step))
+
+    assert run([0, 2]) == run([])
+    about, arrays = read(tmp_path / "own.npz")
+    assert about["steps"] == [0, 2] and about["structure"] == {"tuple": [0, 1, 2]}
+    assert about["optimizer"]["momentum"] == 0.9
+    assert about["settings"][1][0]["learning_rate"] == pytest.approx(0.1)
+    kinds = {name.split("/")[1] for name in arrays}
+    assert {"data", "before", "raw", "sums", "after"} <= kinds
+    total = sum(arrays[f"1/raw/{r}/0"] for r in range(num))
+    np.testing.assert_allclose(arrays["1/sums/0/0"], total, rtol=1e-5, atol=1e-7)
+    velocity = next(i for i, v in enumerate(about["variables"]) if v.get("slot") == "momentum")
+    expected = -0.1 * arrays["1/sums/0/0"]
+    np.testing.assert_allclose(arrays[f"1/after/0/{velocity}"], expected, rtol=1e-5, atol=1e-8)
+
+
+# --- Without Lockstep ----------------------------------------------------------------------------
+
+SCRIPT = """
+import importlib, shutil, sys
+import keras, numpy as np, tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+from lockstep_keras import Recorder, compare, record
+
+def build():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+with strategy.scope():
+    model = build()
+x = np.ones((8, 3), np.float32)
+with record("two.npz", model, steps=1) as recorder:
+    model.fit(x, x[:, :2], batch_size=8, verbose=0)
+try:
+    compare(recorder, build)
+except ImportError as error:
+    print(error)
+shutil.copytree(sys.argv[1], "keras_comparison")
+importlib.invalidate_caches()
+print(compare(recorder, build))
+"""
+
+
+@pytest.mark.e2e
+def test_a_script_needs_the_file_alone_to_record_and_the_folder_to_compare(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    shutil.copy(ROOT / "recorders" / "lockstep_keras.py", tmp_path)
+    result = subprocess.run(
+        [sys.executable, "script.py", ROOT / "recorders" / "keras_comparison"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False,
+        env=program_environment(PYTHONPATH=""),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    first, second, *_ = result.stdout.splitlines()
+    assert first == (
+        "compare needs the folder keras_comparison: copy it beside lockstep_keras.py, or save the"
+        " recording and run `python main.py verify --traces=FILE`"
+    )
+    assert second.startswith("1 step on 2 replicas: the training that the model defines")
+    assert (tmp_path / "two.npz").exists()
+
+
+def test_the_package_is_found_beside_the_file_in_a_package():
+    assert lockstep_keras.compare is not compare
+    assert lockstep_keras.comparison().compare is compare
