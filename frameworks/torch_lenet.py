@@ -73,7 +73,7 @@ def epoch_of(data: Batch, seed: int, global_batch_size: int) -> Iterator[Batch]:
 
 
 def recorded_batches(path: str, num_steps: int) -> Iterator[Batch]:
-    """Yields the batches of a recording with images NHWC and labels, of all its replicas."""
+    """Yields the batches of a recording with images NHWC of bytes and labels, of all replicas."""
     with np.load(path) as trace:
         for position in range(1, num_steps + 1):
             replicas = sum(f"{position}/data/{r}/0" in trace for r in range(64))
@@ -81,7 +81,8 @@ def recorded_batches(path: str, num_steps: int) -> Iterator[Batch]:
                 np.concatenate([trace[f"{position}/data/{r}/{i}"] for r in range(replicas)])
                 for i in (0, 1)
             )
-            yield torch.tensor(images).permute(0, 3, 1, 2), torch.tensor(labels).long().flatten()
+            images = torch.tensor(images).permute(0, 3, 1, 2) / 255
+            yield images, torch.tensor(labels).long().flatten()
 
 
 def train_epoch(

@@ -1,15 +1,16 @@
 """Trains the CNN of port_torch.py with Keras; --default=NAME leaves a default of Keras as it is.
 
-PYTHONPATH=recorders python tests/recorder_scripts/port_keras.py --trace=keras.npz --replay=torch.npz
+PYTHONPATH=recorders python port_keras.py --trace=keras.npz --replay=torch.npz
 """
 
 import argparse
 
 import keras
-import lockstep_keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+
+import lockstep_keras
 
 STEPS = [0, 1, 2, 9, 10]
 DEFAULTS = [
