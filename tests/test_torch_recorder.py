@@ -405,7 +405,8 @@ def test_a_forward_pass_that_bypasses_ddp_has_no_sums(two):
 @needs_torch
 def test_gradients_accumulated_without_synchronisation_are_sent_once(two):
     trace = Trace(two[0], "no_sync")
-    assert trace.about["micro_batches"] == [2] and len(trace.kind("data")) == 2
+    assert trace.about["micro_batches"] == [2, 2] and len(trace.kind("data")) == 2
+    assert trace.kind("raw", 1) and not trace.kind("sums", 1)  # A step that never sends.
     raw = [trace.kind("raw", 0, replica) for replica in range(2)]
     mean = {name: (raw[0][name] + raw[1][name]) / 2 for name in raw[0]}
     assert largest_difference(trace.kind("sums"), mean) < 1e-6

@@ -318,12 +318,15 @@ def case_bypass():
 def case_no_sync():
     model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
     optimizer = adamw(model)
-    with lockstep_torch.record("no_sync.npz", model, optimizer, steps=1):
-        for step in range(2):
-            x, y = batch(step, dist.get_rank(), 2)
-            with contextlib.nullcontext() if step else model.no_sync():
-                F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    with lockstep_torch.record("no_sync.npz", model, optimizer, steps=2):
+        for is_synchronised in (True, False):
+            optimizer.zero_grad()
+            for step in range(2):
+                x, y = batch(step, dist.get_rank(), 2)
+                is_sent = is_synchronised and step == 1
+                with contextlib.nullcontext() if is_sent else model.no_sync():
+                    F.cross_entropy(model(x), y).backward()
+            optimizer.step()
 
 
 def case_unused():
