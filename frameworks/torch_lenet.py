@@ -81,7 +81,7 @@ def recorded_batches(path: str, num_steps: int) -> Iterator[Batch]:
                 np.concatenate([trace[f"{position}/data/{r}/{i}"] for r in range(replicas)])
                 for i in (0, 1)
             )
-            images = torch.tensor(images).permute(0, 3, 1, 2) / 255
+            images = torch.tensor(images).permute(0, 3, 1, 2).contiguous() / 255
             yield images, torch.tensor(labels).long().flatten()
 
 

@@ -149,13 +149,17 @@ class record:
             order = torch.randperm(sizes[0], generator=generator)
             self.inverse = torch.argsort(order)
             args, options, batch = _take((args, options, batch), order)
-        on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-        for kind, values in {"random": [torch.get_rng_state(), *on_gpu], "data": batch}.items():
-            self._save(kind, values, sum(key.startswith(kind) for key in self.now))
+        self._add("random", _random_states())
+        self._add("data", batch)
         self.num_forward += 1
         return args, options
 
+    def _add(self, kind: str, values: Sequence[Tensor]) -> None:
+        self._save(kind, values, sum(key.startswith(f"{kind}/") for key in self.now))
+
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.is_grad_enabled() and module.training:
+            self._add("random_after", _random_states())
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else _take(output, inverse)
 
@@ -308,6 +312,12 @@ class record:
         with open(temporary, "wb") as file:
             np.savez(file, allow_pickle=False, about=np.array(json.dumps(about)), **self.arrays)
         os.replace(temporary, path)
+
+
+def _random_states() -> list[Tensor]:
+    """Returns the state of the generator of the CPU, and of the GPU if it is used."""
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_gpu]
 
 
 def _require(condition: Any, message: str) -> None:

@@ -528,3 +528,15 @@ def test_what_cannot_be_verified_is_refused_in_one_line(tmp_path, one, flags, co
     result = run_here("verify", *(f.format(**paths) for f in flags), f"--out={tmp_path / 'out'}")
     assert result.returncode == code and text in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_generator_that_no_step_uses_may_be_equal_on_all_replicas(tmp_path, one):
+    layers = [{"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []}]
+    for change, causes in ((0, []), (1, ["same_random_numbers"])):
+        script = two(one, about={"layers": layers})
+        keep_random(script, lambda step, replica: [np.full(4, step, np.uint8)])
+        for name in [name for name in script.arrays if "/random/" in name]:
+            after = name.replace("random", "random_after")
+            script.arrays[after] = script.arrays[name] + np.uint8(change)
+        report = verify_alone(load_trace_of(script, tmp_path / "two.npz"))
+        assert [f.cause for f in report.faults] == causes

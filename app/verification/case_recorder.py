@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from app.training.optimizers import FusedSGD
 from recorders.lockstep_keras import (
     Arrays,
     Hooks,
@@ -46,7 +47,8 @@ class CaseRecorder(Observer):
         model = strategy.model
         self._recording.describe(model, model.optimizer)
         self._optimizer = inner_optimizer(model.optimizer)
-        name = type(self._optimizer).__name__
+        fused = isinstance(self._optimizer, FusedSGD)  # The same bits as Keras' SGD.
+        name = "SGD" if fused else type(self._optimizer).__name__
         self._recording.optimizer = {"class": name, "framework": "keras"}
         self._recording.optimizer |= constants_of(self._optimizer)
         self._seeds = [f"model/{v.path}" for v in model.variables if is_seed(model, v)]

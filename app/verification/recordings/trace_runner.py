@@ -91,9 +91,14 @@ def _verify(
 
 
 def _short_names(traces: Sequence[ScriptTrace]) -> list[str]:
-    """Returns file names, with their folders where two files have the same name."""
-    short = [pathlib.Path(trace.name).name for trace in traces]
-    return short if len(set(short)) == len(short) else [trace.name for trace in traces]
+    """Returns file names, with as many of their folders as tell them apart."""
+    paths = [pathlib.Path(trace.name).absolute() for trace in traces]
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        short = [str(pathlib.Path(*path.parts[-count:])) for path in paths]
+        if len(set(short)) == len(short):
+            return short
+    # The same file twice.
+    return [f"{path.name} ({number})" for number, path in enumerate(paths, start=1)]
 
 
 def _result(report: TraceReport, reference: str, tolerance: str) -> CaseResult:
@@ -128,7 +133,7 @@ def _about(report: TraceReport) -> str:
     if report.skipped:
         numbers = ", ".join(map(str, report.skipped))
         texts.append(
-            f"gradients not compared in step {numbers}: it starts from another state, record it"
+            f"gradients of steps {numbers} not compared, which start from other states: record them"
             " with replay="
         )
     if report.unmatched:
