@@ -151,7 +151,7 @@ def test_a_trace_has_the_members_of_the_format(one):
         **{"of": "5.bias", "slot": "exp_avg"},
     }
     kinds = {key.split("/")[1] for key in trace.arrays}
-    assert kinds == {"data", "random", "loss", "raw", "clipped", "before", "after"}
+    assert kinds == {"data", "random", "random_after", "loss", "raw", "clipped", "before", "after"}
     assert {key.split("/")[0] for key in trace.arrays} == {"1", "2"}
 
 
