@@ -540,3 +540,95 @@ def test_a_generator_that_no_step_uses_may_be_equal_on_all_replicas(tmp_path, on
             script.arrays[after] = script.arrays[name] + np.uint8(change)
         report = verify_alone(load_trace_of(script, tmp_path / "two.npz"))
         assert [f.cause for f in report.faults] == causes
+
+
+def test_images_are_the_same_in_both_layouts(tmp_path, one):
+    """Channels last in one recording, first in the other; a wrong layout is another order."""
+    shapes = {"NHWC": (-1, 2, 2, 3), "NCHW": (-1, 3, 2, 2)}
+
+    def images(script, layout, stored=None):
+        script.about = {**script.about, "data_layout": layout}
+        for name in [name for name in script.arrays if "/data/" in name]:
+            x = script.arrays[name].reshape(shapes["NHWC"])
+            stored_first = (stored or layout) == "NCHW"
+            script.arrays[name] = x.transpose(0, 3, 1, 2) if stored_first else x
+        return script
+
+    first = load_trace_of(images(Script(), "NHWC"), tmp_path / "one.npz")
+    noisy = two(one, gradient=lambda s, r, g: [1.01 * g[0], g[1]])
+    right, wrong = images(two(one), "NCHW"), images(noisy, "NHWC", stored="NCHW")
+    for script, causes in ((right, []), (wrong, ["other_layout"])):
+        second = load_trace_of(script, tmp_path / "two.npz")
+        report = verify_against(first, second, {}, given_tolerance(None))
+        assert [f.cause for f in report.findings] == causes
+
+
+def test_micro_batches_are_joined(tmp_path, one):
+    script = two(one, about={"micro_batches": [2] * 4})
+    for name in [name for name in script.arrays if "/data/" in name]:
+        array = script.arrays[name]
+        script.arrays[name], script.arrays[f"{name[:-1]}1"] = array[:3], array[3:]
+    first = load_trace_of(one, tmp_path / "one.npz")
+    second = load_trace_of(script, tmp_path / "two.npz")
+    assert verify_against(first, second, {}, given_tolerance(None)).findings == []
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_sums_of_shares_are_right_and_uneven_ones_are_named(found, one, weighted):
+    """Each replica divides by the size of the global batch, and the all-reduce adds."""
+
+    def add(sent):
+        return [[sum(parts) for parts in zip(*sent, strict=True)] for _ in sent]
+
+    def divided(script, replica, gradients):
+        return [array / np.float32(2) for array in gradients]
+
+    script = two(
+        one, reduce=add, gradient=divided, weighted=weighted, shard=three_quarters,
+        about={"reduction": "sum"},
+    )  # fmt: skip
+    assert found(script) == ([] if weighted else [("gradients", "mean_of_means")])
+
+
+def test_equal_seeds_of_layers_are_a_fault_if_they_are_drawn_from(tmp_path, one):
+    def seeds(step, kind, replica, arrays):
+        if kind in ("before", "after"):
+            number = step + (drawn and kind == "after")
+            arrays.append(np.array([number, replica * apart], np.uint32))
+        return arrays
+
+    for drawn, apart, causes in ((1, 0, ["same_random_numbers"]), (1, 1, []), (0, 0, [])):
+        script = two(one, change=seeds)
+        path = tmp_path / "two.npz"
+        script.write(path)
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+        about = json.loads(str(arrays.pop("about")))
+        about["variables"].append({"name": "drop/seed", "kind": "seed", "layout": ""})
+        np.savez(path, **arrays, about=np.array(json.dumps(about)))
+        report = verify_alone(load_trace(path))
+        assert [f.cause for f in report.faults] == causes, (drawn, apart)
+        assert all(f.tensors == ("drop/seed",) for f in report.faults)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_named"),
+    [
+        (([1, 1], "same"), True), ((1, "same"), True), ((0, "valid"), False), (([0, 0], 1), True),
+        (("valid", "same"), True),
+    ],
+)  # fmt: skip
+def test_paddings_of_strided_convolutions_are_compared_in_one_form(tmp_path, values, is_named):
+    layers = [
+        [{"name": "conv", "class": "Conv2D", "strides": 2, "padding": value, "weights": []}]
+        for value in values
+    ]
+    one = Script(about={"layers": layers[0]})
+    noisy = Script(
+        replay=one, about={"layers": layers[1]}, gradient=lambda s, r, g: [1.01 * g[0], g[1]]
+    )
+    first = load_trace_of(one, tmp_path / "one.npz")
+    second = load_trace_of(noisy, tmp_path / "two.npz")
+    report = verify_against(first, second, {}, given_tolerance(None))
+    expected = "other_padding" if is_named else "unexplained_gradient"
+    assert [f.cause for f in report.findings] == [expected]

@@ -101,6 +101,8 @@ def _why(
         return "lost_examples", f"{missing.total()} of {size} examples are missing"
     a, b = inputs[index]
     if a is not None and b is not None and (scale := _scaling(a, b)) is not None:
+        if abs(scale[0] - 1) < _CLOSE and abs(scale[1]) < _CLOSE:
+            return "other_layout", "each example has the same values in another order"
         return (
             "other_normalisation",
             f"the inputs of the second recording are {scale[0]:.6g} · x + {scale[1]:.6g}, where x"

@@ -37,6 +37,7 @@ REMEDIES = {
     "lost_examples": "split each batch so that every example reaches exactly one replica",
     "other_examples": "use the same data, seed and order of examples in both scripts",
     "other_normalisation": "scale the inputs in both scripts in the same way",
+    "other_layout": "order the axes of the inputs in the same way in both scripts: NHWC or NCHW",
     "other_order": "use the same order of examples in both scripts",
     "not_reshuffled": "call sampler.set_epoch(epoch) at the start of each epoch, or reshuffle the"
     " data set in each epoch",

@@ -161,7 +161,7 @@ def verify_against(
         others = examples[pair.number] if examples is not None else None
         if not pair.starts_equally:
             skipped.append(pair.number)
-        elif others and _is_scaled_inside(pair, others, tolerance):
+        elif others and _is_converted_inside(pair, others, tolerance):
             others = []
         if pair.starts_equally and not others:
             _compare_computation(pair, stages, tolerance)
@@ -177,10 +177,15 @@ def verify_against(
     )
 
 
-def _is_scaled_inside(pair: StepPair, others: Sequence[TraceFinding], tolerance: Tolerance) -> bool:
-    """Returns whether inputs of another scale give equal gradients: one model scales its inputs."""
-    is_scale = others[0].cause == "other_normalisation"
-    return is_scale and compare_gradients(pair, tolerance) == []
+def _is_converted_inside(
+    pair: StepPair, others: Sequence[TraceFinding], tolerance: Tolerance
+) -> bool:
+    """Returns whether inputs of another scale or layout give equal gradients.
+
+    One of the models then scales or transposes its inputs.
+    """
+    is_form = others[0].cause in ("other_normalisation", "other_layout")
+    return is_form and compare_gradients(pair, tolerance) == []
 
 
 def _compare_computation(pair: StepPair, stages: _Stages, tolerance: Tolerance) -> None:
