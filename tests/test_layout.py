@@ -16,6 +16,18 @@ def test_flags_are_read_in_one_place():
     assert readers == ["flags.py"]
 
 
+def test_frameworks_and_recorders_use_nothing_of_the_program():
+    """They run where it is not installed."""
+    paths = [p for folder in ("frameworks", "recorders") for p in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 3
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            assert not {(name or "").split(".")[0] for name in modules} & {*PACKAGES}, path
+
+
 def test_nothing_outside_tests_looks_like_a_test():
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
