@@ -438,7 +438,10 @@ def record(
         with recorder:
             yield recorder
     finally:
-        recorder.save(path)
+        if recorder.steps:
+            recorder.save(path)
+    if not recorder.steps:
+        raise ValueError(f"{path} is not written: no step was recorded; train within the block")
 
 
 def compare(*args: Any, **kwargs: Any) -> Any:

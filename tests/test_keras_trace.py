@@ -240,6 +240,16 @@ def test_what_was_recorded_before_an_error_is_saved(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["cut.npz"]
 
 
+def test_a_block_without_a_recorded_step_writes_no_file(tmp_path):
+    model = on_replicas(convolution)
+    with (
+        pytest.raises(ValueError, match="no step was recorded"),
+        record(tmp_path / "none.npz", model, [9]),
+    ):
+        model.fit(batches(), verbose=0)
+    assert not list(tmp_path.iterdir())
+
+
 def test_errors_of_files(tmp_path):
     with pytest.raises(ValueError, match=r"none\.npz does not exist"):
         Recording.load(tmp_path / "none.npz")
