@@ -438,7 +438,10 @@ def record(
         with recorder:
             yield recorder
     finally:
-        recorder.save(path)
+        if recorder.steps:
+            recorder.save(path)
+    if not recorder.steps:
+        raise ValueError(f"{path} is not written: no step was recorded; train within the block")
 
 
 def compare(*args: Any, **kwargs: Any) -> Any:
@@ -471,7 +474,7 @@ def permuted(data: Any, number: tf.Tensor, seed: Sequence[int]) -> Any:
     parts = leaves(data)
 
     def order(number: np.int64, size: np.int32) -> np.ndarray:
-        return np.random.default_rng([*seed, int(number)]).permutation(size)
+        return np.random.default_rng([*seed, int(number)]).permutation(int(size))
 
     def permute() -> list[tf.Tensor]:
         chosen = tf.numpy_function(order, [number, tf.shape(parts[0])[0]], tf.int64)

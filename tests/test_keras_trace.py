@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from objective_samples import X, Y, compiled, dense, start
 
 from conftest import CPUS, ROOT, program_environment
 from recorders import lockstep_keras
@@ -239,6 +240,16 @@ def test_what_was_recorded_before_an_error_is_saved(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["cut.npz"]
 
 
+def test_a_block_without_a_recorded_step_writes_no_file(tmp_path):
+    model = on_replicas(convolution)
+    with (
+        pytest.raises(ValueError, match="no step was recorded"),
+        record(tmp_path / "none.npz", model, [9]),
+    ):
+        model.fit(batches(), verbose=0)
+    assert not list(tmp_path.iterdir())
+
+
 def test_errors_of_files(tmp_path):
     with pytest.raises(ValueError, match=r"none\.npz does not exist"):
         Recording.load(tmp_path / "none.npz")
@@ -385,6 +396,19 @@ def test_examples_are_permuted_together(one, tmp_path):
     assert not differing(second, again)
 
 
+def test_replay_and_permutation_in_eager_mode(tmp_path):
+    def build():
+        model = convolution(dropout=0)
+        model.run_eagerly = True
+        return model
+
+    _, first = recorded(tmp_path / "one.npz", build, steps=2)
+    _, second = recorded(
+        tmp_path / "two.npz", build, seed=5, steps=2, replay=tmp_path / "one.npz", permute=7
+    )
+    assert not differing(first, second, "/before/") and differing(first, second, "/data/")
+
+
 # --- Custom loops --------------------------------------------------------------------------------
 
 
@@ -486,3 +510,24 @@ def test_a_script_needs_the_file_alone_to_record_and_the_folder_to_compare(tmp_p
 def test_the_package_is_found_beside_the_file_in_a_package():
     assert lockstep_keras.compare is not compare
     assert lockstep_keras.comparison().compare is compare
+
+
+# --- Strategies of this project ------------------------------------------------------------------
+
+
+def test_a_strategy_is_recorded_in_the_same_format(tmp_path):
+    def build():
+        return compiled(dense(), optimizer=optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1))
+
+    start("manual", build, (X, Y)).record([0, 2]).save(tmp_path / "manual.npz")
+    about, arrays = read(tmp_path / "manual.npz")
+    assert about["order"] == "reduce, clip" and about["whole_loss"]
+    assert about["steps"] == [0, 2] and about["replicas"] == [0, 1]
+    assert about["optimizer"]["class"] == "SGD" and about["optimizer"]["momentum"] == 0.9
+    rates = [groups[0]["learning_rate"] for groups in about["settings"]]
+    assert rates == pytest.approx([0.05, 0.05])
+    sums, clipped = (
+        np.sqrt(sum(np.sum(arrays[f"2/{kind}/0/{i}"] ** 2) for i in range(4)))
+        for kind in ("sums", "clipped")
+    )
+    assert clipped == pytest.approx(min(sums, 0.1), rel=1e-5)
