@@ -109,8 +109,9 @@ class record:
         variables = self._describe(leaves, inputs)
         if self._trace:
             self._trace.load(number, leaves, variables, keys=not replicas.split_keys)
-        for index, _ in inputs["batch"] if self.permute is not None else ():
-            leaves[index] = replicas.permuted(leaves[index], (self.permute, number))
+        if self.permute is not None:
+            for index, _ in inputs["batch"]:
+                leaves[index] = replicas.permuted(leaves[index], (self.permute, number))
         args, kwargs = jax.tree.unflatten(tree, leaves)
         placed = _place(self.step, args, kwargs)
         found = {"data": replicas.columns(placed, inputs, ["batch"])}
@@ -350,5 +351,5 @@ def _like(leaf: Any, value: np.ndarray) -> Any:
         return jax.random.wrap_key_data(_like(data, value), impl=jax.random.key_impl(leaf))
     value = np.broadcast_to(value, np.shape(leaf)).astype(np.result_type(leaf))
     if not _split(leaf):
-        return jax.numpy.asarray(value)
+        return jax.numpy.asarray(value) if isinstance(leaf, jax.Array) else value
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
