@@ -142,11 +142,12 @@ class record:
                 parts = f"device {device} runs it, the batch is split over {replicas.number}"
                 raise ValueError(f"keep({kind!r}): {parts}; record data parallelism only")
             rows = [self._received.get((kind, r)) or calls for r, _ in replicas.local]
-            kept[kind] = [*zip(*(arrays for (arrays,) in rows), strict=True)]
+            kept[kind] = [*zip(*([*map(_host, leaves)] for (leaves,) in rows), strict=True)]
         return kept
 
     def _receive(self, kind: str, names: list[str], device: Any, *leaves: Any) -> None:
-        self._received.setdefault((kind, int(device)), []).append([*map(_host, leaves)])
+        # Converted after the step: waiting for a large array here can block a CPU device for ever.
+        self._received.setdefault((kind, int(device)), []).append(leaves)
         if kind in ("raw", "sums", "clipped"):
             self._about["gradients"] = [name or "params" for name in names]
 
