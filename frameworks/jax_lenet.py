@@ -2,7 +2,7 @@
 
     python jax_lenet.py --weights=lenet.npz --order=order.npy --trace=jax_pmap.npz --mode=pmap
 
-`--weights` is an `.npz` with the weights of the project's Keras model: "conv1/kernel", "conv1/bias",
+`--weights` is an `.npz` of the weights of the Keras model: "conv1/kernel", "conv1/bias",
 …, "logits/bias". `--order` is a `.npy` with the number of the example at each position of the
 training: the first `--batch_size` numbers are the first batch. The data is read from
 FASHION_MNIST_DIR. It needs JAX and NumPy, and the recorder of this project.
