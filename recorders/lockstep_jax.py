@@ -109,8 +109,9 @@ class record:
         variables = self._describe(leaves, inputs)
         if self._trace:
             self._trace.load(number, leaves, variables, keys=not replicas.split_keys)
-        for index, _ in inputs["batch"] if self.permute is not None else ():
-            leaves[index] = replicas.permuted(leaves[index], (self.permute, number))
+        if self.permute is not None:
+            for index, _ in inputs["batch"]:
+                leaves[index] = replicas.permuted(leaves[index], (self.permute, number))
         args, kwargs = jax.tree.unflatten(tree, leaves)
         placed = _place(self.step, args, kwargs)
         found = {"data": replicas.columns(placed, inputs, ["batch"])}
@@ -141,11 +142,12 @@ class record:
                 parts = f"device {device} runs it, the batch is split over {replicas.number}"
                 raise ValueError(f"keep({kind!r}): {parts}; record data parallelism only")
             rows = [self._received.get((kind, r)) or calls for r, _ in replicas.local]
-            kept[kind] = [*zip(*(arrays for (arrays,) in rows), strict=True)]
+            kept[kind] = [*zip(*([*map(_host, leaves)] for (leaves,) in rows), strict=True)]
         return kept
 
     def _receive(self, kind: str, names: list[str], device: Any, *leaves: Any) -> None:
-        self._received.setdefault((kind, int(device)), []).append([*map(_host, leaves)])
+        # Converted after the step: waiting for a large array here can block a CPU device for ever.
+        self._received.setdefault((kind, int(device)), []).append(leaves)
         if kind in ("raw", "sums", "clipped"):
             self._about["gradients"] = [name or "params" for name in names]
 
@@ -350,5 +352,5 @@ def _like(leaf: Any, value: np.ndarray) -> Any:
         return jax.random.wrap_key_data(_like(data, value), impl=jax.random.key_impl(leaf))
     value = np.broadcast_to(value, np.shape(leaf)).astype(np.result_type(leaf))
     if not _split(leaf):
-        return jax.numpy.asarray(value)
+        return jax.numpy.asarray(value) if isinstance(leaf, jax.Array) else value
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
