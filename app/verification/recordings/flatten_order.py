@@ -10,7 +10,8 @@ from app.verification.recordings.trace_arrays import distance, norm
 
 _MOST_CHANNELS = 4096
 # Other logits scale the examples of a batch in another way, so that rows agree in their size only.
-_ALIKE, _MORE_ALIKE = 0.8, 0.3
+_ALIKE, _MORE_ALIKE = 0.5, 0.3
+_BY_CHANCE = 6  # Times 1 / sqrt(n), the standard deviation of a correlation of n random values.
 
 
 def reordered_rows(
@@ -37,7 +38,8 @@ def reordered_rows(
         if not found:
             continue
         far, alike, channels = min(found, key=lambda each: (each[0] > 4 * allowed(name), -each[1]))
-        if far <= 4 * allowed(name) or (alike > _ALIKE and alike > direct + _MORE_ALIKE):
+        least = max(_ALIKE, _BY_CHANCE / len(a) ** 0.5, direct + _MORE_ALIKE)
+        if far <= 4 * allowed(name) or alike > least:
             yield (
                 "flatten_order",
                 f"the inputs of {name} are in another order: {channels} channels are flattened"

@@ -33,12 +33,17 @@ def compare_examples(
         later: earlier for earlier, later in repeated_batches([second for _, second in pairs])
     }
     found: dict[int, list[TraceFinding]] = {}
+    dropped = ""
     for index, (first, _) in enumerate(pairs):
         a, b = rows[index]
         if a == b:
             found[first.number] = []
             continue
+        if dropped:  # All later batches are shifted.
+            found[first.number] = [fault("examples", "last_batch_dropped", dropped, first.number)]
+            continue
         explained = _why(index, rows, inputs, [pair[0].number for pair in pairs], repeated)
+        dropped = explained[1] if explained[0] == "last_batch_dropped" else ""
         found[first.number] = [fault("examples", *explained, first.number)]
     return found
 
@@ -75,11 +80,6 @@ def _why(
     size, other_size = first.total(), second.total()
     usual, other_usual = (each.total() for each in rows[0])
     missing, extra = first - second, second - first
-    if number in repeated:
-        return (
-            "not_reshuffled",
-            f"step {number} has the examples of step {repeated[number]} again, in the same order",
-        )
     if size < usual and other_size >= other_usual:
         return (
             "last_batch_dropped",
@@ -91,6 +91,11 @@ def _why(
             "last_batch_dropped",
             f"the second recording has a last batch of {other_size} examples here, the first one a"
             f" batch of {size}",
+        )
+    if number in repeated:
+        return (
+            "not_reshuffled",
+            f"step {number} has the examples of step {repeated[number]} again, in the same order",
         )
     if extra and not extra.keys() - first.keys():
         return (

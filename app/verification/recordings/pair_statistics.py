@@ -75,15 +75,21 @@ def _by_batches(pair: StepPair, wrong: Sequence[MovingStatistic]) -> Iterator[Ex
         )
         yield FAULT, "other_batch_norm_momentum", text, others
     left = [each for each in wrong if not each.has_equal_batch()]
-    variances = [each for each in left if each.is_variance]
+    means = {_layer_of(each) for each in left if not each.is_variance}
+    # Of a layer with another mean, the batch itself is another one.
+    variances = [each for each in left if each.is_variance and _layer_of(each) not in means]
     unbiased = _unbiased(pair, variances)
-    means = [each for each in left if not each.is_variance]
-    if unbiased is not None and not means:
+    if unbiased is not None:
         yield BY_DESIGN, "unbiased_variance", unbiased, variances
-    elif left and not others and _is_scaled(left, scale := _scale_of(left)):
+        left = [each for each in left if not any(each is v for v in variances)]
+    if left and not others and _is_scaled(left, scale := _scale_of(left)):
         yield FAULT, "other_batch_norm_momentum", _text_of_scale(scale), left
     elif left:
         yield _other(pair, left)
+
+
+def _layer_of(statistic: MovingStatistic) -> str:
+    return statistic.name.replace("/", ".").rpartition(".")[0]
 
 
 def _scale_of(statistics: Sequence[MovingStatistic]) -> float:

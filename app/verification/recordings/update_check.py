@@ -10,6 +10,7 @@ from app.verification.recordings.optimizer_rules import (
     BEFORE_CORRECTION,
     IN_GRADIENT,
     IN_WEIGHTS,
+    ROUNDINGS,
     UNDER_ROOT,
     Rule,
     Slots,
@@ -18,8 +19,6 @@ from app.verification.recordings.optimizer_rules import (
 from app.verification.recordings.recorded_step import WEIGHT, RecordedStep
 from app.verification.recordings.trace_arrays import TINY, all_finite, same_bits, unit_of
 from app.verification.recordings.trace_finding import TraceFinding, fault
-
-_ROUNDINGS = 32  # Of the terms of an update; the longest rule has about 12 operations.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Update:
         unit = unit_of(self.after)
         for name, (value, size) in expected.items():
             actual = self.after if name == "weight" else getattr(self.slots_after, name)
-            bound = _ROUNDINGS * unit * size + TINY
+            bound = ROUNDINGS * unit * size + TINY
             if actual is not None and not np.all(np.abs(actual - value) <= bound):
                 return False
         return True
