@@ -10,12 +10,14 @@
 # make lint    checks style, format, types and the layers of imports
 # make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
 #              docs/BENCHMARKS.md: half an hour
+# make frameworks  installs PyTorch and JAX apart, for the programs in frameworks/: some minutes
 # make docs    writes docs/options.md from the options in app/config
 # make setup   makes .venv with everything that the program needs
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all mutations zoo zoo-optimizers soak fuzz lint bench docs clean
+.PHONY: setup train test test-all mutations zoo zoo-optimizers soak fuzz lint bench frameworks docs
+.PHONY: clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -68,6 +70,8 @@ $(BIN)/.installed-dev: $(BIN)/.installed requirements-dev.txt
 	@echo "installing PyTorch and JAX into .venv-bench: once, some minutes"
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+frameworks: .venv-bench/.installed
 
 docs: $(BIN)/.installed
 	$(BIN)/python -m app.cli.option_page

@@ -1,25 +1,34 @@
-"""Trains LeNet on Fashion-MNIST with JAX on CPU devices, and records steps of the training.
+"""Trains LeNet on Fashion-MNIST with JAX on several CPU devices, with `jit` or `pmap`.
 
-    python jax_lenet.py --weights=lenet.npz --order=order.npy --trace=jax_pmap.npz --mode=pmap
+    python frameworks/jax_lenet.py --mode=pmap --epochs=1
 
-`--weights` is an `.npz` of the weights of the Keras model: "conv1/kernel", "conv1/bias",
-…, "logits/bias". `--order` is a `.npy` with the number of the example at each position of the
-training: the first `--batch_size` numbers are the first batch. The data is read from
-FASHION_MNIST_DIR. It needs JAX and NumPy, and the recorder of this project.
+It is the training of "Dive into Deep Learning", section "Training on Multiple GPUs": weights
+N(0, 0.01²), plain SGD. With `jit`, arrays are split over a mesh and XLA adds the all-reduce; with
+`pmap`, each device runs the step and `pmean` is written out. It needs JAX and NumPy, and the four
+files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
+
+With `--replay=single.npz`, a recording of the same network by Lockstep, it trains the recorded
+steps instead: each starts from the recorded weights, with the recorded batch, and `--trace` is
+written for `main.py verify --traces=single.npz,jax.npz`.
 """
 
 import argparse
+import contextlib
 import gzip
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-LAYERS = ("conv1", "conv2", "hidden", "logits")
+SHAPES = {
+    **{"conv1": (3, 3, 1, 20), "conv2": (5, 5, 20, 50)},
+    **{"hidden": (800, 128), "logits": (128, 10)},
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -27,16 +36,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=["jit", "pmap"], default="jit")
     parser.add_argument("--num_devices", type=int, default=2)
-    parser.add_argument("--weights", required=True, help=".npz with the initial weights")
-    parser.add_argument("--order", required=True, help=".npy with the order of the examples")
-    parser.add_argument("--batch_size", type=int, default=256, help="of all devices together")
-    parser.add_argument("--learning_rate", type=float, default=0.1)
-    parser.add_argument("--momentum", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=20, help="number of steps to train and record")
-    parser.add_argument("--trace", required=True, help="file to record to")
-    parser.add_argument("--replay", help="trace to load the state from before each step")
-    parser.add_argument("--permute", type=int, help="seed to permute the examples of each device")
-    return parser.parse_args()
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--global_batch_size", type=int, default=256)
+    parser.add_argument("--learning_rate", type=float, default=0.2)
+    parser.add_argument("--steps", type=int, default=20, help="to record, from the first one on")
+    parser.add_argument("--trace", help="file to write: a recording of the steps")
+    parser.add_argument("--replay", help="recording whose states and batches are trained")
+    parser.add_argument("--permute", type=int, help="seed: permute the examples of each batch")
+    options = parser.parse_args()
+    if options.replay and not options.trace:
+        parser.error("--replay needs --trace=FILE, the recording to write")
+    return options
 
 
 OPTIONS = parse_arguments()
@@ -50,34 +60,50 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 Tree = Any
+Batch = tuple[np.ndarray, np.ndarray]
+Step = Callable[..., tuple[Tree, Any]]
 
 
-def load_data() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the images, (n, 28, 28, 1) from 0 to 1, and the labels of the training set."""
+def load_images(kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Loads images `(n, 28, 28, 1)` in [0, 1] and labels `(n,)` of "train" or "t10k"."""
     folder = pathlib.Path(os.environ["FASHION_MNIST_DIR"])
-    with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
+    with gzip.open(folder / f"{kind}-images-idx3-ubyte.gz") as file:
         images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 28, 28, 1)
-    with gzip.open(folder / "train-labels-idx1-ubyte.gz") as file:
+    with gzip.open(folder / f"{kind}-labels-idx1-ubyte.gz") as file:
         labels = np.frombuffer(file.read(), np.uint8, offset=8)
     return images.astype(np.float32) / np.float32(255), labels.astype(np.int32)
 
 
-def load_weights(path: str) -> Tree:
+def initial_weights() -> Tree:
     """Returns the parameters of all layers."""
-    with np.load(path) as file:
-        return {
-            layer: {part: file[f"{layer}/{part}"] for part in ("kernel", "bias")}
-            for layer in LAYERS
+    generator = np.random.default_rng(0)
+    return {
+        name: {
+            "kernel": generator.normal(size=shape, scale=0.01).astype(np.float32),
+            "bias": np.zeros(shape[-1], np.float32),
         }
+        for name, shape in SHAPES.items()
+    }
 
 
-def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the batches in the order that was passed."""
-    images, labels = load_data()
-    order = np.load(OPTIONS.order)
-    for step in range(OPTIONS.steps):
-        rows = order[step * OPTIONS.batch_size :][: OPTIONS.batch_size]
+def epoch_of(images: np.ndarray, labels: np.ndarray, seed: int) -> Iterator[Batch]:
+    """Yields the global batches of an epoch, in an order that follows from the seed."""
+    order = np.random.default_rng(seed).permutation(len(images))
+    for start in range(0, len(order), OPTIONS.global_batch_size):
+        rows = order[start : start + OPTIONS.global_batch_size]
         yield images[rows], labels[rows]
+
+
+def recorded_batches() -> Iterator[Batch]:
+    """Yields the batches of a recording with images NHWC of bytes and labels, of all replicas."""
+    with np.load(OPTIONS.replay) as trace:
+        for position in range(1, OPTIONS.steps + 1):
+            replicas = sum(f"{position}/data/{r}/0" in trace for r in range(64))
+            images, labels = (
+                np.concatenate([trace[f"{position}/data/{r}/{i}"] for r in range(replicas)])
+                for i in (0, 1)
+            )
+            yield images.astype(np.float32) / np.float32(255), labels.astype(np.int32).ravel()
 
 
 def lenet(params: Tree, x: jax.Array) -> jax.Array:
@@ -100,28 +126,26 @@ def loss_fn(params: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(log_probs, y[:, None], axis=1).mean()
 
 
-def update(params: Tree, velocity: Tree, grads: Tree) -> tuple[Tree, Tree]:
-    """Returns the parameters and velocities after a step of SGD."""
-    rate, momentum = OPTIONS.learning_rate, OPTIONS.momentum
-    velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, grads)
-    return jax.tree.map(lambda p, v: p - rate * v, params, velocity), velocity
+def update(params: Tree, grads: Tree) -> Tree:
+    """Returns the parameters after a step of SGD."""
+    return jax.tree.map(lambda p, g: p - OPTIONS.learning_rate * g, params, grads)
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
-def jit_step(params: Tree, velocity: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, Tree, Any]:
+@partial(jax.jit, donate_argnums=0)
+def jit_step(params: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, Any]:
     """Runs one program on all devices; XLA adds the all-reduce."""
     loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
     grads = lockstep_jax.keep("sums", grads)
-    return *update(params, velocity, grads), loss
+    return update(params, grads), loss
 
 
-@partial(jax.pmap, axis_name="devices", donate_argnums=(0, 1))
-def pmap_step(params: Tree, velocity: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, Tree, Any]:
+@partial(jax.pmap, axis_name="devices", donate_argnums=0)
+def pmap_step(params: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, Any]:
     """Runs the program of one device on each, as "Dive into Deep Learning" does."""
     loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
     grads = lockstep_jax.keep("raw", grads)
     grads = lockstep_jax.keep("sums", jax.lax.pmean(grads, "devices"))
-    return *update(params, velocity, grads), loss
+    return update(params, grads), loss
 
 
 def place(tree: Tree, is_batch: bool) -> Tree:
@@ -135,31 +159,54 @@ def place(tree: Tree, is_batch: bool) -> Tree:
     return jax.tree.map(split if is_batch else copy, tree)
 
 
-def main() -> None:
-    """Trains, prints the loss of each step, and records."""
-    params = load_weights(OPTIONS.weights)
-    velocity = place(jax.tree.map(np.zeros_like, params), is_batch=False)
-    params = place(params, is_batch=False)
-    state = {"params": 0, "opt_state": 1}
-    recorder = lockstep_jax.record(
+def accuracy(params: Tree, images: np.ndarray, labels: np.ndarray) -> float:
+    """Returns the part of the images that are classified correctly."""
+    if OPTIONS.mode == "pmap":
+        params = jax.tree.map(lambda copies: copies[0], params)
+    predicted = [
+        np.argmax(jax.jit(lenet)(params, images[start : start + 1000]), axis=1)
+        for start in range(0, len(images), 1000)
+    ]
+    return float(np.mean(np.concatenate(predicted) == labels))
+
+
+def train(params: Tree, train_step: Step, batches: Iterator[Batch]) -> Tree:
+    """Trains one step for each batch; returns the parameters."""
+    for batch in batches:
+        params, _ = train_step(params, *place(batch, is_batch=True))
+    return params
+
+
+def recorded(train_step: Step) -> Any:
+    """Returns a context manager: a step that is recorded, if that was asked for."""
+    if not OPTIONS.trace:
+        return contextlib.nullcontext(train_step)
+    return lockstep_jax.record(
         OPTIONS.trace,
-        pmap_step if OPTIONS.mode == "pmap" else jit_step,
-        arguments=state | {"batch": (2, 3)},
-        outputs=state | {"loss": 2},
-        optimizer={
-            "class": "SGD",
-            "learning_rate": OPTIONS.learning_rate,
-            "momentum": OPTIONS.momentum,
-        },
+        train_step,
+        arguments={"params": 0, "batch": (1, 2)},
+        outputs={"params": 0, "loss": 1},
+        optimizer={"class": "SGD", "learning_rate": OPTIONS.learning_rate},
         steps=OPTIONS.steps,
         pmap=OPTIONS.mode == "pmap",
         replay=OPTIONS.replay,
         permute=OPTIONS.permute,
     )
-    with recorder as train_step:
-        for step, batch in enumerate(batches()):
-            params, velocity, loss = train_step(params, velocity, *place(batch, is_batch=True))
-            print(f"step {step}: loss {np.mean(loss):.6f}")
+
+
+def main() -> None:
+    """Trains, and prints the test accuracy after each epoch."""
+    params = place(initial_weights(), is_batch=False)
+    with recorded(pmap_step if OPTIONS.mode == "pmap" else jit_step) as train_step:
+        if OPTIONS.replay:
+            train(params, train_step, recorded_batches())
+            return
+        images, test = load_images("train"), load_images("t10k")
+        for epoch in range(OPTIONS.epochs):
+            begin = time.perf_counter()
+            params = jax.block_until_ready(train(params, train_step, epoch_of(*images, epoch)))
+            sec = time.perf_counter() - begin
+            print(f"epoch {epoch + 1}: test acc {accuracy(params, *test):.4f}, {sec:.1f} sec")
 
 
 if __name__ == "__main__":

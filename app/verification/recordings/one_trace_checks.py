@@ -63,7 +63,7 @@ def _before_agreement(
         yield "clipping", clipping
     if (updates := check_update(step)) is not None:
         yield "update", updates
-    if several and has_states:
+    if several and has_states and step.state("after", 0, STATISTIC):
         yield "statistics", list(_local_statistics(step))
 
 
