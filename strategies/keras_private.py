@@ -30,8 +30,8 @@ def compiled_loss(
 ) -> tf.Tensor:
     """Returns the loss of a compiled model, with those that its layers add; 0 if it has none.
 
-    The public `compute_loss` takes `training` or not, as whoever overrides it likes; and it raises
-    where only layers add losses.
+    The public `compute_loss` takes `training` or not, depending on the class that overrides it, and
+    raises an error where only layers add losses.
     """
     own = type(model).compute_loss is not keras.Model.compute_loss
     if not own and private(model, "_compile_loss") is None and not model.losses:

@@ -75,7 +75,7 @@ class AddsLoss(keras.Model):
 
 
 class OwnStep(AddsLoss):
-    """Computes its loss in a training step of its own, which shows no loss to others."""
+    """Computes its loss in a custom training step that reports no loss."""
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -88,7 +88,7 @@ class OwnStep(AddsLoss):
 
 
 class StepOfCompiledLoss(AddsLoss):
-    """Trains its compiled loss in a training step of its own."""
+    """Trains its compiled loss in a custom training step."""
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -234,6 +234,6 @@ def start(name, build, data, **options):
 
 
 def differing(state, other):
-    """Returns the names of variables that do not have the same bits."""
+    """Returns the names of variables that are not bitwise identical."""
     assert state.keys() == other.keys()
     return [name for name in state if state[name].tobytes() != other[name].tobytes()]

@@ -47,7 +47,7 @@ class CaseRecorder(Observer):
         model = strategy.model
         self._recording.describe(model, model.optimizer)
         self._optimizer = inner_optimizer(model.optimizer)
-        fused = isinstance(self._optimizer, FusedSGD)  # The same bits as Keras' SGD.
+        fused = isinstance(self._optimizer, FusedSGD)  # Bitwise identical to Keras' SGD.
         name = "SGD" if fused else type(self._optimizer).__name__
         self._recording.optimizer = {"class": name, "framework": "keras"}
         self._recording.optimizer |= constants_of(self._optimizer)

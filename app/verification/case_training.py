@@ -239,6 +239,6 @@ class StrategyTraining(RecordedTraining):
 def _differing(
     names: Sequence[str], saved: Sequence[np.ndarray], restored: Sequence[np.ndarray]
 ) -> list[str]:
-    """Returns the names of arrays that do not have the same bits."""
+    """Returns the names of arrays that are not bitwise identical."""
     arrays = zip(names, saved, restored, strict=True)
     return [name for name, a, b in arrays if np.asarray(a).tobytes() != np.asarray(b).tobytes()]
