@@ -1,6 +1,6 @@
 """Trains the CNN of port_torch.py with Keras; --default=NAME leaves a default of Keras as it is.
 
-PYTHONPATH=recorders python tests/recorder_scripts/port_keras.py --trace=keras.npz --replay=torch.npz
+PYTHONPATH=recorders python port_keras.py --trace=keras.npz --replay=torch.npz
 """
 
 import argparse
