@@ -153,3 +153,18 @@ def merged(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
     ]
     order = list(STAGES)
     return sorted(joined, key=lambda each: order.index(each.stage))
+
+
+def explained_by(
+    gradients: list[TraceFinding] | None, others: list[TraceFinding] | None, unexplained: str
+) -> list[TraceFinding] | None:
+    """Returns findings with the cause of other gradients, where that is known and theirs is not."""
+    if not gradients or not others or gradients[0].cause == "unexplained_gradient":
+        return others
+    (found, *_) = gradients
+    return [
+        dataclasses.replace(each, status=found.status, cause=found.cause)
+        if each.cause == unexplained
+        else each
+        for each in others
+    ]
