@@ -1,13 +1,16 @@
 """`verify --traces`: what it finds in recordings of a small training, right ones and wrong ones."""
 
 import json
+import types
 
 import numpy as np
 import pytest
 
 from app.records.script_trace import load_trace
+from app.verification.recordings.flatten_order import reordered_rows
 from app.verification.recordings.trace_finding import REMEDIES, STAGES
 from app.verification.recordings.trace_verification import (
+    between_frameworks,
     computed_tolerance,
     given_tolerance,
     verify_against,
@@ -632,3 +635,188 @@ def test_paddings_of_strided_convolutions_are_compared_in_one_form(tmp_path, val
     report = verify_against(first, second, {}, given_tolerance(None))
     expected = "other_padding" if is_named else "unexplained_gradient"
     assert [f.cause for f in report.findings] == [expected]
+
+
+# Ports: two frameworks, other defaults
+
+
+def with_weights_of_layers(momentum, **changes):
+    layer = {"name": "norm", "class": "BatchNorm2d", "weights": ["norm/moving_mean"]}
+    layer |= {"momentum": momentum, "weights": ["norm/moving_mean", "norm/moving_variance"]}
+    return Script(norm_momentum=momentum, about={"layers": [layer]}, **changes)
+
+
+def test_another_momentum_is_a_fault_though_the_variance_is_unbiased(found):
+    one = with_weights_of_layers(0.1, unbiased=True)
+    two = with_weights_of_layers(0.01, replay=one)
+    assert found(two, one, status=FAULT) == [("statistics", "other_batch_norm_momentum")]
+    assert found(two, one, status=BY_DESIGN) == [("statistics", "unbiased_variance")]
+
+
+def test_a_variance_of_another_batch_is_not_called_unbiased(found):
+    """The variance is 1.5 times as large: n / (n - 1) is at most 16 / 15."""
+
+    def scaled(step, kind, replica, arrays):
+        if kind == "after":
+            before = two.states[step][0][3]
+            share = np.float32(0.1)
+            batch = (arrays[3] - (1 - share) * before) / share
+            arrays[3] = ((1 - share) * before + share * np.float32(1.5) * batch).astype(np.float32)
+        return arrays
+
+    one = with_weights_of_layers(0.1)
+    two = with_weights_of_layers(0.1, replay=one)
+    for position, step in enumerate(two.steps, start=1):
+        arrays = [two.arrays[f"{position}/after/0/{i}"] for i in range(4)]
+        two.arrays[f"{position}/after/0/3"] = scaled(step, "after", 0, arrays)[3]
+    assert found(two, one) == [("statistics", "other_statistics")]
+
+
+def noisy(script, replica, gradients):
+    return [1.01 * gradients[0], gradients[1]]
+
+
+def layers(*settings):
+    return {"layers": [{"weights": [], **each} for each in settings]}
+
+
+TORCH_CONV = {"name": "0", "class": "Conv2d", "strides": [2, 2], "padding": [1, 1]}
+KERAS_CONV = {"name": "conv", "class": "Conv2D", "strides": [2, 2], "padding": "valid"}
+PADDED = {"name": "pad", "class": "ZeroPadding2D", "padding": [[1, 1], [1, 1]]}
+TORCH_PADDED = {"name": "pad", "class": "ZeroPad2d", "padding": [0, 1, 0, 1]}
+TORCH_NORM = {"name": "bn", "class": "BatchNorm2d", "epsilon": 1e-5}
+KERAS_NORM = {"name": "bn", "class": "BatchNormalization", "epsilon": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "causes"),
+    [
+        ([TORCH_CONV], [PADDED, KERAS_CONV], ["unexplained_gradient"]),
+        ([TORCH_CONV], [KERAS_CONV], ["other_padding"]),
+        (
+            [TORCH_PADDED, {**TORCH_CONV, "padding": [0, 0]}],
+            [{**KERAS_CONV, "padding": "same"}],
+            ["unexplained_gradient"],
+        ),
+        (
+            [TORCH_CONV, TORCH_NORM],
+            [PADDED, KERAS_CONV, KERAS_NORM],
+            ["other_batch_norm_epsilon"],
+        ),
+        (
+            [TORCH_CONV, TORCH_NORM],
+            [{**KERAS_CONV, "padding": "same"}, KERAS_NORM],
+            ["other_padding", "other_batch_norm_epsilon"],
+        ),
+    ],
+)
+def test_padding_before_a_convolution_is_its_padding(found, first, second, causes):
+    one = Script(about=layers(*first))
+    two = Script(replay=one, about=layers(*second), gradient=noisy)
+    assert sorted(found(two, one)) == sorted(("gradients", cause) for cause in causes)
+
+
+def test_a_setting_without_effect_on_the_next_batch_norm_is_no_cause(found):
+    """The padding differs by name only: the BatchNorm behind it has the same statistics."""
+    norm = {"name": "bn", "class": "BatchNorm2d", "momentum": 0.1, "weights": ["norm/moving_mean"]}
+    one = Script(about=layers(TORCH_CONV, norm, {**TORCH_NORM, "name": "last"}))
+    two = Script(
+        replay=one,
+        about=layers(KERAS_CONV, norm, {**TORCH_NORM, "epsilon": 1e-3}),
+        gradient=noisy,
+    )
+    assert found(two, one) == [("gradients", "other_batch_norm_epsilon")]
+
+
+def test_a_factor_of_one_explains_nothing(found, one):
+    """The difference is 2 to 4 times the tolerance, and no smaller with the factor."""
+
+    def noise(script, replica, gradients):
+        kernel, bias = gradients
+        other = np.random.default_rng(0).normal(size=kernel.shape)
+        size = np.linalg.norm(kernel) / np.linalg.norm(other)
+        return [kernel + np.float32(2e-2 * size) * other.astype(np.float32), bias]
+
+    two = Script(replay=one, gradient=noise)
+    causes = found(two, one, tolerance=given_tolerance(1e-2), status=FAULT)
+    assert set(causes) <= {("gradients", "unexplained_gradient")}
+    assert causes
+
+
+def decayed_in_loss(script, replica, gradients):
+    weights = script.states[max(script.states)][replica][:2]
+    return [g + np.float32(0.05) * w for g, w in zip(gradients, weights, strict=True)]
+
+
+@pytest.mark.parametrize(("decay", "status"), [(0.05, BY_DESIGN), (0.02, FAULT)])
+def test_weight_decay_in_the_loss_is_that_of_an_optimizer_if_it_is_as_much(found, decay, status):
+    one = Script(settings={"weight_decay": decay})
+    two = Script(replay=one, gradient=decayed_in_loss)
+    expected = [("gradients", "regularisation_in_the_loss")]
+    if status == FAULT:
+        expected.append(("update", "other_weight_decay"))
+    assert found(two, one, status=status) == expected
+
+
+def test_a_mean_over_the_weights_of_the_examples_is_named(found, one):
+    """One script divides weighted losses by the sum of the weights, the other by their number."""
+    two = Script(replay=one, gradient=lambda s, r, g: [np.float32(1.5) * a for a in g])
+    for position in range(1, 5):
+        count = len(two.arrays[f"{position}/data/0/0"])
+        weights = np.where(np.arange(count) % 2, 1, 2).astype(np.float32)
+        two.arrays[f"{position}/data/0/1"] = weights
+    assert found(two, one) == [("gradients", "other_loss_reduction")]
+
+
+def test_a_dropped_batch_has_one_name_in_all_later_steps(found):
+    def in_order(step):
+        return np.arange(40)[step % 3 * 16 :][:16]
+
+    def dropping(step):
+        return np.arange(40)[step % 2 * 16 :][:16]
+
+    one = Script(batch=in_order)
+    assert found(Script(batch=dropping, replay=one), one) == [("examples", "last_batch_dropped")]
+
+
+def test_adam_with_a_bias_correction_in_float32_is_clean(found):
+    """Keras computes 1 - 0.999 in float32: 1e-5 away from 0.001."""
+
+    def in_float32(script, weights, gradients, state):
+        adam(script, weights, gradients, state)
+        number = float(state[2])
+        left = 1 - np.float32(0.999) ** np.float32(number)
+        for weight, before in zip(weights, script.states[number - 1][0][:2], strict=True):
+            change = (weight - before) * np.float32((left / (1 - 0.999**number)) ** 0.5)
+            weight[:] = before + change
+
+    one = Script(optimizer="Adam", framework="keras")
+    two = Script(optimizer="Adam", framework="keras", replay=one, update=in_float32)
+    assert found(two, one) == []
+
+
+@pytest.mark.parametrize("is_reordered", [True, False])
+def test_the_order_of_flattened_axes_is_named_by_the_sizes_of_rows(is_reordered):
+    """Under replay, the logits differ: the rows of the gradient are only of similar size."""
+    generator = np.random.default_rng(0)
+    activity = generator.random((16 * 9, 1)) ** 2
+    order = np.arange(16 * 9).reshape(16, 9).T.ravel()
+    gradients = [activity * generator.normal(size=(16 * 9, 10)) for _ in range(2)]
+    if is_reordered:
+        gradients[1] = gradients[1][order]
+    variable = types.SimpleNamespace(name="dense", layout="IO")
+    trace = types.SimpleNamespace(variables=[variable])
+    pair = types.SimpleNamespace(first=types.SimpleNamespace(trace=trace))
+    first, second = ({"dense": array} for array in gradients)
+    causes = [c for c, *_ in reordered_rows(pair, first, second, ["dense"], lambda name: 1e-4)]
+    assert causes == ["flatten_order"] * is_reordered
+
+
+def test_the_tolerance_between_frameworks_is_that_of_their_kernels(tmp_path, one):
+    first = load_trace_of(one, tmp_path / "one.npz")
+    permuted = load_trace_of(Script(permute=3, replay=one, steps=(0, 1)), tmp_path / "p.npz")
+    tolerance = computed_tolerance(first, permuted, {})
+    assert between_frameworks(tolerance, first, permuted) is tolerance
+    other = load_trace_of(Script(framework="keras"), tmp_path / "two.npz")
+    wider = between_frameworks(tolerance, first, other)
+    assert min(wider.of_weight.values()) >= 64 * 2**-23 and "two frameworks" in wider.text

@@ -1,6 +1,6 @@
 """Trains a small CNN with PyTorch: the original of port_keras.py.
 
-PYTHONPATH=recorders python tests/recorder_scripts/port_torch.py --trace=torch.npz
+PYTHONPATH=recorders python port_torch.py --trace=torch.npz
 """
 
 import argparse

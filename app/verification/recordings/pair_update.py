@@ -13,6 +13,7 @@ from app.verification.recordings.trace_finding import TraceFinding, fault
 from app.verification.recordings.update_check import Update, updates_of
 
 _NO_EFFECT = 1e-6  # Relative to the change; an update rounds by this much.
+_SMALL_PART = 1e-2
 _CAUSES = {
     "decay_placement": "weight_decay_placement",
     "epsilon_placement": "epsilon_placement",
@@ -59,9 +60,13 @@ def _differences(pair: StepPair, named: list[tuple[Rule, Update]]) -> Iterator[T
         if field.name == "velocity":
             yield from _velocity(pair, named)
             continue
-        effect = max(
-            _effect(update, field.name, getattr(rule, field.name)) for rule, update in named
-        )
+        effects = {
+            update.name: _effect(update, field.name, getattr(rule, field.name))
+            for rule, update in named
+        }
+        # Relative to an update of rounding alone, as of a bias before BatchNorm, it is huge.
+        of_large = max(effects[name] for name in _large(named))
+        effect = of_large if of_large > _NO_EFFECT else max(effects.values())
         if effect <= _NO_EFFECT:
             continue
         x, y = sorted(different, key=str)[0]
@@ -74,6 +79,12 @@ def _differences(pair: StepPair, named: list[tuple[Rule, Update]]) -> Iterator[T
         # Each framework has one place for epsilon, which no setting changes.
         is_choice = cause == "epsilon_placement"
         yield dataclasses.replace(finding, status=BY_DESIGN) if is_choice else finding
+
+
+def _large(named: list[tuple[Rule, Update]]) -> list[str]:
+    """Returns the names of the weights with gradients that are not small beside the largest."""
+    sizes = {update.name: _norm(update.gradient) for _, update in named}
+    return [name for name, size in sizes.items() if size >= _SMALL_PART * max(sizes.values())]
 
 
 def _effect(update: Update, setting: str, value: object) -> float:

@@ -43,7 +43,8 @@ REMEDIES = {
     " data set in each epoch",
     "last_batch_dropped": "use the same drop_last (drop_remainder) in both scripts",
     "other_loss": "compute the same loss in both scripts",
-    "other_loss_reduction": "average the loss over the same axes in both scripts",
+    "other_loss_reduction": "average the loss over the same axes in both scripts, and divide"
+    " weighted losses by the same: the sum of the weights (PyTorch) or the number (Keras)",
     "not_finite": "look at the first step with NaN or infinite values: its examples, loss and"
     " learning rate",
     "not_all_reduced": "call the wrapped model, ddp(x) and not ddp.module(x), or all-reduce the"
@@ -62,12 +63,12 @@ REMEDIES = {
     "regularisation_in_the_loss": "apply weight decay in both scripts in the same place: the loss"
     " or the optimizer",
     "frozen": "make the weight trainable in both scripts, and a part of the loss",
-    "flatten_order": "flatten in the same order of axes: transpose to NHWC before the reshape, or"
-    " permute the rows of the next layer's weight",
+    "flatten_order": "flatten in the same order of axes: for example Permute((3, 1, 2))"
+    " before Flatten in Keras",
     "other_batch_norm_epsilon": "set the epsilon of BatchNorm explicitly: PyTorch's is 1e-5, that"
     " of Keras 1e-3",
-    "other_padding": "pad strided convolutions explicitly: 'same' pads at the end, padding=n on"
-    " both sides",
+    "other_padding": "pad strided convolutions explicitly: 'same' pads more at the end, padding=n"
+    " equally on both sides; in Keras, ZeroPadding2D(n) before padding='valid'",
     "other_layer_settings": "use the same settings of layers in both scripts",
     "unexplained_gradient": "compare the arrays of both recordings, from the last layer to the"
     " first",
@@ -81,8 +82,8 @@ REMEDIES = {
     "other_dampening": "use the same dampening in both scripts",
     "other_nesterov": "use the same form of momentum in both scripts",
     "other_weight_decay": "use the same weight decay in both scripts",
-    "weight_decay_placement": "add weight decay in the same place: to the gradient (torch SGD and"
-    " Adam) or to the weights (AdamW, Keras)",
+    "weight_decay_placement": "add weight decay in the same place: to the gradient (SGD and Adam of"
+    " PyTorch; in Keras L2 regularizers with half the value) or to the weights (AdamW, Keras)",
     "learning_rate_in_velocity": "accept the difference when the learning rate changes: Keras keeps"
     " the learning rate within the velocity, PyTorch does not",
     "other_beta_1": "use the same beta_1 in both scripts",
@@ -153,3 +154,18 @@ def merged(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
     ]
     order = list(STAGES)
     return sorted(joined, key=lambda each: order.index(each.stage))
+
+
+def explained_by(
+    gradients: list[TraceFinding] | None, others: list[TraceFinding] | None, unexplained: str
+) -> list[TraceFinding] | None:
+    """Returns findings with the cause of other gradients, where that is known and theirs is not."""
+    if not gradients or not others or gradients[0].cause == "unexplained_gradient":
+        return others
+    (found, *_) = gradients
+    return [
+        dataclasses.replace(each, status=found.status, cause=found.cause)
+        if each.cause == unexplained
+        else each
+        for each in others
+    ]

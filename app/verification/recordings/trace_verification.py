@@ -23,7 +23,12 @@ from app.verification.recordings.pair_update import compare_rules
 from app.verification.recordings.recorded_step import RecordedStep
 from app.verification.recordings.step_pair import StepPair
 from app.verification.recordings.trace_arrays import EPS, relative_distances
-from app.verification.recordings.trace_finding import STAGES, TraceFinding, merged
+from app.verification.recordings.trace_finding import (
+    STAGES,
+    TraceFinding,
+    explained_by,
+    merged,
+)
 from app.verification.script_match import Matching, match_variables
 
 DEFAULT_TOLERANCE = 1e-4
@@ -193,24 +198,9 @@ def _compare_computation(pair: StepPair, stages: _Stages, tolerance: Tolerance) 
     gradients = compare_gradients(pair, tolerance)
     losses = compare_losses(pair, max(tolerance.usual, 1e-5))
     statistics = compare_statistics(pair, max(1e-4, tolerance.usual))
-    stages.add("loss", _explained_by(gradients, losses, "other_loss"))
+    stages.add("loss", explained_by(gradients, losses, "other_loss"))
     stages.add("gradients", gradients)
-    stages.add("statistics", _explained_by(gradients, statistics, "other_statistics"))
-
-
-def _explained_by(
-    gradients: list[TraceFinding] | None, others: list[TraceFinding] | None, unexplained: str
-) -> list[TraceFinding] | None:
-    """Returns findings with the cause of other gradients, where that is known and theirs is not."""
-    if not gradients or not others or gradients[0].cause == "unexplained_gradient":
-        return others
-    (found, *_) = gradients
-    return [
-        dataclasses.replace(each, status=found.status, cause=found.cause)
-        if each.cause == unexplained
-        else each
-        for each in others
-    ]
+    stages.add("statistics", explained_by(gradients, statistics, "other_statistics"))
 
 
 def _but_decay_in_loss(
