@@ -28,6 +28,7 @@ from app.report.record_finder import Record, reading
 
 _MARKS = {FAULT: "bad", BY_DESIGN: "differs", CLEAN: "good"}
 _MOST_TENSORS = 12
+_MOST_RUNS = 4  # Beside which a column of explanations is readable.
 
 
 def case_part(record: Record) -> Part:
@@ -63,22 +64,20 @@ def _verdicts(found: dict) -> list[Items]:
 
 def _setup(found: dict) -> str:
     steps = ", ".join(shortened(_longest(found["strategies"])["steps"]))
-    setup = [f"{label} {text}" for label, text in found["setup"].items()]
-    return one_line(". ".join([*map(_capitalised, setup), f"Steps checked: {steps}"])) + (
-        f". {one_line(found['comparison'])}."
-    )
-
-
-def _capitalised(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    setup = [
+        f"Model {text}" if label == "model" else f"{label}: {text}"
+        for label, text in found["setup"].items()
+    ]
+    return one_line(f"{'. '.join(setup)}. Steps checked: {steps}. {found['comparison']}.")
 
 
 def _stages(runs: Mapping[str, Mapping[str, Any]]) -> Table:
+    has_room = len(runs) <= _MOST_RUNS
     rows: list[list[Cell | str]] = [
-        [stage, what, *(_cell(run, stage) for run in runs.values())]
+        [stage, *[what] * has_room, *(_cell(run, stage) for run in runs.values())]
         for stage, what in stages_of(runs.values()).items()
     ]
-    header = ["stage", "what is checked", *runs]
+    header = ["stage", *["what is checked"] * has_room, *runs]
     return Table("Stages", header, "l" + "w" * (len(header) - 1), rows)
 
 
