@@ -476,6 +476,37 @@ def test_the_tolerance_is_computed_from_permuted_examples(tmp_path, one):
     )
 
 
+def test_inputs_that_a_model_scales_do_not_hide_a_fault(tmp_path, one):
+    """The recorded inputs are those before a layer that scales them."""
+
+    def recorded_before_scaling(step, kind, replica, arrays):
+        return [255 * array for array in arrays] if kind == "data" else arrays
+
+    def apart(script, replica, gradients):
+        return [gradients[0] + 0.01 * np.sin(1 + 9 * gradients[0]), gradients[1]]
+
+    first = load_trace_of(one, tmp_path / "one.npz")
+    for changes, causes in (({}, []), ({"gradient": apart}, ["unexplained_gradient"])):
+        script = two(one, change=recorded_before_scaling, **changes)
+        second = load_trace_of(script, tmp_path / "two.npz")
+        report = verify_against(first, second, {}, given_tolerance(None))
+        assert [f.cause for f in report.findings] == causes
+
+
+def test_a_fault_that_the_permuted_recording_shares_is_found(found, tmp_path, one):
+    """A permuted recording of the wrong script must not make its fault a matter of rounding."""
+
+    def halved(script, replica, gradients):
+        return [array / 2 for array in gradients]
+
+    first = load_trace_of(one, tmp_path / "one.npz")
+    wrong = Script(permute=1, replay=one, steps=(0, 1), gradient=halved)
+    tolerance = computed_tolerance(first, load_trace_of(wrong, tmp_path / "p.npz"), {})
+    assert "limited to 0.01" in tolerance.text
+    causes = found(two(one, gradient=halved), tolerance=tolerance)
+    assert causes == [("gradients", "mean_instead_of_sum")]
+
+
 def test_every_cause_of_the_checks_has_a_remedy():
     assert all(REMEDIES.values())
     assert {cause for changes, (_, cause) in FAULTS.values()} <= set(REMEDIES)
@@ -558,7 +589,7 @@ def test_images_are_the_same_in_both_layouts(tmp_path, one):
         return script
 
     first = load_trace_of(images(Script(), "NHWC"), tmp_path / "one.npz")
-    noisy = two(one, gradient=lambda s, r, g: [1.01 * g[0], g[1]])
+    noisy = two(one, gradient=lambda s, r, g: [1.5 * g[0], g[1]])
     right, wrong = images(two(one), "NCHW"), images(noisy, "NHWC", stored="NCHW")
     for script, causes in ((right, []), (wrong, ["other_layout"])):
         second = load_trace_of(script, tmp_path / "two.npz")
@@ -820,3 +851,9 @@ def test_the_tolerance_between_frameworks_is_that_of_their_kernels(tmp_path, one
     other = load_trace_of(Script(framework="keras"), tmp_path / "two.npz")
     wider = between_frameworks(tolerance, first, other)
     assert min(wider.of_weight.values()) >= 64 * 2**-23 and "two frameworks" in wider.text
+
+
+def test_one_gradient_that_is_too_large_is_no_mean_of_means(found, one):
+    """Both replicas would count 1.01 times: they count equally."""
+    script = two(one, gradient=lambda s, r, g: [1.01 * g[0], g[1]])
+    assert found(script) == [("gradients", "unexplained_gradient")]

@@ -133,7 +133,8 @@ def _mean_of_means(
     shares = _best_shares(
         [[own[name] for name in wrong] for own in sent], [first[n] for n in wrong]
     )
-    if len(fitting(shares)) == len(wrong):
+    count_unequally = max(shares) - min(shares) > 1e-3 * max(map(abs, shares))
+    if count_unequally and len(fitting(shares)) == len(wrong):
         usual = 1 / len(sent) if is_mean else 1.0
         listed = ", ".join(f"{share / usual:.4g}" for share in shares)
         yield (
