@@ -187,7 +187,7 @@ def keras_resnet(blocks=((8, 8), (8, 16), (16, 16))):
 
 
 def torch_resnet(blocks=((8, 8), (8, 16), (16, 16))):
-    """The same as the book's PyTorch class orders it: all convolutions, then normalisations."""
+    """The same in the order of d2l's PyTorch class: all convolutions, then normalisations."""
     variables = [*torch_layer("net.0", conv(3, 1, 8, 1)), *torch_norm("net.1", 8, 1)]
     for index, (inputs, width) in enumerate(blocks):
         name, seed = f"net.{index + 3}", 100 * (index + 1)

@@ -7,17 +7,21 @@ import numpy as np
 import pytest
 
 from app.records.script_trace import load_trace
+from app.runtime.errors import DataError
 from app.verification.recordings.flatten_order import reordered_rows
+from app.verification.recordings.recorded_step import RecordedStep
 from app.verification.recordings.trace_finding import REMEDIES, STAGES
 from app.verification.recordings.trace_verification import (
     between_frameworks,
     computed_tolerance,
     given_tolerance,
+    pairs_of,
     verify_against,
     verify_alone,
 )
+from app.verification.script_match import Matching
 from in_process import run_here
-from script_samples import Script, adam, batch_of, mean_of, sgd
+from script_samples import Script, adam, batch_of, examples, mean_of, sgd
 
 FAULT, BY_DESIGN = "fault", "by design"
 ADAMW = {"optimizer": {"class": "AdamW", "framework": "torch"}}
@@ -851,6 +855,30 @@ def test_the_tolerance_between_frameworks_is_that_of_their_kernels(tmp_path, one
     other = load_trace_of(Script(framework="keras"), tmp_path / "two.npz")
     wider = between_frameworks(tolerance, first, other)
     assert min(wider.of_weight.values()) >= 64 * 2**-23 and "two frameworks" in wider.text
+
+
+def test_few_different_examples_may_be_on_several_replicas(tmp_path):
+    """As in the truth table of XOR: four rows, many times."""
+
+    def few(x):
+        return np.tile(examples()[0][:2], (len(x), 1))[: len(x)]
+
+    trace = load_trace_of(Script(replicas=2, inputs=few), tmp_path / "two.npz")
+    assert verify_alone(trace).faults == []
+
+
+def test_recordings_without_a_common_weight_are_refused(tmp_path, one):
+    first = load_trace_of(one, tmp_path / "one.npz")
+    with pytest.raises(DataError, match=r"no weight matches .*; pass --name_map"):
+        pairs_of(first, first, Matching((), (), (), ()))
+
+
+def test_arrays_of_a_step_are_freed_after_it(tmp_path, one, monkeypatch):
+    held = []
+    monkeypatch.setattr(RecordedStep, "release", lambda step: held.append(len(step._read)))
+    first = load_trace_of(one, tmp_path / "one.npz")
+    verify_against(first, load_trace_of(two(one), tmp_path / "two.npz"), {}, given_tolerance(None))
+    assert len(held) == 3 * len(one.steps) and all(held)
 
 
 def test_one_gradient_that_is_too_large_is_no_mean_of_means(found, one):

@@ -29,6 +29,7 @@ from app.verification.recordings.update_check import check_update
 
 _SCALED = 1e-5  # How far from a common factor the elements of a clipped gradient may be.
 _CAUSES_OF_DIVERGENCE = ("start", "all-reduce", "clipping", "update")
+_DIFFERENT_PART = 0.9
 _SAME_PART = 0.5  # Replicas that share more than this part of their examples are a fault.
 
 
@@ -167,7 +168,11 @@ def _different_examples(step: RecordedStep) -> Iterator[TraceFinding]:
     for first, second in itertools.combinations(step.replicas, 2):
         shared = (rows[first] & rows[second]).total()
         size = min(rows[first].total(), rows[second].total())
-        if size and shared > _SAME_PART * size:
+        # In data with few different examples, replicas share many of them.
+        are_different = all(
+            len(rows[r]) >= _DIFFERENT_PART * rows[r].total() for r in (first, second)
+        )
+        if size and shared > _SAME_PART * size and are_different:
             yield fault(
                 "examples",
                 "same_examples",

@@ -57,6 +57,10 @@ class RecordedStep:
             self._read[key] = None if found is None else [_whole(array) for array in found]
         return self._read[key]
 
+    def release(self) -> None:
+        """Frees the arrays that were read; they are read again when they are needed."""
+        self._read.clear()
+
     def has(self, kind: str) -> bool:
         """Returns whether every replica has arrays of a kind."""
         return all(self._all(kind, replica) is not None for replica in self.replicas)

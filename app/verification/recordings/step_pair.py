@@ -30,6 +30,11 @@ class StepPair:
         """The number of the step, from 0."""
         return self.first.number
 
+    def release(self) -> None:
+        """Frees the arrays that were read."""
+        self.first.release()
+        self.second.release()
+
     def in_second(self, name: str) -> str:
         """Returns the name in the second recording of a variable of the first; "" without."""
         return self._names.get(name, "")

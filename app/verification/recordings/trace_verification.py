@@ -178,6 +178,7 @@ def verify_against(
                 stages.add("clipping", compare_clipping(pair, tolerance))
         stages.add("examples", others)
         stages.add("update", _but_decay_in_loss(compare_rules(pair), stages, pair.number))
+        pair.release()
         on_step()
     return stages.report(
         second,
@@ -225,6 +226,7 @@ def _check_alone(trace: ScriptTrace, stages: _Stages, *, is_compared: bool = Fal
     for step in steps:
         for stage, findings in check_step(step):
             stages.add(stage, findings)
+        step.release()
     for finding in check_steps_together(steps):
         stages.add(finding.stage, [finding])
     if not is_compared:
@@ -244,7 +246,8 @@ def pairs_of(first: ScriptTrace, second: ScriptTrace, matching: Matching) -> lis
     """
     if not matching.pairs:
         raise DataError(
-            f"{second.name}: no weight matches one of {first.name} by name or shape; pass --names"
+            f"{second.name}: no weight matches one of {first.name} by name or shape; pass"
+            " --name_map"
         )
     common = [number for number in first.steps if number in second.steps]
     if not common:
@@ -292,6 +295,7 @@ def computed_tolerance(
         apart = relative_distances([actual[name] for name in expected], list(expected.values()))
         for name, far in zip(expected, apart, strict=True):
             spread[name] = max(spread.get(name, 0.0), far)
+        pair.release()
     if not spread:
         raise DataError(
             f"{permuted.name}: no step starts from the state of {first.name}; record it with"
