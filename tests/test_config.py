@@ -7,8 +7,9 @@ import json
 import pytest
 
 from app.cli.option_page import PAGE, option_page
-from app.config import Config, TrainConfig, VerifyConfig, split_numbers
+from app.config import CompareConfig, Config, TrainConfig, VerifyConfig, split_numbers
 from app.config.constraints import check_shards
+from app.config.framework_options import num_framework_replicas
 from app.config.names import GROUPS, RECIPE_NAMES
 from app.config.option import check_values, option, options_of, same_option
 from app.config.split_options import SplitOptions
@@ -517,3 +518,32 @@ def test_a_record_that_is_older_than_an_option_has_its_default():
 
 def options_of_a_split():
     return {each.name for each in options_of(SplitOptions)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategies": ("torch_ddp",)}, "has no strategy to compare with; add single"),
+        ({"recipe": "fast"}, "--recipe=fast does not run in torch_ddp; use --recipe=d2l"),
+        ({"precision": "mixed_bfloat16"}, "use --precision=float32"),
+        ({"batch_norm": "sync"}, "use --batch_norm=average"),
+        ({"jit_compile": True}, "--jit_compile does not run in torch_ddp"),
+        ({"num_gpus": 2}, "torch_ddp runs on CPUs here; use --device=cpu"),
+        ({"global_batch_size": 255}, "255 does not divide over 2 replicas, as jax_pmap requires"),
+        ({"num_train_examples": 999}, "last batch of 231 examples .* use --last_batch=drop"),
+    ],
+)
+@pytest.mark.parametrize("config_class", [CompareConfig, VerifyConfig])
+def test_what_a_framework_cannot_train_is_refused(config_class, options, message):
+    names = ("single", "manual", "torch_ddp", "jax_pmap")
+    with pytest.raises(ConfigError, match=message):
+        config_class(**{"strategies": names, **options})
+
+
+def test_frameworks_have_as_many_replicas_as_the_strategies():
+    names = ("single", "manual", "torch_ddp")
+    config = VerifyConfig(strategies=names, num_devices=3, accumulate_steps=2)
+    assert num_framework_replicas(config) == 3
+    assert num_framework_replicas(VerifyConfig(strategies=names)) == 2
+    assert config.own_strategies == ("single", "manual")
+    assert config.for_training("torch_ddp").strategy == "single"

@@ -2,8 +2,10 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 
 from app.config import CompareConfig
+from app.config.framework_options import FRAMEWORKS
 from app.records.caveats import caveats
 from app.records.files import write_json
 from app.records.history import Summary, load_required_summary
@@ -12,7 +14,12 @@ from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.errors import OutputError, TrainingFailedError
+from app.runtime.processes import call_in_child_process
+from app.runtime.temporary_directories import TemporaryDirectory
 from app.runtime.training_process import train_in_child_process
+from app.verification.frameworks.framework_program import find_interpreters
+from app.verification.frameworks.framework_training import train_with_framework
+from app.verification.frameworks.training_files import write_training_files
 from app.verification.run_comparison import compare_weights, table_header, table_rows
 
 
@@ -24,6 +31,7 @@ def run(config: CompareConfig) -> list[Summary]:
     Raises:
         TrainingFailedError: one of them did not finish; its exit code becomes ours.
     """
+    interpreters = find_interpreters([n for n in config.strategies if n in FRAMEWORKS])
     path = named_path(config.out or default_out("compare", config.model_label(config.model)))
     fields = {
         **config.result_fields(),
@@ -36,21 +44,49 @@ def run(config: CompareConfig) -> list[Summary]:
             run_directory.check_same_run()
         run_directory.start(overwrite=config.overwrite)
         # `single` last: what the number of replicas makes impossible shows at once.
-        order = sorted(config.strategies, key=lambda name: name == "single")
-        console.say(f"training with {', '.join(order)}, one after another")
-        for strategy in order:
-            console.say(f"\n{strategy}")
-            if (path / strategy).is_symlink():
-                raise OutputError(
-                    f"{path / strategy} is a symbolic link — a directory is required, for nothing"
-                    " is written outside of --out; move what it leads to here"
-                )
+        own = sorted(config.own_strategies, key=lambda name: name == "single")
+        console.say(f"training with {', '.join([*own, *interpreters])}, one after another")
+        for strategy in own:
+            _announce(strategy, path)
             exit_code = train_in_child_process(_words_for(config, strategy), path / strategy)
             if exit_code:
                 if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: it is free again.
                     (path / CONFIG_FILE).unlink()
                 raise TrainingFailedError(strategy, exit_code)
+        if interpreters:
+            _train_with_frameworks(config, interpreters, path)
         return _report(config, path, [path / strategy for strategy in config.strategies])
+
+
+def _announce(strategy: str, path: pathlib.Path) -> None:
+    """Prints which training begins.
+
+    Raises:
+        OutputError: its directory is a symbolic link.
+    """
+    console.say(f"\n{strategy}")
+    if (path / strategy).is_symlink():
+        raise OutputError(
+            f"{path / strategy} is a symbolic link — a directory is required, for nothing"
+            " is written outside of --out; move what it leads to here"
+        )
+
+
+def _train_with_frameworks(
+    config: CompareConfig, interpreters: Mapping[str, str], path: pathlib.Path
+) -> None:
+    """Trains with frameworks, each from the same weights and with the same order of examples."""
+    with TemporaryDirectory() as folder:
+        files = call_in_child_process(
+            write_training_files,
+            config.for_training(next(iter(interpreters))),
+            None,
+            pathlib.Path(folder),
+        )
+        own_run = path / config.own_strategies[0]
+        for name, python in interpreters.items():
+            _announce(name, path)
+            train_with_framework(name, python, config, files, own_run, path / name)
 
 
 def _words_for(config: CompareConfig, strategy: str) -> list[str]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 
 from app.config import TrainConfig, VerifyConfig
+from app.config.framework_options import FRAMEWORKS
 from app.records.files import temporary_path
 from app.records.run_directory import RunDirectory, open_log, open_run_directory
 from app.records.run_naming import default_out, named_path
@@ -17,6 +18,8 @@ from app.runtime.progress_bar import StepProgress
 from app.verification import tasks
 from app.verification.case_result import CaseResult
 from app.verification.case_runner import verify_case
+from app.verification.frameworks.framework_program import find_interpreters
+from app.verification.frameworks.framework_recording import FrameworkRecorder
 from app.verification.recorded import Checked, Recorded
 from app.verification.recordings.trace_runner import verify_traces
 from app.verification.straggler import find_straggler
@@ -44,6 +47,7 @@ def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
         return verify_traces(config)
     if config.case is not None:
         return verify_case(config)
+    interpreters = find_interpreters([n for n in config.strategies if n in FRAMEWORKS])
     path = named_path(config.out or default_out("verify", config.model))
     fields = {
         "command": "verify",
@@ -60,20 +64,27 @@ def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
         traces = temporary_path(path / "traces")
         try:
             traces.mkdir()
-            return _verify(config, run_directory, traces)
+            frameworks = FrameworkRecorder(config, interpreters, traces)
+            return _verify(config, run_directory, traces, frameworks)
         finally:
             shutil.rmtree(traces, ignore_errors=True)
 
 
 def _verify(
-    config: VerifyConfig, run_directory: RunDirectory, traces: pathlib.Path
+    config: VerifyConfig,
+    run_directory: RunDirectory,
+    traces: pathlib.Path,
+    frameworks: FrameworkRecorder,
 ) -> list[PairVerdict]:
     with StepProgress(config.steps) as progress:
         recorded: dict[str, Recorded] = {}
         for name in sorted(config.strategies, key=lambda name: name == "single"):
-            function, child, more = _recording(config, name, recorded)
             progress.start(f"recording {name}")
             trace = traces / name
+            if name in FRAMEWORKS:
+                recorded[name] = frameworks.record(name, trace, progress.message)
+                continue
+            function, child, more = _recording(config, name, recorded)
             if name == "multi_worker":
                 recorded[name] = tasks.record_on_workers(
                     progress.message, child, config.steps, trace, config.num_workers

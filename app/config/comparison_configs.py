@@ -14,6 +14,11 @@ from app.config.case_options import (
 )
 from app.config.distribution_options import ComparedStrategiesOptions, WorkerOptions
 from app.config.fault import Fault
+from app.config.framework_options import (
+    FRAMEWORK_NAMES,
+    FRAMEWORKS,
+    check_frameworks,
+)
 from app.config.names import (
     CASE_STRATEGIES_BY_DEFAULT,
     COMPARED_BY_DEFAULT,
@@ -48,6 +53,13 @@ class CompareConfig(
         "--recipe=fast --epochs=1",
         "--strategies=single,manual --num_gpus=2",
         "--case=examples/case_fit.py --num_devices=2 --epochs=2",
+        "--strategies=single,torch_ddp,jax_pmap --epochs=1",
+    )
+
+    strategies: tuple[str, ...] = same_option(
+        ComparedStrategiesOptions,
+        "strategies",
+        choices=(*STRATEGY_NAMES, *FRAMEWORK_NAMES),
     )
 
     def check(self) -> None:
@@ -64,7 +76,11 @@ class CompareConfig(
         return self.with_case(super().result_fields())
 
     def for_training(self, strategy: str, **options: Any) -> TrainConfig:
-        """Returns the configuration of the training with one of the strategies."""
+        """Returns the configuration of the training with one of the strategies.
+
+        That of another framework is the one of `single`.
+        """
+        strategy = SINGLE if strategy in FRAMEWORKS else strategy
         return training_config(self, strategy, **{**_devices_of(self, strategy), **options})
 
 
@@ -80,6 +96,7 @@ class VerifyConfig(
         "--strategies=manual,mirrored --steps=20",
         "--strategies=manual --inject=drop_gradient:replica=1",
         "--case=examples/case_fit.py --num_devices=2",
+        "--strategies=single,manual,mirrored,torch_ddp,jax_pmap",
         "--traces=one.npz,two.npz,permuted.npz",
     )
 
@@ -89,7 +106,7 @@ class VerifyConfig(
         default=(),
         help="Strategies to verify; default single,manual,mirrored, and with --case"
         " single,keras_fit, Keras' own fit under MirroredStrategy.",
-        choices=(*STRATEGY_NAMES, KERAS_FIT),
+        choices=(*STRATEGY_NAMES, KERAS_FIT, *FRAMEWORK_NAMES),
     )
     steps: int = option(20, "Steps to verify.", VERIFICATION, metavar="N", low=1, high=100_000)
     keep_traces: bool = option(
@@ -119,7 +136,7 @@ class VerifyConfig(
                 " --precision=mixed_bfloat16 or float32"
             )
         flag = f"--inject={self.inject}"
-        constraints.check_fault(self.fault, flag, self.strategies, self._num_faulty)
+        constraints.check_fault(self.fault, flag, self.own_strategies, self._num_faulty)
         constraints.check_fault_steps(self.fault, flag, self.steps)
 
     @property
@@ -127,7 +144,7 @@ class VerifyConfig(
         """The strategy that gets the fault; None where there is none."""
         if self.fault is None:
             return None
-        return constraints.faulty_strategy(self.fault, self.strategies, self._num_faulty)
+        return constraints.faulty_strategy(self.fault, self.own_strategies, self._num_faulty)
 
     def _num_faulty(self, strategy: str, fault: Fault) -> int | None:
         """Returns how many there are of what a fault counts."""
@@ -140,7 +157,11 @@ class VerifyConfig(
         return super().result_fields() | self.inject_field()
 
     def for_training(self, strategy: str, **options: Any) -> TrainConfig:
-        """Returns the configuration of the training with one of the strategies."""
+        """Returns the configuration of the training with one of the strategies.
+
+        That of another framework is the one of `single`.
+        """
+        strategy = SINGLE if strategy in FRAMEWORKS else strategy
         return training_config(self, strategy, **{**_devices_of(self, strategy), **options})
 
     def on_one_machine(self) -> TrainConfig:
@@ -148,7 +169,7 @@ class VerifyConfig(
 
         One with an all-reduce comes first: its dtype decides what rounding allows.
         """
-        parallel = [name for name in self.strategies if name not in (SINGLE, MULTI_WORKER)]
+        parallel = [name for name in self.own_strategies if name not in (SINGLE, MULTI_WORKER)]
         parallel.sort(key=lambda name: not has_option(name, "all_reduce"))
         if self.has_workers and not (parallel and has_option(parallel[0], "all_reduce")):
             return self.for_training("manual", inject=None, all_reduce="auto", bucket_mib=None)
@@ -157,7 +178,8 @@ class VerifyConfig(
 
 def _check_compared(compared: CompareConfig | VerifyConfig) -> None:
     """Checks what options of a command that compares strategies must be together."""
-    names = compared.strategies
+    check_frameworks(compared)
+    names = compared.own_strategies
     constraints.check_devices(compared)
     constraints.check_single("--strategies", names, compared.num_devices or compared.num_gpus)
     constraints.check_workers(

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from app.config.framework_options import without_frameworks
 from app.config.names import (
     ALL_REDUCE_NAMES,
     CLUSTER,
@@ -192,6 +193,11 @@ class ComparedStrategiesOptions(StrategiesOptions, DeviceOptions, WorkerOptions)
     Where `multi_worker` is one of them, the other strategies have as many devices on one machine
     as its workers have together.
     """
+
+    @property
+    def own_strategies(self) -> tuple[str, ...]:
+        """The strategies of this project, without those of other frameworks."""
+        return without_frameworks(self.strategies)
 
     @property
     def default_num_devices(self) -> int | None:

@@ -16,6 +16,12 @@ def num_steps_per_epoch(num_examples: int, global_batch_size: int, last_batch: s
     return full + (1 if rest and last_batch == "keep" else 0)
 
 
+def epoch_order(seed: int | tf.Tensor, epoch: int | tf.Tensor, num_examples: int) -> tf.Tensor:
+    """Returns the order of the examples of an epoch, counted from 0: int32 `(num_examples,)`."""
+    seeds = tf.stack([tf.cast(seed, tf.int64), tf.cast(epoch, tf.int64)])
+    return tf.random.experimental.stateless_shuffle(tf.range(num_examples), seed=seeds)
+
+
 def train_dataset(
     images: np.ndarray,
     labels: np.ndarray,
@@ -47,7 +53,7 @@ def train_dataset(
 
     def index_batches(epoch: tf.Tensor) -> tf.data.Dataset:
         seeds = tf.stack([tf.cast(seed, tf.int64), epoch])
-        order = tf.random.experimental.stateless_shuffle(tf.range(num_examples), seed=seeds)
+        order = epoch_order(seed, epoch, num_examples)
         # The shuffle took numbers that follow from these seeds: others for another purpose.
         flipped = (
             tf.random.stateless_uniform([num_examples], tf.add(seeds, [0, _FLIP_STREAM])) < 0.5

@@ -105,6 +105,18 @@ class TrainingFailedError(LockstepError):
         self.exit_code = exit_code
 
 
+class FrameworkFailedError(LockstepError):
+    """The program of another framework has failed."""
+
+    exit_code = 6
+
+    def __init__(self, name: str, exit_code: int, reason: str):
+        super().__init__(
+            f"the program of {name} ended with exit code {exit_code}: {reason or 'no message'}; run"
+            " it by hand, see docs/verify_scripts.md"
+        )
+
+
 class WorkerFailedError(LockstepError):
     """A worker has failed in a way that another try does not mend; its exit code is passed on."""
 

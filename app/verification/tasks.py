@@ -24,7 +24,7 @@ from app.verification.recorded import Checked, Recorded
 from app.verification.split import Split
 from app.verification.straggler import SendTime
 
-if TYPE_CHECKING:  # They import TensorFlow, which `_set_up` has to configure first.
+if TYPE_CHECKING:  # They import TensorFlow, which `set_up` has to configure first.
     from app.training.training_spec import TrainingSpec
     from app.verification.reference import Reference
     from strategies.base import Strategy
@@ -71,7 +71,7 @@ def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
 
 def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) -> Recorded:
     """Trains `num_steps` steps with `config.strategy` and leaves their trace in `path`."""
-    devices, spec = _set_up(send, config)
+    devices, spec = set_up(send, config)
     if devices.workers:
         path = _worker_path(path, devices.workers.index)
     from app.training.all_reduce_self_test import run_all_reduce_self_test
@@ -98,7 +98,7 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
         on_step=lambda step: send(("step", step)),
     )
     has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
-    return _recorded(
+    return recorded_as(
         spec,
         devices,
         split,
@@ -116,7 +116,7 @@ def record_on_one_device(
     shard_weights: tuple[int, ...],
 ) -> Recorded:
     """Records `single` with the BatchNorm of several shards, one after another."""
-    devices, spec = _set_up(send, config)
+    devices, spec = set_up(send, config)
     from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
 
     reference = _reference(spec, "float32")
@@ -130,7 +130,7 @@ def record_on_one_device(
         on_step=lambda step: send(("step", step)),
     )
     split = Split(num_replicas=1, num_shards=len(shard_weights), num_copies=1)
-    return _recorded(
+    return recorded_as(
         spec, devices, split, shard_weights, has_batch_norm=True, effect_of_shards=effect
     )
 
@@ -147,7 +147,7 @@ def check(
         paths: trace → whether its BatchNorm was to normalise over the whole batch, and the dtype
             in which its gradients were all-reduced.
     """
-    _, spec = _set_up(send, config)
+    _, spec = set_up(send, config)
     from app.verification.diagnosis import explain
     from app.verification.measurement import first_mismatch
     from app.verification.step_context import StepContext
@@ -217,7 +217,7 @@ def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> No
         )
 
 
-def _set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, TrainingSpec]":
+def set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, TrainingSpec]":
     """Sets up TensorFlow and loads the data; warnings go to the process that waits."""
     console.forward_warnings(lambda text: send(("warning", text)))
     devices = device_setup.set_up(config)
@@ -231,7 +231,7 @@ def _set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, Tra
     return devices, TrainingSpec(config, dataset)
 
 
-def _recorded(
+def recorded_as(
     spec: "TrainingSpec",
     devices: device_setup.Devices,
     split: Split,
@@ -241,6 +241,17 @@ def _recorded(
     effect_of_shards: float | None = None,
     send_sec: Sequence[list[SendTime]] = (),
 ) -> Recorded:
+    """Returns the description of a recording.
+
+    Args:
+        spec: the training.
+        devices: of the training; the reference uses the first one.
+        split: into which parts the batch was split.
+        shard_weights: sizes of the shards in proportion to each other.
+        has_batch_norm: whether the model keeps moving statistics.
+        effect_of_shards: given for the reference, see `Recorded`.
+        send_sec: see `Recorded`.
+    """
     from app.runtime.versions import versions
 
     is_reference = effect_of_shards is not None

@@ -1,0 +1,1 @@
+"""Runs the programs of other frameworks, and reads what they recorded."""

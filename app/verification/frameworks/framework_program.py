@@ -1,0 +1,94 @@
+"""Runs the program of a framework in an interpreter that has the framework."""
+
+import collections
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+
+from app.config import TrainConfig
+from app.config.framework_options import FRAMEWORKS, Framework
+from app.runtime.errors import ConfigError, FrameworkFailedError
+from app.runtime.run_context import start_thread
+from app.runtime.subprocesses import Subprocess, child_environment, output_of
+
+_ROOT = pathlib.Path(__file__).parents[3]
+_ENVIRONMENT = _ROOT / ".venv-bench"  # Made by `make frameworks`.
+_IMPORT_TIMEOUT_SEC = 120.0
+
+
+def find_interpreters(names: Sequence[str]) -> dict[str, str]:
+    """Returns framework → the Python interpreter that runs it.
+
+    `LOCKSTEP_TORCH_PYTHON` and `LOCKSTEP_JAX_PYTHON` name interpreters; otherwise it is the one
+    that `make frameworks` installs.
+
+    Raises:
+        ConfigError: there is none, or it cannot import the framework.
+    """
+    return {name: _find_interpreter(name, FRAMEWORKS[name]) for name in names}
+
+
+def _find_interpreter(name: str, framework: Framework) -> str:
+    variable = f"LOCKSTEP_{framework.package.upper()}_PYTHON"
+    python = os.environ.get(variable) or str(_ENVIRONMENT / "bin" / "python")
+    advice = f"run `make frameworks`, or set {variable} to a Python that has it"
+    if not pathlib.Path(python).exists():
+        raise ConfigError(
+            f"--strategies={name} needs {framework.title}, and there is no {python}; {advice}"
+        )
+    try:
+        output_of([python, "-c", f"import {framework.package}"], timeout_sec=_IMPORT_TIMEOUT_SEC)
+    except OSError as error:
+        raise ConfigError(
+            f"--strategies={name} needs {framework.title}, which {python} cannot import; {advice}"
+        ) from error
+    return python
+
+
+def run_program(
+    name: str,
+    python: str,
+    config: TrainConfig,
+    learning_rate: float,
+    files: Mapping[str, pathlib.Path],
+    *flags: str,
+    num_replicas: int,
+    on_line: Callable[[str], None],
+) -> None:
+    """Runs the program of a framework until its training ends.
+
+    Args:
+        name: of the framework, a key of `FRAMEWORKS`.
+        python: interpreter.
+        config: the training.
+        learning_rate: of each step.
+        files: flag → file that is read or written.
+        *flags: further ones.
+        num_replicas: processes or devices.
+        on_line: called with each line that the program prints.
+
+    Raises:
+        FrameworkFailedError: it fails.
+    """
+    framework = FRAMEWORKS[name]
+    command = [
+        *(python, str(_ROOT / "frameworks" / framework.program), *framework.flags),
+        *(f"--model={config.model}", f"--{framework.flag_of_replicas}={num_replicas}"),
+        f"--global_batch_size={config.global_batch_size}",
+        *(f"--learning_rate={learning_rate!r}", f"--last_batch={config.last_batch}"),
+        *(f"--{flag}={path}" for flag, path in files.items()),
+        *flags,
+    ]
+    process = Subprocess(command, child_environment(PYTHONUNBUFFERED="1"), is_piped=True)
+    errors: collections.deque[bytes] = collections.deque(maxlen=1)  # The last line says why.
+    reading = start_thread(errors.extend, process.stderr)
+    try:
+        for line in process.stdout:
+            on_line(line.decode(errors="replace").rstrip())
+        exit_code = process.wait()
+        reading.join()
+    finally:
+        process.end()
+    if exit_code:
+        reason = "".join(line.decode(errors="replace") for line in errors).strip()
+        raise FrameworkFailedError(name, exit_code, reason)

@@ -1,0 +1,126 @@
+"""Records the training of another framework, as the trace of a strategy."""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from app.config import TrainConfig, VerifyConfig
+from app.config.framework_options import FRAMEWORKS, num_framework_replicas
+from app.records.script_trace import load_trace
+from app.runtime.processes import call_in_child_process
+from app.verification.frameworks.framework_program import run_program
+from app.verification.frameworks.framework_trace import Batch, convert_trace
+from app.verification.frameworks.training_files import TrainingFiles, write_training_files
+from app.verification.recorded import Recorded
+
+_STEP = re.compile(r"step (\d+)")
+
+
+class FrameworkRecorder:
+    """Records trainings of frameworks, all from the same files.
+
+    Args:
+        config: of the command.
+        interpreters: framework → the Python interpreter that runs it.
+        folder: for files that are needed while it records.
+    """
+
+    def __init__(self, config: VerifyConfig, interpreters: Mapping[str, str], folder: pathlib.Path):
+        self._config, self._interpreters, self._folder = config, interpreters, folder
+        self._files: TrainingFiles | None = None
+
+    def record(
+        self, name: str, path: pathlib.Path, on_message: Callable[[tuple], None]
+    ) -> Recorded:
+        """Trains with a framework and leaves the trace of the steps in `path`.
+
+        Args:
+            name: a key of `FRAMEWORKS`.
+            path: where the trace goes.
+            on_message: called with `("step", n)` and `("warning", text)`.
+
+        Raises:
+            DataError: the program did not record all that belongs to a step.
+            FrameworkFailedError: the program failed.
+        """
+        config = self._config.for_training(name, inject=None)
+        if self._files is None:
+            self._files = call_in_child_process(
+                write_training_files,
+                config,
+                self._config.steps,
+                self._folder,
+                on_message=on_message,
+            )
+        return _record(
+            name,
+            self._interpreters[name],
+            config,
+            self._config.steps,
+            self._files,
+            path,
+            num_replicas=num_framework_replicas(self._config),
+            on_message=on_message,
+        )
+
+
+def _record(
+    name: str,
+    python: str,
+    config: TrainConfig,
+    num_steps: int,
+    files: TrainingFiles,
+    path: pathlib.Path,
+    *,
+    num_replicas: int,
+    on_message: Callable[[tuple], None],
+) -> Recorded:
+    def on_line(line: str) -> None:
+        if match := _STEP.fullmatch(line):
+            on_message(("step", int(match[1])))
+
+    script_path = path.with_name(f"{path.name}-script.npz")
+    run_program(
+        name,
+        python,
+        config,
+        files.recorded.learning_rate,
+        {"start": files.start, "batches": files.batches, "trace": script_path},
+        *(f"--num_steps={num_steps}", f"--recorded_steps={num_steps}"),
+        num_replicas=num_replicas,
+        on_line=on_line,
+    )
+    script = load_trace(script_path)
+    with np.load(files.start) as start:
+        names = list(start)
+    batches = itertools.islice(_batches(files, config.global_batch_size), num_steps)
+    sizes = convert_trace(script, names, batches, path)
+    for file in path.parent.glob(f"{path.name}-script*.npz"):
+        file.unlink()
+    framework, least = FRAMEWORKS[name], math.gcd(*sizes)
+    return dataclasses.replace(
+        files.recorded,
+        devices=[f"{framework.title} {i}" for i in range(num_replicas)],
+        num_replicas=len(sizes),
+        num_shards=len(sizes),
+        num_copies=num_replicas,
+        syncs_batch_norm=framework.syncs_batch_norm and files.recorded.has_batch_norm,
+        shard_weights=[size // least for size in sizes],
+        simulated_devices=num_replicas > 1,
+        versions={**files.recorded.versions, **script.versions},
+    )
+
+
+def _batches(files: TrainingFiles, size: int) -> Iterator[Batch]:
+    """Yields the global batches of all epochs."""
+    with np.load(files.batches) as arrays:
+        images, labels, order = arrays["images"], arrays["labels"], arrays["order"]
+    for rows in order:
+        for step in range(files.steps_per_epoch):
+            batch = rows[step * size : (step + 1) * size]
+            yield images[batch], labels[batch]

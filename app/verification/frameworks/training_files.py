@@ -1,0 +1,72 @@
+"""The files that a program of another framework trains from: weights and batches.
+
+The functions with a `send` argument are each the whole life of a process.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+import numpy as np
+
+from app.config import TrainConfig
+from app.verification.recorded import Recorded
+
+START_FILE, BATCHES_FILE = "start.npz", "batches.npz"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingFiles:
+    """The files of a training, and what was written to them.
+
+    Attributes:
+        start: initial weights and statistics, by the names of Keras.
+        batches: images, labels and the order of the examples of each epoch.
+        recorded: a recording with all that does not depend on the framework.
+        steps_per_epoch: batches of an epoch.
+    """
+
+    start: pathlib.Path
+    batches: pathlib.Path
+    recorded: Recorded
+    steps_per_epoch: int
+
+
+def write_training_files(
+    send: Callable[[tuple], None], config: TrainConfig, num_steps: int | None, folder: pathlib.Path
+) -> TrainingFiles:
+    """Writes initial weights, images and orders of a training to `folder`.
+
+    Args:
+        send: takes `("warning", text)`.
+        config: the training.
+        num_steps: how many steps are trained; None for all epochs.
+        folder: where the files go.
+    """
+    from app.data.input_pipeline import epoch_order
+    from app.verification.split import Split
+    from app.verification.tasks import recorded_as, set_up
+
+    devices, spec = set_up(send, config)
+    model = spec.build_model()
+    num_epochs = config.epochs if num_steps is None else -(-num_steps // spec.steps_per_epoch)
+    dataset = spec.dataset
+    order = [epoch_order(config.seed, e, dataset.num_train_examples) for e in range(num_epochs)]
+    start, batches = folder / START_FILE, folder / BATCHES_FILE
+    np.savez(start, **{v.path: v.numpy() for v in model.variables if v.dtype == "float32"})
+    np.savez(
+        batches,
+        images=dataset.train_images,
+        labels=dataset.train_labels,
+        order=np.stack(order),
+        test_images=dataset.test_images,
+        test_labels=dataset.test_labels,
+    )
+    recorded = recorded_as(
+        spec,
+        devices,
+        Split(1, 1, 1),
+        [1],
+        has_batch_norm=any("/moving_" in variable.path for variable in model.variables),
+    )
+    return TrainingFiles(start, batches, recorded, spec.steps_per_epoch)

@@ -1,0 +1,154 @@
+"""Recordings of other frameworks become traces of strategies, to the bit."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from app.data.input_pipeline import epoch_order, train_dataset
+from app.records.script_trace import load_trace
+from app.runtime.errors import DataError
+from app.verification.frameworks.framework_trace import convert_trace
+from app.verification.recorder import Recorder
+from app.verification.trace import Trace
+from conftest import CPUS
+from small_models import seeded, small_resnet
+from strategies.manual import ManualStrategy
+
+NUM_STEPS, SIZE = 2, 16
+NAMES = {"kernel": "weight", "gamma": "weight", "bias": "bias", "beta": "bias"}
+NAMES |= {"moving_mean": "running_mean", "moving_variance": "running_var"}
+
+
+def torch_name(name):
+    layer, _, leaf = name.rpartition("/")
+    return f"{layer}.{NAMES[leaf]}"
+
+
+def torch_array(array):
+    axes = {4: (3, 2, 0, 1), 2: (1, 0)}.get(array.ndim)
+    return array.transpose(axes) if axes else array
+
+
+class Recording:
+    """A trace of a strategy, in the form in which a recorder of PyTorch writes it."""
+
+    def __init__(self, trace, batches):
+        self.trace, self.members = trace, {}
+        weights, statistics = trace.tensors(0, "weights"), trace.tensors(0, "own statistics")
+        layouts = {4: "OIHW", 2: "OI"}
+        self.variables = [
+            {
+                "name": torch_name(name),
+                "kind": kind,
+                "layout": layouts.get(trace.read(0, own, 0, name).ndim, ""),
+            }
+            for names, kind, own in [
+                (weights, "weight", "weights"),
+                (statistics, "statistic", "own statistics"),
+            ]
+            for name in names
+        ]
+        for position, (images, _) in enumerate(batches):
+            for replica, rows in enumerate(np.array_split(np.arange(len(images)), 2)):
+                inputs = images[rows].transpose(0, 3, 1, 2) / np.float32(255)
+                self.members[f"{position + 1}/data/{replica}/0"] = inputs
+                for kind, step in ("before", position), ("after", position + 1):
+                    self.add(position, kind, replica, step, weights, "weights")
+                    self.add(
+                        *(position, kind, replica, step, statistics, "own statistics"),
+                        first=len(weights),
+                    )
+                self.add(position, "sums", replica, position + 1, weights, "sums")
+                self.add(position, "raw", replica, position + 1, weights, "gradients", factor=2)
+                loss = trace.read(position + 1, "loss", replica, "loss")
+                self.members[f"{position + 1}/loss/{replica}/0"] = loss * np.float32(2)
+
+    def add(self, position, kind, replica, step, names, own, *, first=0, factor=1):
+        for index, name in enumerate(names, first):
+            array = torch_array(self.trace.read(step, own, replica, name)) * np.float32(factor)
+            self.members[f"{position + 1}/{kind}/{replica}/{index}"] = array
+
+    def write(self, path):
+        groups = [
+            {"learning_rate": 0.1, "weights": [torch_name(self.trace.tensors(0, "weights")[0])]}
+        ]
+        about = {"format": "lockstep trace", "version": 1, "framework": "torch"}
+        about |= {"num_replicas": 2, "replicas": [0, 1], "steps": list(range(NUM_STEPS))}
+        about |= {"variables": self.variables, "settings": [groups] * NUM_STEPS}
+        about |= {"gradients": [torch_name(n) for n in self.trace.tensors(0, "weights")]}
+        about |= {"reduction": "mean", "data_layout": "NCHW"}
+        np.savez(path, about=np.array(json.dumps(about)), **self.members)
+        return load_trace(path)
+
+
+@pytest.fixture
+def recorded(images, tmp_path):
+    """A trace of two steps of a model with BatchNorm on two replicas, and their batches."""
+    path = tmp_path / "manual"
+    strategy = ManualStrategy(CPUS[:2])
+    strategy.build(seeded(small_resnet), lambda: keras.optimizers.SGD(0.1))
+    dataset = train_dataset(*images, seed=3, global_batch_size=SIZE)
+    Recorder(strategy).record(strategy.distribute(dataset), num_steps=NUM_STEPS, path=path)
+    return Trace(path), list(dataset.take(NUM_STEPS).as_numpy_iterator())
+
+
+def names_of(trace):
+    return [*trace.tensors(0, "weights"), *trace.tensors(0, "own statistics")]
+
+
+def test_every_array_is_that_of_the_strategy(recorded, tmp_path):
+    trace, batches = recorded
+    script = Recording(trace, batches).write(tmp_path / "torch.npz")
+    sizes = convert_trace(script, names_of(trace), batches, tmp_path / "converted")
+    converted = Trace(tmp_path / "converted")
+    assert sizes == [8, 8]
+    assert converted.split == trace.split
+    for step in range(NUM_STEPS + 1):
+        for kind in (
+            *("weights", "own statistics", "slots"),
+            *("examples", "loss", "gradients", "sums")[: 4 * (step > 0)],
+        ):
+            assert converted.tensors(step, kind) == trace.tensors(step, kind), kind
+            for name in trace.tensors(step, kind):
+                for replica in (0, 1):
+                    a, b = (t.read(step, kind, replica, name) for t in (trace, converted))
+                    np.testing.assert_array_equal(a, b, err_msg=f"{step} {kind} {name}")
+
+
+def test_an_image_of_another_batch_is_another_example(recorded, tmp_path):
+    trace, batches = recorded
+    recording = Recording(trace, batches)
+    recording.members["1/data/1/0"] = recording.members["2/data/1/0"]
+    convert_trace(recording.write(tmp_path / "t.npz"), names_of(trace), batches, tmp_path / "c")
+    own, other = (t.read(1, "examples", 1, "examples") for t in (trace, Trace(tmp_path / "c")))
+    assert not set(own.tolist()) & set(other.tolist())
+
+
+def test_weights_that_change_between_steps_are_refused(recorded, tmp_path):
+    trace, batches = recorded
+    recording = Recording(trace, batches)
+    recording.members["2/before/1/0"] = recording.members["2/before/1/0"] + np.float32(1)
+    script = recording.write(tmp_path / "t.npz")
+    with pytest.raises(DataError, match="of replica 1 changes before step 1"):
+        convert_trace(script, names_of(trace), batches, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("sums", "has no 'sums' of replica 0 in step 0"), ("before", "'before'")]
+)
+def test_what_was_not_recorded_is_named(recorded, tmp_path, kind, message):
+    trace, batches = recorded
+    recording = Recording(trace, batches)
+    recording.members = {k: v for k, v in recording.members.items() if f"/{kind}/" not in k}
+    script = recording.write(tmp_path / "t.npz")
+    with pytest.raises(DataError, match=message):
+        convert_trace(script, names_of(trace), batches, tmp_path / "c")
+
+
+def test_the_order_of_an_epoch_is_that_of_the_batches(images):
+    order = epoch_order(3, 1, len(images[0])).numpy()
+    batches = train_dataset(*images, seed=3, global_batch_size=SIZE, start_step=3)
+    found = np.concatenate([labels for _, labels in batches.take(3).as_numpy_iterator()])
+    np.testing.assert_array_equal(found, images[1][order])
