@@ -59,6 +59,8 @@ class CompareConfig(
     strategies: tuple[str, ...] = same_option(
         ComparedStrategiesOptions,
         "strategies",
+        help="The strategies, separated by commas. torch_ddp, jax_jit and jax_pmap train in PyTorch"
+        " and JAX: see make frameworks.",
         choices=(*STRATEGY_NAMES, *FRAMEWORK_NAMES),
     )
 
@@ -105,7 +107,8 @@ class VerifyConfig(
         "strategies",
         default=(),
         help="Strategies to verify; default single,manual,mirrored, and with --case"
-        " single,keras_fit, Keras' own fit under MirroredStrategy.",
+        " single,keras_fit, Keras' own fit under MirroredStrategy. torch_ddp, jax_jit and jax_pmap"
+        " train in PyTorch and JAX: see make frameworks.",
         choices=(*STRATEGY_NAMES, KERAS_FIT, *FRAMEWORK_NAMES),
     )
     steps: int = option(20, "Steps to verify.", VERIFICATION, metavar="N", low=1, high=100_000)
