@@ -91,4 +91,4 @@ def run_program(
         process.end()
     if exit_code:
         reason = "".join(line.decode(errors="replace") for line in errors).strip()
-        raise FrameworkFailedError(name, exit_code, reason)
+        raise FrameworkFailedError(name, exit_code, reason.removeprefix("error: "))

@@ -91,6 +91,7 @@ def _record(
         config,
         files.recorded.learning_rate,
         {"start": files.start, "batches": files.batches, "trace": script_path},
+        f"--epochs={-(-num_steps // files.steps_per_epoch)}",
         *(f"--num_steps={num_steps}", f"--recorded_steps={num_steps}"),
         num_replicas=num_replicas,
         on_line=on_line,

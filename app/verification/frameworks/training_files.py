@@ -11,6 +11,7 @@ import numpy as np
 
 from app.config import TrainConfig
 from app.verification.recorded import Recorded
+from app.verification.split import Split
 
 START_FILE, BATCHES_FILE = "start.npz", "batches.npz"
 
@@ -43,11 +44,11 @@ def write_training_files(
         num_steps: how many steps are trained; None for all epochs.
         folder: where the files go.
     """
-    from app.data.input_pipeline import epoch_order
-    from app.verification.split import Split
     from app.verification.tasks import recorded_as, set_up
 
     devices, spec = set_up(send, config)
+    from app.data.input_pipeline import epoch_order  # It imports TensorFlow.
+
     model = spec.build_model()
     num_epochs = config.epochs if num_steps is None else -(-num_steps // spec.steps_per_epoch)
     dataset = spec.dataset
