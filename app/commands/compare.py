@@ -20,7 +20,12 @@ from app.runtime.training_process import train_in_child_process
 from app.verification.frameworks.framework_program import find_interpreters
 from app.verification.frameworks.framework_training import train_with_framework
 from app.verification.frameworks.training_files import write_training_files
-from app.verification.run_comparison import compare_weights, table_header, table_rows
+from app.verification.run_comparison import (
+    compare_weights,
+    table_header,
+    table_rows,
+    verdict_lines,
+)
 
 
 def run(config: CompareConfig) -> list[Summary]:
@@ -121,8 +126,8 @@ def _report(
             " real devices"
         )
     console.say("times are medians over epochs of one run each, made one after another")
-    for verdict in verdicts:
-        console.say(str(verdict))
+    for line in verdict_lines(verdicts):
+        console.say(line)
     plot_accuracy(run_dirs, out_dir)
     write_json(
         out_dir / "compare.json",

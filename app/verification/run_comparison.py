@@ -32,7 +32,8 @@ class PairVerdict:
     difference: WeightDifference
     explanation: str
 
-    def __str__(self) -> str:
+    def sentence(self) -> str:
+        """Returns what became of the weights, without the explanation."""
         first, second = self.strategies
         after = f"after {self.num_steps} step" + ("s" if self.num_steps > 1 else "")
         if self.difference.identical:
@@ -40,8 +41,15 @@ class PairVerdict:
         return (
             f"{first} and {second}: weights {after} differ by at most"
             f" {self.difference.absolute:.2g} ({self.difference.relative:.2g} of the largest, in"
-            f" {self.difference.tensor}). {self.explanation}"
+            f" {self.difference.tensor})"
         )
+
+
+def verdict_lines(verdicts: Sequence[PairVerdict]) -> list[str]:
+    """Returns one line for each pair, then each explanation once."""
+    apart = [verdict for verdict in verdicts if not verdict.difference.identical]
+    explanations = dict.fromkeys(verdict.explanation for verdict in apart)
+    return [verdict.sentence() for verdict in verdicts] + list(explanations)
 
 
 def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
@@ -111,7 +119,10 @@ def _draws_random_numbers(state: "State") -> bool:
 def _explain(first: Summary, second: Summary, state: "State") -> str:
     """Says what two trainings do differently by design; it does not measure that this is all."""
     if (first.num_shards, first.all_reduce) == (second.num_shards, second.all_reduce):
-        return "Both should add in the same order: this wants an explanation."
+        return (
+            f"{first.strategy} and {second.strategy} should add in the same order: this wants an"
+            " explanation; verify with the same flags looks for it."
+        )
     splits_differently = first.num_shards != second.num_shards
     if _has_batch_norm(state) and splits_differently:
         why = (
@@ -125,7 +136,7 @@ def _explain(first: Summary, second: Summary, state: "State") -> str:
         )
     else:
         why = "they add over the batch in another order, and training enlarges what rounding leaves"
-    return f"Some difference has to be: {why}. Whether this is all of it is not measured here."
+    return f"Some difference has to be: {why}. verify with the same flags checks if that is all."
 
 
 def table_header(summaries: Sequence[Summary]) -> list[str]:

@@ -183,7 +183,7 @@ class _Run:
             devices=[f"{title} {i}" for i in range(self._num_replicas)],
             simulated_devices=self._num_replicas > 1,
             intra_op_threads=0,
-            all_reduce="",
+            all_reduce=title,
             jit_compile=FRAMEWORKS[self._name].package == "jax",
             steps=last.step,
             train_loss=last.train_loss,
