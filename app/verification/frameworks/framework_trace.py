@@ -214,10 +214,13 @@ class _Reader:
 
 
 def _keras_name(variable: Variable, variables: Sequence[Variable]) -> str:
-    """Returns `conv1/kernel` for PyTorch's `conv1.weight`; names of JAX are those of Keras."""
+    """Returns `conv1/kernel` for PyTorch's `conv1.weight`.
+
+    Names of JAX are those of Keras; a recording puts `state/` before those of statistics.
+    """
     layer, separator, name = variable.name.rpartition(".")
     if not separator:
-        return variable.name
+        return variable.name.removeprefix("state/")
     is_norm = any(other.name == f"{layer}.running_mean" for other in variables)
     keras_names = {
         "weight": "gamma" if is_norm else "kernel",
