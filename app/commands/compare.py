@@ -17,9 +17,9 @@ from app.runtime.errors import OutputError, TrainingFailedError
 from app.runtime.processes import call_in_child_process
 from app.runtime.temporary_directories import TemporaryDirectory
 from app.runtime.training_process import train_in_child_process
+from app.verification.frameworks.framework_files import write_training_files
 from app.verification.frameworks.framework_program import find_interpreters
 from app.verification.frameworks.framework_training import train_with_framework
-from app.verification.frameworks.training_files import write_training_files
 from app.verification.run_comparison import (
     compare_weights,
     table_header,

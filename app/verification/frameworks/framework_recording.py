@@ -13,9 +13,9 @@ from app.config import TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS, num_framework_replicas
 from app.records.script_trace import load_trace
 from app.runtime.processes import call_in_child_process
+from app.verification.frameworks.framework_files import TrainingFiles, write_training_files
 from app.verification.frameworks.framework_program import run_program
 from app.verification.frameworks.framework_trace import Batch, convert_trace
-from app.verification.frameworks.training_files import TrainingFiles, write_training_files
 from app.verification.recorded import Recorded
 
 _STEP = re.compile(r"step (\d+)")

@@ -29,8 +29,8 @@ from app.records.run_directory import load_run_config, open_log, open_run_direct
 from app.records.run_metadata import Progress
 from app.runtime import console
 from app.runtime.errors import DataError, reason_of
+from app.verification.frameworks.framework_files import TrainingFiles
 from app.verification.frameworks.framework_program import run_program
-from app.verification.frameworks.training_files import TrainingFiles
 
 _FINISHED = "finished"
 
