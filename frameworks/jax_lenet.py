@@ -1,4 +1,4 @@
-"""Trains LeNet on Fashion-MNIST with JAX on several CPU devices, with `jit` or `pmap`.
+"""Trains LeNet or ResNet-18 on Fashion-MNIST with JAX on several CPU devices.
 
     python frameworks/jax_lenet.py --mode=pmap --epochs=1
 
@@ -7,206 +7,239 @@ N(0, 0.01²), plain SGD. With `jit`, arrays are split over a mesh and XLA adds t
 `pmap`, each device runs the step and `pmean` is written out. It needs JAX and NumPy, and the four
 files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
-With `--replay=single.npz`, a recording of the same network by Lockstep, it trains the recorded
-steps instead: each starts from the recorded weights, with the recorded batch, and `--trace` is
-written for `main.py verify --traces=single.npz,jax.npz`.
+With `--start` and `--batches` it is the same training as that of another framework: it starts from
+the same weights and takes the same examples. `--trace` records the first steps for `main.py verify
+--traces`. With `--replay=single.npz`, a recording of the same network by Lockstep, each recorded
+step starts from the recorded weights and takes the recorded batch.
 """
 
 import argparse
 import contextlib
-import gzip
-import os
+import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-SHAPES = {
-    **{"conv1": (3, 3, 1, 20), "conv2": (5, 5, 20, 50)},
-    **{"hidden": (800, 128), "logits": (128, 10)},
-}
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recorders"))
+import jax_models
+import lockstep_jax
+import training_files
+from training_files import Batch, Data
 
-
-def parse_arguments() -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mode", choices=["jit", "pmap"], default="jit")
-    parser.add_argument("--num_devices", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--global_batch_size", type=int, default=256)
-    parser.add_argument("--learning_rate", type=float, default=0.2)
-    parser.add_argument("--steps", type=int, default=20, help="to record, from the first one on")
-    parser.add_argument("--trace", help="file to write: a recording of the steps")
-    parser.add_argument("--replay", help="recording whose states and batches are trained")
-    parser.add_argument("--permute", type=int, help="seed: permute the examples of each batch")
-    options = parser.parse_args()
-    if options.replay and not options.trace:
-        parser.error("--replay needs --trace=FILE, the recording to write")
-    return options
+Tree = Any  # Dictionaries of arrays.
+Step = Callable[..., tuple[Tree, Tree, Any, Any]]
 
 
-OPTIONS = parse_arguments()
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={OPTIONS.num_devices}"
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "recorders"))
+def training_step(
+    params: Tree,
+    state: Tree,
+    images: jax.Array,
+    labels: jax.Array,
+    *,
+    network: Callable[..., Any],
+    learning_rate: float,
+    axis: str | None = None,
+) -> tuple[Tree, Tree, jax.Array, jax.Array]:
+    """Returns weights and statistics after a step of SGD, loss and accuracy.
 
-import jax  # noqa: E402 (The number of devices is fixed when JAX starts.)
-import jax.numpy as jnp  # noqa: E402
-import lockstep_jax  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+    With `jit` it is the program of all devices, to which XLA adds the all-reduce. With `pmap` it is
+    the program of one device, and `axis` names the devices.
+    """
 
-Tree = Any
-Batch = tuple[np.ndarray, np.ndarray]
-Step = Callable[..., tuple[Tree, Any]]
+    def loss_fn(params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
+        logits, new_state = network(params, state, images, training=True)
+        return mean_loss(logits, labels), (logits, new_state)
 
-
-def load_images(kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Loads images `(n, 28, 28, 1)` in [0, 1] and labels `(n,)` of "train" or "t10k"."""
-    folder = pathlib.Path(os.environ["FASHION_MNIST_DIR"])
-    with gzip.open(folder / f"{kind}-images-idx3-ubyte.gz") as file:
-        images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 28, 28, 1)
-    with gzip.open(folder / f"{kind}-labels-idx1-ubyte.gz") as file:
-        labels = np.frombuffer(file.read(), np.uint8, offset=8)
-    return images.astype(np.float32) / np.float32(255), labels.astype(np.int32)
-
-
-def initial_weights() -> Tree:
-    """Returns the parameters of all layers."""
-    generator = np.random.default_rng(0)
-    return {
-        name: {
-            "kernel": generator.normal(size=shape, scale=0.01).astype(np.float32),
-            "bias": np.zeros(shape[-1], np.float32),
-        }
-        for name, shape in SHAPES.items()
-    }
-
-
-def epoch_of(images: np.ndarray, labels: np.ndarray, seed: int) -> Iterator[Batch]:
-    """Yields the global batches of an epoch, in an order that follows from the seed."""
-    order = np.random.default_rng(seed).permutation(len(images))
-    for start in range(0, len(order), OPTIONS.global_batch_size):
-        rows = order[start : start + OPTIONS.global_batch_size]
-        yield images[rows], labels[rows]
-
-
-def recorded_batches() -> Iterator[Batch]:
-    """Yields the batches of a recording with images NHWC of bytes and labels, of all replicas."""
-    with np.load(OPTIONS.replay) as trace:
-        for position in range(1, OPTIONS.steps + 1):
-            replicas = sum(f"{position}/data/{r}/0" in trace for r in range(64))
-            images, labels = (
-                np.concatenate([trace[f"{position}/data/{r}/{i}"] for r in range(replicas)])
-                for i in (0, 1)
-            )
-            yield images.astype(np.float32) / np.float32(255), labels.astype(np.int32).ravel()
-
-
-def lenet(params: Tree, x: jax.Array) -> jax.Array:
-    """Returns the logits of images (n, 28, 28, 1): the LeNet of `models/lenet.py`."""
-    for name in ("conv1", "conv2"):
-        axes = ("NHWC", "HWIO", "NHWC")
-        kernel, bias = params[name]["kernel"], params[name]["bias"]
-        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=axes)
-        window = (1, 2, 2, 1)
-        x = jax.lax.reduce_window(jax.nn.relu(x + bias), 0.0, jax.lax.add, window, window, "VALID")
-        x = x / 4
-    x = x.reshape(len(x), -1)
-    x = jax.nn.relu(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
-    return x @ params["logits"]["kernel"] + params["logits"]["bias"]
-
-
-def loss_fn(params: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the mean cross-entropy of the examples."""
-    log_probs = jax.nn.log_softmax(lenet(params, x))
-    return -jnp.take_along_axis(log_probs, y[:, None], axis=1).mean()
-
-
-def update(params: Tree, grads: Tree) -> Tree:
-    """Returns the parameters after a step of SGD."""
-    return jax.tree.map(lambda p, g: p - OPTIONS.learning_rate * g, params, grads)
-
-
-@partial(jax.jit, donate_argnums=0)
-def jit_step(params: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, Any]:
-    """Runs one program on all devices; XLA adds the all-reduce."""
-    loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+    (loss, (logits, state)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    if axis:
+        grads = lockstep_jax.keep("raw", grads)
+        grads = jax.lax.pmean(grads, axis)
     grads = lockstep_jax.keep("sums", grads)
-    return update(params, grads), loss
+    params = jax.tree.map(lambda p, g: p - learning_rate * g, params, grads)
+    return params, state, loss, (logits.argmax(1) == labels).mean()
 
 
-@partial(jax.pmap, axis_name="devices", donate_argnums=0)
-def pmap_step(params: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, Any]:
-    """Runs the program of one device on each, as "Dive into Deep Learning" does."""
-    loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-    grads = lockstep_jax.keep("raw", grads)
-    grads = lockstep_jax.keep("sums", jax.lax.pmean(grads, "devices"))
-    return update(params, grads), loss
+def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the mean cross-entropy of the examples."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1).mean()
 
 
-def place(tree: Tree, is_batch: bool) -> Tree:
-    """Returns a batch split over the devices, or parameters copied to all of them."""
-    if OPTIONS.mode == "jit":
-        mesh = Mesh(np.array(jax.devices()), ("devices",))
-        return jax.device_put(tree, NamedSharding(mesh, P("devices") if is_batch else P()))
-    shape = (OPTIONS.num_devices, -1)
-    split: Callable[[Any], Any] = lambda a: a.reshape(*shape, *a.shape[1:])  # noqa: E731
-    copy: Callable[[Any], Any] = lambda a: np.stack([a] * shape[0])  # noqa: E731
-    return jax.tree.map(split if is_batch else copy, tree)
+class Devices:
+    """The devices of a training: compiles its step, and puts arrays on them."""
+
+    def __init__(self, mode: str, number: int) -> None:
+        self.mode, self.number = mode, number
+        self.mesh = Mesh(np.array(jax.devices()), ("devices",))
+
+    def compile(self, step: Step) -> Step:
+        """Returns the step as one program of all devices, or as one that each device runs."""
+        if self.mode == "jit":
+            everywhere = NamedSharding(self.mesh, P())
+            return jax.jit(step, donate_argnums=(0, 1), out_shardings=everywhere)
+        return jax.pmap(partial(step, axis="devices"), axis_name="devices", donate_argnums=(0, 1))
+
+    def copy(self, tree: Tree) -> Tree:
+        """Returns arrays with a copy on each device."""
+        if self.mode == "jit":
+            return jax.device_put(tree, NamedSharding(self.mesh, P()))
+        return jax.tree.map(lambda array: np.stack([array] * self.number), tree)
+
+    def split(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
+        """Returns images in [0, 1] and labels, with an equal part on each device."""
+        batch = (training_files.scaled(images), labels.astype(np.int32))
+        if self.mode == "jit":
+            return jax.device_put(batch, NamedSharding(self.mesh, P("devices")))
+        return jax.tree.map(lambda a: a.reshape(self.number, -1, *a.shape[1:]), batch)
+
+    def to_host(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Returns the weights, and the mean of the devices' statistics, as NumPy arrays."""
+        params, state = jax.device_get((params, state))
+        if self.mode == "jit":
+            return params, state  # Copies are equal.
+        first: Callable[[Any], Any] = lambda copies: copies[0]  # noqa: E731
+        mean: Callable[[Any], Any] = lambda copies: copies.mean(axis=0)  # noqa: E731
+        return jax.tree.map(first, params), jax.tree.map(mean, state)
 
 
-def accuracy(params: Tree, images: np.ndarray, labels: np.ndarray) -> float:
-    """Returns the part of the images that are classified correctly."""
-    if OPTIONS.mode == "pmap":
-        params = jax.tree.map(lambda copies: copies[0], params)
-    predicted = [
-        np.argmax(jax.jit(lenet)(params, images[start : start + 1000]), axis=1)
-        for start in range(0, len(images), 1000)
-    ]
-    return float(np.mean(np.concatenate(predicted) == labels))
+def train_steps(
+    devices: Devices,
+    train_step: Step,
+    variables: tuple[Tree, Tree],
+    batches: Iterable[Batch],
+    print_steps: bool = False,
+) -> tuple[tuple[Tree, Tree], float, float]:
+    """Trains one step for each batch; returns the variables, the mean loss and the accuracy."""
+    losses, accuracies, sizes = [], [], []
+    for step, batch in enumerate(batches, 1):
+        *variables, loss, accuracy = train_step(*variables, *devices.split(*batch))
+        # With many steps in its queue, JAX can wait for ever: on CPUs, an all-reduce takes a thread
+        # of each device, and there may be no more threads than devices.
+        jax.block_until_ready(variables)
+        losses.append(loss)
+        accuracies.append(accuracy)
+        sizes.append(len(batch[1]))
+        if print_steps:
+            print(f"step {step}", flush=True)
+    means = [[np.mean(x) for x in jax.device_get(values)] for values in (losses, accuracies)]
+    loss, accuracy = (float(np.average(values, weights=sizes)) for values in means)
+    return tuple(variables), loss, accuracy
 
 
-def train(params: Tree, train_step: Step, batches: Iterator[Batch]) -> Tree:
-    """Trains one step for each batch; returns the parameters."""
-    for batch in batches:
-        params, _ = train_step(params, *place(batch, is_batch=True))
-    return params
+def evaluate(
+    network: Callable[..., Any], params: Tree, state: Tree, images: np.ndarray, labels: np.ndarray
+) -> tuple[float, float]:
+    """Returns the mean loss and the accuracy, computed on one device."""
+    predict = jax.jit(network, static_argnames="training")
+    loss = correct = 0.0
+    for begin in range(0, len(images), 1000):
+        part = slice(begin, begin + 1000)
+        logits, _ = predict(params, state, training_files.scaled(images[part]), training=False)
+        loss += float(mean_loss(logits, labels[part])) * len(logits)
+        correct += float((logits.argmax(1) == labels[part]).sum())
+    return loss / len(images), correct / len(images)
 
 
-def recorded(train_step: Step) -> Any:
+def train_epochs(
+    devices: Devices,
+    train_step: Step,
+    variables: tuple[Tree, Tree],
+    options: argparse.Namespace,
+    data: Data,
+) -> tuple[tuple[Tree, Tree], list[dict[str, float]]]:
+    """Trains all epochs and prints a line for each; returns the variables and the results."""
+    results = []
+    for epoch in range(options.epochs):
+        begin = time.perf_counter()
+        batches = training_files.batches_of(options, data, epoch)
+        variables, loss, accuracy = train_steps(devices, train_step, variables, batches)
+        middle = time.perf_counter()
+        network, averaged = jax_models.NETWORKS[options.model], devices.to_host(*variables)
+        test_loss, test_acc = evaluate(network, *averaged, data.test_images, data.test_labels)
+        result = {"train_loss": loss, "train_accuracy": accuracy}
+        result |= {"test_loss": test_loss, "test_accuracy": test_acc}
+        result |= {"epoch_sec": middle - begin, "evaluation_sec": time.perf_counter() - middle}
+        results.append(result)
+        print(f"epoch {epoch + 1}: test acc {test_acc:.4f}, {middle - begin:.1f} sec", flush=True)
+    return variables, results
+
+
+def recorded(train_step: Step, options: argparse.Namespace) -> Any:
     """Returns a context manager: a step that is recorded, if that was asked for."""
-    if not OPTIONS.trace:
+    if not options.trace:
         return contextlib.nullcontext(train_step)
     return lockstep_jax.record(
-        OPTIONS.trace,
+        options.trace,
         train_step,
-        arguments={"params": 0, "batch": (1, 2)},
-        outputs={"params": 0, "loss": 1},
-        optimizer={"class": "SGD", "learning_rate": OPTIONS.learning_rate},
-        steps=OPTIONS.steps,
-        pmap=OPTIONS.mode == "pmap",
-        replay=OPTIONS.replay,
-        permute=OPTIONS.permute,
+        arguments={"params": 0, "state": 1, "batch": (2, 3)},
+        outputs={"params": 0, "state": 1, "loss": 2},
+        optimizer={"class": "SGD", "learning_rate": options.learning_rate},
+        steps=options.recorded_steps,
+        pmap=options.mode == "pmap",
+        replay=options.replay,
+        permute=options.permute,
     )
 
 
+def train(options: argparse.Namespace, variables: tuple[Tree, Tree], data: Any) -> None:
+    """Trains from these weights and statistics, and writes the files that were asked for."""
+    devices, results = Devices(options.mode, options.num_devices), list[dict[str, float]]()
+    variables = devices.copy(variables)
+    step = partial(
+        training_step,
+        network=jax_models.NETWORKS[options.model],
+        learning_rate=options.learning_rate,
+    )
+    with recorded(devices.compile(step), options) as train_step:
+        if options.replay:
+            variables, _, _ = train_steps(devices, train_step, variables, data)
+        elif options.num_steps:
+            epochs = (training_files.batches_of(options, data, e) for e in range(options.epochs))
+            batches = itertools.islice(itertools.chain.from_iterable(epochs), options.num_steps)
+            variables, _, _ = train_steps(devices, train_step, variables, batches, print_steps=True)
+        else:
+            variables, results = train_epochs(devices, train_step, variables, options, data)
+    params, state = devices.to_host(*variables)
+    if options.weights:
+        training_files.write_npz(options.weights, params | state)
+    if options.results:
+        number = sum(array.size for array in (params | state).values())
+        about = {"versions": {"jax": jax.__version__}, "num_parameters": number}
+        training_files.write_json(options.results, {**about, "epochs": results})
+
+
 def main() -> None:
-    """Trains, and prints the test accuracy after each epoch."""
-    params = place(initial_weights(), is_batch=False)
-    with recorded(pmap_step if OPTIONS.mode == "pmap" else jit_step) as train_step:
-        if OPTIONS.replay:
-            train(params, train_step, recorded_batches())
-            return
-        images, test = load_images("train"), load_images("t10k")
-        for epoch in range(OPTIONS.epochs):
-            begin = time.perf_counter()
-            params = jax.block_until_ready(train(params, train_step, epoch_of(*images, epoch)))
-            sec = time.perf_counter() - begin
-            print(f"epoch {epoch + 1}: test acc {accuracy(params, *test):.4f}, {sec:.1f} sec")
+    """Reads the options and files, and trains."""
+    parser = training_files.Parser(__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=["jit", "pmap"], default="jit")
+    parser.add_argument("--num_devices", type=training_files.at_least_1, default=2)
+    options = parser.parse()
+    data: Data | list[Batch]
+    if options.replay:
+        data = [*training_files.batches_to_record(options)]
+    else:
+        data = training_files.load_data(options)
+    for size in training_files.batch_sizes(options, data):
+        if size % options.num_devices:
+            training_files.fail(
+                f"--num_devices={options.num_devices}: a batch of {size} examples cannot be split"
+                " evenly; change --global_batch_size, or pass --last_batch=drop"
+            )
+    params, state = jax_models.create_variables(options.model)
+    if options.start:
+        start = training_files.load_start(options.start, params | state)
+        params, state = ({name: start[name] for name in part} for part in (params, state))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.num_devices)
+    train(options, (params, state), data)
 
 
 if __name__ == "__main__":

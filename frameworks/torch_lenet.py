@@ -1,4 +1,4 @@
-"""Trains LeNet on Fashion-MNIST with PyTorch, in one process or with DDP in several.
+"""Trains LeNet or ResNet-18 on Fashion-MNIST with PyTorch and DDP, in one process or several.
 
     python frameworks/torch_lenet.py --processes=2 --epochs=1
 
@@ -6,20 +6,23 @@ It is the training of "Dive into Deep Learning", section "Training on Multiple G
 `DistributedDataParallel` over gloo: weights N(0, 0.01²), plain SGD. It needs PyTorch and NumPy, and
 the four files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
-With `--replay=single.npz`, a recording of the same network by Lockstep, it trains the recorded
-steps instead: each starts from the recorded weights, with the recorded batch, and `--trace` is
-written for `main.py verify --traces=single.npz,torch.npz`.
+With `--start` and `--batches` it is the same training as that of another framework: it starts from
+the same weights and takes the same examples. `--trace` records the first steps for `main.py verify
+--traces`. With `--replay=single.npz`, a recording of the same network by Lockstep, each recorded
+step starts from the recorded weights and takes the recorded batch.
 """
 
 import argparse
 import contextlib
-import gzip
+import itertools
 import os
 import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,137 +34,169 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recorders"))
 import lockstep_torch
-
-Batch = tuple[Tensor, Tensor]
-
-
-class LeNet(nn.Module):
-    """LeNet for images `(n, 1, 28, 28)`; flattened with the channels last, as in TensorFlow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 20, 3), nn.Conv2d(20, 50, 5)
-        self.hidden, self.logits = nn.Linear(800, 128), nn.Linear(128, 10)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.01) if parameter.ndim > 1 else nn.init.zeros_(
-                parameter
-            )
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Returns logits `(n, 10)`."""
-        x = F.avg_pool2d(F.relu(self.conv1(images)), 2)
-        x = F.avg_pool2d(F.relu(self.conv2(x)), 2)
-        x = x.permute(0, 2, 3, 1).flatten(1)
-        return self.logits(F.relu(self.hidden(x)))
+import torch_models
+import training_files
+from training_files import Batch, Data
 
 
-def load_images(kind: str) -> Batch:
-    """Loads images `(n, 1, 28, 28)` in [0, 1] and labels `(n,)` of "train" or "t10k"."""
-    folder = pathlib.Path(os.environ["FASHION_MNIST_DIR"])
-    with gzip.open(folder / f"{kind}-images-idx3-ubyte.gz") as file:
-        images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 1, 28, 28)
-    with gzip.open(folder / f"{kind}-labels-idx1-ubyte.gz") as file:
-        labels = np.frombuffer(file.read(), np.uint8, offset=8)
-    return torch.tensor(images) / 255, torch.tensor(labels, dtype=torch.long)
-
-
-def epoch_of(data: Batch, seed: int, global_batch_size: int) -> Iterator[Batch]:
-    """Yields the global batches of an epoch, in an order that follows from the seed."""
-    order = torch.randperm(len(data[0]), generator=torch.Generator().manual_seed(seed))
-    for rows in order.split(global_batch_size):
-        yield data[0][rows], data[1][rows]
-
-
-def recorded_batches(path: str, num_steps: int) -> Iterator[Batch]:
-    """Yields the batches of a recording with images NHWC of bytes and labels, of all replicas."""
-    with np.load(path) as trace:
-        for position in range(1, num_steps + 1):
-            replicas = sum(f"{position}/data/{r}/0" in trace for r in range(64))
-            images, labels = (
-                np.concatenate([trace[f"{position}/data/{r}/{i}"] for r in range(replicas)])
-                for i in (0, 1)
-            )
-            images = torch.tensor(images).permute(0, 3, 1, 2).contiguous() / 255
-            yield images, torch.tensor(labels).long().flatten()
-
-
-def train_epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]
-) -> None:
-    """Trains one step for each global batch, of which this process takes its part."""
+def part_of_process(images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Returns images `(n, 1, 28, 28)` in [0, 1] and labels: the examples of this process."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    for images, labels in batches:
-        own = [part.tensor_split(size)[rank] for part in (images, labels)]
+    pixels = training_files.scaled(np.array_split(images, size)[rank])
+    labels = np.array_split(labels, size)[rank]
+    # Of a single channel, the pixels (n, 28, 28, 1) and (n, 1, 28, 28) are in the same order.
+    return torch.tensor(pixels.reshape(-1, 1, 28, 28)), torch.tensor(labels)
+
+
+def train_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    print_steps: bool = False,
+) -> tuple[float, float]:
+    """Trains one step for each global batch; returns the mean loss and the accuracy."""
+    model.train()
+    totals = torch.zeros(3, dtype=torch.float64)  # Sum of losses, correct ones, examples.
+    for step, (images, labels) in enumerate(batches, 1):
+        x, y = part_of_process(images, labels)
         optimizer.zero_grad()
-        losses = F.cross_entropy(model(own[0]), own[1], reduction="sum")
+        logits = model(x)
+        loss = F.cross_entropy(logits, y, reduction="sum")
         # DDP averages over the processes: together, this is the mean over the global batch.
-        (losses * size / len(images)).backward()
+        (loss * dist.get_world_size() / len(images)).backward()
         optimizer.step()
+        totals += torch.stack([loss.detach(), (logits.argmax(1) == y).sum(), torch.tensor(len(y))])
+        if print_steps and dist.get_rank() == 0:
+            print(f"step {step}", flush=True)
+    return mean_of_processes(totals)
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: Batch) -> float:
-    """Returns the part of the images that are classified correctly."""
-    images, labels = (part.split(1000) for part in data)
-    correct = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(images, labels, strict=True))
-    return correct / len(data[0])
+def evaluate(model: nn.Module, images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Returns the mean loss and the accuracy; each process computes a part of the images."""
+    model.eval()
+    totals = torch.zeros(3, dtype=torch.float64)
+    for begin in range(0, len(images), 1000):
+        x, y = part_of_process(images[begin : begin + 1000], labels[begin : begin + 1000])
+        logits = model(x)
+        loss = F.cross_entropy(logits, y, reduction="sum")
+        totals += torch.stack([loss, (logits.argmax(1) == y).sum(), torch.tensor(len(y))])
+    return mean_of_processes(totals)
 
 
-def work(rank: int, options: argparse.Namespace) -> None:
-    """Trains as one of the processes."""
+def mean_of_processes(totals: Tensor) -> tuple[float, float]:
+    """Returns loss and accuracy from the sums of each process."""
+    dist.all_reduce(totals)
+    loss, correct, examples = totals.tolist()
+    return loss / examples, correct / examples
+
+
+def averaged_model(model: nn.Module, name: str) -> nn.Module:
+    """Returns a copy of the model with the mean of all processes' moving statistics."""
+    averaged = torch_models.create_model(name)
+    averaged.load_state_dict(model.state_dict())
+    for statistic in averaged.buffers():
+        dist.all_reduce(statistic)
+        statistic /= dist.get_world_size()
+    return averaged
+
+
+def train_epochs(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    options: argparse.Namespace,
+    data: Data,
+) -> list[dict[str, float]]:
+    """Trains all epochs and returns their results; the first process prints a line for each."""
+    results = []
+    for epoch in range(options.epochs):
+        begin = time.perf_counter()
+        batches = training_files.batches_of(options, data, epoch)
+        train_loss, train_accuracy = train_steps(model, optimizer, batches)
+        middle = time.perf_counter()
+        averaged = averaged_model(model.module, options.model)
+        test_loss, test_accuracy = evaluate(averaged, data.test_images, data.test_labels)
+        result = {"train_loss": train_loss, "train_accuracy": train_accuracy}
+        result |= {"test_loss": test_loss, "test_accuracy": test_accuracy}
+        result |= {"epoch_sec": middle - begin, "evaluation_sec": time.perf_counter() - middle}
+        results.append(result)
+        if dist.get_rank() == 0:
+            sec = result["epoch_sec"]
+            print(f"epoch {epoch + 1}: test acc {test_accuracy:.4f}, {sec:.1f} sec", flush=True)
+    return results
+
+
+def train(
+    model: DistributedDataParallel, options: argparse.Namespace, data: Data | list[Batch]
+) -> list[dict[str, float]]:
+    """Trains, and records the first steps if that was asked for; returns results of epochs."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate)
+    recording: Any = contextlib.nullcontext()
+    if options.trace:
+        settings = {"replay": options.replay, "permute": options.permute}
+        steps = options.recorded_steps
+        recording = lockstep_torch.record(options.trace, model, optimizer, steps, **settings)
+    with recording:
+        if isinstance(data, list):
+            train_steps(model, optimizer, data)
+        elif options.num_steps:
+            epochs = (training_files.batches_of(options, data, e) for e in range(options.epochs))
+            batches = itertools.islice(itertools.chain.from_iterable(epochs), options.num_steps)
+            train_steps(model, optimizer, batches, print_steps=True)
+        else:
+            return train_epochs(model, optimizer, options, data)
+    return []
+
+
+def work(
+    rank: int,
+    options: argparse.Namespace,
+    data: Data | list[Batch],
+    start: Mapping[str, np.ndarray],
+) -> None:
+    """Trains as one of the processes; the first one writes the files."""
     store = dist.FileStore(options.rendezvous, options.processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.processes)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.processes))
     torch.manual_seed(0)
-    model = DistributedDataParallel(LeNet())
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate)
-    if options.replay:
-        steps = range(options.steps)
-        batches = recorded_batches(options.replay, options.steps)
-        settings = {"replay": options.replay, "permute": options.permute}
-        with lockstep_torch.record(options.trace, model, optimizer, steps, **settings):
-            train_epoch(model, optimizer, batches)
-    else:
-        train_all(model, optimizer, options)
+    model = torch_models.create_model(options.model)
+    for name, variable in torch_models.keras_variables(model):
+        variable.copy_(torch.tensor(start[name]))
+    # PyTorch 2.13 announces another name for this option; earlier versions know this one only.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    # Each process keeps the statistics of its own part of the batches.
+    epochs = train(DistributedDataParallel(model, broadcast_buffers=False), options, data)
+    final = dict(torch_models.keras_variables(averaged_model(model, options.model)))
+    if rank == 0 and options.weights:
+        arrays = {name: variable.contiguous().numpy() for name, variable in final.items()}
+        training_files.write_npz(options.weights, arrays)
+    if rank == 0 and options.results:
+        number = sum(variable.numel() for variable in final.values())
+        about = {"versions": {"torch": str(torch.__version__)}, "num_parameters": number}
+        training_files.write_json(options.results, {**about, "epochs": epochs})
     dist.destroy_process_group()
 
 
-def train_all(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace
-) -> None:
-    """Trains all epochs; the first process prints the test accuracy after each."""
-    train, test = load_images("train"), load_images("t10k")
-    recording = contextlib.nullcontext()
-    if options.trace:
-        recording = lockstep_torch.record(options.trace, model, optimizer, options.steps)
-    with recording:
-        for epoch in range(options.epochs):
-            begin = time.perf_counter()
-            train_epoch(model, optimizer, epoch_of(train, epoch, options.global_batch_size))
-            sec = time.perf_counter() - begin
-            if dist.get_rank() == 0:
-                print(
-                    f"epoch {epoch + 1}: test acc {accuracy(model.module, test):.4f}, {sec:.1f} sec"
-                )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Starts the processes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--global_batch_size", type=int, default=256)
-    parser.add_argument("--learning_rate", type=float, default=0.2)
-    parser.add_argument("--steps", type=int, default=20, help="to record, from the first one on")
-    parser.add_argument("--trace", help="file to write: a recording of the steps")
-    parser.add_argument("--replay", help="recording whose states and batches are trained")
-    parser.add_argument("--permute", type=int, help="seed: permute the examples of each batch")
-    options = parser.parse_args(arguments)
-    if options.replay and not options.trace:
-        parser.error("--replay needs --trace=FILE, the recording to write")
+def main() -> None:
+    """Reads the options and files, and starts the processes."""
+    parser = training_files.Parser(__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=training_files.at_least_1, default=1)
+    options = parser.parse()
+    data: Data | list[Batch]
+    if options.replay:
+        data = [*training_files.batches_to_record(options)]
+    else:
+        data = training_files.load_data(options)
+    if (smallest := min(training_files.batch_sizes(options, data))) < options.processes:
+        training_files.fail(f"--processes={options.processes}: a batch has {smallest} examples")
+    torch.manual_seed(0)
+    model = torch_models.create_model(options.model)
+    start = {name: variable.numpy() for name, variable in torch_models.keras_variables(model)}
+    if options.start:
+        start = training_files.load_start(options.start, start)
     with tempfile.TemporaryDirectory() as folder:
         options.rendezvous = f"{folder}/store"
-        mp.spawn(work, (options,), nprocs=options.processes)
+        mp.spawn(work, (options, data, start), nprocs=options.processes)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def test_the_same_lenet_in_another_framework(lenet, tmp_path, name):
     variable, program = PROGRAMS[name]
     if not (python := os.environ.get(variable)):
         pytest.skip(f"{variable} names no interpreter")
-    command = [python, *program, "--steps=2", f"--replay={lenet}", f"--trace={tmp_path / 'o.npz'}"]
+    command = [python, *program, "--recorded_steps=2", f"--replay={lenet}"]
+    command += [f"--trace={tmp_path / 'o.npz'}"]
     command[1] = str(ROOT / "frameworks" / command[1])
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr

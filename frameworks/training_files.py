@@ -1,0 +1,243 @@
+"""The options and files of `torch_lenet.py` and `jax_lenet.py`: all that needs no framework.
+
+A training reads weights to start from and batches, and writes results and weights. Arrays have the
+names and layouts of Keras: `conv1/kernel` is (height, width, inputs, outputs), images are NHWC.
+"""
+
+import argparse
+import dataclasses
+import gzip
+import json
+import os
+import pathlib
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+NUM_CLASSES = 10
+LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # Those of "Dive into Deep Learning".
+Batch = tuple[np.ndarray, np.ndarray]  # Images (n, 28, 28, 1) of bytes, labels (n,).
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The images of a training, and the order in which it takes them.
+
+    Attributes:
+        images: uint8, (n, 28, 28, 1).
+        labels: int64, (n,).
+        order: (epochs, examples of an epoch): rows of `images`.
+        test_images: uint8, (n, 28, 28, 1).
+        test_labels: int64, (n,).
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    order: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the program with exit code 2 and one line that says why."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of options with the options of both programs; an error is one line."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description=description, allow_abbrev=False)
+        add = self.add_argument
+        add("--model", choices=[*LEARNING_RATES], default="lenet")
+        add("--epochs", type=at_least_1, default=1)
+        add("--global_batch_size", type=at_least_1, default=256)
+        add("--learning_rate", type=float, help="default: 0.2 for lenet, 0.1 for resnet18")
+        add("--last_batch", choices=["keep", "drop"], default="keep", help="if it is short")
+        add("--start", help="weights to start from, .npz; default: random")
+        add("--batches", help="images and their order, .npz; default: Fashion-MNIST, shuffled")
+        add("--num_steps", type=at_least_1, help="stop after so many steps, without evaluation")
+        add("--results", help="file to write: loss and accuracy of each epoch, .json")
+        add("--weights", help="file to write: weights at the end, .npz")
+        add("--trace", help="file to write: a recording of the first steps, .npz")
+        add("--recorded_steps", type=at_least_1, help="number of steps in the recording")
+        add("--replay", help="recording whose states and batches are trained, .npz")
+        add("--permute", type=int, help="seed: permute the examples of each replayed batch")
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program."""
+        fail(message)
+
+    def parse(self) -> argparse.Namespace:
+        """Returns the options of the command line, which go together."""
+        options = self.parse_args()
+        options.learning_rate = options.learning_rate or LEARNING_RATES[options.model]
+        if bool(options.trace) != bool(options.recorded_steps):
+            fail("--trace and --recorded_steps: one is missing; pass both")
+        if options.replay and not options.trace:
+            fail("--replay: needs --trace=FILE, the recording to write")
+        if options.permute is not None and not options.replay:
+            fail("--permute: needs --replay=FILE")
+        for name in ("start", "batches", "num_steps", "results", "weights"):
+            if options.replay and getattr(options, name):
+                fail(f"--{name}: cannot be used with --replay")
+        if options.num_steps and options.results:
+            fail("--results: has whole epochs; leave out --num_steps")
+        for name, ending in (("trace", ".npz"), ("weights", ".npz"), ("results", ".json")):
+            path = getattr(options, name)
+            if path and not (path.endswith(ending) and pathlib.Path(path).parent.is_dir()):
+                fail(f"--{name}={path}: must be a {ending} file in a folder that exists")
+        return options
+
+
+def at_least_1(text: str) -> int:
+    """Returns a number from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
+    return int(text)
+
+
+def load_data(options: argparse.Namespace) -> Data:
+    """Loads the images and their order from `--batches`, or Fashion-MNIST in a random order.
+
+    The numbers of epochs and steps in `options` are checked with it.
+    """
+    if options.batches:
+        data = _read_batches(options.batches)
+    else:
+        train, test = _read_fashion_mnist("train"), _read_fashion_mnist("t10k")
+        seeds = range(options.epochs)
+        order = np.stack([np.random.default_rng(s).permutation(len(train[1])) for s in seeds])
+        data = Data(*train, order, *test)
+    num_epochs = len(data.order)
+    if options.epochs > num_epochs:
+        fail(f"--epochs={options.epochs}: {options.batches} has an order for {num_epochs} only")
+    available = options.epochs * len([*_batch_rows(options, data, 0)])
+    if not available:
+        fail(f"--global_batch_size={options.global_batch_size}: an epoch has fewer examples")
+    if (options.num_steps or 0) > available:
+        fail(f"--num_steps={options.num_steps}: there are {available} steps; raise --epochs")
+    if (options.recorded_steps or 0) > (num_steps := options.num_steps or available):
+        fail(f"--recorded_steps={options.recorded_steps}: the training has {num_steps} steps")
+    return data
+
+
+def batch_sizes(options: argparse.Namespace, data: Data | list[Batch]) -> set[int]:
+    """Returns the sizes of the global batches: also that of a short last one."""
+    if isinstance(data, list):
+        return {len(labels) for _, labels in data}
+    return {len(rows) for rows in _batch_rows(options, data, 0)}
+
+
+def batches_of(options: argparse.Namespace, data: Data, epoch: int) -> Iterator[Batch]:
+    """Yields the global batches of an epoch."""
+    for rows in _batch_rows(options, data, epoch):
+        yield data.images[rows], data.labels[rows]
+
+
+def batches_to_record(options: argparse.Namespace) -> Iterator[Batch]:
+    """Yields the global batches of the recording `--replay`: the parts of all its replicas."""
+    trace = read_npz("replay", options.replay, kind="/data/")
+    for position in range(1, options.recorded_steps + 1):
+        replicas = sum(f"{position}/data/{r}/0" in trace for r in range(64))
+        if not replicas:
+            fail(f"--replay={options.replay}: has no batch of step {position}")
+        images, labels = (
+            np.concatenate([trace[f"{position}/data/{r}/{i}"] for r in range(replicas)])
+            for i in (0, 1)
+        )
+        yield images, labels.astype(np.int64).ravel()
+
+
+def scaled(images: np.ndarray) -> np.ndarray:
+    """Returns pixels in [0, 1], float32."""
+    return images.astype(np.float32) / np.float32(255)
+
+
+def load_start(path: str, variables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Loads the weights and statistics to start from.
+
+    Args:
+        path: file of `--start`.
+        variables: those of the model, whose names and shapes the file must have.
+    """
+    start = read_npz("start", path)
+    for name in [*variables, *start]:
+        if name not in start:
+            fail(f"--start={path}: has no {name}")
+        if name not in variables:
+            fail(f"--start={path}: has {name}, which is not in the model")
+        if start[name].shape != variables[name].shape:
+            fail(f"--start={path}: {name} is {start[name].shape}, not {variables[name].shape}")
+    return {name: start[name].astype(np.float32) for name in variables}
+
+
+def read_npz(option: str, path: str, kind: str = "") -> dict[str, np.ndarray]:
+    """Reads the arrays of a file whose names contain `kind`; pickled objects are refused."""
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in file if kind in name}
+    except FileNotFoundError:
+        fail(f"--{option}={path}: no such file")
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        fail(f"--{option}={path}: cannot be read as .npz: {error}")
+
+
+def write_npz(path: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays under a temporary name, then renames the file."""
+    with open(f"{path}.tmp", "wb") as file:
+        np.savez(file, **arrays)
+    os.replace(f"{path}.tmp", path)
+
+
+def write_json(path: str, content: Mapping[str, Any]) -> None:
+    """Writes JSON under a temporary name, then renames the file."""
+    pathlib.Path(f"{path}.tmp").write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(f"{path}.tmp", path)
+
+
+def _batch_rows(options: argparse.Namespace, data: Data, epoch: int) -> Iterator[np.ndarray]:
+    size, order = options.global_batch_size, data.order[epoch]
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
+        if len(rows) == size or options.last_batch == "keep":
+            yield rows
+
+
+def _read_batches(path: str) -> Data:
+    arrays = read_npz("batches", path)
+    names = [field.name for field in dataclasses.fields(Data)]
+    if missing := [name for name in names if name not in arrays]:
+        fail(f"--batches={path}: has no {missing[0]}")
+    data = Data(*(arrays[name] for name in names))
+    for images, labels in ((data.images, data.labels), (data.test_images, data.test_labels)):
+        found = f"{images.dtype} {images.shape}"
+        if found != f"uint8 ({len(images)}, 28, 28, 1)":
+            fail(f"--batches={path}: images are {found}, not uint8 (n, 28, 28, 1)")
+        if labels.shape != (len(images),) or not _within(labels, NUM_CLASSES):
+            fail(f"--batches={path}: labels must be {len(images)} numbers from 0 to 9")
+    if data.order.ndim != 2 or not _within(data.order, len(data.images)):
+        fail(f"--batches={path}: order must be (epochs, n), with rows of {len(data.images)} images")
+    as_int64 = {name: arrays[name].astype(np.int64) for name in ("labels", "test_labels")}
+    return dataclasses.replace(data, **as_int64)
+
+
+def _within(numbers: np.ndarray, end: int) -> bool:
+    is_whole = np.issubdtype(numbers.dtype, np.integer)
+    return bool(is_whole and ((numbers >= 0) & (numbers < end)).all())
+
+
+def _read_fashion_mnist(kind: str) -> Batch:
+    folder = pathlib.Path(os.environ.get("FASHION_MNIST_DIR", ""))
+    paths = [folder / f"{kind}-{part}-ubyte.gz" for part in ("images-idx3", "labels-idx1")]
+    for path in paths:
+        if not path.is_file():
+            fail(f"{path}: no such file; set FASHION_MNIST_DIR to the folder with the four files")
+    with gzip.open(paths[0]) as images, gzip.open(paths[1]) as labels:
+        pixels = np.frombuffer(images.read(), np.uint8, offset=16).reshape(-1, 28, 28, 1)
+        return pixels, np.frombuffer(labels.read(), np.uint8, offset=8).astype(np.int64)
