@@ -184,7 +184,8 @@ def _check_compared(compared: CompareConfig | VerifyConfig) -> None:
     check_frameworks(compared)
     names = compared.own_strategies
     constraints.check_devices(compared)
-    constraints.check_single("--strategies", names, compared.num_devices or compared.num_gpus)
+    number = compared.num_devices or compared.num_gpus
+    constraints.check_single("--strategies", compared.strategies, number)
     constraints.check_workers(
         compared.has_workers,
         names,

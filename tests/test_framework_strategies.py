@@ -1,0 +1,101 @@
+"""Programs of other frameworks as strategies of `verify` and `compare`."""
+
+import dataclasses
+import json
+import os
+import sys
+
+import pytest
+
+from app.config.framework_options import FRAMEWORKS
+from app.records.history import load_history, load_required_summary
+from conftest import ROOT
+from in_process import run_here, run_here_ok
+
+ON_CPUS = ["--device=cpu", "--num_devices=2"]
+FAKE = str(ROOT / "tests" / "recorder_scripts" / "fake_framework.py")
+SMALL = ["--dataset=synthetic", "--num_train_examples=64", "--global_batch_size=32"]
+NEEDED = ("LOCKSTEP_TORCH_PYTHON", "LOCKSTEP_JAX_PYTHON")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Another program for torch_ddp, which needs no framework."""
+    framework = dataclasses.replace(FRAMEWORKS["torch_ddp"], program=FAKE, package="json")
+    monkeypatch.setitem(FRAMEWORKS, "torch_ddp", framework)
+    monkeypatch.setenv("LOCKSTEP_JSON_PYTHON", sys.executable)
+
+
+def compare(path, *flags):
+    return run_here(
+        *("compare", "--strategies=single,torch_ddp", "--epochs=1", *SMALL, *ON_CPUS),
+        *(f"--out={path}", *flags),
+    )
+
+
+def test_what_a_program_has_trained_becomes_a_run(fake, tmp_path):
+    result = compare(tmp_path / "c")
+    assert result.returncode == 0, result.stderr
+    assert "epoch 1: test acc 0.25" in result.stdout
+    run = tmp_path / "c" / "torch_ddp"
+    summary = load_required_summary(run)
+    assert (summary.strategy, summary.num_replicas, summary.steps) == ("torch_ddp", 2, 2)
+    assert (summary.test_accuracy, summary.epoch_sec, summary.images_per_sec) == (0.25, 2.0, 32.0)
+    assert summary.versions["fake"] == "1.0" and "tensorflow" in summary.versions
+    assert load_history(run)[0].evaluation_sec == 0.5
+    compared = json.loads((tmp_path / "c" / "compare.json").read_text())
+    assert [run["strategy"] for run in compared["runs"]] == ["single", "torch_ddp"]
+    assert compared["verdicts"][0]["difference"]["tensor"]  # It has trained nothing.
+    evaluated = run_here_ok("evaluate", f"--run={run}")
+    assert "test acc" in evaluated.stdout
+    again = compare(tmp_path / "c")
+    assert f"{run} is already finished" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("mode", "exit_code", "message"),
+    [
+        ("fail", 6, "torch_ddp ended with exit code 1: out of ideas; run it by hand"),
+        ("no results", 3, "torch_ddp: did not write its results and weights"),
+        ("other weights", 3, "has shape (1, 3, 1, 20), not (3, 3, 1, 20)"),
+    ],
+)
+def test_what_a_program_does_wrong_is_one_line(
+    fake, tmp_path, monkeypatch, mode, exit_code, message
+):
+    monkeypatch.setenv("FAKE_FRAMEWORK", mode)
+    result = compare(tmp_path / "c")
+    assert result.returncode == exit_code
+    assert message in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "c" / "torch_ddp" / "summary.json").exists()
+
+
+def test_a_framework_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_TORCH_PYTHON", str(tmp_path / "python"))
+    result = compare(tmp_path / "c")
+    assert result.returncode == 2
+    assert f"there is no {tmp_path / 'python'}; run `make frameworks`" in result.stderr
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.skipif(
+    not all(os.environ.get(name) for name in NEEDED), reason=f"{' or '.join(NEEDED)} is not set"
+)
+@pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.slow)])
+def test_all_systems_are_one_training(tmp_path, model):
+    names = "single,manual,torch_ddp,jax_pmap"
+    size = 32 if model == "lenet" else 8
+    result = run_here(
+        *("verify", f"--strategies={names}", f"--model={model}", "--steps=2", *ON_CPUS),
+        *("--dataset=synthetic", f"--num_train_examples={2 * size}", f"--global_batch_size={size}"),
+        f"--out={tmp_path}/v",
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads((tmp_path / "v" / "verify.json").read_text())
+    assert len(record["pairs"]) == 6
+    assert {pair["outcome"] for pair in record["pairs"]} <= {
+        "bit-identical",
+        "equal within rounding",
+    }
+    measured = record["strategies"]["torch_ddp"]["measurements"]["kind"]
+    assert {"examples", "loss", "gradients", "sums", "weights"} <= {*measured}
