@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title, injected_fault_caveat
+from app.records.pair_outcomes import outcome_sentences
 from app.report.charts import Figure, Look, line_chart
 from app.report.page_parts import (
     Cell,
@@ -36,6 +37,8 @@ def verify_part(record: Record) -> Part:
     with reading(record.path / "verify.json"):
         strategies = found["strategies"]
         blocks = [Heading(record.label), Text(_setup(found)), *_findings(strategies)]
+        pairs = [(tuple(map(str, p["strategies"])), str(p["outcome"])) for p in found["pairs"]]
+        blocks += map(Text, outcome_sentences(pairs))
         blocks += [_pairs(found["pairs"])] * bool(found["pairs"])
         blocks += [_outcomes(strategies), *_shards(strategies), *_shares(found)]
         blocks += _apart(found["pairs"])

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from app.records.caveats import dataset_title
+from app.records.pair_outcomes import outcome_sentences
 from app.report.accuracy_plot import save_figure
 from app.report.tolerance_shares import (
     FLOOR,
@@ -82,7 +83,8 @@ def _title(record: dict) -> list[str]:
     dataset = dataset_title(record["dataset"])
     num_devices = max(len(run["devices"]) for run in record["strategies"].values())
     lines = [f"INJECTED FAULT: {record['injected_fault']}"] if record["injected_fault"] else []
-    lines += [f"{' and '.join(pair['strategies'])}: {pair['outcome']}" for pair in record["pairs"]]
+    outcomes = [(tuple(pair["strategies"]), pair["outcome"]) for pair in record["pairs"]]
+    lines += outcome_sentences(outcomes)
     for name, run in record["strategies"].items():
         for finding in run["findings"]:
             cause = finding["cause"].replace("_", " ")

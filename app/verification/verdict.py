@@ -4,13 +4,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from app.records.pair_outcomes import BY_DESIGN, DIFFERENT, EQUAL, IDENTICAL
 from app.verification.measurement import Measurement
 from app.verification.split import Split
 from app.verification.straggler import Straggler
 from app.verification.trace_comparison import PairDifference
-
-IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
-BY_DESIGN = "another training by design"
 
 
 @dataclasses.dataclass(frozen=True)

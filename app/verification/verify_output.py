@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from app.config import VerifyConfig
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
+from app.records.pair_outcomes import IDENTICAL, outcome_sentences
 from app.runtime import console
 from app.verification.measurement import Measurement
 from app.verification.recorded import Recorded
 from app.verification.trace import KINDS
-from app.verification.verdict import IDENTICAL, PairVerdict, StrategyVerdict
+from app.verification.verdict import PairVerdict, StrategyVerdict
 
 VERIFY_FILE = "verify.json"
 
@@ -179,7 +180,7 @@ def conclusions(
     pair_verdicts: Sequence[PairVerdict],
 ) -> list[str]:
     """Returns the verdicts in one line each, and whether an injected fault was not found."""
-    lines = [f"{' and '.join(pair.strategies)}: {pair.outcome}" for pair in pair_verdicts]
+    lines = outcome_sentences([(pair.strategies, pair.outcome) for pair in pair_verdicts])
     if not pair_verdicts:
         steps = console.count(config.steps, "step")
         lines = [
