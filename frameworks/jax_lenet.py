@@ -9,8 +9,8 @@ files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
 With `--start` and `--batches` it is the same training as that of another framework: it starts from
 the same weights and takes the same examples. `--trace` records the first steps for `main.py verify
---traces`. With `--replay=single.npz`, a recording of the same network by Lockstep, each recorded
-step starts from the recorded weights and takes the recorded batch.
+--traces`. With `--replay=single.npz`, a recording of the same network by Lockstep, each of these
+steps starts from the recorded weights; without `--batches` it takes the recorded batch.
 """
 
 import argparse
@@ -189,7 +189,7 @@ def recorded(train_step: Step, options: argparse.Namespace) -> Any:
     )
 
 
-def train(options: argparse.Namespace, variables: tuple[Tree, Tree], data: Any) -> None:
+def train(options: argparse.Namespace, variables: tuple[Tree, Tree], data: Data) -> None:
     """Trains from these weights and statistics, and writes the files that were asked for."""
     devices, results = Devices(options.mode, options.num_devices), list[dict[str, float]]()
     variables = devices.copy(variables)
@@ -199,9 +199,7 @@ def train(options: argparse.Namespace, variables: tuple[Tree, Tree], data: Any) 
         learning_rate=options.learning_rate,
     )
     with recorded(devices.compile(step), options) as train_step:
-        if options.replay:
-            variables, _, _ = train_steps(devices, train_step, variables, data)
-        elif options.num_steps:
+        if options.num_steps:
             epochs = (training_files.batches_of(options, data, e) for e in range(options.epochs))
             batches = itertools.islice(itertools.chain.from_iterable(epochs), options.num_steps)
             variables, _, _ = train_steps(devices, train_step, variables, batches, print_steps=True)
@@ -222,11 +220,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=["jit", "pmap"], default="jit")
     parser.add_argument("--num_devices", type=training_files.at_least_1, default=2)
     options = parser.parse()
-    data: Data | list[Batch]
-    if options.replay:
-        data = [*training_files.batches_to_record(options)]
-    else:
-        data = training_files.load_data(options)
+    data = training_files.load_data(options)
     for size in training_files.batch_sizes(options, data):
         if size % options.num_devices:
             training_files.fail(

@@ -8,8 +8,8 @@ the four files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
 With `--start` and `--batches` it is the same training as that of another framework: it starts from
 the same weights and takes the same examples. `--trace` records the first steps for `main.py verify
---traces`. With `--replay=single.npz`, a recording of the same network by Lockstep, each recorded
-step starts from the recorded weights and takes the recorded batch.
+--traces`. With `--replay=single.npz`, a recording of the same network by Lockstep, each of these
+steps starts from the recorded weights; without `--batches` it takes the recorded batch.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def train_epochs(
 
 
 def train(
-    model: DistributedDataParallel, options: argparse.Namespace, data: Data | list[Batch]
+    model: DistributedDataParallel, options: argparse.Namespace, data: Data
 ) -> list[dict[str, float]]:
     """Trains, and records the first steps if that was asked for; returns results of epochs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate)
@@ -137,9 +137,7 @@ def train(
         steps = options.recorded_steps
         recording = lockstep_torch.record(options.trace, model, optimizer, steps, **settings)
     with recording:
-        if isinstance(data, list):
-            train_steps(model, optimizer, data)
-        elif options.num_steps:
+        if options.num_steps:
             epochs = (training_files.batches_of(options, data, e) for e in range(options.epochs))
             batches = itertools.islice(itertools.chain.from_iterable(epochs), options.num_steps)
             train_steps(model, optimizer, batches, print_steps=True)
@@ -151,7 +149,7 @@ def train(
 def work(
     rank: int,
     options: argparse.Namespace,
-    data: Data | list[Batch],
+    data: Data,
     start: Mapping[str, np.ndarray],
 ) -> None:
     """Trains as one of the processes; the first one writes the files."""
@@ -182,11 +180,7 @@ def main() -> None:
     parser = training_files.Parser(__doc__.splitlines()[0])
     parser.add_argument("--processes", type=training_files.at_least_1, default=1)
     options = parser.parse()
-    data: Data | list[Batch]
-    if options.replay:
-        data = [*training_files.batches_to_record(options)]
-    else:
-        data = training_files.load_data(options)
+    data = training_files.load_data(options)
     if (smallest := min(training_files.batch_sizes(options, data))) < options.processes:
         training_files.fail(f"--processes={options.processes}: a batch has {smallest} examples")
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         add = self.add_argument
         add("--model", choices=[*LEARNING_RATES], default="lenet")
         add("--epochs", type=at_least_1, default=1)
-        add("--global_batch_size", type=at_least_1, default=256)
+        add("--global_batch_size", type=at_least_1, help="default: 256")
         add("--learning_rate", type=float, help="default: 0.2 for lenet, 0.1 for resnet18")
         add("--last_batch", choices=["keep", "drop"], default="keep", help="if it is short")
         add("--start", help="weights to start from, .npz; default: random")
@@ -66,8 +66,12 @@ class Parser(argparse.ArgumentParser):
         add("--weights", help="file to write: weights at the end, .npz")
         add("--trace", help="file to write: a recording of the first steps, .npz")
         add("--recorded_steps", type=at_least_1, help="number of steps in the recording")
-        add("--replay", help="recording whose states and batches are trained, .npz")
-        add("--permute", type=int, help="seed: permute the examples of each replayed batch")
+        add(
+            "--replay",
+            help="recording whose states are loaded before each recorded step, .npz;"
+            " without --batches, its batches are taken, too",
+        )
+        add("--permute", type=int, help="seed: permute the examples of each recorded batch")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program."""
@@ -76,18 +80,19 @@ class Parser(argparse.ArgumentParser):
     def parse(self) -> argparse.Namespace:
         """Returns the options of the command line, which go together."""
         options = self.parse_args()
-        options.learning_rate = options.learning_rate or LEARNING_RATES[options.model]
+        if options.learning_rate is None:
+            options.learning_rate = LEARNING_RATES[options.model]
         if bool(options.trace) != bool(options.recorded_steps):
             fail("--trace and --recorded_steps: one is missing; pass both")
-        if options.replay and not options.trace:
-            fail("--replay: needs --trace=FILE, the recording to write")
-        if options.permute is not None and not options.replay:
-            fail("--permute: needs --replay=FILE")
-        for name in ("start", "batches", "num_steps", "results", "weights"):
-            if options.replay and getattr(options, name):
-                fail(f"--{name}: cannot be used with --replay")
+        for name in ("replay", "permute"):
+            if getattr(options, name) is not None and not options.trace:
+                fail(f"--{name}: needs --trace=FILE, the recording to write")
+        for name in ("global_batch_size", "num_steps", "results"):
+            if options.replay and not options.batches and getattr(options, name):
+                fail(f"--{name}: cannot be used with the batches of --replay; pass --batches")
         if options.num_steps and options.results:
             fail("--results: has whole epochs; leave out --num_steps")
+        options.global_batch_size = options.global_batch_size or 256
         for name, ending in (("trace", ".npz"), ("weights", ".npz"), ("results", ".json")):
             path = getattr(options, name)
             if path and not (path.endswith(ending) and pathlib.Path(path).parent.is_dir()):
@@ -103,12 +108,16 @@ def at_least_1(text: str) -> int:
 
 
 def load_data(options: argparse.Namespace) -> Data:
-    """Loads the images and their order from `--batches`, or Fashion-MNIST in a random order.
+    """Loads the images and their order: of `--batches`, of `--replay`, or Fashion-MNIST, shuffled.
 
-    The numbers of epochs and steps in `options` are checked with it.
+    The numbers of epochs and steps in `options` are checked with it; the batches of `--replay` have
+    their number and size.
     """
     if options.batches:
         data = _read_batches(options.batches)
+    elif options.replay:
+        data, options.global_batch_size = _read_recorded_batches(options)
+        options.num_steps = options.recorded_steps
     else:
         train, test = _read_fashion_mnist("train"), _read_fashion_mnist("t10k")
         seeds = range(options.epochs)
@@ -127,10 +136,8 @@ def load_data(options: argparse.Namespace) -> Data:
     return data
 
 
-def batch_sizes(options: argparse.Namespace, data: Data | list[Batch]) -> set[int]:
+def batch_sizes(options: argparse.Namespace, data: Data) -> set[int]:
     """Returns the sizes of the global batches: also that of a short last one."""
-    if isinstance(data, list):
-        return {len(labels) for _, labels in data}
     return {len(rows) for rows in _batch_rows(options, data, 0)}
 
 
@@ -138,20 +145,6 @@ def batches_of(options: argparse.Namespace, data: Data, epoch: int) -> Iterator[
     """Yields the global batches of an epoch."""
     for rows in _batch_rows(options, data, epoch):
         yield data.images[rows], data.labels[rows]
-
-
-def batches_to_record(options: argparse.Namespace) -> Iterator[Batch]:
-    """Yields the global batches of the recording `--replay`: the parts of all its replicas."""
-    trace = read_npz("replay", options.replay, kind="/data/")
-    for position in range(1, options.recorded_steps + 1):
-        replicas = sum(f"{position}/data/{r}/0" in trace for r in range(64))
-        if not replicas:
-            fail(f"--replay={options.replay}: has no batch of step {position}")
-        images, labels = (
-            np.concatenate([trace[f"{position}/data/{r}/{i}"] for r in range(replicas)])
-            for i in (0, 1)
-        )
-        yield images, labels.astype(np.int64).ravel()
 
 
 def scaled(images: np.ndarray) -> np.ndarray:
@@ -225,6 +218,26 @@ def _read_batches(path: str) -> Data:
         fail(f"--batches={path}: order must be (epochs, n), with rows of {len(data.images)} images")
     as_int64 = {name: arrays[name].astype(np.int64) for name in ("labels", "test_labels")}
     return dataclasses.replace(data, **as_int64)
+
+
+def _read_recorded_batches(options: argparse.Namespace) -> tuple[Data, int]:
+    """Returns the batches of the recording `--replay`, of all replicas, and their size."""
+    path, batches = options.replay, []
+    trace = read_npz("replay", path, kind="/data/")
+    for position in range(1, options.recorded_steps + 1):
+        replicas = sum(f"{position}/data/{r}/1" in trace for r in range(64))
+        if not replicas:
+            fail(f"--replay={path}: has no images and labels of step {position}; pass --batches")
+        parts = [[trace[f"{position}/data/{r}/{i}"] for r in range(replicas)] for i in (0, 1)]
+        batches.append([np.concatenate(part) for part in parts])
+    size = len(batches[0][1])
+    if any(len(labels) != size for _, labels in batches):
+        fail(f"--replay={path}: its batches have different sizes; pass --batches")
+    images, labels = (np.concatenate(part) for part in zip(*batches, strict=True))
+    if images.dtype != np.uint8:
+        fail(f"--replay={path}: its images are {images.dtype}, not uint8; pass --batches")
+    labels = labels.astype(np.int64).ravel()
+    return Data(images, labels, np.arange(len(labels))[None], images[:0], labels[:0]), size
 
 
 def _within(numbers: np.ndarray, end: int) -> bool:
