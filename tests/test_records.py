@@ -12,6 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from app.config.framework_options import FRAMEWORKS
 from app.records import files
 from app.records import history as histories
 from app.records.files import write_atomically, write_json
@@ -20,6 +21,7 @@ from app.records.run_directory import load_run_config, open_run_directory
 from app.report.accuracy_plot import plot_accuracy
 from app.runtime.errors import CheckpointError, DiskFullError, OutputError
 from conftest import ROOT
+from strategies import STRATEGIES
 
 
 def make_summary(**changes):
@@ -291,13 +293,13 @@ class TestPlots:
         import matplotlib
 
         monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+        names = [*STRATEGIES, *FRAMEWORKS]
         runs = [
-            self.make_run(tmp_path / name, strategy=name, dataset="fashion_mnist")
-            for name in ("single", "manual", "mirrored")
+            self.make_run(tmp_path / name, strategy=name, dataset="fashion_mnist") for name in names
         ]
         plot_accuracy(runs, tmp_path)
         svg = (tmp_path / "accuracy.svg").read_text()
-        for name in ("single", "manual", "mirrored"):
+        for name in names:
             assert f"{name}: 66.7%" in svg
         assert "Fashion-MNIST" in svg and "GENERATED" not in svg
 

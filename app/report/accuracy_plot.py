@@ -6,6 +6,7 @@ style and a marker of its own as well, so that it can be told in grey and where 
 
 import dataclasses
 import io
+import itertools
 import math
 import pathlib
 from collections.abc import Sequence
@@ -40,6 +41,12 @@ _LOOKS = (
     _Look("#E69F00", "-", "s", 2.2),
     _Look("#000000", ":", "^", 1.4),
     _Look("#CC79A7", "--", "D", 1.2),
+    _Look("#009E73", "-.", "v", 1.2),
+    _Look("#56B4E9", "--", "P", 1.2),
+    _Look("#D55E00", ":", "X", 1.2),
+    _Look("#0072B2", "--", "<", 1.0),
+    _Look("#E69F00", ":", ">", 1.0),
+    _Look("#000000", "-.", "*", 1.0),
 )
 
 
@@ -93,7 +100,7 @@ def _draw_case(runs: Sequence[Run]) -> Figure:
     figure = Figure(figsize=(5 * len(fields), 4.8), layout="constrained")
     panels = figure.subplots(1, len(fields))
     for axes, (field, title) in zip(panels, fields.items(), strict=True):
-        for look, (each, history) in zip(_LOOKS, runs, strict=False):
+        for look, (each, history) in zip(itertools.cycle(_LOOKS), runs, strict=False):
             _draw_curve(axes, history, field, look, each.strategy, form=".4g")
         _finish(axes, summary.epochs, title)
         axes.legend()
@@ -110,7 +117,7 @@ def _draw_several(runs: Sequence[Run]) -> Figure:
         ("test accuracy", "train accuracy"),
         strict=True,
     ):
-        for look, (summary, history) in zip(_LOOKS, runs, strict=False):
+        for look, (summary, history) in zip(itertools.cycle(_LOOKS), runs, strict=False):
             _draw_curve(axes, history, field, look, summary.strategy)
         _finish_accuracy(axes, runs[0][0].epochs, name)
     panels[0].legend(loc="lower right")
