@@ -172,10 +172,13 @@ def train_epochs(
     return variables, results
 
 
-def recorded(train_step: Step, options: argparse.Namespace) -> Any:
+def recorded(train_step: Step, options: argparse.Namespace, variables: Iterable[str]) -> Any:
     """Returns a context manager: a step that is recorded, if that was asked for."""
     if not options.trace:
         return contextlib.nullcontext(train_step)
+    names = {}
+    if options.replay:
+        names = training_files.names_in_replay(options.replay, "jax", variables)
     return lockstep_jax.record(
         options.trace,
         train_step,
@@ -186,6 +189,7 @@ def recorded(train_step: Step, options: argparse.Namespace) -> Any:
         pmap=options.mode == "pmap",
         replay=options.replay,
         permute=options.permute,
+        names=names,
     )
 
 
@@ -198,7 +202,8 @@ def train(options: argparse.Namespace, variables: tuple[Tree, Tree], data: Data)
         network=jax_models.NETWORKS[options.model],
         learning_rate=options.learning_rate,
     )
-    with recorded(devices.compile(step), options) as train_step:
+    names = [name for part in variables for name in part]
+    with recorded(devices.compile(step), options, names) as train_step:
         if options.num_steps:
             epochs = (training_files.batches_of(options, data, e) for e in range(options.epochs))
             batches = itertools.islice(itertools.chain.from_iterable(epochs), options.num_steps)

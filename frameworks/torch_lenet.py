@@ -134,6 +134,10 @@ def train(
     recording: Any = contextlib.nullcontext()
     if options.trace:
         settings = {"replay": options.replay, "permute": options.permute}
+        if options.replay:
+            variables = dict(torch_models.keras_variables(model.module))
+            names = training_files.names_in_replay(options.replay, "torch", variables)
+            settings["names"] = names
         steps = options.recorded_steps
         recording = lockstep_torch.record(options.trace, model, optimizer, steps, **settings)
     with recording:

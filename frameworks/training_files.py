@@ -13,13 +13,17 @@ import pathlib
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
 NUM_CLASSES = 10
 LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # Those of "Dive into Deep Learning".
+TORCH_NAMES = {
+    **{"kernel": "weight", "gamma": "weight", "bias": "bias", "beta": "bias"},
+    **{"moving_mean": "running_mean", "moving_variance": "running_var"},
+}
 Batch = tuple[np.ndarray, np.ndarray]  # Images (n, 28, 28, 1) of bytes, labels (n,).
 
 
@@ -170,6 +174,20 @@ def load_start(path: str, variables: Mapping[str, np.ndarray]) -> dict[str, np.n
     return {name: start[name].astype(np.float32) for name in variables}
 
 
+def names_in_replay(path: str, framework: str, variables: Iterable[str]) -> dict[str, str]:
+    """Returns the name in the recording `--replay` for the name that each variable has here.
+
+    Args:
+        path: the recording.
+        framework: "torch" or "jax", that of this program.
+        variables: the names that Keras gives.
+    """
+    about = _about(path)
+    recorded = {variable["name"] for variable in about["variables"]}
+    names = [(_name_in(framework, n), _name_in(about["framework"], n)) for n in variables]
+    return {own: other for own, other in names if other in recorded}
+
+
 def read_npz(option: str, path: str, kind: str = "") -> dict[str, np.ndarray]:
     """Reads the arrays of a file whose names contain `kind`; pickled objects are refused."""
     try:
@@ -223,12 +241,11 @@ def _read_batches(path: str) -> Data:
 def _read_recorded_batches(options: argparse.Namespace) -> tuple[Data, int]:
     """Returns the batches of the recording `--replay`, of all replicas, and their size."""
     path, batches = options.replay, []
-    trace = read_npz("replay", path, kind="/data/")
+    replicas, trace = range(_about(path)["num_replicas"]), read_npz("replay", path, kind="/data/")
     for position in range(1, options.recorded_steps + 1):
-        replicas = sum(f"{position}/data/{r}/1" in trace for r in range(64))
-        if not replicas:
+        if any(f"{position}/data/{r}/1" not in trace for r in replicas):
             fail(f"--replay={path}: has no images and labels of step {position}; pass --batches")
-        parts = [[trace[f"{position}/data/{r}/{i}"] for r in range(replicas)] for i in (0, 1)]
+        parts = [[trace[f"{position}/data/{r}/{i}"] for r in replicas] for i in (0, 1)]
         batches.append([np.concatenate(part) for part in parts])
     size = len(batches[0][1])
     if any(len(labels) != size for _, labels in batches):
@@ -238,6 +255,24 @@ def _read_recorded_batches(options: argparse.Namespace) -> tuple[Data, int]:
         fail(f"--replay={path}: its images are {images.dtype}, not uint8; pass --batches")
     labels = labels.astype(np.int64).ravel()
     return Data(images, labels, np.arange(len(labels))[None], images[:0], labels[:0]), size
+
+
+def _about(path: str) -> dict[str, Any]:
+    """Returns the description in a recording, of one process or several."""
+    first = path if os.path.exists(path) else f"{path.removesuffix('.npz')}.rank0.npz"
+    arrays = read_npz("replay", first if os.path.exists(first) else path, kind="about")
+    try:
+        return json.loads(str(arrays["about"]))
+    except (KeyError, ValueError):
+        fail(f"--replay={path}: is not a recording")
+
+
+def _name_in(framework: str, name: str) -> str:
+    """Returns the name of a variable in a recording of that framework."""
+    layer, kind = name.split("/")
+    if framework == "torch":
+        return f"{layer}.{TORCH_NAMES[kind]}"
+    return f"state/{name}" if framework == "jax" and kind.startswith("moving") else name
 
 
 def _within(numbers: np.ndarray, end: int) -> bool:
