@@ -1,5 +1,6 @@
 """Recordings of other frameworks become traces of strategies, to the bit."""
 
+import itertools
 import json
 
 import keras
@@ -10,6 +11,7 @@ from app.data.input_pipeline import epoch_order, train_dataset
 from app.records.script_trace import load_trace
 from app.runtime.errors import DataError
 from app.verification.frameworks.framework_trace import convert_trace
+from app.verification.frameworks.image_labels import ImageLabels
 from app.verification.recorder import Recorder
 from app.verification.trace import Trace
 from conftest import CPUS
@@ -89,9 +91,10 @@ def recorded(images, tmp_path):
     path = tmp_path / "manual"
     strategy = ManualStrategy(CPUS[:2])
     strategy.build(seeded(small_resnet), lambda: keras.optimizers.SGD(0.1))
+    everything = ImageLabels(*images)
     dataset = train_dataset(*images, seed=3, global_batch_size=SIZE)
     Recorder(strategy).record(strategy.distribute(dataset), num_steps=NUM_STEPS, path=path)
-    return Trace(path), list(dataset.take(NUM_STEPS).as_numpy_iterator())
+    return Trace(path), list(dataset.take(NUM_STEPS).as_numpy_iterator()), everything
 
 
 def names_of(trace):
@@ -99,9 +102,9 @@ def names_of(trace):
 
 
 def test_every_array_is_that_of_the_strategy(recorded, tmp_path):
-    trace, batches = recorded
+    trace, batches, labels = recorded
     script = Recording(trace, batches).write(tmp_path / "torch.npz")
-    sizes = convert_trace(script, names_of(trace), batches, tmp_path / "converted")
+    sizes = convert_trace(script, names_of(trace), batches, labels, tmp_path / "converted")
     converted = Trace(tmp_path / "converted")
     assert sizes == [8, 8]
     assert converted.split == trace.split
@@ -117,34 +120,62 @@ def test_every_array_is_that_of_the_strategy(recorded, tmp_path):
                     np.testing.assert_array_equal(a, b, err_msg=f"{step} {kind} {name}")
 
 
-def test_an_image_of_another_batch_is_another_example(recorded, tmp_path):
-    trace, batches = recorded
+def test_examples_are_known_by_their_images(recorded, tmp_path):
+    trace, batches, labels = recorded
     recording = Recording(trace, batches)
-    recording.members["1/data/1/0"] = recording.members["2/data/1/0"]
-    convert_trace(recording.write(tmp_path / "t.npz"), names_of(trace), batches, tmp_path / "c")
-    own, other = (t.read(1, "examples", 1, "examples") for t in (trace, Trace(tmp_path / "c")))
-    assert not set(own.tolist()) & set(other.tolist())
+    recording.members["1/data/0/0"] = recording.members["1/data/1/0"]  # Twice in the batch.
+    recording.members["1/data/1/0"] = recording.members["2/data/1/0"]  # Of another batch.
+    recording.members["2/data/0/0"] = 1 - recording.members["2/data/0/0"]  # Of no image.
+    convert_trace(
+        *(recording.write(tmp_path / "t.npz"), names_of(trace), batches, labels, tmp_path / "c")
+    )
+    converted = Trace(tmp_path / "c")
+    for (step, replica), (own_step, own_replica) in {(1, 0): (1, 1), (1, 1): (2, 1)}.items():
+        found = converted.read(step, "examples", replica, "examples")
+        own = trace.read(own_step, "examples", own_replica, "examples")
+        np.testing.assert_array_equal(found, own)
+    known = {
+        int(h) for s in (1, 2) for r in (0, 1) for h in trace.read(s, "examples", r, "examples")
+    }
+    assert not known & set(converted.read(2, "examples", 0, "examples").tolist())
+
+
+def test_without_an_all_reduce_a_replica_applies_its_own_gradients(recorded, tmp_path):
+    trace, batches, labels = recorded
+    recording = Recording(trace, batches)
+    for name in [name for name in recording.members if "/sums/" in name]:
+        del recording.members[name]
+        raw = recording.members[name.replace("/sums/", "/raw/")]
+        recording.members[name.replace("/sums/", "/clipped/")] = raw
+    convert_trace(
+        *(recording.write(tmp_path / "t.npz"), names_of(trace), batches, labels, tmp_path / "c")
+    )
+    converted = Trace(tmp_path / "c")
+    for name in trace.tensors(1, "sums"):
+        own = trace.read(1, "gradients", 1, name)
+        np.testing.assert_array_equal(converted.read(1, "sums", 1, name), 2 * own)
 
 
 def test_weights_that_change_between_steps_are_refused(recorded, tmp_path):
-    trace, batches = recorded
+    trace, batches, labels = recorded
     recording = Recording(trace, batches)
     recording.members["2/before/1/0"] = recording.members["2/before/1/0"] + np.float32(1)
     script = recording.write(tmp_path / "t.npz")
     with pytest.raises(DataError, match="of replica 1 changes before step 1"):
-        convert_trace(script, names_of(trace), batches, tmp_path / "c")
+        convert_trace(script, names_of(trace), batches, labels, tmp_path / "c")
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("sums", "has no 'sums' of replica 0 in step 0"), ("before", "'before'")]
+    ("kind", "message"),
+    [("sums", "has no 'clipped' of replica 0 in step 0"), ("before", "'before'")],
 )
 def test_what_was_not_recorded_is_named(recorded, tmp_path, kind, message):
-    trace, batches = recorded
+    trace, batches, labels = recorded
     recording = Recording(trace, batches)
     recording.members = {k: v for k, v in recording.members.items() if f"/{kind}/" not in k}
     script = recording.write(tmp_path / "t.npz")
     with pytest.raises(DataError, match=message):
-        convert_trace(script, names_of(trace), batches, tmp_path / "c")
+        convert_trace(script, names_of(trace), batches, labels, tmp_path / "c")
 
 
 def test_the_order_of_an_epoch_is_that_of_the_batches(images):

@@ -1,11 +1,10 @@
 """Records the training of another framework, as the trace of a strategy."""
 
 import dataclasses
-import itertools
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -15,7 +14,8 @@ from app.records.script_trace import load_trace
 from app.runtime.processes import call_in_child_process
 from app.verification.frameworks.framework_files import TrainingFiles, write_training_files
 from app.verification.frameworks.framework_program import run_program
-from app.verification.frameworks.framework_trace import Batch, convert_trace
+from app.verification.frameworks.framework_trace import convert_trace
+from app.verification.frameworks.image_labels import ImageLabels
 from app.verification.recorded import Recorded
 
 _STEP = re.compile(r"step (\d+)")
@@ -99,8 +99,12 @@ def _record(
     script = load_trace(script_path)
     with np.load(files.start) as start:
         names = list(start)
-    batches = itertools.islice(_batches(files, config.global_batch_size), num_steps)
-    sizes = convert_trace(script, names, batches, path)
+    with np.load(files.batches) as arrays:
+        images, labels, order = arrays["images"], arrays["labels"], arrays["order"]
+    size, per_epoch = config.global_batch_size, files.steps_per_epoch
+    rows = [epoch[s * size : (s + 1) * size] for epoch in order for s in range(per_epoch)]
+    batches = ((images[batch], labels[batch]) for batch in rows[:num_steps])
+    sizes = convert_trace(script, names, batches, ImageLabels(images, labels), path)
     for file in path.parent.glob(f"{path.name}-script*.npz"):
         file.unlink()
     framework, least = FRAMEWORKS[name], math.gcd(*sizes)
@@ -115,13 +119,3 @@ def _record(
         simulated_devices=num_replicas > 1,
         versions={**files.recorded.versions, **script.versions},
     )
-
-
-def _batches(files: TrainingFiles, size: int) -> Iterator[Batch]:
-    """Yields the global batches of all epochs."""
-    with np.load(files.batches) as arrays:
-        images, labels, order = arrays["images"], arrays["labels"], arrays["order"]
-    for rows in order:
-        for step in range(files.steps_per_epoch):
-            batch = rows[step * size : (step + 1) * size]
-            yield images[batch], labels[batch]

@@ -7,7 +7,6 @@ batch is one shard, whose gradient is the sum.
 """
 
 import pathlib
-from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from app.records.script_trace import Rows, ScriptTrace
 from app.records.trace_about import Variable
 from app.runtime.errors import DataError
+from app.verification.frameworks.image_labels import ImageLabels
 from app.verification.trace import TraceWriter, hash_examples
 
 Arrays = dict[str, np.ndarray]
@@ -22,21 +22,24 @@ Batch = tuple[np.ndarray, np.ndarray]  # Images and labels.
 
 # Axes of a layout of another framework, in the order of Keras.
 _AXES = {"OIHW": (2, 3, 1, 0), "OI": (1, 0)}
-_NO_LABEL = 255  # Of an image that is not in the batch.
 _KERAS_NAMES = {"running_mean": "moving_mean", "running_var": "moving_variance"}
 
 
 def convert_trace(
-    script: ScriptTrace, names: Sequence[str], batches: Iterable[Batch], path: pathlib.Path
+    script: ScriptTrace,
+    names: Sequence[str],
+    batches: Iterable[Batch],
+    labels: ImageLabels,
+    path: pathlib.Path,
 ) -> list[int]:
     """Writes the trace of a recording whose steps follow each other from 0 on.
 
     Args:
         script: the recording.
         names: weights and statistics, as Keras names them, in the order of the model.
-        batches: images and labels of each step. A recording of PyTorch has what the model was
-            called with, so that labels are those of the same images in the batch; another label
-            shows in the loss.
+        batches: images and labels of each step.
+        labels: of the training set. A recording of PyTorch has the arguments of the model, images
+            without labels; another label shows in the loss.
         path: where the trace goes.
 
     Returns:
@@ -47,7 +50,7 @@ def convert_trace(
     """
     if list(script.steps) != list(range(len(script.steps))):
         raise DataError(f"{script.name}: steps {script.steps} do not follow each other from 0 on")
-    reader = _Reader(script, names)
+    reader = _Reader(script, names, labels)
     num_replicas = script.num_replicas if reader.has_shards else 1
     with TraceWriter(path, num_replicas) as trace:
         after = reader.states(0, "before")
@@ -103,13 +106,14 @@ class _Reader:
     Args:
         script: the recording.
         names: weights and statistics, in the order of the model.
+        labels: of the training set.
 
     Attributes:
         has_shards: whether each replica's gradients were recorded.
     """
 
-    def __init__(self, script: ScriptTrace, names: Sequence[str]):
-        self._script, self._names = script, names
+    def __init__(self, script: ScriptTrace, names: Sequence[str], labels: ImageLabels):
+        self._script, self._names, self._labels = script, names, labels
         self._variables = {_keras_name(v, script.variables): v for v in script.variables}
         missing = [name for name in names if name not in self._variables]
         if missing:
@@ -140,20 +144,15 @@ class _Reader:
             position: of the step.
             batch: images and labels of the global batch.
         """
-        left = _labels_of_images(*batch)
-        shards = []
-        for replica_id in range(self._script.num_replicas):
-            inputs, *targets = self._arrays(position, "data", replica_id)
-            images = _as_bytes(inputs, self._script)
-            own = [
-                left[image.tobytes()].popleft() if left[image.tobytes()] else _NO_LABEL
-                for image in images
-            ]
-            shards.append((images, targets[0].ravel() if targets else np.array(own)))
+        data = [self._arrays(position, "data", r) for r in range(self._script.num_replicas)]
+        images = [_as_bytes(arrays[0], self._script) for arrays in data]
+        if len(data[0]) > 1:
+            labels = [arrays[1].ravel() for arrays in data]
+        else:
+            labels = self._labels.of_batch(images, batch)
         if self.has_shards:
-            return shards
-        all_images, all_labels = zip(*shards, strict=True)
-        return [(np.concatenate(all_images), np.concatenate(all_labels))]
+            return list(zip(images, labels, strict=True))
+        return [(np.concatenate(images), np.concatenate(labels))]
 
     def losses(self, position: int) -> list[Arrays]:
         """Returns the part of each shard in the mean loss of the global batch."""
@@ -170,10 +169,14 @@ class _Reader:
         ]
 
     def sums(self, position: int) -> list[Arrays]:
-        """Returns the gradients after the all-reduce, of each replica."""
-        return [
-            dict(self._of_weights(position, "sums", r)) for r in range(self._script.num_replicas)
-        ]
+        """Returns the gradients after the all-reduce, of each replica.
+
+        Without an all-reduce, they are what each replica's optimizer applies.
+        """
+        replicas = range(self._script.num_replicas)
+        is_reduced = self._script.shapes(position, "sums", 0) is not None
+        kind = "sums" if is_reduced else "clipped"
+        return [dict(self._of_weights(position, kind, r)) for r in replicas]
 
     def settings(self, position: int, *, num_updates: int) -> Arrays:
         """Returns the optimizer's state: number of updates and learning rate."""
@@ -243,11 +246,3 @@ def _as_bytes(images: np.ndarray, script: ScriptTrace) -> np.ndarray:
             raise DataError(f"{script.name}: has images that are not bytes divided by 255")
         images = pixels.astype(np.uint8)
     return images.transpose(0, 2, 3, 1) if script.data_layout == "NCHW" else images
-
-
-def _labels_of_images(images: np.ndarray, labels: np.ndarray) -> dict[bytes, deque[int]]:
-    """Returns image → the labels that it has in a batch, in order."""
-    found: dict[bytes, deque[int]] = defaultdict(deque)
-    for image, label in zip(images, labels, strict=True):
-        found[image.tobytes()].append(int(label))
-    return found
