@@ -1,6 +1,5 @@
 """Recordings of other frameworks become traces of strategies, to the bit."""
 
-import itertools
 import json
 
 import keras
