@@ -152,7 +152,31 @@ def resnet(tmp_path_factory):
         for variable, gradient in zip(own[0].trainable_variables, total, strict=True):
             final[variable.path] = final[variable.path] - LEARNING_RATE * gradient.numpy()
         expected[num_replicas] = final
+    expected["statistics"] = moved_statistics(replicas, start, images)
     return Training(str(folder / "start.npz"), str(folder / "batches.npz"), None, expected, [])
+
+
+def moved_statistics(replicas, start, images):
+    """Returns the mean of the replicas' statistics after two batches of 4, with equal weights."""
+    for replica in replicas:
+        for variable in replica.variables:
+            variable.assign(start[variable.path])
+    for batch in np.split(np.arange(8)[::-1], 2):
+        for replica, rows in zip(replicas, np.split(batch, 2), strict=True):
+            replica(images[rows] / np.float32(255), training=True)
+    pairs = zip(*(replica.variables for replica in replicas), strict=True)
+    return {a.path: (a.numpy() + b.numpy()) / 2 for a, b in pairs}
+
+
+@pytest.mark.parametrize("name", ["torch", "pmap"])
+def test_each_replica_keeps_its_statistics(resnet, tmp_path, name):
+    options = ["--model=resnet18", f"--start={resnet.start}", f"--batches={resnet.batches}"]
+    options += ["--global_batch_size=4", "--learning_rate=0", "--num_steps=2"]
+    assert run(name, *options, f"--weights={tmp_path / 'w.npz'}") == ["step 1", "step 2"]
+    start, final = dict(np.load(resnet.start)), dict(np.load(tmp_path / "w.npz"))
+    for variable, value in resnet.weights["statistics"].items():
+        error, change = np.linalg.norm(final[variable] - value), value - start[variable]
+        assert error <= 1e-4 * np.linalg.norm(change), variable
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
