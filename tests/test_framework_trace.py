@@ -9,6 +9,7 @@ import pytest
 from app.data.input_pipeline import epoch_order, train_dataset
 from app.records.script_trace import load_trace
 from app.runtime.errors import DataError
+from app.verification.frameworks.framework_recording import findings_of
 from app.verification.frameworks.framework_trace import convert_trace
 from app.verification.frameworks.image_labels import ImageLabels
 from app.verification.recorder import Recorder
@@ -71,15 +72,14 @@ class Recording:
             array = torch_array(self.trace.read(step, own, replica, name)) * np.float32(factor)
             self.members[f"{position + 1}/{kind}/{replica}/{index}"] = array
 
-    def write(self, path):
-        groups = [
-            {"learning_rate": 0.1, "weights": [torch_name(self.trace.tensors(0, "weights")[0])]}
-        ]
+    def write(self, path, **settings):
+        names = [torch_name(name) for name in self.trace.tensors(0, "weights")]
+        groups = [{"learning_rate": 0.1, "momentum": 0.0, "weights": names, **settings}]
         about = {"format": "lockstep trace", "version": 1, "framework": "torch"}
         about |= {"num_replicas": 2, "replicas": [0, 1], "steps": list(range(NUM_STEPS))}
         about |= {"variables": self.variables, "settings": [groups] * NUM_STEPS}
         about |= {"gradients": [torch_name(n) for n in self.trace.tensors(0, "weights")]}
-        about |= {"reduction": "mean", "data_layout": "NCHW"}
+        about |= {"reduction": "mean", "data_layout": "NCHW", "optimizer": {"class": "SGD"}}
         np.savez(path, about=np.array(json.dumps(about)), **self.members)
         return load_trace(path)
 
@@ -182,3 +182,16 @@ def test_the_order_of_an_epoch_is_that_of_the_batches(images):
     batches = train_dataset(*images, seed=3, global_batch_size=SIZE, start_step=3)
     found = np.concatenate([labels for _, labels in batches.take(3).as_numpy_iterator()])
     np.testing.assert_array_equal(found, images[1][order])
+
+
+def test_a_recording_says_what_is_wrong_with_it(recorded, tmp_path):
+    trace, batches, _ = recorded
+    recording = Recording(trace, batches)
+    clean = recording.write(tmp_path / "clean.npz")
+    assert [found.cause for found in findings_of(clean)] == []
+    other = findings_of(recording.write(tmp_path / "other.npz", momentum=0.9))
+    assert other[0].cause == "other_optimizer" and "momentum=0.9" in other[0].text
+    for name in [name for name in recording.members if "/sums/" in name]:
+        recording.members[name] = recording.members[name.replace("/sums/", "/raw/")]
+    causes = [found.cause for found in findings_of(recording.write(tmp_path / "raw.npz"))]
+    assert causes[0] == "not_all_reduced"

@@ -29,7 +29,7 @@ from app.verification.trace_comparison import (
     compare_traces,
     first_sums_apart,
 )
-from app.verification.verdict import PairVerdict, StrategyVerdict
+from app.verification.verdict import NO_CAUSE, PairVerdict, StrategyVerdict
 from app.verification.verify_output import conclusions, print_report, write_record
 
 Differences = dict[tuple[str, str], list[PairDifference]]  # One entry for each pair of strategies.
@@ -190,8 +190,11 @@ def _check_traces(
     for name, run in recorded.items():
         found = checked_of.get(stands_for[name], unchecked)
         straggler = find_straggler(run.send_sec, run.replica_weights)
+        diagnosis = found.diagnosis
+        if diagnosis and diagnosis.cause == NO_CAUSE and run.own_findings:
+            diagnosis = run.own_findings[0]
         verdict_of[name] = StrategyVerdict(
-            name, found.measurements, found.first_mismatch, found.diagnosis, straggler, run.split
+            name, found.measurements, found.first_mismatch, diagnosis, straggler, run.split
         )
     return verdict_of
 

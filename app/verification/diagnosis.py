@@ -24,10 +24,10 @@ from app.verification.measurement import Measurement, relative_error
 from app.verification.split import Split
 from app.verification.step_context import WHOLE_BATCH_NORM, StepContext
 from app.verification.step_start import state_before, statistics_before
-from app.verification.verdict import Diagnosis
+from app.verification.verdict import NO_CAUSE, Diagnosis
 
 UNEXPLAINED = Diagnosis(
-    "unexplained",
+    NO_CAUSE,
     "none of these explains it: scaling, a mean of means, a lost or repeated gradient or shard,"
     " another order of examples, BatchNorm's statistics, reduced precision, a scaled update; stale"
     " or exchanged weights, a forgotten sum, repeated biases",

@@ -31,6 +31,8 @@ class Recorded:
         send_sec: for each step and replica, from the start of the step until it sent its last
             gradient: seconds, and seconds of processor time.
         versions: of what numbers depend on.
+        own_findings: of a recording by another framework, what is wrong without a comparison; it
+            explains a mismatch that has no other explanation.
     """
 
     devices: list[str]
@@ -49,6 +51,7 @@ class Recorded:
     effect_of_shards: float | None
     send_sec: list[list[SendTime]]
     versions: dict[str, str]
+    own_findings: list[Diagnosis] = dataclasses.field(default_factory=list)
 
     @property
     def replica_weights(self) -> list[int]:

@@ -24,6 +24,9 @@ class Diagnosis:
     text: str
 
 
+NO_CAUSE = "unexplained"
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """Something that is not as it should be.

@@ -10,14 +10,17 @@ import numpy as np
 
 from app.config import TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS, num_framework_replicas
-from app.records.script_trace import load_trace
+from app.records.script_trace import ScriptTrace, load_trace
 from app.runtime.processes import call_in_child_process
 from app.verification.frameworks.framework_files import TrainingFiles, write_training_files
 from app.verification.frameworks.framework_program import run_program
 from app.verification.frameworks.framework_trace import convert_trace
 from app.verification.frameworks.image_labels import ImageLabels
 from app.verification.recorded import Recorded
+from app.verification.recordings.trace_verification import verify_alone
+from app.verification.verdict import Diagnosis
 
+_ABSENT = ("momentum", "weight_decay", "dampening", "nesterov")  # From plain gradient descent.
 _STEP = re.compile(r"step (\d+)")
 
 
@@ -118,4 +121,21 @@ def _record(
         shard_weights=[size // least for size in sizes],
         simulated_devices=num_replicas > 1,
         versions={**files.recorded.versions, **script.versions},
+        own_findings=findings_of(script),
     )
+
+
+def findings_of(script: ScriptTrace) -> list[Diagnosis]:
+    """Returns what is wrong with a recording without a comparison.
+
+    Its optimizer has to be that of the recipe, and each step has to follow from what was recorded.
+    """
+    findings = []
+    for group in script.settings(0, 0):
+        others = {name: group.get(name) for name in _ABSENT if group.get(name)}
+        if others:
+            shown = ", ".join(f"{name}={value}" for name, value in others.items())
+            text = f"the optimizer has {shown}, which the recipe does not have"
+            findings.append(Diagnosis("other_optimizer", text))
+    faults = verify_alone(script).faults
+    return [*findings, *(Diagnosis(fault.cause, fault.text) for fault in faults)]
