@@ -137,6 +137,9 @@ def load_data(options: argparse.Namespace) -> Data:
         fail(f"--num_steps={options.num_steps}: there are {available} steps; raise --epochs")
     if (options.recorded_steps or 0) > (num_steps := options.num_steps or available):
         fail(f"--recorded_steps={options.recorded_steps}: the training has {num_steps} steps")
+    recorded = _about(options.replay)["steps"] if options.replay else range(num_steps)
+    if missing := [s for s in range(options.recorded_steps or 0) if s not in recorded]:
+        fail(f"--replay={options.replay}: has no step {missing[0]}; lower --recorded_steps")
     return data
 
 

@@ -240,15 +240,23 @@ def test_a_short_last_batch_is_kept_or_dropped(lenet, training_files, monkeypatc
         (["--batches=START"], "has no images"),
         (["--batches=BATCHES", "--start=BATCHES"], "has no conv1/kernel"),
         (["--start=missing.npz"], "--start=missing.npz: no such file"),
+        (["--replay=START", "--trace=o.npz", "--recorded_steps=1"], "is not a recording"),
+        (
+            [
+                *("--replay=TRACE", "--batches=BATCHES", "--global_batch_size=10"),
+                *("--trace=o.npz", "--recorded_steps=3"),
+            ],
+            "has no step 2",
+        ),
     ],
 )
 def test_an_error_is_one_line(lenet, training_files, monkeypatch, capsys, options, message):
-    files = {"BATCHES": lenet.batches, "START": lenet.start}
+    files = {"BATCHES": lenet.batches, "START": lenet.start, "TRACE": str(lenet.trace)}
     for name, path in files.items():
         options = [option.replace(name, path) for option in options]
     with pytest.raises(SystemExit) as error:
         parsed = parse(training_files, monkeypatch, *options)
-        if parsed.batches:
+        if parsed.batches or parsed.replay:
             training_files.load_data(parsed)
         training_files.load_start(parsed.start, lenet.weights)
     assert error.value.code == 2
