@@ -85,6 +85,7 @@ class Reference:
                 spec((None,), tf.int32),
                 spec((), dtype),
             ],
+            autograph=False,
         )
 
     @property
@@ -170,7 +171,7 @@ class Reference:
             loss = tf.reduce_sum(losses) / num_global_examples
         return loss, tape.gradient(loss, self._model.trainable_variables)
 
-    @tf.function
+    @tf.function(autograph=False)
     def _apply(self, gradients: list[tf.Tensor]) -> None:
         self._optimizer.apply(gradients, self._model.trainable_variables)
 
