@@ -6,12 +6,12 @@ import signal
 import time
 
 import pytest
+from test_processes import wait_until_gone
 
 import process_functions
 from app.runtime import fork_server
 from app.runtime.errors import DeviceError, DiskFullError
 from app.runtime.fork_server import ForkServer
-from test_processes import wait_until_gone
 
 
 @pytest.fixture(params=["linux", "darwin"])

@@ -1,14 +1,17 @@
 """What `verify` does in processes of their own: recording trainings, and checking their traces.
 
 Each function is the whole life of a process. It is handed `send`, which takes `("step", n)` and
-`("warning", text)` to the process that waits.
+`("warning", text)` to the process that waits; and the images, where `prepare` has loaded them.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import math
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,16 +23,43 @@ from app.devices import device_setup
 from app.runtime import console
 from app.runtime.errors import DiskFullError
 from app.runtime.function_call import Channel
+from app.runtime.processes import ChildProcess, call_function
 from app.verification.recorded import Checked, Recorded
 from app.verification.split import Split
 from app.verification.straggler import SendTime
 
 if TYPE_CHECKING:  # They import TensorFlow, which `_set_up` has to configure first.
+    from app.data.dataset import ImageDataset
     from app.training.training_spec import TrainingSpec
     from app.verification.reference import Reference
     from strategies.base import Strategy
 
 Send = Callable[[tuple], None]
+
+
+def prepare(send: Send, config: TrainConfig) -> "dict[str, ImageDataset | pathlib.Path]":
+    """Imports TensorFlow, for the forks of this process; another process loads the images.
+
+    Returns:
+        The images, and the file whose lock a process holds while its steps are timed.
+    """
+    console.forward_warnings(lambda text: send(("warning", text)))
+    with ChildProcess(call_function, _load, config) as loading:
+        device_setup.import_tensorflow(config.verbosity)
+        from app.training import all_reduce_self_test, fault_injection, training_spec  # noqa: F401
+        from app.verification import recorder, shard_by_shard, trace_checker  # noqa: F401
+
+        while (message := loading.receive())[0] == "message":
+            send(message[1])
+        return {"dataset": message[1], "turn": pathlib.Path(tempfile.gettempdir(), "turn")}
+
+
+def _load(send: Send, config: TrainConfig) -> "ImageDataset":
+    """Loads the images; in a process of its own, as some sources are read with TensorFlow."""
+    from app.training.data_loading import load_data
+
+    console.forward_warnings(lambda text: send(("warning", text)))
+    return load_data(config)
 
 
 def record_on_workers(
@@ -69,9 +99,27 @@ def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
     return path.with_name(f"{path.name}-{index}")
 
 
-def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) -> Recorded:
-    """Trains `num_steps` steps with `config.strategy` and leaves their trace in `path`."""
-    devices, spec = _set_up(send, config)
+def record(
+    send: Send,
+    config: TrainConfig,
+    num_steps: int,
+    path: pathlib.Path,
+    *,
+    dataset: "ImageDataset | None" = None,
+    turn: pathlib.Path | None = None,
+) -> Recorded:
+    """Trains `num_steps` steps with `config.strategy` and leaves their trace in `path`.
+
+    Args:
+        send: told of the progress.
+        config: of the training.
+        num_steps: how many.
+        path: of the trace.
+        dataset: the images; None to load them.
+        turn: a file whose lock is held during the steps, so that no two processes disturb each
+            other's times; None for no other process.
+    """
+    devices, spec = _set_up(send, config, dataset)
     if devices.workers:
         path = _worker_path(path, devices.workers.index)
     from app.training.all_reduce_self_test import run_all_reduce_self_test
@@ -81,22 +129,21 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
     strategy = spec.build_strategy(devices)
     split = Split.of(strategy)  # As it should be: a fault may change what it is.
     run_all_reduce_self_test(strategy)
-    dataset, observer = spec.batches(), None
+    batches, observer = spec.batches(), None
     if config.fault:
         observer = inject_fault(
             config.fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=num_steps
         )
         observer.begin()
-        dataset = inject_data_fault(
+        batches = inject_data_fault(
             config.fault, lambda seed: spec.batches(seed=seed), strategy, seed=config.seed
         )
     _check_space(strategy, num_steps, path)
-    send_sec = Recorder(strategy, observer).record(
-        strategy.distribute(dataset),
-        num_steps=num_steps,
-        path=path,
-        on_step=lambda step: send(("step", step)),
-    )
+    recorder, iterator = Recorder(strategy, observer), strategy.distribute(batches)
+    with _held(turn, lambda: strategy.train_steps(iterator, 0)):
+        send_sec = recorder.record(
+            iterator, num_steps=num_steps, path=path, on_step=lambda step: send(("step", step))
+        )
     has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
     return _recorded(
         spec,
@@ -114,9 +161,12 @@ def record_on_one_device(
     num_steps: int,
     path: pathlib.Path,
     shard_weights: tuple[int, ...],
+    *,
+    dataset: "ImageDataset | None" = None,
+    **_: object,
 ) -> Recorded:
     """Records `single` with the BatchNorm of several shards, one after another."""
-    devices, spec = _set_up(send, config)
+    devices, spec = _set_up(send, config, dataset)
     from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
 
     reference = _reference(spec, "float32")
@@ -136,18 +186,26 @@ def record_on_one_device(
 
 
 def check(
-    send: Send, config: TrainConfig, num_steps: int, paths: dict[pathlib.Path, tuple[bool, str]]
-) -> list[Checked]:
-    """Checks each trace against the reference, and explains the first mismatch of each.
+    send: Send,
+    config: TrainConfig,
+    path: pathlib.Path,
+    syncs_batch_norm: bool,
+    communication_dtype: str,
+    *,
+    dataset: "ImageDataset | None" = None,
+    **_: object,
+) -> Checked:
+    """Checks a trace against the reference, and explains its first mismatch.
 
     Args:
         send: told of the progress.
         config: of the training.
-        num_steps: of each trace.
-        paths: trace → whether its BatchNorm was to normalise over the whole batch, and the dtype
-            in which its gradients were all-reduced.
+        path: of the trace.
+        syncs_batch_norm: whether its BatchNorm was to normalise over the whole batch.
+        communication_dtype: in which its gradients were all-reduced.
+        dataset: the images; None to load them.
     """
-    _, spec = _set_up(send, config)
+    _, spec = _set_up(send, config, dataset)
     from app.verification.diagnosis import explain
     from app.verification.measurement import first_mismatch
     from app.verification.step_context import StepContext
@@ -164,28 +222,33 @@ def check(
             return hashes
         return np.concatenate([hashes, hash_examples(images[:, :, ::-1], labels)])
 
-    def on_step(step: int) -> None:
-        send(("step", len(results) * num_steps + step))
-
     reference64, reference32 = (_reference(spec, dtype) for dtype in ("float64", "float32"))
-    is_synchronized = any(syncs_batch_norm for syncs_batch_norm, _ in paths.values())
-    mean_of_squares = _reference(spec, "float32", mean_of_squares=True) if is_synchronized else None
-    results: list[Checked] = []
-    for path, (syncs_batch_norm, dtype) in paths.items():
-        with Trace(path, syncs_batch_norm=syncs_batch_norm) as trace:
-            batches = spec.batches().as_numpy_iterator()
-            checker = TraceChecker(
-                reference64,
-                reference32,
-                mean_of_squares=mean_of_squares,
-                communication_dtype=dtype,
-            )
-            measurements = checker.check(trace, batches, on_step=on_step)
-            mismatch = first_mismatch(measurements)
-            context = StepContext(trace, measurements, batch, training_hashes, reference64)
-            diagnosis = explain(context, mismatch) if mismatch else None
-            results.append(Checked(measurements, mismatch, diagnosis))
-    return results
+    checker = TraceChecker(
+        reference64,
+        reference32,
+        mean_of_squares=(
+            _reference(spec, "float32", mean_of_squares=True) if syncs_batch_norm else None
+        ),
+        communication_dtype=communication_dtype,
+    )
+    with Trace(path, syncs_batch_norm=syncs_batch_norm) as trace:
+        batches = spec.batches().as_numpy_iterator()
+        measurements = checker.check(trace, batches, on_step=lambda step: send(("step", step)))
+        mismatch = first_mismatch(measurements)
+        context = StepContext(trace, measurements, batch, training_hashes, reference64)
+        return Checked(measurements, mismatch, explain(context, mismatch) if mismatch else None)
+
+
+@contextlib.contextmanager
+def _held(turn: pathlib.Path | None, prepare: Callable[[], object]) -> Iterator[None]:
+    """Prepares, then waits for the lock of `turn` and holds it; does nothing without a file."""
+    if turn is None:
+        yield
+        return
+    prepare()
+    with open(turn, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # The kernel frees it, however this process ends.
+        yield
 
 
 def _reference(spec: "TrainingSpec", dtype: str, *, mean_of_squares: bool = False) -> "Reference":
@@ -217,7 +280,9 @@ def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> No
         )
 
 
-def _set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, TrainingSpec]":
+def _set_up(
+    send: Send, config: TrainConfig, dataset: "ImageDataset | None"
+) -> "tuple[device_setup.Devices, TrainingSpec]":
     """Sets up TensorFlow and loads the data; warnings go to the process that waits."""
     console.forward_warnings(lambda text: send(("warning", text)))
     devices = device_setup.set_up(config)
@@ -226,7 +291,7 @@ def _set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, Tra
     from app.training.training_spec import TrainingSpec, load_data
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    dataset = load_data(config)
+    dataset = dataset or load_data(config)
     config.check_shards(len(devices.names), len(dataset.train_images))
     return devices, TrainingSpec(config, dataset)
 
