@@ -182,4 +182,4 @@ def _read(variables: Mapping[str, tf.Variable]) -> Arrays:
 
 def _assign(variables: Mapping[str, tf.Variable], values: Mapping[str, np.ndarray]) -> None:
     for name, variable in variables.items():
-        variable.assign(tf.cast(values[name], variable.dtype))
+        variable.assign(values[name].astype(variable.dtype.as_numpy_dtype, copy=False))
