@@ -8,9 +8,9 @@ import contextlib
 import dataclasses
 import fcntl
 import math
+import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,12 +37,8 @@ if TYPE_CHECKING:  # They import TensorFlow, which `_set_up` has to configure fi
 Send = Callable[[tuple], None]
 
 
-def prepare(send: Send, config: TrainConfig) -> "dict[str, ImageDataset | pathlib.Path]":
-    """Imports TensorFlow, for the forks of this process; another process loads the images.
-
-    Returns:
-        The images, and the file whose lock a process holds while its steps are timed.
-    """
+def prepare(send: Send, config: TrainConfig) -> "dict[str, ImageDataset]":
+    """Imports TensorFlow, for the forks of this process; another process loads the images."""
     console.forward_warnings(lambda text: send(("warning", text)))
     with ChildProcess(call_function, _load, config) as loading:
         device_setup.import_tensorflow(config.verbosity)
@@ -51,7 +47,7 @@ def prepare(send: Send, config: TrainConfig) -> "dict[str, ImageDataset | pathli
 
         while (message := loading.receive())[0] == "message":
             send(message[1])
-        return {"dataset": message[1], "turn": pathlib.Path(tempfile.gettempdir(), "turn")}
+        return {"dataset": message[1]}
 
 
 def _load(send: Send, config: TrainConfig) -> "ImageDataset":
@@ -106,7 +102,6 @@ def record(
     path: pathlib.Path,
     *,
     dataset: "ImageDataset | None" = None,
-    turn: pathlib.Path | None = None,
 ) -> Recorded:
     """Trains `num_steps` steps with `config.strategy` and leaves their trace in `path`.
 
@@ -116,8 +111,6 @@ def record(
         num_steps: how many.
         path: of the trace.
         dataset: the images; None to load them.
-        turn: a file whose lock is held during the steps, so that no two processes disturb each
-            other's times; None for no other process.
     """
     devices, spec = _set_up(send, config, dataset)
     if devices.workers:
@@ -140,7 +133,9 @@ def record(
         )
     _check_space(strategy, num_steps, path)
     recorder, iterator = Recorder(strategy, observer), strategy.distribute(batches)
-    with _held(turn, lambda: strategy.train_steps(iterator, 0)):
+    if not devices.workers:
+        strategy.train_steps(iterator, 0)  # Compiles the step, while another process may train.
+    with contextlib.nullcontext() if devices.workers else _lock(path.parent):
         send_sec = recorder.record(
             iterator, num_steps=num_steps, path=path, on_step=lambda step: send(("step", step))
         )
@@ -163,7 +158,6 @@ def record_on_one_device(
     shard_weights: tuple[int, ...],
     *,
     dataset: "ImageDataset | None" = None,
-    **_: object,
 ) -> Recorded:
     """Records `single` with the BatchNorm of several shards, one after another."""
     devices, spec = _set_up(send, config, dataset)
@@ -193,7 +187,6 @@ def check(
     communication_dtype: str,
     *,
     dataset: "ImageDataset | None" = None,
-    **_: object,
 ) -> Checked:
     """Checks a trace against the reference, and explains its first mismatch.
 
@@ -240,15 +233,15 @@ def check(
 
 
 @contextlib.contextmanager
-def _held(turn: pathlib.Path | None, prepare: Callable[[], object]) -> Iterator[None]:
-    """Prepares, then waits for the lock of `turn` and holds it; does nothing without a file."""
-    if turn is None:
+def _lock(directory: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process trains for a trace in this directory: it would disturb times."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # A file system without locks.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # The kernel frees it, however a process ends.
         yield
-        return
-    prepare()
-    with open(turn, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # The kernel frees it, however this process ends.
-        yield
+    finally:
+        os.close(descriptor)
 
 
 def _reference(spec: "TrainingSpec", dtype: str, *, mean_of_squares: bool = False) -> "Reference":

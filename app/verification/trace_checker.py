@@ -26,7 +26,9 @@ from app.verification.trace import Trace
 # Orders of summation of the float32 reference besides that of the batch: into how many parts each
 # shard is cut, its examples permuted. BatchNorm forbids cuts: a part would be normalised by itself.
 _ORDERS = (1, 2)
-_STEPS_IN_ALL_ORDERS = 3  # Later steps take one after another: rounding is a maximum over all steps.
+_STEPS_IN_ALL_ORDERS = 3  # Later ones take turns: the limit is a maximum over all steps.
+    3  # Later steps take one after another: rounding is a maximum over all steps.
+)
 _ROUNDINGS_OF_AN_UPDATE = 8  # SGD with Nesterov's momentum and decay rounds as often, a weight.
 
 
