@@ -27,8 +27,6 @@ from app.verification.trace import Trace
 # shard is cut, its examples permuted. BatchNorm forbids cuts: a part would be normalised by itself.
 _ORDERS = (1, 2)
 _STEPS_IN_ALL_ORDERS = 3  # Later ones take turns: the limit is a maximum over all steps.
-    3  # Later steps take one after another: rounding is a maximum over all steps.
-)
 _ROUNDINGS_OF_AN_UPDATE = 8  # SGD with Nesterov's momentum and decay rounds as often, a weight.
 
 
