@@ -89,7 +89,7 @@ class TraceWriter:
                 array = np.asarray(array)
                 first = per_replica[0].get(tensor)
                 whole = replica_id == 0 or kind in ("examples", PARTS)
-                if whole or not _same_bits(array, first):
+                if whole or first is None or not have_same_bits(array, np.asarray(first)):
                     self._arrays[f"{kind}/{replica_id}/{tensor}"] = array
 
     def _finish_step(self) -> None:
@@ -258,5 +258,9 @@ def _step_path(path: pathlib.Path, step: int) -> pathlib.Path:
     return path / f"step-{step:05d}.safetensors"
 
 
-def _same_bits(a: np.ndarray, b: np.ndarray | None) -> bool:
-    return b is not None and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+def have_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Returns whether two arrays are bitwise equal, without copies of either."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    unsigned = f"u{a.dtype.itemsize}"
+    return bool(np.array_equal(a.view(unsigned), b.view(unsigned)))
