@@ -171,18 +171,18 @@ def _serve(
     ends: dict[Connection, tuple[int, Connection]] = {}  # Of a fork's pipe → the fork.
     signal.signal(signal.SIGTERM, functools.partial(_end_forks, ends))
     while True:
-        for ready in wait([*unused, *ends]):
-            if ready in ends:
-                _finish(*ends.pop(ready))
-                ready.close()
-                continue
-            unused.remove(ready)
+        arrived = wait([*unused, *ends])
+        for end in [end for end in ends if end in arrived]:
+            _finish(*ends.pop(end))
+            end.close()
+        for connection in [connection for connection in unused if connection in arrived]:
+            unused.remove(connection)
             end, held = Pipe(duplex=False)  # It ends with the fork, which alone holds it.
             pid = os.fork()
             if not pid:
-                _run_as_fork(ready, [*unused, *ends, end], prepared)
+                _run_as_fork(connection, [*unused, *ends, end], prepared)
             held.close()
-            ends[end] = pid, ready
+            ends[end] = pid, connection
 
 
 def _run_as_fork(
@@ -213,7 +213,7 @@ def _finish(pid: int, connection: Connection) -> None:
 
 def _end_forks(ends: Mapping[Connection, tuple[int, Connection]], *_: object) -> NoReturn:
     """Ends all forks, and then this process: none is left that uses a temporary file."""
-    for pid, _ in ends.values():
+    for pid, _connection in ends.values():
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

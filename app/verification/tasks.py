@@ -174,7 +174,8 @@ def record_on_one_device(
         on_step=lambda step: send(("step", step)),
     )
     with Trace(path) as trace:
-        effect = effect_of_shards(reference, *next(spec.batches().as_numpy_iterator()), trace)
+        images, labels = next(spec.batches().as_numpy_iterator())
+        effect = effect_of_shards(reference, images, labels, trace)
     split = Split(num_replicas=1, num_shards=len(shard_weights), num_copies=1)
     return _recorded(
         spec, devices, split, shard_weights, has_batch_norm=True, effect_of_shards=effect

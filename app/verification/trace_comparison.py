@@ -51,13 +51,13 @@ def compare_traces(first: Trace, second: Trace) -> list[PairDifference]:
         same: set[str] = set()
         for kind in sorted(KINDS, key=lambda kind: kind == "updates"):  # They follow from weights.
             known = same & same_before if kind == "updates" else set()
-            per_kind[kind] = [
-                PairDifference(step, kind, tensor, 0, 0.0, 0.0, 0, identical=True)
+            compared = [
+                _same((step, kind, tensor, 0))
                 if tensor in known
-                else worst
+                else _worst(first, second, (step, kind, tensor, 0))
                 for tensor in first.tensors(step, kind)
-                if tensor in known or (worst := _worst(first, second, step, kind, tensor))
             ]
+            per_kind[kind] = [difference for difference in compared if difference]
             if kind == "weights":
                 same = {d.tensor for d in per_kind[kind] if d.identical}
         differences += [difference for kind in KINDS for difference in per_kind[kind]]
@@ -65,8 +65,13 @@ def compare_traces(first: Trace, second: Trace) -> list[PairDifference]:
     return differences
 
 
-def _worst(first: Trace, second: Trace, step: int, kind: str, tensor: str) -> PairDifference | None:
+def _same(where: Where) -> PairDifference:
+    return PairDifference(*where, 0.0, 0.0, 0, identical=True)
+
+
+def _worst(first: Trace, second: Trace, where: Where) -> PairDifference | None:
     """Compares an array of all replicas; returns None where there is nothing in common."""
+    step, kind, tensor, _ = where
     per_replica = [
         _difference((step, kind, tensor, replica_id), *arrays)
         for replica_id, *arrays in _in_common(first, second, step, kind, tensor)
@@ -108,7 +113,7 @@ def _in_common(first: Trace, second: Trace, step: int, kind: str, tensor: str) -
 
 def _difference(where: Where, a: np.ndarray, b: np.ndarray) -> PairDifference:
     if have_same_bits(a, b):
-        return PairDifference(*where, 0.0, 0.0, 0, identical=True)
+        return _same(where)
     if where[1] == "examples":
         wrong = int(np.sum(a != b)) if a.shape == b.shape else max(len(a), len(b))
         return PairDifference(*where, float(wrong), wrong / max(1, len(a)), 0, identical=False)
