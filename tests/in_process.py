@@ -25,7 +25,7 @@ from app.performance import case_process, rounds
 from app.runtime import processes
 from app.runtime.function_call import Channel
 from app.runtime.run_context import RunContext
-from app.verification import strategy_processes, tasks
+from app.verification import strategy_processes
 
 
 def parse_here(*arguments) -> Config:
@@ -169,7 +169,7 @@ def threads_as_processes():
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
         patch.setattr(strategy_processes, "ForkServer", ThreadServer)
-        patch.setattr(tasks, "ChildProcess", ThreadAsProcess)
+        patch.setattr(strategy_processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "_BLOCK_SEC", 0.1)
         patch.setattr(compare, "train_in_child_process", train_here)
         yield patch

@@ -1,7 +1,7 @@
 """What `verify` does in processes of their own: recording trainings, and checking their traces.
 
 Each function is the whole life of a process. It is handed `send`, which takes `("step", n)` and
-`("warning", text)` to the process that waits; and the images, where `prepare` has loaded them.
+`("warning", text)` to the process that waits; and the images, if they have been loaded before.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from app.devices import device_setup
 from app.runtime import console
 from app.runtime.errors import DiskFullError
 from app.runtime.function_call import Channel
-from app.runtime.processes import ChildProcess, call_function
 from app.verification.recorded import Checked, Recorded
 from app.verification.split import Split
 from app.verification.straggler import SendTime
@@ -35,28 +34,6 @@ if TYPE_CHECKING:  # They import TensorFlow, which `_set_up` has to configure fi
     from strategies.base import Strategy
 
 Send = Callable[[tuple], None]
-
-
-def prepare(send: Send, config: TrainConfig) -> "dict[str, ImageDataset]":
-    """Imports TensorFlow, for the forks of this process; another process loads the images."""
-    console.forward_warnings(lambda text: send(("warning", text)))
-    with ChildProcess(call_function, _load, config) as loading:
-        device_setup.keep_freed_memory()  # A check takes 9 % less processor time with it.
-        device_setup.import_tensorflow(config.verbosity)
-        from app.training import all_reduce_self_test, fault_injection, training_spec  # noqa: F401
-        from app.verification import recorder, shard_by_shard, trace_checker  # noqa: F401
-
-        while (message := loading.receive())[0] == "message":
-            send(message[1])
-        return {"dataset": message[1]}
-
-
-def _load(send: Send, config: TrainConfig) -> "ImageDataset":
-    """Loads the images; in a process of its own, as some sources are read with TensorFlow."""
-    from app.training.data_loading import load_data
-
-    console.forward_warnings(lambda text: send(("warning", text)))
-    return load_data(config)
 
 
 def record_on_workers(
@@ -195,8 +172,7 @@ def check(
 
     Args:
         send: told of the progress.
-        config: of the training.
-        path: of the trace.
+        config, path: of the training, and of its trace.
         syncs_batch_norm: whether its BatchNorm was to normalise over the whole batch.
         communication_dtype: in which its gradients were all-reduced.
         dataset: the images; None to load them.
