@@ -21,6 +21,7 @@ from app.runtime import function_call, signals
 from app.runtime.errors import TERMINATED_EXIT_CODE
 from app.runtime.function_call import Channel
 from app.runtime.processes import ChildProcess, call_function, death_error
+from app.runtime.subprocesses import fork
 
 OnMessage = Callable[[Any], None]
 
@@ -178,27 +179,23 @@ def _serve(
         for connection in [connection for connection in unused if connection in arrived]:
             unused.remove(connection)
             end, held = Pipe(duplex=False)  # It ends with the fork, which alone holds it.
-            pid = os.fork()
-            if not pid:
-                _run_as_fork(connection, [*unused, *ends, end], prepared)
+            others = [*unused, *ends, end]
+            pid = fork(functools.partial(_run_as_fork, connection, others, prepared))
             held.close()
             ends[end] = pid, connection
 
 
 def _run_as_fork(
     connection: Connection, others: Sequence[Connection], prepared: Mapping[str, Any]
-) -> NoReturn:
-    """Answers one call, and ends this process."""
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signals.end_with_parent(signal.SIGKILL)
-        for other in others:
-            other.close()
-        function_call.answer(connection, lambda channel: channel.send, prepared)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    finally:
-        os._exit(0)  # Nothing of the fork server's own stack may run here.
+) -> None:
+    """Answers one call."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signals.end_with_parent(signal.SIGKILL)
+    for other in others:
+        other.close()
+    function_call.answer(connection, lambda channel: channel.send, prepared)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
 
 
 def _finish(pid: int, connection: Connection) -> None:
