@@ -167,7 +167,7 @@ class MirroredStrategy(Strategy):
         packed = context.all_reduce(tf.distribute.ReduceOp.SUM, buckets.pack(tensors))
         return buckets.unpack(packed)
 
-    @tf.function
+    @tf.function(autograph=False)
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         def tensor_of(copies: Sequence[tf.Tensor], context: Any) -> tf.Tensor:
             return copies[context.replica_id_in_sync_group - self._local(self.num_replicas).start]

@@ -4,6 +4,7 @@ For what a process does by itself (its streams, signals, exit code, end) there i
 """
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -24,6 +25,7 @@ from app.performance import case_process, rounds
 from app.runtime import processes
 from app.runtime.function_call import Channel
 from app.runtime.run_context import RunContext
+from app.verification import strategy_processes
 
 
 def parse_here(*arguments) -> Config:
@@ -107,6 +109,48 @@ class ThreadAsProcess:
         return kind, value
 
 
+class ThreadCall:
+    """A `fork_server.Call` that a thread has answered."""
+
+    def __init__(self, result, error):
+        self.is_done, self._result, self._error = True, result, error
+
+    def result(self):
+        if self._error:
+            raise self._error
+        return self._result
+
+
+class ThreadServer:
+    """A `fork_server.ForkServer` whose calls are threads of this process, one after another."""
+
+    def __init__(self, prepare, *arguments, max_calls, max_running, on_message):
+        self._prepare = functools.partial(prepare, on_message, *arguments)
+
+    def __enter__(self):
+        with RunContext():
+            self._prepared = self._prepare()
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def start(self, function, *arguments, on_message=lambda message: None):
+        def call(channel):
+            return function(channel.send, *arguments, **self._prepared)
+
+        with ThreadAsProcess(call) as thread:
+            try:
+                while (message := thread.receive())[0] == "message":
+                    on_message(message[1])
+            except Exception as error:
+                return ThreadCall(None, error)
+            return ThreadCall(message[1], None)
+
+    def wait(self, call):
+        return call.result()
+
+
 def train_here(words, run_dir) -> int:
     """Takes the place of `train_in_child_process`."""
     result = run_here(*words, f"--out={run_dir}")
@@ -124,6 +168,8 @@ def threads_as_processes():
         patch.setattr(RunContext, "use_temporary_directory", lambda self: None)
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
+        patch.setattr(strategy_processes, "ForkServer", ThreadServer)
+        patch.setattr(strategy_processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "_BLOCK_SEC", 0.1)
         patch.setattr(compare, "train_in_child_process", train_here)
         yield patch

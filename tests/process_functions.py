@@ -99,3 +99,16 @@ class Stubborn:
 
     def __del__(self):
         time.sleep(3600)
+
+
+def prepare_nothing(send):
+    return {}
+
+
+def prepare(send, number):
+    send("preparing")
+    return {"number": number}
+
+
+def tell_prepared(send, *, number):
+    return os.getpid(), os.getppid(), number

@@ -4,6 +4,7 @@ import itertools
 import pathlib
 import shutil
 from collections.abc import Callable
+from typing import NamedTuple
 
 from app.config import TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS
@@ -13,7 +14,6 @@ from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.errors import ConfigError, MismatchError
-from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification import tasks
 from app.verification.case_result import CaseResult
@@ -23,6 +23,7 @@ from app.verification.frameworks.framework_recording import FrameworkRecorder
 from app.verification.recorded import Checked, Recorded
 from app.verification.recordings.trace_runner import verify_traces
 from app.verification.straggler import find_straggler
+from app.verification.strategy_processes import StrategyProcesses
 from app.verification.trace import Trace
 from app.verification.trace_comparison import (
     PairDifference,
@@ -32,7 +33,21 @@ from app.verification.trace_comparison import (
 from app.verification.verdict import NO_CAUSE, PairVerdict, StrategyVerdict
 from app.verification.verify_output import conclusions, print_report, write_record
 
-Differences = dict[tuple[str, str], list[PairDifference]]  # One entry for each pair of strategies.
+
+class Comparison(NamedTuple):
+    """The traces of two strategies side by side.
+
+    Attributes:
+        differences: of all that they have in common.
+        by_design: how far apart their first gradients are where BatchNorm makes two trainings of
+            them, None where it does not.
+    """
+
+    differences: list[PairDifference]
+    by_design: float | None
+
+
+Comparisons = dict[tuple[str, str], Comparison]  # For each pair of strategies.
 
 
 def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
@@ -76,39 +91,60 @@ def _verify(
     traces: pathlib.Path,
     frameworks: FrameworkRecorder,
 ) -> list[PairVerdict]:
-    with StepProgress(config.steps) as progress:
-        recorded: dict[str, Recorded] = {}
-        for name in sorted(config.strategies, key=lambda name: name == "single"):
-            progress.start(f"recording {name}")
-            trace = traces / name
-            if name in FRAMEWORKS:
-                recorded[name] = frameworks.record(name, trace, progress.message)
-                continue
-            function, child, more = _recording(config, name, recorded)
-            if name == "multi_worker":
-                recorded[name] = tasks.record_on_workers(
-                    progress.message, child, config.steps, trace, config.num_workers
-                )
-            else:
-                recorded[name] = call_in_child_process(
-                    function, child, config.steps, trace, *more, on_message=progress.message
-                )
-        recorded = {name: recorded[name] for name in config.strategies}
-        progress.start("comparing")
-        differences, by_design = _compare(recorded, traces)
-        verdict_of = _check_traces(config, recorded, differences, traces, progress)
+    progress = StepProgress(config.steps)
+    with progress, StrategyProcesses(config, traces, progress) as processes:
+        recorded = _record(config, traces, processes, frameworks, progress)
+        if "single" in config.strategies:  # While the others are compared and checked.
+            processes.record("single", *_recording(config, "single", recorded))
+        comparisons = _compare(config, recorded, traces, {})
+        _check_distinct(recorded, comparisons, processes)
+        recorded |= processes.recorded()
+        comparisons = _compare(config, recorded, traces, comparisons)
+        stands_for = _check_distinct(recorded, comparisons, processes)
+        checked = processes.checked()
+    recorded = {name: recorded[name] for name in config.strategies}
+    verdict_of = _verdicts(recorded, stands_for, checked)
     run_directory.start(overwrite=config.overwrite)
     run_directory.remove("traces")
     if config.keep_traces:
         traces.rename(run_directory.path / "traces")
     pair_verdicts = [
         PairVerdict.of(
-            verdict_of[first], verdict_of[second], found, by_design=by_design[first, second]
+            verdict_of[pair[0]],
+            verdict_of[pair[1]],
+            comparisons[pair].differences,
+            by_design=comparisons[pair].by_design,
         )
-        for (first, second), found in differences.items()
+        for pair in itertools.combinations(config.strategies, 2)
     ]
     _report(config, run_directory.path, recorded, verdict_of, pair_verdicts)
     return pair_verdicts
+
+
+def _record(
+    config: VerifyConfig,
+    traces: pathlib.Path,
+    processes: StrategyProcesses,
+    frameworks: FrameworkRecorder,
+    progress: StepProgress,
+) -> dict[str, Recorded]:
+    """Records every strategy but `single`, which depends on the others."""
+    recorded: dict[str, Recorded] = {}
+    for name in config.strategies:
+        if name in FRAMEWORKS:
+            recorded |= processes.recorded()  # They would take processor time from it.
+            progress.start(f"recording {name}")
+            recorded[name] = frameworks.record(name, traces / name, progress.message)
+        elif name == "multi_worker":
+            recorded |= processes.recorded()
+            _, child, _ = _recording(config, name, recorded)
+            progress.start(f"recording {name}")
+            recorded[name] = tasks.record_on_workers(
+                progress.message, child, config.steps, traces / name, config.num_workers
+            )
+        elif name != "single":
+            processes.record(name, *_recording(config, name, recorded))
+    return recorded | processes.recorded()
 
 
 def _recording(
@@ -141,54 +177,60 @@ def _recording(
 
 
 def _compare(
-    recorded: dict[str, Recorded], traces: pathlib.Path
-) -> tuple[Differences, dict[tuple[str, str], float | None]]:
-    """Compares the traces of each pair of strategies.
-
-    Returns:
-        Pair → the differences of their traces, and pair → how far apart their first gradients are
-        where BatchNorm makes two trainings of them, None where it does not.
-    """
-    differences: Differences = {}
-    by_design: dict[tuple[str, str], float | None] = {}
-    for pair in itertools.combinations(recorded, 2):
+    config: VerifyConfig,
+    recorded: dict[str, Recorded],
+    traces: pathlib.Path,
+    known: Comparisons,
+) -> Comparisons:
+    """Returns `known` with all other pairs of the strategies that are recorded."""
+    comparisons = dict(known)
+    for pair in itertools.combinations(config.strategies, 2):
+        if pair in known or not recorded.keys() >= set(pair):
+            continue
         first, second = (Trace(traces / name) for name in pair)
         normalised = {recorded[name].normalised_by for name in pair}
         with first, second:
-            differences[pair] = compare_traces(first, second)
-            by_design[pair] = first_sums_apart(first, second) if len(normalised) > 1 else None
-    return differences, by_design
+            by_design = first_sums_apart(first, second) if len(normalised) > 1 else None
+            comparisons[pair] = Comparison(compare_traces(first, second), by_design)
+    return comparisons
 
 
-def _check_traces(
-    config: VerifyConfig,
-    recorded: dict[str, Recorded],
-    differences: Differences,
-    traces: pathlib.Path,
-    progress: StepProgress,
-) -> dict[str, StrategyVerdict]:
-    """Returns strategy → verdict; of traces that hold the same bits it checks one for all."""
-    stands_for = _first_of_same_bits(recorded, differences)
-    distinct = sorted({name for name in stands_for.values() if not recorded[name].is_reference})
-    progress.start("checking every step", config.steps * len(distinct))
-    checked = call_in_child_process(
-        tasks.check,
-        config.on_one_machine(),
-        config.steps,
-        {
-            traces / name: (
-                recorded[name].syncs_batch_norm,
-                config.for_training(name, inject=None).communication_dtype,
+def _check_distinct(
+    recorded: dict[str, Recorded], comparisons: Comparisons, processes: StrategyProcesses
+) -> dict[str, str]:
+    """Starts to check each trace; of those that hold the same bits it checks one for all.
+
+    Returns:
+        Strategy → the first strategy whose trace holds the same bits: often itself.
+    """
+    stands_for: dict[str, str] = {}
+    for name, run in recorded.items():
+        same = [
+            first
+            for first in stands_for
+            if stands_for[first] == first
+            and recorded[first].split == run.split
+            and all(
+                difference.identical
+                for pair, comparison in comparisons.items()
+                if set(pair) == {first, name}
+                for difference in comparison.differences
             )
-            for name in distinct
-        },
-        on_message=progress.message,
-    )
-    checked_of = dict(zip(distinct, checked, strict=True))
+        ]
+        stands_for[name] = same[0] if same and not run.is_reference else name
+        if stands_for[name] == name and not run.is_reference:
+            processes.check(name, run)
+    return stands_for
+
+
+def _verdicts(
+    recorded: dict[str, Recorded], stands_for: dict[str, str], checked: dict[str, Checked]
+) -> dict[str, StrategyVerdict]:
+    """Returns strategy → verdict."""
     unchecked = Checked([], None, None)
     verdict_of = {}
     for name, run in recorded.items():
-        found = checked_of.get(stands_for[name], unchecked)
+        found = checked.get(stands_for[name], unchecked)
         straggler = find_straggler(run.send_sec, run.replica_weights)
         diagnosis = found.diagnosis
         if diagnosis and diagnosis.cause == NO_CAUSE and run.own_findings:
@@ -197,20 +239,6 @@ def _check_traces(
             name, found.measurements, found.first_mismatch, diagnosis, straggler, run.split
         )
     return verdict_of
-
-
-def _first_of_same_bits(recorded: dict[str, Recorded], differences: Differences) -> dict[str, str]:
-    """Returns strategy → the first strategy whose trace holds the same bits: often itself."""
-    stands_for: dict[str, str] = {}
-    for name in recorded:
-        same = [
-            first for first, second in differences
-            if second == name and stands_for[first] == first
-            and recorded[first].split == recorded[name].split
-            and all(difference.identical for difference in differences[first, second])
-        ]  # fmt: skip
-        stands_for[name] = same[0] if same else name
-    return stands_for
 
 
 def _report(

@@ -106,7 +106,7 @@ def look(
     return Seen(
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
         num_on_bus=_num_on_bus(root),
-        has_device_file=any((root / name).exists() for name in _DEVICE_FILES),
+        has_device_file=has_device_file(root),
         kernel_driver=_kernel_driver(root),
         driver_library=reason,
         driver_cuda=cuda_version,
@@ -114,6 +114,11 @@ def look(
         gpus=gpus,
         missing=_missing_libraries(load),
     )
+
+
+def has_device_file(root: pathlib.Path = pathlib.Path("/")) -> bool:
+    """Returns whether the kernel shows a GPU of NVIDIA's to this process."""
+    return any((root / name).exists() for name in _DEVICE_FILES)
 
 
 def _ask_driver(driver: ctypes.CDLL) -> tuple[int, str | None, tuple[Gpu, ...]]:

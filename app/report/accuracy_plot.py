@@ -74,6 +74,7 @@ def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
         # Into memory first: of a full disk matplotlib would not say that it is full.
         content = io.BytesIO()
         figure.savefig(content, format=suffix, dpi=150)
+        figure.set_layout_engine("none")  # It has been laid out: not again for the next format.
         write_file(out_dir / f"{name}.{suffix}", content.getvalue())
 
 

@@ -5,8 +5,9 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from app.runtime import signals, temporary_directories
@@ -42,13 +43,30 @@ def run(
     if os.getppid() != parent_pid:  # It has ended before the kernel was asked.
         return
     temporary_directories.hold(tempfile.gettempdir())
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError), context:
+    with context:
+        answer(connection)
+
+
+def answer(
+    connection: Connection,
+    first_argument: Callable[[Channel], Any] = lambda channel: channel,
+    keywords: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Receives a function with its arguments, calls it, and sends its result or its error.
+
+    Args:
+        connection: to the process that waits.
+        first_argument: makes the function's first argument of the channel to that process.
+        keywords: further arguments.
+    """
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
         try:
             function, arguments = connection.recv()
             channel = Channel(
                 lambda message: connection.send(("message", message)), connection.recv
             )
-            connection.send(("result", function(channel, *arguments)))
+            result = function(first_argument(channel), *arguments, **keywords)
+            connection.send(("result", result))
         except (BrokenPipeError, ConnectionResetError, EOFError):  # The parent has ended.
             raise
         except Exception as error:

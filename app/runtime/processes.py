@@ -6,7 +6,7 @@ import pathlib
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self, TypeVar
@@ -33,6 +33,7 @@ class ChildProcess:
         *arguments: the others.
         environment: variables that the process has in addition to those of this one.
         death_signal: what the process gets when this one ends without having ended it.
+        pass_descriptors: of files that the process inherits, under the same numbers.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class ChildProcess:
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
         death_signal: signal.Signals = signal.SIGKILL,
+        pass_descriptors: Sequence[int] = (),
     ):
-        self._call = function, arguments
+        self._call, self._pass_descriptors = (function, arguments), pass_descriptors
         self._environment, self._death_signal = environment or {}, death_signal
 
     def __enter__(self) -> Self:
@@ -71,7 +73,7 @@ class ChildProcess:
             [sys.executable, "-P", str(_CHILD_MAIN), *map(str, arguments)],
             child_environment(**{**self._environment, "TMPDIR": temporary}),
             death_signal=None,  # It sees to that itself: the caller may have many threads.
-            pass_fds=[descriptor],
+            pass_fds=[descriptor, *self._pass_descriptors],
         )
 
     def _end(self) -> None:
@@ -147,7 +149,7 @@ def call_in_child_process(
     Raises:
         What `ChildProcess.receive` raises.
     """
-    with ChildProcess(_send_only, function, *arguments) as process:
+    with ChildProcess(call_function, function, *arguments) as process:
         while True:
             kind, value = process.receive(timeout_sec)
             if kind == "result":
@@ -155,14 +157,24 @@ def call_in_child_process(
             on_message(value)
 
 
-def _send_only(channel: Channel, function: Callable[..., Result], *arguments: Any) -> Result:
+def call_function(channel: Channel, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls a function that only sends: its first argument is `channel.send`."""
     return function(channel.send, *arguments)
 
 
 def _death(process: Subprocess) -> LockstepError:
     """Waits for the end of a process that sends no more; returns what to raise."""
-    exit_code = process.wait()
-    if process.was_killed and exit_code == 128 + signal.SIGKILL:
+    return death_error(process.wait(), was_killed=process.was_killed)
+
+
+def death_error(exit_code: int | None, *, was_killed: bool) -> LockstepError:
+    """Returns what to raise when a process has ended without a result.
+
+    Args:
+        exit_code: as a shell tells it.
+        was_killed: whether a signal has ended it.
+    """
+    if was_killed and exit_code == 128 + signal.SIGKILL:
         return DeviceError(
             "a process of its own was killed, as happens when memory runs out — memory for the"
             " model and its copies is required; use a smaller --global_batch_size or fewer devices"

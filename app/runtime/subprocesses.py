@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from app.runtime import signals
@@ -125,6 +125,20 @@ class Subprocess:
             self.wait(grace_sec)
         self.signal(signal.SIGKILL)
         self.wait()
+
+
+def fork(run: Callable[[], object]) -> int:
+    """Starts a copy of this process, which calls `run` and ends; returns its number.
+
+    Only for a process whose threads, if there are any, need not exist in the copy.
+    """
+    pid = os.fork()
+    if not pid:
+        try:
+            run()
+        finally:
+            os._exit(0)  # What called this function is the business of the other process.
+    return pid
 
 
 def limit_cores(cores: Sequence[int]) -> None:

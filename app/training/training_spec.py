@@ -5,32 +5,16 @@ import tensorflow as tf
 
 from app.config import TrainConfig
 from app.data.dataset import ImageDataset
-from app.data.dataset_loader import load_dataset, with_train_subset
 from app.data.input_pipeline import num_steps_per_epoch, train_dataset
 from app.devices.device_setup import Devices
 from app.records.run_metadata import RunMetadata
-from app.runtime import console
 from app.runtime.versions import versions
+from app.training.data_loading import load_data as load_data  # Exported.
 from app.training.memory_guard import MemoryGuard
 from app.training.recipes import find_recipe
 from app.training.strategy_builder import build_strategy
 from models import load_model_builder
 from strategies.base import Strategy
-
-
-def load_data(config: TrainConfig) -> ImageDataset:
-    """Loads the images that `config` asks for.
-
-    Raises:
-        DataError: missing, damaged, or too few.
-    """
-    dataset = load_dataset(
-        config.dataset,
-        data_dir=config.data_dir,
-        allow_unverified=config.allow_unverified_data,
-        warn=console.warn,
-    )
-    return with_train_subset(dataset, config.num_train_examples, config.seed)
 
 
 class TrainingSpec:

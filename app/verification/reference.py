@@ -85,6 +85,7 @@ class Reference:
                 spec((None,), tf.int32),
                 spec((), dtype),
             ],
+            autograph=False,
         )
 
     @property
@@ -170,7 +171,7 @@ class Reference:
             loss = tf.reduce_sum(losses) / num_global_examples
         return loss, tape.gradient(loss, self._model.trainable_variables)
 
-    @tf.function
+    @tf.function(autograph=False)
     def _apply(self, gradients: list[tf.Tensor]) -> None:
         self._optimizer.apply(gradients, self._model.trainable_variables)
 
@@ -181,4 +182,4 @@ def _read(variables: Mapping[str, tf.Variable]) -> Arrays:
 
 def _assign(variables: Mapping[str, tf.Variable], values: Mapping[str, np.ndarray]) -> None:
     for name, variable in variables.items():
-        variable.assign(tf.cast(values[name], variable.dtype))
+        variable.assign(values[name].astype(variable.dtype.as_numpy_dtype, copy=False))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from app.verification.reference import Arrays, Reference
-from app.verification.trace import TraceWriter, hash_examples
+from app.verification.trace import Trace, TraceWriter, hash_examples
 from strategies.collectives import weighted_bounds
 
 
@@ -53,7 +53,7 @@ def train_shard_by_shard(
 
 
 def effect_of_shards(
-    reference: Reference, images: np.ndarray, labels: np.ndarray, *, shard_weights: Sequence[int]
+    reference: Reference, images: np.ndarray, labels: np.ndarray, trace: Trace
 ) -> float:
     """Returns how far BatchNorm over shards carries the first gradient from that of the whole.
 
@@ -61,18 +61,16 @@ def effect_of_shards(
         reference: in float32.
         images: uint8 `(n, height, width, channels)`, the first global batch.
         labels: integers `(n,)`.
-        shard_weights: sizes of the shards in proportion to each other.
+        trace: of the training by shards, with this batch.
 
     Returns:
         ‖by shards − whole batch‖ / ‖whole batch‖ over all tensors.
     """
     rows = np.arange(len(labels))
-    state = reference.initial_state
-    (whole,) = reference.gradients(state, images, labels, [rows])
-    by_shards = reference.gradients(state, images, labels, _shards(len(labels), shard_weights))
+    (whole,) = reference.gradients(reference.initial_state, images, labels, [rows])
     squares = [
-        (np.sum((sum(s.gradients[t] for s in by_shards) - g) ** 2), np.sum(g**2))
-        for t, g in whole.gradients.items()
+        (np.sum((trace.read(1, "sums", 0, tensor) - gradient) ** 2), np.sum(gradient**2))
+        for tensor, gradient in whole.gradients.items()
     ]
     apart, size = np.asarray(squares, np.float64).sum(axis=0)
     return float(np.sqrt(apart / size))

@@ -1,14 +1,17 @@
 """What `verify` does in processes of their own: recording trainings, and checking their traces.
 
 Each function is the whole life of a process. It is handed `send`, which takes `("step", n)` and
-`("warning", text)` to the process that waits.
+`("warning", text)` to the process that waits; and the images, if they have been loaded before.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import math
+import os
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +28,7 @@ from app.verification.split import Split
 from app.verification.straggler import SendTime
 
 if TYPE_CHECKING:  # They import TensorFlow, which `set_up` has to configure first.
+    from app.data.dataset import ImageDataset
     from app.training.training_spec import TrainingSpec
     from app.verification.reference import Reference
     from strategies.base import Strategy
@@ -69,9 +73,24 @@ def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
     return path.with_name(f"{path.name}-{index}")
 
 
-def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) -> Recorded:
-    """Trains `num_steps` steps with `config.strategy` and leaves their trace in `path`."""
-    devices, spec = set_up(send, config)
+def record(
+    send: Send,
+    config: TrainConfig,
+    num_steps: int,
+    path: pathlib.Path,
+    *,
+    dataset: "ImageDataset | None" = None,
+) -> Recorded:
+    """Trains `num_steps` steps with `config.strategy` and leaves their trace in `path`.
+
+    Args:
+        send: told of the progress.
+        config: of the training.
+        num_steps: how many.
+        path: of the trace.
+        dataset: the images; None to load them.
+    """
+    devices, spec = set_up(send, config, dataset)
     if devices.workers:
         path = _worker_path(path, devices.workers.index)
     from app.training.all_reduce_self_test import run_all_reduce_self_test
@@ -81,22 +100,23 @@ def record(send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path) 
     strategy = spec.build_strategy(devices)
     split = Split.of(strategy)  # As it should be: a fault may change what it is.
     run_all_reduce_self_test(strategy)
-    dataset, observer = spec.batches(), None
+    batches, observer = spec.batches(), None
     if config.fault:
         observer = inject_fault(
             config.fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=num_steps
         )
         observer.begin()
-        dataset = inject_data_fault(
+        batches = inject_data_fault(
             config.fault, lambda seed: spec.batches(seed=seed), strategy, seed=config.seed
         )
     _check_space(strategy, num_steps, path)
-    send_sec = Recorder(strategy, observer).record(
-        strategy.distribute(dataset),
-        num_steps=num_steps,
-        path=path,
-        on_step=lambda step: send(("step", step)),
-    )
+    recorder, iterator = Recorder(strategy, observer), strategy.distribute(batches)
+    if not devices.workers:
+        strategy.train_steps(iterator, 0)  # Compiles the step, while another process may train.
+    with contextlib.nullcontext() if devices.workers else _lock(path.parent):
+        send_sec = recorder.record(
+            iterator, num_steps=num_steps, path=path, on_step=lambda step: send(("step", step))
+        )
     has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
     return recorded_as(
         spec,
@@ -114,14 +134,15 @@ def record_on_one_device(
     num_steps: int,
     path: pathlib.Path,
     shard_weights: tuple[int, ...],
+    *,
+    dataset: "ImageDataset | None" = None,
 ) -> Recorded:
     """Records `single` with the BatchNorm of several shards, one after another."""
-    devices, spec = set_up(send, config)
+    devices, spec = set_up(send, config, dataset)
     from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
+    from app.verification.trace import Trace
 
     reference = _reference(spec, "float32")
-    first_batch = next(spec.batches().as_numpy_iterator())
-    effect = effect_of_shards(reference, *first_batch, shard_weights=shard_weights)
     train_shard_by_shard(
         reference,
         spec.batches().take(num_steps).as_numpy_iterator(),
@@ -129,6 +150,9 @@ def record_on_one_device(
         path=path,
         on_step=lambda step: send(("step", step)),
     )
+    with Trace(path) as trace:
+        images, labels = next(spec.batches().as_numpy_iterator())
+        effect = effect_of_shards(reference, images, labels, trace)
     split = Split(num_replicas=1, num_shards=len(shard_weights), num_copies=1)
     return recorded_as(
         spec, devices, split, shard_weights, has_batch_norm=True, effect_of_shards=effect
@@ -136,18 +160,24 @@ def record_on_one_device(
 
 
 def check(
-    send: Send, config: TrainConfig, num_steps: int, paths: dict[pathlib.Path, tuple[bool, str]]
-) -> list[Checked]:
-    """Checks each trace against the reference, and explains the first mismatch of each.
+    send: Send,
+    config: TrainConfig,
+    path: pathlib.Path,
+    syncs_batch_norm: bool,
+    communication_dtype: str,
+    *,
+    dataset: "ImageDataset | None" = None,
+) -> Checked:
+    """Checks a trace against the reference, and explains its first mismatch.
 
     Args:
         send: told of the progress.
-        config: of the training.
-        num_steps: of each trace.
-        paths: trace → whether its BatchNorm was to normalise over the whole batch, and the dtype
-            in which its gradients were all-reduced.
+        config, path: of the training, and of its trace.
+        syncs_batch_norm: whether its BatchNorm was to normalise over the whole batch.
+        communication_dtype: in which its gradients were all-reduced.
+        dataset: the images; None to load them.
     """
-    _, spec = set_up(send, config)
+    _, spec = set_up(send, config, dataset)
     from app.verification.diagnosis import explain
     from app.verification.measurement import first_mismatch
     from app.verification.step_context import StepContext
@@ -164,28 +194,33 @@ def check(
             return hashes
         return np.concatenate([hashes, hash_examples(images[:, :, ::-1], labels)])
 
-    def on_step(step: int) -> None:
-        send(("step", len(results) * num_steps + step))
-
     reference64, reference32 = (_reference(spec, dtype) for dtype in ("float64", "float32"))
-    is_synchronized = any(syncs_batch_norm for syncs_batch_norm, _ in paths.values())
-    mean_of_squares = _reference(spec, "float32", mean_of_squares=True) if is_synchronized else None
-    results: list[Checked] = []
-    for path, (syncs_batch_norm, dtype) in paths.items():
-        with Trace(path, syncs_batch_norm=syncs_batch_norm) as trace:
-            batches = spec.batches().as_numpy_iterator()
-            checker = TraceChecker(
-                reference64,
-                reference32,
-                mean_of_squares=mean_of_squares,
-                communication_dtype=dtype,
-            )
-            measurements = checker.check(trace, batches, on_step=on_step)
-            mismatch = first_mismatch(measurements)
-            context = StepContext(trace, measurements, batch, training_hashes, reference64)
-            diagnosis = explain(context, mismatch) if mismatch else None
-            results.append(Checked(measurements, mismatch, diagnosis))
-    return results
+    checker = TraceChecker(
+        reference64,
+        reference32,
+        mean_of_squares=(
+            _reference(spec, "float32", mean_of_squares=True) if syncs_batch_norm else None
+        ),
+        communication_dtype=communication_dtype,
+    )
+    with Trace(path, syncs_batch_norm=syncs_batch_norm) as trace:
+        batches = spec.batches().as_numpy_iterator()
+        measurements = checker.check(trace, batches, on_step=lambda step: send(("step", step)))
+        mismatch = first_mismatch(measurements)
+        context = StepContext(trace, measurements, batch, training_hashes, reference64)
+        return Checked(measurements, mismatch, explain(context, mismatch) if mismatch else None)
+
+
+@contextlib.contextmanager
+def _lock(directory: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process trains for a trace in this directory: it would disturb times."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # A file system without locks.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # The kernel frees it, however a process ends.
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _reference(spec: "TrainingSpec", dtype: str, *, mean_of_squares: bool = False) -> "Reference":
@@ -217,7 +252,9 @@ def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> No
         )
 
 
-def set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, TrainingSpec]":
+def set_up(
+    send: Send, config: TrainConfig, dataset: "ImageDataset | None"
+) -> "tuple[device_setup.Devices, TrainingSpec]":
     """Sets up TensorFlow and loads the data; warnings go to the process that waits."""
     console.forward_warnings(lambda text: send(("warning", text)))
     devices = device_setup.set_up(config)
@@ -226,7 +263,7 @@ def set_up(send: Send, config: TrainConfig) -> "tuple[device_setup.Devices, Trai
     from app.training.training_spec import TrainingSpec, load_data
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    dataset = load_data(config)
+    dataset = dataset or load_data(config)
     config.check_shards(len(devices.names), len(dataset.train_images))
     return devices, TrainingSpec(config, dataset)
 

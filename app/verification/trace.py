@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from safetensors import safe_open
 
 from app.records.arrays import array_names, open_arrays, write_arrays
 from app.records.files import io_errors_as, open_regular, remove
@@ -88,7 +89,7 @@ class TraceWriter:
                 array = np.asarray(array)
                 first = per_replica[0].get(tensor)
                 whole = replica_id == 0 or kind in ("examples", PARTS)
-                if whole or not _same_bits(array, first):
+                if whole or first is None or not have_same_bits(array, np.asarray(first)):
                     self._arrays[f"{kind}/{replica_id}/{tensor}"] = array
 
     def _finish_step(self) -> None:
@@ -117,6 +118,7 @@ class Trace:
 
     def __init__(self, path: pathlib.Path, *, syncs_batch_norm: bool = False):
         self._path = path
+        self._open: dict[int, tuple[safe_open, contextlib.ExitStack]] = {}  # Step → its file.
         self._index: dict[tuple[int, str], dict[str, set[int]]] = {}
         with self._read_errors():
             for step in sorted(int(m[1]) for p in path.iterdir() if (m := _NAME.fullmatch(p.name))):
@@ -153,7 +155,9 @@ class Trace:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        pass
+        while self._open:
+            _, stack = self._open.popitem()[1]
+            stack.close()
 
     def tensors(self, step: int, kind: str) -> list[str]:
         """Returns the names of the tensors of a kind, in the order of the model."""
@@ -180,12 +184,19 @@ class Trace:
             return after.astype(np.float64) - before
         stored = self._index[step, kind][tensor]
         name = f"{kind}/{replica_id if replica_id in stored else 0}/{tensor}"
-        with (
-            self._read_errors(),
-            open_regular(_step_path(self._path, step)) as file,
-            open_arrays(file) as arrays,
-        ):
-            return arrays.get_tensor(name)
+        with self._read_errors():
+            return self._opened(step).get_tensor(name)
+
+    def _opened(self, step: int) -> safe_open:
+        """Returns the file of a step; the files of the last two steps are kept open."""
+        if step not in self._open:
+            if len(self._open) > 1:
+                _, stack = self._open.pop(next(iter(self._open)))
+                stack.close()
+            with contextlib.ExitStack() as stack:
+                file = stack.enter_context(open_regular(_step_path(self._path, step)))
+                self._open[step] = stack.enter_context(open_arrays(file)), stack.pop_all()
+        return self._open[step][0]
 
     def read_unit(self, step: int, kind: str, unit_id: int, tensor: str) -> np.ndarray:
         """Reads an array of one of `split.units`: the sum over its shards, where it has several."""
@@ -247,5 +258,9 @@ def _step_path(path: pathlib.Path, step: int) -> pathlib.Path:
     return path / f"step-{step:05d}.safetensors"
 
 
-def _same_bits(a: np.ndarray, b: np.ndarray | None) -> bool:
-    return b is not None and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+def have_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Returns whether two arrays are bitwise equal, without copies of either."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    unsigned = f"u{a.dtype.itemsize}"
+    return bool(np.array_equal(a.view(unsigned), b.view(unsigned)))

@@ -8,7 +8,7 @@ import numpy as np
 from app.verification.difference import Difference
 from app.verification.measurement import Where
 from app.verification.split import KINDS_OF_A_SHARD
-from app.verification.trace import KINDS, Trace
+from app.verification.trace import KINDS, Trace, have_same_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +45,42 @@ def compare_traces(first: Trace, second: Trace) -> list[PairDifference]:
     what all replicas share.
     """
     differences = []
+    same_before: set[str] = set()  # Weights with the same bits after the step before.
     for step in range(min(first.num_steps, second.num_steps) + 1):
-        for kind in KINDS:
-            for tensor in first.tensors(step, kind):
-                per_replica = [
-                    _difference((step, kind, tensor, replica_id), *arrays)
-                    for replica_id, *arrays in _in_common(first, second, step, kind, tensor)
-                ]
-                if per_replica:
-                    worst = max(per_replica, key=lambda d: (np.isnan(d.absolute), d.absolute))
-                    identical = all(difference.identical for difference in per_replica)
-                    differences.append(dataclasses.replace(worst, identical=identical))
+        per_kind: dict[str, list[PairDifference]] = {}
+        same: set[str] = set()
+        for kind in sorted(KINDS, key=lambda kind: kind == "updates"):  # They follow from weights.
+            known = same & same_before if kind == "updates" else set()
+            compared = [
+                _same((step, kind, tensor, 0))
+                if tensor in known
+                else _worst(first, second, (step, kind, tensor, 0))
+                for tensor in first.tensors(step, kind)
+            ]
+            per_kind[kind] = [difference for difference in compared if difference]
+            if kind == "weights":
+                same = {d.tensor for d in per_kind[kind] if d.identical}
+        differences += [difference for kind in KINDS for difference in per_kind[kind]]
+        same_before = same
     return differences
+
+
+def _same(where: Where) -> PairDifference:
+    return PairDifference(*where, 0.0, 0.0, 0, identical=True)
+
+
+def _worst(first: Trace, second: Trace, where: Where) -> PairDifference | None:
+    """Compares an array of all replicas; returns None where there is nothing in common."""
+    step, kind, tensor, _ = where
+    per_replica = [
+        _difference((step, kind, tensor, replica_id), *arrays)
+        for replica_id, *arrays in _in_common(first, second, step, kind, tensor)
+    ]
+    if not per_replica:
+        return None
+    worst = max(per_replica, key=lambda d: (np.isnan(d.absolute), d.absolute))
+    identical = all(difference.identical for difference in per_replica)
+    return dataclasses.replace(worst, identical=identical)
 
 
 def first_sums_apart(first: Trace, second: Trace) -> float:
@@ -88,8 +112,8 @@ def _in_common(first: Trace, second: Trace, step: int, kind: str, tensor: str) -
 
 
 def _difference(where: Where, a: np.ndarray, b: np.ndarray) -> PairDifference:
-    if a.tobytes() == b.tobytes():
-        return PairDifference(*where, 0.0, 0.0, 0, identical=True)
+    if have_same_bits(a, b):
+        return _same(where)
     if where[1] == "examples":
         wrong = int(np.sum(a != b)) if a.shape == b.shape else max(len(a), len(b))
         return PairDifference(*where, float(wrong), wrong / max(1, len(a)), 0, identical=False)

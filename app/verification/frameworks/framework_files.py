@@ -46,7 +46,7 @@ def write_training_files(
     """
     from app.verification.tasks import recorded_as, set_up
 
-    devices, spec = set_up(send, config)
+    devices, spec = set_up(send, config, None)
     from app.data.input_pipeline import epoch_order  # It imports TensorFlow.
 
     model = spec.build_model()

@@ -1,0 +1,217 @@
+"""Calls functions in forks of one process, which has imported what they need once for all.
+
+Importing TensorFlow takes 2.5 s, a fork some milliseconds. The fork server must not run operations
+of TensorFlow, which start threads: a fork has none of them. Each fork starts its own. Outside of
+Linux, libraries that are loaded may not work in a fork, and each call gets a new process.
+"""
+
+import collections
+import contextlib
+import functools
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn, Self
+
+from app.runtime import function_call, signals
+from app.runtime.errors import TERMINATED_EXIT_CODE
+from app.runtime.function_call import Channel
+from app.runtime.processes import ChildProcess, call_function, death_error
+from app.runtime.subprocesses import fork
+
+OnMessage = Callable[[Any], None]
+
+
+class Call:
+    """A call of a function in a process of its own.
+
+    Args:
+        connection: to the process.
+        on_message: called with each message of the function.
+
+    Attributes:
+        connection: as given.
+        is_done: whether the function has returned or raised, or the process has ended.
+    """
+
+    def __init__(self, connection: Connection, on_message: OnMessage):
+        self.connection, self.is_done = connection, False
+        self._on_message = on_message
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def receive(self) -> None:
+        """Takes the next message, or the end."""
+        try:
+            kind, value = self.connection.recv()
+        except (EOFError, ConnectionResetError, pickle.UnpicklingError):  # Within a message.
+            kind, value = "error", death_error(128 + signal.SIGKILL, was_killed=True)
+        if kind == "message":
+            self._on_message(value)
+            return
+        self.is_done = True
+        if kind == "error":
+            self._error = value
+        else:
+            self._value = value
+
+    def result(self) -> Any:
+        """Returns what the function returned, or raises what it raised; to be called when done."""
+        if self._error:
+            raise self._error
+        return self._value
+
+
+class ForkServer:
+    """Calls functions in processes of their own, several at the same time; a context manager.
+
+    Leaving the context ends all of them.
+
+    Args:
+        prepare: of a module, called in the fork server with a function that sends messages. It
+            imports what the calls need, and returns keyword arguments for all of them.
+        *arguments: the others of `prepare`.
+        max_calls: how many calls there can be.
+        max_running: how many of them can run at the same time.
+        on_message: called with each message of `prepare`.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[..., Mapping[str, Any]],
+        *arguments: Any,
+        max_calls: int,
+        max_running: int,
+        on_message: OnMessage,
+    ):
+        self._prepare, self._on_message = (prepare, *arguments), on_message
+        self._max_calls, self._max_running = max_calls, max_running
+        self._running: list[Call] = []
+        self._server: ChildProcess | None = None
+
+    def __enter__(self) -> Self:
+        if sys.platform != "linux":
+            self._stack = contextlib.ExitStack()
+            return self
+        pairs = [socket.socketpair() for _ in range(self._max_calls)]
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as theirs:
+            self._unused = collections.deque(Connection(ours.detach()) for ours, _ in pairs)
+            for connection in self._unused:
+                stack.callback(connection.close)
+            descriptors = [theirs.enter_context(end).fileno() for _, end in pairs]
+            self._server = stack.enter_context(
+                ChildProcess(_serve, descriptors, *self._prepare, pass_descriptors=descriptors)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        on_message: OnMessage = lambda message: None,
+    ) -> Call:
+        """Calls `function(send, *arguments, **prepared)`, once fewer than `max_running` run.
+
+        Args:
+            function: of a module, with arguments and a result that can be pickled; it must do
+                without what is prepared, where there are no forks.
+            *arguments: the others.
+            on_message: called with what the function sends, while `start` and `wait` wait.
+
+        Raises:
+            What `prepare` raises.
+        """
+        while len(self._running) >= self._max_running:
+            self._receive()
+        if self._server:
+            call = Call(self._unused.popleft(), on_message)
+            call.connection.send((function, arguments))
+        else:
+            process = self._stack.enter_context(ChildProcess(call_function, function, *arguments))
+            call = Call(process.connection, on_message)
+        self._running.append(call)
+        return call
+
+    def wait(self, call: Call) -> Any:
+        """Returns the result of a call.
+
+        Raises:
+            What `ChildProcess.receive` raises, of `prepare` or of the call.
+        """
+        while not call.is_done:
+            self._receive()
+        return call.result()
+
+    def _receive(self) -> None:
+        """Waits until something comes from any process, and takes it."""
+        calls = {call.connection: call for call in self._running}
+        server = [self._server.connection] if self._server else []
+        for connection in wait([*server, *calls]):
+            if connection in calls:
+                calls[connection].receive()
+            elif self._server:
+                _, message = self._server.receive()
+                self._on_message(message)
+        self._running = [call for call in self._running if not call.is_done]
+
+
+def _serve(
+    channel: Channel, descriptors: Sequence[int], prepare: Callable[..., Any], *arguments: Any
+) -> NoReturn:
+    """Runs in the fork server: makes a fork for each connection on which a call arrives."""
+    prepared = prepare(channel.send, *arguments)
+    unused = [Connection(descriptor) for descriptor in descriptors]
+    ends: dict[Connection, tuple[int, Connection]] = {}  # Of a fork's pipe → the fork.
+    signal.signal(signal.SIGTERM, functools.partial(_end_forks, ends))
+    while True:
+        arrived = wait([*unused, *ends])
+        for end in [end for end in ends if end in arrived]:
+            _finish(*ends.pop(end))
+            end.close()
+        for connection in [connection for connection in unused if connection in arrived]:
+            unused.remove(connection)
+            end, held = Pipe(duplex=False)  # It ends with the fork, which alone holds it.
+            others = [*unused, *ends, end]
+            pid = fork(functools.partial(_run_as_fork, connection, others, prepared))
+            held.close()
+            ends[end] = pid, connection
+
+
+def _run_as_fork(
+    connection: Connection, others: Sequence[Connection], prepared: Mapping[str, Any]
+) -> None:
+    """Answers one call."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signals.end_with_parent(signal.SIGKILL)
+    for other in others:
+        other.close()
+    function_call.answer(connection, lambda channel: channel.send, prepared)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _finish(pid: int, connection: Connection) -> None:
+    """Says how a fork has ended; nobody hears it where the result has been sent before."""
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    error = death_error(128 - code if code < 0 else code, was_killed=code < 0)
+    with contextlib.suppress(OSError):
+        connection.send(("error", error))
+    connection.close()
+
+
+def _end_forks(ends: Mapping[Connection, tuple[int, Connection]], *_: object) -> NoReturn:
+    """Ends all forks, and then this process: none is left that uses a temporary file."""
+    for pid, _connection in ends.values():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    os._exit(TERMINATED_EXIT_CODE)

@@ -1,0 +1,21 @@
+"""The data of a training; without TensorFlow, which another process may import meanwhile."""
+
+from app.config import TrainConfig
+from app.data.dataset import ImageDataset
+from app.data.dataset_loader import load_dataset, with_train_subset
+from app.runtime import console
+
+
+def load_data(config: TrainConfig) -> ImageDataset:
+    """Loads the images that `config` asks for.
+
+    Raises:
+        DataError: missing, damaged, or too few.
+    """
+    dataset = load_dataset(
+        config.dataset,
+        data_dir=config.data_dir,
+        allow_unverified=config.allow_unverified_data,
+        warn=console.warn,
+    )
+    return with_train_subset(dataset, config.num_train_examples, config.seed)
