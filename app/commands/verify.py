@@ -144,6 +144,7 @@ def _record(
             )
         elif name != "single":
             processes.record(name, *_recording(config, name, recorded))
+    frameworks.remove_files()
     return recorded | processes.recorded()
 
 

@@ -71,6 +71,13 @@ class FrameworkRecorder:
             on_message=on_message,
         )
 
+    def remove_files(self) -> None:
+        """Removes the files that the frameworks were trained from; the traces stay."""
+        if self._files is not None:
+            self._files.start.unlink()
+            self._files.batches.unlink()
+            self._files = None
+
 
 def _record(
     name: str,
