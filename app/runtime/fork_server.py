@@ -41,7 +41,7 @@ class Call:
     def __init__(self, connection: Connection, on_message: OnMessage):
         self.connection, self.is_done = connection, False
         self._on_message = on_message
-        self._value: Any = None
+        self._returned: Any = None
         self._error: Exception | None = None
 
     def receive(self) -> None:
@@ -57,13 +57,13 @@ class Call:
         if kind == "error":
             self._error = value
         else:
-            self._value = value
+            self._returned = value
 
     def result(self) -> Any:
         """Returns what the function returned, or raises what it raised; to be called when done."""
         if self._error:
             raise self._error
-        return self._value
+        return self._returned
 
 
 class ForkServer:
