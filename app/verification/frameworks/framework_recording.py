@@ -115,6 +115,7 @@ def _record(
     rows = [epoch[s * size : (s + 1) * size] for epoch in order for s in range(per_epoch)]
     batches = ((images[batch], labels[batch]) for batch in rows[:num_steps])
     sizes = convert_trace(script, names, batches, ImageLabels(images, labels), path)
+    own_findings = findings_of(script)
     for file in path.parent.glob(f"{path.name}-script*.npz"):
         file.unlink()
     framework, least = FRAMEWORKS[name], math.gcd(*sizes)
@@ -128,7 +129,7 @@ def _record(
         shard_weights=[size // least for size in sizes],
         simulated_devices=num_replicas > 1,
         versions={**files.recorded.versions, **script.versions},
-        own_findings=findings_of(script),
+        own_findings=own_findings,
     )
 
 
