@@ -137,6 +137,7 @@ def findings_of(script: ScriptTrace) -> list[Diagnosis]:
     """Returns what is wrong with a recording without a comparison.
 
     Its optimizer has to be that of the recipe, and each step has to follow from what was recorded.
+    The earliest step comes first.
     """
     findings = []
     for group in script.settings(0, 0):
@@ -145,5 +146,5 @@ def findings_of(script: ScriptTrace) -> list[Diagnosis]:
             shown = ", ".join(f"{name}={value}" for name, value in others.items())
             text = f"the optimizer has {shown}, which the recipe does not have"
             findings.append(Diagnosis("other_optimizer", text))
-    faults = verify_alone(script).faults
+    faults = sorted(verify_alone(script).faults, key=lambda fault: min(fault.steps, default=0))
     return [*findings, *(Diagnosis(fault.cause, fault.text) for fault in faults)]
