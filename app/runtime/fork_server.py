@@ -27,7 +27,7 @@ OnMessage = Callable[[Any], None]
 
 
 class Call:
-    """A call of a function in a process of its own.
+    """A call of a function in a separate process.
 
     Args:
         connection: to the process.

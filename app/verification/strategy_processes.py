@@ -116,7 +116,7 @@ def _prepare(send: Send, config: TrainConfig) -> dict[str, ImageDataset]:
 
 
 def _load(send: Send, config: TrainConfig) -> ImageDataset:
-    """Loads the images; in a process of its own, as some sources are read with TensorFlow."""
+    """Loads the images; in a separate process, as some sources are read with TensorFlow."""
     from app.training.data_loading import load_data
 
     console.forward_warnings(lambda text: send(("warning", text)))
