@@ -8,7 +8,6 @@ difference in results can only come from a subclass.
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -16,20 +15,20 @@ import tensorflow as tf
 
 from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import PerReplicaTensors
+from strategies.compiled_steps import BatchIterator, CompiledSteps, to_host
 from strategies.gradient_buckets import GradientBuckets
 from strategies.keras_metrics import initial_metric_states, metric_values
 from strategies.keras_objective import KerasObjective
 from strategies.observer import Observer
-from strategies.shard_step import LogitsAndTotals, ShardStep, Statistics
+from strategies.shard_step import LogitsAndTotals, Statistics
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
 ModelFn = Callable[[], keras.Model]
 OptimizerFn = Callable[[], keras.optimizers.Optimizer]
-BatchIterator = Any  # TensorFlow has several types for what `distribute` returns.
 
 
-class Strategy(ShardStep):
+class Strategy(CompiledSteps):
     """One way to train a model on a list of devices.
 
     Data sets are `tf.data` sets of global batches `(images, labels)`: uint8
@@ -151,10 +150,6 @@ class Strategy(ShardStep):
         """Builds every copy of the model and its optimizer, all with the same weights."""
 
     @abc.abstractmethod
-    def train_step(self, iterator: BatchIterator) -> StepTotals:
-        """Trains on one global batch: one optimizer step of every copy (traced, in a graph)."""
-
-    @abc.abstractmethod
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
         """Classifies one global batch, and trains nothing (traced, in a graph).
 
@@ -206,18 +201,6 @@ class Strategy(ShardStep):
             tensors, bucket_bytes=self._bucket_bytes, dtype=self._communication_dtype
         )
 
-    @property
-    def num_tracings(self) -> int:
-        """How often the training loop has been traced: more than once means new shapes or types."""
-        return self._train_loop.experimental_get_tracing_count()
-
-    def train_steps(self, iterator: BatchIterator, num_steps: int) -> StepTotals:
-        """Makes `num_steps` optimizer steps in one compiled call and returns their totals.
-
-        The first call compiles the loop. `num_steps=0` compiles it and trains nothing.
-        """
-        return self._over_workers(_to_host(self._train_loop(iterator, tf.constant(num_steps))))
-
     def evaluate(
         self, dataset: tf.data.Dataset, on_batch: Callable[[], None] = lambda: None
     ) -> StepTotals:
@@ -235,7 +218,7 @@ class Strategy(ShardStep):
                 batch_totals, states = self._evaluate_objective(iterator, statistics, states)
             else:
                 batch_totals = self._evaluate_batch(iterator, statistics)
-            totals = totals.plus(_to_host(batch_totals))
+            totals = totals.plus(to_host(batch_totals))
             on_batch()
         if objective is None:
             return self._over_workers(totals)
@@ -267,21 +250,6 @@ class Strategy(ShardStep):
         with tf.device("CPU:0"):  # From the host each device copies what its batches need.
             return {name.removeprefix("model/"): tf.constant(a) for name, a in averages.items()}
 
-    def _over_workers(self, totals: StepTotals) -> StepTotals:
-        """Returns the totals of all workers, added in their order: each counts its own shards."""
-        per_worker = self.workers.gather_arrays([np.asarray(value) for value in totals])
-        return StepTotals.sum([StepTotals(*(a.item() for a in arrays)) for arrays in per_worker])
-
-    @tf.function
-    def _train_loop(self, iterator: BatchIterator, num_steps: tf.Tensor) -> StepTotals:
-        # AutoGraph is for the loop alone: it would rewrite the source of every function that a step
-        # calls, which took more than half of the time of tracing and changes nothing.
-        train_step = tf.autograph.experimental.do_not_convert(self.train_step)
-        totals = StepTotals.zeros()
-        for _ in tf.range(num_steps):
-            totals = totals.plus(train_step(iterator))
-        return totals
-
     @tf.function(autograph=False)
     def _evaluate_batch(self, iterator: BatchIterator, statistics: Statistics) -> StepTotals:
         shards = self.forward(iterator, statistics)
@@ -296,8 +264,3 @@ class Strategy(ShardStep):
     @tf.function(autograph=False)
     def _predict_batch(self, iterator: BatchIterator, statistics: Statistics) -> tf.Tensor:
         return tf.concat([logits for logits, _ in self.forward(iterator, statistics)], axis=0)
-
-
-def _to_host(totals: StepTotals) -> StepTotals:
-    """Reads totals from the device: the one point where the host waits for a compiled call."""
-    return StepTotals(*(np.asarray(value).item() for value in totals))

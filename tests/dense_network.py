@@ -24,3 +24,26 @@ def build_three_dense_layers(
 
 
 build_lenet = build_dense_network
+
+
+def build_conv_norm_network(
+    *, image_shape, num_classes, kernel_initializer="glorot_uniform"
+) -> keras.Model:
+    """Builds a network with BatchNorm: shards have statistics of their own."""
+    images = keras.Input(image_shape)
+    x = keras.layers.Conv2D(4, 5, strides=4, kernel_initializer=kernel_initializer, name="conv")(
+        images
+    )
+    x = keras.layers.ReLU(name="relu")(keras.layers.BatchNormalization(name="norm")(x))
+    logits = keras.layers.Dense(num_classes, kernel_initializer=kernel_initializer, name="logits")
+    return keras.Model(images, logits(keras.layers.Flatten(name="flat")(x)), name="norm")
+
+
+def build_dropout_network(
+    *, image_shape, num_classes, kernel_initializer="glorot_uniform"
+) -> keras.Model:
+    """Builds a network that draws random numbers in training."""
+    images = keras.Input(image_shape)
+    x = keras.layers.Dropout(0.5, seed=1)(keras.layers.Flatten()(images))
+    logits = keras.layers.Dense(num_classes, kernel_initializer=kernel_initializer, name="logits")
+    return keras.Model(images, logits(x), name="dropout")

@@ -20,6 +20,7 @@ from app.performance.split_records import (
 from app.performance.step_time_breakdown import Part, Prediction, StepTimeBreakdown
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
+from app.records.run_log import RunLog
 from app.verification.difference import WeightDifference
 from app.verification.measurement import Measurement
 from app.verification.recorded import Recorded
@@ -53,6 +54,14 @@ def write_training(path, *, num_epochs=4, **changes):
     write_history(path, make_history(num_epochs))
     write_summary(path, summary)
     return summary
+
+
+def write_mismatch(path):
+    """Leaves the log of a training that a verified step has ended."""
+    log = RunLog(path)
+    log.start(versions={}, command="train")
+    log.stop(9, error="manual has a mismatch: lost gradient, step 1 — find the cause")
+    log.close()
 
 
 def write_comparison(path):
@@ -255,6 +264,8 @@ def write_everything(folder):
     )  # fmt: skip
     write_training(folder / "spoiled", injected_fault="drop_gradient:replica=1", num_epochs=1)
     write_config(folder / "begun", Config.of())
+    write_config(folder / "stopped", Config.of())
+    write_mismatch(folder / "stopped")
     write_verification(folder / "proved")
     write_verification(folder / "refuted", fault="drop_gradient:replica=1")
     write_case(folder / "case")

@@ -178,7 +178,7 @@ def test_what_was_not_recorded_is_named(recorded, tmp_path, kind, message):
 
 
 def test_the_order_of_an_epoch_is_that_of_the_batches(images):
-    order = epoch_order(3, 1, len(images[0])).numpy()
+    order = epoch_order(len(images[0]), 3, 1)[0].numpy()
     batches = train_dataset(*images, seed=3, global_batch_size=SIZE, start_step=3)
     found = np.concatenate([labels for _, labels in batches.take(3).as_numpy_iterator()])
     np.testing.assert_array_equal(found, images[1][order])

@@ -105,7 +105,7 @@ def page(everything):
 def test_the_table_has_the_numbers_of_the_records(everything, page):
     rows = page.rows("Every training with its result")
     names = ["compared/single", "compared/manual", "compared/mirrored", "generated", "spoiled"]
-    assert sorted(rows) == sorted([*names, "begun"])
+    assert sorted(rows) == sorted([*names, "begun", "stopped"])
     for name in names:
         summary, row = load_summary(everything / name), rows[name]
         assert row["strategy"] == summary.strategy
@@ -122,9 +122,10 @@ def test_the_table_has_the_numbers_of_the_records(everything, page):
     assert rows["compared/manual"]["devices"] == "2 GPUs"
     assert rows["generated"]["devices"] == "2 simulated CPUs"
     assert rows["generated"]["images"] == "GENERATED garments, 1,000"
-    assert [rows[n]["status"] for n in ("generated", "spoiled", "begun")] == [
-        "finished", "spoiled on purpose", "no epoch finished",
+    assert [rows[n]["status"] for n in ("generated", "spoiled", "begun", "stopped")] == [
+        "finished", "spoiled on purpose", "no epoch finished", "mismatch",
     ]  # fmt: skip
+    assert "It ended at a verified step: manual has a mismatch: lost gradient, step 1." in page.text
 
 
 def test_the_curves_have_the_numbers_of_the_history(everything, page):

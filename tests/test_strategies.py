@@ -255,7 +255,7 @@ def test_prediction_keeps_the_order(images, name, num_images):
     ("name", "model"),
     [
         pytest.param(n, m, marks=[pytest.mark.slow] if (n, m) != ("manual", "resnet18") else [])
-        if m == "resnet18"
+        if m.startswith("resnet")
         else (n, m)
         for n in PARALLEL
         for m in MODELS
@@ -387,6 +387,16 @@ def test_tensors_are_summed_on_their_replica_s_device(monkeypatch, name):
         "device:CPU:0",
         "device:CPU:1",
     ]
+
+
+def test_mirrored_sums_gradients_without_a_gradient_of_the_sums(images):
+    """That of `ReplicaContext.all_reduce` ties all sums together and is slow to trace."""
+    strategy = create("mirrored", 3)
+    iterator = strategy.distribute(train_dataset(*images, seed=3, global_batch_size=12))
+    loop = strategy._train_loop.get_concrete_function(iterator, tf.constant(0))
+    functions = loop.graph.as_graph_def().library.function
+    operations = {node.op for function in functions for node in function.node_def}
+    assert "Conv2DBackpropFilter" in operations and "IdentityN" not in operations
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -16,7 +16,8 @@ import tensorflow as tf
 from app.config.fault import Fault
 from app.data.input_pipeline import train_dataset
 from app.runtime.errors import ConfigError
-from app.training.fault_injection import inject_data_fault, inject_fault
+from app.training.data_faults import inject_data_fault
+from app.training.fault_injection import inject_fault
 from app.verification.diagnosis import explain
 from app.verification.measurement import first_mismatch
 from app.verification.recorder import Recorder

@@ -42,7 +42,7 @@ def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, mo
 
 def test_the_null_writer_has_every_method_that_the_loop_calls():
     methods = {name for name in vars(TrainingWriter) if not name.startswith("_")}
-    assert methods == {"begin", "resume", "steps", "save"}
+    assert methods == {"begin", "mismatch", "resume", "save", "steps"}
     assert methods <= set(vars(NullRunWriter)) and methods <= set(vars(RunWriter))
     for name in methods:
         expected = inspect.signature(getattr(TrainingWriter, name))

@@ -194,7 +194,8 @@ def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp
 
 def test_every_file_of_a_training_with_a_fault_says_so(tmp_path):
     out = tmp_path / "run"
-    command = [*SMALL, "--epochs=1", "--inject=scale_gradient:factor=0.5", f"--out={out}"]
+    fault = "--inject=scale_gradient:factor=0.5"
+    command = [*SMALL, "--epochs=1", "--verify_every=0", fault, f"--out={out}"]
     result = run_here_ok(*command)
     fault = "scale_gradient:factor=0.5"
     assert result.stderr.count(f"injected fault: {fault}") >= 2
@@ -210,8 +211,9 @@ def test_every_file_of_a_training_with_a_fault_says_so(tmp_path):
 
 def test_a_replica_that_is_out_of_step_stops_the_training(tmp_path):
     result = run_here(
-        *SMALL, "--epochs=1", "--inject=perturb_weight:replica=1,step=3", f"--out={tmp_path}/run"
-    )
+        *SMALL, "--epochs=1", "--verify_every=0", "--inject=perturb_weight:replica=1,step=3",
+        f"--out={tmp_path}/run",
+    )  # fmt: skip
     assert result.returncode == 9
     last = result.stderr.splitlines()[-1]
     assert "logits/kernel on replica 1 is not what replica 0 holds, by 0.001" in last

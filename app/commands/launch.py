@@ -30,5 +30,6 @@ def run(config: LaunchConfig) -> Summary:
     summary = load_required_summary(path)
     for caveat in caveats(config, summary):
         console.warn(caveat)
-    console.say(summary.last_line())
+    for line in summary.last_lines():
+        console.say(line)
     return summary

@@ -45,7 +45,8 @@ def run(config: TrainConfig) -> Summary | None:
             console.say(f"saved in {path}: accuracy.png, history.jsonl, summary.json")
         for caveat in caveats(config, summary):
             console.warn(caveat)
-        console.say(summary.last_line())
+        for line in summary.last_lines():
+            console.say(line)
     return summary
 
 
@@ -97,8 +98,9 @@ def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
         _naming_lost_peers(prepared),
     ):
         from app.training.loop import Training
+        from app.verification.step_verifier import create_step_verifier
 
-        training = Training(config, prepared, dataset, path, on_progress)
+        training = Training(config, prepared, dataset, path, on_progress, create_step_verifier)
         training.start(from_scratch=config.overwrite)
         run_directory.start(overwrite=config.overwrite)  # From here on nothing is refused.
         console.set_overwriting(False)
@@ -126,8 +128,9 @@ def _assist(config: TrainConfig) -> None:
             config.stall_timeout_sec, lambda: _report_stall_of_worker(config)
         ) as on_progress:
             from app.training.loop import Training
+            from app.verification.step_verifier import create_step_verifier
 
-            training = Training(config, prepared, dataset, None, on_progress)
+            training = Training(config, prepared, dataset, None, on_progress, create_step_verifier)
             training.start(from_scratch=config.overwrite)
             console.say(f"worker {workers.index}: training; worker 0 tells and saves")
             training.assist()

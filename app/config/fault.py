@@ -17,12 +17,14 @@ class _Kind(NamedTuple):
         parameters: with their defaults.
         counts: what a training needs several of, a key of `COUNTED`, for it to go wrong on.
         strategies: that can have it; empty for all.
+        can_begin_later: whether `step=N` lets it begin with step N, from 1.
     """
 
     text: str
     parameters: Parameters
     counts: str
     strategies: tuple[str, ...] = ()
+    can_begin_later: bool = False
 
 
 # What a fault may need several of → how a training gets more of them.
@@ -39,11 +41,22 @@ _SYNCS_BATCH_NORM = tuple(name for name, own in STRATEGY_OPTIONS.items() if "bat
 
 FAULT_KINDS: dict[str, _Kind] = {
     "drop_gradient": _Kind(
-        "a replica's gradient never reaches the sum", {"replica": 1}, "replicas"
+        "a replica's gradient never reaches the sum",
+        {"replica": 1},
+        "replicas",
+        can_begin_later=True,
     ),
-    "scale_gradient": _Kind("every gradient is multiplied by a factor", {"factor": 2.0}, "parts"),
+    "scale_gradient": _Kind(
+        "every gradient is multiplied by a factor",
+        {"factor": 2.0},
+        "parts",
+        can_begin_later=True,
+    ),
     "mean_of_means": _Kind(
-        "the mean of the shards' means in place of the mean of the batch", {}, "shards"
+        "the mean of the shards' means in place of the mean of the batch",
+        {},
+        "shards",
+        can_begin_later=True,
     ),
     "same_shard": _Kind("every replica is given the shard of replica 0", {}, "shards"),
     "shuffle_order": _Kind(
@@ -56,18 +69,27 @@ FAULT_KINDS: dict[str, _Kind] = {
         "moving statistics are not averaged: replica 0's own are saved", {}, "shards"
     ),
     "bf16_all_reduce": _Kind(
-        "gradients are rounded to bfloat16 before they are added", {}, "shards"
+        "gradients are rounded to bfloat16 before they are added",
+        {},
+        "shards",
+        can_begin_later=True,
     ),
     "slow_replica": _Kind(
-        "a replica takes longer in each step", {"replica": 1, "ms": 50}, "replicas"
+        "a replica takes longer in each step",
+        {"replica": 1, "ms": 50},
+        "replicas",
     ),
     "lost_micro_batch": _Kind(
         "the gradient of a micro-batch of each replica is never added",
         {"micro_batch": 1},
         "micro-batches",
+        can_begin_later=True,
     ),
     "divided_twice": _Kind(
-        "gradients are divided by the number of micro-batches once more", {}, "micro-batches"
+        "gradients are divided by the number of micro-batches once more",
+        {},
+        "micro-batches",
+        can_begin_later=True,
     ),
     "stale_stage": _Kind(
         "a stage computes with the weights of the step before",
@@ -145,8 +167,11 @@ class Fault:
                 strategy = value
             elif key in parameters:
                 parameters[key] = _number(text, key, value, type(parameters[key]))
+            elif key == "step" and FAULT_KINDS[name].can_begin_later:
+                parameters[key] = _number(text, key, value, int)
             else:
-                known = ", ".join([*parameters, "strategy"])
+                can_begin = FAULT_KINDS[name].can_begin_later and "step" not in parameters
+                known = ", ".join([*parameters, *["step"] * can_begin, "strategy"])
                 raise ConfigError(
                     f"--inject={text}: {item!r} is not a parameter of {name}, which has {known};"
                     f" for example --inject={cls(name, parameters)}"

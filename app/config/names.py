@@ -25,6 +25,7 @@ MAX_LOGICAL_DEVICES = 64
 MAX_LOCAL_WORKERS = 64
 DEFAULT_LOGICAL_CPUS = 2
 MAX_FLOAT32 = 3.4e38
+VERIFY_EVERY = 500  # Steps, where no --verify_every is given.
 
 # The groups, in the order in which --help shows them.
 MODEL_AND_DATA = "Model and data"

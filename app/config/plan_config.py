@@ -77,7 +77,12 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
     epochs: int = same_option(Hyperparameters, "epochs")
     precision: str = same_option(ComputationOptions, "precision")
     jit_compile: bool = same_option(ComputationOptions, "jit_compile")
-    probe: bool = option(False, "Time some steps here, and measure their memory.", PLAN)
+    probe: bool = option(
+        False,
+        "Time some steps here, and measure their memory; of more than 8 devices, the step is"
+        " extrapolated from fewer.",
+        PLAN,
+    )
     num_workers: int = same_option(
         WorkerOptions, "num_workers", default=1, help="Machines.", high=_MAX_PLANNED_WORKERS
     )

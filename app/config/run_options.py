@@ -3,7 +3,7 @@
 import dataclasses
 
 from app.config.fault import FAULTS, Fault
-from app.config.names import CLUSTER, COMPUTATION, OUTPUT, VERIFICATION
+from app.config.names import CLUSTER, COMPUTATION, OUTPUT, VERIFICATION, VERIFY_EVERY
 from app.config.option import option
 
 
@@ -63,6 +63,28 @@ class SavingOptions:
         metavar="N",
         low=1,
         high=1_000_000,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepVerificationOptions:
+    """Which steps of a training are verified, and what a mismatch does."""
+
+    verify_every: int | None = option(
+        None,
+        "Record every N-th step while the training runs, besides the first step and the last of"
+        " each epoch, and check it against one device; 0 verifies none. Default: every"
+        f" {VERIFY_EVERY} steps, and fewer ends of short epochs, where steps can be verified.",
+        VERIFICATION,
+        metavar="N",
+        low=0,
+        high=1_000_000_000,
+    )
+    on_mismatch: str = option(
+        "stop",
+        "What a step that is wrong does: stop the training with exit code 9, or warn.",
+        VERIFICATION,
+        choices=("stop", "warn"),
     )
 
 

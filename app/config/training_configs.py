@@ -31,6 +31,7 @@ from app.config.run_options import (
     OutputOptions,
     ResumeOptions,
     SavingOptions,
+    StepVerificationOptions,
     VerbosityOptions,
 )
 from app.config.split_numbers import OPTIONS_OF_SOME, has_option
@@ -69,6 +70,7 @@ class TrainConfig(
     SavingOptions,
     ResumeOptions,
     InjectOptions,
+    StepVerificationOptions,
     Config,
 ):
     """The options of `train`: one training."""
@@ -99,6 +101,7 @@ class TrainConfig(
         split_constraints.check_options_of_some(self, names)
         split_constraints.check_sync_batch_norm(self.batch_norm, self, jit_compile=self.jit_compile)
         self.check_training()
+        self.check_verified_steps()
         if self.overwrite and self.force_resume:
             raise ConfigError(
                 "--overwrite starts from scratch and --force_resume resumes; leave one of them out"
@@ -121,6 +124,23 @@ class TrainConfig(
             return num_devices and num_faulty(strategy, self, num_devices, fault)
 
         constraints.check_fault(self.fault, f"--inject={self.inject}", (self.strategy,), count)
+
+    def check_verified_steps(self) -> None:
+        """Checks that steps of such a training can be verified, where it is asked for.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if self.verify_every and (reason := self.why_not_verified()):
+            raise ConfigError(f"--verify_every={self.verify_every}: {reason}; leave the flag out")
+
+    def why_not_verified(self) -> str:
+        """Returns why no step of such a training can be verified while it runs; "" if one can."""
+        if self.case is not None:
+            return "steps of a case cannot be verified while it is trained; use verify --case"
+        if self.precision == "mixed_float16":
+            return "steps in mixed_float16 cannot be verified, as they need a loss scale"
+        return ""
 
     def check_shards(self, num_devices: int | None, num_train_examples: int | None = None) -> None:
         """Checks that the devices can be split as asked, and that no shard of a batch is empty.
@@ -218,6 +238,7 @@ class LaunchConfig(
     SavingOptions,
     ResumeOptions,
     InjectOptions,
+    StepVerificationOptions,
     WorkerOptions,
     Config,
 ):

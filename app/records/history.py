@@ -41,6 +41,9 @@ class EpochRecord:
         learning_rate: of the last step; 0 in a record of a version that did not note it.
         evaluation_sec: of the test set; likewise.
         test_metrics: of a case: name → value of its metrics over the whole test set.
+        verified_steps: steps of the epoch that were recorded and checked (`--verify_every`).
+        mismatches: how many of them were not what they should be.
+        verification_sec: what recording and checking took, outside of `epoch_sec`.
     """
 
     epoch: int
@@ -56,6 +59,9 @@ class EpochRecord:
     learning_rate: float = 0.0
     evaluation_sec: float = 0.0
     test_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    verified_steps: int = 0
+    mismatches: int = 0
+    verification_sec: float = 0.0
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -79,6 +85,9 @@ class Summary:
     Of a case, `case` is the name of its file, `test_metrics` are those of its last epoch, and
     `evaluates_training_data` says that it has no data set to evaluate on but that of the training.
     Accuracies are None where it has no such metric.
+
+    `verified_steps` were recorded and checked while the training ran, `mismatches` of them were not
+    what they should be.
     """
 
     status: str
@@ -120,6 +129,19 @@ class Summary:
     case: str = ""
     test_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     evaluates_training_data: bool = False
+    verified_steps: int = 0
+    mismatches: int = 0
+
+    def verified_line(self) -> str:
+        """Returns how many steps were verified while they were made; "" where none was."""
+        if not self.verified_steps:
+            return ""
+        noun = "mismatch" if self.mismatches == 1 else "mismatches"
+        return f"{self.steps:,} steps, {self.verified_steps:,} verified, {self.mismatches:,} {noun}"
+
+    def last_lines(self) -> list[str]:
+        """Returns what a training prints at its end: verified steps, if any, and `last_line`."""
+        return [line for line in (self.verified_line(), self.last_line()) if line]
 
     def last_line(self) -> str:
         """Returns the book's last line of a training."""

@@ -48,6 +48,9 @@ class Progress:
         examples: likewise.
         epoch_sec: of training in the epoch under way.
         statistics_apart: see `EpochRecord`, where the epoch under way is being evaluated.
+        verified_steps: see `EpochRecord`; of the epoch under way.
+        mismatches: likewise.
+        verification_sec: likewise.
         total_sec: since the start, in all attempts.
         history: the epochs that are finished.
         changes: what was changed on the way, a line each.
@@ -60,6 +63,9 @@ class Progress:
     examples: int = 0
     epoch_sec: float = 0.0
     statistics_apart: float = 0.0
+    verified_steps: int = 0
+    mismatches: int = 0
+    verification_sec: float = 0.0
     total_sec: float = 0.0
     history: list[EpochRecord] = dataclasses.field(default_factory=list)
     changes: list[str] = dataclasses.field(default_factory=list)

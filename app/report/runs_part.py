@@ -1,6 +1,7 @@
 """What a report says of trainings: their results, curves, speed and weights."""
 
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 
 from app.records.caveats import (
@@ -11,6 +12,7 @@ from app.records.caveats import (
     injected_fault_caveat,
 )
 from app.records.history import EpochRecord, Summary, load_history, load_summary
+from app.records.run_log_reader import load_attempts
 from app.report.charts import Figure, bar_chart
 from app.report.page_parts import Cell, Part, Table, Text, count, devices_text, number, whole
 from app.report.record_finder import Record, reading
@@ -27,12 +29,14 @@ class Run:
         config: what it was asked to do.
         summary: None until its first epoch is finished.
         history: the epochs that are.
+        mismatch: the step that ended it, and the cause; "" where no verified step did.
     """
 
     label: str
     config: dict
     summary: Summary | None
     history: list[EpochRecord]
+    mismatch: str = ""
 
     @classmethod
     def load(cls, record: Record) -> "Run":
@@ -48,14 +52,16 @@ class Run:
         if summary:
             with reading(record.path / "summary.json"):
                 _check_texts(summary.devices + summary.changes + list(summary.versions.values()))
-        return cls(record.label, record.config, summary, history)
+        return cls(record.label, record.config, summary, history, _find_mismatch(record.path))
 
     def part(self) -> Part:
         """Returns what a reader must know of the run, wherever it is shown."""
+        mismatches = [f"It ended at a verified step: {self.mismatch}."] * bool(self.mismatch)
         if self.summary is None:
-            return Part(self.label, [], [], {})
+            return Part(self.label, [], mismatches, {})
         summary = self.summary
-        caveats = [injected_fault_caveat(summary.injected_fault)] * bool(summary.injected_fault)
+        fault = summary.injected_fault
+        caveats = mismatches + [injected_fault_caveat(fault)] * bool(fault)
         caveats += [DATASET_CAVEATS[d] for d in [summary.dataset] if d in DATASET_CAVEATS]
         caveats += [TRAINING_DATA_CAVEAT] * summary.evaluates_training_data
         caveats += [TIMING_CAVEAT] * summary.simulated_devices
@@ -81,6 +87,18 @@ class Run:
         return {name: _shown(value) for name, value in fields.items()}
 
 
+def _find_mismatch(run_dir: pathlib.Path) -> str:
+    """Returns the mismatch with which the last attempt of a run ended; "" for another end."""
+    try:
+        attempts = load_attempts(run_dir)
+    except (OSError, ValueError):  # The log may be missing: nothing else depends on it.
+        return ""
+    stop = attempts[-1].stop if attempts else None
+    if stop is None or stop["status"] != "mismatch":
+        return ""
+    return str(stop.get("error", "")).partition(" — ")[0]
+
+
 def _check_texts(values: Sequence) -> None:
     for value in values:
         if not isinstance(value, str):
@@ -102,18 +120,18 @@ def summary_table(runs: Sequence[Run]) -> Table:
     noun = "examples" if any(run.summary and run.summary.case for run in runs) else "images"
     header = (
         *("run", "strategy", "replicas", "devices", "test accuracy", "best", "recipe", "epochs"),
-        *("sec/epoch", f"{noun}/s", "status", "model", noun, "batch", "learning rate"),
-        "weights",
+        *("sec/epoch", f"{noun}/s", "status", "verification", "model", noun, "batch"),
+        *("learning rate", "weights"),
     )
     rows = [_summary_row(run) for run in runs]
-    return Table("Every training with its result", header, "llrlrrllrrlllrrl", rows)
+    return Table("Every training with its result", header, "llrlrrllrrllllrrl", rows)
 
 
 def _summary_row(run: Run) -> list[Cell | str]:
     s = run.summary
     if s is None:
         return _row_without_result(run)
-    status = Cell(s.status) if s.status == "finished" else Cell("not finished", "differs")
+    status = Cell(s.status) if s.status == "finished" else _unfinished(run, "not finished")
     return [
         run.label,
         s.strategy,
@@ -126,12 +144,17 @@ def _summary_row(run: Run) -> list[Cell | str]:
         number(s.epoch_sec, ".2f"),
         number(s.images_per_sec),
         Cell("spoiled on purpose", "bad") if s.injected_fault else status,
+        Cell(s.verified_line() or "–", "bad" if s.mismatches else ""),
         s.model,
         f"{dataset_title(s.dataset)}, {s.num_train_examples:,}",
         whole(s.global_batch_size),
         number(s.learning_rate, "g"),
         Cell(s.weights_sha256[:_SHORT_HASH], title=s.weights_sha256),
     ]
+
+
+def _unfinished(run: Run, text: str) -> Cell:
+    return Cell("mismatch", "bad", run.mismatch) if run.mismatch else Cell(text, "differs")
 
 
 def _row_without_result(run: Run) -> list[Cell | str]:
@@ -147,7 +170,8 @@ def _row_without_result(run: Run) -> list[Cell | str]:
         *shown("recipe"),
         f"0 of {asked.get('epochs', '–')}",
         *["–"] * 2,
-        Cell("no epoch finished", "differs"),
+        _unfinished(run, "no epoch finished"),
+        "–",
         *shown("model", "dataset", "global_batch_size", "learning_rate"),
         "–",
     ]

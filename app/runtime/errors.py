@@ -77,7 +77,7 @@ class DiskFullError(LockstepError):
 
 
 class MismatchError(LockstepError):
-    """`verify` has found a training that is not what it should be."""
+    """`verify`, or a step verified in a training, has found what is not as it should be."""
 
     exit_code = 9
 

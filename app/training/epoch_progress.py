@@ -61,6 +61,9 @@ def after_epoch(
         learning_rate=learning_rate,
         evaluation_sec=evaluation_sec,
         test_metrics=test_metrics or {},
+        verified_steps=progress.verified_steps,
+        mismatches=progress.mismatches,
+        verification_sec=progress.verification_sec,
     )
     return Progress(
         step=progress.step,

@@ -1,11 +1,11 @@
 """Fault injection: makes a training wrong on purpose, to see what detects it, and how.
 
 Each fault is one that distributed programs really have. It is injected through the observer of a
-strategy or through the data set: no strategy knows of it.
+strategy or through the data set, see `data_faults.py`: no strategy knows of it.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,8 +18,6 @@ from strategies.base import Strategy
 from strategies.collectives import shard_bounds
 from strategies.observer import Observer, Shard
 from strategies.tf_private import flatten_layers
-
-Batch = tuple[tf.Tensor, tf.Tensor]  # Images and labels.
 
 _PERTURBATION = 1e-3
 
@@ -60,6 +58,17 @@ class FaultyObserver(Observer):
         self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Returns the gradients that the replica sends in place of its own."""
+        sent = self._sent(shard_id, shard, gradients)
+        first = self._fault.parameters.get("step")
+        if sent is gradients or not first:
+            return sent
+        has_begun = tf.cast(self._step, tf.int64) + 1 >= int(first)
+        return [tf.where(has_begun, a, b) for a, b in zip(sent, gradients, strict=True)]
+
+    def _sent(
+        self, shard_id: int | tf.Tensor, shard: Shard, gradients: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns the gradients that the replica sends once the fault has begun."""
         fault, parameters = self._fault.name, self._fault.parameters
         num_parts, num_shards = self._strategy.shards_per_replica, self._strategy.num_shards
         if fault in ("drop_gradient", "lost_micro_batch"):
@@ -252,45 +261,3 @@ def _check_can_happen(fault: Fault, strategy: Strategy, batch_sizes: Collection[
 def _shard_sizes(strategy: Strategy, num_examples: int) -> list[int]:
     bounds = [strategy.shard_bounds(num_examples, s) for s in range(strategy.num_shards)]
     return [end - start for start, end in bounds]
-
-
-def inject_data_fault(
-    fault: Fault,
-    create_dataset: Callable[[int], tf.data.Dataset],
-    strategy: Strategy,
-    *,
-    seed: int,
-) -> tf.data.Dataset:
-    """Returns the training set with the fault injected, where it is one of the data.
-
-    Args:
-        fault: to inject.
-        create_dataset: creates the set of global batches whose order follows from a seed.
-        strategy: its shards are spoilt.
-        seed: of the training.
-    """
-    dataset = create_dataset(seed)
-    if fault.name == "same_shard":
-
-        def repeat_first_shard(images: tf.Tensor, labels: tf.Tensor) -> Batch:
-            shards = range(strategy.num_shards)
-            bounds = [strategy.shard_bounds(tf.size(labels), s) for s in shards]
-            first = bounds[0][1]  # A shard may be larger than it: examples then come twice.
-            rows = tf.concat([tf.range(end - start) % first for start, end in bounds], axis=0)
-            return tf.gather(images, rows), tf.gather(labels, rows)
-
-        return dataset.map(repeat_first_shard)
-    if fault.name == "shuffle_order":
-
-        def take_one_part_from(right: Batch, wrong: Batch) -> tuple[tf.Tensor, ...]:
-            num_examples, num = tf.size(right[1]), strategy.shards_per_replica
-            first = int(fault.parameters["replica"]) * num
-            start, _ = strategy.shard_bounds(num_examples, first)
-            _, end = strategy.shard_bounds(num_examples, first + num - 1)
-            return tuple(
-                tf.concat([a[:start], b[start:end], a[end:]], axis=0)
-                for a, b in zip(right, wrong, strict=True)
-            )
-
-        return tf.data.Dataset.zip(dataset, create_dataset(seed + 1)).map(take_one_part_from)
-    return dataset

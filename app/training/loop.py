@@ -12,19 +12,21 @@ from app.devices.device_setup import Devices
 from app.records.history import Summary
 from app.records.run_log import RunLog
 from app.runtime import signals
-from app.runtime.errors import Terminated
+from app.runtime.errors import MismatchError, Terminated
 from app.runtime.fault_points import fault_point
 from app.runtime.progress_bar import TrainingProgress
 from app.training.all_reduce_self_test import run_all_reduce_self_test
+from app.training.data_faults import inject_data_fault
 from app.training.epoch_progress import after_epoch, epoch_totals
 from app.training.evaluation import evaluate
-from app.training.fault_injection import inject_data_fault, inject_fault
+from app.training.fault_injection import inject_fault
 from app.training.optimizers import last_learning_rate
 from app.training.resume import Resumed
-from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter, summary_template
+from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter, create_run_writer
 from app.training.training_data import TrainingData
 from app.training.training_definition import define_training
 from app.training.training_state import TrainingState
+from app.training.verified_steps import CreateVerifier, VerifiedSteps, create_no_verifier
 from app.training.worker_sync import check_same_data, synchronize, wait_for_all
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
@@ -49,6 +51,7 @@ class Training:
         dataset: on what.
         run_dir: the run directory, locked; None for a worker that is not the chief.
         on_progress: called whenever something was done.
+        create_verifier: creates what verifies steps while they are made; default: nothing.
 
     Raises:
         ConfigError: the strategy cannot run like this, or the fault not happen.
@@ -64,6 +67,7 @@ class Training:
         dataset: TrainingData,
         run_dir: pathlib.Path | None,
         on_progress: Callable[[], None] = lambda: None,
+        create_verifier: CreateVerifier = create_no_verifier,
     ) -> None:
         self._config, self._devices, self.dataset = config, devices, dataset
         self._run_dir, self._on_progress = run_dir, on_progress
@@ -83,6 +87,8 @@ class Training:
                 batch_sizes=self._spec.batch_sizes(),
                 num_steps=self._spec.num_steps,
             )
+        verifier = create_verifier(config, self._spec, self.strategy)
+        self._verified = VerifiedSteps(config, verifier, run_dir, self.steps_per_epoch)
         self._metadata = self._spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: Resumed | None = None
@@ -144,7 +150,8 @@ class Training:
             log: of the run directory; None to write nothing.
         """
         if log is not None:
-            self._writer = self._create_writer(log)
+            spec = self._config, self._devices, self.dataset, self.strategy, self._metadata
+            self._writer = create_run_writer(self._run_dir, log, *spec)
         if self._config.fault:
             self._faulty_observer.begin()
         resumed, self._resumed = self._resumed, None  # Frees its arrays.
@@ -164,7 +171,7 @@ class Training:
             # Kept: the destructor of a `tf.distribute` iterator can wait for half a minute.
             self._iterator = self.strategy.distribute(self._batches())
             start = time.monotonic()
-            self.strategy.train_steps(self._iterator, 0)
+            self._verified.compile(self.strategy, self._iterator)
             self._compile_sec = time.monotonic() - start
         fault_point("compile")
 
@@ -176,10 +183,12 @@ class Training:
 
         Raises:
             DivergedError: the loss is not finite.
+            MismatchError: the step was verified and is wrong.
         """
-        start = time.monotonic()
-        totals = self.strategy.train_steps(self._iterator, num_steps)
-        call_sec = time.monotonic() - start
+        before = self._state.progress
+        totals, call_sec = self._verified.train_step(
+            self.strategy, self._iterator, num_steps, self._state
+        )
         self._step_sec = call_sec / num_steps
         self._state.add_steps(num_steps, totals, call_sec=call_sec)
         fault_point("step")
@@ -192,6 +201,7 @@ class Training:
             images_per_sec=images_per_sec,
             learning_rate=last_learning_rate(self.strategy.optimizer),
         )
+        self._verified.check(before, self._state, self.save)
         return totals
 
     def end_epoch(self) -> None:
@@ -236,14 +246,6 @@ class Training:
         wait_for_all(self._workers)
         return summary
 
-    def _create_writer(self, log: RunLog) -> RunWriter:
-        if self._run_dir is None:
-            raise ValueError("a log needs a run directory; a worker without one calls assist")
-        template = summary_template(
-            self._config, self._devices, self.dataset, self.strategy, self._metadata
-        )
-        return RunWriter(self._run_dir, log, template)
-
     def _is_within_epoch(self) -> bool:
         return self._state.progress.epoch_step < self.steps_per_epoch
 
@@ -259,6 +261,9 @@ class Training:
                 self.save()
                 wait_for_all(self._workers)
                 raise
+            except MismatchError:
+                self._writer.mismatch(self._state.progress)
+                raise
 
     def _train_epoch(self) -> None:
         """Trains the steps that the epoch under way still lacks."""
@@ -273,7 +278,8 @@ class Training:
     def _num_steps_of_next_call(self) -> int:
         """Returns how many steps go into the next compiled call."""
         num_steps = self._config.steps_per_call or max(1, int(_CALL_SEC / self._step_sec))
-        return min(num_steps, self._state.checkpoints.num_steps_before_next(self._state.progress))
+        schedules = self._state.checkpoints, self._verified
+        return min(num_steps, *(s.num_steps_before_next(self._state.progress) for s in schedules))
 
     def _batches(self) -> tf.data.Dataset:
         """Returns the training set from the next step on, with the data fault that is injected."""
@@ -282,9 +288,9 @@ class Training:
             return self._spec.batches(seed=seed, start_step=self._state.position)
 
         seed, fault = self._config.seed, self._config.fault
-        if fault is None:
-            return batches(seed)
-        return inject_data_fault(fault, batches, self.strategy, seed=seed)
+        if fault:
+            return inject_data_fault(fault, batches, self.strategy, seed=seed)
+        return batches(seed)
 
     def _synchronize(self, *numbers: float) -> list[float]:
         """Returns the largest of each number over the workers; raises what a signal asks for."""

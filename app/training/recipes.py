@@ -1,8 +1,9 @@
 """How a model is trained, under a name: initialisation, input scaling, optimizer, schedule."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -31,6 +32,10 @@ class Recipe:
         warmup: fraction of all steps in which the rate rises to its peak, before it falls along a
             cosine to 0; None for a constant rate. It rises in 100 steps at least, or in half of
             all steps where there are fewer than 200.
+        batch_rule: how the peak grows with a global batch beyond 256: with the batch ("linear"), or
+            with its square root ("square_root"), and then the rate rises by at most a hundredth of
+            `peak_learning_rate` a step, as far as half of all steps carry it. Below 256 the peak is
+            in proportion to the batch.
     """
 
     kernel_initializer: str | Mapping[str, Any]
@@ -42,30 +47,54 @@ class Recipe:
     momentum: float = 0.0
     weight_decay: float | None = None
     warmup: float | None = None
+    batch_rule: Literal["linear", "square_root"] = "linear"
 
     def learning_rate(self, *, global_batch_size: int, num_steps: int) -> float:
-        """Returns the peak learning rate, in proportion to the global batch.
+        """Returns the peak learning rate, which grows with the global batch.
 
         With a warm-up, a run of fewer than 200 steps has no time to rise to the full peak: its peak
         is lower in the same proportion. (LeNet, rate 0.2: 79 steps end at 0.48 instead of 0.79, and
-        40 at 0.12 instead of 0.70 without this.)
+        40 at 0.12 instead of 0.70 without this.) With the square root, a larger batch needs as many
+        times more steps to rise as its peak is higher.
 
-        Reference: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017: the linear scaling rule.
+        Reference: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017: the linear rule;
+            A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014:
+            the square root.
         """
         learning_rate = self.peak_learning_rate * global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
-        return (
-            learning_rate
-            if self.warmup is None
-            else learning_rate * min(1.0, num_steps / (2 * MIN_WARMUP_STEPS))
-        )
+        if self.batch_rule == "square_root" and global_batch_size > REFERENCE_GLOBAL_BATCH_SIZE:
+            growth = math.sqrt(global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE)
+            learning_rate = self.peak_learning_rate * growth
+        least = self.steps_of_full_peak(global_batch_size)
+        return learning_rate * min(1.0, num_steps / least) if least else learning_rate
+
+    def steps_of_full_peak(self, global_batch_size: int) -> float:
+        """Returns how many steps a training needs for its peak not to be lowered."""
+        if self.warmup is None:
+            return 0.0
+        growth = global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
+        rise = max(1.0, math.sqrt(growth)) if self.batch_rule == "square_root" else 1.0
+        return 2 * MIN_WARMUP_STEPS * rise
+
+    def num_warmup_steps(self, learning_rate: float, num_steps: int) -> int:
+        """Returns in how many steps the rate rises to its peak, 0 for a constant rate.
+
+        Args:
+            learning_rate: the peak.
+            num_steps: of the whole training.
+        """
+        if self.warmup is None:
+            return 0
+        least = MIN_WARMUP_STEPS
+        if self.batch_rule == "square_root":
+            least = max(least, round(least * learning_rate / self.peak_learning_rate))
+        return max(round(self.warmup * num_steps), min(least, num_steps // 2))
 
     def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
         """Creates the optimizer of a training of `num_steps` steps in all."""
         schedule = learning_rate
         if self.warmup is not None:
-            warmup_steps = max(
-                round(self.warmup * num_steps), min(MIN_WARMUP_STEPS, num_steps // 2)
-            )
+            warmup_steps = self.num_warmup_steps(learning_rate, num_steps)
             schedule = keras.optimizers.schedules.CosineDecay(
                 0.0,
                 max(1, num_steps - warmup_steps),
@@ -155,15 +184,20 @@ _FAST = Recipe(
     momentum=0.9,
     weight_decay=5e-4,
     warmup=0.2,
+    batch_rule="square_root",  # Chosen by measurement: see `benchmarks/batch_study.py`.
+)
+# Rate and decay of David Page's ResNet-9. He adds a decay of 5e-4 to the gradient, where a momentum
+# of 0.9 multiplies it by 10.
+_FAST_RESIDUAL = dataclasses.replace(
+    _FAST, peak_learning_rate=0.2, weight_decay=5e-3, label_smoothing=0.1, flip=True
 )
 # Recipe → model → how it is trained; "other" for models that are not named.
 RECIPES = {
     "d2l": {"lenet": dataclasses.replace(_D2L, peak_learning_rate=0.2), "other": _D2L},
     "fast": {
         "lenet": dataclasses.replace(_FAST, peak_learning_rate=0.2),
-        "resnet18": dataclasses.replace(
-            _FAST, peak_learning_rate=0.2, weight_decay=5e-3, label_smoothing=0.1, flip=True
-        ),
+        "resnet9": _FAST_RESIDUAL,
+        "resnet18": _FAST_RESIDUAL,
         "other": _FAST,
     },
 }

@@ -5,7 +5,7 @@ import math
 import pathlib
 import statistics
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.config import TrainConfig
 from app.devices.device_setup import Devices
@@ -16,7 +16,7 @@ from app.records.event_file import EventFile
 from app.records.files import io_errors_as
 from app.records.history import SUMMARY_FILE, EpochRecord, Summary
 from app.records.run_log import RunLog
-from app.records.run_metadata import RunMetadata
+from app.records.run_metadata import Progress, RunMetadata
 from app.report import accuracy_plot
 from app.training.resume import Resumed
 from app.training.training_data import TrainingData
@@ -39,6 +39,9 @@ class TrainingWriter(Protocol):
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
         """Called with each state that is to be saved."""
+
+    def mismatch(self, progress: Progress) -> None:
+        """Called where a verified step ends the training, with the progress that is left."""
 
 
 class RunWriter:
@@ -137,6 +140,14 @@ class RunWriter:
             self._saving_sec = 0.0
         self._log.event("checkpoint", step=progress.step, epoch=progress.epoch)
 
+    def mismatch(self, progress: Progress) -> None:
+        """Adds the verified steps of the epoch under way to the summary, if there is one yet."""
+        summary = histories.load_summary(self._run_dir)
+        if summary:
+            histories.write_summary(
+                self._run_dir, dataclasses.replace(summary, **_verified_counts(progress))
+            )
+
     def finish(self) -> Summary:
         """Marks the run as finished, last of all; returns its summary."""
         self._summary = dataclasses.replace(self._summary, status="finished")
@@ -162,9 +173,19 @@ class RunWriter:
             total_sec=progress.total_sec,
             weights_sha256=weights_sha256(checkpoint.state),
             changes=progress.changes,
+            **_verified_counts(progress),
         )
         histories.write_summary(self._run_dir, self._summary)
         accuracy_plot.plot_accuracy([self._run_dir], self._run_dir)
+
+
+def _verified_counts(progress: Progress) -> dict[str, Any]:
+    """Returns how many steps were verified in all epochs, and how many of them were wrong."""
+    epochs = [*progress.history, progress]
+    return {
+        name: sum(getattr(epoch, name) for epoch in epochs)
+        for name in ("verified_steps", "mismatches")
+    }
 
 
 def _scalars(record: EpochRecord) -> dict[str, float]:
@@ -198,6 +219,29 @@ class NullRunWriter:
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
         """Does nothing."""
+
+    def mismatch(self, progress: Progress) -> None:
+        """Does nothing."""
+
+
+def create_run_writer(
+    run_dir: pathlib.Path | None,
+    log: RunLog,
+    config: TrainConfig,
+    devices: Devices,
+    dataset: TrainingData,
+    strategy: Strategy,
+    metadata: RunMetadata,
+) -> RunWriter:
+    """Creates the writer of a run; the arguments after `log` are those of `summary_template`.
+
+    Raises:
+        ValueError: there is no run directory.
+    """
+    if run_dir is None:
+        raise ValueError("a log needs a run directory; a worker without one calls assist")
+    template = summary_template(config, devices, dataset, strategy, metadata)
+    return RunWriter(run_dir, log, template)
 
 
 def summary_template(

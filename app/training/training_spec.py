@@ -1,11 +1,12 @@
 """A training as its configuration and data define it: batches, steps, rate, model, optimizer."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from app.config import TrainConfig
 from app.data.dataset import ImageDataset
-from app.data.input_pipeline import num_steps_per_epoch, train_dataset
+from app.data.input_pipeline import num_steps_per_epoch, train_batch, train_dataset
 from app.devices.device_setup import Devices
 from app.records.run_metadata import RunMetadata
 from app.runtime.versions import versions
@@ -121,6 +122,18 @@ class TrainingSpec:
             global_batch_size=self.config.global_batch_size,
             last_batch=self.config.last_batch,
             start_step=start_step,
+            flip=self.flips,
+        )
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the global batch of one step, from 0, without a `tf.data` set."""
+        return train_batch(
+            self.dataset.train_images,
+            self.dataset.train_labels,
+            seed=self.config.seed,
+            global_batch_size=self.config.global_batch_size,
+            last_batch=self.config.last_batch,
+            step=step,
             flip=self.flips,
         )
 

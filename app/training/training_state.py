@@ -3,6 +3,9 @@
 import dataclasses
 import pathlib
 import time
+from collections.abc import Sequence
+
+import numpy as np
 
 from app.config import TrainConfig
 from app.records.checkpoint import Checkpoint
@@ -17,6 +20,7 @@ from app.training.run_writer import TrainingWriter
 from app.training.strategy_builder import restore
 from app.training.worker_sync import broadcast_progress
 from strategies.base import StepTotals, Strategy
+from strategies.copies import State
 from strategies.workers import Workers
 
 
@@ -79,9 +83,63 @@ class TrainingState:
         own = resumed.checkpoint.per_shard_statistics if resumed else []
         self._strategy.broadcast_per_shard_statistics(own)
 
+    @property
+    def workers(self) -> Workers:
+        """The processes that train together."""
+        return self._strategy.workers
+
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:
         """Adds the steps of a compiled call to the progress."""
         self.progress = after_steps(self.progress, num_steps, totals, call_sec=call_sec)
+
+    def add_verification(self, sec: float, *, verified: int = 0, wrong: int = 0) -> None:
+        """Adds the verification of a step to the progress of the epoch.
+
+        Args:
+            sec: what it took.
+            verified: steps that were checked.
+            wrong: how many of them were not what they should be.
+        """
+        progress = self.progress
+        self.progress = dataclasses.replace(
+            progress,
+            verified_steps=progress.verified_steps + verified,
+            mismatches=progress.mismatches + wrong,
+            verification_sec=progress.verification_sec + sec,
+        )
+
+    def move_to_verification(self, sec: float) -> None:
+        """Counts seconds of the epoch under way as those of its verification."""
+        sec = min(sec, self.progress.epoch_sec / 2)  # What is left stays above 0.
+        epoch_sec = self.progress.epoch_sec - sec
+        self.progress = dataclasses.replace(self.progress, epoch_sec=epoch_sec)
+        self.add_verification(sec)
+
+    def roll_back(
+        self,
+        progress: Progress,
+        state: State | None,
+        per_shard_statistics: Sequence[Sequence[np.ndarray]],
+    ) -> bool:
+        """Gives every copy of every worker an earlier state; returns False where there is none.
+
+        Args:
+            progress: at that state.
+            state: on the chief, the state; None for no state.
+            per_shard_statistics: on the chief, of BatchNorm.
+        """
+        workers, strategy = self.workers, self._strategy
+        (is_given,) = workers.all_reduce_max(state is not None)
+        if not is_given:
+            return False
+        if state is not None:
+            strategy.load_state(state)
+            strategy.load_per_shard_statistics(per_shard_statistics)
+        if workers.count > 1:
+            strategy.broadcast_state()
+            strategy.broadcast_per_shard_statistics(per_shard_statistics)
+        self.progress = progress
+        return True
 
     def check_finite(self, totals: StepTotals, description: str) -> None:
         """Checks a loss; `description` says which, for example "training loss".

@@ -159,11 +159,13 @@ def _changed_by_itself(
         for r in (mismatch.replica_id, right)
     )
     at = int(np.argmax(np.abs(actual - expected)))
+    is_recorded = context.trace.tensors(mismatch.step, "sums")
+    when = "the sum that it got was right" if is_recorded else "in a step that was not recorded"
     return Diagnosis(
         "changed_by_itself",
         f"replica {mismatch.replica_id} has changed by itself, outside of the update:"
         f" {np.count_nonzero(actual != expected)} of {actual.size} elements of {tensor}, number"
-        f" {at} by {actual[at] - expected[at]:.6g}; the sum that it got was right",
+        f" {at} by {actual[at] - expected[at]:.6g}; {when}",
     )
 
 

@@ -1,9 +1,10 @@
 """Records what a training computes, step by step, with any strategy."""
 
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import keras
 import numpy as np
@@ -18,13 +19,21 @@ from strategies.copies import State
 from strategies.observer import Observer, Shard
 
 T = TypeVar("T")
+Check = Callable[[int, str, list[dict[str, np.ndarray]]], None]
 
 
-class Recorder(Observer):
-    """Observes a strategy and writes the trace of its steps.
+class StepArrays(Protocol):
+    """What takes the arrays of a step, kind by kind; see `TraceWriter.write`."""
+
+    def write(self, step: int, kind: str, per_replica: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Takes arrays of all replicas, or shards, of this worker."""
+
+
+class StepRecorder(Observer):
+    """Observes the steps of a strategy, and hands on the arrays of a step that was made.
 
     Args:
-        strategy: built, and no step made: its observer is replaced by this one.
+        strategy: built.
         inner: a second observer, which may inject a fault: what a replica computed is kept before
             that, the sums after it.
     """
@@ -34,62 +43,61 @@ class Recorder(Observer):
         self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
         self._sent: dict[int, SendTime] = {}
         self._parts: dict[int, dict[str, np.ndarray]] = {}  # Of a device: shapes.
-        strategy.observer = self
+        self._trainable = [variable.path for variable in strategy.model.trainable_variables]
 
-    def record(
-        self,
-        iterator: Iterator,
-        *,
-        num_steps: int,
-        path: pathlib.Path,
-        on_step: Callable[[int], None] = lambda step: None,
-    ) -> list[list[SendTime]]:
-        """Trains `num_steps` steps and leaves their trace in `path`.
+    def write_step(self, trace: StepArrays, step: int, check: Check) -> None:
+        """Writes what the step that was just made has computed, and the state after it.
 
         Args:
-            iterator: what `strategy.distribute` returned.
-            num_steps: how many.
-            path: where the trace goes.
-            on_step: called after each step.
+            trace: where it goes.
+            step: the number of the step.
+            check: called with step, kind and arrays of each item before these are written.
+        """
+        shards = self._take("shard")
+        check(step, "loss", [{"loss": loss} for *_, loss in shards])
+        trace.write(
+            step,
+            "examples",
+            [{"examples": hash_examples(images, labels)} for images, labels, _ in shards],
+        )
+        trace.write(step, "loss", [{"loss": loss} for *_, loss in shards])
+        for kind in ("gradients", "sums"):
+            per_replica = [
+                dict(zip(self._trainable, arrays, strict=True)) for arrays in self._take(kind)
+            ]
+            check(step, kind, per_replica)
+            trace.write(step, kind, per_replica)
+        self.write_states(trace, step, check)
 
-        Returns:
-            For each step and replica, when it sent the last of its gradients.
+    def write_states(self, trace: StepArrays, step: int, check: Check) -> None:
+        """Writes weights, optimizer state and BatchNorm statistics as they are now.
 
-        Raises:
-            ConfigError: steps of this strategy, or of this model, cannot be checked.
-            DivergedError: something that was computed is not finite.
-            DiskFullError: no space for the trace.
+        Args:
+            trace: where they go.
+            step: the last step that was made.
+            check: see `write_step`.
         """
         strategy = self._strategy
-        check_repeatable(strategy.model)
-        trainable = [variable.path for variable in self._strategy.model.trainable_variables]
-        times = []
-        num_replicas = strategy.num_replicas // strategy.workers.count
-        with TraceWriter(path, num_replicas) as trace:
-            self._write_states(trace, 0)
-            for step in range(1, num_steps + 1):
-                start, busy = time.monotonic(), time.process_time()
-                self._strategy.train_steps(iterator, 1)
-                shards = self._take("shard")
-                _check_finite(strategy, step, "loss", [{"loss": loss} for *_, loss in shards])
-                if step == 1 and self._parts:
-                    trace.write(step, PARTS, [self._parts[d] for d in sorted(self._parts)])
-                trace.write(
-                    step,
-                    "examples",
-                    [{"examples": hash_examples(images, labels)} for images, labels, _ in shards],
-                )
-                trace.write(step, "loss", [{"loss": loss} for *_, loss in shards])
-                for kind in ("gradients", "sums"):
-                    per_replica = [
-                        dict(zip(trainable, arrays, strict=True)) for arrays in self._take(kind)
-                    ]
-                    _check_finite(strategy, step, kind, per_replica)
-                    trace.write(step, kind, per_replica)
-                self._write_states(trace, step)
-                times.append([(sent - start, cpu - busy) for sent, cpu in self._take_times()])
-                on_step(step)
-        return times
+        states = strategy.copy_states()
+        check(step, "state", states)
+        for kind in ("slots", "weights"):
+            trace.write(step, kind, [_part(state, kind, strategy) for state in states])
+        own = [
+            {name: v.numpy() for name, v in shard.items()} for shard in strategy.shard_statistics()
+        ]
+        trace.write(step, "own statistics", [_without_prefix(arrays) for arrays in own])
+        trace.write(step, "statistics", [_without_prefix(strategy.averaged_statistics())])
+
+    def write_parts(self, trace: StepArrays, step: int) -> None:
+        """Writes the shapes of the parts of the weights, where devices hold parts."""
+        if self._parts:
+            trace.write(step, PARTS, [self._parts[d] for d in sorted(self._parts)])
+
+    def take_times(self) -> list[SendTime]:
+        """Returns when each replica of this worker sent its gradients in the last step."""
+        taken, self._sent = self._sent, {}
+        times, num = self._in_order("times", taken), self._strategy.shards_per_replica
+        return [max(times[i : i + num]) for i in range(0, len(times), num)]
 
     def on_shard(
         self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
@@ -144,12 +152,6 @@ class Recorder(Observer):
         taken = {i: self._kept.pop((kind, i)) for kind, i in list(self._kept) if kind == what}
         return self._in_order(what, taken)
 
-    def _take_times(self) -> list[SendTime]:
-        """Returns when each replica sent its gradients in the last step."""
-        taken, self._sent = self._sent, {}
-        times, num = self._in_order("times", taken), self._strategy.shards_per_replica
-        return [max(times[i : i + num]) for i in range(0, len(times), num)]
-
     def _in_order(self, what: str, taken: dict[int, T]) -> list[T]:
         """Returns what was taken of this worker's shards, or copies, in their order."""
         strategy, of_copies = self._strategy, what == "sums"
@@ -166,17 +168,59 @@ class Recorder(Observer):
             )
         return [taken[item_id] for item_id in ids]
 
-    def _write_states(self, trace: TraceWriter, step: int) -> None:
+
+class Recorder(StepRecorder):
+    """Records a training from its first step on, in a directory.
+
+    Args:
+        strategy: built, and no step made: its observer is replaced by this one.
+        inner: see `StepRecorder`.
+    """
+
+    def __init__(self, strategy: Strategy, inner: Observer | None = None):
+        super().__init__(strategy, inner)
+        strategy.observer = self
+
+    def record(
+        self,
+        iterator: Iterator,
+        *,
+        num_steps: int,
+        path: pathlib.Path,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> list[list[SendTime]]:
+        """Trains `num_steps` steps and leaves their trace in `path`.
+
+        Args:
+            iterator: what `strategy.distribute` returned.
+            num_steps: how many.
+            path: where the trace goes.
+            on_step: called after each step.
+
+        Returns:
+            For each step and replica, when it sent the last of its gradients.
+
+        Raises:
+            ConfigError: steps of this strategy, or of this model, cannot be checked.
+            DivergedError: something that was computed is not finite.
+            DiskFullError: no space for the trace.
+        """
         strategy = self._strategy
-        states = strategy.copy_states()
-        _check_finite(strategy, step, "state", states)
-        for kind in ("slots", "weights"):
-            trace.write(step, kind, [_part(state, kind, strategy) for state in states])
-        own = [
-            {name: v.numpy() for name, v in shard.items()} for shard in strategy.shard_statistics()
-        ]
-        trace.write(step, "own statistics", [_without_prefix(arrays) for arrays in own])
-        trace.write(step, "statistics", [_without_prefix(strategy.averaged_statistics())])
+        check_repeatable(strategy.model)
+        check = functools.partial(_check_finite, strategy)
+        times = []
+        num_replicas = strategy.num_replicas // strategy.workers.count
+        with TraceWriter(path, num_replicas) as trace:
+            self.write_states(trace, 0, check)
+            for step in range(1, num_steps + 1):
+                start, busy = time.monotonic(), time.process_time()
+                strategy.train_steps(iterator, 1)
+                if step == 1:
+                    self.write_parts(trace, step)
+                self.write_step(trace, step, check)
+                times.append([(sent - start, cpu - busy) for sent, cpu in self.take_times()])
+                on_step(step)
+        return times
 
 
 def _check_finite(

@@ -163,13 +163,18 @@ class Reference:
         forward: Forward = lambda model, images: model(images, training=True),
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
-            logits = forward(self._model, images)
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            if self._label_smoothing:
-                evenly = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
-                losses += self._label_smoothing * (evenly - losses)
-            loss = tf.reduce_sum(losses) / num_global_examples
+            loss = self._loss(forward(self._model, images), labels, num_global_examples)
         return loss, tape.gradient(loss, self._model.trainable_variables)
+
+    def _loss(
+        self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+    ) -> tf.Tensor:
+        logits = tf.cast(logits, self._dtype)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        if self._label_smoothing:
+            evenly = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
+            losses += self._label_smoothing * (evenly - losses)
+        return tf.reduce_sum(losses) / num_global_examples
 
     @tf.function(autograph=False)
     def _apply(self, gradients: list[tf.Tensor]) -> None:

@@ -66,7 +66,7 @@ def _other_weights(
     parts, split = context.trace.parts(), context.split
     before = state_before(context.trace, mismatch.step)
     of_device = _weights_of_devices(parts, split.num_replicas)
-    if mismatch.step > 1:
+    if context.trace.tensors(mismatch.step - 2, "weights"):
         older = state_before(context.trace, mismatch.step - 1)
         stages = {f"stage {k}": names for k, names in enumerate(of_device)}
         weights = context.trace.tensors(mismatch.step, "weights")

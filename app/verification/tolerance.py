@@ -11,6 +11,7 @@ _MARGIN = 4
 # An array this far off in any order is nothing but rounding, such as the gradient of a bias that
 # BatchNorm takes away again: it says nothing about others.
 _NOTHING_BUT_ROUNDING = 0.1
+LARGEST_LIMIT = _MARGIN * _NOTHING_BUT_ROUNDING  # Of an array that is more than rounding.
 
 
 @dataclasses.dataclass(frozen=True)

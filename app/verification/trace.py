@@ -1,7 +1,8 @@
 """What each step of a training computed, on disk.
 
 A trace is a directory with one file for each step, `step-00003.safetensors`; step 0 is the state
-before the first step. An array's name in it is `KIND/REPLICA/TENSOR`, for example
+before the first step. A trace of one step of a training has the step and the one before it, of
+which it holds the state alone. An array's name in a file is `KIND/REPLICA/TENSOR`, for example
 `gradients/1/conv1/kernel`. A replica's array that is bitwise identical to replica 0's is left out,
 except of "examples"; `copies/0/count` is the number of copies of the weights, `replicas/0/count`
 that of the replicas (as many as shards, where it is missing). `parts/DEVICE/TENSOR`, in step 1, is
@@ -107,6 +108,7 @@ class Trace:
         syncs_batch_norm: whether BatchNorm was to normalise all shards of a batch together.
 
     Attributes:
+        first_step: the first step that it holds: 1 but in a trace of one step of a training.
         num_steps: the last step that it holds.
         split: how many replicas, shards and copies of the weights there were.
         num_shards: how many shards sent gradients.
@@ -121,16 +123,21 @@ class Trace:
         self._open: dict[int, tuple[safe_open, contextlib.ExitStack]] = {}  # Step → its file.
         self._index: dict[tuple[int, str], dict[str, set[int]]] = {}
         with self._read_errors():
-            for step in sorted(int(m[1]) for p in path.iterdir() if (m := _NAME.fullmatch(p.name))):
+            steps = sorted(int(m[1]) for p in path.iterdir() if (m := _NAME.fullmatch(p.name)))
+            if missing := set(range(steps[0], steps[-1])) - set(steps):
+                raise ValueError(f"step {min(missing)} is missing")
+            for step in steps:
                 self._add_step(step)
             self.num_steps = max(step for step, _ in self._index)
-            self.num_shards = len(self._index[1, "examples"]["examples"])
+            self.first_step = min(step for step, kind in self._index if kind == "examples")
+            self.num_shards = len(self._index[self.first_step, "examples"]["examples"])
         self.num_copies = self._count("copies", 0)
         num_replicas = self._count("replicas", self.num_shards)
         self.split = Split(num_replicas, self.num_shards, self.num_copies, syncs_batch_norm)
 
     def _count(self, of: str, default: int) -> int:
-        return int(self.read(0, of, 0, "count")) if (0, of) in self._index else default
+        before = self.first_step - 1
+        return int(self.read(before, of, 0, "count")) if (before, of) in self._index else default
 
     def _add_step(self, step: int) -> None:
         with open_regular(_step_path(self._path, step)) as file, open_arrays(file) as arrays:
@@ -162,7 +169,7 @@ class Trace:
     def tensors(self, step: int, kind: str) -> list[str]:
         """Returns the names of the tensors of a kind, in the order of the model."""
         if kind == "updates":
-            return self.tensors(step, "weights") if step > 0 else []
+            return self.tensors(step, "weights") if step >= self.first_step else []
         return list(self._index.get((step, kind), {}))
 
     def replicas(self, step: int, kind: str, tensor: str) -> list[int]:
@@ -209,9 +216,10 @@ class Trace:
     def parts(self) -> list[dict[str, tuple[int, ...]]]:
         """Returns for each device, path of a weight → shape of its part; empty for whole copies."""
         per_device: dict[int, dict[str, tuple[int, ...]]] = {}
-        for tensor in self.tensors(1, PARTS):
-            for device_id in self.replicas(1, PARTS, tensor):
-                shape = tuple(map(int, self.read(1, PARTS, device_id, tensor)))
+        step = self.first_step
+        for tensor in self.tensors(step, PARTS):
+            for device_id in self.replicas(step, PARTS, tensor):
+                shape = tuple(map(int, self.read(step, PARTS, device_id, tensor)))
                 per_device.setdefault(device_id, {})[tensor] = shape
         return [per_device[device_id] for device_id in sorted(per_device)]
 

@@ -68,24 +68,42 @@ class TraceChecker:
             batches: the global batches that it was to train on, from the first on.
             on_step: called after each step.
         """
-        measurements = list(self._initial(trace))
+        measurements = list(self.initial(trace))
         samples: list[SummationSample] = []
-        for step, (images, labels) in zip(range(1, trace.num_steps + 1), batches, strict=False):
-            before = state_before(trace, step)
-            shards, wrong = find_shards(trace, step, images, labels)
-            measurements += [
-                Measurement.counted((step, "examples", "examples", shard_id), count)
-                for shard_id, count in enumerate(wrong)
-            ]
-            samples += self._computed(trace, step, before, (images, labels), shards)
-            measurements += self._summed(trace, step)
-            measurements += self._updated(trace, step, before)
-            measurements += _replica_agreement(trace, step)
-            measurements += _averaged(trace, step)
+        for step, batch in zip(range(1, trace.num_steps + 1), batches, strict=False):
+            of_step, samples_of_step = self.check_step(trace, step, batch)
+            measurements += of_step
+            samples += samples_of_step
             on_step(step)
         return sorted([*measurements, *with_limits(samples)], key=lambda m: m.order)
 
-    def _initial(self, trace: Trace) -> Iterator[Measurement]:
+    def check_step(
+        self, trace: Trace, step: int, batch: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[list[Measurement], list[SummationSample]]:
+        """Measures every array of one step.
+
+        Args:
+            trace: holds the step and the state before it.
+            step: its number.
+            batch: the global batch that it was to train on.
+
+        Returns:
+            The measurements, and those whose limits `with_limits` has to find.
+        """
+        before = state_before(trace, step)
+        shards, wrong = find_shards(trace, step, *batch)
+        measurements = [
+            Measurement.counted((step, "examples", "examples", shard_id), count)
+            for shard_id, count in enumerate(wrong)
+        ]
+        samples = list(self._computed(trace, step, before, batch, shards))
+        measurements += self.summed(trace, step)
+        measurements += self.updated(trace, step, before)
+        measurements += replica_agreement(trace, step)
+        measurements += averaged(trace, step)
+        return measurements, samples
+
+    def initial(self, trace: Trace) -> Iterator[Measurement]:
         """Step 0: what model, recipe and seed define, on every replica."""
         for kind in ("slots", "weights", "own statistics"):
             for tensor in trace.tensors(0, kind):
@@ -116,14 +134,14 @@ class TraceChecker:
             exact = future.result()
         spreads: dict[tuple, list[float]] = collections.defaultdict(list)
         for results in [in_order, *orders]:
-            for array in _arrays(trace, step):
-                error = relative_error(_pick(results, trace, array), _pick(exact, trace, array))
+            for array in unit_arrays(trace, step):
+                error = relative_error(pick(results, trace, array), pick(exact, trace, array))
                 spreads[array].append(error)
-        for array in _arrays(trace, step):
-            expected, float32 = (_pick(results, trace, array) for results in (exact, in_order))
+        for array in unit_arrays(trace, step):
+            expected, float32 = (pick(results, trace, array) for results in (exact, in_order))
             where = (step, *array)
             yield SummationSample(
-                Measurement.of(where, _read(trace, where), expected, float32), spreads[array]
+                Measurement.of(where, read_of_unit(trace, where), expected, float32), spreads[array]
             )
 
     def _other_orders(
@@ -152,7 +170,7 @@ class TraceChecker:
                 results = reference.gradients(before, *batch, rows, per_shard_statistics=statistics)
                 yield [_sum_of_parts([results.pop(0) for part in u if len(part)]) for u in parts]
 
-    def _summed(self, trace: Trace, step: int) -> Iterator[Measurement]:
+    def summed(self, trace: Trace, step: int) -> Iterator[Measurement]:
         """The sums that each replica got, against the gradients that were sent.
 
         Adding R numbers in any order rounds R − 1 times: the error of an element is at most
@@ -177,7 +195,7 @@ class TraceChecker:
                 where = (step, "sums", tensor, replica_id)
                 yield Measurement.bounded(where, actual, total, _add_in_order(sent), bound)
 
-    def _updated(self, trace: Trace, step: int, before: Arrays) -> Iterator[Measurement]:
+    def updated(self, trace: Trace, step: int, before: Arrays) -> Iterator[Measurement]:
         """Weights and slots after the step, against the optimizer's rule in float64."""
         sums = {
             tensor: trace.read(step, "sums", 0, tensor) for tensor in trace.tensors(step, "sums")
@@ -200,7 +218,7 @@ class TraceChecker:
                     yield Measurement.bounded(where, actual, expected, rounded, bound)
 
 
-def _arrays(trace: Trace, step: int) -> list[tuple[str, str, int]]:
+def unit_arrays(trace: Trace, step: int) -> list[tuple[str, str, int]]:
     """Returns kind, tensor and unit, or shard, of all that is computed from examples."""
     counts = {kind: len(trace.split.units) for kind in ("loss", "gradients")}
     counts["own statistics"] = trace.num_shards
@@ -212,9 +230,10 @@ def _arrays(trace: Trace, step: int) -> list[tuple[str, str, int]]:
     ]
 
 
-def _pick(
+def pick(
     per_unit_results: list[ShardResult], trace: Trace, array: tuple[str, str, int]
 ) -> np.ndarray:
+    """Returns kind, tensor and unit, or shard, from what the reference computed."""
     kind, tensor, item_id = array
     if kind == "own statistics":
         return per_unit_results[trace.split.unit_of(item_id)].statistics[tensor]
@@ -222,14 +241,15 @@ def _pick(
     return result.loss if kind == "loss" else result.gradients[tensor]
 
 
-def _read(trace: Trace, where: Where) -> np.ndarray:
+def read_of_unit(trace: Trace, where: Where) -> np.ndarray:
+    """Returns what the training computed there, of a unit or a shard."""
     step, kind, tensor, item_id = where
     if kind == "own statistics":
         return trace.read(step, kind, item_id, tensor)
     return trace.read_unit(step, kind, item_id, tensor)
 
 
-def _replica_agreement(trace: Trace, step: int) -> Iterator[Measurement]:
+def replica_agreement(trace: Trace, step: int) -> Iterator[Measurement]:
     """What replicas hold in common, against replica 0: it has to be the same bits."""
     for kind in ("sums", "slots", "weights"):
         for tensor in trace.tensors(step, kind):
@@ -239,7 +259,7 @@ def _replica_agreement(trace: Trace, step: int) -> Iterator[Measurement]:
                 yield Measurement.of(where, actual, first)
 
 
-def _averaged(trace: Trace, step: int) -> Iterator[Measurement]:
+def averaged(trace: Trace, step: int) -> Iterator[Measurement]:
     """The statistics that are saved, against the mean of the replicas' own."""
     for tensor in trace.tensors(step, "statistics"):
         own = [

@@ -52,7 +52,7 @@ def write_training_files(
     model = spec.build_model()
     num_epochs = config.epochs if num_steps is None else -(-num_steps // spec.steps_per_epoch)
     dataset = spec.dataset
-    order = [epoch_order(config.seed, e, dataset.num_train_examples) for e in range(num_epochs)]
+    order = [epoch_order(dataset.num_train_examples, config.seed, e)[0] for e in range(num_epochs)]
     start, batches = folder / START_FILE, folder / BATCHES_FILE
     np.savez(start, **{v.path: v.numpy() for v in model.variables if v.dtype == "float32"})
     np.savez(

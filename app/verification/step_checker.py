@@ -1,0 +1,232 @@
+"""Checks single recorded steps of a training that goes on.
+
+Each step is first compared bit for bit with what one device computes in float32. Only what differs
+is looked at more closely: by bounds that are computed at once where there are any, else by the
+limits that earlier steps gave. Where those are exceeded, or are not there yet, the step is measured
+like a step of `verify`: against float64, with limits from other orders of summation. These follow
+from the reference alone, so that a step that is wrong cannot widen what it is compared with.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from app.training.training_spec import TrainingSpec
+from app.verification.diagnosis import explain
+from app.verification.measurement import Measurement, Where, first_mismatch, relative_error
+from app.verification.memory_trace import MemoryTrace, same_bits
+from app.verification.parallel_reference import ParallelReference
+from app.verification.reference import Arrays, Reference, ShardResult
+from app.verification.step_context import StepContext
+from app.verification.step_start import (
+    find_shards,
+    rows_of_units,
+    state_before,
+    statistics_before,
+)
+from app.verification.tolerance import LARGEST_LIMIT, SummationSample, with_limits
+from app.verification.trace import hash_examples
+from app.verification.trace_checker import (
+    TraceChecker,
+    averaged,
+    pick,
+    read_of_unit,
+    replica_agreement,
+    unit_arrays,
+)
+from app.verification.verdict import Finding, StrategyVerdict
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+_KEPT_STEPS = 8  # Whose spreads count for the limits.
+
+
+class StepChecker:
+    """Compares recorded steps with the reference.
+
+    Args:
+        spec: of the training.
+        strategy: its name.
+        num_threads: how many shards the float32 reference computes at the same time.
+    """
+
+    def __init__(self, spec: TrainingSpec, strategy: str, num_threads: int):
+        self._spec, self._strategy = spec, strategy
+        self._reference32 = self._create(ParallelReference, "float32", num_threads=num_threads)
+        self._measuring: TraceChecker | None = None
+        self._samples: list[list[SummationSample]] = []
+        self._limits: dict[tuple[str, str], float] = {}  # Kind and tensor → relative error.
+
+    def find(self, trace: MemoryTrace, position: int) -> Finding | None:
+        """Returns what is wrong with a step; None if it is right.
+
+        A step that computed numbers that are not finite is not judged.
+
+        Args:
+            trace: of the step.
+            position: of its batch in the data, from 0.
+        """
+        batch = self._spec.batch(position)
+        if self._is_as_expected(trace, batch) or not trace.is_finite():
+            return None
+        return self._measure(trace, batch)
+
+    def _create(self, reference_class: type[Reference], dtype: str, **options: Any) -> Reference:
+        spec = self._spec
+        return reference_class(
+            spec.build_model,
+            spec.create_optimizer,
+            dtype,
+            precision=spec.config.precision if dtype == "float32" else None,
+            label_smoothing=spec.label_smoothing,
+            **options,
+        )
+
+    def _is_as_expected(self, trace: MemoryTrace, batch: Batch) -> bool:
+        """Tells whether the step is right by the comparisons that cost little."""
+        step = trace.first_step
+        shards, wrong = find_shards(trace, step, *batch)
+        if any(wrong) or trace.have_copies_differed():
+            return False
+        if step == 1 and not self._is_start_right(trace):
+            return False
+        before = state_before(trace, step)
+        return (
+            self._are_sums_right(trace, step)
+            and self._is_update_right(trace, step, before)
+            and _all_within(averaged(trace, step))
+            and self._are_gradients_right(trace, step, before, batch, shards)
+        )
+
+    def _is_start_right(self, trace: MemoryTrace) -> bool:
+        """Tells whether the training starts from what model, recipe and seed define."""
+        expected = self._reference32.initial_state
+        return all(
+            same_bits(trace.read(0, kind, item_id, tensor), expected[tensor])
+            for kind in ("slots", "weights", "own statistics")
+            for tensor in trace.tensors(0, kind)
+            for item_id in trace.replicas(0, kind, tensor)
+        )
+
+    def _are_sums_right(self, trace: MemoryTrace, step: int) -> bool:
+        for tensor in trace.tensors(step, "sums"):
+            total = trace.read(step, "gradients", 0, tensor)
+            for shard_id in range(1, trace.num_shards):
+                total = total + trace.read(step, "gradients", shard_id, tensor)
+            if not same_bits(total, trace.read(step, "sums", 0, tensor)):
+                return _all_within(self._checker.summed(trace, step))
+        return True
+
+    def _is_update_right(self, trace: MemoryTrace, step: int, before: Arrays) -> bool:
+        sums = {t: trace.read(step, "sums", 0, t) for t in trace.tensors(step, "sums")}
+        after = self._reference32.update(before, sums)
+        actual = (
+            (tensor, trace.read(step, kind, 0, tensor))
+            for kind in ("slots", "weights")
+            for tensor in trace.tensors(step, kind)
+        )
+        if all(same_bits(array, after[tensor]) for tensor, array in actual):
+            return True
+        return _all_within(self._checker.updated(trace, step, before))
+
+    def _are_gradients_right(
+        self, trace: MemoryTrace, step: int, before: Arrays, batch: Batch, shards: list[np.ndarray]
+    ) -> bool:
+        """Compares loss, gradients and BatchNorm statistics of each shard."""
+        per_shard = statistics_before(trace, step)
+        results = self._reference32.gradients(
+            before,
+            *batch,
+            rows_of_units(trace, shards),
+            per_shard_statistics=[per_shard[unit[0]] for unit in trace.split.units],
+        )
+        for array in unit_arrays(trace, step):
+            where: Where = (step, *array)
+            actual, expected = read_of_unit(trace, where), pick(results, trace, array)
+            if not same_bits(actual, expected) and not self._is_within_limit(
+                array, actual, expected, results
+            ):
+                return False
+        return True
+
+    def _is_within_limit(
+        self,
+        array: tuple[str, str, int],
+        actual: np.ndarray,
+        expected: np.ndarray,
+        results: list[ShardResult],
+    ) -> bool:
+        """Tells whether an array is as near to the reference as those of earlier steps may be.
+
+        What was nothing but rounding in an earlier step is measured by the largest gradient.
+        """
+        kind, tensor, item_id = array
+        if (kind, tensor) in self._limits:
+            return relative_error(actual, expected) <= self._limits[kind, tensor]
+        limit = max((x for (k, _), x in self._limits.items() if k == kind), default=0.0)
+        if kind != "gradients" or not limit:
+            return False
+        largest = max(np.linalg.norm(g) for g in results[item_id].gradients.values())
+        return bool(np.linalg.norm(actual - expected) <= limit * largest)
+
+    @property
+    def _checker(self) -> TraceChecker:
+        """What measures a step; its references are built when they are first needed."""
+        if self._measuring is None:
+            config = self._spec.config
+            synchronized = None
+            if config.batch_norm == "sync":
+                synchronized = self._create(Reference, "float32", mean_of_squares=True)
+            self._measuring = TraceChecker(
+                self._create(Reference, "float64"),
+                self._reference32,
+                mean_of_squares=synchronized,
+                communication_dtype=config.communication_dtype,
+            )
+        return self._measuring
+
+    def _measure(self, trace: MemoryTrace, batch: Batch) -> Finding | None:
+        """Measures all arrays of the step, and explains the first one out of tolerance."""
+        step = trace.first_step
+        measurements = list(
+            self._checker.initial(trace) if step == 1 else replica_agreement(trace, step - 1)
+        )
+        of_step, samples = self._checker.check_step(trace, step, batch)
+        known = [sample for of_one_step in self._samples for sample in of_one_step]
+        limited = with_limits([*known, *samples])[len(known) :]
+        measurements = sorted([*measurements, *of_step, *limited], key=lambda m: m.order)
+        mismatch = first_mismatch(measurements)
+        if mismatch is None:
+            self._learn(samples, limited)
+            return None
+        context = StepContext(
+            trace, measurements, lambda step: batch, self._hashes, self._checker.reference64
+        )
+        diagnosis = explain(context, mismatch)
+        verdict = StrategyVerdict(
+            self._strategy, measurements, mismatch, diagnosis, None, trace.split
+        )
+        finding = verdict.findings()[0]
+        return dataclasses.replace(finding, where=finding.where.removeprefix("first at "))
+
+    def _learn(self, samples: list[SummationSample], limited: list[Measurement]) -> None:
+        """Keeps how far rounding carried the reference in a step that is right."""
+        self._samples = [*self._samples, samples][-_KEPT_STEPS:]
+        for each in limited:
+            key = each.kind, each.tensor
+            if each.limit < LARGEST_LIMIT:  # Else it is nothing but rounding, or 0.
+                self._limits[key] = max(each.limit, self._limits.get(key, 0.0))
+
+    def _hashes(self) -> np.ndarray:
+        """Returns the hashes of all training examples, mirrored ones too where there are any."""
+        images, labels = self._spec.dataset.train_images, self._spec.dataset.train_labels
+        hashes = hash_examples(images, labels)
+        if not self._spec.flips:
+            return hashes
+        return np.concatenate([hashes, hash_examples(images[:, :, ::-1], labels)])
+
+
+def _all_within(measurements: Iterator[Measurement]) -> bool:
+    return all(measurement.within_tolerance for measurement in measurements)

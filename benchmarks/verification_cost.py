@@ -1,0 +1,94 @@
+"""What a verified step costs: a usual step and a verified one in turn, by the clock and in work.
+
+python benchmarks/verification_cost.py [model] [batch] [number of replicas] [rounds] [precision]
+
+Steps that are not verified are the same compiled function with verification and without. So what
+`--verify_every=N` costs is the extra time of one verified step in N.
+"""
+
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from app.config import TrainConfig
+from app.config.names import VERIFY_EVERY
+from app.devices import device_setup
+
+
+def timed(function: Callable[[], object]) -> tuple[float, float]:
+    """Returns the seconds of a call by the clock, and of the processor."""
+    start, work = time.monotonic(), time.process_time()
+    function()
+    return time.monotonic() - start, time.process_time() - work
+
+
+def show(name: str, values: list[float]) -> str:
+    """Returns median and range in milliseconds."""
+    low, high = (1000 * each(values) for each in (min, max))
+    return f"{name} {1000 * statistics.median(values):,.0f} ms ({low:,.0f} to {high:,.0f})"
+
+
+def main(
+    model: str = "lenet",
+    global_batch_size: str = "256",
+    num_replicas: str = "2",
+    num_rounds: str = "20",
+    precision: str = "float32",
+) -> None:
+    """Times the steps in turn and prints what verification adds to an epoch."""
+    config = TrainConfig(
+        model=model, global_batch_size=int(global_batch_size), device="cpu", recipe="fast",
+        num_devices=int(num_replicas), precision=precision,
+    )  # fmt: skip
+    devices = device_setup.set_up(config)
+    from app.training.training_spec import TrainingSpec, load_data
+    from app.verification.step_verifier import StepVerifier
+
+    spec = TrainingSpec(config, load_data(config))
+    strategy = spec.build_strategy(devices)
+    verifier = StepVerifier(config, spec, strategy)
+    iterator = strategy.distribute(spec.batches())
+    made = 0
+
+    def usual() -> None:
+        nonlocal made
+        strategy.train_steps(iterator, 1)
+        made += 1
+
+    def verified() -> None:
+        nonlocal made
+        verifier.train_step(iterator, made + 1)
+        finding = verifier.check(made)
+        if finding:
+            sys.exit(finding.text)
+        made += 1
+
+    fast_sec, once_sec = timed(lambda: strategy.train_steps(iterator, 0)), [0.0, 0.0]
+    for first in (lambda: verifier.compile(iterator), verified):
+        once_sec = [a + b for a, b in zip(once_sec, timed(first), strict=True)]
+    usual()
+    verified()
+    rounds = [(timed(usual), timed(verified)) for _ in range(int(num_rounds))]
+    print(
+        f"{model}, batch {global_batch_size}, {num_replicas} replicas, {precision},"
+        f" {num_rounds} rounds; compiled once: usual step {fast_sec[0]:.2f} s"
+        f" ({fast_sec[1]:.2f} s of work), verified step and reference {once_sec[0]:.2f} s"
+        f" ({once_sec[1]:.2f} s)"
+    )
+    for kind, name in enumerate(("clock", "work")):
+        steps = [pair[0][kind] for pair in rounds]
+        extra = [pair[1][kind] - pair[0][kind] for pair in rounds]
+        share = statistics.median(extra) / statistics.median(steps)
+        in_epoch = 1 + spec.steps_per_epoch / VERIFY_EVERY  # On average.
+        print(
+            f"  {name}: {show('step', steps)}, {show('verified: more by', extra)};"
+            f" N=100: {share:.2f} %, default: {100 * share * in_epoch / spec.steps_per_epoch:.2f} %"
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
