@@ -163,9 +163,24 @@ class MirroredStrategy(Strategy):
         """Sums tensors with TensorFlow's cross-device ops, in replica context."""
         if self.algorithm == "none":
             return tensors
-        buckets, context = self.gradient_buckets(tensors), tf.distribute.get_replica_context()
-        packed = context.all_reduce(tf.distribute.ReduceOp.SUM, buckets.pack(tensors))
-        return buckets.unpack(packed)
+        buckets = self.gradient_buckets(tensors)
+        return buckets.unpack(self._sum_packed(buckets.pack(tensors)))
+
+    def _sum_packed(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums buckets with TensorFlow's cross-device ops, in replica context.
+
+        As `ReplicaContext.all_reduce` does, but without its gradient, which nothing here needs: for
+        it TensorFlow walks through the graph of all replicas once for each replica, which took 21
+        of 30 s in tracing LeNet for 64 replicas, and adds an `IdentityN` over all sums.
+        """
+
+        def sum_over_replicas(strategy: tf.distribute.Strategy, *values: Any) -> list[Any]:
+            # A value is its own destination: each replica's device gets the sum.
+            pairs = [(value, value) for value in values]
+            return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+
+        context = tf.distribute.get_replica_context()
+        return context.merge_call(sum_over_replicas, args=tensors)
 
     @tf.function(autograph=False)
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:

@@ -45,6 +45,11 @@ class MultiWorkerStrategy(MirroredStrategy):
         bounds = [self.shard_bounds(largest, shard_id) for shard_id in range(self.num_shards)]
         return gather_padded(per_replica_tensors, max(int(end - start) for start, end in bounds))
 
+    def _sum_packed(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums buckets with a collective of each replica, in replica context."""
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+
     def _create_tf_strategy(self) -> tf.distribute.Strategy:
         from strategies.collective_cluster import CollectiveStrategy
 

@@ -170,7 +170,7 @@ def threads_as_processes():
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
         patch.setattr(strategy_processes, "ForkServer", ThreadServer)
         patch.setattr(strategy_processes, "ChildProcess", ThreadAsProcess)
-        patch.setattr(case_process, "_BLOCK_SEC", 0.1)
+        patch.setattr(case_process, "BLOCK_SEC", 0.1)
         patch.setattr(compare, "train_in_child_process", train_here)
         yield patch
 

@@ -69,8 +69,24 @@ def test_the_learning_rate_follows_the_batch():
         ({"global_batch_size": 12}, "4 images on each device"),
         ({"num_train_examples": 2570}, "the last batch of each epoch has 10 of 256"),
         ({"learning_rate": 1.0}, "--learning_rate=1 is 5 times what the rule says"),
-        ({"global_batch_size": 10_000}, "beyond 8,192 the linear rule"),
+        (
+            {"global_batch_size": 10_000},
+            "the linear rule for the learning rate was seen to hold up to 8,192",
+        ),
         ({"global_batch_size": 1024}, "recipe d2l has no warm-up"),
+        (
+            {"global_batch_size": 5000, "recipe": "fast"},
+            "the square-root rule for the learning rate was seen to hold up to 4,096",
+        ),
+        (
+            {"global_batch_size": 4096, "recipe": "fast", "epochs": 100},
+            "a learning rate of 0.8 is more than 2 times the recipe's for 256 images, which was not"
+            " seen to hold; use --learning_rate=0.4",
+        ),
+        (
+            {"global_batch_size": 2048, "recipe": "fast", "epochs": 4},
+            "120 steps in all: with fewer than 566 the learning rate rises less high",
+        ),
     ],
 )
 def test_warnings(options, told):
@@ -79,6 +95,30 @@ def test_warnings(options, told):
 
 def test_nothing_to_warn_of():
     assert list(plan_of(num_devices=2).warnings(on_cpu=True)) == []
+    fast = plan_of(num_devices=2, recipe="fast", global_batch_size=1024)
+    assert list(fast.warnings(on_cpu=True)) == []
+
+
+def test_the_rule_of_the_learning_rate_is_told(capsys):
+    for options, told in [
+        ({"global_batch_size": 1024}, "0.8: the recipe's 0.2 for 256 images, in proportion to"),
+        (
+            {"global_batch_size": 1024, "recipe": "fast"},
+            "0.4, risen to in 200 steps: the recipe's 0.2 for 256 images, growing with the"
+            " square root of the batch",
+        ),
+        (
+            {"global_batch_size": 1024, "recipe": "fast", "epochs": 4},
+            "0.236, risen to in 118 steps: the recipe's 0.2 for 256 images, growing with the square"
+            " root of the batch, and lower for so few steps",
+        ),
+        (
+            {"global_batch_size": 128, "recipe": "fast"},
+            "for 256 images, in proportion to the batch",
+        ),
+    ]:
+        print_training_plan(plan_of(**options))
+        assert told in capsys.readouterr().out
 
 
 def test_too_little_memory_is_told(monkeypatch):
@@ -90,7 +130,7 @@ def test_too_little_memory_is_told(monkeypatch):
 
 def test_what_is_printed(lenet, capsys):
     print_training_plan(lenet)
-    print_probe(lenet, make_sample("manual", 3, [0.1, 0.1, 0.1], simulated=True))
+    print_probe(lenet, [make_sample("manual", 3, [0.1, 0.1, 0.1], simulated=True)])
     shown = capsys.readouterr().out
     assert "on 3 devices" in shown and "100 images: 34 on 1 device, 33 on 2 devices" in shown
     assert "30 images: 10 on each device" in shown

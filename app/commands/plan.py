@@ -1,6 +1,7 @@
 """`plan`: what a training would take, by arithmetic, and with `--probe` by a few steps."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -12,10 +13,12 @@ from app.devices import device_setup
 from app.performance.all_reduce_model import LinearCost
 from app.performance.case import Case, Sample
 from app.performance.rounds import measure
+from app.performance.scaling_model import MIN_COUNTS
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
 _ROUNDS, _PROBE_ROUNDS = 5, 3
+_MOST_PROBED = 8  # Devices: a step on more of them is extrapolated.
 _LARGEST_SHARD = 256  # A step's time is a straight line in the shard: no larger one is measured.
 
 
@@ -37,7 +40,7 @@ def run(config: PlanConfig) -> None:
         )
         print_cluster(plan, compute, samples)
     elif samples:
-        print_probe(plan, samples[0])
+        print_probe(plan, samples)
     on_cpu = not config.plans_cluster and (config.device == "cpu" or not visible_gpus())
     for warning in plan.warnings(on_cpu=on_cpu):
         console.warn(warning)
@@ -46,17 +49,47 @@ def run(config: PlanConfig) -> None:
 def _with_all_gpus(config: PlanConfig) -> PlanConfig:
     """Names the number of devices where the machine decides it: every GPU."""
     decided = config.plans_cluster or config.num_devices_asked
-    number = 0 if decided or config.device == "cpu" else len(visible_gpus())
+    number = 0 if decided else _num_gpus(config)
     return dataclasses.replace(config, num_gpus=number) if number else config
 
 
+def _num_gpus(config: PlanConfig) -> int:
+    return 0 if config.device == "cpu" else len(visible_gpus())
+
+
 def _probe(config: PlanConfig) -> list[Sample]:
-    """Makes some steps of the training that is planned, where that is asked for."""
+    """Makes some steps of the training that is planned, where that is asked for.
+
+    More devices than can be measured are replaced by fewer ones with the same shards.
+    """
     if not config.probe:
         return []
     batch = min(config.planned_batch_size, NUM_TRAIN_EXAMPLES)
-    name = config.strategy if config.num_devices_planned > 1 else "single"
-    return _measure([_case(config, name, batch)], _PROBE_ROUNDS)
+    num_devices = config.num_devices_planned
+    if num_devices == 1:
+        return _measure([_case(config, "single", batch)], _PROBE_ROUNDS)
+    counts = [num_devices] if config.is_split else counts_to_probe(num_devices, _num_gpus(config))
+    if counts == [num_devices]:
+        return _measure([_case(config, config.strategy, batch)], _PROBE_ROUNDS)
+    shard = -(-batch // num_devices)
+    cases = [
+        _case(config, config.strategy, shard * count, {"num_devices": count, "num_gpus": None})
+        for count in counts
+    ]
+    return _measure(cases, _ROUNDS)
+
+
+def counts_to_probe(num_devices: int, num_gpus: int) -> list[int]:
+    """Returns the numbers of devices to measure: the number itself, or up to four smaller ones.
+
+    Args:
+        num_devices: what is planned.
+        num_gpus: what there is; 0 for logical CPU devices, of which there are as many as asked for.
+    """
+    most = min(_MOST_PROBED, num_gpus or num_devices)
+    if num_devices <= most or most <= MIN_COUNTS:
+        return [num_devices]
+    return sorted({round(float(count)) for count in np.linspace(2, most, 4)})
 
 
 def _sample_shards(config: PlanConfig) -> list[Sample]:
@@ -67,10 +100,12 @@ def _sample_shards(config: PlanConfig) -> list[Sample]:
     return _measure([_case(config, "single", size) for size in sizes], _ROUNDS)
 
 
-def _case(config: PlanConfig, name: str, batch: int) -> Case:
+def _case(
+    config: PlanConfig, name: str, batch: int, devices: Mapping[str, int | None] | None = None
+) -> Case:
     """Returns a training on generated images, one batch again and again."""
     options = {"num_train_examples": batch, "global_batch_size": batch, "dataset": "synthetic"}
-    return Case(training_config(config, name, **options), reads_input=False)
+    return Case(training_config(config, name, **options, **(devices or {})), reads_input=False)
 
 
 def _building(config: PlanConfig) -> TrainConfig:

@@ -1,6 +1,7 @@
 """What an all-reduce costs: latency and bandwidth, fitted, and carried over to more devices."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ _COSTS = {
     "ring": lambda r: (2 * (r - 1), 2 * (r - 1) / r),
     "direct": lambda r: (2, 2 * (r - 1) / r),
 }
+_ROUNDING = 1e-12
 _COSTS["nccl"] = _COSTS["ring"]  # TensorFlow's hierarchical one has no formula here.
 
 
@@ -85,7 +87,7 @@ class AllReduceModel:
                 for (steps, passes), t in zip(costs, times, strict=True)
             ]
         )
-        latency, sec_per_byte = _least_squares(rows, np.ones(len(rows)))
+        latency, sec_per_byte = least_squares(rows, np.ones(len(rows)))
         return cls(algorithm, shared, latency, sec_per_byte)
 
 
@@ -115,17 +117,21 @@ class LinearCost:
         """Fits both numbers so that relative errors are small; neither is negative."""
         measured = np.asarray(secs, np.float64)
         rows = np.stack([1 / measured, np.asarray(num_examples) / measured], axis=1)
-        return cls(*_least_squares(rows, np.ones(len(rows))))
+        return cls(*least_squares(rows, np.ones(len(rows))))
 
 
-def _least_squares(rows: np.ndarray, targets: np.ndarray) -> tuple[float, float]:
-    """Returns the two numbers, neither negative, for which rows · numbers is nearest to targets."""
-    best = np.linalg.lstsq(rows, targets, rcond=None)[0]
-    if np.any(best < 0):  # The best one on the border: one of them is 0.
-        alone = [float(column @ targets / (column @ column)) for column in rows.T]
-        errors = [
-            np.sum((column * x - targets) ** 2) for column, x in zip(rows.T, alone, strict=True)
-        ]
-        keep = int(np.argmin(errors))
-        best = [alone[keep] if i == keep else 0.0 for i in range(2)]
-    return float(best[0]), float(best[1])
+def least_squares(rows: np.ndarray, targets: np.ndarray) -> list[float]:
+    """Returns the numbers, none negative, for which rows · numbers is nearest to targets.
+
+    The best ones are those of an ordinary fit in which some are 0: there are few enough to try
+    every choice. Of choices that fit equally well the one with most zeros is taken.
+    """
+    total = float(targets @ targets)
+    best, least = np.zeros(rows.shape[1]), total
+    for used in sorted(itertools.product([False, True], repeat=rows.shape[1]), key=sum):
+        numbers = np.zeros(rows.shape[1])
+        numbers[list(used)] = np.linalg.lstsq(rows[:, used], targets, rcond=None)[0]
+        error = float(np.sum((rows @ numbers - targets) ** 2))
+        if np.all(numbers >= 0) and error < least - _ROUNDING * total:
+            best, least = numbers, error
+    return best.tolist()

@@ -22,7 +22,7 @@ _WARM_UP_STEPS = 3
 _SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
 _LARGEST_ALL_REDUCE_BYTES = 64 << 20
 _ALL_REDUCE_SEC, _ALL_REDUCE_REPEATS = 0.1, 5
-_BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
+BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
 
 
 def sample(channel: Channel, case: Case) -> PeakMemory:
@@ -57,7 +57,7 @@ def sample(channel: Channel, case: Case) -> PeakMemory:
     channel.send(("facts", _facts(spec, strategy, prepared, compile_sec)))
 
     step_sec = _warm_up(strategy, iterator)
-    channel.send(("ready", max(1, round(_BLOCK_SEC / step_sec))))
+    channel.send(("ready", max(1, round(BLOCK_SEC / step_sec))))
     while request := channel.receive():
         if request == "all_reduce":
             channel.send(("all_reduce", time_all_reduce(strategy)))

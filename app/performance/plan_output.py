@@ -1,11 +1,16 @@
 """What `plan` prints of a training."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from app.performance import interval
 from app.performance.case import Sample
+from app.performance.scaling_model import ScalingModel, is_pairwise
 from app.performance.split_plan_output import mib, print_split_plan
 from app.performance.training_plan import TrainingPlan
 from app.runtime import console
-from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
+from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE, Recipe, find_recipe
 
 _WIDTH = 12
 
@@ -76,12 +81,23 @@ def _learning_rate_text(plan: TrainingPlan) -> str:
     recipe = find_recipe(plan.config.recipe, plan.config.model)
     own = plan.config.learning_rate
     given = f"{own:g}, as --learning_rate says; the recipe would have " if own else ""
-    warmup = f", risen to in {recipe.warmup:.0%} of the steps" if recipe.warmup is not None else ""
+    num_steps = recipe.num_warmup_steps(plan.learning_rate, plan.num_steps)
+    warmup = f", risen to in {console.count(num_steps, 'step')}" if num_steps else ""
     return (
         f"{given}{plan.recipe_learning_rate:.4g}{warmup}: the recipe's"
-        f" {recipe.peak_learning_rate:g} for {REFERENCE_GLOBAL_BATCH_SIZE} images, in proportion to"
-        " the batch"
+        f" {recipe.peak_learning_rate:g} for {REFERENCE_GLOBAL_BATCH_SIZE} images,"
+        f" {_growth(plan, recipe)}"
     )
+
+
+def _growth(plan: TrainingPlan, recipe: Recipe) -> str:
+    if recipe.batch_rule == "square_root" and plan.batch > REFERENCE_GLOBAL_BATCH_SIZE:
+        rule = "growing with the square root of the batch"
+    else:
+        rule = "in proportion to the batch"
+    if plan.num_steps < recipe.steps_of_full_peak(plan.batch):
+        return f"{rule}, and lower for so few steps"
+    return rule
 
 
 def _memory(plan: TrainingPlan) -> str:
@@ -111,26 +127,69 @@ def _print_all_reduces(plan: TrainingPlan) -> None:
     )
 
 
-def print_probe(plan: TrainingPlan, sample: Sample) -> None:
-    """Prints what a training of this kind was seen to take here, and the estimate beside it."""
-    step, facts = interval.median(sample.step_secs), sample.facts
-    epoch_sec = plan.steps_per_epoch * step.value
-    epochs = plan.config.epochs
+def print_probe(plan: TrainingPlan, samples: Sequence[Sample]) -> None:
+    """Prints what a training of this kind takes here, and the estimate of memory beside it.
+
+    Args:
+        plan: of the training.
+        samples: of the number of devices that is planned; or of at least three smaller numbers,
+            each device with the same shard, from which a step is extrapolated.
+    """
+    sample = samples[-1]
+    facts, epochs = sample.facts, plan.config.epochs
     console.say()
-    console.say(
-        f"measured here, {sample.case.config.strategy} on {', '.join(facts.devices)}:"
-        f" {step.value * 1e3:,.1f} ms a step ({step.low * 1e3:,.1f}–{step.high * 1e3:,.1f} in"
-        f" {console.count(len(sample.blocks), 'round')})"
-    )
+    step_sec = _print_step(sample) if len(samples) == 1 else _print_extrapolated(plan, samples)
+    epoch_sec = plan.steps_per_epoch * step_sec
+    least = "" if len(samples) == 1 else "at least "
     console.say(
         f"  an epoch  {_duration(epoch_sec)}, {console.count(epochs, 'epoch')}"
-        f" {_duration(epochs * epoch_sec)}; compiling takes {facts.compile_sec:.0f} s more, and"
-        " evaluation a tenth of an epoch or less"
+        f" {_duration(epochs * epoch_sec)}; compiling takes {least}{facts.compile_sec:.0f} s more,"
+        " and evaluation a tenth of an epoch or less"
     )
-    if sample.memory.steps_bytes is not None:
+    if len(samples) == 1 and sample.memory.steps_bytes is not None:
         _print_memory(plan, sample, sample.memory.steps_bytes)
     if facts.simulated_devices:
         console.say("  simulated devices: they share one processor, timing is not scaling")
+
+
+def _print_step(sample: Sample) -> float:
+    """Prints the time of a step on the devices that were measured; returns its seconds."""
+    step = interval.median(sample.step_secs)
+    console.say(
+        f"measured here, {sample.case.config.strategy} on {', '.join(sample.facts.devices)}:"
+        f" {step.value * 1e3:,.1f} ms a step ({step.low * 1e3:,.1f}–{step.high * 1e3:,.1f} in"
+        f" {console.count(len(sample.blocks), 'round')})"
+    )
+    return step.value
+
+
+def _print_extrapolated(plan: TrainingPlan, samples: Sequence[Sample]) -> float:
+    """Prints the step that fewer devices predict for those planned; returns its seconds."""
+    counts = [sample.facts.num_replicas for sample in samples]
+    medians = [interval.median(sample.step_secs).value for sample in samples]
+    facts = samples[-1].facts
+    pairwise = is_pairwise(facts.all_reduce, shared=facts.simulated_devices)
+    model = ScalingModel.fit(counts, medians, pairwise=pairwise)
+    held_out = ScalingModel.hold_out(counts, medians, pairwise=pairwise)
+
+    def predict(*secs: float) -> float:
+        return ScalingModel.fit(counts, secs, pairwise=pairwise).sec(plan.num_replicas)
+
+    step = interval.combine(np.vectorize(predict), *(sample.step_secs for sample in samples))
+    *first, last = map(str, counts)
+    measured = ", ".join(f"{1e3 * sec:,.1f}" for sec in medians)
+    shard = facts.global_batch_size // counts[-1]
+    console.say(
+        f"measured here, {samples[0].case.config.strategy} on {', '.join(first)} and {last} devices"
+        f" with {console.count(shard, 'image')} each: {measured} ms a step"
+    )
+    console.say(
+        f"  predicted for {plan.num_replicas} devices: {step.value * 1e3:,.1f} ms a step"
+        f" ({step.low * 1e3:,.1f}–{step.high * 1e3:,.1f}),"
+        f" extrapolated from {', '.join(first)} and {last}: {model};"
+        f" fitted without {held_out.num_replicas}, it was off by {held_out.error:+.1%} there"
+    )
+    return step.value
 
 
 def _print_memory(plan: TrainingPlan, sample: Sample, steps_bytes: int) -> None:

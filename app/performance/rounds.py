@@ -13,7 +13,7 @@ from app.config import TrainConfig
 from app.devices.free_memory import available_bytes
 from app.performance.all_reduce_model import AllReduceTime
 from app.performance.case import Block, Case, Facts, Sample
-from app.performance.case_process import sample
+from app.performance.case_process import BLOCK_SEC, sample
 from app.performance.matmul_peak import sample_peak
 from app.performance.peak_memory import PeakMemory
 from app.runtime.errors import DeviceError
@@ -44,6 +44,7 @@ def measure(
     progress: StepProgress,
     peaks: Sequence[TrainConfig] = (),
     all_reduces_of: Sequence[Case] = (),
+    block_sec: float = BLOCK_SEC,
 ) -> Measured:
     """Measures cases in `repeats` rounds, a block of each in every round.
 
@@ -57,6 +58,8 @@ def measure(
         peaks: configurations for whose precision the machine's limit is measured in the same
             rounds.
         all_reduces_of: cases whose all-reduce is timed by itself, after the last round.
+        block_sec: about how long a block takes. Shorter ones make shorter rounds, in which a
+            machine with other work is more likely to be equally slow for all cases.
 
     Raises:
         LockstepError: a case cannot be trained; nothing was measured.
@@ -67,6 +70,7 @@ def measure(
         for number, case in enumerate(cases, start=1):
             progress.start(f"preparing {number} of {len(cases)}: {case.name}")
             samplers.append(_Sampler(stack, progress, sample, case))
+            samplers[-1].num_steps = max(1, round(samplers[-1].num_steps * block_sec / BLOCK_SEC))
             _check_memory(len(cases) - number, max(s.peak_bytes for s in samplers))
         limits = {
             config.precision: _Sampler(stack, progress, sample_peak, config) for config in peaks

@@ -26,8 +26,12 @@ _FEW_STEPS = 50
 # Below it a device spends most of a step on what does not depend on the shard, and BatchNorm's
 # statistics are those of a handful of images.
 _SMALL_SHARD = 8
-# Up to here the linear rule, with a warm-up, was seen to lose nothing (Goyal et al., 2017).
-_LARGE_BATCH = 8192
+# Rule for the learning rate → up to which batch it was seen to hold: the linear one, with a
+# warm-up, by Goyal et al., 2017, the square root by `benchmarks/batch_study.py`.
+_LARGE_BATCH = {"linear": 8192, "square_root": 4096}
+# With LeNet 0.4 at 1,024 images held, and 0.8 did not.
+_HIGHEST_GROWTH = 2.0
+_RULE_NAMES = {"linear": "linear", "square_root": "square-root"}
 _FAR_FROM_RULE = 2.0
 
 
@@ -105,6 +109,11 @@ class TrainingPlan:
         return _steps_per_epoch(self.config)
 
     @property
+    def num_steps(self) -> int:
+        """Optimizer steps of all epochs."""
+        return self.config.epochs * self.steps_per_epoch
+
+    @property
     def last_batch(self) -> int:
         """Images of the short batch at the end of an epoch; 0 where there is none."""
         return self.num_examples % self.batch if self.config.last_batch == "keep" else 0
@@ -178,10 +187,26 @@ class TrainingPlan:
             )
 
     def _learning_rate_warnings(self) -> Iterator[str]:
-        if self.batch > _LARGE_BATCH:
+        recipe = find_recipe(self.config.recipe, self.config.model)
+        if self.batch > _LARGE_BATCH[recipe.batch_rule]:
             yield (
-                f"a global batch of {self.batch:,}: beyond {_LARGE_BATCH:,} the linear rule was"
-                " seen to lose accuracy; use a smaller batch"
+                f"a global batch of {self.batch:,}: the {_RULE_NAMES[recipe.batch_rule]} rule for"
+                f" the learning rate was seen to hold up to {_LARGE_BATCH[recipe.batch_rule]:,};"
+                " use a smaller batch"
+            )
+        least = recipe.steps_of_full_peak(self.batch)
+        if self.num_steps < least and not self.config.learning_rate:
+            yield (
+                f"{console.count(self.num_steps, 'step')} in all: with fewer than {least:,.0f} the"
+                " learning rate rises less high, and accuracy was seen to fall; use a smaller"
+                " batch or more epochs"
+            )
+        highest = _HIGHEST_GROWTH * recipe.peak_learning_rate
+        if recipe.batch_rule == "square_root" and self.learning_rate > 1.001 * highest:
+            yield (
+                f"a learning rate of {self.learning_rate:g} is more than"
+                f" {_HIGHEST_GROWTH:g} times the recipe's for {REFERENCE_GLOBAL_BATCH_SIZE} images,"
+                f" which was not seen to hold; use --learning_rate={highest:g}"
             )
         apart = self.learning_rate / self.recipe_learning_rate
         if not 1 / _FAR_FROM_RULE <= apart <= _FAR_FROM_RULE:
@@ -189,8 +214,7 @@ class TrainingPlan:
                 f"--learning_rate={self.learning_rate:g} is {apart:.2g} times what the rule says"
                 f" for this batch, {self.recipe_learning_rate:g}"
             )
-        needs_warm_up = find_recipe(self.config.recipe, self.config.model).warmup is None
-        if needs_warm_up and self.batch >= 4 * REFERENCE_GLOBAL_BATCH_SIZE:
+        if recipe.warmup is None and self.batch >= 4 * REFERENCE_GLOBAL_BATCH_SIZE:
             yield (
                 f"recipe {self.config.recipe} has no warm-up, which a rate of"
                 f" {self.learning_rate:g} may need; --recipe=fast rises to it in"
