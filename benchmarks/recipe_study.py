@@ -14,6 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from app.config import TrainConfig
+from app.config.names import PRECISIONS
 from app.devices import device_setup
 from app.training.recipes import RECIPES
 
@@ -23,6 +24,7 @@ VARIANTS = {
     "batch 128": ({}, {"global_batch_size": 128}),
     "rate 0.3": ({"peak_learning_rate": 0.3}, {}),
     "weight decay 1e-3": ({"weight_decay": 1e-3}, {}),
+    "weight decay 2e-3": ({"weight_decay": 2e-3}, {}),
     "weight decay 5e-3": ({"weight_decay": 5e-3}, {}),
     "warm-up over a tenth": ({"warmup": 0.1}, {}),
     "label smoothing 0.1": ({"label_smoothing": 0.1}, {}),
@@ -37,9 +39,16 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--seeds", default="1,2,3,4,5")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument("--data_dir")
     options = parser.parse_args()
-    base = TrainConfig(strategy="single", device="cpu", recipe="fast", data_dir=options.data_dir)
+    base = TrainConfig(
+        strategy="single",
+        device="cpu",
+        recipe="fast",
+        precision=options.precision,
+        data_dir=options.data_dir,
+    )
     prepared = device_setup.set_up(base)
     from app.training.evaluation import evaluate
     from app.training.training_spec import TrainingSpec, load_data

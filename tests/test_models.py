@@ -11,8 +11,9 @@ from dense_network import build_dense_network
 from models import MODELS, load_model_builder
 from models.resnet import build_resnet
 from small_models import build_network
+from strategies.flops import training_flops_per_example
 
-TRAINABLE = {"lenet": 129_068, "resnet18": 11_175_818}
+TRAINABLE = {"lenet": 129_068, "resnet9": 648_234, "resnet18": 11_175_818}
 
 
 SHAPES = {"image_shape": IMAGE_SHAPE, "num_classes": NUM_CLASSES}
@@ -77,6 +78,16 @@ def test_resnet18_keeps_the_image_size_in_the_stem_and_halves_it_thrice():
     assert model.get_layer("stage3_block1_conv2").output.shape == (None, 4, 4, 512)
     assert not any(isinstance(layer, keras.layers.MaxPooling2D) for layer in model.layers)
     assert all(layer.use_bias for layer in model.layers if isinstance(layer, keras.layers.Conv2D))
+
+
+def test_resnet9_has_nine_layers_of_weights_and_halves_the_image_thrice():
+    model = build_network("resnet9")
+    weighted = [x for x in model.layers if isinstance(x, keras.layers.Conv2D | keras.layers.Dense)]
+    assert len(weighted) == 9
+    assert model.get_layer("stem_norm").output.shape == (None, 14, 14, 32)
+    assert model.get_layer("stage1_block2_conv").output.shape == (None, 7, 7, 96)
+    assert model.get_layer("stage2_block2_conv").output.shape == (None, 3, 3, 128)
+    assert training_flops_per_example(model) == pytest.approx(6 * 30.9e6, rel=0.02)
 
 
 def test_small_resnets_come_from_the_same_function():

@@ -27,12 +27,12 @@ def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
     ("num_steps", "warmup_steps"), [(1, 0), (2, 1), (10, 5), (235, 100), (2350, 470)]
 )
 def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
-    optimizer = find_recipe("fast", "lenet").create_optimizer(0.3, num_steps)
+    optimizer = find_recipe("fast", "lenet").create_optimizer(0.2, num_steps)
     schedule = learning_rate_schedule(optimizer)
     rates = [float(schedule(step)) for step in range(num_steps + 1)]
     peak = int(np.argmax(rates))
     assert peak == warmup_steps
-    assert rates[peak] == pytest.approx(0.3)
+    assert rates[peak] == pytest.approx(0.2)
     assert rates[:peak] == sorted(rates[:peak])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert rates[-1] == pytest.approx(0, abs=1e-7)
@@ -63,6 +63,27 @@ def test_a_short_run_of_fast_rises_less_high():
 
     assert rate(2350) == rate(200) == 0.2
     assert rate(40) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("model", ["lenet", "resnet9", "resnet18", "a_new_model"])
+def test_beyond_256_the_rate_of_fast_grows_with_the_square_root_of_the_batch(model):
+    recipe = find_recipe("fast", model)
+    rates = [
+        recipe.learning_rate(global_batch_size=size, num_steps=10_000) / recipe.peak_learning_rate
+        for size in (64, 256, 512, 1024, 4096)
+    ]
+    assert rates == [0.25, 1, pytest.approx(2**0.5), 2, 4]
+
+
+@pytest.mark.parametrize("global_batch_size", [512, 1024, 4096])
+@pytest.mark.parametrize("num_steps", [60, 236, 590, 3000])
+def test_with_a_large_batch_the_rate_of_fast_rises_no_faster(global_batch_size, num_steps):
+    recipe = find_recipe("fast", "lenet")
+    peak = recipe.learning_rate(global_batch_size=global_batch_size, num_steps=num_steps)
+    schedule = learning_rate_schedule(recipe.create_optimizer(peak, num_steps))
+    rates = [float(schedule(step)) for step in range(num_steps + 1)]
+    assert max(np.diff(rates)) <= 0.2 / 100 * 1.01
+    assert max(rates) == pytest.approx(min(0.2 * (global_batch_size / 256) ** 0.5, num_steps / 1e3))
 
 
 def test_the_reported_learning_rate_is_that_of_the_last_step():
