@@ -1,37 +1,40 @@
-"""Renders the results of `run.py` as `docs/BENCHMARKS.md`."""
+"""Renders the results of `run.py` as a page: a summary, the settings, and a table for each part."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from app.performance import interval
 from programs import FOLDER
 
-LENET_STEPS = 235  # An epoch of 60,000 in batches of 256, the last one short.
-RESNET_STEPS = 6
-TITLES = {
-    "lenet": f"LeNet, batch 256: blocks of an epoch ({LENET_STEPS} steps)",
-    "lenet_split": (
-        "LeNet, batch 256, recipe `fast`: ways to split a training in PyTorch (blocks of an epoch)"
-    ),
-    "lenet_keras": "LeNet, batch 256, and Keras `fit` under MirroredStrategy",
-    "resnet18": f"ResNet-18, batch 64: blocks of {RESNET_STEPS} steps",
-    "resnet18_keras": "ResNet-18, batch 64, and Keras `fit` under MirroredStrategy",
-}
 TARGET_ACCURACY = 0.84
 LONG_STEPS = 10_000
-PARTS = (*TITLES, "accuracy", "memory")
+FIGURE = "benchmarks.png"
+_QUICK = (
+    "**A quick run**: short blocks and few rounds, so the intervals are wide; `make bench` without"
+    " `--quick` is the complete one."
+)
 
 
 def render(results: dict[str, Any]) -> str:
-    """Returns the results as Markdown tables."""
+    """Returns the results as Markdown.
+
+    Args:
+        results: "date", "processor", "cores", "versions"; "parts", name → what was measured of it;
+            where they were measured "accuracy" and "memory"; "quick".
+    """
+    parts = results["parts"]
     lines = [
         (FOLDER / "preamble.md").read_text(encoding="utf-8"),
+        *[_QUICK, ""] * results.get("quick", False),
         f"{results['date']}, {results['processor']}, {results['cores']} cores, no GPU;"
         f" {', '.join(f'{name} {version}' for name, version in results['versions'].items())}.",
         "",
     ]
-    for part, title in TITLES.items():
-        if part in results:
-            lines += [f"## {title}", "", *_render_part(results[part]), ""]
+    if parts:
+        lines += [f"![images per second of each program]({FIGURE})", ""]
+    lines += ["## Summary", "", *summary(results), "", *_settings(parts)]
+    for part in parts.values():
+        lines += [f"## {part['title']}", "", *_render_part(part), ""]
     if "accuracy" in results:
         lines += [f"## Time to a test accuracy of {TARGET_ACCURACY}, LeNet", ""]
         lines += ["| | seconds | epochs | reached |", "| --- | --- | --- | --- |"]
@@ -51,9 +54,53 @@ def render(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def is_complete(results: dict[str, Any]) -> bool:
-    """Tells whether every part of the page has been measured."""
-    return all(part in results for part in PARTS)
+def summary(results: dict[str, Any]) -> list[str]:
+    """Returns one table: this project against each peer at its best, and the other ratios."""
+    lines = [
+        "| model | time of an image of | over that of | ratio | 95 % interval |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for part in results["parts"].values():
+        for name, base in [*_against_best(part), *part["ratios"]]:
+            a, b = (part["programs"][each]["secs"] for each in (name, base))
+            found = interval.ratio(a, b)
+            lines.append(
+                f"| {part['model']} | {name} | {base} | {found.value:.3f} |"
+                f" {found.low:.3f}–{found.high:.3f} |"
+            )
+    return lines
+
+
+def _against_best(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields `manual` in a precision and the fastest program of each peer.
+
+    Held against bfloat16 is the peer's fastest in whatever precision: where bfloat16 is slower
+    there, nobody would use it.
+    """
+    programs = part["programs"]
+    for name, result in programs.items():
+        if not name.startswith("manual × 2"):
+            continue
+        for peer in dict.fromkeys(r["peer"] for r in programs.values() if r["peer"]):
+            precisions = {"float32", result["precision"]}
+            candidates = [
+                other
+                for other, r in programs.items()
+                if r["peer"] == peer and r["precision"] in precisions
+            ]
+            yield name, min(candidates, key=lambda n: interval.median(programs[n]["secs"]).value)
+
+
+def _settings(parts: dict[str, Any]) -> list[str]:
+    rows = {
+        f"| {name} | {result['settings']} |": None
+        for part in parts.values()
+        for name, result in part["programs"].items()
+        if result.get("settings")
+    }
+    if not rows:
+        return []
+    return ["| peer | settings |", "| --- | --- |", *rows, ""]
 
 
 def _render_part(part: dict[str, Any]) -> list[str]:
@@ -67,34 +114,28 @@ def _render_part(part: dict[str, Any]) -> list[str]:
         if name.startswith("peak"):
             continue
         rate = interval.combine(lambda sec: 1 / sec, result["secs"])
-        peak = "peak, bfloat16" if "bfloat16" in name else "peak, float32"
-        share = "–"
-        if peak in programs and "flops_per_example" in result:
-            share = interval.combine(
-                lambda ours, limit, flops=result["flops_per_example"]: flops * limit / ours,
-                result["secs"],
-                programs[peak]["secs"],
-            )
-            share = f"{share.value:.2f} ({share.low:.2f}–{share.high:.2f})"
-        line = f"| {name} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} | {share} |"
+        line = (
+            f"| {name} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} |"
+            f" {_share_of_peak(programs, result)} |"
+        )
         if tested:
             epoch_sec = interval.median(result["secs"]).value * result["images"][0]
             line += f" {epoch_sec:.2f} | {result['accuracy']:.4f} |"
         lines.append(line)
-    lines += [
-        "",
-        "| time of an image | over | ratio | 95 % interval |",
-        "| --- | --- | --- | --- |",
-    ]
-    for ratio in part["ratios"]:
-        a, b = (programs[ratio[key]]["secs"] for key in ("program", "base"))
-        found = interval.ratio(a, b)
-        lines.append(
-            f"| {ratio['program']} | {ratio['base']} | {found.value:.3f} |"
-            f" {found.low:.3f}–{found.high:.3f} |"
-        )
     for name, result in programs.items():
         if name.startswith("peak"):
             rate = 1 / interval.median(result["secs"]).value / 1e9
             lines += ["", f"{name.capitalize()}: matrix products at {rate:,.0f} GFLOP/s."]
     return lines
+
+
+def _share_of_peak(programs: dict[str, Any], result: dict[str, Any]) -> str:
+    peak = f"peak, {result['precision']}"
+    if peak not in programs or "flops_per_example" not in result:
+        return "–"
+    share = interval.combine(
+        lambda ours, limit, flops=result["flops_per_example"]: flops * limit / ours,
+        result["secs"],
+        programs[peak]["secs"],
+    )
+    return f"{share.value:.2f} ({share.low:.2f}–{share.high:.2f})"

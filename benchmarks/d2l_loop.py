@@ -216,7 +216,7 @@ def main(job: protocol.BenchmarkJob) -> None:
     trainer.evaluate()
     trainer.restart()
     protocol.serve(
-        protocol.describe(job, tensorflow=tf.__version__),
+        protocol.describe(job, "eager, one tape for each device", tensorflow=tf.__version__),
         {
             **protocol.training_handlers(trainer.train_steps, trainer.evaluate),
             "train_until": trainer.train_until,

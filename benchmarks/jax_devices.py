@@ -1,32 +1,44 @@
-"""JAX: one compiled step over several host devices by `shard_map`, gradients averaged by `pmean`.
+"""JAX: one compiled step, on one device with all cores or over several host devices by `shard_map`.
 
-What was chosen, and why:
+What was chosen, and why. Ratios are of processor time, LeNet in float32 with a batch of 256, all
+variants in turn on a machine with other work:
 
+- One device with all cores takes as long as two host devices with the gradients averaged by
+  `pmean`; both are in the table.
+- XLA's YNNPACK fusions, on by default in this version, are off: with them 1.7 times as long on one
+  device, the same on two.
+- Channels last: channels first 1.4 times as long; patches and a matrix product 1.8 times.
+- Neither oneDNN's flags nor fast mathematics change anything.
+- bfloat16 takes 1.7 times as long as float32: XLA has no convolution in it for a CPU.
 - The host gathers the bytes of a global batch and sends each device its shard: under a millisecond
   of a step of dozens. Each step is waited for: with several under way, the all-reduces of one can
   hold the threads that another one needs.
 - Weights and the sum of losses are donated: a step updates them where they are.
-- Channels last, and convolutions as the one operation that XLA has for them: cut into matrix
-  products, they were slower.
 """
 
 import functools
 import os
+import pathlib
+import sys
 
 import protocol
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "frameworks"))
+
 if __name__ == "__main__":
-    JOB = protocol.open_job(["lenet"])
+    JOB = protocol.open_job(["lenet", "resnet18"], flags=protocol.PRECISION_FLAG)
     os.environ["XLA_FLAGS"] = " ".join(
         [
             os.environ.get("XLA_FLAGS", ""),
             f"--xla_force_host_platform_device_count={JOB.num_devices}",
+            "--xla_cpu_experimental_ynn_fusion_type=",
         ]
     )
     os.environ["JAX_PLATFORMS"] = "cpu"
     # An all-reduce holds a thread for each device: where XLA has no more than that, it can wait for
     # ever, and XLA ends the program after 40 s.
-    os.environ["NPROC"] = str(4 * JOB.num_devices)
+    if JOB.num_devices > 1:
+        os.environ["NPROC"] = str(4 * JOB.num_devices)
 
 import jax
 import jax.numpy as jnp
@@ -35,71 +47,56 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax_models import NETWORKS, create_variables
 
 AXIS = "devices"
+Variables = tuple[dict[str, jax.Array], dict[str, jax.Array]]  # Weights, moving statistics.
 
 
-def initial_params() -> dict[str, dict[str, jax.Array]]:
-    """Draws LeNet's weights, in Glorot's way; biases are 0."""
-    shapes = {
-        "conv1": (3, 3, 1, 20),
-        "conv2": (5, 5, 20, 50),
-        "hidden": (800, 128),
-        "logits": (128, 10),
-    }
-    keys = jax.random.split(jax.random.key(0), len(shapes))
+def initial_variables(model: str) -> Variables:
+    """Draws the weights in Glorot's way; biases are 0."""
+    params, state = create_variables(model)
+    keys = jax.random.split(jax.random.key(0), len(params))
     initialize = jax.nn.initializers.glorot_uniform()
-    return {
-        name: {"kernel": initialize(key, shape), "bias": jnp.zeros(shape[-1])}
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    for key, name in zip(keys, params, strict=True):
+        if name.endswith("/kernel"):
+            params[name] = initialize(key, params[name].shape)
+    return params, state
 
 
-def lenet(params, images):
-    """Computes logits `(n, 10)` of byte images `(n, 28, 28, 1)`."""
-    x = images.astype(jnp.float32) / 255
-    for name in ("conv1", "conv2"):
-        x = _average_pool(jax.nn.relu(_conv(x, **params[name])))
-    x = x.reshape(len(x), -1)
-    x = jax.nn.relu(_dense(x, **params["hidden"]))
-    return _dense(x, **params["logits"])
+def logits_of(variables: Variables, images: jax.Array, job: protocol.BenchmarkJob, training: bool):
+    """Computes float32 logits `(n, 10)` of byte images `(n, 28, 28, 1)`, and the statistics."""
+    dtype = jnp.dtype(job.options["precision"])
+    params, state = variables
+    params = jax.tree.map(lambda weight: weight.astype(dtype), params)
+    logits, state = NETWORKS[job.model](params, state, images.astype(dtype) / 255, training)
+    return logits.astype(jnp.float32), state
 
 
-def _conv(x, kernel, bias):
-    layout = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=layout) + bias
-
-
-def _average_pool(x):
-    window = (1, 2, 2, 1)
-    return lax.reduce_window(x, 0.0, lax.add, window, window, "VALID") / 4
-
-
-def _dense(x, kernel, bias):
-    return x @ kernel + bias
-
-
-def mean_loss(params, images, labels):
-    """Computes the mean cross-entropy of a shard."""
-    log_probabilities = jax.nn.log_softmax(lenet(params, images))
-    return -jnp.take_along_axis(log_probabilities, labels[:, None], axis=1).mean()
-
-
-def train_step(params, loss_sum, images, labels, *, learning_rate):
+def train_step(variables, loss_sum, images, labels, *, job):
     """Makes one step on each device, all with the same gradient.
 
     Returns:
-        New weights, and `loss_sum` with the losses of the whole global batch added.
+        New weights and statistics, and `loss_sum` with the losses of the whole global batch added.
     """
-    results = jax.value_and_grad(mean_loss)(params, images, labels)
-    loss, gradients = lax.pmean(results, AXIS)  # Shards are equal: the mean over the global batch.
-    params = jax.tree.map(lambda p, g: p - learning_rate * g, params, gradients)
-    return params, loss_sum + loss * len(labels) * lax.axis_size(AXIS)
+    params, state = variables
+
+    def mean_loss(params):
+        logits, new_state = logits_of((params, state), images, job, True)
+        log_probabilities = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(log_probabilities, labels[:, None], axis=1).mean(), new_state
+
+    (loss, state), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params)
+    # Shards are equal: the mean over the global batch.
+    loss, state, gradients = lax.pmean((loss, state, gradients), AXIS)
+    params = jax.tree.map(lambda p, g: p - job.learning_rate * g, params, gradients)
+    return (params, state), loss_sum + loss * len(labels) * lax.axis_size(AXIS)
 
 
-def count_correct(params, images, labels):
+def count_correct(variables, images, labels, *, job):
     """Counts the images of all devices whose class is right; a label of −1 is never right."""
-    return lax.psum(jnp.sum(lenet(params, images).argmax(1) == labels), AXIS)
+    logits, _ = logits_of(variables, images, job, False)
+    return lax.psum(jnp.sum(logits.argmax(1) == labels), AXIS)
 
 
 class JaxTrainer:
@@ -119,26 +116,26 @@ class JaxTrainer:
         shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
         self._train_step = jax.jit(
             shard_map(
-                functools.partial(train_step, learning_rate=job.learning_rate),
+                functools.partial(train_step, job=job),
                 in_specs=(P(), P(), P(AXIS), P(AXIS)),
             ),
             donate_argnums=(0, 1),
         )
         self._count_correct = jax.jit(
-            shard_map(count_correct, in_specs=(P(), P(AXIS), P(AXIS))),
+            shard_map(functools.partial(count_correct, job=job), in_specs=(P(), P(AXIS), P(AXIS))),
         )
         self._images = job.data.train_images
         self._labels = job.data.train_labels.astype(np.int32)
         self._test_batches = self._cut_test_data()
         self._restart()
-        protocol.check_num_parameters(job, sum(p.size for p in jax.tree.leaves(self._params)))
+        protocol.check_num_parameters(job, sum(p.size for p in self._variables[0].values()))
 
     def warm_up(self) -> None:
         """Compiles everything, for the short last batch of an epoch too; takes the weights back."""
         for size in {where.stop - where.start for where in self._job.epoch_slices}:
             for _ in range(protocol.NUM_WARMUP_STEPS):
                 self._make_step(np.arange(size))
-        self.evaluate()
+        self._count_correct(self._variables, *self._test_batches[0]).block_until_ready()
         self._restart()
 
     def train_steps(self, num_steps: int) -> tuple[int, float]:
@@ -148,23 +145,23 @@ class JaxTrainer:
             indices = next(self._batches)
             self._make_step(indices)
             num_images += len(indices)
-        jax.block_until_ready(self._params)
+        jax.block_until_ready(self._variables)
         mean = float(self._loss_sum) / num_images
         self._reset_loss()
         return num_images, mean
 
     def evaluate(self) -> float:
         """Returns the part of the test images that is classified rightly."""
-        counts = [self._count_correct(self._params, *batch) for batch in self._test_batches]
+        counts = [self._count_correct(self._variables, *batch) for batch in self._test_batches]
         return sum(int(count) for count in counts) / len(self._job.data.test_labels)
 
     def _make_step(self, indices):
         batch = jax.device_put((self._images[indices], self._labels[indices]), self._sharded)
-        self._params, self._loss_sum = self._train_step(self._params, self._loss_sum, *batch)
+        self._variables, self._loss_sum = self._train_step(self._variables, self._loss_sum, *batch)
         self._loss_sum.block_until_ready()
 
     def _restart(self):
-        self._params = jax.device_put(initial_params(), self._replicated)
+        self._variables = jax.device_put(initial_variables(self._job.model), self._replicated)
         self._batches = self._job.index_batches()
         self._reset_loss()
 
@@ -189,7 +186,14 @@ def main(job: protocol.BenchmarkJob) -> None:
     trainer = JaxTrainer(job)
     trainer.warm_up()
     protocol.serve(
-        protocol.describe(job, jax=jax.__version__, jaxlib=jaxlib.__version__),
+        protocol.describe(
+            job,
+            "one device with all cores, YNNPACK fusions off, channels last"
+            if job.num_devices == 1
+            else "shard_map over host devices, YNNPACK fusions off, channels last",
+            jax=jax.__version__,
+            jaxlib=jaxlib.__version__,
+        ),
         protocol.training_handlers(trainer.train_steps, trainer.evaluate),
     )
 

@@ -11,14 +11,26 @@ What was chosen, and why:
   and stack 60,000 single images.
 - Operations get the cores divided by the replicas as threads: 8 % faster with 2 on 2 cores.
 - `steps_per_execution` stays 1: with 2 replicas TensorFlow refuses more.
+- XLA is off: under the strategy it fails, and on one device LeNet takes 1.8 times as long with it
+  (`--num_devices=1 --jit_compile`; processor time, the variants in turn on a busy machine).
 """
 
+import argparse
 import os
 
 import protocol
 
+
+def check_flags(flags: argparse.Namespace) -> str | None:
+    """Returns what is wrong with the flags together, or None."""
+    if flags.jit_compile and flags.num_devices > 1:
+        return "--jit_compile: XLA fails under MirroredStrategy here; use --num_devices=1 with it"
+    return None
+
+
 if __name__ == "__main__":
-    JOB = protocol.open_job(["lenet", "resnet18"])
+    FLAGS = {**protocol.PRECISION_FLAG, "jit_compile": {"action": "store_true"}}
+    JOB = protocol.open_job(["lenet", "resnet18"], flags=FLAGS, check=check_flags)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import contextlib
@@ -61,7 +73,7 @@ def build_lenet() -> keras.Model:
             layers.AveragePooling2D(2),
             layers.Flatten(),
             layers.Dense(128, activation="relu"),
-            layers.Dense(10),
+            layers.Dense(10, dtype="float32"),
         ],
         name="lenet",
     )
@@ -76,7 +88,7 @@ def build_resnet18() -> keras.Model:
         for block in range(2):
             x = _residual_block(x, width, strides=2 if stage > 0 and block == 0 else 1)
     x = layers.GlobalAveragePooling2D()(x)
-    return keras.Model(images, layers.Dense(10)(x), name="resnet18")
+    return keras.Model(images, layers.Dense(10, dtype="float32")(x), name="resnet18")
 
 
 def _residual_block(x, width, strides):
@@ -143,12 +155,15 @@ class KerasTrainer:
         self._job = job
         strategy = create_strategy(job.num_devices)
         keras.utils.set_random_seed(0)
+        if job.options["precision"] == "bfloat16":
+            keras.config.set_dtype_policy("mixed_bfloat16")
         with strategy.scope() if strategy else contextlib.nullcontext():
             self._model = BUILDERS[job.model]()
             self._model.compile(
                 optimizer=keras.optimizers.SGD(job.learning_rate),
                 loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
                 metrics=["accuracy"],
+                jit_compile=job.options["jit_compile"],
             )
         protocol.check_num_parameters(
             job, sum(int(tf.size(w)) for w in self._model.trainable_weights)
@@ -239,7 +254,13 @@ def main(job: protocol.BenchmarkJob) -> None:
     trainer = KerasTrainer(job)
     trainer.warm_up()
     protocol.serve(
-        protocol.describe(job, tensorflow=tf.__version__, keras=keras.__version__),
+        protocol.describe(
+            job,
+            "MirroredStrategy, steps_per_execution 1"
+            + ", jit_compile" * job.options["jit_compile"],
+            tensorflow=tf.__version__,
+            keras=keras.__version__,
+        ),
         protocol.training_handlers(trainer.train_steps, trainer.evaluate, prepare=trainer.prepare),
     )
 

@@ -48,7 +48,7 @@ def main() -> None:
     strategy = spec.build_strategy(prepared)
     state = strategy.state()
     strategy.train_steps(strategy.distribute(spec.batches()), 5)
-    evaluate(strategy, dataset)
+    strategy.evaluate(dataset.batches_to_evaluate().take(1))  # Compiles it.
     strategy.load_state(state)  # As if nothing had happened.
     iterator = strategy.distribute(spec.batches())
 

@@ -40,9 +40,11 @@ class PeerRecipe:
         """
         if self.warmup is None:
             return [base] * num_steps
-        peak = base * global_batch_size / _REFERENCE_GLOBAL_BATCH_SIZE
-        peak *= min(1.0, num_steps / (2 * _MIN_WARMUP_STEPS))
-        num_warmup = max(round(self.warmup * num_steps), min(_MIN_WARMUP_STEPS, num_steps // 2))
+        growth = global_batch_size / _REFERENCE_GLOBAL_BATCH_SIZE
+        rise = max(1.0, math.sqrt(growth))
+        peak = base * min(growth, rise) * min(1.0, num_steps / (2 * _MIN_WARMUP_STEPS * rise))
+        least = max(_MIN_WARMUP_STEPS, round(_MIN_WARMUP_STEPS * peak / base))
+        num_warmup = max(round(self.warmup * num_steps), min(least, num_steps // 2))
         num_decay = max(1, num_steps - num_warmup)
         return [
             peak * step / num_warmup

@@ -22,12 +22,16 @@ class Program:
         file: in this folder.
         flags: besides `--data_dir`.
         python: the interpreter of its environment.
+        peer: whose framework it is, "" for this project.
+        precision: "float32" or "bfloat16": what the layers compute in.
     """
 
     name: str
     file: str
     flags: tuple[str, ...]
     python: str = sys.executable
+    peer: str = ""
+    precision: str = "float32"
 
 
 class Running(contextlib.AbstractContextManager):

@@ -32,6 +32,7 @@ from benchmark_data import FashionMnist, load_fashion_mnist
 
 LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # The book's, constant.
 NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable ones.
+PRECISION_FLAG = {"precision": {"choices": ["float32", "bfloat16"], "default": "float32"}}
 NUM_WARMUP_STEPS = 5
 _PR_SET_PDEATHSIG = 1  # Reference: prctl(2).
 
@@ -179,16 +180,18 @@ def check_num_parameters(job: BenchmarkJob, num_parameters: int) -> None:
         )
 
 
-def describe(job: BenchmarkJob, **versions: str) -> dict:
+def describe(job: BenchmarkJob, settings: str, **versions: str) -> dict:
     """Returns what a program says of itself when it is ready.
 
     Args:
         job: what it trains.
+        settings: what was chosen for it to be fast, in a few words.
         **versions: of what it is made with, besides Python and NumPy.
     """
     return {
         "versions": {"python": platform.python_version(), "numpy": np.__version__, **versions},
         "num_parameters": NUM_PARAMETERS[job.model],
+        "settings": settings,
         "steps_per_epoch": len(job.epoch_slices),
         "images_per_epoch": job.num_images(len(job.epoch_slices)),
     }

@@ -1,7 +1,8 @@
 """Compares Lockstep with its peers in one interleaved run, and writes down what was seen.
 
-    make bench                                        everything, about half an hour;
+    make bench                                        everything, three quarters of an hour;
                                                       writes docs/BENCHMARKS.md
+    make bench ARGS=--quick                           what matters most, in short blocks
     .venv/bin/python benchmarks/run.py --only=lenet   one part of it
 
 A round times one block of each program, one after another, the others asleep: whatever else the
@@ -11,281 +12,241 @@ bootstrap over rounds.
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import json
 import os
 import pathlib
 import platform
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import benchmark_figure
+from bench_parts import EPOCH_STEPS, LENET, Part, all_parts, lockstep
+
 from app.performance.benchmark_output import processor_name
 from app.records.files import write_file
-from benchmark_page import (
-    LENET_STEPS,
-    LONG_STEPS,
-    PARTS,
-    RESNET_STEPS,
-    TARGET_ACCURACY,
-    is_complete,
-    render,
-)
+from app.runtime.progress_bar import Bar
+from benchmark_page import FIGURE, LONG_STEPS, TARGET_ACCURACY, render, summary
 from programs import Program, Running
 
-LENET = ("--model=lenet", "--global_batch_size=256")
-RESNET = ("--model=resnet18", "--global_batch_size=64")
+_STARTED_TOGETHER = 3  # More of them keep each other from the cores, and some have deadlines.
+_QUICK_ROUNDS, _ROUNDS = 5, 9
+_OTHERS = ("accuracy", "memory")
 
 
-@dataclasses.dataclass(frozen=True)
-class Ratio:
-    """A line of the table: the time of one program over that of another."""
+class Progress(contextlib.AbstractContextManager):
+    """A live bar of the blocks of a part on a terminal; elsewhere a line for each part."""
 
-    text: str
-    program: str
-    base: str
+    def __init__(self) -> None:
+        self._bar = Bar() if sys.stdout.isatty() else None
+        self._title, self._done, self._total = "", 0, 0
 
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
 
-def lockstep(name: str, *flags: str) -> Program:
-    """Returns Lockstep with these flags."""
-    return Program(name, "lockstep.py", flags)
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
 
+    def start(self, title: str, total: int) -> None:
+        """Shows a new part with so many blocks."""
+        self._title, self._done, self._total = title, 0, total
+        if self._bar:
+            self._bar.say(title)
+        else:
+            print(title, flush=True)
 
-def lenet_part(peers_python: str) -> tuple[list[Program], list[Ratio]]:
-    """Returns what is compared on LeNet, an epoch a block."""
-    ours = [("single", 1), ("manual", 2), ("mirrored", 2), ("manual", 4), ("mirrored", 4)]
-    programs = [
-        lockstep(f"{s} × {n}", *LENET, f"--strategy={s}", f"--num_devices={n}") for s, n in ours
-    ]
-    programs += [
-        lockstep("manual × 2, bfloat16", *LENET, "--precision=mixed_bfloat16"),
-        Program("book's eager loop × 2", "d2l_loop.py", (*LENET, "--num_devices=2")),
-        Program("PyTorch DDP × 2", "torch_ddp.py", (*LENET, "--num_devices=2"), peers_python),
-        Program("JAX × 2", "jax_devices.py", (*LENET, "--num_devices=2"), peers_python),
-        Program("peak, float32", "peak.py", ("--precision=float32",)),
-    ]
-    ratios = [
-        Ratio("exchange costs nothing", name, "single × 1")
-        for name in ("manual × 2", "mirrored × 2", "manual × 4", "mirrored × 4")
-    ]
-    ratios += [
-        Ratio("against the book's eager loop", "manual × 2", "book's eager loop × 2"),
-        Ratio("against PyTorch DDP, 2 processes", "manual × 2", "PyTorch DDP × 2"),
-        Ratio("against JAX on 2 host devices", "manual × 2", "JAX × 2"),
-        Ratio("bfloat16 against float32", "manual × 2, bfloat16", "manual × 2"),
-    ]
-    return programs, ratios
+    def next(self, what: str) -> None:
+        """Shows what is being done; all that came before it is done."""
+        if self._bar:
+            self._bar.update(completed=self._done, total=self._total, status=what)
+        self._done += 1
 
 
-def resnet_part(peers_python: str) -> tuple[list[Program], list[Ratio]]:
-    """Returns what is compared on ResNet-18, a few steps a block."""
-    programs = [
-        lockstep("manual × 2", *RESNET),
-        lockstep("manual × 2, bfloat16", *RESNET, "--precision=mixed_bfloat16"),
-        lockstep("mirrored × 2", *RESNET, "--strategy=mirrored"),
-        Program("PyTorch DDP × 2", "torch_ddp.py", (*RESNET, "--num_devices=2"), peers_python),
-        Program("peak, float32", "peak.py", ("--precision=float32",)),
-        Program("peak, bfloat16", "peak.py", ("--precision=bfloat16",)),
-    ]
-    ratios = [
-        Ratio("against PyTorch DDP, 2 processes", "manual × 2", "PyTorch DDP × 2"),
-        Ratio("bfloat16 against float32", "manual × 2, bfloat16", "manual × 2"),
-    ]
-    return programs, ratios
-
-
-def lenet_split_part(peers_python: str) -> tuple[list[Program], list[Ratio]]:
-    """Returns what is compared of three ways to split a training, an epoch of `fast` a block."""
-    fast = (*LENET, "--recipe=fast", "--num_devices=2")
-    peers = [
-        ("PyTorch DDP × 2", "torch_ddp.py", ()),
-        ("PyTorch pipeline, GPipe × 2", "torch_pipeline.py", ("--schedule=gpipe",)),
-        ("PyTorch pipeline, 1F1B × 2", "torch_pipeline.py", ("--schedule=1f1b",)),
-        ("PyTorch FSDP2 × 2", "torch_fsdp.py", ()),
-    ]
-    own = [
-        ("manual × 2", ("--strategy=manual",)),
-        ("pipeline, GPipe × 2", ("--strategy=pipeline", "--schedule=gpipe")),
-        ("pipeline, 1F1B × 2", ("--strategy=pipeline", "--schedule=1f1b")),
-        ("tensor × 2", ("--strategy=tensor",)),
-        ("sharded × 2", ("--strategy=sharded",)),
-    ]
-    programs = [lockstep(name, *fast, "--epochs=1", *flags) for name, flags in own]
-    programs += [Program(name, file, (*fast, *flags), peers_python) for name, file, flags in peers]
-    ratios = [Ratio(f"{name} against manual", name, "manual × 2") for name, _ in own[1:]]
-    pairs = [(own[0], peers[0]), (own[1], peers[1]), (own[2], peers[2]), (own[4], peers[3])]
-    ratios += [Ratio(f"{a} against {b}", a, b) for (a, *_), (b, *_) in pairs]
-    return programs, ratios
-
-
-def keras_part(*flags: str) -> tuple[list[Program], list[Ratio]]:
-    """Returns what is compared with Keras, in a run of its own: its stalls would hit others."""
-    programs = [
-        lockstep("manual × 2", *flags),
-        Program("Keras fit × 2", "keras_fit.py", (*flags, "--num_devices=2")),
-    ]
-    return programs, [Ratio("against Keras fit", "manual × 2", "Keras fit × 2")]
-
-
-def measure(
-    programs: list[Program],
-    *,
-    rounds: int,
-    num_steps: int,
-    data_dir: str,
-    test_first_block: bool = False,
-) -> dict:
-    """Times a block of every program in each round.
+def measure(part: Part, *, rounds: int, data_dir: str, progress: Progress) -> dict[str, Any]:
+    """Times a block of every program of a part in each round.
 
     Args:
-        programs: what to time.
+        part: what to time.
         rounds: how many.
-        num_steps: of a block.
         data_dir: folder with the four files of Fashion-MNIST.
-        test_first_block: whether to ask for the test accuracy after the first block, untimed.
+        progress: shows how far it is.
 
     Returns:
         name → what the program said of itself, and under "secs" what each block took per image;
         for a peak the seconds per floating-point operation. Under "accuracy" that of the test.
     """
+    programs = part.programs
+    progress.start(part.title, (1 + rounds) * len(programs))
     with contextlib.ExitStack() as stack:
-        running = []
-        for program in programs:
-            print(f"preparing {program.name}", flush=True)
-            one = stack.enter_context(Running(program, data_dir))
-            running.append((one, one.wait_until_ready()))
-        results = {one.program.name: {**about, "secs": [], "images": []} for one, about in running}
+        running: list[Running] = []
+        results: dict[str, Any] = {}
+        for first in range(0, len(programs), _STARTED_TOGETHER):
+            some = programs[first : first + _STARTED_TOGETHER]
+            started = [stack.enter_context(Running(program, data_dir)) for program in some]
+            for one in started:
+                progress.next(f"preparing {one.program.name}")
+                about = one.wait_until_ready()
+                results[one.program.name] = {
+                    "peer": one.program.peer, "precision": one.program.precision,
+                    **about, "secs": [], "images": [],
+                }  # fmt: skip
+            running += started
         for number in range(rounds):
-            for one, _ in running if number % 2 == 0 else reversed(running):
-                answer = one.ask(do="steps", num_steps=num_steps)
+            for one in running if number % 2 == 0 else reversed(running):
+                progress.next(f"round {number + 1} of {rounds}: {one.program.name}")
+                answer = one.ask(do="steps", num_steps=part.num_steps)
                 result = results[one.program.name]
                 result["secs"].append(answer["sec"] / answer["images"])
                 result["images"].append(answer["images"])
-                print(f"round {number + 1}  {one.program.name}: {answer['sec']:.2f} s", flush=True)
-                if test_first_block and number == 0:
+                if part.tests_first_block and number == 0:
                     result["accuracy"] = one.ask(do="evaluate")["accuracy"]
     return results
 
 
-def time_to_accuracy(peers_python: str, *, rounds: int, data_dir: str) -> dict:
+def time_to_accuracy(*, rounds: int, data_dir: str, progress: Progress) -> dict[str, Any]:
     """Trains until the test accuracy is reached, testing after every epoch, in turn.
 
     Returns:
         name → for each round, seconds of training and testing, and epochs.
     """
+    fast = (*LENET, "--recipe=fast", "--epochs=1")
     programs = [
-        lockstep("fast, manual × 2, bfloat16", *LENET, "--recipe=fast", "--epochs=1",
-                 "--precision=mixed_bfloat16"),
-        lockstep("fast, manual × 2", *LENET, "--recipe=fast", "--epochs=1"),
+        lockstep("fast, manual × 2, bfloat16", *fast, precision="bfloat16"),
+        lockstep("fast, manual × 2", *fast),
         Program("the book's recipe in its loop × 2", "d2l_loop.py", (*LENET, "--num_devices=2")),
-    ]  # fmt: skip
-    results = {program.name: [] for program in programs}
+    ]
+    results: dict[str, Any] = {program.name: [] for program in programs}
+    progress.start(f"Time to a test accuracy of {TARGET_ACCURACY}", 2 * rounds + 1)
     for number in range(rounds):
         for program in programs:
             if number and program.file == "d2l_loop.py":
                 continue  # Minutes long, so once: the ratio is far from any bound.
+            progress.next(program.name)
             with Running(program, data_dir) as one:
                 one.wait_until_ready()
                 sec, epochs, accuracy = 0.0, 0, 0.0
                 while accuracy < TARGET_ACCURACY and epochs < 30:
-                    sec += one.ask(do="steps", num_steps=LENET_STEPS)["sec"]
+                    sec += one.ask(do="steps", num_steps=EPOCH_STEPS)["sec"]
                     answer = one.ask(do="evaluate")
                     sec, accuracy, epochs = sec + answer["sec"], answer["accuracy"], epochs + 1
-                    print(
-                        f"{program.name}: epoch {epochs}, {accuracy:.4f}, {sec:.1f} s", flush=True
-                    )
             results[program.name].append({"sec": sec, "epochs": epochs, "accuracy": accuracy})
     return results
 
 
-def memory_growth(data_dir: str) -> dict:
+def memory_growth(data_dir: str, progress: Progress) -> dict[str, int]:
     """Makes many steps and returns resident memory before and after them, in bytes."""
-    program = lockstep("manual × 2", *LENET, "--precision=mixed_bfloat16")
-    with Running(program, data_dir) as one:
+    num_blocks = 20
+    progress.start(f"Memory over {LONG_STEPS:,} steps", num_blocks + 1)
+    with Running(lockstep("manual × 2", *LENET, precision="bfloat16"), data_dir) as one:
+        progress.next("preparing")
         one.wait_until_ready()
         one.ask(do="steps", num_steps=500)  # Buffers have reached their size.
         before = one.ask(do="memory")["resident_bytes"]
-        for _ in range(20):
-            one.ask(do="steps", num_steps=LONG_STEPS // 20)
+        for number in range(num_blocks):
+            progress.next(f"block {number + 1} of {num_blocks}")
+            one.ask(do="steps", num_steps=LONG_STEPS // num_blocks)
         return {"before_bytes": before, "after_bytes": one.ask(do="memory")["resident_bytes"]}
 
 
 def measure_parts(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Measures the parts that are asked for and adds them to `results`."""
-    parts = {
-        "lenet": (lambda: lenet_part(options.peers_python), LENET_STEPS),
-        "lenet_split": (lambda: lenet_split_part(options.peers_python), LENET_STEPS),
-        "lenet_keras": (lambda: keras_part(*LENET), LENET_STEPS),
-        "resnet18": (lambda: resnet_part(options.peers_python), RESNET_STEPS),
-        "resnet18_keras": (lambda: keras_part(*RESNET), RESNET_STEPS),
-    }
-    for name, (part, num_steps) in parts.items():
-        if options.only in (None, name):
-            programs, ratios = part()
-            measured = measure(
-                programs, rounds=options.rounds, num_steps=num_steps, data_dir=options.data_dir,
-                test_first_block=name == "lenet_split",
-            )  # fmt: skip
-            results[name] = {
-                "programs": measured,
-                "ratios": [dataclasses.asdict(ratio) for ratio in ratios],
-            }
+    data_dir, rounds = options.data_dir, options.rounds
+    with Progress() as progress:
+        for name, part in all_parts(options.peers_python, quick=options.quick).items():
+            if options.only not in (None, name):
+                continue
+            measured = measure(part, rounds=rounds, data_dir=data_dir, progress=progress)
+            results["parts"][name] = {
+                "title": part.title, "model": part.model, "programs": measured,
+                "ratios": [[ratio.program, ratio.base] for ratio in part.ratios],
+            }  # fmt: skip
             results["versions"] = {**results.get("versions", {}), **_versions(measured)}
-    if options.only in (None, "accuracy"):
-        results["accuracy"] = time_to_accuracy(
-            options.peers_python, rounds=3, data_dir=options.data_dir
-        )
-    if options.only in (None, "memory"):
-        results["memory"] = memory_growth(options.data_dir)
+        others: dict[str, Callable[[], dict[str, Any]]] = {
+            "accuracy": lambda: time_to_accuracy(rounds=3, data_dir=data_dir, progress=progress),
+            "memory": lambda: memory_growth(data_dir, progress),
+        }
+        for name, measure_it in others.items():
+            if options.only == name or (options.only is None and not options.quick):
+                results[name] = measure_it()
 
 
 def save(results: dict[str, Any], out: pathlib.Path, page: pathlib.Path | None) -> None:
-    """Writes the results and prints the tables; each file is replaced whole or not at all.
+    """Writes the results and prints the summary; each file is replaced whole or not at all.
 
     Args:
         results: of this run, and of earlier runs with `--only`.
-        out: a directory for `bench.json` and `bench.md`.
-        page: written only where all parts have been measured; None for no page.
+        out: a directory for `bench.json`, `bench.md` and the figure.
+        page: written, with the figure, only where all parts have been measured; None for no page.
     """
     write_file(out / "bench.json", json.dumps(results, indent=1))
     table = render(results)
     write_file(out / "bench.md", table)
-    print(table)
-    if page and is_complete(results):
-        write_file(page, table)
-        print(f"saved {page}")
+    figure = pathlib.Path(FIGURE).stem
+    if results["parts"]:
+        benchmark_figure.draw(results, out, figure)
+        print("\n".join(summary(results)))
+    print(f"saved {out}: bench.md, {FIGURE}, bench.json")
+    missing = [
+        part for part in (*all_parts(), *_OTHERS) if part not in (*results["parts"], *results)
+    ]
+    if page and results.get("quick"):
+        print(f"{page} is left as it is: it is written by the complete run, without --quick")
+    elif page and missing:
+        print(f"{page} is left as it is: not measured yet: {', '.join(missing)}")
     elif page:
-        missing = ", ".join(part for part in PARTS if part not in results)
-        print(f"{page} is left as it is: not measured yet: {missing}")
+        write_file(page, table)
+        benchmark_figure.draw(results, page.parent, figure)
+        print(f"saved {page}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the parts that are asked for, prints the tables and saves them with all figures."""
+    """Runs the parts that are asked for, prints a summary and saves all figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=(*all_parts(), *_OTHERS))
+    parser.add_argument("--quick", action="store_true", help="what matters most, in short blocks")
+    parser.add_argument("--rounds", type=int, help=f"{_ROUNDS}, with --quick {_QUICK_ROUNDS}")
     parser.add_argument("--data_dir", default=os.environ.get("FASHION_MNIST_DIR"))
-    parser.add_argument("--out", default="runs/bench", help="directory of all figures")
+    parser.add_argument("--out", help="directory of all figures: runs/bench, runs/bench_quick")
     parser.add_argument("--output", type=pathlib.Path, help="page, written once all is measured")
     parser.add_argument("--peers_python", default=str(ROOT / ".venv-bench/bin/python"))
     options = parser.parse_args(arguments)
+    _check(parser, options)
+    out = pathlib.Path(options.out or f"runs/bench{'_quick' if options.quick else ''}")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "bench.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if options.only and path.exists() else {}
+    results.setdefault("parts", {})
+    results["processor"], results["cores"] = processor_name(), os.cpu_count()
+    results["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    results["quick"] = options.quick
+    measure_parts(options, results)
+    save(results, out, options.output)
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program with one line if the flags do not go together."""
+    quick = all_parts(quick=True)
+    if options.quick and options.only and options.only not in quick:
+        parser.error(
+            f"--only={options.only}: not a part of --quick; use one of {', '.join(quick)}, or"
+            " leave --quick out"
+        )
+    if options.rounds is None:
+        options.rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
+    if options.rounds < 1:
+        parser.error(f"--rounds={options.rounds}: at least 1 is required; use 5 or more")
     if not options.data_dir:
         sys.exit(
             "error: --data_dir is missing and $FASHION_MNIST_DIR is not set — the folder with the"
             " four files of Fashion-MNIST is required; name it"
         )
-    out = pathlib.Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "bench.json"
-    results = json.loads(path.read_text(encoding="utf-8")) if options.only and path.exists() else {}
-    results["processor"], results["cores"] = processor_name(), os.cpu_count()
-    results["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
-    measure_parts(options, results)
-    save(results, out, options.output)
 
 
 def _versions(measured: dict[str, Any]) -> dict[str, str]:

@@ -4,13 +4,27 @@ What was chosen is in `torch_training.py`. Besides:
 
 - Weights have the layout `channels_last`, too.
 - Gradients are views of the buckets that are sent, which saves a copy.
+- `--compile` compiles the model with `torch.compile`, which needs a C++ compiler. On a CPU LeNet
+  takes as long with it or a little longer, in both precisions, so it is off.
 """
+
+import argparse
+import shutil
 
 import protocol
 from peer_recipe import RECIPE_FLAG, check_recipe
 
+
+def check_flags(flags: argparse.Namespace) -> str | None:
+    """Returns what is wrong with the flags together, or None."""
+    if flags.compile and not shutil.which("g++"):
+        return "--compile: there is no g++ on this machine; install it, or leave the flag out"
+    return check_recipe(flags)
+
+
 if __name__ == "__main__":
-    JOB = protocol.open_job(["lenet", "resnet18"], flags=RECIPE_FLAG, check=check_recipe)
+    FLAGS = {**RECIPE_FLAG, **protocol.PRECISION_FLAG, "compile": {"action": "store_true"}}
+    JOB = protocol.open_job(["lenet", "resnet18"], flags=FLAGS, check=check_flags)
 
 import torch
 import torch.distributed as dist
@@ -67,12 +81,17 @@ class DdpTrainer(TorchTrainer):
         model: the same weights in every process.
     """
 
+    settings = "DistributedDataParallel, gloo, channels last, gradients as views of the buckets"
+
     def __init__(self, job: protocol.BenchmarkJob, group: Group, model: nn.Module):
         super().__init__(job, group, model.to(memory_format=torch.channels_last))
         if group.num_processes > 1:
             self._replica = nn.parallel.DistributedDataParallel(
                 self._model, gradient_as_bucket_view=True
             )
+        if job.options["compile"]:
+            self.settings += ", torch.compile"
+            self._replica = torch.compile(self._replica, dynamic=False)
 
     def evaluate(self) -> float:
         """Tests as `TorchTrainer`, every process with the first one's averages of BatchNorm."""

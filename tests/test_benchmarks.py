@@ -43,33 +43,51 @@ print(running._process.returncode)
     assert said == "{'ready': True, 'versions': {}} {'sec': 1.0, 'images': 3}\n0\n"
 
 
-def test_the_page_is_made_of_measurements_alone():
-    said = in_benchmarks(
-        """
+MEASURED = """
 import run
+def of(secs, peer="", precision="float32", **more):
+    return {"peer": peer, "precision": precision, "secs": [secs] * 3, **more}
 programs = {
-    "manual × 2": {"secs": [1e-3] * 3, "flops_per_example": 1e6},
-    "JAX × 2": {"secs": [2e-3] * 3},
-    "peak, float32": {"secs": [5e-10] * 3},
+    "manual × 2": of(1e-3, flops_per_example=1e6),
+    "manual × 2, bfloat16": of(5e-4, precision="bfloat16"),
+    "JAX × 1": of(2e-3, "JAX", settings="channels last"),
+    "JAX × 2": of(4e-3, "JAX"),
+    "JAX × 1, bfloat16": of(3e-3, "JAX", "bfloat16"),
+    "peak, float32": of(5e-10),
 }
-ratios = [{"text": "", "program": "manual × 2", "base": "JAX × 2"}]
+part = {"title": "Networks", "model": "LeNet", "programs": programs,
+        "ratios": [["manual × 2, bfloat16", "manual × 2"]]}
 results = {"date": "2026-01-01", "processor": "P", "cores": 2, "versions": {"jax": "1"},
-           "lenet": {"programs": programs, "ratios": ratios}}
-print(run.render(results))
+           "parts": {"lenet": part}}
 """
-    )
+
+
+def test_the_page_is_made_of_measurements_alone():
+    said = in_benchmarks(f"{MEASURED}\nprint(run.render(results))")
     assert "| manual × 2 | 1,000.0 | 1,000.0–1,000.0 | 0.50 (0.50–0.50) |" in said
-    assert "| manual × 2 | JAX × 2 | 0.500 | 0.500–0.500 |" in said
+    assert "| LeNet | manual × 2, bfloat16 | manual × 2 | 0.500 | 0.500–0.500 |" in said
     assert "matrix products at 2 GFLOP/s" in said
+    assert "| JAX × 1 | channels last |" in said and "A quick run" not in said
+
+
+def test_the_summary_has_each_peer_at_its_best():
+    said = in_benchmarks(f"{MEASURED}\nprint(*run.summary(results), sep='\\n')")
+    assert said.splitlines()[2:] == [
+        "| LeNet | manual × 2 | JAX × 1 | 0.500 | 0.500–0.500 |",
+        "| LeNet | manual × 2, bfloat16 | JAX × 1 | 0.250 | 0.250–0.250 |",
+        "| LeNet | manual × 2, bfloat16 | manual × 2 | 0.500 | 0.500–0.500 |",
+    ]
 
 
 def test_the_page_shows_the_accuracy_of_the_programs_that_were_tested():
     said = in_benchmarks(
         """
 import run
-programs = {"manual × 2": {"secs": [1e-4, 3e-4, 1e-4], "images": [60000] * 3, "accuracy": 0.8727}}
+programs = {"manual × 2": {"peer": "", "precision": "float32", "secs": [1e-4, 3e-4, 1e-4],
+                           "images": [60000] * 3, "accuracy": 0.8727}}
+part = {"title": "Split", "model": "LeNet", "programs": programs, "ratios": []}
 results = {"date": "2026-01-01", "processor": "P", "cores": 2, "versions": {},
-           "lenet_split": {"programs": programs, "ratios": []}}
+           "parts": {"lenet_split": part}}
 print(run.render(results))
 """
     )
@@ -102,8 +120,8 @@ def test_accuracy_is_asked_once_after_the_first_block(tmp_path, test_first_block
 import pathlib, json, programs, run
 programs.FOLDER = pathlib.Path({str(tmp_path)!r})
 program = programs.Program("p", "recording.py", ({str(BENCHMARKS)!r}, {str(tmp_path / "asked")!r}))
-found = run.measure([program], rounds=3, num_steps=7, data_dir="x",
-                    test_first_block={test_first_block})
+part = run.Part("title", "model", 7, [program], [], {test_first_block})
+found = run.measure(part, rounds=3, data_dir="x", progress=run.Progress())
 print(json.dumps(found["p"]))
 """
     )
@@ -116,7 +134,7 @@ print(json.dumps(found["p"]))
 def test_split_programs_train_with_the_same_batch_recipe_and_number_of_devices():
     programs = json.loads(
         in_benchmarks(
-            "import json, run; programs, ratios = run.lenet_split_part('peers')\n"
+            "import json, bench_parts; programs = bench_parts.split_part('peers').programs\n"
             "print(json.dumps([[p.name, p.file, p.flags] for p in programs]))"
         )
     )
@@ -130,11 +148,12 @@ def test_split_programs_train_with_the_same_batch_recipe_and_number_of_devices()
         } <= set(flags), name  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ["lenet_part", "resnet_part", "lenet_split_part"])
+@pytest.mark.parametrize("part", ["lenet", "resnet18", "lenet_keras", "lenet_split"])
 def test_lockstep_as_a_program_takes_the_flags_of_every_part(part):
     found = json.loads(
         in_benchmarks(
-            f"import json, lockstep, run; programs, _ = run.{part}('peers')\n"
+            "import json, lockstep, bench_parts\n"
+            f"programs = bench_parts.all_parts()[{part!r}].programs\n"
             "programs = [p for p in programs if p.file == 'lockstep.py']\n"
             "configs = [lockstep.parse_config([*p.flags, '--data_dir=x']) for p in programs]\n"
             "print(json.dumps([(p.flags, c.strategy) for p, c in zip(programs, configs)]))"
@@ -147,7 +166,7 @@ def test_lockstep_as_a_program_takes_the_flags_of_every_part(part):
 
 
 @pytest.mark.parametrize("num_steps", [2, 40, 235, 2350])
-@pytest.mark.parametrize("global_batch_size", [256, 64])
+@pytest.mark.parametrize("global_batch_size", [256, 64, 1024])
 def test_the_peers_recipe_is_the_projects(num_steps, global_batch_size):
     recipe = RECIPES["fast"]["lenet"]
     peer = json.loads(
@@ -208,7 +227,7 @@ job = protocol.BenchmarkJob(
 )
 batches = job.index_batches()
 sizes = [len(next(batches)) for _ in range({len(sizes)} + 1)]
-print(json.dumps([sizes, protocol.describe(job)["images_per_epoch"]]))
+print(json.dumps([sizes, protocol.describe(job, "")["images_per_epoch"]]))
 """
     )
     assert json.loads(said) == [[*sizes, 32], sum(sizes)]
@@ -222,17 +241,39 @@ def test_missing_data_gets_one_line():
     assert result.stderr.startswith("error: --data_dir is missing")
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--quick", "--only=memory"], "--only=memory: not a part of --quick; use one of lenet"),
+        (["--rounds=0"], "--rounds=0: at least 1 is required"),
+    ],
+)
+def test_flags_that_do_not_go_together_get_one_line(flags, text):
+    said = in_benchmarks(
+        f"""
+import run, sys
+sys.stderr = sys.stdout
+try:
+    run.main([*{flags!r}, "--data_dir=x"])
+except SystemExit as stop:
+    print(stop.code)
+"""
+    )
+    assert text in said and said.splitlines()[-1] == "2"
+
+
 PRETENDED = """
 import pathlib, run
-sample = {"secs": [0.1, 0.2], "images": [1, 1]}
 
-def measure(programs, *, rounds, num_steps, data_dir, test_first_block):
-    tested = {"accuracy": 0.87} if test_first_block else {}
-    return {program.name: dict(sample, **tested, versions={"numpy": "2"}) for program in programs}
+def measure(part, *, rounds, data_dir, progress):
+    sample = {"secs": [0.1, 0.2], "images": [1, 1], "versions": {"numpy": "2"}}
+    tested = {"accuracy": 0.87} if part.tests_first_block else {}
+    return {p.name: {**sample, **tested, "peer": p.peer, "precision": p.precision}
+            for p in part.programs}
 
 run.measure = measure
-run.time_to_accuracy = lambda *a, **b: {"fast": [{"sec": 4.0, "epochs": 1, "accuracy": 0.87}]}
-run.memory_growth = lambda data_dir: {"before_bytes": 1 << 30, "after_bytes": (1 << 30) + 1}
+run.time_to_accuracy = lambda **options: {"fast": [{"sec": 4.0, "epochs": 1, "accuracy": 0.87}]}
+run.memory_growth = lambda *options: {"before_bytes": 1 << 30, "after_bytes": (1 << 30) + 1}
 """
 
 
@@ -244,7 +285,19 @@ def test_a_full_run_writes_the_page(tmp_path):
     assert page.read_text() == (tmp_path / "out" / "bench.md").read_text()
     assert page.read_text().startswith("# Benchmarks") and "## Memory" in page.read_text()
     assert printed.endswith(f"saved {page}\n")
-    assert {path.name for path in tmp_path.iterdir()} == {"BENCHMARKS.md", "out"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "BENCHMARKS.md", "benchmarks.png", "benchmarks.svg", "out",
+    }  # fmt: skip
+    assert (tmp_path / "benchmarks.png").stat().st_size > 10_000
+
+
+def test_a_quick_run_leaves_the_page_alone(tmp_path):
+    page = tmp_path / "BENCHMARKS.md"
+    flags = ["--quick", "--data_dir=x", f"--out={tmp_path}/out", f"--output={page}"]
+    printed = in_benchmarks(f"{PRETENDED}\nrun.main({flags!r})")
+    assert not page.exists() and f"{page} is left as it is" in printed
+    assert "| LeNet | manual × 2, bfloat16 | PyTorch DDP × 2 | 1.000 |" in printed
+    assert "A quick run" in (tmp_path / "out" / "bench.md").read_text()
 
 
 def test_a_run_of_one_part_writes_the_page_once_the_others_are_there(tmp_path):
