@@ -105,7 +105,7 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
             "--all_reduce=ring is not available in single",
         ),
         ("evaluate", {"run": "x", "strategy": "multi_worker"}, "got 'multi_worker'"),
-        ("train", {"model": "resnet19"}, "got 'resnet19'; did you mean resnet18?"),
+        ("train", {"model": "resnet17"}, "got 'resnet17'; did you mean resnet18?"),
         ("train", {"strategy": "both"}, "--strategy must be one of single, manual, mirrored"),
         ("train", {"dataset": "mnist"}, "got 'mnist'"),
         ("train", {"recipe": "slow"}, "--recipe"),
@@ -524,6 +524,7 @@ def options_of_a_split():
     ("options", "message"),
     [
         ({"strategies": ("torch_ddp",)}, "has no strategy to compare with; add single"),
+        ({"model": "resnet9"}, "--model=resnet9 does not run in torch_ddp; use lenet or resnet18"),
         ({"recipe": "fast"}, "--recipe=fast does not run in torch_ddp; use --recipe=d2l"),
         ({"precision": "mixed_bfloat16"}, "use --precision=float32"),
         ({"batch_norm": "sync"}, "use --batch_norm=average"),

@@ -30,7 +30,7 @@ def refuse(*arguments):
     [
         (["--num_devices=0"], "--num_devices must be between 1 and 64, got 0"),
         (["--global_batch_size=1", "--num_devices=2"], "the number of replicas, 2, got 1"),
-        (["--model=resnet19"], "--model must be one of lenet, resnet18, got 'resnet19'"),
+        (["--model=resnet19"], "--model must be one of lenet, resnet9, resnet18, got"),
         (["--epochs=many"], "--epochs must be a whole number, got 'many'"),
         (["--jit_compile=maybe"], "--jit_compile must be true or false, got 'maybe'"),
         (["--modle=lenet"], "--modle is not a flag; did you mean --model?"),
