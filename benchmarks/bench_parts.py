@@ -61,10 +61,12 @@ def jax(python: str, *flags: str, num_devices: int = 1, precision: str = "float3
     return Program(name, "jax_devices.py", flags, python, peer="JAX", precision=precision)
 
 
-def keras_fit(*flags: str, precision: str = "float32") -> Program:
-    """Returns Keras' own `fit` under `MirroredStrategy`."""
-    name = "Keras fit × 2" + f", {precision}" * (precision != "float32")
-    flags = (*flags, "--num_devices=2", f"--precision={precision}")
+def keras_fit(*flags: str, num_devices: int = 2, precision: str = "float32") -> Program:
+    """Returns Keras' own `fit` under `MirroredStrategy`, or on one device with all cores."""
+    name = f"Keras fit × {num_devices}" + f", {precision}" * (precision != "float32")
+    flags = (*flags, f"--num_devices={num_devices}", f"--precision={precision}")
+    if num_devices == 1:  # More than one fails under the strategy.
+        flags = (*flags, "--steps_per_execution=10")
     return Program(name, "keras_fit.py", flags, peer="Keras", precision=precision)
 
 
@@ -160,15 +162,14 @@ def split_part(peers_python: str) -> Part:
     return Part(f"{title} (blocks of an epoch)", "LeNet", EPOCH_STEPS, programs, ratios, True)
 
 
-def keras_part(model: str, *flags: str, num_steps: int) -> Part:
+def keras_part(model: str, *flags: str, num_steps: int, one_device: bool = False) -> Part:
     """Returns what is compared with Keras, in a run of its own: its stalls would hit others."""
-    programs = [
-        *own_pair(*flags),
-        keras_fit(*flags),
-        keras_fit(*flags, precision="bfloat16"),
-    ]
+    programs = own_pair(*flags)
+    for num_devices in (2, 1) if one_device else (2,):
+        for precision in ("float32", "bfloat16"):
+            programs.append(keras_fit(*flags, num_devices=num_devices, precision=precision))
     batch = flags[-1].partition("=")[2]
-    title = f"{model}, batch {batch}, and Keras `fit` under MirroredStrategy"
+    title = f"{model}, batch {batch}, and Keras `fit`"
     return Part(f"{title}: blocks of {num_steps} steps", model, num_steps, programs, [])
 
 
@@ -181,7 +182,9 @@ def all_parts(peers_python: str = sys.executable, *, quick: bool = False) -> dic
     """
     parts = {
         "lenet": lenet_part(peers_python, quick=quick),
-        "lenet_keras": keras_part("LeNet", *LENET, num_steps=40 if quick else 120),
+        "lenet_keras": keras_part(
+            "LeNet", *LENET, num_steps=40 if quick else 120, one_device=not quick
+        ),
         "resnet18": resnet_part(peers_python, quick=quick),
     }
     if quick:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from app.config import TrainConfig
 from app.config.names import VERIFY_EVERY
 from app.devices import device_setup
+from app.performance import interval
 
 
 def timed(function: Callable[[], object]) -> tuple[float, float]:
@@ -24,6 +25,11 @@ def timed(function: Callable[[], object]) -> tuple[float, float]:
     start, work = time.monotonic(), time.process_time()
     function()
     return time.monotonic() - start, time.process_time() - work
+
+
+def shown(share: interval.Interval) -> str:
+    """Returns a share in percent, with its 95 % interval."""
+    return f"{100 * share.value:.2f} % ({100 * share.low:.2f}–{100 * share.high:.2f})"
 
 
 def show(name: str, values: list[float]) -> str:
@@ -82,11 +88,14 @@ def main(
     for kind, name in enumerate(("clock", "work")):
         steps = [pair[0][kind] for pair in rounds]
         extra = [pair[1][kind] - pair[0][kind] for pair in rounds]
-        share = statistics.median(extra) / statistics.median(steps)
         in_epoch = 1 + spec.steps_per_epoch / VERIFY_EVERY  # On average.
+        every_100, default = (
+            interval.combine(lambda more, step, part=part: part * more / step, extra, steps)
+            for part in (1 / 100, in_epoch / spec.steps_per_epoch)
+        )
         print(
             f"  {name}: {show('step', steps)}, {show('verified: more by', extra)};"
-            f" N=100: {share:.2f} %, default: {100 * share * in_epoch / spec.steps_per_epoch:.2f} %"
+            f" N=100: {shown(every_100)}, default: {shown(default)}"
         )
 
 
