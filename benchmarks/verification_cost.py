@@ -6,6 +6,7 @@ Steps that are not verified are the same compiled function with verification and
 `--verify_every=N` costs is the extra time of one verified step in N.
 """
 
+import math
 import pathlib
 import statistics
 import sys
@@ -88,7 +89,7 @@ def main(
     for kind, name in enumerate(("clock", "work")):
         steps = [pair[0][kind] for pair in rounds]
         extra = [pair[1][kind] - pair[0][kind] for pair in rounds]
-        in_epoch = 1 + spec.steps_per_epoch / VERIFY_EVERY  # On average.
+        in_epoch = math.ceil(spec.steps_per_epoch / VERIFY_EVERY)
         every_100, default = (
             interval.combine(lambda more, step, part=part: part * more / step, extra, steps)
             for part in (1 / 100, in_epoch / spec.steps_per_epoch)

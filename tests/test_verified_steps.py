@@ -175,8 +175,8 @@ def test_a_mismatch_stays_in_the_records(dataset, tmp_path):
     stopped = load_summary(tmp_path)
     assert (stopped.steps, stopped.verified_steps, stopped.mismatches) == (5, 4, 1)
     resumed = train(dataset, tmp_path, **options, force_resume=True)
-    assert resumed.verified_line() == "10 steps, 6 verified, 1 mismatch"
-    assert counts(tmp_path) == [(3, 0), (3, 1)]
+    assert resumed.verified_line() == "10 steps, 5 verified, 1 mismatch"
+    assert counts(tmp_path) == [(3, 0), (2, 1)]
 
 
 def test_a_weight_that_changed_between_verified_steps_is_found(dataset, tmp_path):
@@ -187,7 +187,7 @@ def test_a_weight_that_changed_between_verified_steps_is_found(dataset, tmp_path
 
 
 def test_a_warning_lets_the_training_go_on(dataset, tmp_path, capsys):
-    options = {"verify_every": 4, "inject": "drop_gradient:step=6"}
+    options = {"verify_every": 3, "inject": "drop_gradient:step=6"}
     summary = train(dataset, tmp_path / "warned", on_mismatch="warn", **options)
     assert counts(tmp_path / "warned") == [(3, 0), (2, 2)]
     assert summary.verified_line() == "10 steps, 5 verified, 2 mismatches"
@@ -197,7 +197,7 @@ def test_a_warning_lets_the_training_go_on(dataset, tmp_path, capsys):
     without = train(dataset, tmp_path / "off", **(options | {"verify_every": 0}))
     assert summary.weights_sha256 == without.weights_sha256
     with Trace(tmp_path / "warned" / MISMATCH_DIRECTORY) as trace:
-        assert trace.first_step == 8  # The first one is kept.
+        assert trace.first_step == 6  # The first one is kept.
 
 
 def test_a_resumed_training_verifies_the_same_steps(dataset, tmp_path):
@@ -207,9 +207,9 @@ def test_a_resumed_training_verifies_the_same_steps(dataset, tmp_path):
         train(dataset, tmp_path / "cut", **options)
     cut = train(dataset, tmp_path / "cut", **options)
     whole = train(dataset, tmp_path / "whole", **options)
-    assert counts(tmp_path / "cut") == counts(tmp_path / "whole") == [(3, 0), (3, 0)]
+    assert counts(tmp_path / "cut") == counts(tmp_path / "whole") == [(3, 0), (2, 0)]
     assert cut.weights_sha256 == whole.weights_sha256
-    assert cut.verified_steps == whole.verified_steps == 6
+    assert cut.verified_steps == whole.verified_steps == 5
 
 
 def test_the_default_verifies_the_first_step_and_the_ends_of_epochs(dataset, tmp_path):
@@ -218,11 +218,13 @@ def test_the_default_verifies_the_first_step_and_the_ends_of_epochs(dataset, tmp
 
 def test_the_steps_follow_from_their_numbers(dataset):
     verified = VerifiedSteps(TrainConfig(verify_every=10), FakeVerifier(), None, 25)
-    assert recorded_steps(verified, 25, 60) == [1, 10, 20, 25, 30, 40, 50, 60]
+    assert recorded_steps(verified, 25, 90) == [1, 10, 20, 25, 30, 40, 50, 60, 70, 80, 90]
     verified = VerifiedSteps(TrainConfig(), FakeVerifier(), None, 235)
-    assert recorded_steps(verified, 235, 1200) == [1, 235, 470, 500, 705, 940, 1000, 1175]
+    assert recorded_steps(verified, 235, 1200) == [1, 235, 470, 705, 940, 1175]
+    verified = VerifiedSteps(TrainConfig(), FakeVerifier(), None, 938)
+    assert recorded_steps(verified, 938, 1900) == [1, 500, 938, 1438, 1876]
     verified = VerifiedSteps(TrainConfig(), FakeVerifier(), None, 80)
-    assert recorded_steps(verified, 80, 700) == [1, 80, 240, 400, 500, 640]
+    assert recorded_steps(verified, 80, 700) == [1, 80, 240, 400, 640]
 
 
 class FakeVerifier:

@@ -72,9 +72,9 @@ class StepVerificationOptions:
 
     verify_every: int | None = option(
         None,
-        "Record every N-th step while the training runs, besides the first step and the last of"
-        " each epoch, and check it against one device; 0 verifies none. Default: every"
-        f" {VERIFY_EVERY} steps, and fewer ends of short epochs, where steps can be verified.",
+        "Record every N-th step while the training runs, besides the first one and the last of the"
+        " first epoch, and check it against one device; 0 verifies none. Default: the last step of"
+        f" each epoch, every {VERIFY_EVERY}th of a long one, where steps can be verified.",
         VERIFICATION,
         metavar="N",
         low=0,

@@ -74,9 +74,10 @@ def create_no_verifier(config: TrainConfig, spec: Any, strategy: Strategy) -> No
 class VerifiedSteps:
     """Chooses the steps that are verified, and stops the training, or warns, at a mismatch.
 
-    The steps are the first one, the last one of each epoch and every N-th, by the number of the
-    step since the start of the run: a training that is resumed verifies the same steps. Without an
-    N short epochs share a last step that is verified, so that the cost stays low.
+    The steps are the first one, the last one of the first epoch and every N-th since the start of
+    the run. Without an N they are the first one, every 500th of an epoch and the last one of each
+    epoch, where short epochs share one, so that the cost stays low. They follow from the numbers
+    of the steps alone: a training that is resumed verifies the same ones.
 
     Args:
         config: says how many, and what a mismatch does.
@@ -94,7 +95,7 @@ class VerifiedSteps:
     ) -> None:
         self._config, self._verifier, self._run_dir = config, verifier, run_dir
         self._steps_per_epoch = steps_per_epoch
-        self._every = VERIFY_EVERY if config.verify_every is None else config.verify_every
+        self._every = config.verify_every
         self._last_right, self._keeps_trace, self._is_slow_reported = 0, True, False
         self._step_sec = self._counted_sec = 0.0  # A usual step; the first one, if recorded.
 
@@ -111,7 +112,10 @@ class VerifiedSteps:
             return to_epoch_end
         if self.is_due(progress):
             return 1
-        to_next = min(to_epoch_end, self._every - progress.step % self._every)
+        if self._every is None:
+            to_next = min(to_epoch_end, VERIFY_EVERY - progress.epoch_step % VERIFY_EVERY)
+        else:
+            to_next = min(to_epoch_end, self._every - progress.step % self._every)
         # The step before is a call of its own: the state that it starts from is kept.
         return max(1, to_next - 2)
 
@@ -125,15 +129,14 @@ class VerifiedSteps:
         step, epoch_step = progress.step + steps_ahead, progress.epoch_step + steps_ahead
         if self._verifier is None:
             return False
-        if epoch_step == self._steps_per_epoch and self._is_end_verified(progress, step):
+        is_end = epoch_step == self._steps_per_epoch
+        if step == 1 or (is_end and progress.epoch == 0):
             return True
-        return step == 1 or step % self._every == 0
-
-    def _is_end_verified(self, progress: Progress, step: int) -> bool:
-        """Tells whether the last step of the epoch, `step`, is verified: by default not always."""
-        if self._config.verify_every is not None or progress.epoch == 0:
-            return True
-        return step // _STEPS_PER_END > (step - self._steps_per_epoch) // _STEPS_PER_END
+        if self._every is not None:
+            return step % self._every == 0
+        if is_end:
+            return step // _STEPS_PER_END > (step - self._steps_per_epoch) // _STEPS_PER_END
+        return epoch_step % VERIFY_EVERY == 0
 
     def train_step(
         self, strategy: Strategy, iterator: Any, num_steps: int, state: TrainingState
