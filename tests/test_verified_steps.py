@@ -262,6 +262,8 @@ def test_what_cannot_be_verified_is_refused_if_it_is_asked_for(options, reason):
             config_class(verify_every=5, **options)
         if "case" not in options:
             assert config_class(**options).verify_every is None
+        with pytest.raises(ConfigError, match="--on_mismatch=warn has no effect"):
+            config_class(verify_every=0, on_mismatch="warn")
 
 
 def test_random_layers_are_not_verified(dataset, tmp_path, monkeypatch, capsys):

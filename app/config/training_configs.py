@@ -133,6 +133,11 @@ class TrainConfig(
         """
         if self.verify_every and (reason := self.why_not_verified()):
             raise ConfigError(f"--verify_every={self.verify_every}: {reason}; leave the flag out")
+        if self.verify_every == 0 and self.on_mismatch != "stop":
+            raise ConfigError(
+                f"--on_mismatch={self.on_mismatch} has no effect with --verify_every=0, which"
+                " verifies no step; leave one of them out"
+            )
 
     def why_not_verified(self) -> str:
         """Returns why no step of such a training can be verified while it runs; "" if one can."""
