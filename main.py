@@ -4,6 +4,7 @@ python main.py [COMMAND] [--flags]        python main.py --help
 """
 
 import importlib
+import importlib.util
 import io
 import os
 import pathlib
@@ -15,6 +16,13 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
 if sys.version_info < (3, 11):  # Before anything is imported that an old Python cannot read.
     version = sys.version.split()[0]
     sys.stderr.write("error: Python %s — 3.11 or newer is required; use another\n" % version)
+    sys.exit(2)
+
+if not (importlib.util.find_spec("absl") and importlib.util.find_spec("tensorflow")):
+    sys.stderr.write(
+        "error: TensorFlow and absl-py are not installed for %s; run `make setup`, then"
+        " `.venv/bin/python main.py`\n" % sys.executable
+    )
     sys.exit(2)
 
 from absl import app as absl_app  # `from absl import app` would hide our own package.

@@ -14,7 +14,8 @@ from app.config.fault import FAULTS
 from conftest import ROOT, copy_program, program_environment
 
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "BUILD", "SECURITY"))]
+OF_ROOT = ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in OF_ROOT)]
 GUIDES = ("add_a_model", "add_a_strategy", "add_an_option")
 TEXTS = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in GUIDES}
 OWN_CASE = (DOCS / "verify_your_own.md").read_text(encoding="utf-8")

@@ -123,6 +123,16 @@ def test_a_terminal_without_unicode_gets_help_all_the_same():
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
 
 
+def test_a_python_without_tensorflow_is_told_how_to_get_it():
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", str(ROOT / "main.py")], capture_output=True, text=True
+    )
+    assert result.returncode == 2 and not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: TensorFlow and absl-py are not installed for ")
+    assert line.endswith("run `make setup`, then `.venv/bin/python main.py`")
+
+
 def test_an_old_python_is_refused_in_one_line():
     """Pretended: the version is lowered before the program is read."""
     script = (
