@@ -110,9 +110,9 @@ def lenet_part(peers_python: str, *, quick: bool = False) -> Part:
             torch_ddp(python, *LENET, precision="bfloat16", more=", compiled"),
             jax(python, *LENET, num_devices=2),
             jax(python, *LENET, precision="bfloat16"),
-            Program("book's eager loop × 2", "d2l_loop.py", (*LENET, "--num_devices=2")),
+            Program("d2l, eager loop × 2", "d2l_loop.py", (*LENET, "--num_devices=2")),
         ]
-        ratios.append(Ratio("manual × 2", "book's eager loop × 2"))
+        ratios.append(Ratio("manual × 2", "d2l, eager loop × 2"))
         peers += peaks()
     num_steps = 40 if quick else 120
     title = f"LeNet, batch 256: blocks of {num_steps} steps"
@@ -154,12 +154,15 @@ def split_part(peers_python: str) -> Part:
         ("sharded × 2", ("--strategy=sharded",)),
     ]
     programs = [lockstep(name, *fast, "--epochs=1", *flags) for name, flags in own]
-    programs += [Program(name, file, (*fast, *flags), peers_python) for name, file, flags in peers]
+    programs += [
+        Program(name, file, (*fast, *flags), peers_python, peer="PyTorch")
+        for name, file, flags in peers
+    ]
     ratios = [Ratio(name, "manual × 2") for name, _ in own[1:]]
-    pairs = [(own[0], peers[0]), (own[1], peers[1]), (own[2], peers[2]), (own[4], peers[3])]
+    pairs = [(own[1], peers[1]), (own[2], peers[2]), (own[4], peers[3])]
     ratios += [Ratio(a, b) for (a, *_), (b, *_) in pairs]
-    title = "LeNet, batch 256, recipe `fast`: ways to split a training in PyTorch"
-    return Part(f"{title} (blocks of an epoch)", "LeNet", EPOCH_STEPS, programs, ratios, True)
+    title = "LeNet, batch 256, recipe `fast`: ways to split a training"
+    return Part(f"{title}, blocks of an epoch", "LeNet", EPOCH_STEPS, programs, ratios, True)
 
 
 def keras_part(model: str, *flags: str, num_steps: int, one_device: bool = False) -> Part:

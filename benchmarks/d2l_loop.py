@@ -1,4 +1,4 @@
-"""The book's loop: data parallelism by hand, in eager mode, on logical CPU devices.
+"""The loop of "Dive into Deep Learning" (d2l): data parallelism by hand, in eager mode, on logical CPU devices.
 
 Written as a reader of "Dive into Deep Learning", section "Training on Multiple GPUs", writes it
 with TensorFlow: lists of parameters, a network of `tf.nn` functions, a tape for each device, an
@@ -123,7 +123,7 @@ def train_batch(images, labels, device_params, devices, learning_rate):
 
 
 class D2lTrainer:
-    """The book's training, to be carried on step by step.
+    """The training of d2l, to be carried on step by step.
 
     Args:
         job: what to train.
@@ -166,7 +166,7 @@ class D2lTrainer:
         return num_images, float(sum(loss.numpy() for loss in losses)) / num_images
 
     def evaluate(self) -> float:
-        """Returns the part of the test images that device 0 classifies rightly, as the book's."""
+        """Returns the part of the test images that device 0 classifies rightly, as d2l does."""
         num_correct = 0
         with tf.device(self._devices[0]):
             for images, labels in self._test_data:

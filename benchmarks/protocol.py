@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmark_data import FashionMnist, load_fashion_mnist
 
-LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # The book's, constant.
+LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # Those of d2l, constant.
 NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable ones.
 PRECISION_FLAG = {"precision": {"choices": ["float32", "bfloat16"], "default": "float32"}}
 NUM_WARMUP_STEPS = 5

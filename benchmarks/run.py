@@ -120,7 +120,7 @@ def time_to_accuracy(*, rounds: int, data_dir: str, progress: Progress) -> dict[
     programs = [
         lockstep("fast, manual × 2, bfloat16", *fast, precision="bfloat16"),
         lockstep("fast, manual × 2", *fast),
-        Program("the book's recipe in its loop × 2", "d2l_loop.py", (*LENET, "--num_devices=2")),
+        Program("d2l, its recipe and loop × 2", "d2l_loop.py", (*LENET, "--num_devices=2")),
     ]
     results: dict[str, Any] = {program.name: [] for program in programs}
     progress.start(f"Time to a test accuracy of {TARGET_ACCURACY}", 2 * rounds + 1)

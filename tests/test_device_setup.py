@@ -21,12 +21,19 @@ from strategies import tf_private
 
 # Sets devices up as a program does, and prints what TensorFlow has then.
 SCRIPT = """
-import json
+import json, resource
 from app.devices import device_setup
 from app.config import Config
 made = device_setup.set_up(Config.of(device="cpu"))
 import tensorflow as tf
+import numpy as np
+def page_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [np.ones(2**16) for _ in range(100)]  # 50 MiB, freed at the end.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+page_faults()
 print(json.dumps({
+    "page_faults": page_faults(),
     "names": made.names,
     "simulated": made.simulated,
     "logical": len(tf.config.list_logical_devices("CPU")),
@@ -44,6 +51,7 @@ def test_without_a_gpu_two_logical_cpus():
     done = json.loads(result.stdout)
     assert done["names"] == ["/device:CPU:0", "/device:CPU:1"]
     assert done["simulated"] and done["logical"] == 2 and done["intra"] >= 1
+    assert done["page_faults"] < 1000  # 12,800 pages, which the process has kept.
     assert result.stderr == ""  # TensorFlow's own messages are held back.
 
 

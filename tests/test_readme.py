@@ -58,10 +58,10 @@ def test_the_program_s_commands_run_one_after_another(copy):
         if " --steps=5 " in line:
             assert "manual and mirrored: bit-identical" in result.stdout
         if " report " in line:
-            assert (copy / "runs" / "first" / "report.html").exists()
+            assert (copy / "runs" / "start" / "report.html").exists()
         if " evaluate " in line:
-            first = (copy / "runs" / "first" / "log.txt").read_text()
-            assert result.stdout.split("test acc: ")[1][:6] in first
+            log = (copy / "runs" / "start" / "log.txt").read_text()
+            assert result.stdout.split("test acc: ")[1][:6] in log
 
 
 def test_files_that_it_points_to_are_there():

@@ -61,8 +61,7 @@ def set_up(config: TrainConfig) -> Devices:
         PeerLostError: a worker was lost meanwhile.
     """
     cluster = find_cluster(os.environ) if config.strategy == "multi_worker" else None
-    if cluster:
-        keep_freed_memory()
+    keep_freed_memory()
     if os.environ.pop("TF_CONFIG", None) and not cluster:
         console.warn(f"TF_CONFIG is set, but {config.strategy} runs on one machine: not used")
     tf = import_tensorflow(config.verbosity)
@@ -210,9 +209,9 @@ _MALLOC_OPTIONS = {-3: 1 << 30, -1: 2_000_000_000, -2: 64 << 20}
 def keep_freed_memory() -> None:
     """Lets the process keep the memory that it frees, in place of asking for it in every step.
 
-    A collective allocates its buffers anew each time, and new memory costs a page fault for each
-    4 KiB: a step of ResNet-18 with two workers took 1,126 ms, and 964 with memory that is kept. For
-    training on one machine it made no difference.
+    New memory costs a page fault for each 4 KiB. A step of ResNet-18 under `MirroredStrategy` on
+    two logical CPUs had 66,000 of them and took 0.64 s; with memory that is kept it takes 0.53 s.
+    With two workers, whose collectives allocate buffers in each step, it took 1.13 s, and 0.96 s.
     """
     with contextlib.suppress(OSError, AttributeError):  # Another C library.
         libc = ctypes.CDLL(None)
