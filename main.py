@@ -4,7 +4,6 @@ python main.py [COMMAND] [--flags]        python main.py --help
 """
 
 import importlib
-import importlib.util
 import io
 import os
 import pathlib
@@ -18,14 +17,14 @@ if sys.version_info < (3, 11):  # Before anything is imported that an old Python
     sys.stderr.write("error: Python %s — 3.11 or newer is required; use another\n" % version)
     sys.exit(2)
 
-if not (importlib.util.find_spec("absl") and importlib.util.find_spec("tensorflow")):
+try:
+    from absl import app as absl_app  # `from absl import app` would hide our own package.
+except ModuleNotFoundError:  # TensorFlow, which requires absl, is not installed either.
     sys.stderr.write(
-        "error: TensorFlow and absl-py are not installed for %s; run `make setup`, then"
+        "error: TensorFlow and absl are not installed for this Python (%s); run `make setup`, then"
         " `.venv/bin/python main.py`\n" % sys.executable
     )
     sys.exit(2)
-
-from absl import app as absl_app  # `from absl import app` would hide our own package.
 
 from app.cli import flags
 from app.config import Config, TrainConfig

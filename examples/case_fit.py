@@ -1,8 +1,8 @@
 """A training with Keras' `fit`: dropout, AdamW and clipping by norm.
 
-    python main.py verify --case=examples/case_fit.py --num_devices=2
+    .venv/bin/python main.py verify --case=examples/case_fit.py --num_devices=2
 
-As a script, `python examples/case_fit.py` trains it.
+As a script, `.venv/bin/python examples/case_fit.py` trains it.
 """
 
 import keras

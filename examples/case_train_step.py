@@ -1,6 +1,6 @@
 """A training step of one's own, whose loss is the mean over a replica's examples.
 
-    python main.py verify --case=examples/case_train_step.py --num_devices=2
+    .venv/bin/python main.py verify --case=examples/case_train_step.py --num_devices=2
 
 Under a strategy such a loss has to be divided by the number of replicas, as Keras sums gradients.
 `corrected` does so: `--model_fn=corrected`.

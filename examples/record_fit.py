@@ -1,11 +1,11 @@
-"""Records Keras' `fit` on one device and on two, for `verify --traces`.
+"""Records two steps of Keras' `fit` on one device and on two, for `verify --traces`.
 
     PYTHONPATH=recorders .venv/bin/python examples/record_fit.py 1 one.npz
     PYTHONPATH=recorders .venv/bin/python examples/record_fit.py 2 two.npz one.npz
     .venv/bin/python main.py verify --traces=one.npz,two.npz
 
-The second run starts each recorded step from the state of the first. Gradients are clipped by
-norm, which Keras does on each replica before the sum: `verify` names it.
+The second run starts each recorded step from the state in the first recording. Keras clips the
+gradients on each replica before the all-reduce; `verify` reports this fault.
 """
 
 import sys
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 
 def main(num_devices: int, path: str, replay: str | None = None) -> None:
-    """Trains two steps on so many logical CPU devices and records them."""
+    """Trains on logical CPU devices and writes the recording to `path`."""
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices

@@ -121,6 +121,22 @@ def test_what_the_page_shows_can_be_run(number, tmp_path):
     assert told in result.stdout
 
 
+@pytest.mark.e2e
+def test_the_example_trains_and_verifies(
+    small_data, small_lenet, here, tmp_path, monkeypatch, capsys
+):
+    """On fewer images, in this process."""
+    text = (ROOT / "examples" / "train_and_verify.py").read_text(encoding="utf-8")
+    data = f"data_dir={str(small_data)!r}, allow_unverified_data=True, device='cpu'"
+    assert text.count("num_devices=2") == 2
+    text = text.replace("6000", "600").replace("num_devices=2", f"num_devices=2, {data}")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, "train_and_verify.py", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert any(re.fullmatch(r"test accuracy 0\.\d{4}", line) for line in lines)
+    assert lines[-1] == "single and manual: equal within rounding"
+
+
 @pytest.mark.parametrize(
     "error", [ConfigError("a — b"), TrainingFailedError("manual", 7), LockstepError("x")]
 )

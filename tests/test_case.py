@@ -371,6 +371,7 @@ def test_kept_recordings_are_those_of_the_last_run(write, tmp_path):
         ("case_train_step.py:corrected", set(), 0),
         ("case_two_inputs.py", {"weighted_mean_of_means", "other_evaluation"}, 9),
         ("case_two_inputs.py:corrected", set(), 0),
+        ("case_minimal.py", set(), 0),
     ],
 )
 def test_the_examples(tmp_path, file, causes, code):

@@ -1,14 +1,18 @@
 """The command line: help, choices and refusals, all before TensorFlow is imported."""
 
+import importlib.metadata
+import platform
 import re
 import shlex
 import subprocess
 import sys
-import tomllib
 
+import keras
 import pytest
+import tensorflow as tf
 
-from app.cli.usage import help_text
+import app
+from app.cli.usage import help_text, version_text
 from app.config import Config
 from app.config.option import options_of
 from conftest import ROOT, copy_program, run_main
@@ -103,10 +107,21 @@ def test_help_lists_a_new_model_and_a_new_strategy(tmp_path, registry):
     assert "=brand_new|" in result.stdout
 
 
-def test_version_is_that_of_the_project():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+def test_version_names_what_results_depend_on():
     result = run_here("--version")
-    assert (result.returncode, result.stdout) == (0, f"Lockstep {version}\n")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == (
+        f"Lockstep {app.__version__}, Python {platform.python_version()},"
+        f" TensorFlow {tf.__version__}, Keras {keras.__version__}\n"
+    )
+
+
+def test_version_of_a_package_that_is_not_installed(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert version_text().endswith("TensorFlow not installed, Keras not installed")
 
 
 def test_every_example_of_the_help_is_a_command_line():
@@ -123,14 +138,17 @@ def test_a_terminal_without_unicode_gets_help_all_the_same():
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
 
 
-def test_a_python_without_tensorflow_is_told_how_to_get_it():
+def test_a_python_without_tensorflow_gets_one_line():
+    """Isolated and without site-packages, the interpreter finds no installed package."""
     result = subprocess.run(
-        [sys.executable, "-I", "-S", str(ROOT / "main.py")], capture_output=True, text=True
+        [sys.executable, "-I", "-S", str(ROOT / "main.py"), "--help"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: TensorFlow and absl are not installed for this Python ({sys.executable}); run"
+        " `make setup`, then `.venv/bin/python main.py`\n"
     )
-    assert result.returncode == 2 and not result.stdout
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: TensorFlow and absl-py are not installed for ")
-    assert line.endswith("run `make setup`, then `.venv/bin/python main.py`")
 
 
 def test_an_old_python_is_refused_in_one_line():
@@ -147,14 +165,15 @@ def test_an_old_python_is_refused_in_one_line():
     assert result.stderr.startswith("error: Python ") and result.stderr.count("\n") == 1
 
 
-def test_refusals_do_not_wait_for_tensorflow():
+@pytest.mark.parametrize("argument, code", [("--num_devices=0", 2), ("--version", 0)])
+def test_refusals_and_the_version_do_not_wait_for_tensorflow(argument, code):
     script = (
-        "import sys; sys.argv = ['main.py', '--num_devices=0']; sys.path.insert(0, '.')\n"
+        f"import sys; sys.argv = ['main.py', '{argument}']; sys.path.insert(0, '.')\n"
         "import main\n"
         "main.flags.define_flags()\n"
         "try:\n    main.parse(sys.argv)\n"
         "except SystemExit as end:\n"
-        "    assert end.code == 2\n"
+        f"    assert end.code == {code}\n"
         "    assert 'tensorflow' not in sys.modules and 'numpy' not in sys.modules\n"
         "    sys.exit(77)\n"
     )

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tensorflow as tf
 from objective_samples import X, Y, compiled, dense, start
 
 from conftest import CPUS, ROOT, program_environment
+from in_process import run_here
 from recorders import lockstep_keras
 from recorders.keras_comparison import compare
 from recorders.lockstep_keras import Recorder, Recording, Sparse, record
@@ -510,6 +512,25 @@ def test_a_script_needs_the_file_alone_to_record_and_the_folder_to_compare(tmp_p
 def test_the_package_is_found_beside_the_file_in_a_package():
     assert lockstep_keras.compare is not compare
     assert lockstep_keras.comparison().compare is compare
+
+
+def test_the_example_records_clipping_before_the_all_reduce(tmp_path, monkeypatch):
+    # This process has its logical devices already.
+    monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda *_: None)
+    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda devices: mirrored(len(devices)))
+    monkeypatch.setitem(sys.modules, "lockstep_keras", lockstep_keras)
+    main = runpy.run_path(str(ROOT / "examples" / "record_fit.py"))["main"]
+    one, two = tmp_path / "one.npz", tmp_path / "two.npz"
+    main(1, str(one))
+    main(2, str(two), str(one))
+    result = run_here("verify", f"--traces={one},{two}", f"--out={tmp_path / 'run'}")
+    assert result.returncode == 9, result.stdout + result.stderr
+    record = json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))
+    found = {
+        name: {finding["cause"] for finding in strategy["findings"]}
+        for name, strategy in record["strategies"].items()
+    }
+    assert found["one.npz"] == set() and "clipped_before_the_sum" in found["two.npz"]
 
 
 # --- Strategies of this project ------------------------------------------------------------------

@@ -9,8 +9,7 @@ from typing import Any
 
 from absl import flags
 
-import app
-from app.cli.usage import help_text
+from app.cli.usage import help_text, version_text
 from app.config import Config
 from app.config.base_config import find_command, unknown_option
 from app.config.option import BoundOption, did_you_mean, options_of
@@ -33,7 +32,7 @@ def define_flags() -> None:
             flags.DEFINE_string(name, None, each.metadata.help)
         if each.metadata.alias:
             flags.DEFINE_alias(each.metadata.alias, name)
-    flags.DEFINE_bool("version", False, "Print the version and exit.")
+    flags.DEFINE_bool("version", False, "Print the version, and those of TensorFlow and Keras.")
 
 
 def parse_config(argv: list[str]) -> Config:
@@ -51,7 +50,7 @@ def parse_config(argv: list[str]) -> Config:
         sys.exit(0)
     words = _parse(argv)
     if FLAGS["version"].value:
-        console.say(f"Lockstep {app.__version__}")
+        console.say(version_text())
         sys.exit(0)
     config_class = find_command(words[0] if words else "train")
     given = _given_flags(config_class) | _given_words(config_class, words[1:])

@@ -1,8 +1,11 @@
-"""What `--help` prints, of all commands or of one."""
+"""The texts of `--help`, of all commands or of one, and of `--version`."""
 
+import importlib.metadata
+import platform
 import textwrap
 from collections.abc import Iterable
 
+import app
 from app.config import Config
 from app.config.model_options import Hyperparameters
 from app.config.names import GROUPS
@@ -17,6 +20,19 @@ def help_text(config_class: type[Config] | None = None) -> str:
     """Returns the help of one command, or of the whole program: its commands and flags."""
     parts = _of_command(config_class) if config_class else _of_program()
     return "\n\n".join("\n".join(part) for part in parts)
+
+
+def version_text() -> str:
+    """Returns one line with the versions; TensorFlow and Keras are not imported for it."""
+    own = f"Lockstep {app.__version__}, Python {platform.python_version()}"
+    return f"{own}, {_version_of('TensorFlow')}, {_version_of('Keras')}"
+
+
+def _version_of(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} not installed"
 
 
 def _of_program() -> list[list[str]]:
