@@ -1,6 +1,6 @@
 """Trains LeNet on two devices, then compares the first three steps with one device.
 
-    PYTHONPATH=. .venv/bin/python examples/train_and_verify.py
+PYTHONPATH=. .venv/bin/python examples/train_and_verify.py
 """
 
 from app import Config, run
