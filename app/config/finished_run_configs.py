@@ -83,7 +83,7 @@ class ReportConfig(Config):
     """The options of `report`: one page about runs, finished or in progress."""
 
     command: ClassVar[str] = "report"
-    summary: ClassVar[str] = "one page, report.html, about runs; with --watch a page of a run in progress"
+    summary: ClassVar[str] = "one page, report.html, about runs; --watch: a live page of a training"
     examples: ClassVar[tuple[str, ...]] = (
         "runs/first runs/second --out=report.html",
         "runs/first --watch",
