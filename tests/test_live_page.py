@@ -77,9 +77,7 @@ def text_of(*directories):
 def tiles(*directories):
     """Returns name → (value, note) of the numbers on top of the page."""
     html = LivePage(directories).update()["parts"]["state"]
-    found = re.findall(
-        r'<dt>(.*?)</dt><dd class="\w*">(.*?)</dd><dd class="note">(.*?)</dd>', html
-    )
+    found = re.findall(r'<dt>(.*?)</dt><dd class="\w*">(.*?)</dd><dd class="note">(.*?)</dd>', html)
     return {name: (value, note) for name, value, note in found}
 
 
@@ -383,11 +381,13 @@ class TestServer:
     def test_what_is_no_request_is_refused_and_the_page_goes_on(self, run_dir):
         with serving(run_dir) as port:
             for request in (b"\x00\xff\r\n\r\n", b"GET <b> / HTTP/1.1\r\n\r\n", b"x" * 70_000):
-                with socket.create_connection(("127.0.0.1", port), 20) as connection:
-                    with contextlib.suppress(ConnectionError):
-                        connection.sendall(request)
-                        connection.shutdown(socket.SHUT_WR)
-                        assert b"<b>" not in connection.recv(1 << 16)
+                with (
+                    socket.create_connection(("127.0.0.1", port), 20) as connection,
+                    contextlib.suppress(ConnectionError),
+                ):
+                    connection.sendall(request)
+                    connection.shutdown(socket.SHUT_WR)
+                    assert b"<b>" not in connection.recv(1 << 16)
             with socket.create_connection(("127.0.0.1", port), 20):  # It asks for nothing.
                 assert ask(port)[0] == 200
 
