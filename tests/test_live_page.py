@@ -127,7 +127,7 @@ class TestPage:
         page = LivePage([tmp_path / "later"])
         assert "No training here yet" in page.page()
         (tmp_path / "later").mkdir()
-        (tmp_path / "later" / "log.txt").write_text("2026-01-02 03:04:05,678 INFO loading\n")
+        (tmp_path / "later" / ".lock").touch()
         assert "Starting: the data are loaded" in page.page()
         log = report_samples.write_running(tmp_path / "later", num_epochs=0, steps=())
         assert "Compiling: the first step follows" in page.page()

@@ -78,7 +78,8 @@ class EventReader:
             return
 
     def _clear(self, identity: tuple[int, int] | None) -> None:
-        self._identity, self._offset = identity, 0
+        self._identity = identity
+        self._offset: int = 0
         self._calls_per_point = 1
         self._pending: list[StepScalars] = []
         self.points: list[StepScalars] = []

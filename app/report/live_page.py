@@ -62,7 +62,7 @@ class LivePage:
         Returns:
             "title" of the page, "parts" as id → HTML, and after how many seconds to ask again.
         """
-        start = time.monotonic()
+        start = time.thread_time()
         run = self._load()
         macros: Any = self._templates.get_template("live_parts.html.jinja").module
         parts = {
@@ -71,12 +71,12 @@ class LivePage:
             "epochs": macros.epochs(_epoch_table(run)),
             "log": Markup.escape("\n".join(run.log_lines)),
         }
-        drawing_sec = time.monotonic() - start
+        cpu_sec = time.thread_time() - start
         refresh_sec = _REFRESH_SEC_AT_END if run.attempt and run.attempt.stop else _REFRESH_SEC
         return {
             "title": title(run),
             "parts": {name: str(html) for name, html in parts.items()},
-            "refresh_sec": round(max(refresh_sec, drawing_sec / _MOST_OF_A_CORE), 1),
+            "refresh_sec": round(max(refresh_sec, cpu_sec / _MOST_OF_A_CORE), 1),
         }
 
     def page(self) -> str:

@@ -62,6 +62,7 @@ class LiveRun:
         points: scalars over the steps.
         latest: scalars of the newest compiled call, None before the first.
         log_lines: the last lines of `log.txt`.
+        has_lock: whether a command has been started there, which has made its lock file.
     """
 
     path: pathlib.Path
@@ -71,6 +72,7 @@ class LiveRun:
     points: Sequence[StepScalars]
     latest: StepScalars | None
     log_lines: Sequence[str]
+    has_lock: bool
 
     @classmethod
     def load(
@@ -91,7 +93,8 @@ class LiveRun:
             attempts = load_attempts(path)
         attempt = attempts[-1] if attempts else None
         history, log_lines = _load_history(path), _load_log_lines(path)
-        return cls(path, config, attempt, history, points, latest, log_lines)
+        has_lock = (path / LOCK_FILE).exists()
+        return cls(path, config, attempt, history, points, latest, log_lines, has_lock)
 
     @property
     def is_alive(self) -> bool:

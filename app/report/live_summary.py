@@ -86,7 +86,7 @@ def _state_before_start(run: LiveRun) -> tuple[str, str, str]:
     command = run.config.get("command")
     if command in MEASURED:
         return "differs", f"No training: this is a run of {command}", "Only trainings are shown."
-    if run.log_lines:
+    if run.has_lock:
         return "", "Starting: the data are loaded and the model is built", ""
     return "", "No training here yet", "This page shows the training as soon as it has started."
 
@@ -171,8 +171,8 @@ def _time_tiles(run: LiveRun, *, is_running: bool) -> list[Tile]:
     stop, now = run.attempt.stop if run.attempt else None, time.time()
     if stop is not None:
         elapsed = stop.get("elapsed_sec")
-        known = isinstance(elapsed, int | float)
-        return [Tile("elapsed", _duration(elapsed) if known else "–", "in the last attempt")]
+        text = _duration(elapsed) if isinstance(elapsed, int | float) else "–"
+        return [Tile("elapsed", text, "in the last attempt")]
     tiles = []
     if run.started is not None and is_running:
         last = f"last step {_duration(now - run.latest.time)} ago" if run.latest else ""
@@ -188,7 +188,8 @@ def _time_tiles(run: LiveRun, *, is_running: bool) -> list[Tile]:
 def _duration(seconds: float) -> str:
     """Returns "45 s", "12 min", "3 h 05 min" or "2 d 4 h"."""
     whole_sec = max(0, round(min(seconds, 1e12))) if seconds == seconds else 0
-    minutes, hours = whole_sec // 60, whole_sec // 3600
+    minutes = round(whole_sec / 60)
+    hours = minutes // 60
     if whole_sec < 100:
         return f"{whole_sec} s"
     if minutes < 100:
