@@ -51,6 +51,7 @@ class EventReader:
 
     def __init__(self, run_dir: pathlib.Path) -> None:
         self._path = run_dir / EVENTS_FILE
+        self._offset = 0
         self._clear(None)
 
     def update(self) -> None:
@@ -79,7 +80,7 @@ class EventReader:
 
     def _clear(self, identity: tuple[int, int] | None) -> None:
         self._identity = identity
-        self._offset: int = 0
+        self._offset = 0
         self._calls_per_point = 1
         self._pending: list[StepScalars] = []
         self.points: list[StepScalars] = []
