@@ -88,9 +88,9 @@ class TestPage:
         assert (1, str(run_dir)) in page.headings
         found = tiles(run_dir)
         (record,) = load_history(run_dir)
-        assert found["loss"][0] == f"{2 / 15:.4f}"
+        assert found["loss"][0] == f"{2 / 10:.4f}"  # The median of five.
         assert found["test accuracy"][0] == f"{record.test_accuracy:.4f}"
-        assert found["images per second"][0] == "4,321"
+        assert found["images/s"][0] == "4,321"
         assert found["verified steps"] == ("3", "0 mismatches")
         rows = page.rows("Finished epochs, newest first")
         assert rows["1"]["train loss"] == f"{record.train_loss:.4f}" and len(rows) == 1
@@ -213,7 +213,7 @@ class TestPage:
         (tmp_path / "history.jsonl").write_text(json.dumps(history))
         page = shown(tmp_path)
         log.close()
-        assert tiles(tmp_path)["examples per second"][0] == "8" and "accuracy" not in page.text
+        assert tiles(tmp_path)["examples/s"][0] == "8" and "accuracy" not in page.text
         assert "examples/s" in page.tables["Finished epochs, newest first"][0]
 
     def test_a_run_of_another_command(self, tmp_path):

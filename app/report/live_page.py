@@ -27,7 +27,7 @@ SECURITY_POLICY = (
 _REFRESH_SEC, _REFRESH_SEC_AT_END = 2, 10
 _MOST_OF_A_CORE = 0.05  # What drawing may take from the training.
 _MOST_EPOCHS = 50
-_TRAINING, _TEST = Look(0, 0, 1.8), Look(1, 1, 2.4)
+_TRAINING, _TEST = Look(0, 0, 1.8), Look(1, 1, 1.7)
 # Title, tag of the training's values, field of the test's, format, largest value.
 _CHARTS = (
     ("loss", "steps/loss", "test_loss", ".4f", float("inf")),

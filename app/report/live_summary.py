@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import statistics
 import time
 from typing import Any
 
@@ -15,6 +16,8 @@ from app.records.caveats import (
 from app.report.live_run import LiveRun
 from app.report.page_parts import count, devices_text, number, whole
 from app.report.record_finder import MEASURED
+
+_NUM_RECENT = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,18 +146,23 @@ def _tiles(run: LiveRun, mark: str) -> list[Tile]:
     """Returns the numbers on top of the page."""
     if run.attempt is None:
         return []
-    values = run.latest.values if run.latest else {}
-    tiles = [Tile("loss", number(values.get("steps/loss"), ".4f"), "training, last steps")]
-    if "steps/accuracy" in values:
-        text = number(values["steps/accuracy"], ".4f")
-        tiles.append(Tile("accuracy", text, "training, last steps"))
+    tiles = [Tile("loss", number(_recent(run, "steps/loss"), ".4f"), "training, last steps")]
+    accuracy = _recent(run, "steps/accuracy")
+    if accuracy is not None:
+        tiles.append(Tile("accuracy", number(accuracy, ".4f"), "training, last steps"))
     if run.history and run.history[-1].test_accuracy is not None:
         best = max(r.test_accuracy for r in run.history if r.test_accuracy is not None)
         text = number(run.history[-1].test_accuracy, ".4f")
         tiles.append(Tile("test accuracy", text, f"best {best:.4f}"))
-    speed = number(values.get("steps/images_per_sec"))
-    tiles += [Tile(f"{noun(run)}s per second", speed, "last steps"), _verification_tile(run)]
+    speed = number(_recent(run, "steps/images_per_sec"))
+    tiles += [Tile(f"{noun(run)}s/s", speed, "last steps"), _verification_tile(run)]
     return tiles + _time_tiles(run, is_running=run.attempt.stop is None and mark != "bad")
+
+
+def _recent(run: LiveRun, tag: str) -> float | None:
+    """Returns the median of the last values: one call may have a single step."""
+    values = [p.values[tag] for p in run.points[-_NUM_RECENT:] if tag in p.values]
+    return statistics.median(values) if values else None
 
 
 def _verification_tile(run: LiveRun) -> Tile:
