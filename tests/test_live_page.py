@@ -139,9 +139,9 @@ class TestPage:
             (0, None, "good", "Finished: 1 epoch, test accuracy 0.0000"),
             (130, None, "differs", "Interrupted at step 15 of 40"),
             (143, None, "differs", "Terminated at step 15 of 40"),
-            (7, "the loss is nan", "bad", "Diverged at step 15 of 40 the loss is nan"),
-            (9, "step 15 is wrong", "bad", "Mismatch at step 15 of 40 step 15 is wrong"),
-            (8, "disk full", "bad", "Disk full at step 15 of 40"),
+            (7, "the loss is nan", "bad", "Diverged: stopped at step 15 of 40 the loss is nan"),
+            (9, "step 15 is wrong", "bad", "Mismatch: stopped at step 15 of 40 step 15 is wrong"),
+            (8, "disk full", "bad", "Disk full: stopped at step 15 of 40"),
         ],
     )
     def test_a_training_that_has_ended(self, tmp_path, exit_code, error, mark, told):

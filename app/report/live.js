@@ -7,10 +7,7 @@ let timer = 0;
 function replace(id, html) {
   if (shown.get(id) === html) return;
   shown.set(id, html);
-  const part = document.getElementById(id);
-  const wasAtEnd = part.scrollTop + part.clientHeight >= part.scrollHeight - 8;
-  part.innerHTML = html;  // Escaped by the program that serves the page.
-  if (id === "log" && wasAtEnd) part.scrollTop = part.scrollHeight;
+  document.getElementById(id).innerHTML = html;  // Escaped by the program that serves the page.
 }
 
 async function refresh() {
@@ -33,7 +30,5 @@ async function refresh() {
   timer = setTimeout(refresh, 1000 * refreshSec);
 }
 
-const log = document.getElementById("log");
-log.scrollTop = log.scrollHeight;
 document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
 timer = setTimeout(refresh, 1000);

@@ -102,11 +102,11 @@ def _state_at_end(run: LiveRun, stop: dict) -> tuple[str, str, str]:
         if last and last.test_accuracy is not None:
             result = f", test accuracy {last.test_accuracy:.4f}"
         return "good", f"Finished: {count(len(run.history), 'epoch')}{result}", ""
-    verb = status.replace("_", " ").capitalize()
-    headline = f"{verb} at step {_progress(run)}"
+    what = status.replace("_", " ").capitalize()
     if status in ("interrupted", "terminated"):
+        headline = f"{what} at step {_progress(run)}"
         return "differs", headline, "The same command resumes the training from this step."
-    return "bad", headline, error
+    return "bad", f"{what}: stopped at step {_progress(run)}", error
 
 
 def _progress(run: LiveRun) -> str:
