@@ -11,9 +11,10 @@ gradients on each replica before the all-reduce; `verify` reports this fault.
 import sys
 
 import keras
-import lockstep_keras
 import numpy as np
 import tensorflow as tf
+
+import lockstep_keras
 
 
 def main(num_devices: int, path: str, replay: str | None = None) -> None:

@@ -1,6 +1,8 @@
 """Trains LeNet on two devices, then compares the first three steps with one device.
 
     PYTHONPATH=. .venv/bin/python examples/train_and_verify.py
+
+Run it in the directory of main.py.
 """
 
 from app import Config, run
