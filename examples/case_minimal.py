@@ -1,6 +1,8 @@
 """The shortest case: a compiled Keras model and its data.
 
-.venv/bin/python main.py verify --case=examples/case_minimal.py --num_devices=2
+    .venv/bin/python main.py verify --case=examples/case_minimal.py --num_devices=2
+
+`model` returns a compiled model; `data` returns batches of the global size.
 """
 
 import keras

@@ -32,7 +32,7 @@ def main(num_devices: int, path: str, replay: str | None = None) -> None:
     examples = generator.normal(size=(64, 8)), generator.normal(size=(64, 4))
     dataset = tf.data.Dataset.from_tensor_slices(examples).batch(32)
     with lockstep_keras.record(path, model, steps=[0, 1], replay=replay):
-        model.fit(dataset, verbose=0)
+        model.fit(dataset, shuffle=False, verbose=0)
 
 
 if __name__ == "__main__":

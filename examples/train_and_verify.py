@@ -1,6 +1,8 @@
 """Trains LeNet on two devices, then compares the first three steps with one device.
 
-PYTHONPATH=. .venv/bin/python examples/train_and_verify.py
+    PYTHONPATH=. .venv/bin/python examples/train_and_verify.py
+
+Run it in the directory of main.py.
 """
 
 from app import Config, run
@@ -9,4 +11,4 @@ summary = run(Config.of("train", recipe="fast", epochs=1, num_train_examples=600
 print(f"test accuracy {summary.test_accuracy:.4f}")
 
 (pair,) = run(Config.of("verify", strategies=("single", "manual"), steps=3, num_devices=2))
-print(f"{' and '.join(pair.strategies)}: {pair.outcome}")
+print(f"verdict: {pair.outcome}")

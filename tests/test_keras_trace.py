@@ -515,9 +515,10 @@ def test_the_package_is_found_beside_the_file_in_a_package():
 
 
 def test_the_example_records_clipping_before_the_all_reduce(tmp_path, monkeypatch):
-    # This process has its logical devices already.
+    # This process has its logical devices, and its strategies need another all-reduce.
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda *_: None)
-    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda devices: mirrored(len(devices)))
+    strategies = {num: mirrored(num) for num in (1, 2)}
+    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda names: strategies[len(names)])
     monkeypatch.setitem(sys.modules, "lockstep_keras", lockstep_keras)
     main = runpy.run_path(str(ROOT / "examples" / "record_fit.py"))["main"]
     one, two = tmp_path / "one.npz", tmp_path / "two.npz"

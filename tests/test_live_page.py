@@ -18,6 +18,7 @@ import time
 import pytest
 
 import report_samples
+import test_report
 from app.records.event_file import EVENTS_FILE, EventFile
 from app.records.event_reader import EventReader
 from app.records.history import load_history
@@ -27,7 +28,7 @@ from app.report.live_server import LiveServer, open_server
 from app.runtime.errors import ConfigError
 from conftest import ROOT, program_environment
 from in_process import run_here
-from test_report import HOSTILE, Page
+from test_report import CHROMIUM, HOSTILE, Page, in_a_browser
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ def run_dir(tmp_path):
 
 
 @contextlib.contextmanager
-def serving(*directories):
-    with LiveServer(0, LivePage(directories)) as server:
+def serving(*directories, page=None):
+    with LiveServer(0, page or LivePage(directories)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -434,3 +435,51 @@ class TestCommand:
     def test_what_is_refused(self, arguments, told):
         result = run_here("report", *arguments)
         assert result.returncode == 2 and told in result.stderr
+
+
+@in_a_browser
+class TestBrowser:
+    def test_the_page_is_updated_without_a_complaint(self, tmp_path):
+        dom, said = self.browse(GrowingPage(tmp_path / "run"), tmp_path)
+        steps = int(re.search(r"step (\d+) of 40", dom)[1])
+        assert steps > 3 and f"<title>{steps / 40:.0%} " in dom
+        assert "CONSOLE" not in said and re.search(r'id="lost"[^>]* hidden', dom)
+
+    def test_a_server_that_has_ended_is_told(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(LiveServer, "handle_error", lambda *_: None)
+        dom, _ = self.browse(GrowingPage(tmp_path / "run", last_step=3), tmp_path)
+        assert "step 3 of 40" in dom and not re.search(r'id="lost"[^>]* hidden', dom)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("width", [360, 1280])
+    def test_no_sideways_scroll(self, run_dir, tmp_path, width):
+        page = LivePage([run_dir]).page()
+        assert test_report.TestBrowser.scroll_width(page, tmp_path, width) == width
+
+    @staticmethod
+    def browse(page, folder):
+        """Opens the page for ten seconds; returns its DOM, and what the browser said."""
+        with serving(page=page) as port:
+            result = subprocess.run(
+                [
+                    CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu",
+                    "--disable-dev-shm-usage", "--disable-background-networking",
+                    "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}",
+                    "--virtual-time-budget=10000", "--dump-dom", f"http://127.0.0.1:{port}/",
+                ],
+                capture_output=True, text=True, timeout=120, check=True,
+            )  # fmt: skip
+        return result.stdout, result.stderr
+
+
+class GrowingPage(LivePage):
+    """The page of a training that makes a step between two updates; then the server fails."""
+
+    def __init__(self, run_dir, last_step=40):
+        report_samples.write_running(run_dir, num_epochs=0, steps=()).close()
+        super().__init__([run_dir])
+        self.events, self.steps = EventFile(run_dir), iter(range(1, last_step + 1))
+
+    def update(self):
+        self.events.add(next(self.steps), {"steps/loss": 1.0, "steps/images_per_sec": 1.0})
+        return super().update()
