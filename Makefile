@@ -9,7 +9,7 @@
 # make fuzz    tries damaged input of six kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
 # make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
-#              docs/BENCHMARKS.md: three quarters of an hour; ARGS=--quick: what matters most
+#              docs/BENCHMARKS.md: 42 minutes; ARGS=--quick: 4 minutes
 # make frameworks  installs PyTorch and JAX apart, for the programs in frameworks/: some minutes
 # make docs    writes docs/options.md from the options in app/config
 # make setup   makes .venv with everything that the program needs

@@ -1,4 +1,4 @@
-"""The loop of "Dive into Deep Learning" (d2l): data parallelism by hand, in eager mode, on logical CPU devices.
+"""The loop of "Dive into Deep Learning": data parallelism by hand, eager, on logical CPUs.
 
 Written as a reader of "Dive into Deep Learning", section "Training on Multiple GPUs", writes it
 with TensorFlow: lists of parameters, a network of `tf.nn` functions, a tape for each device, an

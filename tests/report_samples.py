@@ -18,6 +18,7 @@ from app.performance.split_records import (
     Traffic,
 )
 from app.performance.step_time_breakdown import Part, Prediction, StepTimeBreakdown
+from app.records.event_file import EventFile
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
 from app.records.run_log import RunLog
@@ -62,6 +63,28 @@ def write_mismatch(path):
     log.start(versions={}, command="train")
     log.stop(9, error="manual has a mismatch: lost gradient, step 1 — find the cause")
     log.close()
+
+
+def write_running(path, *, num_epochs=1, steps=(2, 5, 10, 12, 15), **config):
+    """Leaves what a training has left that is in its second epoch of four, ten steps each."""
+    write_config(path, Config.of(), **config)
+    log = RunLog(path)
+    log.start(versions={}, command="train")
+    log.event(
+        "config", config={"epochs": 4}, num_replicas=2, devices=CPUS, simulated_devices=True,
+        steps_per_epoch=10,
+    )  # fmt: skip
+    log.event("data", name="synthetic", sha256="ab", num_train_examples=99, num_test_examples=9)
+    write_history(path, make_history(num_epochs))
+    events = EventFile(path)
+    for step in steps:
+        scalars = {"loss": 2 / step, "accuracy": 0.5, "images_per_sec": 4321.0}
+        scalars |= {"verified_steps": 3, "mismatches": 0} if step > 2 else {}
+        events.add(step, {f"steps/{name}": value for name, value in scalars.items()})
+    (path / "log.txt").write_text(
+        "2026-01-02 03:04:05,678 INFO epoch 1/4\n2026-01-02 03:04:06,789 WARNING slow\n"
+    )
+    return log
 
 
 def write_comparison(path):

@@ -319,4 +319,4 @@ def test_every_pitfall_is_in_the_index():
     assert numbers == list(range(1, len(numbers) + 1))
     assert re.findall(r"^\| (\d+) \| \[", text, re.M) == [str(number) for number in numbers]
     entries = re.split(r"^## ", text, flags=re.M)[1:]
-    assert all("**Why.**" in entry and "**What to do.**" in entry for entry in entries)
+    assert all("**Cause.**" in entry and "**Fix.**" in entry for entry in entries)

@@ -14,6 +14,7 @@ from app.config.model_options import (
 from app.config.names import (
     FINISHED_RUN,
     ONE_MACHINE_STRATEGIES,
+    OUTPUT,
     WORDS,
 )
 from app.config.option import option, same_option
@@ -79,18 +80,39 @@ class PredictConfig(FinishedRunOptions, Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportConfig(Config):
-    """The options of `report`: one page about runs."""
+    """The options of `report`: one page about runs, finished or in progress."""
 
     command: ClassVar[str] = "report"
-    summary: ClassVar[str] = "one page, report.html, from the directories of runs"
-    examples: ClassVar[tuple[str, ...]] = ("runs/first runs/second --out=report.html",)
+    summary: ClassVar[str] = "one page, report.html, about runs; --watch: a live page of a training"
+    examples: ClassVar[tuple[str, ...]] = (
+        "runs/first runs/second --out=report.html",
+        "runs/first --watch",
+    )
 
     out: str | None = same_option(OutputOptions, "out", help="The file.", metavar="FILE")
+    watch: bool = option(
+        False,
+        "Serve a page of the newest training in the directories (default: in runs) to browsers on"
+        " this machine. The page is updated while the training runs.",
+        OUTPUT,
+    )
+    port: int | None = option(
+        None,
+        "Port of the page of --watch; default 8060, or a free port where that one is in use.",
+        OUTPUT,
+        metavar="N",
+        low=1,
+        high=65_535,
+    )
     directories: tuple[str, ...] = option(
         (), "Directories of runs.", WORDS, metavar="DIR …", positional=True
     )
 
     def check(self) -> None:
-        """Checks that there is a directory."""
-        if not self.directories:
+        """Checks that there is a directory, and what options must be together."""
+        if self.watch and self.out:
+            raise ConfigError(f"--out={self.out} has no effect with --watch, which writes no file")
+        if self.port and not self.watch:
+            raise ConfigError(f"--port={self.port} needs --watch")
+        if not self.directories and not self.watch:
             raise ConfigError("report needs the directory of a run; for example: report runs/*")

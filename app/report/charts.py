@@ -116,6 +116,7 @@ def line_chart(
     least_span: float = 0.0,
     most: float = math.inf,
     allowed: float | None = None,
+    looks: Sequence[Look] = (),
 ) -> Chart:
     """Draws lines over whole numbers.
 
@@ -128,6 +129,7 @@ def line_chart(
         least_span: of the y axis: less would make noise look large.
         most: the largest value that there can be.
         allowed: all up to here lies in a band.
+        looks: one for each series; by default they follow from its position.
     """
     drawn = {
         name: [(x, y) for x, y in points if is_finite(y) and (y > 0 or not log)]
@@ -138,7 +140,7 @@ def line_chart(
         axes.set_title(_plain(title), x=0)
         axes.set_xlabel(x_label)
         for index, points in enumerate(drawn.values()):
-            _draw_line(axes, points, Look.of(index))
+            _draw_line(axes, points, looks[index] if looks else Look.of(index))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
         axes.margins(x=0.03)
         if log:

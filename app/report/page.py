@@ -22,6 +22,7 @@ from app.report.page_parts import (
 from app.report.record_finder import Record, find_records
 from app.report.runs_part import Run, same_weights, speed, summary_table, verdicts
 from app.report.speed_part import benchmark_part, explain_part
+from app.report.templates import create_environment
 from app.report.verification_part import verify_part
 from app.runtime.errors import OutputError
 
@@ -80,16 +81,7 @@ def _is_report(path: pathlib.Path) -> bool:
 
 
 def _render(page: dict) -> str:
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(_TEMPLATE).render(page)
+    return create_environment().get_template(_TEMPLATE).render(page)
 
 
 def _page(records: Sequence[Record]) -> dict:

@@ -196,7 +196,7 @@ class Training:
         images_per_sec = totals.examples / call_sec
         self._bar.step(self._state.position, epoch_totals(self._state.progress), images_per_sec)
         self._writer.steps(
-            self._state.progress.step,
+            self._state.progress,
             totals,
             images_per_sec=images_per_sec,
             learning_rate=last_learning_rate(self.strategy.optimizer),

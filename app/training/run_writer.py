@@ -33,9 +33,14 @@ class TrainingWriter(Protocol):
         """Called after `begin` where the training resumes from a checkpoint."""
 
     def steps(
-        self, step: int, totals: StepTotals, *, images_per_sec: float, learning_rate: float
+        self,
+        progress: Progress,
+        totals: StepTotals,
+        *,
+        images_per_sec: float,
+        learning_rate: float,
     ) -> None:
-        """Called after each compiled call; `step` is its last one."""
+        """Called after each compiled call, with the progress after its last step."""
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
         """Called with each state that is to be saved."""
@@ -69,6 +74,8 @@ class RunWriter:
             config=metadata.config,
             num_replicas=summary.num_replicas,
             devices=summary.devices,
+            simulated_devices=summary.simulated_devices,
+            steps_per_epoch=metadata.steps_per_epoch,
         )
         self._log.event(
             "data",
@@ -102,12 +109,17 @@ class RunWriter:
                     (self._run_dir / name).unlink(missing_ok=True)
 
     def steps(
-        self, step: int, totals: StepTotals, *, images_per_sec: float, learning_rate: float
+        self,
+        progress: Progress,
+        totals: StepTotals,
+        *,
+        images_per_sec: float,
+        learning_rate: float,
     ) -> None:
         """Tells TensorBoard of the steps of one call.
 
         Args:
-            step: the last of them, since the start of the run.
+            progress: after the last of them, before it is verified.
             totals: over their examples.
             images_per_sec: in them.
             learning_rate: of the last of them.
@@ -119,7 +131,9 @@ class RunWriter:
         }
         if not self._summary.case:  # Its correct predictions are not counted in a step.
             scalars["steps/accuracy"] = totals.accuracy
-        self._events.add(step, scalars)
+        if (counts := _verified_counts(progress))["verified_steps"]:
+            scalars |= {f"steps/{name}": count for name, count in counts.items()}
+        self._events.add(progress.step, scalars)
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
         """Saves a checkpoint and, where it ends an epoch, what is to be read of that epoch.
@@ -213,7 +227,12 @@ class NullRunWriter:
         """Does nothing."""
 
     def steps(
-        self, step: int, totals: StepTotals, *, images_per_sec: float, learning_rate: float
+        self,
+        progress: Progress,
+        totals: StepTotals,
+        *,
+        images_per_sec: float,
+        learning_rate: float,
     ) -> None:
         """Does nothing."""
 
