@@ -1,4 +1,4 @@
-"""The commands that measure: `benchmark` and `explain`."""
+"""Defines the options of the commands `benchmark` and `explain`."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -41,7 +41,7 @@ class BenchmarkConfig(
     VerbosityOptions,
     Config,
 ):
-    """The options of `benchmark`: how fast every combination is."""
+    """The options of `benchmark`."""
 
     command: ClassVar[str] = "benchmark"
     summary: ClassVar[str] = "throughput of strategies, device counts, batches and precisions"
@@ -91,7 +91,7 @@ class BenchmarkConfig(
         return training_config(self, strategy, **options)
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         constraints.check_all_reduce(self, self.strategies, self.device)
         split_constraints.check_options_of_some(self, self.strategies)
         constraints.check_dataset(self)
@@ -110,7 +110,7 @@ class ExplainConfig(
     VerbosityOptions,
     Config,
 ):
-    """The options of `explain`: where the time of a step goes."""
+    """The options of `explain`."""
 
     command: ClassVar[str] = "explain"
     summary: ClassVar[str] = "one step with its numbers, and where its time goes"
@@ -146,7 +146,7 @@ class ExplainConfig(
         return training_config(self, self.strategy, **options)
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         constraints.check_all_reduce(self, (self.strategy,), self.device)
         split_constraints.check_options_of_some(self, (self.strategy,))
         constraints.check_dataset(self)
