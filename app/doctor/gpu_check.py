@@ -1,4 +1,4 @@
-"""What was found of GPUs, devices and the exchange, as lines for a person."""
+"""Formats the findings about GPUs, devices and the all-reduce."""
 
 from app.config import DoctorConfig
 from app.devices.cuda import LIBRARIES, Seen
@@ -11,9 +11,9 @@ _SHOWN_DEVICES = 8
 
 
 def check_gpus(config: DoctorConfig, findings: Findings) -> list[Check]:
-    """Tells what there is of GPUs, and each thing that keeps TensorFlow from them.
+    """Reports GPUs, and each cause that keeps TensorFlow from using them.
 
-    Without any hardware of NVIDIA's nothing of that is wrong.
+    Without NVIDIA hardware, nothing is reported as wrong.
     """
     seen = findings.seen
     if config.device == "cpu":
@@ -62,7 +62,7 @@ def _check_libraries(seen: Seen, by_name: dict[str, Obstacle]) -> list[Check]:
     what, number = "CUDA libraries", len(LIBRARIES)
     if not seen.missing:
         return [Check(what, f"all {number} can be loaded")]
-    if not seen.has_hardware:  # One line: nothing here needs them.
+    if not seen.has_hardware:  # One line, since nothing here needs the libraries.
         names = ", ".join(seen.missing)
         return [Check(what, f"not needed without a GPU; missing are {names}", NOTE)]
     there = number - len(seen.missing)
@@ -75,7 +75,7 @@ def _check_libraries(seen: Seen, by_name: dict[str, Obstacle]) -> list[Check]:
 
 
 def check_devices(findings: Findings) -> list[Check]:
-    """Tells what a training would run on."""
+    """Reports the devices that a training would use."""
     checks = [Check("devices", text, WARNING) for text in findings.warnings]
     if findings.error:
         return [*checks, Check.of_error("devices", findings.error)]
@@ -103,7 +103,7 @@ def _check_gpu(devices: DevicesSeen, seen: Seen | None, index: int) -> Check:
 
 
 def check_all_reduce(findings: Findings) -> list[Check]:
-    """Tells how the all-reduce of each strategy has gone on these devices."""
+    """Reports the result of each strategy's all-reduce self-test."""
     if findings.devices and len(findings.devices.names) == 1:
         return [Check("all-reduce", "one replica: nothing is exchanged", NOTE)]
     checks = []
