@@ -99,7 +99,7 @@ def tree(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
 def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
     """Sums chunks around a ring in R − 1 steps, then sends the totals around in R − 1 steps.
 
-    In each of the 2 · (R − 1) steps every replica sends S / R bytes to the next one. Each connection
+    In each of the 2 · (R − 1) steps every replica sends S / R bytes to the next. Each connection
     therefore carries 2 · (R − 1) / R · S bytes, the least possible. Suits large tensors; with many
     devices the number of steps dominates the cost.
 

@@ -1,7 +1,7 @@
-"""Figures, drawn from the records on disk alone.
+"""Draws accuracy figures from the records on disk.
 
-Colours are those of Okabe and Ito, which the colour-blind can tell apart; every curve has a line
-style and a marker of its own as well, so that it can be told in grey and where curves coincide.
+The colours are from Okabe and Ito, distinguishable with colour blindness. Every curve also has its
+own line style and marker, so that curves can be told apart in greyscale and where they coincide.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class _Look:
     width: float
 
 
-# From wide and below to narrow and above: of curves that coincide all remain visible.
+# From wide and below to narrow and above, so that coinciding curves all remain visible.
 _LOOKS = (
     _Look("#0072B2", "-", "o", 4.5),
     _Look("#E69F00", "-", "s", 2.2),
@@ -51,14 +51,14 @@ _LOOKS = (
 
 
 def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> None:
-    """Draws accuracy over epochs into `accuracy.png` and `accuracy.svg`, each whole or not there.
+    """Draws accuracy over epochs into `accuracy.png` and `accuracy.svg`, atomically.
 
-    One run: its test and train accuracy in one panel. Several: test and train side by side, a
-    curve for each run. Of a case, the losses and its first metric, if it has one.
+    For one run, test and train accuracy share a panel. For several, there is a panel each for test
+    and train accuracy, with one curve per run. For a case, draws the losses and its first metric.
 
     Args:
-        run_dirs: directories of runs with at least one finished epoch each.
-        out_dir: where the two files go.
+        run_dirs: run directories with at least one finished epoch each.
+        out_dir: output directory.
     """
     runs = [(load_required_summary(path), load_history(path)) for path in run_dirs]
     if runs[0][0].case:
@@ -69,12 +69,12 @@ def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> No
 
 
 def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
-    """Saves a figure as PNG and SVG, each whole or not there."""
+    """Saves a figure as PNG and SVG, atomically."""
     for suffix in ("png", "svg"):
-        # Into memory first: of a full disk matplotlib would not say that it is full.
+        # Rendered in memory first: matplotlib does not report a full disk.
         content = io.BytesIO()
         figure.savefig(content, format=suffix, dpi=150)
-        figure.set_layout_engine("none")  # It has been laid out: not again for the next format.
+        figure.set_layout_engine("none")  # Already laid out; do not repeat it for the next format.
         write_file(out_dir / f"{name}.{suffix}", content.getvalue())
 
 
@@ -93,7 +93,7 @@ def _draw_one(summary: Summary, history: Sequence[EpochRecord]) -> Figure:
 
 
 def _draw_case(runs: Sequence[Run]) -> Figure:
-    """Draws the losses of a case side by side, and its first metric: a curve for each run."""
+    """Draws the losses of a case and its first metric: one curve per run."""
     summary = runs[0][0]
     data = "training data" if summary.evaluates_training_data else "test"
     fields = {"test_loss": f"{data} loss after the epoch", "train_loss": "loss in the epoch"}
@@ -144,7 +144,7 @@ def _draw_curve(
     name: str,
     form: str = ".1%",
 ) -> None:
-    """Draws one curve, of a field or of a metric, its last value in the legend."""
+    """Draws one curve of a field or a metric, with its last value in the legend."""
     values = [{**r.test_metrics, **dataclasses.asdict(r)}.get(field, math.nan) for r in history]
     axes.plot(
         [record.epoch for record in history],
@@ -171,7 +171,7 @@ def _finish(axes: Axes, epochs: int, name: str) -> None:
 def _finish_accuracy(axes: Axes, epochs: int, name: str) -> None:
     _finish(axes, epochs, name)
     low, high = axes.get_ylim()
-    room = max(0.01, (0.2 - (high - low)) / 2)  # Less than 20 points would make noise look large.
+    room = max(0.01, (0.2 - (high - low)) / 2)  # At least 20 points: noise looks small.
     axes.set_ylim(max(0.0, low - room), min(1.0, high + room))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))  # Whole percents.
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
