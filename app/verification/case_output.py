@@ -60,7 +60,7 @@ def _cell(run: Mapping[str, Any], stage: str) -> str:
 
 
 def _print_wrapped(label: str, text: str) -> None:
-    """Prints a label and a text beside it, in lines of a width that a terminal has."""
+    """Prints a label and a text beside it, wrapped to the terminal's width."""
     lines = textwrap.wrap(text, _WIDTH - _INDENT, break_long_words=False, break_on_hyphens=False)
     if len(label) > _INDENT - 4:
         console.say(f"  {label}")
