@@ -84,7 +84,7 @@ def explanations(runs: Mapping[str, Run], most: int = 3) -> list[Explanation]:
     """Explains every finding, faults first; merges equal findings of several strategies.
 
     Args:
-        strategy → its entry in `verify.json`.
+        runs: strategy → its entry in `verify.json`.
         most: number of variables of a finding to name.
     """
     names: dict[tuple, list[str]] = {}

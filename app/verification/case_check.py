@@ -91,8 +91,8 @@ class CaseCheck:
     """Compares a training of a case with the same model on one device, phase by phase.
 
     Args:
+        case: builds the model.
         data: the dataset of the case.
-        data: the data set of the case.
         config: places, seed and batch size.
         training: the training to compare.
     """

@@ -79,7 +79,7 @@ class CaseData:
         global_batch_size: size of its batches.
         num_steps: number of first steps to check, if the dataset has that many.
 
-        Attributes:
+    Attributes:
         first_size: number of examples in the first batch.
         num_batches: number of batches of an epoch; None if the dataset is infinite.
 

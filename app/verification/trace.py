@@ -229,7 +229,6 @@ def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
     Args:
         paths: traces of the workers, in order of workers.
         path: directory of the new trace.
-        path: where it goes.
 
     Raises:
         DiskFullError, OutputError: the trace cannot be written.
