@@ -123,7 +123,7 @@ def test_the_table_has_the_numbers_of_the_records(everything, page):
     assert rows["generated"]["devices"] == "2 simulated CPUs"
     assert rows["generated"]["images"] == "GENERATED garments, 1,000"
     assert [rows[n]["status"] for n in ("generated", "spoiled", "begun", "stopped")] == [
-        "finished", "spoiled on purpose", "no epoch finished", "mismatch",
+        "finished", "injected fault", "no epoch finished", "mismatch",
     ]  # fmt: skip
     assert "It ended at a verified step: manual has a mismatch: lost gradient, step 1." in page.text
 
@@ -255,8 +255,7 @@ def test_settings_that_differ_are_marked_and_changes_told(everything):
 def test_what_must_not_be_missed_comes_first(page):
     told = dict(zip(page.banners[::2], page.banners[1::2], strict=True))
     assert (
-        "spoiled"
-        in told["injected fault: drop_gradient:replica=1. This training was spoiled on purpose"]
+        "spoiled" in told["injected fault: drop_gradient:replica=1; the result is wrong on purpose"]
     )
     assert "generated" in told[DATASET_CAVEATS["synthetic"]]
     assert "generated" in told[TIMING_CAVEAT] and "compared" not in told[TIMING_CAVEAT]

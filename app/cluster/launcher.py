@@ -134,7 +134,7 @@ class Launcher:
             self._bar.update(**state)
         elif time.monotonic() > self._last_line + _SEC_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            console.say("{status}  step {completed}/{total}".format(**state))
+            console.say("[0] {status}  step {completed}/{total}".format(**state))
 
     def _say(self, line: str, is_error: bool) -> None:
         if self._bar:

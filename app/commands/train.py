@@ -6,7 +6,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from app.cluster.environment import find_cluster
-from app.config import TrainConfig
+from app.config import LaunchConfig, TrainConfig
 from app.devices import device_setup
 from app.records.caveats import caveats, injected_fault_caveat
 from app.records.history import Summary, load_summary
@@ -32,6 +32,8 @@ def run(config: TrainConfig) -> Summary | None:
         _assist(config)
         return None
     path = named_path(config.out or default_out(config.strategy, config.model_label(config.model)))
+    if config.fault:
+        console.warn(injected_fault_caveat(str(config.fault)))
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
         console.set_overwriting(config.overwrite)
@@ -42,12 +44,23 @@ def run(config: TrainConfig) -> Summary | None:
                 _announce_to_others(device_setup.set_up(config), _FINISHED)
         else:
             summary = _train(config, run_directory)
-            console.say(f"saved in {path}: accuracy.png, history.jsonl, summary.json")
-        for caveat in caveats(config, summary):
-            console.warn(caveat)
-        for line in summary.last_lines():
-            console.say(line)
+            console.say(f"saved in {path}; open {path / 'accuracy.png'}")
+        if not _is_launched(config):
+            print_result(config, summary)
     return summary
+
+
+def print_result(config: TrainConfig | LaunchConfig, summary: Summary) -> None:
+    """Prints the caveats of a training and its last lines."""
+    for caveat in caveats(config, summary):
+        console.warn(caveat)
+    for line in summary.last_lines():
+        console.say(line)
+
+
+def _is_launched(config: TrainConfig) -> bool:
+    """Returns whether `launch` has started this process; it prints the result of all workers."""
+    return config.strategy == "multi_worker" and find_cluster(os.environ).source == "launch"
 
 
 def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | None:
@@ -132,7 +145,7 @@ def _assist(config: TrainConfig) -> None:
 
             training = Training(config, prepared, dataset, None, on_progress, create_step_verifier)
             training.start(from_scratch=config.overwrite)
-            console.say(f"worker {workers.index}: training; worker 0 tells and saves")
+            console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
             training.assist()
     console.say(f"worker {workers.index}: done")
 
@@ -180,8 +193,6 @@ def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Tr
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
     shown = "replicas on" if num_replicas == num_devices else split
     console.say(f"{shown} {', '.join(prepared.names)}")
-    if config.fault:
-        console.warn(injected_fault_caveat(str(config.fault)))
     if prepared.simulated:
         console.say("simulated devices: they share one processor, timing is not scaling")
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar, Self
 
+from app.config.names import DISTRIBUTION
 from app.config.option import check_values, did_you_mean, options_of
 from app.runtime.errors import ConfigError
 
@@ -15,6 +16,7 @@ class Config:
         command: the name of the command.
         summary: what it is for, in one line of `--help`.
         examples: its command lines in `--help`, without the program and the command.
+        first_group: title of the group of options that its `--help` shows first.
 
     Raises:
         ConfigError: a value is not allowed, or two contradict each other.
@@ -23,6 +25,7 @@ class Config:
     command: ClassVar[str]
     summary: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
+    first_group: ClassVar[str] = DISTRIBUTION
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Refuses `Config(…)` itself, which has no options."""

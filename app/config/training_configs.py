@@ -76,7 +76,7 @@ class TrainConfig(
     """The options of `train`: one training."""
 
     command: ClassVar[str] = "train"
-    summary: ClassVar[str] = "one training, with history, plots and checkpoint in one directory"
+    summary: ClassVar[str] = "trains a model; writes history, plots and checkpoints"
     examples: ClassVar[tuple[str, ...]] = (
         "--strategy=manual --device=cpu --num_devices=2 --epochs=3",
         "--recipe=fast --epochs=1 --out=runs/first",
@@ -250,7 +250,8 @@ class LaunchConfig(
     """The options of `launch`: a training with several processes of this machine."""
 
     command: ClassVar[str] = "launch"
-    summary: ClassVar[str] = "the same with several local processes, restarted after a failure"
+    summary: ClassVar[str] = "trains in several local processes; restarts them after a failure"
+    first_group: ClassVar[str] = CLUSTER
     examples: ClassVar[tuple[str, ...]] = ("--num_workers=2 --device=cpu --epochs=1",)
 
     strategy: str = same_option(
@@ -258,7 +259,7 @@ class LaunchConfig(
     )
     max_restarts: int = option(
         3,
-        "How often all workers are restarted after a failure.",
+        "How many times all workers are restarted after a failure.",
         CLUSTER,
         metavar="N",
         low=0,

@@ -21,8 +21,14 @@ _CHANCE = 0.15  # Ten classes: guessing is right once in ten times.
 
 
 def caveats(config: TrainConfig | LaunchConfig | CompareConfig, summary: Summary) -> list[str]:
-    """Returns a line for each way in which a result differs from what its command asks for."""
-    lines = [injected_fault_caveat(summary.injected_fault)] if summary.injected_fault else []
+    """Returns a line for each way in which a result differs from what its command asks for.
+
+    A fault that the command injects is left out: the command warns of it when it starts.
+    """
+    announced = not isinstance(config, CompareConfig) and config.fault is not None
+    lines = []
+    if summary.injected_fault and not announced:
+        lines.append(injected_fault_caveat(summary.injected_fault))
     if summary.changes:
         lines.append(f"changed on the way: {'; '.join(summary.changes)}")
     if config.dataset == "auto" and summary.dataset == "synthetic":
@@ -51,4 +57,4 @@ def dataset_title(name: str) -> str:
 
 def injected_fault_caveat(fault: str) -> str:
     """Returns the caveat that stands beside every result of a training with an injected fault."""
-    return f"injected fault: {fault}. This training was spoiled on purpose"
+    return f"injected fault: {fault}; the result is wrong on purpose"

@@ -37,7 +37,7 @@ class EpochRecord:
         images_per_sec: training images over `epoch_sec`.
         statistics_apart: largest difference between two replicas' own BatchNorm statistics, before
             they are averaged; what is trained was the same bits on all of them.
-        injected_fault: what was spoiled on purpose, "" in an honest run.
+        injected_fault: the injected fault, "" for none.
         learning_rate: of the last step; 0 in a record of a version that did not note it.
         evaluation_sec: of the test set; likewise.
         test_metrics: of a case: name → value of its metrics over the whole test set.

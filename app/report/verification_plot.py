@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from app.records.caveats import dataset_title
 from app.records.pair_outcomes import outcome_sentences
-from app.report.accuracy_plot import save_figure
+from app.report.plot_style import save_figure
 from app.report.tolerance_shares import (
     FLOOR,
     MISMATCH_PANELS,
