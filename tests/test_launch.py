@@ -84,7 +84,7 @@ def undisturbed(small_program, small_data, tmp_path_factory):
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 0, text
     assert "[1] worker 1: training" in text
-    assert text.splitlines()[-1].startswith("test acc: ")
+    assert text.splitlines()[-1].startswith("test acc: ") and text.count("test acc: ") == 1
     return load_summary(out)
 
 

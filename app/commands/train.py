@@ -28,7 +28,8 @@ def run(config: TrainConfig) -> Summary | None:
 
     Of a cluster the chief does so. The other workers train, and leave nothing behind.
     """
-    if config.strategy == "multi_worker" and not find_cluster(os.environ).is_chief:
+    cluster = find_cluster(os.environ) if config.strategy == "multi_worker" else None
+    if cluster and not cluster.is_chief:
         _assist(config)
         return None
     path = named_path(config.out or default_out(config.strategy, config.model_label(config.model)))
@@ -45,7 +46,7 @@ def run(config: TrainConfig) -> Summary | None:
         else:
             summary = _train(config, run_directory)
             console.say(f"saved in {path}; open {path / 'accuracy.png'}")
-        if not _is_launched(config):
+        if not (cluster and cluster.source == "launch"):  # Else `launch` prints it.
             print_result(config, summary)
     return summary
 
@@ -56,11 +57,6 @@ def print_result(config: TrainConfig | LaunchConfig, summary: Summary) -> None:
         console.warn(caveat)
     for line in summary.last_lines():
         console.say(line)
-
-
-def _is_launched(config: TrainConfig) -> bool:
-    """Returns whether `launch` has started this process; it prints the result of all workers."""
-    return config.strategy == "multi_worker" and find_cluster(os.environ).source == "launch"
 
 
 def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | None:
