@@ -78,9 +78,8 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
     if others or changes.names:
         differing = "; ".join([*changes.how, *changes.serious, *others])
         raise CheckpointError(
-            f"--out={path} holds a finished run of another configuration ({differing}) — the same"
-            " one is required to print its result; choose another directory, more --epochs to go"
-            " on, or --overwrite"
+            f"--out={path} holds a finished run of another configuration ({differing}); choose"
+            " another directory, raise --epochs to continue, or use --overwrite"
         )
     return summary
 
