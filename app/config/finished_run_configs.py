@@ -83,7 +83,7 @@ class ReportConfig(Config):
     """The options of `report`: one page about runs, finished or in progress."""
 
     command: ClassVar[str] = "report"
-    summary: ClassVar[str] = "one page, report.html, about runs; --watch: a live page of a training"
+    summary: ClassVar[str] = "one page, report.html, about runs, or with --watch a live one"
     examples: ClassVar[tuple[str, ...]] = (
         "runs/first runs/second --out=report.html",
         "runs/first --watch",
