@@ -150,7 +150,7 @@ def test_batch_norm_makes_single_work_shard_by_shard():
     assert by_shards is tasks.record_on_one_device and more == ((1, 1),)
     assert (child.strategy, child.num_devices) == ("mirrored", 2)
     faulty = dataclasses.replace(config, inject="scale_gradient:strategy=single")
-    with pytest.raises(ConfigError, match="nothing can spoil"):
+    with pytest.raises(ConfigError, match="cannot be injected into single"):
         verify._recording(faulty, "single", others)
 
 

@@ -72,8 +72,8 @@ def _announce(strategy: str, path: pathlib.Path) -> None:
     console.say(f"\n{strategy}")
     if (path / strategy).is_symlink():
         raise OutputError(
-            f"{path / strategy} is a symbolic link — a directory is required, for nothing"
-            " is written outside of --out; move what it leads to here"
+            f"{path / strategy} is a symbolic link, and nothing is written outside of --out;"
+            " replace it with the directory that it links to"
         )
 
 

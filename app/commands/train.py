@@ -87,9 +87,8 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
     if others or changes.names:
         differing = "; ".join([*changes.how, *changes.serious, *others])
         raise CheckpointError(
-            f"--out={path} holds a finished run of another configuration ({differing}) — the same"
-            " one is required to print its result; choose another directory, more --epochs to go"
-            " on, or --overwrite"
+            f"--out={path} holds a finished run of another configuration ({differing}); choose"
+            " another directory, raise --epochs to continue, or use --overwrite"
         )
     return summary
 
@@ -195,7 +194,7 @@ def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Tr
 
 def _report_stall(config: TrainConfig, path: pathlib.Path, log: RunLog) -> None:
     """Reports that nothing moves; called by the watchdog, just before it ends the process."""
-    error = _stalled(config, f"to go on with --out={path}", f"in {LOG_FILE} there")
+    error = _stalled(config, f"to resume --out={path}", f"in {LOG_FILE} there")
     console.report_error(error)  # First: the disk may be what hangs.
     watchdog.dump_stacks(path / LOG_FILE)
     log.stop(error.exit_code, error=str(error))
@@ -209,7 +208,6 @@ def _report_stall_of_worker(config: TrainConfig) -> None:
 
 def _stalled(config: TrainConfig, where: str, stacks: str) -> StalledError:
     return StalledError(
-        f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec) — a step or another"
-        f" sign of life is required; run the same command again {where}, the stacks of all threads"
-        f" are {stacks}"
+        f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec); run the same"
+        f" command again {where}; the stacks of all threads are {stacks}"
     )

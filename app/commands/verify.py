@@ -170,8 +170,8 @@ def _recording(
         if has_fault:
             parallel = next(other for other in config.strategies if other != "single")
             raise ConfigError(
-                f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
-                f" which nothing can spoil; use strategy={parallel}"
+                f"--inject={config.inject}: faults cannot be injected into single with BatchNorm,"
+                f" which the reference trains; use strategy={parallel}"
             )
         return tasks.record_on_one_device, config.on_one_machine(), (shard_weights[0],)
     return tasks.record, config.for_training(name, inject=inject), ()
@@ -263,7 +263,4 @@ def _report(
     for name, verdict in verdict_of.items():
         what = "is different" if verdict.first_mismatch else "has a straggler"
         for finding in verdict.findings():
-            raise MismatchError(
-                f"{name} {what}: {finding} — every replica has to do the right thing in time;"
-                f" see {path}/verify.json"
-            )
+            raise MismatchError(f"{name} {what}: {finding}; see {path}/verify.json")

@@ -127,9 +127,9 @@ def report_interruption(what: str, exit_code: int) -> int:
         return exit_code
     run_dir = _run_dir(context) if context else None
     if run_dir and any(run_dir.glob("**/checkpoints/step-*")):
-        _write(sys.stderr, f"{what} — the state is saved; go on with: {_same_command(run_dir)}")
+        _write(sys.stderr, f"{what}; the state is saved; resume with: {_same_command(run_dir)}")
     else:
-        _write(sys.stderr, f"{what} — nothing is saved yet; run the same command again")
+        _write(sys.stderr, f"{what}; no state is saved yet; run the same command again")
     return exit_code
 
 
