@@ -31,7 +31,12 @@ from app.verification.trace_comparison import (
     first_sums_apart,
 )
 from app.verification.verdict import NO_CAUSE, PairVerdict, StrategyVerdict
-from app.verification.verify_output import conclusions, print_report, write_record
+from app.verification.verify_output import (
+    conclusions,
+    print_report,
+    print_verdict,
+    write_record,
+)
 
 
 class Comparison(NamedTuple):
@@ -252,15 +257,15 @@ def _report(
     """Writes and prints the verdicts; raises `MismatchError` with the first finding."""
     from app.report.verification_plot import plot_verification
 
-    write_record(path, config, recorded, verdict_of, pair_verdicts)
-    plot_verification(path)
+    record = write_record(path, config, recorded, verdict_of, pair_verdicts)
+    print_verdict(record, conclusions(config, verdict_of, pair_verdicts), verdict_of)
     print_report(config, recorded, verdict_of, pair_verdicts)
-    kept = ", traces" if config.keep_traces else ""
+    plot_verification(path)
     write_report([path], path / REPORT_FILE)
+    kept = ", traces" if config.keep_traces else ""
     console.say(f"saved in {path}: verify.json, verify.png, verify.svg, {REPORT_FILE}{kept}")
-    for line in conclusions(config, verdict_of, pair_verdicts):
-        console.say(line)
+    console.say(f"open {path / REPORT_FILE} for the verdict and all differences on one page")
     for name, verdict in verdict_of.items():
-        what = "is different" if verdict.first_mismatch else "has a straggler"
+        what = "does not match" if verdict.first_mismatch else "has a straggler"
         for finding in verdict.findings():
-            raise MismatchError(f"{name} {what}: {finding}; see {path}/verify.json")
+            raise MismatchError(f"{name} {what}: {finding}; see {path / REPORT_FILE}")

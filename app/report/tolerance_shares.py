@@ -12,7 +12,7 @@ PANELS = {
 # Drawn as well where there is a mismatch.
 MISMATCH_PANELS = {
     "examples": "examples",
-    "slots": "optimizer variables",
+    "slots": "optimizer state",
     "agreement": "replicas against replica 0",
     "statistics": "BatchNorm statistics, averaged",
 }
