@@ -210,7 +210,7 @@ def test_a_verification_with_its_first_mismatch(page):
     assert (row["each step made again"], row["first mismatch"]) == ("different", "1")
     assert (row["what"], row["tensor"], row["replica"]) == ("sums", "conv1/kernel", "1")
     assert (row["by"], row["cause"]) == ("0.125", "lost gradient")
-    assert any("the sum is without replica 1" in text for text in page.text)
+    assert any("the sum does not contain the gradient of replica 1" in text for text in page.text)
     pairs = page.rows("Pairs, and how far apart they are in the end")
     assert pairs["manual – mirrored"]["verdict"] == "different"
     assert pairs["manual – mirrored"]["apart by"] == "6e-09"

@@ -72,6 +72,22 @@ class Config:
                 raise ConfigError(unknown_option(f"--{name}", name, config_class))
         return config_class(**options)
 
+    def flags_for(self, config_class: type["Config"]) -> list[str]:
+        """Returns the flags with which another command, or this one, does the same.
+
+        Left out are options that the command does not have, its defaults, and `--out`.
+        """
+        given = {
+            each: getattr(self, each.name)
+            for each in options_of(config_class)
+            if each.name != "out" and hasattr(self, each.name)
+        }
+        return [
+            f"--{each.name}={','.join(map(str, value)) if each.is_list else value}"
+            for each, value in given.items()
+            if value != each.default
+        ]
+
     def result_fields(self) -> dict[str, Any]:
         """Returns what the result of a training depends on, without paths and display."""
         fields = {

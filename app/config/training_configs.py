@@ -178,21 +178,9 @@ class TrainConfig(
             shards=split_constraints.name_shards(*split),
         )
 
-    def train_flags(self) -> list[str]:
-        """Returns the flags of a `train` that does this, without `--out`."""
-        return [
-            f"--{each.name}={_written(getattr(self, each.name))}"
-            for each in options_of(self)
-            if each.name != "out" and getattr(self, each.name) != each.default
-        ]
-
     def result_fields(self) -> dict[str, Any]:
         """Returns what the result of the training depends on, without paths and display."""
         return self.with_case(super().result_fields() | self.inject_field())
-
-
-def _written(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def num_faulty(strategy: str, options: SplitOptions, num_devices: int, fault: Fault) -> int:

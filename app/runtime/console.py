@@ -15,6 +15,7 @@ from typing import NoReturn, TextIO
 
 from app.runtime import run_context
 from app.runtime.errors import LockstepError
+from app.runtime.shown_command import shown_python
 
 
 class _LogFile(logging.FileHandler):
@@ -148,7 +149,7 @@ def _same_command(run_dir: pathlib.Path) -> str:
     words = [word for word in sys.argv if word.lstrip("-").partition("=")[0] != "overwrite"]
     if not any(word.lstrip("-").partition("=")[0] == "out" for word in words):
         words.append(f"--out={run_dir}")
-    return shlex.join(["python", *words])
+    return shlex.join([shown_python(), *words])
 
 
 def report_bug(error: Exception) -> int:
