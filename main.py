@@ -14,7 +14,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Until a command starts, SIGINT ends the process.
 if sys.version_info < (3, 11):  # Before any import that an old Python cannot parse.
     version = sys.version.split()[0]
-    sys.stderr.write("error: Python %s — 3.11 or newer is required; use another\n" % version)
+    sys.stderr.write("error: Python must be 3.11 or newer, got %s\n" % version)
     sys.exit(2)
 
 try:

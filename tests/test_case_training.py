@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from app.config import Config
+from app.config import Config, TrainConfig
 from app.devices.device_setup import Devices
 from app.records.checkpoint import checkpoint_paths
 from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
@@ -176,8 +176,8 @@ def test_options_that_do_not_fit(write, command, options, message):
 def test_every_training_of_a_comparison_gets_the_case(write):
     case = str(write(WHOLE))
     config = Config.of("compare", case=case, test_data_fn="x", strategies=("single", "manual"))
-    assert f"--case={case}" in config.for_training("single").train_flags()
-    assert "--test_data_fn=x" in config.for_training("manual").train_flags()
+    assert f"--case={case}" in config.for_training("single").flags_for(TrainConfig)
+    assert "--test_data_fn=x" in config.for_training("manual").flags_for(TrainConfig)
     assert config.for_training("multi_worker").case == case
 
 

@@ -371,7 +371,7 @@ def test_the_flags_of_a_training_give_the_same_training():
     assert training == TrainConfig(
         strategy="mirrored", num_devices=3, all_reduce="reduce_to_one", epochs=2, seed=7
     )
-    assert set(training.train_flags()) == {
+    assert set(training.flags_for(TrainConfig)) == {
         *("--strategy=mirrored", "--num_devices=3", "--all_reduce=reduce_to_one"),
         *("--epochs=2", "--seed=7"),
     }
@@ -382,7 +382,7 @@ def test_the_flags_of_a_training_give_the_same_training():
 def test_lists_and_the_output_directory_stay_with_their_command():
     assert Config.of("benchmark", model=("resnet18",)).for_training("manual").model == "lenet"
     assert Config.of("explain").for_training().num_devices is None
-    assert TrainConfig(out="runs/x").train_flags() == []
+    assert TrainConfig(out="runs/x").flags_for(TrainConfig) == []
 
 
 def test_beside_workers_others_have_as_many_replicas_on_one_machine():
@@ -408,7 +408,7 @@ def test_lists_are_recorded_as_they_come_back_from_a_file():
 
 def test_a_list_is_written_on_the_command_line_as_it_is_read():
     config = TrainConfig(strategy="pipeline", pipeline_cuts=("a", "b"), recompute=True)
-    assert set(config.train_flags()) == {
+    assert set(config.flags_for(TrainConfig)) == {
         *("--strategy=pipeline", "--recompute=True", "--pipeline_cuts=a,b")
     }
 
@@ -429,7 +429,7 @@ def test_an_option_goes_to_the_strategies_that_have_it_and_to_no_other():
     changed = {
         name: {flag.partition("=")[0].removeprefix("--") for flag in flags} - {"strategy"}
         for name in config.strategies
-        if (flags := config.for_training(name).train_flags())
+        if (flags := config.for_training(name).flags_for(TrainConfig))
     }
     data = {"num_devices", "jit_compile", "accumulate_steps", "shard_weights"}
     model = {"num_devices", "model_parallel"}

@@ -252,6 +252,16 @@ def test_each_missing_library_is_named_with_its_package(tmp_path):
     assert warned["libnccl.so.2"].value == "missing; it comes with nvidia-nccl-cu12"
 
 
+def test_missing_libraries_are_shown_only_where_a_gpu_is_asked_for(tmp_path):
+    seen = look({}, loader(driver=None), tmp_path)
+    assert seen.missing and not seen.has_hardware
+    whats = [check.what for check in check_gpus(CONFIG, findings(seen=seen))]
+    assert "CUDA libraries" not in whats
+    config = dataclasses.replace(CONFIG, num_gpus=2)
+    shown = {check.what: check for check in check_gpus(config, findings(seen=seen))}
+    assert shown["CUDA libraries"].state == NOTE and "libcudnn" in shown["CUDA libraries"].value
+
+
 def test_libraries_of_packages_are_found_where_tensorflow_finds_them(tmp_path, monkeypatch):
     path = tmp_path / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
     write(tmp_path, {str(path.relative_to(tmp_path)): ""})
@@ -318,6 +328,8 @@ def test_what_the_driver_says_when_it_does_not_start(tmp_path):
 
 def test_a_machine_without_gpus_has_nothing_wrong():
     checks = check_gpus(CONFIG, findings())
+    assert {check.state for check in checks} == {OK, NOTE}
+    checks = check_gpus(dataclasses.replace(CONFIG, num_gpus=2), findings())
     assert {check.state for check in checks} == {OK, NOTE}
     assert all(name in checks[-1].value for name in LIBRARIES)
     assert "the driver's library libcuda.so.1 is missing" in why_no_gpu(is_cuda_build=True)

@@ -87,7 +87,28 @@ def test_the_help_of_a_command_shows_its_own_flags_and_no_others(command):
     assert text.startswith(f"usage: python main.py {command}") and "Examples" in text
     assert max(map(len, text.splitlines())) <= 80
     options = {o.name for o in options_of(Config.commands()[command]) if not o.metadata.positional}
+    if command == "launch":  # Its strategy is data parallel and has an all-reduce of its own.
+        options -= {"model_parallel", "micro_batches", "schedule", "recompute", "pipeline_cuts"}
+        options -= {"shard"}
     assert set(re.findall(r"^  --(\w+)", text, re.MULTILINE)) == options
+
+
+@pytest.mark.parametrize(
+    "command, first",
+    [
+        ("train", "strategy"),
+        ("launch", "max_restarts"),
+        ("verify", "steps"),
+        ("plan", "probe"),
+        ("benchmark", "repeats"),
+        ("report", "out"),
+        ("predict", "images"),
+    ],
+)
+def test_the_help_of_a_command_starts_with_the_flags_that_matter_to_it(command, first):
+    text = help_text(Config.commands()[command])
+    assert re.findall(r"^  --(\w+)", text, re.MULTILINE)[0] == first
+    assert text.index(f"--{first}") < text.index("Examples")
 
 
 @pytest.mark.parametrize("registry", ["models", "strategies"])

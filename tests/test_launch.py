@@ -84,7 +84,7 @@ def undisturbed(small_program, small_data, tmp_path_factory):
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 0, text
     assert "[1] worker 1: training" in text
-    assert text.splitlines()[-1].startswith("test acc: ")
+    assert text.splitlines()[-1].startswith("test acc: ") and text.count("test acc: ") == 1
     return load_summary(out)
 
 
@@ -133,7 +133,7 @@ def test_a_stop_is_passed_on_and_all_of_them_save(undisturbed, small_program, sm
         launcher.send_signal(signal.SIGTERM)
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 143, text
-    assert "the state is saved; go on with: python" in text
+    assert "the state is saved; resume with: python" in text
     assert "launch" in text.splitlines()[-1]
     with launched(small_program, small_data, out) as launcher:
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)

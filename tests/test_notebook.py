@@ -36,7 +36,7 @@ def test_it_runs_and_shows_what_it_says():
     for told in (
         "[[3. 3.]]",
         "'bit-identical'",
-        "exit code 9: manual is different: lost gradient",
+        "exit code 9: manual does not match: lost gradient",
         "\nTrue",
         "(8, True)",
     ):

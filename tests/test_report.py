@@ -123,7 +123,7 @@ def test_the_table_has_the_numbers_of_the_records(everything, page):
     assert rows["generated"]["devices"] == "2 simulated CPUs"
     assert rows["generated"]["images"] == "GENERATED garments, 1,000"
     assert [rows[n]["status"] for n in ("generated", "spoiled", "begun", "stopped")] == [
-        "finished", "spoiled on purpose", "no epoch finished", "mismatch",
+        "finished", "injected fault", "no epoch finished", "mismatch",
     ]  # fmt: skip
     assert "It ended at a verified step: manual has a mismatch: lost gradient, step 1." in page.text
 
@@ -210,7 +210,7 @@ def test_a_verification_with_its_first_mismatch(page):
     assert (row["each step made again"], row["first mismatch"]) == ("different", "1")
     assert (row["what"], row["tensor"], row["replica"]) == ("sums", "conv1/kernel", "1")
     assert (row["by"], row["cause"]) == ("0.125", "lost gradient")
-    assert any("the sum is without replica 1" in text for text in page.text)
+    assert any("the sum does not contain the gradient of replica 1" in text for text in page.text)
     pairs = page.rows("Pairs, and how far apart they are in the end")
     assert pairs["manual – mirrored"]["verdict"] == "different"
     assert pairs["manual – mirrored"]["apart by"] == "6e-09"
@@ -255,8 +255,7 @@ def test_settings_that_differ_are_marked_and_changes_told(everything):
 def test_what_must_not_be_missed_comes_first(page):
     told = dict(zip(page.banners[::2], page.banners[1::2], strict=True))
     assert (
-        "spoiled"
-        in told["injected fault: drop_gradient:replica=1. This training was spoiled on purpose"]
+        "spoiled" in told["injected fault: drop_gradient:replica=1; the result is wrong on purpose"]
     )
     assert "generated" in told[DATASET_CAVEATS["synthetic"]]
     assert "generated" in told[TIMING_CAVEAT] and "compared" not in told[TIMING_CAVEAT]

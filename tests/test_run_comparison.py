@@ -69,13 +69,18 @@ def test_verdicts(tmp_path):
         make_run(tmp_path / "manual", STATE),
         make_run(tmp_path / "mirrored", STATE, strategy="mirrored"),
     ]
-    apart, also_apart, same, explanation = verdict_lines(compare_weights(runs))
+    verdict, apart, also_apart, same, explanation = verdict_lines(compare_weights(runs))
+    assert verdict == "1 of 3 pairs are bitwise identical; the other weights differ, as expected."
     assert same == "manual and mirrored: bit-identical weights after 10 steps"
     assert apart.startswith("single and manual: weights after 10 steps differ by at most 0.5")
     assert also_apart.startswith("single and mirrored")
-    assert "another order" in explanation and "verify" in explanation
+    assert explanation.startswith("A difference is expected: the summation order differs")
     (unexpected,) = compare_weights([runs[1], make_run(tmp_path / "bad", other)])
-    assert "wants an explanation" in unexpected.explanation
+    assert "should be bitwise identical" in unexpected.explanation
+    verdict, *_ = verdict_lines([unexpected])
+    assert verdict == "Weights differ that should be bitwise identical."
+    (same,) = compare_weights([runs[1], runs[2]])
+    assert verdict_lines([same])[0] == "All trainings end with bitwise identical weights."
     normalised = {**STATE, "model/norm/moving_mean": np.zeros(1)}
     (expected,) = compare_weights(
         [

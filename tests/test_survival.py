@@ -84,12 +84,12 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(
     wait_for_checkpoint(process, run_dir)
     process.send_signal(signal_number)
     found_code, last = end(process)
-    assert found_code == code and last.startswith(f"{what} — the state is saved; go on with: ")
+    assert found_code == code and last.startswith(f"{what}; the state is saved; resume with: ")
     (attempt,) = load_attempts(run_dir)
     assert attempt.stop["status"] == what and 0 < attempt.events[-1]["step"] < 20
     if signal_number == signal.SIGINT:
         return  # What follows is the same for both.
-    words = shlex.split(last.partition("go on with: ")[2])
+    words = shlex.split(last.partition("resume with: ")[2])
     assert words[0] == "python" and words[-1] == f"--out={run_dir}"
     resumed = run_ok(*words[2:], program=small_program)
     assert f"step {attempt.events[-1]['step']}\n" in resumed.stdout
@@ -135,7 +135,7 @@ def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path, small
     wait_for_checkpoint(process, tmp_path / "c" / "manual")
     process.send_signal(signal.SIGTERM)
     code, last = end(process)
-    assert code == 143 and "the state is saved; go on with: python " in last
+    assert code == 143 and "the state is saved; resume with: python " in last
     (attempt,) = load_attempts(tmp_path / "c" / "manual")
     assert attempt.stop["status"] == "terminated"
     assert not (tmp_path / "c" / "mirrored").exists()

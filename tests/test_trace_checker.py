@@ -184,7 +184,7 @@ CAUSES = {
     "mean_of_means": "mean_of_means",
     "same_shard": "repeated_shard",
     "shuffle_order": "other_order",
-    "perturb_weight": "changed_by_itself",
+    "perturb_weight": "changed_outside_update",
     "local_batch_norm": "local_batch_norm",
     "bf16_all_reduce": "reduced_precision",
 }
@@ -495,7 +495,7 @@ def test_the_one_replica_that_changes_is_named(case, tmp_path, name):
     strategy_verdict = case.check(trace)
     first = strategy_verdict.first_mismatch
     assert (first.step, first.replica_id) == (2, 2)
-    assert strategy_verdict.diagnosis.cause == "changed_by_itself"
+    assert strategy_verdict.diagnosis.cause == "changed_outside_update"
 
 
 def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):

@@ -120,7 +120,7 @@ def test_a_fault_that_begins_later_is_found_and_named(dataset, tmp_path, strateg
         inject="drop_gradient:replica=1,step=6",
     )  # fmt: skip
     assert f"{strategy} has a mismatch: lost gradient, step 8, sums of " in text
-    assert "the sum is without replica 1: its gradient never got into it" in text
+    assert "the sum does not contain the gradient of replica 1" in text
     assert "the last verified step without a mismatch is 5" in text
     assert "the state after step 7 is saved" in text
     newest = find_newest_checkpoint(tmp_path)
@@ -181,7 +181,7 @@ def test_a_mismatch_stays_in_the_records(dataset, tmp_path):
 
 def test_a_weight_that_changed_between_verified_steps_is_found(dataset, tmp_path):
     text = finding_of(dataset, tmp_path, verify_every=4, inject="perturb_weight:replica=1,step=2")
-    assert "changed by itself, step 3, weights of first/kernel, replica 1, by 0.001" in text
+    assert "changed outside update, step 3, weights of first/kernel on replica 1, by 0.001" in text
     assert "in a step that was not recorded" in text
     assert "no state is saved" in text  # No copy is known to be the right one.
 

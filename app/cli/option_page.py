@@ -2,7 +2,7 @@
 
 import pathlib
 
-from app.cli.usage import by_group, has_option, is_word, merged_options, shown_default
+from app.cli.usage import by_group, is_word, merged_options, shown_default, usable_options
 from app.config import Config
 from app.config.option import BoundOption
 
@@ -36,7 +36,11 @@ def _written(option: BoundOption) -> str:
 
 def _commands_with(option: BoundOption) -> list[str]:
     commands = Config.commands().items()
-    return [name for name, config in commands if has_option(config, option.name)]
+    return [
+        name
+        for name, config in commands
+        if option.name in [each.name for each in usable_options(config)]
+    ]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from app.config import Config
 from app.config.model_options import Hyperparameters
 from app.config.names import GROUPS
 from app.config.option import BoundOption, options_of
+from app.config.split_numbers import OPTIONS_OF_SOME, has_option
 
 _WIDTH = 72
 _BATCH_SIZE = Hyperparameters.global_batch_size
@@ -41,7 +42,7 @@ def _of_program() -> list[list[str]]:
     return [
         ["usage: python main.py [COMMAND] [--flag=value …]"],
         ["Commands (default: train)", *listed],
-        ["What matters to one of them: python main.py COMMAND --help"],
+        ["Flags of one command: python main.py COMMAND --help"],
         *_groups(merged_options(commands.values())),
         ["Examples", *(_examples(config)[0] for config in commands.values())],
         _BATCHES,
@@ -49,14 +50,17 @@ def _of_program() -> list[list[str]]:
 
 
 def _of_command(config_class: type[Config]) -> list[list[str]]:
-    options = options_of(config_class)
+    options = usable_options(config_class)
     words = "".join(f" [{each.metavar}]" for each in options if is_word(each))
-    has_batches = has_option(config_class, "global_batch_size")
+    first = [each for each in options if each.metadata.group == config_class.first_group]
+    rest = [each for each in options if each not in first]
+    has_batches = any(each.name == "global_batch_size" for each in options)
     return [
         [f"usage: python main.py {config_class.command}{words} [--flag=value …]"],
         [f"{config_class.command}: {config_class.summary}"],
+        *_groups(first),
         ["Examples", *_examples(config_class)],
-        *_groups(options),
+        *_groups(rest),
         *([_BATCHES] if has_batches else []),
     ]
 
@@ -65,14 +69,25 @@ def merged_options(config_classes: Iterable[type[Config]]) -> list[BoundOption]:
     """Returns each option once, as defined by the first command that has it."""
     merged: dict[str, BoundOption] = {}
     for config_class in config_classes:
-        for option in options_of(config_class):
+        for option in usable_options(config_class):
             merged.setdefault(option.name, option)
     return list(merged.values())
 
 
-def has_option(config_class: type[Config], name: str) -> bool:
-    """Returns whether a command has an option."""
-    return any(each.name == name for each in options_of(config_class))
+def usable_options(config_class: type[Config]) -> list[BoundOption]:
+    """Returns the options of a command without those that none of its strategies has.
+
+    `launch` has the fields of `train`, and one strategy, which cannot have most of them.
+    """
+    options = options_of(config_class)
+    strategies = next((each.metadata.choices for each in options if each.name == "strategy"), ())
+    return [
+        each
+        for each in options
+        if not strategies
+        or each.name not in OPTIONS_OF_SOME
+        or any(has_option(strategy, each.name) for strategy in strategies)
+    ]
 
 
 def is_word(option: BoundOption) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from app.runtime.errors import ConfigError
 from app.runtime.run_context import PART_VARIABLE
+from app.runtime.shown_command import shown_command
 
 _JOBS = ("chief", "worker")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
@@ -67,8 +68,8 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
     if all(environ.get(name) for name in SLURM_VARIABLES):
         return _from_slurm(environ)
     raise ConfigError(
-        "--strategy=multi_worker without a cluster — TF_CONFIG, or SLURM's variables within srun,"
-        " are required; on one machine use: python main.py launch --num_workers=2"
+        "--strategy=multi_worker found no cluster: neither TF_CONFIG nor SLURM's variables are set;"
+        f" on one machine use: {shown_command(['launch', '--num_workers=2'])}"
     )
 
 

@@ -21,7 +21,7 @@ from app.cluster.worker_failure import (
     reason_of_worker,
 )
 from app.cluster.worker_process import Failure, WorkerProcess
-from app.config import LaunchConfig
+from app.config import LaunchConfig, TrainConfig
 from app.runtime import console
 from app.runtime.errors import PeerLostError, Terminated, WorkerFailedError
 from app.runtime.progress_bar import Bar
@@ -105,7 +105,7 @@ class Launcher:
 
     def _command(self) -> list[str]:
         config = self._config
-        flags = config.train_config().train_flags()
+        flags = config.train_config().flags_for(TrainConfig)
         if self._has_begun:
             flags = [flag for flag in flags if not flag.startswith("--overwrite")]
         return main_command(["train", *flags, f"--out={config.out}"])
@@ -134,7 +134,7 @@ class Launcher:
             self._bar.update(**state)
         elif time.monotonic() > self._last_line + _SEC_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            console.say("{status}  step {completed}/{total}".format(**state))
+            console.say("[0] {status}  step {completed}/{total}".format(**state))
 
     def _say(self, line: str, is_error: bool) -> None:
         if self._bar:

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
-from app.config import CompareConfig
+from app.config import CompareConfig, TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS
 from app.records.caveats import caveats
 from app.records.files import write_json
@@ -15,6 +15,7 @@ from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.errors import OutputError, TrainingFailedError
 from app.runtime.processes import call_in_child_process
+from app.runtime.shown_command import shown_command
 from app.runtime.temporary_directories import TemporaryDirectory
 from app.runtime.training_process import train_in_child_process
 from app.verification.frameworks.framework_files import write_training_files
@@ -72,8 +73,8 @@ def _announce(strategy: str, path: pathlib.Path) -> None:
     console.say(f"\n{strategy}")
     if (path / strategy).is_symlink():
         raise OutputError(
-            f"{path / strategy} is a symbolic link — a directory is required, for nothing"
-            " is written outside of --out; move what it leads to here"
+            f"{path / strategy} is a symbolic link, and nothing is written outside of --out;"
+            " replace it with the directory that it links to"
         )
 
 
@@ -96,7 +97,7 @@ def _train_with_frameworks(
 
 def _words_for(config: CompareConfig, strategy: str) -> list[str]:
     """Returns command and flags of the training of one strategy."""
-    flags = config.for_training(strategy).train_flags()
+    flags = config.for_training(strategy).flags_for(TrainConfig)
     if strategy != "multi_worker":
         return ["train", *flags]
     flags = [flag for flag in flags if not flag.startswith("--strategy=")]
@@ -113,6 +114,11 @@ def _report(
     verdicts = compare_weights(run_dirs)
     first = summaries[0]
     console.say()
+    for line in verdict_lines(verdicts):
+        console.say(line)
+    if not all(verdict.difference.identical for verdict in verdicts):
+        console.say(f"To check that this is all: {shown_command(_verify_words(config))}")
+    console.say()
     recipe = f" recipe {first.recipe}," if first.recipe else ""
     console.print_table(
         f"{first.model} on {first.dataset},{recipe} batch"
@@ -126,8 +132,6 @@ def _report(
             " real devices"
         )
     console.say("times are medians over epochs of one run each, made one after another")
-    for line in verdict_lines(verdicts):
-        console.say(line)
     plot_accuracy(run_dirs, out_dir)
     write_json(
         out_dir / "compare.json",
@@ -140,4 +144,10 @@ def _report(
     for caveat in caveats(config, summaries[-1]):
         console.warn(caveat)
     console.say(f"saved in {out_dir}: accuracy.png, accuracy.svg, compare.json, {REPORT_FILE}")
+    console.say(f"open {out_dir / REPORT_FILE} for the verdict and all curves on one page")
     return summaries
+
+
+def _verify_words(config: CompareConfig) -> list[str]:
+    """Returns command and flags of the verification of the strategies that were compared."""
+    return ["verify", *config.flags_for(VerifyConfig)]

@@ -5,6 +5,7 @@ import textwrap
 from app.config import DemoConfig
 from app.demos.registry import EXPERIMENTS, run_experiment
 from app.runtime import console
+from app.runtime.shown_command import shown_command
 
 
 def run(config: DemoConfig) -> None:
@@ -20,7 +21,7 @@ def run(config: DemoConfig) -> None:
 
 
 def _list_experiments() -> None:
-    console.say("usage: python main.py demo EXPERIMENT [--flag=value …]")
+    console.say("Usage: python main.py demo EXPERIMENT [--flag=value …]")
     console.say()
     for name, experiment in EXPERIMENTS.items():
         console.say(f"  {name:<13} {experiment.duration:<15} {experiment.text}")
@@ -35,4 +36,4 @@ def _list_experiments() -> None:
         line = f"{' '.join(options)}: {shown}"
         console.say(textwrap.fill(line, 98, initial_indent="  ", subsequent_indent="      "))
     console.say()
-    console.say("Start with: python main.py demo allreduce")
+    console.say(f"Start with: {shown_command(['demo', 'allreduce'])}")

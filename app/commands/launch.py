@@ -4,8 +4,8 @@ import dataclasses
 
 from app.cluster.launcher import Launcher
 from app.cluster.resource_split import split_resources
+from app.commands.train import print_result
 from app.config import LaunchConfig
-from app.records.caveats import caveats
 from app.records.history import Summary, load_required_summary
 from app.records.run_naming import default_out, named_path
 from app.runtime import console
@@ -28,8 +28,5 @@ def run(config: LaunchConfig) -> Summary:
     console.say(f"{console.count(len(shares), 'worker')} on this machine, {cores}{gpus} each")
     Launcher(dataclasses.replace(config, out=str(path)), shares).run()
     summary = load_required_summary(path)
-    for caveat in caveats(config, summary):
-        console.warn(caveat)
-    for line in summary.last_lines():
-        console.say(line)
+    print_result(config, summary)
     return summary

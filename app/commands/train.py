@@ -6,7 +6,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from app.cluster.environment import find_cluster
-from app.config import TrainConfig
+from app.config import LaunchConfig, TrainConfig
 from app.devices import device_setup
 from app.records.caveats import caveats, injected_fault_caveat
 from app.records.history import Summary, load_summary
@@ -28,10 +28,13 @@ def run(config: TrainConfig) -> Summary | None:
 
     In a cluster, only the chief writes files and returns a summary.
     """
-    if config.strategy == "multi_worker" and not find_cluster(os.environ).is_chief:
+    cluster = find_cluster(os.environ) if config.strategy == "multi_worker" else None
+    if cluster and not cluster.is_chief:
         _assist(config)
         return None
     path = named_path(config.out or default_out(config.strategy, config.model_label(config.model)))
+    if config.fault:
+        console.warn(injected_fault_caveat(str(config.fault)))
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
         console.set_overwriting(config.overwrite)
@@ -42,12 +45,18 @@ def run(config: TrainConfig) -> Summary | None:
                 _announce_to_others(device_setup.set_up(config), _FINISHED)
         else:
             summary = _train(config, run_directory)
-            console.say(f"saved in {path}: accuracy.png, history.jsonl, summary.json")
-        for caveat in caveats(config, summary):
-            console.warn(caveat)
-        for line in summary.last_lines():
-            console.say(line)
+            console.say(f"saved in {path}; open {path / 'accuracy.png'}")
+        if not (cluster and cluster.source == "launch"):  # Else `launch` prints it.
+            print_result(config, summary)
     return summary
+
+
+def print_result(config: TrainConfig | LaunchConfig, summary: Summary) -> None:
+    """Prints the caveats of a training and its last lines."""
+    for caveat in caveats(config, summary):
+        console.warn(caveat)
+    for line in summary.last_lines():
+        console.say(line)
 
 
 def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | None:
@@ -78,9 +87,8 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
     if others or changes.names:
         differing = "; ".join([*changes.how, *changes.serious, *others])
         raise CheckpointError(
-            f"--out={path} holds a finished run of another configuration ({differing}) — the same"
-            " one is required to print its result; choose another directory, more --epochs to go"
-            " on, or --overwrite"
+            f"--out={path} holds a finished run of another configuration ({differing}); choose"
+            " another directory, raise --epochs to continue, or use --overwrite"
         )
     return summary
 
@@ -132,7 +140,7 @@ def _assist(config: TrainConfig) -> None:
 
             training = Training(config, prepared, dataset, None, on_progress, create_step_verifier)
             training.start(from_scratch=config.overwrite)
-            console.say(f"worker {workers.index}: training; worker 0 tells and saves")
+            console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
             training.assist()
     console.say(f"worker {workers.index}: done")
 
@@ -180,15 +188,13 @@ def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Tr
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
     shown = "replicas on" if num_replicas == num_devices else split
     console.say(f"{shown} {', '.join(prepared.names)}")
-    if config.fault:
-        console.warn(injected_fault_caveat(str(config.fault)))
     if prepared.simulated:
         console.say("simulated devices: they share one processor, timing is not scaling")
 
 
 def _report_stall(config: TrainConfig, path: pathlib.Path, log: RunLog) -> None:
     """Reports a stalled training; the watchdog calls it before it ends the process."""
-    error = _stalled(config, f"to go on with --out={path}", f"in {LOG_FILE} there")
+    error = _stalled(config, f"to resume --out={path}", f"in {LOG_FILE} there")
     console.report_error(error)  # Print first: the log file's disk may be the cause.
     watchdog.dump_stacks(path / LOG_FILE)
     log.stop(error.exit_code, error=str(error))
@@ -202,7 +208,6 @@ def _report_stall_of_worker(config: TrainConfig) -> None:
 
 def _stalled(config: TrainConfig, where: str, stacks: str) -> StalledError:
     return StalledError(
-        f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec) — a step or another"
-        f" sign of life is required; run the same command again {where}, the stacks of all threads"
-        f" are {stacks}"
+        f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec); run the same"
+        f" command again {where}; the stacks of all threads are {stacks}"
     )

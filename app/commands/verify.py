@@ -31,7 +31,12 @@ from app.verification.trace_comparison import (
     first_sums_apart,
 )
 from app.verification.verdict import NO_CAUSE, PairVerdict, StrategyVerdict
-from app.verification.verify_output import conclusions, print_report, write_record
+from app.verification.verify_output import (
+    conclusions,
+    print_report,
+    print_verdict,
+    write_record,
+)
 
 
 class Comparison(NamedTuple):
@@ -170,8 +175,8 @@ def _recording(
         if has_fault:
             parallel = next(other for other in config.strategies if other != "single")
             raise ConfigError(
-                f"--inject={config.inject} — with BatchNorm, single is trained by the reference,"
-                f" which nothing can spoil; use strategy={parallel}"
+                f"--inject={config.inject}: faults cannot be injected into single with BatchNorm,"
+                f" which the reference trains; use strategy={parallel}"
             )
         return tasks.record_on_one_device, config.on_one_machine(), (shard_weights[0],)
     return tasks.record, config.for_training(name, inject=inject), ()
@@ -252,18 +257,15 @@ def _report(
     """Writes and prints the verdicts; raises `MismatchError` for the first finding."""
     from app.report.verification_plot import plot_verification
 
-    write_record(path, config, recorded, verdict_of, pair_verdicts)
-    plot_verification(path)
+    record = write_record(path, config, recorded, verdict_of, pair_verdicts)
+    print_verdict(record, conclusions(config, verdict_of, pair_verdicts), verdict_of)
     print_report(config, recorded, verdict_of, pair_verdicts)
-    kept = ", traces" if config.keep_traces else ""
+    plot_verification(path)
     write_report([path], path / REPORT_FILE)
+    kept = ", traces" if config.keep_traces else ""
     console.say(f"saved in {path}: verify.json, verify.png, verify.svg, {REPORT_FILE}{kept}")
-    for line in conclusions(config, verdict_of, pair_verdicts):
-        console.say(line)
+    console.say(f"open {path / REPORT_FILE} for the verdict and all differences on one page")
     for name, verdict in verdict_of.items():
-        what = "is different" if verdict.first_mismatch else "has a straggler"
+        what = "does not match" if verdict.first_mismatch else "has a straggler"
         for finding in verdict.findings():
-            raise MismatchError(
-                f"{name} {what}: {finding} — every replica has to do the right thing in time;"
-                f" see {path}/verify.json"
-            )
+            raise MismatchError(f"{name} {what}: {finding}; see {path / REPORT_FILE}")

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar, Self
 
+from app.config.names import DISTRIBUTION
 from app.config.option import check_values, did_you_mean, options_of
 from app.runtime.errors import ConfigError
 
@@ -15,6 +16,7 @@ class Config:
         command: name of the command.
         summary: one line for `--help`.
         examples: command lines for `--help`, without the program and the command.
+        first_group: title of the group of options that `--help` shows first.
 
     Raises:
         ConfigError: a value is invalid, or two options contradict each other.
@@ -23,6 +25,7 @@ class Config:
     command: ClassVar[str]
     summary: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
+    first_group: ClassVar[str] = DISTRIBUTION
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Raises an error for `Config(…)` itself, which has no options."""
@@ -68,6 +71,22 @@ class Config:
             if name not in names:
                 raise ConfigError(unknown_option(f"--{name}", name, config_class))
         return config_class(**options)
+
+    def flags_for(self, config_class: type["Config"]) -> list[str]:
+        """Returns the flags of an equivalent command of the given class.
+
+        Omits options that the command does not have, its defaults, and `--out`.
+        """
+        given = {
+            each: getattr(self, each.name)
+            for each in options_of(config_class)
+            if each.name != "out" and hasattr(self, each.name)
+        }
+        return [
+            f"--{each.name}={','.join(map(str, value)) if each.is_list else value}"
+            for each, value in given.items()
+            if value != each.default
+        ]
 
     def result_fields(self) -> dict[str, Any]:
         """Returns the fields that affect the result of a training, without paths and display."""

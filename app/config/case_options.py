@@ -43,13 +43,13 @@ class CaseFileOptions:
     )
     model_fn: str = option(
         DEFAULT_FUNCTIONS["model_fn"],
-        "Function of the case that returns the compiled model.",
+        "Function in the case file that returns the compiled model.",
         MODEL_AND_DATA,
         metavar="NAME",
     )
     data_fn: str = option(
         DEFAULT_FUNCTIONS["data_fn"],
-        "Function of the case that returns the data set, of (x, y) or (x, y, sample_weight).",
+        "Function in the case file that returns the data set, of (x, y) or (x, y, sample_weight).",
         MODEL_AND_DATA,
         metavar="NAME",
     )
@@ -76,8 +76,8 @@ class EvaluatedDataOptions:
 
     test_data_fn: str = option(
         DEFAULT_FUNCTIONS["test_data_fn"],
-        "Function (global_batch_size) of the case that returns the data set to evaluate on. A case"
-        " need not have it: then the training data are evaluated.",
+        "Optional function (global_batch_size) in the case file that returns the data set"
+        " to evaluate on. Without it, the training data are used.",
         MODEL_AND_DATA,
         metavar="NAME",
     )
@@ -117,15 +117,15 @@ class CaseOptions(CaseFileOptions):
 
     distribute_fn: str = option(
         DEFAULT_FUNCTIONS["distribute_fn"],
-        "Function (strategy, global_batch_size) of the case that returns what fit gets under the"
-        " strategy in place of the data set. A case need not have it.",
+        "Optional function (strategy, global_batch_size) in the case file that returns "
+        "what fit gets under the strategy in place of the data set.",
         VERIFICATION,
         metavar="NAME",
     )
     at: tuple[str, ...] = option(
         PLACES,
-        "Where a case is verified: the first --steps, the last batch of an epoch, the first step"
-        " of the second epoch, the step after a save and resume, an evaluation.",
+        "Where to verify a case: the first --steps, the last batch of an epoch, the first"
+        " step of the second epoch, the step after save and resume, an evaluation.",
         VERIFICATION,
         metavar=",".join(PLACES),
         choices=PLACES,

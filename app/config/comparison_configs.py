@@ -48,7 +48,7 @@ class CompareConfig(
     """The options of `compare`."""
 
     command: ClassVar[str] = "compare"
-    summary: ClassVar[str] = "several strategies from the same weights and data, side by side"
+    summary: ClassVar[str] = "trains several strategies from the same weights and data"
     examples: ClassVar[tuple[str, ...]] = (
         "--recipe=fast --epochs=1",
         "--strategies=single,manual --num_gpus=2",
@@ -59,7 +59,7 @@ class CompareConfig(
     strategies: tuple[str, ...] = same_option(
         ComparedStrategiesOptions,
         "strategies",
-        help="The strategies, separated by commas. torch_ddp, jax_jit and jax_pmap train in PyTorch"
+        help="Strategies, separated by commas. torch_ddp, jax_jit and jax_pmap train in PyTorch"
         " and JAX: see make frameworks.",
         choices=(*STRATEGY_NAMES, *FRAMEWORK_NAMES),
     )
@@ -93,7 +93,8 @@ class VerifyConfig(
     """The options of `verify`."""
 
     command: ClassVar[str] = "verify"
-    summary: ClassVar[str] = "are strategies the same training? names the first mismatch if not"
+    summary: ClassVar[str] = "compares strategies step by step and names the first mismatch"
+    first_group: ClassVar[str] = VERIFICATION
     examples: ClassVar[tuple[str, ...]] = (
         "--strategies=manual,mirrored --steps=20",
         "--strategies=manual --inject=drop_gradient:replica=1",
@@ -111,9 +112,11 @@ class VerifyConfig(
         " train in PyTorch and JAX: see make frameworks.",
         choices=(*STRATEGY_NAMES, KERAS_FIT, *FRAMEWORK_NAMES),
     )
-    steps: int = option(20, "Steps to verify.", VERIFICATION, metavar="N", low=1, high=100_000)
+    steps: int = option(
+        20, "Number of steps to verify.", VERIFICATION, metavar="N", low=1, high=100_000
+    )
     keep_traces: bool = option(
-        False, "Keep the recorded traces, a directory for each strategy.", VERIFICATION
+        False, "Keep the recorded traces in a directory for each strategy.", VERIFICATION
     )
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ class DeviceOptions:
 
     num_gpus: int | None = option(
         None,
-        "N GPUs; on a machine without any, N logical CPU devices.",
+        "Number of GPUs. On a machine without GPUs: N logical CPU devices.",
         DISTRIBUTION,
         metavar="N",
         low=1,
@@ -33,13 +33,14 @@ class DeviceOptions:
     )
     device: str = option(
         "auto",
-        "gpu insists, cpu chooses logical CPU devices.",
+        "Device type: gpu fails without a GPU, cpu uses logical CPU devices.",
         DISTRIBUTION,
         choices=("auto", "gpu", "cpu"),
     )
     num_devices: int | None = option(
         None,
-        "N devices; without it every GPU, else 2 logical CPUs. multi_worker: on each worker.",
+        "Number of devices (multi_worker: of each worker). Default: all GPUs, or 2 "
+        "logical CPU devices.",
         DISTRIBUTION,
         metavar="N",
         low=1,
@@ -156,16 +157,16 @@ class BatchOptions:
 
     last_batch: str = option(
         "keep",
-        "The short batch at the end of an epoch.",
+        "Keep or drop the smaller batch at the end of an epoch.",
         DISTRIBUTION,
         choices=("keep", "drop"),
         affects_result=True,
     )
     batch_norm: str = option(
         "average",
-        "average: each shard of the batch is normalised by its own statistics, and the moving"
-        " statistics of the shards are averaged. sync: statistics of the whole batch, which the"
-        " replicas compute together.",
+        "average: each shard of the batch is normalised by its own statistics, and the "
+        "moving statistics are averaged over the shards. sync: all replicas use the "
+        "statistics of the whole batch.",
         DISTRIBUTION,
         choices=("average", "sync"),
         affects_result=True,
@@ -178,7 +179,7 @@ class WorkerOptions:
 
     num_workers: int = option(
         2,
-        "Local processes that train together, in place of machines.",
+        "Number of worker processes on this machine.",
         CLUSTER,
         metavar="N",
         low=1,

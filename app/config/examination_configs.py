@@ -31,7 +31,7 @@ class DemoConfig(DeviceOptions, SubsetOptions, VerbosityOptions, Config):
     """The options of `demo`."""
 
     command: ClassVar[str] = "demo"
-    summary: ClassVar[str] = "the textbook's small experiments; alone it lists them"
+    summary: ClassVar[str] = "small experiments of d2l; without a name, lists them"
     examples: ClassVar[tuple[str, ...]] = ("", "allreduce --num_devices=3")
 
     experiment: str = option("", "The experiment.", WORDS, metavar="EXPERIMENT", positional=True)
@@ -60,14 +60,14 @@ class DoctorConfig(StrategiesOptions, DeviceOptions, DatasetOptions, VerbosityOp
     """The options of `doctor`."""
 
     command: ClassVar[str] = "doctor"
-    summary: ClassVar[str] = "what this machine has, what is missing, and what to run"
+    summary: ClassVar[str] = "checks this machine: what it has, what is missing, what to run"
     examples: ClassVar[tuple[str, ...]] = ("", "--data_dir=DIR --num_gpus=2")
 
     strategies: tuple[str, ...] = same_option(
         StrategiesOptions,
         "strategies",
         default=("manual", "mirrored"),
-        help="The strategies whose all-reduce is tested.",
+        help="Strategies whose all-reduce is tested.",
         choices=ONE_MACHINE_STRATEGIES,
     )
     dataset: str = same_option(SubsetOptions, "dataset")

@@ -27,10 +27,10 @@ class FinishedRunOptions(StrategyOptions, DataFileOptions, VerbosityOptions):
     """Selects a finished run and the devices to rebuild it on."""
 
     strategy: str = same_option(StrategyOptions, "strategy", choices=ONE_MACHINE_STRATEGIES)
-    run: str = option("", "The directory of the run.", FINISHED_RUN, metavar="DIR", required=True)
+    run: str = option("", "Directory of the run.", FINISHED_RUN, metavar="DIR", required=True)
     checkpoint: str = option(
         "newest",
-        "Which checkpoint of the run; best has the highest test accuracy.",
+        "Checkpoint to load: the newest, or the one with the best test accuracy.",
         FINISHED_RUN,
         choices=("newest", "best"),
     )
@@ -46,7 +46,8 @@ class EvaluateConfig(FinishedRunOptions, Config):
     """The options of `evaluate`."""
 
     command: ClassVar[str] = "evaluate"
-    summary: ClassVar[str] = "test accuracy of a run, on any strategy and number of devices"
+    summary: ClassVar[str] = "computes the test accuracy of a run, with any strategy and devices"
+    first_group: ClassVar[str] = FINISHED_RUN
     examples: ClassVar[tuple[str, ...]] = ("--run=runs/NAME --strategy=mirrored --num_devices=4",)
 
     def check(self) -> None:
@@ -59,7 +60,8 @@ class PredictConfig(FinishedRunOptions, Config):
     """The options of `predict`."""
 
     command: ClassVar[str] = "predict"
-    summary: ClassVar[str] = "class and probability of images, the batch split over the replicas"
+    summary: ClassVar[str] = "classifies images with the model of a run"
+    first_group: ClassVar[str] = FINISHED_RUN
     examples: ClassVar[tuple[str, ...]] = (
         "--run=runs/NAME",
         "--run=runs/NAME --images=shoe.png,bags.npy",
@@ -67,7 +69,7 @@ class PredictConfig(FinishedRunOptions, Config):
 
     images: tuple[str, ...] = option(
         (),
-        "The images to classify; default ten test images.",
+        "Images to classify. Default: ten test images.",
         FINISHED_RUN,
         metavar="A.png,B.npy",
     )
@@ -83,16 +85,17 @@ class ReportConfig(Config):
     """The options of `report`."""
 
     command: ClassVar[str] = "report"
-    summary: ClassVar[str] = "one page, report.html, about runs, or with --watch a live one"
+    summary: ClassVar[str] = "writes a page about runs; with --watch, serves a live page"
+    first_group: ClassVar[str] = OUTPUT
     examples: ClassVar[tuple[str, ...]] = (
         "runs/first runs/second --out=report.html",
         "runs/first --watch",
     )
 
-    out: str | None = same_option(OutputOptions, "out", help="The file.", metavar="FILE")
+    out: str | None = same_option(OutputOptions, "out", help="File to write.", metavar="FILE")
     watch: bool = option(
         False,
-        "Serve a page of the newest training in the directories (default: in runs) to browsers on"
+        "Serve a live page of the newest training in the directories (default: runs) to browsers on"
         " this machine. The page is updated while the training runs.",
         OUTPUT,
     )

@@ -44,19 +44,20 @@ class BenchmarkConfig(
     """The options of `benchmark`."""
 
     command: ClassVar[str] = "benchmark"
-    summary: ClassVar[str] = "throughput of strategies, device counts, batches and precisions"
+    summary: ClassVar[str] = "measures throughput over strategies, devices and batch sizes"
+    first_group: ClassVar[str] = MEASUREMENT
     examples: ClassVar[tuple[str, ...]] = ("--num_devices=1,2,4 --repeats=20",)
 
     batch_norm: str = same_option(BatchOptions, "batch_norm")
     model: tuple[str, ...] = same_option(
-        ModelOptions, "model", default=("lenet",), help="The networks.", metavar="A,B,…"
+        ModelOptions, "model", default=("lenet",), help="Networks.", metavar="A,B,…"
     )
     recipe: str = same_option(ModelOptions, "recipe")
     num_devices: tuple[int, ...] = same_option(
         DeviceOptions,
         "num_devices",
         default=(1, 2),
-        help="The numbers of devices; multi_worker has a worker for each.",
+        help="Numbers of devices; multi_worker has one worker for each device.",
         metavar="N,M,…",
     )
     device: str = same_option(DeviceOptions, "device")
@@ -64,14 +65,14 @@ class BenchmarkConfig(
         Hyperparameters,
         "global_batch_size",
         default=(256,),
-        help="Examples of a step over all replicas.",
+        help="Examples in a step, over all replicas.",
         metavar="N,M,…",
     )
     precision: tuple[str, ...] = same_option(
         ComputationOptions,
         "precision",
         default=("float32",),
-        help="The precisions.",
+        help="Precisions.",
         metavar="A,B,…",
     )
     jit_compile: bool = same_option(ComputationOptions, "jit_compile")
@@ -79,7 +80,7 @@ class BenchmarkConfig(
     seed: int = same_option(Hyperparameters, "seed")
     repeats: int = option(
         10,
-        "Rounds in which every case is timed once.",
+        "Number of rounds; each round times every case once.",
         MEASUREMENT,
         metavar="N",
         low=2,
@@ -113,7 +114,8 @@ class ExplainConfig(
     """The options of `explain`."""
 
     command: ClassVar[str] = "explain"
-    summary: ClassVar[str] = "one step with its numbers, and where its time goes"
+    summary: ClassVar[str] = "shows one step with its numbers, and where its time is spent"
+    first_group: ClassVar[str] = MEASUREMENT
     examples: ClassVar[tuple[str, ...]] = (
         "--num_devices=2,3,4 --all_reduce=ring",
         "--strategy=pipeline --num_devices=4 --micro_batches=8",
@@ -122,7 +124,7 @@ class ExplainConfig(
     strategy: str = same_option(
         StrategyOptions,
         "strategy",
-        help="Distribution strategy, one with several devices on one machine.",
+        help="Distribution strategy.",
         choices=tuple(name for name in ONE_MACHINE_STRATEGIES if name != SINGLE),
     )
     batch_norm: str = same_option(BatchOptions, "batch_norm")
@@ -130,7 +132,7 @@ class ExplainConfig(
         DeviceOptions,
         "num_devices",
         default=(2, 3, 4),
-        help="Rising numbers of devices: the first is explained, the last of three or more is"
+        help="Increasing numbers of devices: the first is explained, the last of three or more is"
         " predicted.",
         metavar="N,M,…",
         low=2,

@@ -21,11 +21,12 @@ class ModelOptions:
     """Selects the model and its recipe."""
 
     model: str = option(
-        "lenet", "The network.", MODEL_AND_DATA, choices=MODEL_NAMES, affects_result=True
+        "lenet", "Network to train.", MODEL_AND_DATA, choices=MODEL_NAMES, affects_result=True
     )
     recipe: str = option(
         "d2l",
-        'd2l is the training of "Dive into Deep Learning", fast a modern one.',
+        'Learning rate, schedule, initial weights and augmentation: d2l as in "Dive into '
+        'Deep Learning", fast a modern recipe.',
         MODEL_AND_DATA,
         choices=RECIPE_NAMES,
         affects_result=True,
@@ -44,7 +45,7 @@ class DataFileOptions:
         metavar="DIR",
     )
     allow_unverified_data: bool = option(
-        False, "Accept files in the right format whose hash differs.", MODEL_AND_DATA
+        False, "Accept data files whose hash is not that of Fashion-MNIST.", MODEL_AND_DATA
     )
 
 
@@ -54,7 +55,7 @@ class DatasetOptions(DataFileOptions):
 
     dataset: str = option(
         "auto",
-        "auto takes real Fashion-MNIST where it can be had, else a generated set.",
+        "auto uses Fashion-MNIST where it is available, else generated images.",
         MODEL_AND_DATA,
         choices=DATASET_NAMES,
         affects_result=True,
@@ -67,7 +68,7 @@ class SubsetOptions(DatasetOptions):
 
     num_train_examples: int | None = option(
         None,
-        "Train on a seeded, class-balanced subset of N.",
+        "Train on a class-balanced random subset of N examples, chosen by the seed.",
         MODEL_AND_DATA,
         metavar="N",
         low=1,
@@ -82,7 +83,7 @@ class Hyperparameters:
 
     global_batch_size: int = option(
         256,
-        "Examples of a step over all replicas.",
+        "Examples in a step, over all replicas.",
         HYPERPARAMETERS,
         metavar="N",
         low=1,
@@ -102,7 +103,7 @@ class Hyperparameters:
     )
     epochs: int = option(
         10,
-        "Passes over the training set.",
+        "Number of passes over the training set.",
         HYPERPARAMETERS,
         metavar="N",
         low=1,
@@ -111,7 +112,7 @@ class Hyperparameters:
     )
     seed: int = option(
         0,
-        "Determines the initial weights and the order of examples.",
+        "Seed of the initial weights and of the order of examples.",
         HYPERPARAMETERS,
         metavar="N",
         low=0,
@@ -126,20 +127,20 @@ class ComputationOptions:
 
     precision: str = option(
         "float32",
-        "What layers compute in; weights, their updates and the loss are float32.",
+        "Dtype that layers compute in; weights, updates and the loss are float32.",
         COMPUTATION,
         choices=PRECISIONS,
         affects_result=True,
     )
     jit_compile: bool = option(
         False,
-        "Let XLA compile what each replica computes.",
+        "Compile the forward and backward pass with XLA.",
         COMPUTATION,
         affects_result=True,
     )
     deterministic: bool = option(
         False,
-        "Only kernels whose results are bitwise identical in every run.",
+        "Use only kernels whose results are bitwise identical in every run.",
         COMPUTATION,
         affects_result=True,
     )

@@ -41,7 +41,8 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
     """The options of `plan`."""
 
     command: ClassVar[str] = "plan"
-    summary: ClassVar[str] = "what a training would take: steps, shards, all-reduce, memory, time"
+    summary: ClassVar[str] = "predicts a training: steps, shards, all-reduce, memory, time"
+    first_group: ClassVar[str] = PLAN
     examples: ClassVar[tuple[str, ...]] = (
         "--num_gpus=4 --model=resnet18 --global_batch_size=1024",
         "--num_devices=2 --epochs=10 --probe",
@@ -52,7 +53,7 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
     strategy: str = same_option(
         StrategyOptions,
         "strategy",
-        help="Distribution strategy: manual stands for all that split the batch alone.",
+        help="Distribution strategy: manual stands for all that split only the batch.",
         choices=("manual", "sharded", "pipeline", "tensor"),
     )
     model_parallel: int | None = same_option(SplitOptions, "model_parallel")
@@ -69,7 +70,7 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
         Hyperparameters,
         "global_batch_size",
         default=None,
-        help=f"Examples of a step over all replicas; default {Hyperparameters.global_batch_size},"
+        help=f"Examples in a step, over all replicas; default {Hyperparameters.global_batch_size},"
         f" in a cluster at least {_PLANNED_PER_DEVICE} on each device.",
         high=_MAX_PLANNED_BATCH_SIZE,
     )
@@ -79,16 +80,20 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
     jit_compile: bool = same_option(ComputationOptions, "jit_compile")
     probe: bool = option(
         False,
-        "Time some steps here, and measure their memory; of more than 8 devices, the step is"
-        " extrapolated from fewer.",
+        "Measure the time and memory of a few steps on this machine; for more than 8 "
+        "devices, the time is extrapolated.",
         PLAN,
     )
     num_workers: int = same_option(
-        WorkerOptions, "num_workers", default=1, help="Machines.", high=_MAX_PLANNED_WORKERS
+        WorkerOptions,
+        "num_workers",
+        default=1,
+        help="Number of machines.",
+        high=_MAX_PLANNED_WORKERS,
     )
     devices_per_worker: int | None = option(
         None,
-        "Devices of each machine of a cluster.",
+        "Number of devices in each machine.",
         PLAN,
         metavar="N",
         low=1,
@@ -96,14 +101,19 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
     )
     bandwidth_gbps: float = option(
         10.0,
-        "Bandwidth of a machine's network in one direction.",
+        "Network bandwidth of a machine in one direction, in Gbit/s.",
         PLAN,
         metavar="X",
         low=0.001,
         high=1_000_000,
     )
     latency_us: float = option(
-        50.0, "Latency of a message between machines.", PLAN, metavar="X", low=0, high=1_000_000
+        50.0,
+        "Latency of a message between machines, in microseconds.",
+        PLAN,
+        metavar="X",
+        low=0,
+        high=1_000_000,
     )
     # One direction of PCI Express 4.0: 16 lanes at 16 GT/s, 128b/130b. NVIDIA's data sheets of A100
     # and H100 have 2400 and 3600 for NVLink.

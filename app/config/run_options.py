@@ -13,7 +13,7 @@ class VerbosityOptions:
 
     verbosity: int = option(
         -1,
-        "0 shows TensorFlow's own messages, 1 all of them.",
+        "0 shows TensorFlow's warnings, 1 all of its messages.",
         OUTPUT,
         metavar="-1|0|1",
         low=-1,
@@ -32,7 +32,7 @@ class OutputOptions:
         metavar="DIR",
     )
     overwrite: bool = option(
-        False, "Start from scratch in a directory that holds another run.", OUTPUT
+        False, "Start from scratch in an output directory that holds another run.", OUTPUT
     )
 
 
@@ -42,7 +42,8 @@ class SavingOptions:
 
     checkpoint_every: int | None = option(
         None,
-        "Save every so many steps; default every five minutes. Always after an epoch.",
+        "Save a checkpoint every STEPS steps; default: every five minutes. One is always "
+        "saved at the end of an epoch.",
         OUTPUT,
         metavar="STEPS",
         low=1,
@@ -50,7 +51,7 @@ class SavingOptions:
     )
     stall_timeout_sec: int = option(
         1800,
-        "End a training that makes no progress for so long, with exit code 138; 0 waits.",
+        "Stop with exit code 138 after SEC seconds without progress; 0 waits forever.",
         OUTPUT,
         metavar="SEC",
         low=0,
@@ -58,7 +59,8 @@ class SavingOptions:
     )
     steps_per_call: int | None = option(
         None,
-        "Steps in a compiled call; default: those of half a second.",
+        "Training steps in one call of the compiled function. Default: as many as take "
+        "half a second.",
         COMPUTATION,
         metavar="N",
         low=1,
@@ -72,9 +74,10 @@ class StepVerificationOptions:
 
     verify_every: int | None = option(
         None,
-        "Record every N-th step while the training runs, besides the first one and the last of the"
-        " first epoch, and check it against one device; 0 verifies none. Default: the last step of"
-        f" each epoch, every {VERIFY_EVERY}th of a long one, where steps can be verified.",
+        "Verify every N-th step while the training runs, and also the first step and the last one"
+        " of the first epoch: compare the step with the same step on one device. 0 turns it off."
+        f" Default: the first step, the last step of each epoch and every {VERIFY_EVERY}th of a"
+        " long epoch, where steps can be verified.",
         VERIFICATION,
         metavar="N",
         low=0,
@@ -82,7 +85,7 @@ class StepVerificationOptions:
     )
     on_mismatch: str = option(
         "stop",
-        "What a step that is wrong does: stop the training with exit code 9, or warn.",
+        "When a verified step does not match: stop with exit code 9, or warn.",
         VERIFICATION,
         choices=("stop", "warn"),
     )
@@ -94,12 +97,12 @@ class ResumeOptions:
 
     force_resume: bool = option(
         False,
-        "Resume a run although learning rate, batch size, seed, recipe or data have changed.",
+        "Resume a run although its learning rate, batch size, seed, recipe or data changed.",
         OUTPUT,
     )
     start_timeout_sec: int = option(
         300,
-        "How long workers wait for missing workers.",
+        "Seconds to wait for missing workers.",
         CLUSTER,
         metavar="SEC",
         low=1,

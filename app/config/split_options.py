@@ -16,8 +16,9 @@ class SplitOptions:
 
     model_parallel: int | None = option(
         None,
-        "pipeline, tensor: devices that share one copy of the weights, a divisor of the number of"
-        " devices; the copies train on different examples. Default: all devices, one copy.",
+        "pipeline, tensor: number of devices that share one copy of the weights; must "
+        "divide the number of devices. Each copy trains on a different part of the batch."
+        " Default: all devices.",
         DISTRIBUTION,
         metavar="K",
         low=1,
@@ -26,8 +27,7 @@ class SplitOptions:
     )
     micro_batches: int = option(
         4,
-        "pipeline: parts into which each replica's batch is cut; they follow one another through"
-        " the stages.",
+        "pipeline: number of micro-batches into which each replica's batch is split.",
         DISTRIBUTION,
         metavar="M",
         low=1,
@@ -36,39 +36,40 @@ class SplitOptions:
     )
     schedule: str = option(
         "1f1b",
-        "pipeline: gpipe makes all forward passes first; 1f1b (one forward, one backward) starts"
-        " each backward pass as early as it can and keeps fewer activations. Same result.",
+        "pipeline: gpipe runs all forward passes first; 1f1b (one forward, one backward) "
+        "starts each backward pass as early as possible and stores fewer activations. The"
+        " result is the same.",
         DISTRIBUTION,
         choices=("gpipe", "1f1b"),
         affects_result=True,
     )
     recompute: bool = option(
         False,
-        "pipeline: compute the activations of a stage again in its backward pass instead of"
-        " keeping them: less memory, more time, same result.",
+        "pipeline: recompute the activations of a stage in its backward pass instead of "
+        "storing them: less memory, more time, same result.",
         DISTRIBUTION,
         affects_result=True,
     )
     pipeline_cuts: tuple[str, ...] = option(
         (),
-        "pipeline: layers after which the network is cut into stages. Default: cuts that balance"
-        " the floating-point operations.",
+        "pipeline: layers after which the network is cut into stages. Default: cuts that "
+        "balance the floating-point operations.",
         DISTRIBUTION,
         metavar="LAYER,…",
         affects_result=True,
     )
     shard: str = option(
         "weights",
-        "sharded: what each replica keeps only its part of: the optimizer state (ZeRO-1), the"
-        " gradients too (ZeRO-2), or the weights too (ZeRO-3).",
+        "sharded: what is divided among the replicas: the optimizer state (ZeRO-1), the "
+        "gradients too (ZeRO-2), or the weights too (ZeRO-3).",
         DISTRIBUTION,
         choices=("optimizer", "gradients", "weights"),
         affects_result=True,
     )
     accumulate_steps: int = option(
         1,
-        "Gradient accumulation: each replica cuts its part of the batch into A parts, computes"
-        " them one after another and adds their gradients before the update. Less memory.",
+        "Gradient accumulation: each replica splits its part of the batch into A parts "
+        "and adds their gradients before the update. Needs less memory.",
         DISTRIBUTION,
         metavar="A",
         low=1,
@@ -77,8 +78,8 @@ class SplitOptions:
     )
     shard_weights: tuple[int, ...] = option(
         (),
-        "Shares of the batch for unequal devices, a whole number for each replica: 3,1 gives the"
-        " first one three quarters. Default: equal shares.",
+        "Shares of the batch for unequal devices, one whole number for each replica: with"
+        " 3,1 the first replica gets three quarters. Default: equal shares.",
         DISTRIBUTION,
         metavar="W,W,…",
         low=1,

@@ -17,23 +17,23 @@ class TraceOptions:
 
     traces: tuple[str, ...] = option(
         (),
-        "Recordings of your own script, from any framework: the first is the reference, each"
-        " further one is compared with it. One recorded with permute= gives the tolerance instead."
-        " See docs/trace_format.md.",
+        "Recordings of your own script, in any framework. The first is the reference, the"
+        " others are compared with it. A recording with permute= sets the tolerance. See "
+        "docs/trace_format.md.",
         VERIFICATION,
         metavar="FILE,FILE,…",
     )
     name_map: tuple[str, ...] = option(
         (),
-        "Names of weights in the other recordings and in the first one, where they cannot be"
-        " matched by name or shape.",
+        "Names of weights in the other recordings and in the first one, where names and "
+        "shapes do not match.",
         VERIFICATION,
         metavar="OTHER=FIRST,…",
     )
     tolerance: float | None = option(
         None,
-        "Relative difference of gradients that counts as rounding. Default: computed from a"
-        " recording with permute=, else 1e-4.",
+        "Relative difference of gradients that counts as rounding. Default: from a "
+        "recording with permute=, else 1e-4.",
         VERIFICATION,
         metavar="X",
         above=0,

@@ -76,7 +76,7 @@ class TrainConfig(
     """The options of `train`."""
 
     command: ClassVar[str] = "train"
-    summary: ClassVar[str] = "one training, with history, plots and checkpoint in one directory"
+    summary: ClassVar[str] = "trains a model; writes history, plots and checkpoints"
     examples: ClassVar[tuple[str, ...]] = (
         "--strategy=manual --device=cpu --num_devices=2 --epochs=3",
         "--recipe=fast --epochs=1 --out=runs/first",
@@ -178,21 +178,9 @@ class TrainConfig(
             shards=split_constraints.name_shards(*split),
         )
 
-    def train_flags(self) -> list[str]:
-        """Returns the flags of the equivalent `train` command, without `--out`."""
-        return [
-            f"--{each.name}={_written(getattr(self, each.name))}"
-            for each in options_of(self)
-            if each.name != "out" and getattr(self, each.name) != each.default
-        ]
-
     def result_fields(self) -> dict[str, Any]:
         """Returns the fields that affect the result of the training, without paths and display."""
         return self.with_case(super().result_fields() | self.inject_field())
-
-
-def _written(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def num_faulty(strategy: str, options: SplitOptions, num_devices: int, fault: Fault) -> int:
@@ -250,7 +238,8 @@ class LaunchConfig(
     """The options of `launch`."""
 
     command: ClassVar[str] = "launch"
-    summary: ClassVar[str] = "the same with several local processes, restarted after a failure"
+    summary: ClassVar[str] = "trains in several local processes; restarts them after a failure"
+    first_group: ClassVar[str] = CLUSTER
     examples: ClassVar[tuple[str, ...]] = ("--num_workers=2 --device=cpu --epochs=1",)
 
     strategy: str = same_option(
@@ -258,7 +247,7 @@ class LaunchConfig(
     )
     max_restarts: int = option(
         3,
-        "How often all workers are restarted after a failure.",
+        "How many times all workers are restarted after a failure.",
         CLUSTER,
         metavar="N",
         low=0,

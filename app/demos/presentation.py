@@ -1,5 +1,6 @@
 """Prints the parts of an experiment: introduction, tables, conclusions and next commands."""
 
+import shlex
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from app.devices.device_setup import Devices
 from app.performance.interval import Interval
 from app.records.caveats import TIMING_CAVEAT
 from app.runtime import console
+from app.runtime.shown_command import shown_command
 
 if TYPE_CHECKING:  # Not imported before its devices are set up.
     import tensorflow as tf
@@ -48,7 +50,7 @@ def end(*lessons: str, then: Iterable[str] = ()) -> None:
         say(lesson)
     console.say()
     for number, words in enumerate(then):
-        console.say(f"{'Try:' if number == 0 else '    '} python main.py {words}")
+        console.say(f"{'Try:' if number == 0 else '    '} {shown_command(shlex.split(words))}")
 
 
 def numbers(array: ArrayLike, digits: int = 4) -> str:

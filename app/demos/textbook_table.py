@@ -90,7 +90,7 @@ def _on(config: TrainConfig, num_devices: int, **options: Any) -> TrainConfig:
 
 def _train(training: TrainConfig, number: int) -> Run:
     path = named_path(f"{default_out(training.strategy, training.model)}-{number}")
-    exit_code = train_in_child_process(["train", *training.train_flags()], path)
+    exit_code = train_in_child_process(["train", *training.flags_for(TrainConfig)], path)
     if exit_code:
         raise TrainingFailedError(training.strategy, exit_code)
     console.say()

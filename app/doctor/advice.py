@@ -1,16 +1,13 @@
 """Chooses the command to run on this machine."""
 
-import pathlib
-import shlex
 import tempfile
 from collections.abc import Sequence
 
 from app.config import DoctorConfig
 from app.doctor.check import Check
 from app.doctor.examination import DevicesSeen, Findings, SelfTestResult
-from app.doctor.software_check import install_all, install_cuda, python, shown_path
-
-_MAIN = pathlib.Path(__file__).parents[2] / "main.py"
+from app.doctor.software_check import install_all, install_cuda
+from app.runtime.shown_command import shown_command
 
 
 def what_to_run(
@@ -30,14 +27,13 @@ def what_to_run(
         data: checks of data.
         output: check of the output directory.
     """
-    program = [python(), shown_path(str(_MAIN))]
     if findings.tensorflow is None or any(check.exit_code for check in software):
         return install_all()
     if _lacks_libraries_alone(findings):
         return install_cuda()
     asked, seen = config.num_devices_asked, findings.seen
     if findings.devices is None and seen and 0 < len(seen.gpus) < (asked or 0):
-        return shlex.join([*program, "doctor", f"--num_gpus={len(seen.gpus)}"])
+        return shown_command(["doctor", f"--num_gpus={len(seen.gpus)}"])
     has_data = not any(check.exit_code for check in data)
     words = [
         *_devices(config, findings),
@@ -45,7 +41,7 @@ def what_to_run(
         *(_data(config) if has_data else ["--dataset=synthetic"]),
         *_output(config, output),
     ]
-    return shlex.join([*program, *words])
+    return shown_command(words)
 
 
 def _lacks_libraries_alone(findings: Findings) -> bool:

@@ -13,7 +13,8 @@ _SHOWN_DEVICES = 8
 def check_gpus(config: DoctorConfig, findings: Findings) -> list[Check]:
     """Reports GPUs, and each cause that keeps TensorFlow from using them.
 
-    Without NVIDIA hardware, nothing is reported as wrong.
+    On a machine without NVIDIA hardware nothing counts as wrong, and the CUDA libraries are shown
+    only if a GPU is asked for.
     """
     seen = findings.seen
     if config.device == "cpu":
@@ -26,13 +27,16 @@ def check_gpus(config: DoctorConfig, findings: Findings) -> list[Check]:
     checks = [_check_driver(seen, by_name), _check_visible(seen)]
     if built:
         checks.append(_check_build(built, by_name))
-    return [*checks, *_check_libraries(seen, by_name)]
+    is_asked = config.num_gpus is not None or config.device == "gpu"
+    if is_asked or seen.has_hardware or not seen.missing:
+        checks += _check_libraries(seen, by_name)
+    return checks
 
 
 def _check_driver(seen: Seen, by_name: dict[str, Obstacle]) -> Check:
     obstacle = by_name.get("driver")
     if not seen.has_hardware:
-        return Check("driver", "no GPU of NVIDIA's, and no driver for one", NOTE)
+        return Check("driver", "no NVIDIA GPU and no driver", NOTE)
     if obstacle:
         on_bus = f" ({console.count(seen.num_on_bus, 'GPU')} on the bus)" if seen.num_on_bus else ""
         return Check("driver", f"{obstacle.found}{on_bus}", WARNING, obstacle.advice)
@@ -62,9 +66,9 @@ def _check_libraries(seen: Seen, by_name: dict[str, Obstacle]) -> list[Check]:
     what, number = "CUDA libraries", len(LIBRARIES)
     if not seen.missing:
         return [Check(what, f"all {number} can be loaded")]
-    if not seen.has_hardware:  # One line, since nothing here needs the libraries.
+    if not seen.has_hardware:  # One line: no GPU here could use them.
         names = ", ".join(seen.missing)
-        return [Check(what, f"not needed without a GPU; missing are {names}", NOTE)]
+        return [Check(what, f"missing: {names}", NOTE)]
     there = number - len(seen.missing)
     checks = [Check(what, f"{there} of {number} can be loaded", WARNING, INSTALL)]
     for name in seen.missing:

@@ -10,6 +10,7 @@ from app.devices.device_setup import num_cores
 from app.devices.free_memory import available_bytes
 from app.doctor.check import NOTE, WARNING, Check
 from app.runtime import console
+from app.runtime.shown_command import shown_command
 
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 _CPU_MAX = "sys/fs/cgroup/cpu.max"
@@ -64,7 +65,7 @@ def _check_cores(root: pathlib.Path) -> Check:
         f"{shown}, but the container's quota is {quota:g}",
         WARNING,
         "as many threads as cores only wait for each other; start it with"
-        f" taskset -c 0-{fewer - 1} python main.py …",
+        f" taskset -c 0-{fewer - 1} {shown_command([])} …",
     )
 
 

@@ -2,18 +2,17 @@
 
 import dataclasses
 import importlib.metadata
-import os
 import pathlib
 import platform
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable
 
 from app.devices.gpu_obstacles import CUDA_PACKAGES
 from app.doctor.check import NOTE, WARNING, Check
 from app.runtime.errors import DeviceError
+from app.runtime.shown_command import shown_path, shown_python
 
 REQUIREMENTS = pathlib.Path(__file__).parents[2] / "requirements.txt"
 _OLDEST, _NEWEST = (3, 11), (3, 13)
@@ -79,24 +78,9 @@ def _missing(name: str, pinned: str, requirements: pathlib.Path) -> Check:
 
 
 def _pip_install(*words: str) -> str:
-    return shlex.join([python(), "-m", "pip", "install", *words])
+    return shlex.join([shown_python(), "-m", "pip", "install", *words])
 
 
 def install_cuda() -> str:
     """Returns the command that installs TensorFlow's libraries for GPUs."""
     return _pip_install(CUDA_PACKAGES)
-
-
-def python() -> str:
-    """Returns the command to run this Python: the short name if the shell finds this one."""
-    # Links are not resolved: every virtual environment links to the same Python.
-    return "python" if shutil.which("python") == sys.executable else shown_path(sys.executable)
-
-
-def shown_path(path: str) -> str:
-    """Returns a path relative to the current directory, if it is below it, else in full."""
-    try:
-        relative = os.path.relpath(path)
-    except OSError:  # The current directory was removed.
-        return path
-    return os.path.abspath(path) if relative.startswith("..") else relative

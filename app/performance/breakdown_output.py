@@ -129,6 +129,8 @@ def _print_scaling(breakdown: StepTimeBreakdown, samples: Sequence[Sample]) -> N
     console.say()
     rows = []
     for p in breakdown.predictions:
+        if facts.simulated_devices and p.measured_sec is None:
+            continue  # More logical devices on the same cores predict nothing.
         measured, error = "not measured", ""
         if p.measured_sec is not None:
             measured = f"{facts.global_batch_size / p.measured_sec:,.0f}"
@@ -153,17 +155,19 @@ def _print_scaling(breakdown: StepTimeBreakdown, samples: Sequence[Sample]) -> N
         f" {1 + breakdown.overhead:.3f}"
     )
     cores = samples[-1].case.cores
-    one = "one of them by itself"
+    one = "one of them alone"
     if cores:
         one += f" on {console.count(cores, 'core')}"
     console.say(
         f"{console.count(facts.num_replicas, 'device')} against {one}:"
         f" speed-up {breakdown.speed_up}"
     )
-    if breakdown.break_even_batch is None:
-        console.say("break-even: time does not depend on the batch here; no batch pays")
+    if facts.simulated_devices:
+        console.say("break-even and more devices: not predicted from devices that share the cores")
+    elif breakdown.break_even_batch is None:
+        console.say("break-even: the time of a step does not depend on the batch, so there is none")
     else:
         console.say(
-            "break-even: two devices beat one of them by itself from a global batch of"
+            "break-even: two devices beat one of them alone from a global batch of"
             f" {breakdown.break_even_batch:,.0f} on"
         )

@@ -21,8 +21,14 @@ _CHANCE = 0.15  # Ten classes: the accuracy of guessing is 0.1.
 
 
 def caveats(config: TrainConfig | LaunchConfig | CompareConfig, summary: Summary) -> list[str]:
-    """Returns a line for each way in which a result differs from the command's intent."""
-    lines = [injected_fault_caveat(summary.injected_fault)] if summary.injected_fault else []
+    """Returns a line for each way in which a result differs from the command's intent.
+
+    Omits a fault that the command injects, because the command warns of it when it starts.
+    """
+    announced = not isinstance(config, CompareConfig) and config.fault is not None
+    lines = []
+    if summary.injected_fault and not announced:
+        lines.append(injected_fault_caveat(summary.injected_fault))
     if summary.changes:
         lines.append(f"changed on the way: {'; '.join(summary.changes)}")
     if config.dataset == "auto" and summary.dataset == "synthetic":
@@ -51,4 +57,4 @@ def dataset_title(name: str) -> str:
 
 def injected_fault_caveat(fault: str) -> str:
     """Returns the caveat shown with every result of a training with an injected fault."""
-    return f"injected fault: {fault}. This training was spoiled on purpose"
+    return f"injected fault: {fault}; the result is wrong on purpose"

@@ -1,7 +1,8 @@
 """Describes the results of `verify` for pairs of trainings in sentences."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
 BY_DESIGN = "another training by design"
@@ -9,6 +10,28 @@ BY_DESIGN = "another training by design"
 _MOST_LINES = 3
 
 Pair = tuple[str, ...]  # Two names.
+
+
+def verdict_sentence(record: Mapping[str, Any]) -> str:
+    """Returns in one sentence whether all strategies of a `verify.json` are the same training."""
+    runs = record["strategies"]
+    wrong = {name: run for name, run in runs.items() if run["first_mismatch"]}
+    if wrong:
+        found = [f"{name} does not match ({_causes(run)})" for name, run in wrong.items()]
+        return f"Not the same training: {'; '.join(found)}."
+    steps = f"{record['steps']} step{'s' * (record['steps'] > 1)}"
+    identical = all(run["outcome"] == IDENTICAL for run in runs.values())
+    how = "bit for bit" if identical else "within rounding"
+    match = f"{steps} of {_joined(list(runs))} match one device {how}"
+    late = [f"{name} has a straggler" for name, run in runs.items() if run["findings"]]
+    if any(pair["outcome"] == BY_DESIGN for pair in record["pairs"]):
+        late.append("some differ by design, as explained below")
+    return f"The same training: {match}{''.join(f'; {each}' for each in late)}."
+
+
+def _causes(run: Mapping[str, Any]) -> str:
+    causes = [str(finding["cause"]).replace("_", " ") for finding in run["findings"]]
+    return ", ".join([*causes, f"first at step {run['first_mismatch']['step']}"])
 
 
 def outcome_sentences(outcomes: Sequence[tuple[Pair, str]]) -> list[str]:

@@ -3,9 +3,11 @@
 import json
 import pathlib
 
+from matplotlib.figure import Figure
+
 from app.records.caveats import dataset_title
-from app.report.accuracy_plot import Figure, save_figure
 from app.report.charts import draw_bars
+from app.report.plot_style import save_figure
 
 _COLOURS = {"single": "#000000", "manual": "#0072B2", "mirrored": "#E69F00"}
 _MARKERS = {"single": "^", "manual": "o", "mirrored": "s"}

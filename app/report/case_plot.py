@@ -23,7 +23,7 @@ from app.records.case_record import (
     stages_of,
     verdict,
 )
-from app.report.accuracy_plot import save_figure
+from app.report.plot_style import save_figure
 
 # Status → background, text colour and symbol; the symbol is sufficient without colours.
 _LOOKS = {

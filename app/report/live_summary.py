@@ -16,6 +16,7 @@ from app.records.caveats import (
 from app.report.live_run import LiveRun
 from app.report.page_parts import count, devices_text, number, whole
 from app.report.record_finder import MEASURED
+from app.runtime.time_left import duration_text
 
 _NUM_RECENT = 5
 
@@ -179,29 +180,15 @@ def _time_tiles(run: LiveRun, *, is_running: bool) -> list[Tile]:
     stop, now = run.attempt.stop if run.attempt else None, time.time()
     if stop is not None:
         elapsed = stop.get("elapsed_sec")
-        text = _duration(elapsed) if isinstance(elapsed, int | float) else "–"
+        text = duration_text(elapsed) if isinstance(elapsed, int | float) else "–"
         return [Tile("elapsed", text, "in the last attempt")]
     tiles = []
     if run.started is not None and is_running:
-        last = f"last step {_duration(now - run.latest.time)} ago" if run.latest else ""
-        tiles.append(Tile("elapsed", _duration(now - run.started), last))
+        last = f"last step {duration_text(now - run.latest.time)} ago" if run.latest else ""
+        tiles.append(Tile("elapsed", duration_text(now - run.started), last))
     if run.remaining_sec is not None and is_running:
         end = time.localtime(now + min(run.remaining_sec, 1e9))
         form = "%H:%M" if run.remaining_sec < 86_400 / 2 else "%Y-%m-%d %H:%M"
         until = f"expected end {time.strftime(form, end)}"
-        tiles.append(Tile("time left", f"≈ {_duration(run.remaining_sec)}", until))
+        tiles.append(Tile("time left", f"≈ {duration_text(run.remaining_sec)}", until))
     return tiles
-
-
-def _duration(seconds: float) -> str:
-    """Returns "45 s", "12 min", "3 h 05 min" or "2 d 4 h"."""
-    whole_sec = max(0, round(min(seconds, 1e12))) if seconds == seconds else 0
-    minutes = round(whole_sec / 60)
-    hours = minutes // 60
-    if whole_sec < 100:
-        return f"{whole_sec} s"
-    if minutes < 100:
-        return f"{minutes} min"
-    if hours < 48:
-        return f"{hours} h {minutes % 60:02} min"
-    return f"{hours // 24:,} d {hours % 24} h"

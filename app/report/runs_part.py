@@ -143,7 +143,7 @@ def _summary_row(run: Run) -> list[Cell | str]:
         f"{len(run.history)} of {s.epochs}",
         number(s.epoch_sec, ".2f"),
         number(s.images_per_sec),
-        Cell("spoiled on purpose", "bad") if s.injected_fault else status,
+        Cell("injected fault", "bad") if s.injected_fault else status,
         Cell(s.verified_line() or "–", "bad" if s.mismatches else ""),
         s.model,
         f"{dataset_title(s.dataset)}, {s.num_train_examples:,}",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from app.report.accuracy_plot import save_figure
+from app.report.plot_style import save_figure
 from app.report.schedule_chart import Pass, draw_passes, passes_in_slots, passes_in_time
 
 _NAME = "schedule"

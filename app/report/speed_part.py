@@ -65,7 +65,7 @@ def explain_part(record: Record) -> Part:
         blocks += [_step(found["parts"]), _step_profile(found["step_profile"])]
         if "gradient_all_reduce" in found:
             blocks += [_all_reduce(found, first), _predictions(found, first)]
-            blocks.append(Text(_what_follows(found)))
+            blocks.append(Text(_what_follows(found, facts)))
         else:
             blocks.append(throughput(found, simulated=first["simulated_devices"]))
         if "split" in found:  # Older records have no "split".
@@ -205,6 +205,8 @@ def _all_reduce(found: dict, facts: dict) -> Table:
 def _predictions(found: dict, facts: dict) -> Table:
     batch, rows = facts["global_batch_size"], []
     for p in found["predictions"]:
+        if facts["simulated_devices"] and p["measured_sec"] is None:
+            continue  # More logical devices on the same cores predict nothing.
         measured, error, how = "not measured", "–", ""
         if p["measured_sec"] is not None:
             measured = number(batch / p["measured_sec"])
@@ -217,15 +219,14 @@ def _predictions(found: dict, facts: dict) -> Table:
     return Table(f"Images a second with more devices{cores}", header, "lrrrl", rows)
 
 
-def _what_follows(found: dict) -> str:
+def _what_follows(found: dict, facts: dict) -> str:
+    text = f"Speed-up over one device alone: {_interval(found['speed_up'], 1, '.3g')}"
     batch = found["break_even_batch"]
-    even = (
-        "no batch pays, for time does not depend on it here"
-        if batch is None
-        else f"two devices beat one of them by itself from a global batch of {number(batch)} on"
-    )
-    speed_up = _interval(found["speed_up"], 1, ".3g")
-    return f"Speed-up against one device by itself: {speed_up}; {even}."
+    if facts["simulated_devices"]:
+        return f"{text}. A break-even batch is not predicted from devices that share the cores."
+    if batch is None:
+        return f"{text}. The time of a step does not depend on the batch: no break-even."
+    return f"{text}. Two devices beat one alone from a global batch of {number(batch)} on."
 
 
 def _three(values: dict) -> tuple[float, float, float]:

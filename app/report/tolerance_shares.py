@@ -12,7 +12,7 @@ PANELS = {
 # Also drawn if they have a mismatch.
 MISMATCH_PANELS = {
     "examples": "examples",
-    "slots": "optimizer variables",
+    "slots": "optimizer state",
     "agreement": "replicas against replica 0",
     "statistics": "BatchNorm statistics, averaged",
 }

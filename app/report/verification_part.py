@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title, injected_fault_caveat
-from app.records.pair_outcomes import outcome_sentences
+from app.records.pair_outcomes import outcome_sentences, verdict_sentence
 from app.report.charts import Figure, Look, line_chart
 from app.report.page_parts import (
     Cell,
@@ -36,7 +36,8 @@ def verify_part(record: Record) -> Part:
         return Part(record.label, blocks, [], {})
     with reading(record.path / "verify.json"):
         strategies = found["strategies"]
-        blocks = [Heading(record.label), Text(_setup(found)), *_findings(strategies)]
+        blocks = [Heading(record.label), Text(verdict_sentence(found)), *_findings(strategies)]
+        blocks.append(Text(_setup(found)))
         pairs = [(tuple(map(str, p["strategies"])), str(p["outcome"])) for p in found["pairs"]]
         blocks += map(Text, outcome_sentences(pairs))
         blocks += [_pairs(found["pairs"])] * bool(found["pairs"])
@@ -58,7 +59,7 @@ def _setup(found: dict) -> str:
 
 def _findings(strategies: dict) -> list:
     items = [
-        f"{name}: {str(finding['cause']).replace('_', ' ')} — {finding['where']}: {finding['text']}"
+        f"{name}: {str(finding['cause']).replace('_', ' ')}, {finding['where']}: {finding['text']}"
         for name, run in strategies.items()
         for finding in run["findings"]
     ]
@@ -66,40 +67,40 @@ def _findings(strategies: dict) -> list:
 
 
 def _pairs(pairs: Sequence[dict]) -> Table:
-    header = ["pair", "verdict", "apart by", "relative", "ULPs", "in", "replica"]
+    header = ["pair", "verdict", "apart by", "relative", "in", "replica"]
     rows: list[list[Cell | str]] = [
         [" – ".join(pair["strategies"]), _verdict(pair["outcome"]), *_farthest(pair["differences"])]
         for pair in pairs
     ]
-    return Table("Pairs, and how far apart they are in the end", header, "llrrrlr", rows)
+    return Table("Pairs of strategies after the last step", header, "llrrlr", rows)
 
 
 def _farthest(differences: dict) -> list[str]:
     """Returns the largest difference of the weights after the last step, or of any values."""
-    columns = ("step", "kind", "tensor", "replica_id", "absolute", "relative", "ulps", "identical")
+    columns = ("step", "kind", "tensor", "replica_id", "absolute", "relative", "identical")
     rows = list(zip(*(differences.get(name, ()) for name in columns), strict=True))
     last = max((step for step, *_ in rows), default=0)
-    apart = [row for row in rows if row[0] == last and not row[7]]
+    apart = [row for row in rows if row[0] == last and not row[6]]
     apart = [row for row in apart if row[1] == "weights"] or apart
     if not apart:
-        return ["0", "0", "0", "", ""]
+        return ["0", "0", "", ""]
     worst = max(apart, key=lambda row: (math.isnan(row[4]), row[4]))
-    _, kind, tensor, replica, absolute, relative, ulps, _ = worst
+    _, kind, tensor, replica, absolute, relative, _ = worst
     where = str(kind) if kind == tensor else f"{kind}, {tensor}"
-    return [number(absolute, ".2g"), number(relative, ".2g"), _ulps(ulps), where, whole(replica)]
+    return [number(absolute, ".2g"), number(relative, ".2g"), where, whole(replica)]
 
 
 def _outcomes(strategies: dict) -> Table:
     header = (
-        *("strategy", "devices", "each step made again", "first mismatch", "what", "tensor"),
+        *("strategy", "devices", "each step", "first mismatch", "what", "tensor"),
         *("replica", "by", "rounding allows", "cause"),
     )
     # Without a mismatch there is nothing to add.
     shown = len(header) if any(run["findings"] for run in strategies.values()) else 3
     rows = [[name, *_outcome(run)][:shown] for name, run in strategies.items()]
     caption = (
-        "Each step made again on one device, from the same state and shards: the same bits as in"
-        " float32, or right within rounding of float64"
+        "Each step compared with one device that starts from the same state: bitwise identical in"
+        " float32, or equal to float64 within rounding"
     )
     return Table(caption, header[:shown], "lllrllrrrl"[:shown], rows)
 
@@ -127,7 +128,7 @@ def _verdict(outcome: str) -> Cell:
 def _shards(strategies: dict) -> list[Text]:
     return [
         Text(
-            f"{name}: BatchNorm normalises each shard by itself. Over the whole batch the first"
+            f"{name}: BatchNorm normalises each shard separately. Over the whole batch the first"
             f" gradient is {number(run['effect_of_shards'], '.1%')} apart: another training by"
             " design, not a fault."
         )
@@ -177,18 +178,19 @@ def _shares(found: dict) -> list[Figure]:
     tables = [_share_table(name, worst, titles) for name, worst in per_training]
     legend = [(Look.of(index), titles[kind]) for index, kind in enumerate(kinds)]
     note = (
-        "The worst of all tensors and replicas at each step. The band is what rounding can do,"
-        f" computed for every array; below {FLOOR:g} all is drawn on the lower edge. A sum of two"
-        " gradients has one rounding, and its bound is just that: on the edge is right."
+        "The largest of all tensors and replicas at each step. The band is what rounding can cause,"
+        f" computed for each array; values below {FLOOR:g} are drawn on the lower edge. At the"
+        " upper edge of the band is expected for a sum of two gradients: it has one rounding, and"
+        " one is allowed."
     )
-    title = "Error at each step, over what is allowed"
+    title = "Error at each step, relative to what rounding allows"
     return [Figure(title, charts, legend, tables, note)]
 
 
 def _share_table(name: str, worst: dict[str, dict[int, float]], titles: dict[str, str]) -> Table:
     """Returns a row for each step of a training and a column for each kind of array."""
     return Table(
-        f"{name}: error over what is allowed, the worst of all tensors and replicas",
+        f"{name}: error relative to what is allowed, the largest of all tensors and replicas",
         ["step", *titles.values()],
         "l" + "r" * len(titles),
         [
@@ -226,12 +228,11 @@ def _apart(pairs: Sequence[dict]) -> list[Figure]:
     ]  # fmt: skip
     table = Table(f"{title}, after each step", ["pair", "step", "largest difference"], "lrr", rows)
     note = (
-        "What rounding or a fault has grown to since the start; the verdict rests on the single"
-        " steps. A"
-        " difference of 0 has no place on this axis: pairs that hold the same bits are left out."
+        "How much rounding, or a fault, has been amplified since the start; the verdict depends on"
+        " each single step. Pairs that are bitwise identical are left out: the axis has no zero."
     )
     legend = [(Look.of(index), name) for index, name in enumerate(series)]
-    return [Figure("How far the pairs part", [chart], legend, [table], note)]
+    return [Figure("Difference between the weights of each pair", [chart], legend, [table], note)]
 
 
 def _caveats(found: dict) -> list[str]:
@@ -251,7 +252,3 @@ def _environment(found: dict) -> dict[str, str]:
         "images": dataset_title(found["dataset"]),
         "SHA-256 of the images": str(found["dataset_sha256"]),
     }
-
-
-def _ulps(ulps: int) -> str:
-    return whole(ulps) if ulps < 1_000_000 else "> 1e6"

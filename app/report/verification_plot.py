@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from app.records.caveats import dataset_title
-from app.records.pair_outcomes import outcome_sentences
-from app.report.accuracy_plot import save_figure
+from app.records.pair_outcomes import outcome_sentences, verdict_sentence
+from app.report.plot_style import save_figure
 from app.report.tolerance_shares import (
     FLOOR,
     MISMATCH_PANELS,
@@ -45,7 +45,7 @@ def _draw(record: dict) -> Figure:
     for row, (names, measured) in zip(panels, rows, strict=True):
         for axes, kind in zip(row, kinds, strict=True):
             _draw_panel(axes, measured, kind, record["steps"])
-        row[0].set_ylabel(f"{' = '.join(names)}\nerror / what is allowed")
+        row[0].set_ylabel(f"{' = '.join(names)}\nerror / allowed")
     drawn = [share for axes in panels.flat for line in axes.lines for share in line.get_ydata()]
     panels[0, 0].set_ylim(FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share the y axis.
     for axes, kind in zip(panels[0], kinds, strict=True):
@@ -83,6 +83,7 @@ def _title(record: dict) -> list[str]:
     dataset = dataset_title(record["dataset"])
     num_devices = max(len(run["devices"]) for run in record["strategies"].values())
     lines = [f"INJECTED FAULT: {record['injected_fault']}"] if record["injected_fault"] else []
+    lines.append(verdict_sentence(record))
     outcomes = [(tuple(pair["strategies"]), pair["outcome"]) for pair in record["pairs"]]
     lines += outcome_sentences(outcomes)
     for name, run in record["strategies"].items():
@@ -95,6 +96,8 @@ def _title(record: dict) -> list[str]:
         f"{record['model']} on {dataset}, recipe {record['recipe']}, batch"
         f" {record['global_batch_size']}, {num_devices} device{'s' * (num_devices > 1)},"
         f" {record['precision']}",
-        "each step against one device in float64, a line for each tensor and replica; the green"
-        " band is what rounding can do; below 1e-4 all is drawn on the lower edge",
+        "each step compared with one device in float64, a line for each tensor and replica; green:"
+        " what rounding allows (at its upper edge is expected",
+        "for a sum of two gradients: it has one rounding, and one is allowed); values below 1e-4"
+        " are drawn on the lower edge",
     ]

@@ -15,6 +15,7 @@ from typing import NoReturn, TextIO
 
 from app.runtime import run_context
 from app.runtime.errors import LockstepError
+from app.runtime.shown_command import shown_python
 
 
 class _LogFile(logging.FileHandler):
@@ -127,9 +128,9 @@ def report_interruption(what: str, exit_code: int) -> int:
         return exit_code
     run_dir = _run_dir(context) if context else None
     if run_dir and any(run_dir.glob("**/checkpoints/step-*")):
-        _write(sys.stderr, f"{what} — the state is saved; go on with: {_same_command(run_dir)}")
+        _write(sys.stderr, f"{what}; the state is saved; resume with: {_same_command(run_dir)}")
     else:
-        _write(sys.stderr, f"{what} — nothing is saved yet; run the same command again")
+        _write(sys.stderr, f"{what}; no state is saved yet; run the same command again")
     return exit_code
 
 
@@ -148,7 +149,7 @@ def _same_command(run_dir: pathlib.Path) -> str:
     words = [word for word in sys.argv if word.lstrip("-").partition("=")[0] != "overwrite"]
     if not any(word.lstrip("-").partition("=")[0] == "out" for word in words):
         words.append(f"--out={run_dir}")
-    return shlex.join(["python", *words])
+    return shlex.join([shown_python(), *words])
 
 
 def report_bug(error: Exception) -> int:

@@ -1,4 +1,7 @@
-"""Defines the exceptions that end a command, each with its exit code."""
+"""Defines the exceptions that end a command, each with its exit code.
+
+A message has two parts: what is wrong, with the value received; what to do.
+"""
 
 _MAX_REASON = 160
 
@@ -96,8 +99,8 @@ class TrainingFailedError(LockstepError):
 
     def __init__(self, strategy: str, exit_code: int):
         super().__init__(
-            f"the training with {strategy} ended with exit code {exit_code} — every training has"
-            " to finish; mend what it said above and run the same command again"
+            f"the training with {strategy} failed with exit code {exit_code}; fix the error above"
+            " and run the same command again"
         )
         self.exit_code = exit_code
 
@@ -121,8 +124,8 @@ class WorkerFailedError(LockstepError):
         super().__init__(
             f"worker {index}: {reason}"
             if reason
-            else f"worker {index} ended with exit code {exit_code} — every worker has to finish;"
-            " mend what it said above and run the same command again"
+            else f"worker {index} failed with exit code {exit_code}; fix the error above and run"
+            " the same command again"
         )
         self.exit_code = exit_code
 
@@ -144,8 +147,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(error: BaseException) -> DeviceError:
     """Returns the error for such an exception, if no details are known."""
     return DeviceError(
-        f"out of memory ({reason_of(error)}) — memory for the model and its copies is required; use"
-        " a smaller --global_batch_size or fewer devices"
+        f"out of memory ({reason_of(error)}); use a smaller --global_batch_size or fewer devices"
     )
 
 

@@ -83,13 +83,13 @@ def arm(environ: Mapping[str, str]) -> str | None:
         or int(count) < 1
     ):
         raise ConfigError(
-            f"{VARIABLE}={text} — POINT:N:ACTION is required, a point of {', '.join(POINTS)} and an"
+            f"{VARIABLE}={text} must be POINT:N:ACTION, with a point of {', '.join(POINTS)} and an"
             f" action of {', '.join(ACTIONS)}; unset it to train"
         )
     if action == "enospc" and point in _OF_THE_LOOP:
         raise ConfigError(
-            f"{VARIABLE}={text} — a point at which something is written is required for enospc, not"
-            f" one of {', '.join(_OF_THE_LOOP)}; choose another"
+            f"{VARIABLE}={text}: enospc needs a point that writes a file, not one of"
+            f" {', '.join(_OF_THE_LOOP)}; choose another point"
         )
     perform = ACTIONS[action]
     if seconds:
@@ -105,8 +105,8 @@ def _delay(text: str, action: str, seconds: str) -> Callable[[], None]:
             raise ValueError
     except ValueError:
         raise ConfigError(
-            f"{VARIABLE}={text} — delay=SECONDS, up to {_DELAY_SEC:g}, is required; unset it to"
-            " train"
+            f"{VARIABLE}={text}: the action must be delay=SECONDS, at most {_DELAY_SEC:g}; unset it"
+            " to train"
         ) from None
     return lambda: time.sleep(delay_sec)
 

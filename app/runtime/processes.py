@@ -121,7 +121,7 @@ class ChildProcess:
         """
         if timeout_sec is not None and not self._connection.poll(timeout_sec):
             self._process.signal(signal.SIGKILL)  # Native code that hangs ignores other signals.
-            raise TimeoutError(f"nothing came within {timeout_sec:g} s")
+            raise TimeoutError(f"no result within {timeout_sec:g} s")
         try:
             kind, value = self._connection.recv()
         except (EOFError, ConnectionResetError):
@@ -177,15 +177,14 @@ def death_error(exit_code: int | None, *, was_killed: bool) -> LockstepError:
     """
     if was_killed and exit_code == 128 + signal.SIGKILL:
         return DeviceError(
-            "a process of its own was killed, as happens when memory runs out — memory for the"
-            " model and its copies is required; use a smaller --global_batch_size or fewer devices"
+            "a subprocess was killed, probably because memory ran out; use a smaller"
+            " --global_batch_size or fewer devices"
         )
     if exit_code == StalledError.exit_code:
         return StalledError(
-            "a process of its own made no progress and was ended — a step or another sign of life"
-            " is required; what it has printed says more, run the same command again"
+            "a subprocess made no progress and was stopped; see its output above and run the same"
+            " command again"
         )
     return DeviceError(
-        f"a process of its own ended with exit code {exit_code} before it was done — nobody else"
-        " may end it; run the same command again"
+        f"a subprocess ended early with exit code {exit_code}; run the same command again"
     )

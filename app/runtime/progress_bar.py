@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from app.runtime import console
+from app.runtime.time_left import TimeLeft
 
 if TYPE_CHECKING:  # Both take time that a flag error should not cost.
     from rich import progress
@@ -65,6 +66,7 @@ class TrainingProgress:
         self._epochs, self._steps_per_epoch, self._shown = epochs, steps_per_epoch, shown
         self._is_case, self._unit = is_case, "examples/s" if is_case else "images/s"
         self._total = epochs * steps_per_epoch
+        self._time_left = TimeLeft(self._total)
         self._parent = int(os.environ.get(PROGRESS_VARIABLE, -1)) if shown else -1
         has_bar = shown and self._parent < 0 and sys.stdout.isatty()
         self._bar = Bar(self._total) if has_bar else None
@@ -100,9 +102,10 @@ class TrainingProgress:
             f"  {images_per_sec:,.0f} {self._unit}"
         )
         self._update(step, status)
+        time_left = self._time_left.after(step)
         is_due = time.monotonic() > self._last_line + _SEC_BETWEEN_LINES
         if self._shown and not self._bar and self._parent < 0 and is_due:
-            console.say(f"{status}  step {step}/{self._total}")
+            console.say(f"{status}  step {step}/{self._total}{time_left}")
             self._last_line = time.monotonic()
 
     def evaluating(self) -> None:

@@ -38,8 +38,8 @@ class TemporaryDirectory:
             self._descriptor = _create_owner_file(pathlib.Path(self.name))
         except OSError as error:
             raise DiskFullError(
-                f"{reason_of(error)} — a directory for temporary files is required; make room, or"
-                " name one with TMPDIR"
+                f"cannot create a temporary directory: {reason_of(error)}; free disk space, or set"
+                " TMPDIR to another directory"
             ) from error
 
     def __enter__(self) -> str:

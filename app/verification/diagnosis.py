@@ -28,9 +28,9 @@ from app.verification.verdict import NO_CAUSE, Diagnosis
 
 UNEXPLAINED = Diagnosis(
     NO_CAUSE,
-    "none of these explains it: scaling, a mean of means, a lost or repeated gradient or shard,"
-    " another order of examples, BatchNorm's statistics, reduced precision, a scaled update; stale"
-    " or exchanged weights, a forgotten sum, repeated biases",
+    "no known cause explains the difference; tried: scaling, a mean of means, a lost or repeated"
+    " gradient or shard, another order of examples, BatchNorm's statistics, reduced precision, a"
+    " scaled update, stale or swapped weights, a missing sum, repeated biases",
 )
 
 
@@ -70,7 +70,7 @@ def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     for name in REDUCED_PRECISIONS:
         if is_reduced(got, sent, name):
             yield Diagnosis(
-                "reduced_precision", f"the gradients are exchanged in {name}, not in float32"
+                "reduced_precision", f"the gradients are all-reduced in {name}, not in float32"
             )
     if is_weighted_sum(got, sent, weights):
         terms = " + ".join(f"{w:.4g} × {split.name_shard(s)}" for s, w in enumerate(weights))
@@ -90,12 +90,12 @@ def _lost_or_repeated(split: Split, got: Arrays, sent: Sequence[Arrays]) -> Iter
             continue
         cause = "lost_micro_batch" if who.startswith("micro") else "lost_gradient"
         if is_weighted_sum(got, sent, [float(s not in group) for s in shards]):
-            yield Diagnosis(cause, f"the sum is without {who}: its gradient never got into it")
+            yield Diagnosis(cause, f"the sum does not contain the gradient of {who}")
     for who, group in groups.items():
         if len(group) < len(shards) and is_weighted_sum(
             got, sent, [1.0 + (s in group) for s in shards]
         ):
-            yield Diagnosis("repeated_gradient", f"the sum holds the gradient of {who} twice")
+            yield Diagnosis("repeated_gradient", f"the sum contains the gradient of {who} twice")
 
 
 def _mean_of_means(
@@ -124,12 +124,12 @@ def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     if kind == "sums":
         yield Diagnosis(
             "unequal_sums",
-            "replicas got sums that rounding sets apart: they add in different orders, and"
-            " their weights part",
+            "replicas received sums that differ by rounding: they add in different orders, and"
+            " their weights diverge",
         )
     wrong = context.wrong_replicas(mismatch, kind, tensor)
     if len(wrong) < context.trace.num_copies:
-        yield _changed_by_itself(context, mismatch, kind, tensor, wrong)
+        yield _changed_outside_update(context, mismatch, kind, tensor, wrong)
     before = state_before(context.trace, mismatch.step)
     if "iteration" in context.trace.tensors(mismatch.step, "slots"):
         made = context.read(mismatch, "slots", 0, "iteration") - before["iteration"]
@@ -144,12 +144,12 @@ def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     if is_update(actual, before, {t: factor * array for t, array in expected.items()}):
         yield Diagnosis(
             "scaled_update",
-            f"the update is {factor:.5g} times what the optimizer makes of the sum: another"
+            f"the update is {factor:.5g} times what the optimizer computes from the sum: another"
             " learning rate, or an update that is applied more than once",
         )
 
 
-def _changed_by_itself(
+def _changed_outside_update(
     context: StepContext, mismatch: Measurement, kind: str, tensor: str, wrong: list[int]
 ) -> Diagnosis:
     """Describes the difference between one replica and the correct ones."""
@@ -160,10 +160,12 @@ def _changed_by_itself(
     )
     at = int(np.argmax(np.abs(actual - expected)))
     is_recorded = context.trace.tensors(mismatch.step, "sums")
-    when = "the sum that it got was right" if is_recorded else "in a step that was not recorded"
+    when = (
+        "the sum that it received was right" if is_recorded else "in a step that was not recorded"
+    )
     return Diagnosis(
-        "changed_by_itself",
-        f"replica {mismatch.replica_id} has changed by itself, outside of the update:"
+        "changed_outside_update",
+        f"replica {mismatch.replica_id} has changed outside update, outside of the update:"
         f" {np.count_nonzero(actual != expected)} of {actual.size} elements of {tensor}, number"
         f" {at} by {actual[at] - expected[at]:.6g}; {when}",
     )
@@ -171,11 +173,11 @@ def _changed_by_itself(
 
 def _initial_state(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     wrong = context.wrong_replicas(mismatch, mismatch.kind, mismatch.tensor)
-    what = {"weights": "weights", "slots": "optimizer variables"}.get(mismatch.kind, mismatch.kind)
+    what = {"weights": "weights", "slots": "optimizer state"}.get(mismatch.kind, mismatch.kind)
     yield Diagnosis(
         "initial_weights" if mismatch.kind == "weights" else "initial_state",
-        f"{context.split.name_items(mismatch.kind, wrong)} starts from other {what} than"
-        f" model, recipe and flags give: {mismatch.tensor}, by up to {mismatch.absolute:.3g}",
+        f"{context.split.name_items(mismatch.kind, wrong)} starts from different {what} than"
+        f" the model, recipe and flags define: {mismatch.tensor}, by up to {mismatch.absolute:.3g}",
     )
 
 
@@ -187,8 +189,8 @@ def _own_statistics(context: StepContext, mismatch: Measurement) -> Iterator[Dia
     if np.array_equal(actual, own[tensor]):
         yield Diagnosis(
             "frozen_batch_norm",
-            f"{split.name_shard(shard_id)} does not move {tensor}: BatchNorm works as in"
-            " evaluation",
+            f"{split.name_shard(shard_id)} does not update {tensor}: BatchNorm is in"
+            " inference mode",
         )
     whole, alone = context.reference64.gradients(
         before,
@@ -201,7 +203,7 @@ def _own_statistics(context: StepContext, mismatch: Measurement) -> Iterator[Dia
         if relative_error(actual, alone.statistics[tensor]) <= mismatch.limit:
             yield Diagnosis(
                 "unsynced_batch_norm",
-                f"{split.name_shard(shard_id)} moves {tensor} by the statistics of its own"
+                f"{split.name_shard(shard_id)} updates {tensor} with the statistics of its own"
                 f" {len(shards[shard_id])} examples, not of all {len(labels)} of the batch",
             )
     elif relative_error(actual, whole.statistics[tensor]) <= mismatch.limit:
@@ -215,7 +217,7 @@ def _statistics(context: StepContext, mismatch: Measurement) -> Iterator[Diagnos
         if np.array_equal(actual, own):
             yield Diagnosis(
                 "local_batch_norm",
-                f"BatchNorm's moving statistics stay local to each {split.shard_noun}: what is"
-                f" evaluated and saved are {split.name_shard(shard_id)}'s own, not the mean over"
-                " all of them",
+                f"BatchNorm's moving statistics are not averaged: those of"
+                f" {split.name_shard(shard_id)} are evaluated and saved, not the mean over every"
+                f" {split.shard_noun}",
             )

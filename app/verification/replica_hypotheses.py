@@ -29,33 +29,32 @@ def examples(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]
     actual = per_replica[mismatch.replica_id]
     replica = name(mismatch.replica_id)
     if len(per_replica) > 1 and len(actual) == len(batch) and np.isin(batch, actual).all():
-        yield Diagnosis("whole_batch", f"{replica} was given the whole global batch")
+        yield Diagnosis("whole_batch", f"{replica} received the whole global batch")
     for other in replicas:
         if other != mismatch.replica_id and np.isin(actual, per_replica[other]).all():
             yield Diagnosis(
                 "repeated_shard",
-                f"{replica} and {name(other)} were given the same shard: all {len(actual)}"
-                f" examples of {replica} went to both",
+                f"{replica} and {name(other)} received the same shard of {len(actual)} examples",
             )
     everything = np.concatenate(per_replica)
     left_out = np.count_nonzero(~np.isin(batch, everything))
     if left_out and np.isin(everything, batch).all() and len(everything) < len(batch):
         yield Diagnosis(
             "left_out",
-            f"{left_out} of the batch's {len(batch)} examples were given to no"
-            f" {context.split.shard_noun}, all others once",
+            f"{left_out} of the batch's {len(batch)} examples were received by no"
+            f" {context.split.shard_noun}, each of the others once",
         )
     if np.isin(actual, context.training_hashes()).all():
         yield Diagnosis(
             "other_order",
-            f"{replica} draws in another order: of its {len(actual)} examples,"
+            f"{replica} has another order of examples: of its {len(actual)} examples,"
             f" {np.count_nonzero(~np.isin(actual, batch))} belong to other batches of the"
             " training set",
         )
     yield Diagnosis(
         "other_examples",
-        f"{replica} was given examples that are not in the training set: other images, other"
-        " labels, or images that were changed on the way",
+        f"{replica} received examples that are not in the training set: different images or"
+        " labels, or images that were changed",
     )
 
 
@@ -117,7 +116,7 @@ def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis
         if all(has_values_of(array, name) for array in actual[unit].values()):
             yield Diagnosis(
                 "reduced_precision",
-                f"{who} computes its gradient in {name}: it holds no other numbers",
+                f"{who} computes its gradient in {name}: all of its values are {name} numbers",
             )
 
 

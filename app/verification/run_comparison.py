@@ -24,13 +24,15 @@ class PairVerdict:
         strategies: names of the strategies.
         num_steps: optimizer steps of both runs.
         difference: difference of their final weights.
-        explanation: how the two trainings differ by design; "" if they do not.
+        explanation: why the two trainings differ.
+        is_unexpected: whether they should be bitwise identical.
     """
 
     strategies: tuple[str, str]
     num_steps: int
     difference: WeightDifference
     explanation: str
+    is_unexpected: bool
 
     def sentence(self) -> str:
         """Returns the result in words, without the explanation."""
@@ -46,10 +48,26 @@ class PairVerdict:
 
 
 def verdict_lines(verdicts: Sequence[PairVerdict]) -> list[str]:
-    """Returns one line for each pair, then each explanation once."""
+    """Returns the verdict in one sentence, a line for each pair, then each explanation once."""
     apart = [verdict for verdict in verdicts if not verdict.difference.identical]
     explanations = dict.fromkeys(verdict.explanation for verdict in apart)
-    return [verdict.sentence() for verdict in verdicts] + list(explanations)
+    return [
+        _summarize(verdicts, apart),
+        *(verdict.sentence() for verdict in verdicts),
+        *explanations,
+    ]
+
+
+def _summarize(verdicts: Sequence[PairVerdict], apart: Sequence[PairVerdict]) -> str:
+    if not apart:
+        return "All trainings end with bitwise identical weights."
+    if any(verdict.is_unexpected for verdict in apart):
+        return "Weights differ that should be bitwise identical."
+    identical = len(verdicts) - len(apart)
+    some = f"{identical} of {len(verdicts)} pairs are bitwise identical; " if identical else ""
+    return (
+        f"{some}the other weights differ, as expected." if some else "Weights differ, as expected."
+    )
 
 
 def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
@@ -76,6 +94,7 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
             num_steps=first.steps,
             difference=WeightDifference.between(first_state, second_state),
             explanation=_explain(first, second, first_state),
+            is_unexpected=_add_in_the_same_order(first, second),
         )
         for (first, first_state), (second, second_state) in itertools.combinations(runs, 2)
     ]
@@ -118,25 +137,29 @@ def _draws_random_numbers(state: "State") -> bool:
 
 def _explain(first: Summary, second: Summary, state: "State") -> str:
     """Returns how two trainings differ by design, which need not be the only cause."""
-    if (first.num_shards, first.all_reduce) == (second.num_shards, second.all_reduce):
+    if _add_in_the_same_order(first, second):
         return (
-            f"{first.strategy} and {second.strategy} should add in the same order: this wants an"
-            " explanation; verify with the same flags looks for it."
+            f"{first.strategy} and {second.strategy} add in the same order, so their weights should"
+            " be bitwise identical."
         )
     splits_differently = first.num_shards != second.num_shards
     if _has_batch_norm(state) and splits_differently:
         why = (
-            "each shard is normalised with its own statistics (--batch_norm=average), so another"
-            " number of shards is another training"
+            "each shard is normalised with its own statistics (--batch_norm=average), so the number"
+            " of shards is part of the training"
         )
     elif _draws_random_numbers(state) and splits_differently:
         why = (
-            "random layers draw other numbers on each replica, so another number of replicas is"
-            " another training"
+            "random layers draw different numbers on each replica, so the number of replicas is"
+            " part of the training"
         )
     else:
-        why = "they add over the batch in another order, and training enlarges what rounding leaves"
-    return f"Some difference has to be: {why}. verify with the same flags checks if that is all."
+        why = "the summation order differs, and training amplifies rounding errors"
+    return f"A difference is expected: {why}."
+
+
+def _add_in_the_same_order(first: Summary, second: Summary) -> bool:
+    return (first.num_shards, first.all_reduce) == (second.num_shards, second.all_reduce)
 
 
 def table_header(summaries: Sequence[Summary]) -> list[str]:

@@ -38,7 +38,7 @@ def gradients(
             yield Diagnosis(
                 "forgotten_backward_sum",
                 f"where a layer's input is gathered, each of {num_devices} devices keeps its own"
-                " gradient by its channels in place of the sum over the devices: the loss is"
+                " gradient by its channels instead of the sum over the devices: the loss is"
                 " right, and so is the gradient of the last layer",
             )
 
@@ -54,8 +54,9 @@ def _unsynced(
         sizes = sorted({len(shard) for shard in shards}, reverse=True)
         yield Diagnosis(
             "unsynced_batch_norm",
-            f"BatchNorm normalises each shard of {' or '.join(map(str, sizes))} examples by itself,"
-            f" not all {len(labels)} of the batch together, which --batch_norm=sync asks for",
+            f"BatchNorm normalises each shard of {' or '.join(map(str, sizes))} examples"
+            f" separately, not all {len(labels)} of the batch together, which --batch_norm=sync"
+            " asks for",
         )
 
 
@@ -117,7 +118,7 @@ def updated_weights(
 def _wrong_shard(a: int, b: int) -> Diagnosis:
     return Diagnosis(
         "wrong_shard",
-        f"the weights that are gathered have the parts of device {a} and device {b} exchanged",
+        f"the weights that are gathered have the parts of device {a} and device {b} swapped",
     )
 
 

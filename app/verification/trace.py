@@ -38,6 +38,7 @@ KINDS = {
     "own statistics": "moving statistics of BatchNorm, each replica's own",
     "statistics": "moving statistics averaged over the replicas: what is evaluated and saved",
 }
+KIND_TITLES = {"slots": "optimizer state"}  # Where the name is not the field's term.
 
 _STORED = [kind for kind in KINDS if kind not in ("updates", "agreement")]
 _NUM_COPIES, _NUM_REPLICAS = "copies/0/count", "replicas/0/count"

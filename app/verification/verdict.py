@@ -8,6 +8,7 @@ from app.records.pair_outcomes import BY_DESIGN, DIFFERENT, EQUAL, IDENTICAL
 from app.verification.measurement import Measurement
 from app.verification.split import Split
 from app.verification.straggler import Straggler
+from app.verification.trace import KIND_TITLES
 from app.verification.trace_comparison import PairDifference
 
 
@@ -115,8 +116,9 @@ class StrategyVerdict:
         split, held = self.split, range(self.split.num_copies) if shared else [first.replica_id]
         who = split.name_items(first.kind, held)
         allowed = f"rounding allows {first.tolerance:.2g}" if first.limit else "none is allowed"
+        kind = KIND_TITLES.get(kind, kind)
         what = kind if tensor == kind else f"{kind} of {tensor}"
-        return f"first at step {first.step}, {what}, {who}, by {first.absolute:.3g} ({allowed})"
+        return f"first at step {first.step}, {what} on {who}, by {first.absolute:.3g} ({allowed})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,31 @@
+"""Durations in words and the estimate of the time that is left."""
+
+import pytest
+
+from app.runtime import time_left
+from app.runtime.time_left import TimeLeft, duration_text
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.4, "0 s"),
+        (99, "99 s"),
+        (100, "2 min"),
+        (3 * 3600 + 300, "3 h 05 min"),
+        (52 * 3600, "2 d 4 h"),
+        (float("nan"), "0 s"),
+    ],
+)
+def test_a_duration_has_one_or_two_units(seconds, text):
+    assert duration_text(seconds) == text
+
+
+def test_the_time_left_is_estimated_without_the_first_call(monkeypatch):
+    now = iter([100.0, 110.0, 130.0, 200.0])  # Compiling took the time before the first one.
+    monkeypatch.setattr(time_left.time, "monotonic", lambda: next(now))
+    left = TimeLeft(70)
+    assert left.after(10) == ""
+    assert left.after(20) == ", 50 s left"
+    assert left.after(40) == ", 30 s left"
+    assert left.after(70) == ""
