@@ -40,7 +40,7 @@ def disable_optimizer_all_reduce(optimizer: keras.optimizers.Optimizer) -> None:
     that each gradient would count R times.
     """
     private(optimizer, "_all_reduce_sum_gradients")
-    optimizer._all_reduce_sum_gradients = list  # Returns the (gradient, variable) pairs unchanged.
+    optimizer._all_reduce_sum_gradients = list  # (gradient, variable) pairs as they are.
 
 
 def optimizer_variable_index(
