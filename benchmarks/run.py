@@ -42,7 +42,7 @@ class Progress(contextlib.AbstractContextManager):
 
     def __init__(self) -> None:
         self._bar = Bar() if sys.stdout.isatty() else None
-        self._title, self._done, self._total = "", 0, 0
+        self._done, self._total = 0, 0
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -55,7 +55,7 @@ class Progress(contextlib.AbstractContextManager):
 
     def start(self, title: str, total: int) -> None:
         """Shows a new part with `total` blocks."""
-        self._title, self._done, self._total = title, 0, total
+        self._done, self._total = 0, total
         if self._bar:
             self._bar.say(title)
         else:

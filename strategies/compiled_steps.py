@@ -57,8 +57,7 @@ class CompiledSteps(ShardStep):
         per_worker = self.workers.gather_arrays([np.asarray(value) for value in totals])
         return StepTotals.sum([StepTotals(*(a.item() for a in arrays)) for arrays in per_worker])
 
-    @tf.function
-    def _train_loop(self, iterator: BatchIterator, num_steps: tf.Tensor) -> StepTotals:
+    def _loop(self, iterator: BatchIterator, num_steps: tf.Tensor) -> StepTotals:
         # Only this loop needs AutoGraph. Converting every function that a step calls took more than
         # half of the tracing time and changes nothing.
         train_step = tf.autograph.experimental.do_not_convert(self.train_step)
@@ -67,13 +66,8 @@ class CompiledSteps(ShardStep):
             totals = totals.plus(train_step(iterator))
         return totals
 
-    @tf.function
-    def _observed_loop(self, iterator: BatchIterator, num_steps: tf.Tensor) -> StepTotals:
-        train_step = tf.autograph.experimental.do_not_convert(self.train_step)
-        totals = StepTotals.zeros()
-        for _ in tf.range(num_steps):
-            totals = totals.plus(train_step(iterator))
-        return totals
+    _train_loop = tf.function(_loop)
+    _observed_loop = tf.function(_loop)
 
 
 def to_host(totals: StepTotals) -> StepTotals:

@@ -83,12 +83,19 @@ def names_of(matching):
     return {(pair.first, pair.second) for pair in matching.pairs}
 
 
+def as_first(pair, array):
+    """Returns an array of the second recording with the axes of the first."""
+    if pair.transpose is None:
+        return array
+    return np.transpose(array.dense() if isinstance(array, Rows) else array, pair.transpose)
+
+
 def assert_values_equal(matching, first, second):
     """Asserts that each pair has equal arrays once the second's axes are in the first's order."""
     own, other = first.arrays(0, "before", 0), second.arrays(0, "before", 0)
     for pair in [*matching.pairs, *matching.state]:
         np.testing.assert_array_equal(
-            own[pair.first_index], pair.as_first(other[pair.second_index])
+            own[pair.first_index], as_first(pair, other[pair.second_index])
         )
         assert first.variables[pair.first_index].name == pair.first
         assert second.variables[pair.second_index].name == pair.second
@@ -425,15 +432,6 @@ def test_state_that_does_not_exist_yet_has_its_shape_from_later_arrays(trace, tm
 
 
 # --- Arrays --------------------------------------------------------------------------------------
-
-
-def test_rows_stay_rows_unless_they_are_transposed(trace):
-    rows = Rows(np.ones((2, 3), np.float32), np.array([1, 1]), 4)
-    first = trace("keras", weight("e", values((4, 3))))
-    (pair,) = match_variables(first, trace("torch", weight("f", values((4, 3)))), {}).pairs
-    assert pair.as_first(rows) is rows
-    (pair,) = match_variables(trace("x", weight("g", values((3, 4)))), first, {}).pairs
-    np.testing.assert_array_equal(pair.as_first(rows), rows.dense().T)
 
 
 def test_shapes_come_from_gradients_where_there_is_nothing_else(tmp_path, trace):

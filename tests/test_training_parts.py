@@ -17,7 +17,7 @@ from app.training.checkpoint_schedule import CheckpointSchedule
 from app.training.epoch_progress import after_epoch
 from app.training.finite_checks import check_finite_state
 from app.training.loop import Training
-from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter
+from app.training.run_writer import RunWriter, TrainingWriter
 from app.training.training_spec import TrainingSpec
 from conftest import CPUS
 from models import MODELS
@@ -40,13 +40,12 @@ def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, mo
         training.run(RunLog(tmp_path))
 
 
-def test_the_null_writer_has_every_method_that_the_loop_calls():
+def test_the_run_writer_overrides_every_method_that_the_loop_calls():
     methods = {name for name in vars(TrainingWriter) if not name.startswith("_")}
     assert methods == {"begin", "mismatch", "resume", "save", "steps"}
-    assert methods <= set(vars(NullRunWriter)) and methods <= set(vars(RunWriter))
+    assert methods <= set(vars(RunWriter))
     for name in methods:
         expected = inspect.signature(getattr(TrainingWriter, name))
-        assert inspect.signature(getattr(NullRunWriter, name)) == expected
         assert inspect.signature(getattr(RunWriter, name)) == expected
 
 

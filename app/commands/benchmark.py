@@ -10,7 +10,7 @@ from app.performance.benchmark_output import (
 )
 from app.performance.rounds import measure
 from app.performance.speed_comparison import all_comparisons
-from app.records.run_directory import RunDirectory, open_log, open_run_directory
+from app.records.run_directory import RunDirectory, open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
@@ -21,10 +21,9 @@ def run(config: BenchmarkConfig) -> None:
     """Measures every case, prints tables and caveats, and saves them with two figures."""
     cases = create_cases(config)
     path = named_path(config.out or default_out("benchmark", *config.model))
-    with open_run_directory(path, {**_fields(config), "command": "benchmark"}) as run_directory:
-        open_log(path)
-        if not config.overwrite:
-            run_directory.check_same_run()
+    with open_command_directory(
+        path, {**_fields(config), "command": "benchmark"}, overwrite=config.overwrite
+    ) as run_directory:
         _benchmark(config, cases, run_directory)
 
 

@@ -9,7 +9,7 @@ from app.config.framework_options import FRAMEWORKS
 from app.records.caveats import caveats
 from app.records.files import write_json
 from app.records.history import Summary, load_required_summary
-from app.records.run_directory import CONFIG_FILE, open_log, open_run_directory
+from app.records.run_directory import CONFIG_FILE, open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
@@ -44,10 +44,7 @@ def run(config: CompareConfig) -> list[Summary]:
         "strategy": ",".join(config.strategies),
         "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
     }
-    with open_run_directory(path, fields) as run_directory:
-        open_log(path)
-        if not config.overwrite:
-            run_directory.check_same_run()
+    with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
         run_directory.start(overwrite=config.overwrite)
         # `single` last: an impossible number of replicas is reported at once.
         own = sorted(config.own_strategies, key=lambda name: name == "single")

@@ -15,7 +15,7 @@ from app.performance.split_breakdown import SplitBreakdown, SplitDesign, break_d
 from app.performance.split_profile import profile_split
 from app.performance.step_profile import print_step_profile, profile_step
 from app.performance.step_time_breakdown import Design, StepTimeBreakdown, break_down_step
-from app.records.run_directory import RunDirectory, open_log, open_run_directory
+from app.records.run_directory import RunDirectory, open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
@@ -28,10 +28,7 @@ def run(config: ExplainConfig) -> None:
     path = named_path(config.out or default_out("explain", config.model))
     fields = {"num_devices": config.num_devices, "repeats": config.repeats}
     fields |= {"command": "explain", **config.result_fields()}
-    with open_run_directory(path, fields) as run_directory:
-        open_log(path)
-        if not config.overwrite:
-            run_directory.check_same_run()
+    with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
         _explain(config, run_directory)
 
 

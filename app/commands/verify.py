@@ -9,7 +9,7 @@ from typing import NamedTuple
 from app.config import TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS
 from app.records.files import temporary_path
-from app.records.run_directory import RunDirectory, open_log, open_run_directory
+from app.records.run_directory import RunDirectory, open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
@@ -76,10 +76,7 @@ def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
         "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
         "steps": config.steps,
     }
-    with open_run_directory(path, fields) as run_directory:
-        open_log(path)
-        if not config.overwrite:
-            run_directory.check_same_run()
+    with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
         # The directory stays unchanged until there is a result to write.
         traces = temporary_path(path / "traces")
         try:

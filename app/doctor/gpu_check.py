@@ -7,8 +7,6 @@ from app.doctor.check import NOTE, WARNING, Check
 from app.doctor.examination import DevicesSeen, Findings, SelfTestResult, TensorFlow
 from app.runtime import console
 
-_SHOWN_DEVICES = 8
-
 
 def check_gpus(config: DoctorConfig, findings: Findings) -> list[Check]:
     """Reports GPUs, and each cause that keeps TensorFlow from using them.

@@ -151,6 +151,23 @@ def open_log(path: pathlib.Path) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def open_command_directory(
+    path: pathlib.Path, config: dict, *, overwrite: bool
+) -> Iterator[RunDirectory]:
+    """Opens the run directory of a command, and its log.
+
+    Raises:
+        CheckpointError: it has a run of another configuration, unless `overwrite` is set.
+        OutputError: see `open_run_directory` and `open_log`.
+    """
+    with open_run_directory(path, config) as run_directory:
+        open_log(path)
+        if not overwrite:
+            run_directory.check_same_run()
+        yield run_directory
+
+
 def _is_empty(path: pathlib.Path) -> bool:
     """Returns whether the directory holds nothing that existed before."""
     try:

@@ -82,9 +82,9 @@ def _caveat_items(caveats: Sequence) -> list[Items]:
     return [Items([str(caveat) for caveat in caveats])] if caveats else []
 
 
-def _interval(values: dict, scale: float, form: str, joint: str = "–") -> str:
+def _interval(values: dict, scale: float, form: str) -> str:
     value, low, high = (scale * values[name] for name in ("value", "low", "high"))
-    return f"{value:{form}} ({low:{form}}{joint}{high:{form}})"
+    return f"{value:{form}} ({low:{form}}–{high:{form}})"
 
 
 def _ends(values: dict, form: str, scale: float = 1.0, joint: str = "–") -> str:

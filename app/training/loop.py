@@ -22,7 +22,7 @@ from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_fault
 from app.training.optimizers import last_learning_rate
 from app.training.resume import Resumed
-from app.training.run_writer import NullRunWriter, RunWriter, TrainingWriter, create_run_writer
+from app.training.run_writer import RunWriter, TrainingWriter, create_run_writer
 from app.training.training_data import TrainingData
 from app.training.training_definition import define_training
 from app.training.training_state import TrainingState
@@ -93,7 +93,7 @@ class Training:
         self._metadata = self._spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: Resumed | None = None
-        self._writer: TrainingWriter = NullRunWriter()
+        self._writer = TrainingWriter()
         self._compile_sec, self._step_sec = 0.0, math.inf
         self._on_progress()
 

@@ -5,7 +5,7 @@ import math
 import pathlib
 import statistics
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from app.config import TrainConfig
 from app.devices.device_setup import Devices
@@ -23,8 +23,11 @@ from app.training.training_data import TrainingData
 from strategies.base import StepTotals, Strategy
 
 
-class TrainingWriter(Protocol):
-    """The interface through which the training loop writes results."""
+class TrainingWriter:
+    """Receives the results of a training; this class writes nothing.
+
+    A worker other than the chief uses it as it is.
+    """
 
     def begin(self, metadata: RunMetadata) -> None:
         """Called once before the first step, with the metadata of the training."""
@@ -49,7 +52,7 @@ class TrainingWriter(Protocol):
         """Called if a verified step ends the training, with the remaining progress."""
 
 
-class RunWriter:
+class RunWriter(TrainingWriter):
     """Writes the files of one run.
 
     A checkpoint contains the complete training. History, summary and figure are derived from it, so
@@ -215,32 +218,6 @@ def _scalars(record: EpochRecord) -> dict[str, float]:
         **{f"metrics/test_{name}": value for name, value in record.test_metrics.items()},
     }
     return {name: value for name, value in scalars.items() if value is not None}
-
-
-class NullRunWriter:
-    """A `TrainingWriter` that writes nothing, for a worker other than the chief."""
-
-    def begin(self, metadata: RunMetadata) -> None:
-        """Does nothing."""
-
-    def resume(self, resumed: Resumed) -> None:
-        """Does nothing."""
-
-    def steps(
-        self,
-        progress: Progress,
-        totals: StepTotals,
-        *,
-        images_per_sec: float,
-        learning_rate: float,
-    ) -> None:
-        """Does nothing."""
-
-    def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
-        """Does nothing."""
-
-    def mismatch(self, progress: Progress) -> None:
-        """Does nothing."""
 
 
 def create_run_writer(

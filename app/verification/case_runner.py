@@ -13,7 +13,7 @@ from app.config.names import KERAS_FIT, MULTI_WORKER
 from app.devices import device_setup
 from app.records.case_record import FAULT, verdict
 from app.records.files import temporary_path, write_json
-from app.records.run_directory import open_log, open_run_directory
+from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
 from app.report.page_parts import devices_text
@@ -52,10 +52,7 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
         "steps": config.steps,
         "at": list(config.at),
     }
-    with open_run_directory(path, fields) as run_directory:
-        open_log(path)
-        if not config.overwrite:
-            run_directory.check_same_run()
+    with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
         # Earlier results stay in the directory until the new ones are complete.
         traces = temporary_path(path / "traces")
         try:

@@ -6,12 +6,13 @@ reference.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from app.training.training_spec import TrainingSpec
 from strategies.tf_private import flatten_layers
 
 Arrays = dict[str, np.ndarray]
@@ -86,6 +87,18 @@ class Reference:
                 spec((), dtype),
             ],
             autograph=False,
+        )
+
+    @classmethod
+    def of(cls, spec: TrainingSpec, dtype: str, **options: Any) -> Self:
+        """Creates the reference of a training; in float64 for any precision of the training."""
+        return cls(
+            spec.build_model,
+            spec.create_optimizer,
+            dtype,
+            precision=spec.config.precision if dtype == "float32" else None,
+            label_smoothing=spec.label_smoothing,
+            **options,
         )
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from app.records.script_trace import Array, Rows, ScriptTrace
+from app.records.script_trace import ScriptTrace
 from app.runtime.errors import ConfigError
 from app.verification.script_variables import (
     Item,
@@ -49,13 +49,6 @@ class Pair:
     means: str
     first_index: int
     second_index: int
-
-    def as_first(self, array: Array) -> Array:
-        """Returns an array of the second recording with the axes of the first."""
-        if self.transpose is None:
-            return array
-        whole = array.dense() if isinstance(array, Rows) else array
-        return np.transpose(whole, self.transpose)
 
 
 @dataclasses.dataclass(frozen=True)

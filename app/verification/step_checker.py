@@ -8,8 +8,8 @@ that a wrong step cannot widen them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -18,16 +18,16 @@ from app.verification.diagnosis import explain
 from app.verification.measurement import Measurement, Where, first_mismatch, relative_error
 from app.verification.memory_trace import MemoryTrace, same_bits
 from app.verification.parallel_reference import ParallelReference
-from app.verification.reference import Arrays, Reference, ShardResult
+from app.verification.reference import Arrays, ShardResult
 from app.verification.step_context import StepContext
 from app.verification.step_start import (
     find_shards,
+    hash_training_examples,
     rows_of_units,
     state_before,
     statistics_before,
 )
 from app.verification.tolerance import LARGEST_LIMIT, SummationSample, with_limits
-from app.verification.trace import hash_examples
 from app.verification.trace_checker import (
     TraceChecker,
     averaged,
@@ -54,7 +54,7 @@ class StepChecker:
 
     def __init__(self, spec: TrainingSpec, strategy: str, num_threads: int):
         self._spec, self._strategy = spec, strategy
-        self._reference32 = self._create(ParallelReference, "float32", num_threads=num_threads)
+        self._reference32 = ParallelReference.of(spec, "float32", num_threads=num_threads)
         self._measuring: TraceChecker | None = None
         self._samples: list[list[SummationSample]] = []
         self._limits: dict[tuple[str, str], float] = {}  # Kind and tensor → relative error.
@@ -72,17 +72,6 @@ class StepChecker:
         if self._is_as_expected(trace, batch) or not trace.is_finite():
             return None
         return self._measure(trace, batch)
-
-    def _create(self, reference_class: type[Reference], dtype: str, **options: Any) -> Reference:
-        spec = self._spec
-        return reference_class(
-            spec.build_model,
-            spec.create_optimizer,
-            dtype,
-            precision=spec.config.precision if dtype == "float32" else None,
-            label_smoothing=spec.label_smoothing,
-            **options,
-        )
 
     def _is_as_expected(self, trace: MemoryTrace, batch: Batch) -> bool:
         """Returns whether the step is correct according to the cheap comparisons."""
@@ -177,14 +166,11 @@ class StepChecker:
         """The checker that measures a step; creates its references on first use."""
         if self._measuring is None:
             config = self._spec.config
-            synchronized = None
-            if config.batch_norm == "sync":
-                synchronized = self._create(Reference, "float32", mean_of_squares=True)
-            self._measuring = TraceChecker(
-                self._create(Reference, "float64"),
-                self._reference32,
-                mean_of_squares=synchronized,
+            self._measuring = TraceChecker.of(
+                self._spec,
+                syncs_batch_norm=config.batch_norm == "sync",
                 communication_dtype=config.communication_dtype,
+                reference32=self._reference32,
             )
         return self._measuring
 
@@ -203,7 +189,11 @@ class StepChecker:
             self._learn(samples, limited)
             return None
         context = StepContext(
-            trace, measurements, lambda step: batch, self._hashes, self._checker.reference64
+            trace,
+            measurements,
+            lambda step: batch,
+            functools.partial(hash_training_examples, self._spec),
+            self._checker.reference64,
         )
         diagnosis = explain(context, mismatch)
         verdict = StrategyVerdict(
@@ -219,14 +209,6 @@ class StepChecker:
             key = each.kind, each.tensor
             if each.limit < LARGEST_LIMIT:  # Otherwise only rounding errors, or 0.
                 self._limits[key] = max(each.limit, self._limits.get(key, 0.0))
-
-    def _hashes(self) -> np.ndarray:
-        """Returns the hashes of all training examples, including mirrored ones, if any."""
-        images, labels = self._spec.dataset.train_images, self._spec.dataset.train_labels
-        hashes = hash_examples(images, labels)
-        if not self._spec.flips:
-            return hashes
-        return np.concatenate([hashes, hash_examples(images[:, :, ::-1], labels)])
 
 
 def _all_within(measurements: Iterator[Measurement]) -> bool:

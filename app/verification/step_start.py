@@ -4,6 +4,7 @@ import collections
 
 import numpy as np
 
+from app.training.training_spec import TrainingSpec
 from app.verification.reference import Arrays
 from app.verification.trace import Trace, hash_examples
 
@@ -60,3 +61,12 @@ def find_shards(
 def rows_of_units(trace: Trace, shards: list[np.ndarray]) -> list[np.ndarray]:
     """Returns the rows of each of `trace.split.units`, from those of its shards."""
     return [np.concatenate([shards[s] for s in unit]) for unit in trace.split.units]
+
+
+def hash_training_examples(spec: TrainingSpec) -> np.ndarray:
+    """Returns the hashes of all training examples, including mirrored ones, if any."""
+    images, labels = spec.dataset.train_images, spec.dataset.train_labels
+    hashes = hash_examples(images, labels)
+    if not spec.flips:
+        return hashes
+    return np.concatenate([hashes, hash_examples(images[:, :, ::-1], labels)])

@@ -7,6 +7,7 @@ to the parent; `dataset` has the images, if they have been loaded before.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import math
 import os
 import pathlib
@@ -30,7 +31,6 @@ from app.verification.straggler import SendTime
 if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
     from app.data.dataset import ImageDataset
     from app.training.training_spec import TrainingSpec
-    from app.verification.reference import Reference
     from strategies.base import Strategy
 
 Send = Callable[[tuple], None]
@@ -140,10 +140,11 @@ def record_on_one_device(
 ) -> Recorded:
     """Records `single` with the BatchNorm of several shards, computed one after another."""
     devices, spec = set_up(send, config, dataset)
+    from app.verification.reference import Reference
     from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
     from app.verification.trace import Trace
 
-    reference = _reference(spec, "float32")
+    reference = Reference.of(spec, "float32")
     train_shard_by_shard(
         reference,
         spec.batches().take(num_steps).as_numpy_iterator(),
@@ -182,33 +183,22 @@ def check(
     from app.verification.diagnosis import explain
     from app.verification.measurement import first_mismatch
     from app.verification.step_context import StepContext
-    from app.verification.trace import Trace, hash_examples
+    from app.verification.step_start import hash_training_examples
+    from app.verification.trace import Trace
     from app.verification.trace_checker import TraceChecker
 
     def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
         return next(spec.batches(start_step=step - 1).as_numpy_iterator())
 
-    def training_hashes() -> np.ndarray:
-        images, labels = spec.dataset.train_images, spec.dataset.train_labels
-        hashes = hash_examples(images, labels)
-        if not spec.flips:
-            return hashes
-        return np.concatenate([hashes, hash_examples(images[:, :, ::-1], labels)])
-
-    reference64, reference32 = (_reference(spec, dtype) for dtype in ("float64", "float32"))
-    checker = TraceChecker(
-        reference64,
-        reference32,
-        mean_of_squares=(
-            _reference(spec, "float32", mean_of_squares=True) if syncs_batch_norm else None
-        ),
-        communication_dtype=communication_dtype,
+    checker = TraceChecker.of(
+        spec, syncs_batch_norm=syncs_batch_norm, communication_dtype=communication_dtype
     )
     with Trace(path, syncs_batch_norm=syncs_batch_norm) as trace:
         batches = spec.batches().as_numpy_iterator()
         measurements = checker.check(trace, batches, on_step=lambda step: send(("step", step)))
         mismatch = first_mismatch(measurements)
-        context = StepContext(trace, measurements, batch, training_hashes, reference64)
+        hashes = functools.partial(hash_training_examples, spec)
+        context = StepContext(trace, measurements, batch, hashes, checker.reference64)
         return Checked(measurements, mismatch, explain(context, mismatch) if mismatch else None)
 
 
@@ -222,20 +212,6 @@ def _lock(directory: pathlib.Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _reference(spec: "TrainingSpec", dtype: str, *, mean_of_squares: bool = False) -> "Reference":
-    """Builds the reference of a training; in float64 for any precision of the training."""
-    from app.verification.reference import Reference
-
-    return Reference(
-        spec.build_model,
-        spec.create_optimizer,
-        dtype,
-        precision=spec.config.precision if dtype == "float32" else None,
-        label_smoothing=spec.label_smoothing,
-        mean_of_squares=mean_of_squares,
-    )
 
 
 def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from app.training.training_spec import TrainingSpec
 from app.verification.arithmetic import REDUCED_PRECISIONS
 from app.verification.measurement import SMALLEST, UNIT_ROUNDOFF, Measurement, Where, relative_error
 from app.verification.reference import Arrays, Reference, ShardResult
@@ -53,6 +54,26 @@ class TraceChecker:
         self.reference64, self.reference32 = reference64, reference32
         self._mean_of_squares = mean_of_squares
         self._communication_dtype = communication_dtype
+
+    @classmethod
+    def of(
+        cls,
+        spec: TrainingSpec,
+        *,
+        syncs_batch_norm: bool,
+        communication_dtype: str,
+        reference32: Reference | None = None,
+    ) -> "TraceChecker":
+        """Creates the checker of a training, with references of its own unless one is given."""
+        synchronized = None
+        if syncs_batch_norm:
+            synchronized = Reference.of(spec, "float32", mean_of_squares=True)
+        return cls(
+            Reference.of(spec, "float64"),
+            reference32 or Reference.of(spec, "float32"),
+            mean_of_squares=synchronized,
+            communication_dtype=communication_dtype,
+        )
 
     def check(
         self,

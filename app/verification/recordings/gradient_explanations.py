@@ -29,9 +29,9 @@ def explanations(
     """Yields explanations (cause, sentence and weights), the most certain first."""
     apart = distances_of(second, first)
 
-    def explains(predicted: Named, slack: float = 4.0) -> bool:
+    def explains(predicted: Named) -> bool:
         left = distances_of(second, predicted)
-        is_near = all(far <= slack * allowed(name) for name, far in left.items())
+        is_near = all(far <= 4.0 * allowed(name) for name, far in left.items())
         return is_near and all(left[name] < apart[name] / 2 for name in wrong)
 
     if frozen := [name for name in wrong if not norm(second[name]) or not norm(first[name])]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from app.config import VerifyConfig
 from app.records.files import write_json
-from app.records.run_directory import open_log, open_run_directory
+from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.records.script_trace import ScriptTrace, load_trace
 from app.runtime.errors import DataError
@@ -43,10 +43,7 @@ def verify_traces(config: VerifyConfig) -> dict[str, CaseResult]:
         "name_map": list(config.name_map),
         "tolerance": config.tolerance,
     }
-    with open_run_directory(path, fields) as run_directory:
-        open_log(path)
-        if not config.overwrite:
-            run_directory.check_same_run()
+    with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
         results = _verify(config, traces, permuted)
         run_directory.start(overwrite=config.overwrite)
         record = _record(traces, results)

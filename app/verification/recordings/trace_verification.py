@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -144,7 +144,6 @@ def verify_against(
     second: ScriptTrace,
     names: Mapping[str, str],
     tolerance: Tolerance,
-    on_step: Callable[[], None] = lambda: None,
 ) -> TraceReport:
     """Checks a recording, and compares it with the first, step by step.
 
@@ -153,7 +152,6 @@ def verify_against(
         second: the recording to check.
         names: name of a weight in the second recording → name in the first.
         tolerance: tolerance of the gradients.
-        on_step: called after each step.
 
     Raises:
         DataError: the recordings have no step or no weight in common.
@@ -179,7 +177,6 @@ def verify_against(
         stages.add("examples", others)
         stages.add("update", _but_decay_in_loss(compare_rules(pair), stages, pair.number))
         pair.release()
-        on_step()
     return stages.report(
         second,
         skipped=tuple(skipped),
