@@ -129,9 +129,7 @@ def write_verification(path, *, fault=None):
             "manual",
             measured(0.25, 1e-9) + [false] * bool(fault),
             false if fault else None,
-            Diagnosis("lost_gradient", "the sum does not contain the gradient of replica 1")
-            if fault
-            else None,
+            Diagnosis("lost_gradient", "the sum is without replica 1") if fault else None,
             None,
             split,
         ),

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from app.config import Config
+from app.config import Config, TrainConfig
 from app.devices.device_setup import Devices
 from app.records.checkpoint import checkpoint_paths
 from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint

@@ -477,7 +477,7 @@ def test_an_all_reduce_that_hangs_is_ended_and_the_others_are_tried(monkeypatch)
     ("function", "told"),
     [
         (process_functions.hang_in_driver, "looking for GPUs did not end within 5 s"),
-        (process_functions.vanish_in_examination, "ended with exit code 137"),
+        (process_functions.vanish_in_examination, "ended early with exit code 137"),
         (process_functions.fail_in_examination, "setting up devices failed (ZeroDivisionError"),
         (process_functions.refuse_in_examination, "no space"),
     ],

@@ -360,7 +360,7 @@ def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
         (
             lambda shard, gradients: [tf.square(g) for g in gradients],
             "unexplained",
-            "none of these",
+            "no known cause",
         ),
     ],
 )
@@ -418,7 +418,7 @@ def test_another_learning_rate_is_found_at_the_start(images, tmp_path):
     strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "initial_state"
     assert (
-        "optimizer variables" in strategy_verdict.diagnosis.text
+        "optimizer state" in strategy_verdict.diagnosis.text
         and "learning_rate" in strategy_verdict.diagnosis.text
     )
 

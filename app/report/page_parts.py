@@ -128,6 +128,7 @@ class Part:
         caveats: what a reader must not miss.
         environment: what its numbers depend on, by name.
         changes: what was changed on the way.
+        verdicts: the verdict in one or several sentences.
     """
 
     label: str
@@ -135,6 +136,7 @@ class Part:
     caveats: Sequence[str]
     environment: dict[str, str]
     changes: Sequence[str] = ()
+    verdicts: Sequence[Items] = ()
 
 
 def number(value: float | None, form: str = ",.0f", unit: str = "") -> str:

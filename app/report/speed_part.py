@@ -65,7 +65,7 @@ def explain_part(record: Record) -> Part:
         blocks += [_step(found["parts"]), _step_profile(found["step_profile"])]
         if "gradient_all_reduce" in found:
             blocks += [_all_reduce(found, first), _predictions(found, first)]
-            blocks.append(Text(_what_follows(found, facts)))
+            blocks.append(Text(_what_follows(found, first)))
         else:
             blocks.append(throughput(found, simulated=first["simulated_devices"]))
         if "split" in found:  # An older record has none.

@@ -32,7 +32,7 @@ class PairVerdict:
     num_steps: int
     difference: WeightDifference
     explanation: str
-    is_unexpected: bool
+    is_unexpected: bool = False
 
     def sentence(self) -> str:
         """Returns what became of the weights, without the explanation."""
@@ -63,11 +63,15 @@ def _summarize(verdicts: Sequence[PairVerdict], apart: Sequence[PairVerdict]) ->
         return "All trainings end with bitwise identical weights."
     if any(verdict.is_unexpected for verdict in apart):
         return "Weights differ that should be bitwise identical."
-    identical = len(verdicts) - len(apart)
-    some = f"{identical} of {len(verdicts)} pairs are bitwise identical; " if identical else ""
-    return (
-        f"{some}the other weights differ, as expected." if some else "Weights differ, as expected."
+    same = [verdict.strategies for verdict in verdicts if verdict.difference.identical]
+    if not same:
+        return "The trainings end with different weights, as expected."
+    names = (
+        f"{len(same)} of {len(verdicts)} pairs"
+        if len(same) > 2
+        else "; ".join(" and ".join(pair) for pair in same)
     )
+    return f"{names} end with bitwise identical weights; the others differ, as expected."
 
 
 def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
@@ -89,15 +93,22 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
         for summary, path in zip(summaries, run_dirs, strict=True)
     ]
     return [
-        PairVerdict(
-            strategies=(first.strategy, second.strategy),
-            num_steps=first.steps,
-            difference=WeightDifference.between(first_state, second_state),
-            explanation=_explain(first, second, first_state),
-            is_unexpected=_add_in_the_same_order(first, second),
-        )
+        _compare(first, second, first_state, second_state)
         for (first, first_state), (second, second_state) in itertools.combinations(runs, 2)
     ]
+
+
+def _compare(
+    first: Summary, second: Summary, first_state: "State", second_state: "State"
+) -> PairVerdict:
+    difference = WeightDifference.between(first_state, second_state)
+    return PairVerdict(
+        strategies=(first.strategy, second.strategy),
+        num_steps=first.steps,
+        difference=difference,
+        explanation=_explain(first, second, first_state),
+        is_unexpected=not difference.identical and _add_in_the_same_order(first, second),
+    )
 
 
 def _load_summary(run_dir: pathlib.Path) -> Summary:

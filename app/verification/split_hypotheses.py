@@ -54,8 +54,8 @@ def _unsynced(
         sizes = sorted({len(shard) for shard in shards}, reverse=True)
         yield Diagnosis(
             "unsynced_batch_norm",
-            f"BatchNorm normalises each shard of {' or '.join(map(str, sizes))} examples separately,"
-            f" not all {len(labels)} of the batch together, which --batch_norm=sync asks for",
+            f"BatchNorm normalises each shard of {' or '.join(map(str, sizes))} examples"
+            f" separately; --batch_norm=sync asks for all {len(labels)} of the batch together",
         )
 
 
