@@ -125,7 +125,7 @@ def check_options(name: str, given: Iterable[str]) -> None:
         if name in EXPERIMENTS and option not in EXPERIMENTS[name].options:
             owners = [other for other, e in EXPERIMENTS.items() if option in e.options]
             raise ConfigError(
-                f"--{option} with demo {name} — it is an option of"
+                f"--{option} is not an option of demo {name}, only of"
                 f" {', '.join(f'demo {owner}' for owner in owners)}; leave it out"
             )
 
@@ -139,18 +139,17 @@ def find_experiment(config: DemoConfig) -> Experiment:
     name = config.experiment
     if name not in EXPERIMENTS:
         nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.5)
-        proposal = f"did you mean {nearest[0]}?" if nearest else "demo alone lists them"
+        proposal = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(
-            f"{name!r} is not an experiment — one of {', '.join(EXPERIMENTS)} is required;"
-            f" {proposal}"
+            f"{name!r} is not an experiment; choose one of {', '.join(EXPERIMENTS)}{proposal}"
         )
     experiment = EXPERIMENTS[name]
     asked = config.num_devices or config.num_gpus
     if asked and asked < experiment.least_devices:
         flag = "num_devices" if config.num_devices else "num_gpus"
         raise ConfigError(
-            f"--{flag}={asked} with demo {name} — {experiment.least_devices} devices or more are"
-            f" required to show anything; use --{flag}={experiment.num_devices}"
+            f"demo {name} needs at least {experiment.least_devices} devices, got"
+            f" --{flag}={asked}; use --{flag}={experiment.num_devices}"
         )
     return experiment
 

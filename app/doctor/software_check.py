@@ -71,9 +71,7 @@ def install_all(requirements: pathlib.Path = REQUIREMENTS) -> str:
 
 
 def _missing(name: str, pinned: str, requirements: pathlib.Path) -> Check:
-    error = DeviceError(
-        f"{name} is not installed — {name}=={pinned} is required; {install_all(requirements)}"
-    )
+    error = DeviceError(f"{name}=={pinned} is not installed; {install_all(requirements)}")
     return dataclasses.replace(Check.of_error(name, error), value="not installed")
 
 

@@ -70,11 +70,11 @@ def _check_replaceable(path: pathlib.Path) -> None:
         return
     if path.is_dir():
         raise OutputError(
-            f"{path} is a directory — the name of a file is required; write {path / REPORT_FILE}"
+            f"{path} is a directory; give the name of a file, for example {path / REPORT_FILE}"
         )
     raise OutputError(
-        f"{path} is no report of this program — nothing else is replaced; move it away, or give"
-        " another name with --out"
+        f"{path} exists and is no report of this program; move it away, or give another"
+        " name with --out"
     )
 
 

@@ -111,7 +111,7 @@ def _find_mismatch(run_dir: pathlib.Path) -> str:
     stop = attempts[-1].stop if attempts else None
     if stop is None or stop["status"] != "mismatch":
         return ""
-    return str(stop.get("error", "")).partition(" — ")[0]
+    return str(stop.get("error", "")).rpartition("; ")[0]
 
 
 def _check_texts(values: Sequence) -> None:

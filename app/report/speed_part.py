@@ -34,9 +34,9 @@ def benchmark_part(record: Record) -> Part:
         cases = found["cases"]
         rounds = count(len(cases[0]["blocks"]), "round")
         setup = (
-            f"{found['common']} — {dataset_title(cases[0]['dataset'])} on"
-            f" {found['machine']['processor']}."
-            f" Medians of {rounds} with 95 % intervals; warm-up is left out."
+            f"{found['common']}; {dataset_title(cases[0]['dataset'])} on"
+            f" {found['machine']['processor']}. Medians of {rounds} with 95 % intervals, without"
+            " warm-up."
         )
         blocks = [Heading(record.label), Text(setup), *_caveat_items(found["caveats"])]
         blocks += [_throughput(cases), *_comparisons(found)]

@@ -52,10 +52,7 @@ def check_finite_state(state: State, where: str, saved_step: int, *, is_case: bo
 def _error(problem: str, where: str, saved_step: int, is_case: bool) -> DivergedError:
     smaller = "learning rate in the file of the case" if is_case else "--learning_rate"
     kept = f"; the checkpoint of step {saved_step} is kept" if saved_step else ""
-    return DivergedError(
-        f"{problem} at {where} — a finite loss and finite weights are required; use a smaller"
-        f" {smaller}{kept}"
-    )
+    return DivergedError(f"{problem} at {where}; use a smaller {smaller}{kept}")
 
 
 def _first_not_finite(state: State) -> str | None:

@@ -52,10 +52,9 @@ class Changes(NamedTuple):
         """
         if self.serious and not force:
             raise CheckpointError(
-                f"--out={run_dir} holds a run of another configuration"
-                f" ({'; '.join(self.serious)}) — the same one is required to go on with it; choose"
-                " another directory, --force_resume to go on with the new values, or --overwrite"
-                " to start anew"
+                f"--out={run_dir} contains a run with other settings ({'; '.join(self.serious)});"
+                " choose another directory, --force_resume to resume with the new values, or"
+                " --overwrite to start from scratch"
             )
 
 
@@ -145,8 +144,8 @@ def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata
     if found is None:
         if (run_dir / HISTORY_FILE).exists():
             raise CheckpointError(
-                f"{run_dir}: a history, but no checkpoint — the checkpoints of the run are required"
-                " to go on with it; restore them, or use --overwrite"
+                f"{run_dir} has a history, but no checkpoint; restore the checkpoints, or use"
+                " --overwrite"
             )
         return None
     saved = found.checkpoint
@@ -154,8 +153,8 @@ def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata
     begun = saved.progress.epoch + (saved.progress.epoch_step > 0)
     if begun > config.epochs:
         raise CheckpointError(
-            f"--epochs={config.epochs} — epoch {begun} of it is begun already; use"
-            f" --epochs={begun} or more, or another directory"
+            f"--epochs={config.epochs}: epoch {begun} has already started; use --epochs={begun}"
+            " or more, or another directory"
         )
     progress = _with_changes(saved.progress, changes)
     return Resumed(dataclasses.replace(saved, progress=progress), found, changes)

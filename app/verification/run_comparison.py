@@ -85,8 +85,8 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
     if len({summary.dataset_sha256 for summary in summaries}) > 1:
         found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
         raise DataError(
-            f"trained on different images: {found} — the same are required; name the data set"
-            " with --dataset and use --overwrite"
+            f"trained on different images: {found}; give the data set with --dataset and use"
+            " --overwrite"
         )
     runs = [
         (summary, _load_weights(path, summary))
@@ -115,9 +115,7 @@ def _load_summary(run_dir: pathlib.Path) -> Summary:
     """Loads the summary of a run that has finished an epoch."""
     summary = load_summary(run_dir)
     if summary is None:
-        raise CheckpointError(
-            f"{run_dir}: no finished epoch — the weights of every run are required; use --overwrite"
-        )
+        raise CheckpointError(f"{run_dir} has no finished epoch; use --overwrite")
     return summary
 
 
@@ -125,15 +123,12 @@ def _load_weights(run_dir: pathlib.Path, summary: Summary) -> "State":
     """Loads the weights that a summary tells of, no others."""
     found = find_newest_checkpoint(run_dir)
     if found is None:
-        raise CheckpointError(
-            f"{run_dir}: no checkpoint — the weights of every run are required; use --overwrite"
-        )
+        raise CheckpointError(f"{run_dir} has no checkpoint; use --overwrite")
     state = found.checkpoint.state
     if weights_sha256(state) != summary.weights_sha256:
         raise CheckpointError(
             f"{found.warning() or found.path}: not the weights of step {summary.steps}, which"
-            f" {run_dir}/summary.json tells of — those are required; restore them, or use"
-            " --overwrite"
+            f" {run_dir}/summary.json names; restore them, or use --overwrite"
         )
     return state
 
