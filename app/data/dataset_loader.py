@@ -33,9 +33,7 @@ def load_dataset(
     try:
         dataset = load_fashion_mnist(data_dir, allow_unverified=allow_unverified)
         if dataset.name == "unverified":
-            warn(
-                "UNVERIFIED images, not those of Fashion-MNIST, because of --allow_unverified_data"
-            )
+            warn("UNVERIFIED images, not those of Fashion-MNIST (--allow_unverified_data)")
         return dataset
     except DataMissingError as error:
         if name == "fashion_mnist" or data_dir:

@@ -47,7 +47,7 @@ def _experiment(
 # In the order of the book's two chapters, then the answers to their exercises.
 EXPERIMENTS = {
     "allreduce": _experiment(
-        "every device gets the sum of what all devices hold", "seconds", {"all_reduce"}
+        "every device gets the sum of the tensors of all devices", "seconds", {"all_reduce"}
     ),
     "split_batch": _experiment(
         "which rows of a batch go to which device, and how the loss is scaled",
@@ -60,7 +60,7 @@ EXPERIMENTS = {
         {"all_reduce", *_DATA},
     ),
     "train": _experiment(
-        "LeNet and ResNet-18 on one device and on two: the book's table and yours",
+        "LeNet and ResNet-18 on one device and on two: the table of d2l and yours",
         "4 minutes",
         {"all_reduce", "epochs", "num_train_examples", *_DATA},
         module="textbook_table",
@@ -88,25 +88,25 @@ EXPERIMENTS = {
         module="split_prediction",
     ),
     "pipeline": _experiment(
-        "layers on several devices: stages, schedules, and the same bits as data parallelism",
+        "layers on several devices: stages and schedules, bitwise identical to data parallelism",
         "15 seconds",
         _DATA,
         module="pipeline_stages",
     ),
     "tensor": _experiment(
-        "channels of each layer on several devices, and the sum that nobody misses",
+        "channels of each layer on several devices, and the sum in the backward pass",
         "15 seconds",
         _DATA,
         module="tensor_parts",
     ),
     "sharded": _experiment(
-        "one part of weights and optimizer state on each device: what is kept, what is sent",
+        "one part of weights and optimizer state on each device: what is stored and sent",
         "15 seconds",
         _DATA,
         module="sharded_state",
     ),
     "order": _experiment(
-        "(a + b) + c is not a + (b + c): what the order of the exchange changes",
+        "(a + b) + c is not a + (b + c): the effect of the summation order",
         "half a minute",
         _DATA,
         num_devices=4,

@@ -59,6 +59,6 @@ def _check_room(path: pathlib.Path, free_bytes: int) -> Check:
         )
         return Check.of_error("output", error)
     if free_bytes < resnet:
-        advice = f"{resnet:,} bytes are required for checkpoints of ResNet-18; LeNet has room"
+        advice = f"checkpoints of ResNet-18 take {resnet:,} bytes; LeNet has room"
         return Check("output", shown, WARNING, advice)
     return Check("output", f"{shown}; checkpoints take 3 MB (LeNet) to 270 MB (ResNet-18)")

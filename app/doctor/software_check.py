@@ -23,7 +23,7 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
     shown = f"{platform.python_version()} ({sys.executable})"
     if _OLDEST <= version <= _NEWEST:
         return Check("Python", shown)
-    return Check("Python", shown, WARNING, "3.11, 3.12 or 3.13 is required; use one of them")
+    return Check("Python", shown, WARNING, "needs 3.11, 3.12 or 3.13; use one of them")
 
 
 def check_packages(

@@ -67,8 +67,8 @@ def _marks(first: Sample, second: Sample, axis: str) -> Iterator[Caveat]:
         cores = min(a.cores, b.cores)
         yield Caveat(
             False,
-            f"simulated devices: {max(counts)} share {cores} cores, which one device has to itself;"
-            " ideal is 1, and this is no scaling",
+            f"simulated devices: {max(counts)} share {cores} cores, all of which one device"
+            " would use; ideal is 1, and this is not scaling",
         )
     algorithms = {a.all_reduce, b.all_reduce} - {"none"}
     if axis == "strategy" and len(algorithms) == 2:

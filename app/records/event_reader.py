@@ -187,7 +187,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, bytes]]:
             size = {1: 8, 5: 4}[wire_type]
         content = message[position : position + size]
         if len(content) != size:
-            raise ValueError("a field that is cut off")
+            raise ValueError("a truncated field")
         position += size
         yield number, 0, content
 

@@ -9,7 +9,7 @@ from app.records.run_log import STATUSES
 from app.records.run_log_reader import Attempt, parse_events, split_attempts
 from app.runtime.errors import reason_of
 
-CUT_OFF = "the last line is cut off"
+CUT_OFF = "the last line is truncated"
 _TRAINING = {"epoch", "checkpoint"}
 
 

@@ -48,8 +48,8 @@ def check_tree(root: Any) -> None:
 def _check_text(text: str) -> None:
     if len(text) > _MAX_TEXT or not text.isprintable():
         raise TraceError(
-            f"has the text {shown(text)} in 'about'; names and other texts have to be printable,"
-            f" of at most {_MAX_TEXT:,} characters"
+            f"has the text {shown(text)} in 'about'; names and other texts must be printable"
+            f" and have at most {_MAX_TEXT:,} characters"
         )
 
 
@@ -85,7 +85,7 @@ def wrong_value(key: str, value: Any, required: str) -> TraceError:
     """Returns the error for a value that is missing or is not what is required."""
     found = "is missing" if value is None else f"is {shown(value)}"
     return TraceError(
-        f"{shown(key)[1:-1]} of 'about' {found}, and {required} is required; record it again"
+        f"{shown(key)[1:-1]} of 'about' must be {required}, got {found}; record it again"
     )
 
 

@@ -241,13 +241,13 @@ def same_weights(runs: Sequence[Run]) -> list:
         return []
     same = {digest: labels for digest, labels in groups.items() if len(labels) > 1}
     if not same:
-        return [Text("No two of these trainings ended with the same bits in all weights.")]
+        return [Text("No two of these trainings have bitwise identical weights.")]
     rows: list[list[Cell | str]] = [
         [", ".join(labels), count(len(labels), "run"), Cell(digest[:_SHORT_HASH], title=digest)]
         for digest, labels in same.items()
     ]
     header = ["trainings", "how many", "SHA-256 of the weights"]
-    return [Table("Trainings that ended with the same bits in every weight", header, "lrl", rows)]
+    return [Table("Trainings with bitwise identical weights", header, "lrl", rows)]
 
 
 def verdicts(record: Record) -> list:

@@ -198,7 +198,7 @@ def _all_reduce(found: dict, facts: dict) -> Table:
         [str(n), whole(time["size_bytes"]), number(1e3 * time["sec"], ".3f")]
         for n, time in found["gradient_all_reduce"].items()
     ]
-    caption = f"The all-reduce by itself: {facts['all_reduce']}, with nothing else going on"
+    caption = f"The all-reduce alone: {facts['all_reduce']}, without computation"
     return Table(caption, ["devices", "bytes of each", "ms"], "lrr", rows)
 
 

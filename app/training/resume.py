@@ -107,23 +107,24 @@ class Resumed:
         console.say(f"resuming after epoch {progress.epoch}{within}, step {progress.step}")
         if changes.serious:
             console.warn(
-                "this is another training from here on, as --force_resume asks for:"
-                f" {'; '.join(changes.serious)}"
+                f"--force_resume: from here on it is another training: {'; '.join(changes.serious)}"
             )
             if progress.epoch_step < self.found.checkpoint.progress.epoch_step:
-                console.warn(f"epoch {progress.epoch + 1} begins anew: its examples are others now")
+                console.warn(
+                    f"epoch {progress.epoch + 1} starts again with the examples of the new settings"
+                )
         before, now = self.found.checkpoint.metadata.num_shards, metadata.num_shards
         how = [*changes.how, *([f"shards of a batch {before} → {now}"] if before != now else [])]
         if how:
             console.say(
                 f"{'; '.join(how)}: global batch {metadata.config['global_batch_size']} and"
-                f" learning rate {metadata.learning_rate:g} stay, so it is the same training but"
-                " for rounding and BatchNorm's shards"
+                f" learning rate {metadata.learning_rate:g} stay, so the training is the same within"
+                " rounding and BatchNorm's shards"
             )
         if changes.more_epochs and has_schedule:
             console.warn(
-                f"{changes.more_epochs[0]}: the learning rate goes on along the schedule of the new"
-                " number, which is not what training them from the start would give"
+                f"{changes.more_epochs[0]}: the learning rate follows the schedule of the new"
+                " number of epochs; a run from scratch would give another result"
             )
 
 

@@ -163,8 +163,8 @@ class StepRecorder(Observer):
             )
             raise ConfigError(
                 f"strategy {strategy.name} reported the {what} of {items} {found} instead of"
-                f" {', '.join(map(str, ids))}; its train_step has to call self.{method} for each,"
-                " see docs/add_a_strategy.md"
+                f" {', '.join(map(str, ids))}; its train_step must call self.{method} for each, see"
+                " docs/add_a_strategy.md"
             )
         return [taken[item_id] for item_id in ids]
 
