@@ -83,7 +83,7 @@ def _conclude() -> None:
         then=[
             "demo scale --learning_rate=0.1",
             "demo scale --num_devices=4 --device=cpu",
-            "--batch_size=512 --lr=0.4 --num_devices=2 --device=cpu    (the book's LeNet, doubled)",
+            "--batch_size=512 --lr=0.4 --num_devices=2 --device=cpu    (the LeNet of d2l, doubled)",
             "demo many_devices",
         ],
     )

@@ -118,8 +118,8 @@ class Resumed:
         if how:
             console.say(
                 f"{'; '.join(how)}: global batch {metadata.config['global_batch_size']} and"
-                f" learning rate {metadata.learning_rate:g} stay, so the training is the same within"
-                " rounding and BatchNorm's shards"
+                f" learning rate {metadata.learning_rate:g} stay, so the training is the same"
+                " within rounding and BatchNorm's shards"
             )
         if changes.more_epochs and has_schedule:
             console.warn(
