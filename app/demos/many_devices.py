@@ -157,8 +157,8 @@ def print_times(samples: list[Sample]) -> None:
                 "The times do not predict 16 real devices: these share"
                 f" {console.count(samples[0].facts.cores, 'core')}. What grows here is the cost"
                 " of a device besides its images: a copy of each operation, and the all-reduce."
-                " Real devices have the same cost, and a smaller shard: with 16 images on each, there is"
-                " little work left to divide. More devices need a larger batch."
+                " Real devices have the same cost, and a smaller shard: with 16 images on each,"
+                " there is little work left to divide. More devices need a larger batch."
             ]
             if simulated
             else []
