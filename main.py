@@ -1,4 +1,4 @@
-"""Lockstep: trains on several devices in two ways and shows that both are the same training.
+"""Lockstep: trains on several devices and verifies that all strategies compute the same training.
 
 python main.py [COMMAND] [--flags]        python main.py --help
 """
@@ -11,14 +11,14 @@ import signal
 import sys
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Until a command begins it just ends us.
-if sys.version_info < (3, 11):  # Before anything is imported that an old Python cannot read.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Until a command starts, SIGINT ends the process.
+if sys.version_info < (3, 11):  # Before any import that an old Python cannot parse.
     version = sys.version.split()[0]
     sys.stderr.write("error: Python must be 3.11 or newer, got %s\n" % version)
     sys.exit(2)
 
 try:
-    from absl import app as absl_app  # `from absl import app` would hide our own package.
+    from absl import app as absl_app  # `from absl import app` would hide this project's package.
 except ModuleNotFoundError:  # TensorFlow, which requires absl, is not installed either.
     sys.stderr.write(
         "error: TensorFlow and absl are not installed for this Python (%s); run `make setup`, then"
@@ -33,7 +33,7 @@ from app.runtime.run_context import RunContext
 
 
 def parse(argv: list[str]) -> Config:
-    """Reads the command line; what is wrong with it ends the program before anything is loaded."""
+    """Parses the command line; exits on an error before anything is loaded."""
     try:
         return flags.parse_config(argv)
     except errors.LockstepError as error:
@@ -41,18 +41,18 @@ def parse(argv: list[str]) -> Config:
 
 
 def main(config: Config) -> int:
-    """Runs the command and turns its outcome into an exit code; leaves nothing in the process."""
+    """Runs the command and returns its exit code; restores the state of the process."""
     with RunContext(), signals.handled():
         exit_code = run(config)
         if isinstance(config, TrainConfig) and config.has_workers:
-            # Taking TensorFlow's cluster apart was seen to wait for half a minute, and for workers
-            # that are no more.
+            # Shutting down TensorFlow's cluster can take 30 s, and waits for workers that have
+            # ended.
             console.leave(exit_code)
         return exit_code
 
 
 def run(config: Config) -> int:
-    """Runs the command within the current context; prints how it ended, returns the exit code."""
+    """Runs the command within the current context; prints errors and returns the exit code."""
     try:
         fault = fault_points.arm(os.environ)
         if fault:
@@ -68,13 +68,13 @@ def run(config: Config) -> int:
     except Exception as error:
         if errors.is_out_of_memory(error):
             return console.report_error(errors.out_of_memory(error))
-        return console.report_bug(error)  # The traceback goes into the log.
+        return console.report_bug(error)  # The traceback is written to the log.
 
 
 def run_program(config: Config) -> int:
-    """Runs the command as all that this process does; returns the exit code."""
+    """Runs the command as the only task of this process; returns the exit code."""
     exit_code = main(config)
-    # The work is done: a request to stop, which may come more than once, must not change the code.
+    # The work is done: a repeated stop request must not change the exit code.
     for number in (signals.STOP_REQUEST, signals.HANG_UP):
         signal.signal(number, signal.SIG_IGN)
     return exit_code
@@ -85,6 +85,6 @@ if __name__ == "__main__":
     sys.stdout, sys.stderr = sys.stdout or nowhere.open("w"), sys.stderr or nowhere.open("w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # A terminal without "—" must not end it.
+            stream.reconfigure(errors="replace")  # For terminals that lack a character such as "—".
     flags.define_flags()
     absl_app.run(run_program, flags_parser=parse)

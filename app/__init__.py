@@ -1,4 +1,4 @@
-"""The application: everything but the architectures and the strategies.
+"""The application: everything except the models and the strategies.
 
 As a library: `from app import Config, run`; see `docs/library.md`.
 """

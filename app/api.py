@@ -1,4 +1,4 @@
-"""The commands, for a script or a notebook."""
+"""The Python API: runs commands from a script or a notebook."""
 
 import importlib
 from typing import Any
@@ -11,39 +11,40 @@ from app.runtime.processes import ChildProcess
 
 
 def run(config: Config) -> Any:
-    """Runs a command and returns what it found; what it prints appears as on a terminal.
+    """Runs a command in a new process and returns its result; its output appears as on a terminal.
 
-    It runs in a process of its own, so that a notebook can train on one device and then on two,
-    which TensorFlow allows no process to do, and has its memory back afterwards.
+    A separate process lets a notebook train on one device and then on two, which TensorFlow does
+    not allow within one process, and frees all memory at the end.
 
     Args:
-        config: the command and its options; `Config.of` gives it the command's own defaults.
+        config: the command and its options; `Config.of` applies the command's defaults.
 
     Returns:
-        `train` and `launch`: the `Summary` of the run; `compare`: one for each strategy, in order;
-        `verify`: a `PairVerdict` for each pair of strategies; `evaluate`: the test accuracy, a
-        fraction; `predict`: probabilities `(N, num_classes)`. Others return None: what they found
-        they print and write.
+        `train` and `launch`: the `Summary` of the run; `compare`: one `Summary` per strategy, in
+        order; `verify`: a `PairVerdict` for each pair of strategies; `evaluate`: the test accuracy,
+        a fraction; `predict`: probabilities `(N, num_classes)`. Other commands return None: they
+        print and write their results.
 
     Raises:
-        LockstepError: what the program ends with, as an exception; its `exit_code` is the same.
-        KeyboardInterrupt: a training has saved its state, and the same call goes on with it.
-        RuntimeError: a bug; the text ends in its traceback.
+        LockstepError: the command failed; `exit_code` is the program's.
+        KeyboardInterrupt: a training was interrupted and has saved its state; the same call
+            resumes.
+        RuntimeError: a bug; the message ends with the traceback.
     """
     with ChildProcess(_run, config, death_signal=signals.STOP_REQUEST) as process:
         try:
             _, (is_done, result) = process.receive()
         except KeyboardInterrupt:
             process.signal(signals.STOP_REQUEST)
-            process.receive()  # It saves.
+            process.receive()  # The training saves its state.
             raise
-    if not is_done:  # Somebody else has stopped it.
+    if not is_done:  # Another process stopped the training.
         raise KeyboardInterrupt
     return result
 
 
 def _run(channel: Channel, config: Config) -> tuple[bool, Any]:
-    """Runs in the new process; returns whether the command was done, and its result."""
+    """Runs a command in the new process; returns whether it finished, and its result."""
     try:
         with signals.handled():
             return True, importlib.import_module(f"app.commands.{config.command}").run(config)

@@ -1,4 +1,4 @@
-"""How the learning rate has to grow with the batch: a table of accuracies, a batch a line.
+"""Measures how the learning rate should grow with the batch size: prints a table of accuracies.
 
 .venv/bin/python benchmarks/batch_study.py --model=lenet --epochs=4 --seeds=1,2
 """
@@ -20,14 +20,14 @@ from app.config.names import MODEL_NAMES, PRECISIONS
 from app.devices import device_setup
 from app.training.recipes import RECIPES, find_recipe
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.data.dataset import ImageDataset
 
 RULES = ("linear", "square_root")
 
 
 def main() -> None:
-    """Trains with every batch and every rule and prints a line of a Markdown table for each."""
+    """Trains with every batch size and rule, and prints a line of a Markdown table for each."""
     options = parse_options()
     base = TrainConfig(
         strategy="single",
@@ -77,7 +77,7 @@ def parse_options() -> argparse.Namespace:
 def train(
     config: TrainConfig, prepared: device_setup.Devices, dataset: "ImageDataset"
 ) -> tuple[float, float]:
-    """Returns the peak learning rate and the test accuracy, NaN where the loss became infinite."""
+    """Returns the peak learning rate and the test accuracy; NaN if the loss became infinite."""
     from app.training.evaluation import evaluate
     from app.training.training_spec import TrainingSpec
 

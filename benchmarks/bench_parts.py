@@ -1,4 +1,4 @@
-"""What is compared with what: the parts of the benchmark, each one interleaved run."""
+"""Defines the parts of the benchmark, each an interleaved run of programs."""
 
 import dataclasses
 import sys
@@ -7,7 +7,7 @@ from programs import Program
 
 LENET = ("--model=lenet", "--global_batch_size=256")
 RESNET = ("--model=resnet18", "--global_batch_size=64")
-EPOCH_STEPS = 235  # An epoch of 60,000 in batches of 256, the last one short.
+EPOCH_STEPS = 235  # An epoch of 60,000 in batches of 256, with a short last batch.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +20,15 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Programs that take turns.
+    """Programs that are measured in turn.
 
     Attributes:
-        title: of its table.
-        model: for the summary.
-        num_steps: of a block.
-        programs: what is timed.
-        ratios: what is compared of them, besides each peer at its best.
-        tests_first_block: whether the test accuracy is asked for after the first block, untimed.
+        title: title of the table.
+        model: name of the model, for the summary.
+        num_steps: steps per block.
+        programs: the programs to time.
+        ratios: comparisons to print, besides each peer's best.
+        tests_first_block: whether the test accuracy is computed after the first block, untimed.
     """
 
     title: str
@@ -47,7 +47,7 @@ def lockstep(name: str, *flags: str, precision: str = "float32") -> Program:
 
 
 def torch_ddp(python: str, *flags: str, precision: str = "float32", more: str = "") -> Program:
-    """Returns PyTorch with a process for each of two devices."""
+    """Returns PyTorch with one process per device, on two devices."""
     name = "PyTorch DDP × 2" + f", {precision}" * (precision != "float32") + more
     flags = (*flags, "--num_devices=2", f"--precision={precision}")
     flags += ("--compile",) * bool(more)
@@ -55,17 +55,17 @@ def torch_ddp(python: str, *flags: str, precision: str = "float32", more: str = 
 
 
 def jax(python: str, *flags: str, num_devices: int = 1, precision: str = "float32") -> Program:
-    """Returns JAX on one device with all cores, or on more."""
+    """Returns JAX on one device with all cores, or on several."""
     name = f"JAX × {num_devices}" + f", {precision}" * (precision != "float32")
     flags = (*flags, f"--num_devices={num_devices}", f"--precision={precision}")
     return Program(name, "jax_devices.py", flags, python, peer="JAX", precision=precision)
 
 
 def keras_fit(*flags: str, num_devices: int = 2, precision: str = "float32") -> Program:
-    """Returns Keras' own `fit` under `MirroredStrategy`, or on one device with all cores."""
+    """Returns Keras' `fit` under `MirroredStrategy`, or on one device with all cores."""
     name = f"Keras fit × {num_devices}" + f", {precision}" * (precision != "float32")
     flags = (*flags, f"--num_devices={num_devices}", f"--precision={precision}")
-    if num_devices == 1:  # More than one fails under the strategy.
+    if num_devices == 1:  # Above 1 it fails under the strategy.
         flags = (*flags, "--steps_per_execution=10")
     return Program(name, "keras_fit.py", flags, peer="Keras", precision=precision)
 
@@ -87,7 +87,7 @@ def own_pair(*flags: str) -> list[Program]:
 
 
 def lenet_part(peers_python: str, *, quick: bool = False) -> Part:
-    """Returns what is compared on LeNet."""
+    """Returns the part for LeNet."""
     two_devices = lockstep("mirrored × 2", *LENET, "--strategy=mirrored")
     programs = [*own_pair(*LENET), two_devices]
     ratios = [Ratio("manual × 2, bfloat16", "manual × 2"), Ratio("mirrored × 2", "manual × 2")]
@@ -120,7 +120,7 @@ def lenet_part(peers_python: str, *, quick: bool = False) -> Part:
 
 
 def resnet_part(peers_python: str, *, quick: bool = False) -> Part:
-    """Returns what is compared on ResNet-18."""
+    """Returns the part for ResNet-18."""
     programs = [*own_pair(*RESNET), lockstep("mirrored × 2", *RESNET, "--strategy=mirrored")]
     ratios = [Ratio("manual × 2, bfloat16", "manual × 2"), Ratio("mirrored × 2", "manual × 2")]
     python = peers_python
@@ -138,7 +138,7 @@ def resnet_part(peers_python: str, *, quick: bool = False) -> Part:
 
 
 def split_part(peers_python: str) -> Part:
-    """Returns what is compared of three ways to split a training, an epoch of `fast` a block."""
+    """Returns the part for three split trainings, with an epoch of `fast` per block."""
     fast = (*LENET, "--recipe=fast", "--num_devices=2")
     peers = [
         ("PyTorch DDP × 2", "torch_ddp.py", ()),
@@ -166,7 +166,7 @@ def split_part(peers_python: str) -> Part:
 
 
 def keras_part(model: str, *flags: str, num_steps: int, one_device: bool = False) -> Part:
-    """Returns what is compared with Keras, in a run of its own: its stalls would hit others."""
+    """Returns the part for Keras, a separate run because its stalls would affect others."""
     programs = own_pair(*flags)
     for num_devices in (2, 1) if one_device else (2,):
         for precision in ("float32", "bfloat16"):
@@ -180,8 +180,8 @@ def all_parts(peers_python: str = sys.executable, *, quick: bool = False) -> dic
     """Returns name → part.
 
     Args:
-        peers_python: the interpreter that has PyTorch and JAX.
-        quick: only what matters most, in short blocks.
+        peers_python: interpreter with PyTorch and JAX.
+        quick: only the most important comparisons, in short blocks.
     """
     parts = {
         "lenet": lenet_part(peers_python, quick=quick),

@@ -1,4 +1,4 @@
-"""Loads Fashion-MNIST for the programs of the benchmark, with NumPy alone."""
+"""Loads Fashion-MNIST for the programs of the benchmark, with only NumPy."""
 
 import dataclasses
 import gzip
@@ -14,10 +14,10 @@ _PREFIXES = ("train", "t10k")
 
 @dataclasses.dataclass(frozen=True)
 class FashionMnist:
-    """The data, as it is in the four files.
+    """The data of the four files.
 
     Attributes:
-        train_images: uint8 `(60000, 28, 28, 1)`, read-only as the other three.
+        train_images: uint8 `(60000, 28, 28, 1)`; all arrays are read-only.
         train_labels: uint8 `(60000,)`, 0 to 9.
         test_images: uint8 `(10000, 28, 28, 1)`.
         test_labels: uint8 `(10000,)`.
@@ -30,7 +30,7 @@ class FashionMnist:
 
 
 def load_fashion_mnist(data_dir: pathlib.Path) -> FashionMnist:
-    """Loads the four original files, compressed or not; ends the program where that fails."""
+    """Loads the four original files, compressed or not; exits on an error."""
     try:
         arrays = []
         for prefix in _PREFIXES:
@@ -52,7 +52,7 @@ def load_fashion_mnist(data_dir: pathlib.Path) -> FashionMnist:
 
 
 def _read_idx(folder: pathlib.Path, name: str, *, num_axes: int) -> np.ndarray:
-    """Reads a file of unsigned bytes: a mark, the size of each axis, then the values."""
+    """Reads a file of unsigned bytes: magic number, size of each axis, values."""
     packed, plain = folder / f"{name}.gz", folder / name
     content = gzip.decompress(packed.read_bytes()) if packed.exists() else plain.read_bytes()
     mark, *shape = np.frombuffer(content, ">u4", 1 + num_axes).tolist()

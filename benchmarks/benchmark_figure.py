@@ -1,4 +1,4 @@
-"""Draws images per second of every program, with intervals: a panel for each part."""
+"""Draws images per second of every program, with intervals, in one panel per part."""
 
 import pathlib
 from typing import Any
@@ -15,8 +15,8 @@ def draw(results: dict[str, Any], out_dir: pathlib.Path, name: str) -> None:
 
     Args:
         results: see `benchmark_page.render`; "parts" is not empty.
-        out_dir: where the files go.
-        name: of the files, without their suffix.
+        out_dir: output directory.
+        name: name of the files, without suffix.
     """
     parts = list(results["parts"].values())
     counts = [sum(not each.startswith("peak") for each in part["programs"]) for part in parts]

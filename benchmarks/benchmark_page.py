@@ -1,4 +1,4 @@
-"""Renders the results of `run.py` as a page: a summary, the settings, and a table for each part."""
+"""Renders the results of `run.py` as Markdown: a summary, the settings, and a table per part."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,8 +19,8 @@ def render(results: dict[str, Any]) -> str:
     """Returns the results as Markdown.
 
     Args:
-        results: "date", "processor", "cores", "versions"; "parts", name → what was measured of it;
-            where they were measured "accuracy" and "memory"; "quick".
+        results: "date", "processor", "cores", "versions"; "parts", name → measurements; if
+            measured, "accuracy" and "memory"; "quick".
     """
     parts = results["parts"]
     lines = [
@@ -55,7 +55,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def summary(results: dict[str, Any]) -> list[str]:
-    """Returns one table: this project against each peer at its best, and the other ratios."""
+    """Returns a table of this project against each peer's best, and the other ratios."""
     lines = [
         "| model | time of an image of | over that of | ratio | 95 % interval |",
         "| --- | --- | --- | --- | --- |",
@@ -74,8 +74,7 @@ def summary(results: dict[str, Any]) -> list[str]:
 def _against_best(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields `manual` in a precision and the fastest program of each peer.
 
-    Held against bfloat16 is the peer's fastest in whatever precision: where bfloat16 is slower
-    there, nobody would use it.
+    For bfloat16, the peer's fastest program in any precision is used: bfloat16 may be slower there.
     """
     programs = part["programs"]
     for name, result in programs.items():

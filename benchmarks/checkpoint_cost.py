@@ -1,4 +1,4 @@
-"""What a checkpoint of ResNet-18 costs: how long the training waits, and how much memory it takes.
+"""Measures the cost of a checkpoint of ResNet-18: the time that training waits, and the memory.
 
 python benchmarks/checkpoint_cost.py [number of replicas]
 """
@@ -24,12 +24,12 @@ def memory_mib(field: str) -> float:
 
 
 def reset_peak() -> None:
-    """Lets the peak begin anew from what is used now."""
+    """Resets the peak to the current memory."""
     pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def main(num_replicas: int) -> None:
-    """Saves some times in the middle of an epoch, a step apart."""
+    """Saves several checkpoints within an epoch, one step apart."""
     config = TrainConfig(
         model="resnet18", global_batch_size=16, device="cpu", num_devices=num_replicas,
         dataset="synthetic", recipe="fast",

@@ -1,10 +1,10 @@
-"""What LeNet's second convolution costs, its two gradients too, and other ways to compute it.
+"""Compares implementations of LeNet's second convolution and its two gradients.
 
 .venv/bin/python benchmarks/conv_study.py [--rounds=9]
 
-All variants take turns on one thread; the time is that of the processor, the smallest of the
-rounds. Each line has the operations that the convolution needs over what the machine does in a
-product of two matrices at the same time: padding is not counted as work.
+All variants are timed in turn on one thread, by processor time; the minimum of the rounds is
+reported. Each line has the operations of the convolution over those of a matrix product in the same
+time, without counting padding.
 """
 
 import argparse
@@ -18,23 +18,23 @@ import tensorflow as tf
 
 EXAMPLES = 128  # A shard of 256 images on two devices.
 HEIGHT, KERNEL, IN, OUT = 13, 5, 20, 50  # LeNet's `conv2`, without padding.
-CALLS = 6  # Of a variant in a round.
+CALLS = 6  # Of a variant per round.
 
 Variant = tuple[str, Callable[[], tf.Tensor]]
 
 
 def random(*shape: int) -> tf.Tensor:
-    """Returns normal random numbers."""
+    """Returns normally distributed random numbers."""
     return tf.random.stateless_normal(shape, seed=(1, len(shape)))
 
 
 def out_height() -> int:
-    """Returns height and width of the convolution's result."""
+    """Returns height and width of the convolution's output."""
     return HEIGHT - KERNEL + 1
 
 
 def convolution(num_in: int, num_out: int) -> list[Variant]:
-    """Returns the convolution and its gradients, with so many channels."""
+    """Returns the convolution and its gradients with these numbers of channels."""
     images = random(EXAMPLES, HEIGHT, HEIGHT, num_in)
     kernel = random(KERNEL, KERNEL, num_in, num_out)
     gradient = random(EXAMPLES, out_height(), out_height(), num_out)
@@ -61,7 +61,7 @@ def convolution(num_in: int, num_out: int) -> list[Variant]:
 
 
 def matrix_products() -> list[Variant]:
-    """Returns the same as products of matrices whose rows are the patches of the images."""
+    """Returns the convolution as products of matrices whose rows are patches of the images."""
     images, kernel = random(EXAMPLES, HEIGHT, HEIGHT, IN), random(KERNEL * KERNEL * IN, OUT)
     gradient = random(EXAMPLES * out_height() ** 2, OUT)
     square = [1, KERNEL, KERNEL, 1]
@@ -84,7 +84,7 @@ def matrix_products() -> list[Variant]:
 
 
 def compiled_by_xla() -> list[Variant]:
-    """Returns the same compiled by XLA."""
+    """Returns the convolution compiled by XLA."""
     return [
         (name, tf.function(function, autograph=False, jit_compile=True))
         for name, function in convolution(IN, OUT)
@@ -92,7 +92,7 @@ def compiled_by_xla() -> list[Variant]:
 
 
 def measure(variants: dict[str, list[Variant]], rounds: int) -> dict[tuple[str, str], float]:
-    """Returns (variant, what is computed) → the shortest processor time of a call, in seconds."""
+    """Returns (variant, computation) → the shortest processor time of a call, in seconds."""
     functions = {
         (title, name): tf.function(function, autograph=False)
         for title, parts in variants.items()

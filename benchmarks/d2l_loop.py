@@ -1,12 +1,12 @@
-"""The loop of "Dive into Deep Learning": data parallelism by hand, eager, on logical CPUs.
+"""Implements the eager data parallelism of "Dive into Deep Learning" on logical CPUs.
 
-Written as a reader of "Dive into Deep Learning", section "Training on Multiple GPUs", writes it
-with TensorFlow: lists of parameters, a network of `tf.nn` functions, a tape for each device, an
-all-reduce by way of device 0, updates with `assign_sub`. Nothing is compiled. In eager mode the
-devices of one process work one after another, each operation with all threads.
+A TensorFlow version of the code in section "Training on Multiple GPUs": lists of parameters, a
+network of `tf.nn` functions, a tape for each device, an all-reduce through device 0, updates with
+`assign_sub`. Nothing is compiled. In eager mode the devices of one process run one after another,
+each operation with all threads.
 
-One line is not the reader's: the tuning thread of `tf.data` is off, because with it the end of an
-epoch now and then waits for seconds, with idle processors, and the benchmark would compare that.
+One difference: `tf.data`'s autotuning is off, because with it the end of an epoch sometimes waits
+for seconds with idle processors, which would be measured.
 """
 
 import os
@@ -23,7 +23,7 @@ import tensorflow as tf
 
 
 def create_devices(num_devices: int) -> list[str]:
-    """Cuts the CPU into logical devices and returns their names; hides GPUs."""
+    """Splits the CPU into logical devices and returns their names; hides GPUs."""
     tf.config.set_visible_devices([], "GPU")
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(
@@ -66,14 +66,14 @@ def lenet(images, params):
 
 
 def summed_loss(logits, labels):
-    """Adds up the cross-entropies of a shard."""
+    """Sums the cross-entropies of a shard."""
     return tf.reduce_sum(
         tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
     )
 
 
 def split_batch(images, labels, devices):
-    """Cuts a batch into equal shards, each on its device."""
+    """Splits a batch into equal shards, each on its device."""
     shards = []
     for x, y, device in zip(
         tf.split(images, len(devices)), tf.split(labels, len(devices)), devices, strict=True
@@ -84,7 +84,7 @@ def split_batch(images, labels, devices):
 
 
 def all_reduce(tensors, devices):
-    """Adds tensors, one from each device, on device 0 and copies the sum back to every device."""
+    """Sums tensors, one per device, on device 0 and copies the sum to every device."""
     with tf.device(devices[0]):
         total = tensors[0]
         for tensor in tensors[1:]:
@@ -97,13 +97,13 @@ def all_reduce(tensors, devices):
 
 
 def sgd(params, gradients, learning_rate, num_examples):
-    """Makes a step of gradient descent with gradients that are sums over `num_examples`."""
+    """Applies a step of gradient descent with gradients that are sums over `num_examples`."""
     for param, gradient in zip(params, gradients, strict=True):
         param.assign_sub(learning_rate * gradient / num_examples)
 
 
 def train_batch(images, labels, device_params, devices, learning_rate):
-    """Makes one step on all devices; returns each device's summed loss."""
+    """Runs one step on all devices; returns each device's summed loss."""
     losses, device_gradients = [], []
     for (x, y), params, device in zip(
         split_batch(images, labels, devices), device_params, devices, strict=True
@@ -112,7 +112,7 @@ def train_batch(images, labels, device_params, devices, learning_rate):
             loss = summed_loss(lenet(x, params), y)
         losses.append(loss)
         device_gradients.append(tape.gradient(loss, params))
-    # From a list for each device to a list for each parameter, and back.
+    # From one list per device to one list per parameter, and back.
     summed = [all_reduce(parts, devices) for parts in zip(*device_gradients, strict=True)]
     for params, gradients, device in zip(
         device_params, zip(*summed, strict=True), devices, strict=True
@@ -123,10 +123,10 @@ def train_batch(images, labels, device_params, devices, learning_rate):
 
 
 class D2lTrainer:
-    """The training of d2l, to be carried on step by step.
+    """Runs the training of d2l step by step.
 
     Args:
-        job: what to train.
+        job: the training.
     """
 
     def __init__(self, job: protocol.BenchmarkJob):
@@ -148,14 +148,14 @@ class D2lTrainer:
         protocol.check_num_parameters(job, sum(int(tf.size(p)) for p in self._device_params[0]))
 
     def restart(self) -> None:
-        """Draws new weights and begins with an epoch."""
+        """Draws new weights and starts an epoch."""
         tf.random.set_seed(0)
         params = initial_params()
         self._device_params = [get_params(params, device) for device in self._devices]
         self._batches = self._epochs()
 
     def train_steps(self, num_steps: int) -> tuple[int, float]:
-        """Makes so many steps; returns how many images they had, and their mean loss."""
+        """Runs `num_steps` steps; returns the number of images and their mean loss."""
         num_images, losses = 0, []
         for _ in range(num_steps):
             images, labels = next(self._batches)
@@ -166,7 +166,7 @@ class D2lTrainer:
         return num_images, float(sum(loss.numpy() for loss in losses)) / num_images
 
     def evaluate(self) -> float:
-        """Returns the part of the test images that device 0 classifies rightly, as d2l does."""
+        """Returns the test accuracy, computed on device 0 as in d2l."""
         num_correct = 0
         with tf.device(self._devices[0]):
             for images, labels in self._test_data:
@@ -176,11 +176,11 @@ class D2lTrainer:
         return num_correct / len(self._job.data.test_labels)
 
     def train_until(self, accuracy: float, max_epochs: int) -> dict:
-        """Trains, testing after every epoch, until a test accuracy is reached, or for `max_epochs`.
+        """Trains, testing after every epoch, up to a test accuracy or for `max_epochs`.
 
         Returns:
-            Seconds of training and testing together, epochs, the last accuracy, and whether it is
-            as high as asked for.
+            Seconds of training and testing, epochs, the last accuracy, and whether the target was
+            reached.
         """
         start = time.perf_counter()
         reached, num_epochs = 0.0, 0
@@ -210,7 +210,7 @@ class D2lTrainer:
 
 
 def main(job: protocol.BenchmarkJob) -> None:
-    """Warms up, forgets that, and serves requests; `train_until` is one besides the usual."""
+    """Warms up, discards the results, and serves requests, including `train_until`."""
     trainer = D2lTrainer(job)
     trainer.train_steps(protocol.NUM_WARMUP_STEPS)
     trainer.evaluate()

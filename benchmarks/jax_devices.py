@@ -1,7 +1,7 @@
-"""JAX: one compiled step, on one device with all cores or over several host devices by `shard_map`.
+"""Trains with JAX: a compiled step on one device with all cores, or on several with `shard_map`.
 
-What was chosen, and why. Ratios are of processor time, LeNet in float32 with a batch of 256, all
-variants in turn on a machine with other work:
+Choices and reasons. Ratios are of processor time for LeNet in float32 with a batch of 256, all
+variants timed in turn:
 
 - One device with all cores takes as long as two host devices with the gradients averaged by
   `pmean`; both are in the table.
@@ -10,10 +10,10 @@ variants in turn on a machine with other work:
 - Channels last: channels first 1.4 times as long; patches and a matrix product 1.8 times.
 - Neither oneDNN's flags nor fast mathematics change anything.
 - bfloat16 takes 1.7 times as long as float32: XLA has no convolution in it for a CPU.
-- The host gathers the bytes of a global batch and sends each device its shard: under a millisecond
-  of a step of dozens. Each step is waited for: with several under way, the all-reduces of one can
+- The host gathers the bytes of a global batch and sends each device its shard: under 1 ms of a step
+  of tens of ms. Every step is awaited: with several steps in flight, the all-reduces of one can
   hold the threads that another one needs.
-- Weights and the sum of losses are donated: a step updates them where they are.
+- Weights and the sum of losses are donated, so that a step updates them in place.
 """
 
 import functools
@@ -35,8 +35,8 @@ if __name__ == "__main__":
         ]
     )
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # An all-reduce holds a thread for each device: where XLA has no more than that, it can wait for
-    # ever, and XLA ends the program after 40 s.
+    # An all-reduce holds one thread per device: without further threads XLA can deadlock, and exits
+    # after 40 s.
     if JOB.num_devices > 1:
         os.environ["NPROC"] = str(4 * JOB.num_devices)
 
@@ -54,7 +54,7 @@ Variables = tuple[dict[str, jax.Array], dict[str, jax.Array]]  # Weights, moving
 
 
 def initial_variables(model: str) -> Variables:
-    """Draws the weights in Glorot's way; biases are 0."""
+    """Draws the weights with Glorot initialisation; biases are 0."""
     params, state = create_variables(model)
     keys = jax.random.split(jax.random.key(0), len(params))
     initialize = jax.nn.initializers.glorot_uniform()
@@ -74,7 +74,7 @@ def logits_of(variables: Variables, images: jax.Array, job: protocol.BenchmarkJo
 
 
 def train_step(variables, loss_sum, images, labels, *, job):
-    """Makes one step on each device, all with the same gradient.
+    """Runs one step on each device, all with the same gradient.
 
     Returns:
         New weights and statistics, and `loss_sum` with the losses of the whole global batch added.
@@ -94,16 +94,16 @@ def train_step(variables, loss_sum, images, labels, *, job):
 
 
 def count_correct(variables, images, labels, *, job):
-    """Counts the images of all devices whose class is right; a label of −1 is never right."""
+    """Counts the correctly classified images of all devices; a label of −1 never matches."""
     logits, _ = logits_of(variables, images, job, False)
     return lax.psum(jnp.sum(logits.argmax(1) == labels), AXIS)
 
 
 class JaxTrainer:
-    """The weights, the same on every device, and the data, on the host.
+    """Holds the weights, copied to every device, and the data, on the host.
 
     Args:
-        job: what to train.
+        job: the training.
     """
 
     def __init__(self, job: protocol.BenchmarkJob):
@@ -112,7 +112,7 @@ class JaxTrainer:
             raise RuntimeError(f"{jax.device_count()} devices, not {job.num_devices}")
         mesh = jax.make_mesh((job.num_devices,), (AXIS,))
         self._replicated, self._sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
-        # The check would have gradients summed where they are made, one by one, without a word.
+        # With the check, gradients would be summed one by one where they are computed.
         shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
         self._train_step = jax.jit(
             shard_map(
@@ -131,7 +131,7 @@ class JaxTrainer:
         protocol.check_num_parameters(job, sum(p.size for p in self._variables[0].values()))
 
     def warm_up(self) -> None:
-        """Compiles everything, for the short last batch of an epoch too; takes the weights back."""
+        """Compiles all functions, also for the short last batch; restores the weights."""
         for size in {where.stop - where.start for where in self._job.epoch_slices}:
             for _ in range(protocol.NUM_WARMUP_STEPS):
                 self._make_step(np.arange(size))
@@ -139,7 +139,7 @@ class JaxTrainer:
         self._restart()
 
     def train_steps(self, num_steps: int) -> tuple[int, float]:
-        """Makes so many steps; returns how many images they had, and their mean loss."""
+        """Runs `num_steps` steps; returns the number of images and their mean loss."""
         num_images = 0
         for _ in range(num_steps):
             indices = next(self._batches)
@@ -151,7 +151,7 @@ class JaxTrainer:
         return num_images, mean
 
     def evaluate(self) -> float:
-        """Returns the part of the test images that is classified rightly."""
+        """Returns the test accuracy."""
         counts = [self._count_correct(self._variables, *batch) for batch in self._test_batches]
         return sum(int(count) for count in counts) / len(self._job.data.test_labels)
 
@@ -169,7 +169,7 @@ class JaxTrainer:
         self._loss_sum = jax.device_put(jnp.zeros(()), self._replicated)
 
     def _cut_test_data(self):
-        """Puts equal batches on the devices, the last one filled up with labels of −1."""
+        """Puts equal batches on the devices; pads the last one with labels of −1."""
         size = self._job.global_batch_size
         images, labels = self._job.data.test_images, self._job.data.test_labels.astype(np.int32)
         missing = -len(labels) % size

@@ -1,19 +1,20 @@
-"""Keras: `compile` and `fit`, under `MirroredStrategy` on logical CPU devices if there are several.
+"""Trains with Keras' `compile` and `fit`, with `MirroredStrategy` on several logical CPU devices.
 
-What was chosen, and why:
+Choices and reasons:
 
-- One `fit` with `steps_per_epoch`, over a data set without end. When `fit` drops an iterator, as it
-  does after each epoch over a finite data set, `tf.data`'s tuning thread sometimes keeps it
-  waiting for up to twice the time of the epoch, with idle processors. Turning the tuning off helps
-  on one device, but under the strategy there are iterators that the user cannot reach.
-- So a thread runs `fit` for good, and every request for steps is an epoch of it.
-- Example numbers are shuffled, and a batch is gathered by one operation: less work than to shuffle
-  and stack 60,000 single images.
+- One `fit` with `steps_per_epoch` over an infinite dataset. When `fit` deletes an iterator, as it
+does
+  after each epoch of a finite dataset, `tf.data`'s autotuning thread sometimes delays it by up to
+  twice the time of the epoch, with idle processors. Turning autotuning off helps on one device, but
+  under the strategy there are iterators without access to this option.
+- A thread therefore runs `fit` permanently, and every request for steps is an epoch of it.
+- Example indices are shuffled, and one operation gathers a batch: less work than shuffling and
+  stacking 60,000 images.
 - Operations get the cores divided by the replicas as threads: 8 % faster with 2 on 2 cores.
-- With 2 replicas TensorFlow refuses `steps_per_execution` above 1. On one device 10 of them in a
-  call save a tenth of a step of LeNet (`--num_devices=1 --steps_per_execution=10`), so both are
-  compared. A block has to be a multiple of it.
-- XLA is off: under the strategy it fails, and on one device LeNet takes 1.8 times as long with it
+- With 2 replicas TensorFlow rejects `steps_per_execution` above 1. On one device, 10 steps per call
+  save a tenth of a step of LeNet (`--num_devices=1 --steps_per_execution=10`); both are compared.
+  The steps of a block must be a multiple of it.
+- XLA is off: under the strategy it fails, and on one device LeNet takes 1.8 times as long
   (`--num_devices=1 --jit_compile`; processor time, the variants in turn on a busy machine).
 """
 
@@ -24,7 +25,7 @@ import protocol
 
 
 def check_flags(flags: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the flags together, or None."""
+    """Returns the error in a combination of flags, or None."""
     if flags.jit_compile and flags.num_devices > 1:
         return "--jit_compile: XLA fails under MirroredStrategy here; use --num_devices=1 with it"
     if flags.steps_per_execution > 1 and flags.num_devices > 1:
@@ -52,10 +53,10 @@ from keras import layers
 
 
 def create_strategy(num_devices: int):
-    """Cuts the CPU into logical devices and mirrors over them; hides GPUs.
+    """Splits the CPU into logical devices and creates a strategy; hides GPUs.
 
     Returns:
-        A strategy, or for one device nothing that has a `scope`.
+        A strategy; for one device, an object with an empty `scope`.
     """
     tf.config.set_visible_devices([], "GPU")
     if num_devices == 1:
@@ -117,18 +118,18 @@ BUILDERS = {"lenet": build_lenet, "resnet18": build_resnet18}
 
 
 class Turns(keras.callbacks.Callback):
-    """Lets a `fit` that runs in another thread go on by an epoch whenever it is told to."""
+    """Lets a `fit` in another thread continue by one epoch per order."""
 
     def __init__(self):
         super().__init__()
         self._orders, self._results = queue.SimpleQueue(), queue.SimpleQueue()
 
     def on_train_begin(self, logs=None):
-        """Tells that all is prepared, and waits for the first order."""
+        """Reports that everything is prepared, and waits for the first order."""
         self._pause(logs)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Hands over the metrics of the epoch, and waits for the next order."""
+        """Reports the metrics of the epoch, and waits for the next order."""
         self._pause(logs)
 
     def _pause(self, result):
@@ -137,15 +138,15 @@ class Turns(keras.callbacks.Callback):
             self.model.stop_training = True
 
     def order(self, what: str) -> None:
-        """Tells `fit`, which is waiting, to "go" on by an epoch or to "stop"."""
+        """Tells the waiting `fit` to "go" on by an epoch or to "stop"."""
         self._orders.put(what)
 
     def fail(self, error: BaseException) -> None:
-        """Hands over the error that ended `fit`."""
+        """Reports the exception that ended `fit`."""
         self._results.put(error)
 
     def result(self) -> dict | None:
-        """Waits for the end of what was ordered and returns the metrics; raises what `fit` did."""
+        """Waits for the end of an order and returns the metrics; raises the exception of `fit`."""
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result
@@ -156,7 +157,7 @@ class KerasTrainer:
     """A compiled model and its data.
 
     Args:
-        job: what to train.
+        job: the training.
     """
 
     def __init__(self, job: protocol.BenchmarkJob):
@@ -184,7 +185,7 @@ class KerasTrainer:
         self._steps_per_turn, self._num_steps = 0, 0
 
     def warm_up(self) -> None:
-        """Compiles training and testing, then takes the weights back."""
+        """Compiles training and testing, then restores the weights."""
         weights = self._model.get_weights()
         num_steps = max(protocol.NUM_WARMUP_STEPS, self._job.options["steps_per_execution"])
         self.prepare(num_steps)
@@ -194,12 +195,12 @@ class KerasTrainer:
         self._model.set_weights(weights)
 
     def prepare(self, num_steps: int) -> None:
-        """Sees to it that a `fit` with so many steps an epoch waits for its turn.
+        """Prepares a waiting `fit` with `num_steps` steps per epoch.
 
-        One with another number ends; the new one begins with an epoch of the data.
+        Ends a `fit` with another number; the new one starts an epoch of the data.
 
         Raises:
-            ValueError: if they are not whole calls of `steps_per_execution`.
+            ValueError: the steps are not a multiple of `steps_per_execution`.
         """
         if num_steps % self._job.options["steps_per_execution"]:
             raise ValueError(f"{num_steps} steps are not a multiple of --steps_per_execution")
@@ -213,7 +214,7 @@ class KerasTrainer:
         self._turns.result()
 
     def train_steps(self, num_steps: int) -> tuple[int, float]:
-        """Makes the steps prepared; returns how many images they had, and their mean loss."""
+        """Runs the prepared steps; returns the number of images and their mean loss."""
         self._turns.order("go")
         logs = self._turns.result()
         num_images = self._job.num_images(self._num_steps + num_steps)
@@ -222,7 +223,7 @@ class KerasTrainer:
         return num_images, logs["loss"]
 
     def evaluate(self) -> float:
-        """Returns the part of the test images that is classified rightly."""
+        """Returns the test accuracy."""
         return self._model.evaluate(self._test_data, verbose=0, return_dict=True)["accuracy"]
 
     def _fit(self, turns):
@@ -230,8 +231,8 @@ class KerasTrainer:
             self._model.fit(
                 self._train_data,
                 steps_per_epoch=self._steps_per_turn,
-                epochs=1_000_000,  # Until it is told to stop.
-                shuffle=False,  # The data set does that.
+                epochs=1_000_000,  # Until it is stopped.
+                shuffle=False,  # The dataset shuffles.
                 callbacks=[turns],
                 verbose=0,
             )
@@ -243,10 +244,10 @@ class KerasTrainer:
             self._turns.order("stop")
             self._thread.join()
             self._thread = None
-            gc.collect()  # So that its iterators keep nobody waiting later.
+            gc.collect()  # So that deleting its iterators does not delay later steps.
 
     def _dataset(self, images, labels, *, endless=False):
-        """Makes batches of float images and labels; without end, they are shuffled."""
+        """Creates batches of float images and labels; if endless, shuffled."""
         images, labels = tf.constant(images), tf.constant(labels)
 
         def fetch(indices):
@@ -257,7 +258,7 @@ class KerasTrainer:
         if endless:
             dataset = dataset.shuffle(len(images))
         dataset = dataset.batch(self._job.global_batch_size)
-        if endless:  # Without a short last batch that cannot be cut into equal shards.
+        if endless:  # Drop a short last batch, which may not split into equal shards.
             dataset = dataset.take(len(self._job.epoch_slices)).repeat()
         options = tf.data.Options()
         options.autotune.enabled = False

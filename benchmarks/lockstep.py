@@ -1,4 +1,4 @@
-"""Lockstep itself, as a peer among the others: the same requests, answered by its own training."""
+"""Serves the benchmark's requests with a training of Lockstep."""
 
 import argparse
 import pathlib
@@ -15,7 +15,7 @@ from protocol import claim_stdout, serve
 
 
 def parse_config(arguments: Sequence[str]) -> TrainConfig:
-    """Returns the training that the flags of a benchmark program describe."""
+    """Returns the training for the flags of a benchmark program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--strategy", default="manual")
@@ -49,7 +49,7 @@ def main() -> None:
     state = strategy.state()
     strategy.train_steps(strategy.distribute(spec.batches()), 5)
     strategy.evaluate(dataset.batches_to_evaluate().take(1))  # Compiles it.
-    strategy.load_state(state)  # As if nothing had happened.
+    strategy.load_state(state)  # Restores the initial state.
     iterator = strategy.distribute(spec.batches())
 
     def steps(num_steps: int) -> dict:

@@ -1,4 +1,4 @@
-"""The machine's limit, as a peer: products of two square matrices."""
+"""Measures the machine's peak speed, as a program of the benchmark: products of square matrices."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 from protocol import claim_stdout, serve
 
 SIZE = 4096
-PRODUCTS = 10  # In a block.
+PRODUCTS = 10  # Per block.
 
 
 def main() -> None:

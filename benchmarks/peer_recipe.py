@@ -1,6 +1,6 @@
-"""How the PyTorch programs train besides the architecture: the project's recipes for LeNet.
+"""Defines the recipes of the PyTorch programs: those of the project for LeNet.
 
-Needs no framework. A test compares the figures and the learning rates with `app/training`.
+Needs no framework. A test compares the values and the learning rates with `app/training`.
 """
 
 import argparse
@@ -17,11 +17,11 @@ class PeerRecipe:
 
     Attributes:
         pixel_mean: subtracted from pixels of 0 to 255.
-        pixel_std: what they are divided by then.
-        momentum: of stochastic gradient descent; Nesterov's, where it is not 0.
+        pixel_std: divides the pixels after the subtraction.
+        momentum: Nesterov momentum of stochastic gradient descent; 0 for none.
         weight_decay: fraction of a weight, times the learning rate, subtracted in each step.
-        warmup: fraction of the steps in which the learning rate rises to its peak, before it falls
-            along a cosine to 0; None for a constant learning rate and PyTorch's initial weights.
+        warmup: fraction of the steps in which the learning rate rises to its peak, before a cosine
+            decay to 0; None for a constant learning rate and PyTorch's initial weights.
     """
 
     pixel_mean: float = 0.0
@@ -34,9 +34,9 @@ class PeerRecipe:
         """Returns the learning rate of each step of a training of `num_steps` steps.
 
         Args:
-            base: the peak at a global batch of 256; with a constant learning rate, that rate.
-            global_batch_size: examples of a step.
-            num_steps: of the whole training.
+            base: peak learning rate at a global batch of 256; the learning rate itself if constant.
+            global_batch_size: examples per step.
+            num_steps: steps of the whole training.
         """
         if self.warmup is None:
             return [base] * num_steps
@@ -64,7 +64,7 @@ RECIPE_FLAG = {"recipe": {"choices": list(PEER_RECIPES), "default": "d2l"}}
 
 
 def check_recipe(flags: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the recipe for the model, or None."""
+    """Returns why the recipe does not fit the model, or None."""
     if flags.recipe == "fast" and flags.model != "lenet":
         return f"--recipe=fast: not available for --model={flags.model}; use --recipe=d2l"
     return None

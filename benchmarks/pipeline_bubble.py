@@ -1,10 +1,10 @@
-"""The idle time of pipelines, the micro-batches that they remember, and their memory: a table.
+"""Measures idle time, micro-batches in flight and memory of pipelines, and prints a table.
 
 `python benchmarks/pipeline_bubble.py [--stages=4] [--micro_batches=1,4,8] [--memory_batch=2048]`.
-The stages are padded by sleeping, 20 ms forwards and 40 ms backwards, so that they take equally
-long and do not compete for the cores of one processor. Memory is what the steps of a training take
-beyond what is held before them; of LeNet in two stages with eight micro-batches, each schedule in
-a process of its own.
+The stages are padded by sleeping, 20 ms forward and 40 ms backward, so that they take equally long
+and do not compete for the cores of one processor. Memory is the peak during steps minus the memory
+before them, for LeNet in two stages with eight micro-batches, with a separate process for each
+schedule.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 
 SCHEDULES = "gpipe", "1f1b"
-MOST_APART = 0.03  # What a task computes, and how late a sleeper wakes up, is not in the theory.
+MOST_APART = 0.03  # The theory ignores computation and late wake-ups.
 
 
 def create_config(**options: object) -> TrainConfig:
-    """Returns a training with a pipeline on generated images."""
+    """Returns a pipeline training on generated images."""
     return TrainConfig(strategy="pipeline", device="cpu", dataset="synthetic", **options)
 
 
 def print_idle_times(num_stages: int, micro_batches: list[int]) -> bool:
-    """Measures each number of micro-batches with each schedule; returns whether theory is met."""
+    """Measures all numbers of micro-batches and schedules; returns whether the theory holds."""
     print(f"{num_stages} padded stages; shares of idle time, and micro-batches in flight")
     print("   M schedule  idle  theory  apart  in flight      theory")
     is_met = True
@@ -76,7 +76,7 @@ def print_memory(global_batch_size: int) -> None:
 
 
 def main() -> int:
-    """Prints both tables; returns 1 where theory is not met."""
+    """Prints both tables; returns 1 if the theory does not hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro_batches", default="1,4,8")

@@ -1,8 +1,8 @@
-"""Holds the prediction of `plan` against what local workers measure, in one interleaved run.
+"""Compares the prediction of `plan` with measurements of local workers, in one interleaved run.
 
-One worker by itself on one core says what compute takes, all-reduces of two workers what the
-loopback does; four workers are predicted from both and measured. Workers share the cores there
-are: beyond that number each computes as much longer.
+A single worker on one core gives the compute time, all-reduces of two workers give the cost of the
+loopback; four workers are predicted from both and measured. Workers share the available cores: with
+more workers, each computes proportionally longer.
 
 `python benchmarks/plan_check.py [--model=lenet] [--rounds=7]`
 """

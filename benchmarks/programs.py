@@ -1,4 +1,4 @@
-"""The programs that are compared, each in a process of its own that is told what to do in turn."""
+"""Starts the programs of the benchmark, each in a separate process, and sends them requests."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,12 @@ class Program:
     """One training in one framework.
 
     Attributes:
-        name: in tables.
-        file: in this folder.
-        flags: besides `--data_dir`.
-        python: the interpreter of its environment.
-        peer: whose framework it is, "" for this project.
-        precision: "float32" or "bfloat16": what the layers compute in.
+        name: name in tables.
+        file: file name in this folder.
+        flags: flags besides `--data_dir`.
+        python: interpreter of its environment.
+        peer: name of the framework; "" for this project.
+        precision: "float32" or "bfloat16", compute dtype of the layers.
     """
 
     name: str
@@ -35,16 +35,16 @@ class Program:
 
 
 class Running(contextlib.AbstractContextManager):
-    """A program that has been started; leaving the context ends it and what it has started.
+    """A started program; leaving the context ends it and its child processes.
 
     Args:
-        program: what to start.
+        program: the program.
         data_dir: folder with the four files of Fashion-MNIST.
     """
 
     def __init__(self, program: Program, data_dir: str):
         self.program = program
-        # Not a pipe, which nobody would read until the end; closed by `__exit__`.
+        # Not a pipe, which would not be read until the end; closed by `__exit__`.
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [program.python, FOLDER / program.file, *program.flags, f"--data_dir={data_dir}"],
@@ -52,11 +52,11 @@ class Running(contextlib.AbstractContextManager):
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            start_new_session=True,  # One group, to be ended as a whole.
+            start_new_session=True,  # A process group, ended as a whole.
         )
 
     def wait_until_ready(self) -> dict:
-        """Returns what the program says of itself once it is warm."""
+        """Returns the program's description of itself, after its warm-up."""
         return self._read()
 
     def ask(self, **request) -> dict:

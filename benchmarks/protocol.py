@@ -1,14 +1,14 @@
-"""What the programs of the benchmark share: flags, Fashion-MNIST, and requests in, answers out.
+"""Defines the protocol of the benchmark's programs: flags, Fashion-MNIST, requests and answers.
 
-A program is started once, warms up, says so in a line of JSON, and then answers each line of JSON
-on standard input with one on standard output:
+A program warms up after its start and writes one line of JSON. It then answers each line of JSON on
+standard input with one on standard output:
 
     (start)                           {"ready": true, "versions": {...}, "num_parameters": 129068}
     {"do": "steps", "num_steps": 235} {"sec": 7.4, "images": 60000, "loss": 0.61}
     {"do": "evaluate"}                {"accuracy": 0.78, "sec": 0.6}
 
-The end of standard input ends it. Needs the standard library and NumPy only, so that each
-framework's program runs in an environment of its own.
+The program exits at the end of standard input. This module needs only the standard library and
+NumPy, so that each framework's program runs in its own environment.
 """
 
 import argparse
@@ -30,8 +30,8 @@ import numpy as np
 
 from benchmark_data import FashionMnist, load_fashion_mnist
 
-LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # Those of d2l, constant.
-NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable ones.
+LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # Of d2l; constant.
+NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable parameters.
 PRECISION_FLAG = {"precision": {"choices": ["float32", "bfloat16"], "default": "float32"}}
 NUM_WARMUP_STEPS = 5
 _PR_SET_PDEATHSIG = 1  # Reference: prctl(2).
@@ -39,16 +39,15 @@ _PR_SET_PDEATHSIG = 1  # Reference: prctl(2).
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkJob:
-    """What a program is to train.
+    """The training of a program.
 
     Attributes:
         model: a key of `LEARNING_RATES`.
-        global_batch_size: examples of one step on all devices together, a multiple of
-            `num_shards`.
-        num_devices: logical devices or processes.
-        data: what to train and test with.
-        num_shards: equal parts that a global batch is split into.
-        options: values of the flags that the program alone has.
+        global_batch_size: examples per step on all devices, a multiple of `num_shards`.
+        num_devices: number of logical devices or processes.
+        data: training and test data.
+        num_shards: number of equal parts of a global batch.
+        options: values of the program's own flags.
     """
 
     model: str
@@ -60,20 +59,20 @@ class BenchmarkJob:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of plain stochastic gradient descent, the same in every step."""
+        """The learning rate of plain SGD, constant."""
         return LEARNING_RATES[self.model]
 
     @property
     def per_replica_batch_size(self) -> int:
-        """Examples of one step on one device."""
+        """Examples per step on one device."""
         return self.global_batch_size // self.num_devices
 
     @functools.cached_property
     def epoch_slices(self) -> list[slice]:
-        """Where each global batch of an epoch lies in the order of that epoch.
+        """The slice of each global batch in the order of an epoch.
 
-        The last one may be short. It is left out where it cannot be cut into equal shards, and so
-        is its part of `num_images`.
+        A short last batch is left out if it cannot be split into equal shards, also from
+        `num_images`.
         """
         num_examples = len(self.data.train_images)
         starts = range(0, num_examples, self.global_batch_size)
@@ -82,15 +81,15 @@ class BenchmarkJob:
         return slices if (last.stop - last.start) % self.num_shards == 0 else slices[:-1]
 
     def num_images(self, num_steps: int) -> int:
-        """Counts the images of `num_steps` steps that begin with an epoch."""
+        """Returns the number of images of `num_steps` steps from the start of an epoch."""
         sizes = [s.stop - s.start for s in self.epoch_slices]
         num_epochs, rest = divmod(num_steps, len(sizes))
         return num_epochs * sum(sizes) + sum(sizes[:rest])
 
     def index_batches(self) -> Iterator[np.ndarray]:
-        """Yields the example numbers of each global batch, without end, shuffled in each epoch.
+        """Yields the example indices of each global batch, forever, reshuffled in each epoch.
 
-        Every process that asks gets the same ones.
+        Every process gets the same indices.
         """
         generator = np.random.default_rng(0)
         while True:
@@ -106,16 +105,16 @@ def open_job(
     check: Callable[[argparse.Namespace], str | None] | None = None,
     shards_flag: str = "num_devices",
 ) -> BenchmarkJob:
-    """Takes standard output for the answers, reads the flags and loads the data.
+    """Reserves standard output for the answers, parses the flags and loads the data.
 
     Called before a framework is imported, which takes seconds and may print: wrong flags end the
     program with code 2 and unusable data with code 3, each after one line on standard error.
 
     Args:
-        models: the names that the program can train.
+        models: names of the models that the program can train.
         flags: the program's own flags: name → arguments of `add_argument`.
-        check: returns what is wrong with the flags together, or None.
-        shards_flag: the flag whose value is the number of equal parts of a global batch.
+        check: returns the error in a combination of flags, or None.
+        shards_flag: the flag with the number of equal parts of a global batch.
     """
     claim_stdout()
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -151,19 +150,19 @@ def open_job(
 
 
 def num_cores() -> int:
-    """Counts the cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Lets Linux end this process with the one that started it, even where that one is killed.
+    """Makes Linux end this process when its parent ends, even if the parent is killed.
 
-    Elsewhere the end of standard input and broken connections do that, a little later.
+    On other systems, the end of standard input and broken connections do so, slightly later.
 
     Args:
-        parent_pid: of the process that started this one; it may be gone already.
+        parent_pid: process id of the parent, which may have ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -172,7 +171,7 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def check_num_parameters(job: BenchmarkJob, num_parameters: int) -> None:
-    """Raises an error unless the network that was built is the one that all programs train."""
+    """Raises an error unless the network has the parameters that all programs train."""
     if num_parameters != NUM_PARAMETERS[job.model]:
         raise AssertionError(
             f"{job.model} with {num_parameters} trainable parameters —"
@@ -181,12 +180,12 @@ def check_num_parameters(job: BenchmarkJob, num_parameters: int) -> None:
 
 
 def describe(job: BenchmarkJob, settings: str, **versions: str) -> dict:
-    """Returns what a program says of itself when it is ready.
+    """Returns a program's description of itself.
 
     Args:
-        job: what it trains.
-        settings: what was chosen for it to be fast, in a few words.
-        **versions: of what it is made with, besides Python and NumPy.
+        job: the training.
+        settings: settings chosen for speed, in a few words.
+        **versions: versions of its framework, besides Python and NumPy.
     """
     return {
         "versions": {"python": platform.python_version(), "numpy": np.__version__, **versions},
@@ -203,13 +202,13 @@ def training_handlers(
     *,
     prepare: Callable[[int], None] | None = None,
 ) -> dict[str, Callable[..., dict]]:
-    """Returns handlers that do what is asked and take the time of it.
+    """Returns handlers that execute requests and time them.
 
     Args:
-        train_steps: makes so many optimizer steps and waits for the last; returns the images that
-            it trained with and the mean of their losses.
-        evaluate: returns the part of the test images that is classified rightly.
-        prepare: does what has to be done once before so many steps can be made; not timed.
+        train_steps: runs a number of optimizer steps and waits for the last; returns the number of
+            images and the mean of their losses.
+        evaluate: returns the test accuracy.
+        prepare: prepares for a number of steps per request; not timed.
     """
 
     def steps(num_steps: int) -> dict:
@@ -231,7 +230,7 @@ def training_handlers(
 
 @functools.cache
 def claim_stdout() -> TextIO:
-    """Keeps standard output for the answers; whatever else is printed goes to standard error.
+    """Reserves standard output for the answers; other output goes to standard error.
 
     Returns:
         The stream for the answers, the same one each time.
@@ -248,13 +247,13 @@ def serve(
     *,
     requests: Iterable[str] = sys.stdin,
 ) -> None:
-    """Says that the program is ready, then does what it is asked until the requests end.
+    """Reports that the program is ready, then answers requests until they end.
 
     Args:
-        about: what the first line tells besides `"ready": true`.
-        handlers: name of a request → what makes its answer, from the other entries of the request.
-        requests: a line of JSON for each. One that is no request is answered with
-            `{"error": ...}`.
+        about: entries of the first line besides `"ready": true`.
+        handlers: name of a request → function of the request's other entries that returns the
+            answer.
+        requests: one line of JSON per request. An invalid one is answered with `{"error": ...}`.
     """
     answers = claim_stdout()
     print(json.dumps({"ready": True, **about}), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""What each choice of the recipe `fast` is worth: LeNet over several seeds, a variant a line.
+"""Measures the effect of each choice in the recipe `fast`, for LeNet over several seeds.
 
 .venv/bin/python benchmarks/recipe_study.py --seeds=1,2,3,4,5 --epochs=10 --variants=fast,flip
 """
@@ -18,7 +18,7 @@ from app.config.names import PRECISIONS
 from app.devices import device_setup
 from app.training.recipes import RECIPES
 
-# Variant → what is another in the recipe, and in the configuration.
+# Variant → changes of the recipe and of the configuration.
 VARIANTS = {
     "fast": ({}, {}),
     "batch 128": ({}, {"global_batch_size": 128}),

@@ -1,13 +1,12 @@
-"""Compares Lockstep with its peers in one interleaved run, and writes down what was seen.
+"""Compares Lockstep with its peers in one interleaved run, and writes the results.
 
     make bench                                        everything, three quarters of an hour;
                                                       writes docs/BENCHMARKS.md
     make bench ARGS=--quick                           what matters most, in short blocks
     .venv/bin/python benchmarks/run.py --only=lenet   one part of it
 
-A round times one block of each program, one after another, the others asleep: whatever else the
-machine does hits all of them. Ratios are of medians over the rounds, with 95 % intervals by the
-bootstrap over rounds.
+A round times one block of each program in turn, while the others sleep, so that disturbances affect
+all of them. Ratios are of medians over the rounds, with 95 % bootstrap intervals over rounds.
 """
 
 import argparse
@@ -33,13 +32,13 @@ from app.runtime.progress_bar import Bar
 from benchmark_page import FIGURE, LONG_STEPS, TARGET_ACCURACY, render, summary
 from programs import Program, Running
 
-_STARTED_TOGETHER = 3  # More of them keep each other from the cores, and some have deadlines.
+_STARTED_TOGETHER = 3  # More would compete for the cores, and some have deadlines.
 _QUICK_ROUNDS, _ROUNDS = 5, 9
 _OTHERS = ("accuracy", "memory")
 
 
 class Progress(contextlib.AbstractContextManager):
-    """A live bar of the blocks of a part on a terminal; elsewhere a line for each part."""
+    """Shows a live bar of a part's blocks on a terminal, else one line per part."""
 
     def __init__(self) -> None:
         self._bar = Bar() if sys.stdout.isatty() else None
@@ -55,7 +54,7 @@ class Progress(contextlib.AbstractContextManager):
             self._bar.stop()
 
     def start(self, title: str, total: int) -> None:
-        """Shows a new part with so many blocks."""
+        """Shows a new part with `total` blocks."""
         self._title, self._done, self._total = title, 0, total
         if self._bar:
             self._bar.say(title)
@@ -63,7 +62,7 @@ class Progress(contextlib.AbstractContextManager):
             print(title, flush=True)
 
     def next(self, what: str) -> None:
-        """Shows what is being done; all that came before it is done."""
+        """Shows the current task; the previous one is done."""
         if self._bar:
             self._bar.update(completed=self._done, total=self._total, status=what)
         self._done += 1
@@ -74,13 +73,13 @@ def measure(part: Part, *, rounds: int, data_dir: str, progress: Progress) -> di
 
     Args:
         part: what to time.
-        rounds: how many.
+        rounds: number of rounds.
         data_dir: folder with the four files of Fashion-MNIST.
-        progress: shows how far it is.
+        progress: shows the progress.
 
     Returns:
-        name → what the program said of itself, and under "secs" what each block took per image;
-        for a peak the seconds per floating-point operation. Under "accuracy" that of the test.
+        name → the program's description of itself; "secs" has the seconds per image of each block,
+        for peaks the seconds per floating-point operation; "accuracy" has the test accuracy.
     """
     programs = part.programs
     progress.start(part.title, (1 + rounds) * len(programs))
@@ -111,7 +110,7 @@ def measure(part: Part, *, rounds: int, data_dir: str, progress: Progress) -> di
 
 
 def time_to_accuracy(*, rounds: int, data_dir: str, progress: Progress) -> dict[str, Any]:
-    """Trains until the test accuracy is reached, testing after every epoch, in turn.
+    """Trains to a test accuracy, testing after every epoch, with the programs in turn.
 
     Returns:
         name → for each round, seconds of training and testing, and epochs.
@@ -127,7 +126,7 @@ def time_to_accuracy(*, rounds: int, data_dir: str, progress: Progress) -> dict[
     for number in range(rounds):
         for program in programs:
             if number and program.file == "d2l_loop.py":
-                continue  # Minutes long, so once: the ratio is far from any bound.
+                continue  # It takes minutes, so only once: the ratio is far from any bound.
             progress.next(program.name)
             with Running(program, data_dir) as one:
                 one.wait_until_ready()
@@ -141,7 +140,7 @@ def time_to_accuracy(*, rounds: int, data_dir: str, progress: Progress) -> dict[
 
 
 def memory_growth(data_dir: str, progress: Progress) -> dict[str, int]:
-    """Makes many steps and returns resident memory before and after them, in bytes."""
+    """Runs many steps and returns resident memory before and after them, in bytes."""
     num_blocks = 20
     progress.start(f"Memory over {LONG_STEPS:,} steps", num_blocks + 1)
     with Running(lockstep("manual × 2", *LENET, precision="bfloat16"), data_dir) as one:
@@ -156,7 +155,7 @@ def memory_growth(data_dir: str, progress: Progress) -> dict[str, int]:
 
 
 def measure_parts(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Measures the parts that are asked for and adds them to `results`."""
+    """Measures the requested parts and adds them to `results`."""
     data_dir, rounds = options.data_dir, options.rounds
     with Progress() as progress:
         for name, part in all_parts(options.peers_python, quick=options.quick).items():
@@ -178,12 +177,12 @@ def measure_parts(options: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def save(results: dict[str, Any], out: pathlib.Path, page: pathlib.Path | None) -> None:
-    """Writes the results and prints the summary; each file is replaced whole or not at all.
+    """Writes the results and prints the summary; each file is replaced atomically.
 
     Args:
-        results: of this run, and of earlier runs with `--only`.
-        out: a directory for `bench.json`, `bench.md` and the figure.
-        page: written, with the figure, only where all parts have been measured; None for no page.
+        results: results of this run, and of earlier runs with `--only`.
+        out: directory for `bench.json`, `bench.md` and the figure.
+        page: written, with the figure, only if all parts have been measured; None for no page.
     """
     write_file(out / "bench.json", json.dumps(results, indent=1))
     table = render(results)
@@ -207,7 +206,7 @@ def save(results: dict[str, Any], out: pathlib.Path, page: pathlib.Path | None) 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the parts that are asked for, prints a summary and saves all figures."""
+    """Runs the requested parts, prints a summary and saves all results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=(*all_parts(), *_OTHERS))
     parser.add_argument("--quick", action="store_true", help="what matters most, in short blocks")
@@ -231,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends the program with one line if the flags do not go together."""
+    """Exits with one line if the flags contradict each other."""
     quick = all_parts(quick=True)
     if options.quick and options.only and options.only not in quick:
         parser.error(

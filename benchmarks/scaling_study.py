@@ -1,16 +1,16 @@
-"""What a step costs over devices, the work of each constant; the largest number is predicted.
+"""Measures the cost of a step over devices at constant work per device, and predicts the largest.
 
 `python benchmarks/scaling_study.py [--rounds=12] [--devices=2,4,8,16] [--workers=1,2,4,6,8]
 [--model=lenet] [--shard=32] [--json=runs/scaling_study.json]`
 
-Logical devices of one process with every all-reduce of `manual` and with `mirrored`, in one
-interleaved run; then local workers, in another one, because all processes at once do not fit into
-the memory of a small machine. For each kind the cost of a step is fitted to all counts but the
-largest, which is predicted and held against its measurement: α + β · R + γ · log₂ R, and with
-γ · R (R − 1) in place of the last term for rings and `direct`.
+Measures logical devices of one process with every all-reduce of `manual` and with `mirrored`, in
+one interleaved run; then local workers in another, because all processes together do not fit into
+the memory of a small machine. For each kind, the cost of a step is fitted to all counts but the
+largest, which is predicted and compared with its measurement: α + β · R + γ · log₂ R, or with γ · R
+(R − 1) as the last term for rings and `direct`.
 
-All of them share the cores of this machine: compute grows with their number, and what is fitted
-shows the method, not the scaling of real devices.
+All devices share the cores of this machine, so that compute grows with their number: the fit tests
+the method, not the scaling of real devices.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 from strategies import ALL_REDUCE_ALGORITHMS
 
-BLOCK_SEC = 0.5  # Short rounds, and more of them: see `measure`.
+BLOCK_SEC = 0.5  # Short blocks make more rounds; see `measure`.
 KINDS = [
     *(("manual", algorithm) for algorithm in ALL_REDUCE_ALGORITHMS["manual"]),
     ("mirrored", "reduce_to_one"),
@@ -45,7 +45,7 @@ KINDS = [
 
 
 def create_config(strategy: str, model: str, global_batch_size: int, **options: Any) -> TrainConfig:
-    """Returns a training on generated images, each global batch as large as the next."""
+    """Returns a training on generated images with batches of equal size."""
     return TrainConfig(
         strategy=strategy,
         model=model,
@@ -73,10 +73,10 @@ def device_cases(model: str, shard: int, counts: Sequence[int]) -> dict[str, lis
 
 
 def worker_cases(model: str, shard: int, counts: Sequence[int]) -> dict[str, list[Case]]:
-    """Returns the cases of one device on each of several workers, by the name of their kind.
+    """Returns the cases of one device on each of several workers, by name of the kind.
 
-    All of them share one core. With two, one worker would not keep both of them busy, and two
-    workers would take hardly longer than one.
+    All workers share one core. With two cores, one worker would not use both, and two workers would
+    take hardly longer than one.
     """
     cases = [
         Case(
@@ -92,12 +92,12 @@ def worker_cases(model: str, shard: int, counts: Sequence[int]) -> dict[str, lis
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """The measurements of one kind over its counts, and what predicts them.
+    """The measurements of one kind over its counts, and the fitted model.
 
     Attributes:
         name: strategy and all-reduce.
-        counts: numbers of devices, rising.
-        samples: one for each count.
+        counts: numbers of devices, ascending.
+        samples: one sample per count.
     """
 
     name: str
@@ -106,12 +106,12 @@ class Study:
 
     @property
     def medians(self) -> list[float]:
-        """Seconds of a step, for each count."""
+        """Seconds per step, for each count."""
         return [float(np.median(sample.step_secs)) for sample in self.samples]
 
     @property
     def model(self) -> ScalingModel:
-        """The fit to all counts but the largest."""
+        """The model fitted to all counts but the largest."""
         return self._fit(self.medians[:-1])
 
     def _fit(self, secs: Sequence[float]) -> ScalingModel:
@@ -124,7 +124,7 @@ class Study:
 
     @property
     def predicted(self) -> interval.Interval:
-        """Seconds of a step with the largest count, from the others."""
+        """Predicted seconds per step for the largest count."""
         smaller = [sample.step_secs for sample in self.samples[:-1]]
         predict = np.vectorize(lambda *secs: self._fit(secs).sec(self.counts[-1]))
         return interval.combine(predict, *smaller)
@@ -151,7 +151,7 @@ class Study:
         return rows
 
     def to_json(self) -> dict[str, Any]:
-        """Returns everything that was measured, the fit and the held-out prediction."""
+        """Returns all measurements, the fit and the held-out prediction."""
         held_out = ScalingModel.hold_out(self.counts, self.medians, pairwise=self.pairwise)
         return {
             "name": self.name,
@@ -181,10 +181,10 @@ def run(kinds: dict[str, list[Case]], rounds: int) -> list[Study]:
 
 
 def parse_counts(text: str) -> list[int]:
-    """Returns rising numbers of devices, at least three, or none.
+    """Returns ascending numbers of devices, at least three, or none.
 
     Raises:
-        argparse.ArgumentTypeError: they are too few, or not numbers of devices.
+        argparse.ArgumentTypeError: there are too few, or they are not numbers of devices.
     """
     try:
         counts = sorted({int(part) for part in text.split(",") if part})

@@ -1,11 +1,11 @@
-"""PyTorch: `DistributedDataParallel` with gloo, a process for each device; one process without it.
+"""Trains with PyTorch's `DistributedDataParallel` over gloo, one process per device.
 
-What was chosen is in `torch_training.py`. Besides:
+`torch_training.py` lists the common choices. In addition:
 
 - Weights have the layout `channels_last`, too.
-- Gradients are views of the buckets that are sent, which saves a copy.
-- `--compile` compiles the model with `torch.compile`, which needs a C++ compiler. On a CPU LeNet
-  takes as long with it or a little longer, in both precisions, so it is off.
+- Gradients are views of the communication buckets, which saves a copy.
+- `--compile` uses `torch.compile`, which needs a C++ compiler. On a CPU, LeNet takes as long or
+  slightly longer with it, in both precisions, so that it is off.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from peer_recipe import RECIPE_FLAG, check_recipe
 
 
 def check_flags(flags: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the flags together, or None."""
+    """Returns the error in a combination of flags, or None."""
     if flags.compile and not shutil.which("g++"):
         return "--compile: there is no g++ on this machine; install it, or leave the flag out"
     return check_recipe(flags)
@@ -35,12 +35,12 @@ from torch_training import Group, TorchTrainer, build_and_serve, build_lenet
 
 
 class Residual(nn.Module):
-    """Two 3 × 3 convolutions beside a shortcut, which is a 1 × 1 convolution if sizes change.
+    """Two 3 × 3 convolutions beside a shortcut, a 1 × 1 convolution if the shape changes.
 
     Args:
-        in_channels: of the input.
-        channels: of the output.
-        stride: 2 halves height and width.
+        in_channels: channels of the input.
+        channels: channels of the output.
+        stride: 2 to halve height and width.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int):
@@ -73,12 +73,12 @@ def build_resnet18() -> nn.Module:
 
 
 class DdpTrainer(TorchTrainer):
-    """Each process has all weights; gradients are averaged while they are computed.
+    """Trains with all weights in each process; gradients are averaged during the backward pass.
 
     Args:
-        job: what to train.
-        group: the processes that train.
-        model: the same weights in every process.
+        job: the training.
+        group: the processes of the training.
+        model: the model, with equal weights in every process.
     """
 
     settings = "DistributedDataParallel, gloo, channels last, gradients as views of the buckets"
@@ -94,7 +94,7 @@ class DdpTrainer(TorchTrainer):
             self._replica = torch.compile(self._replica, dynamic=False)
 
     def evaluate(self) -> float:
-        """Tests as `TorchTrainer`, every process with the first one's averages of BatchNorm."""
+        """Evaluates as `TorchTrainer`, with the first process' BatchNorm averages everywhere."""
         if self._group.num_processes > 1:
             for buffer in self._model.buffers():
                 dist.broadcast(buffer, src=0)

@@ -1,13 +1,14 @@
-"""PyTorch: FSDP2 (`fully_shard`) on a CPU device mesh with gloo, a process for each device.
+"""Trains with PyTorch's FSDP2 (`fully_shard`) on a CPU device mesh over gloo.
 
-What was chosen is in `torch_training.py`. Besides:
+`torch_training.py` lists the common choices. In addition:
 
-- `--shard=weights`, ZeRO-3: each layer with weights is a unit of its own. Its weights are gathered
-  before its forward pass, released after it, and gathered again before its backward pass.
-- `--shard=gradients`, ZeRO-2: the network is one unit. Its weights are gathered once in a step and
+- `--shard=weights`, ZeRO-3: each layer with weights is a unit. Its weights are gathered before its
+  forward pass, released after it, and gathered again before its backward pass.
+- `--shard=gradients`, ZeRO-2: the network is one unit. Its weights are gathered once per step and
   released after the backward pass; gradients and optimizer state stay sharded.
-- FSDP2 refuses weights of the layout `channels_last`. The activations have it all the same, from
-  the images.
+- FSDP2 does not support weights of the layout `channels_last`. The activations have it
+nevertheless,
+  from the images.
 """
 
 import argparse
@@ -19,7 +20,7 @@ FLAGS = {**RECIPE_FLAG, "shard": {"choices": ["gradients", "weights"], "default"
 
 
 def check_flags(flags: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the flags, or None."""
+    """Returns the error in the flags, or None."""
     if flags.num_devices < 2:
         return f"--num_devices={flags.num_devices}: at least 2 are required to shard; use 2 or more"
     return None
@@ -36,7 +37,7 @@ from torch_training import TorchTrainer, build_and_serve, build_lenet
 
 
 class FsdpTrainer(TorchTrainer):
-    """Each process keeps its part of the weights, their gradients and the optimizer state."""
+    """Trains with the weights, gradients and optimizer state split over the processes."""
 
     def _distribute(self, model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (self._group.num_processes,))

@@ -1,18 +1,20 @@
-"""PyTorch: `torch.distributed.pipelining` with gloo, a process for each stage of LeNet.
+"""Trains LeNet with PyTorch's `torch.distributed.pipelining` over gloo, one process per stage.
 
-What was chosen is in `torch_training.py`. Besides:
+`torch_training.py` lists the common choices. In addition:
 
 - Weights have the layout `channels_last`, too.
-- LeNet has no balanced cut: two stages are cut after the last pooling layer, where 3,200 bytes of
-  an image travel each way and the first stage has 95 % of the arithmetic. A cut after the first
-  pooling layer is as unbalanced, and four times as much would travel; besides, gloo refuses the
-  layout `channels_last`. Three stages are cut before the last layer, too.
-- A schedule knows one size of a micro-batch, so that the short last batch of an epoch and the
-  batches of the test have schedules of their own, around the same stage.
-- A micro-batch has the mean of its losses, and PyTorch divides the gradients by the number of
-  micro-batches: they are equal, so the gradient is that of the whole batch. A last batch that is
-  no multiple of `--micro_batches` is dropped, as `images_per_epoch` in the first answer shows.
-- The test is pipelined, too, without a backward pass.
+- LeNet has no balanced cut: two stages are cut after the last pooling layer, where 3,200 bytes per
+  image are sent in each direction and the first stage has 95 % of the arithmetic. A cut after the
+  first pooling layer is as unbalanced, with four times the traffic; and gloo does not support the
+  layout `channels_last`. Three stages are also cut before the last layer.
+- A schedule supports only one micro-batch size, so that the short last batch of an epoch and the
+test
+  batches have their own schedules, with the same stage.
+- The loss of a micro-batch is a mean, and PyTorch divides the gradients by the number of
+  micro-batches: they have equal sizes, so that the gradient is that of the whole batch. A last
+  batch that is not a multiple of `--micro_batches` is dropped; `images_per_epoch` in the first
+  answer counts the rest.
+- Testing is pipelined, too, without a backward pass.
 """
 
 import argparse
@@ -30,7 +32,7 @@ FLAGS = {
 
 
 def check_flags(flags: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the flags, or None."""
+    """Returns the error in a combination of flags, or None."""
     if flags.num_devices not in CUTS:
         return f"--num_devices={flags.num_devices}: a stage for each device is required; use 2 or 3"
     if flags.schedule == "1f1b" and flags.micro_batches < flags.num_devices:
@@ -56,7 +58,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class PipelineTrainer(TorchTrainer):
-    """Each process has the layers of its stage; activations and their gradients travel."""
+    """Trains one stage of layers per process; sends activations and their gradients."""
 
     def _distribute(self, model: nn.Module) -> nn.Module:
         # (examples, whether for training) → schedule.
@@ -74,13 +76,13 @@ class PipelineTrainer(TorchTrainer):
             schedule.step(target=self._labels[indices], losses=losses, return_outputs=False)
         else:
             schedule.step(return_outputs=False)
-        # Each is the mean of a micro-batch, and known to the last stage alone.
+        # Each is the mean of a micro-batch, known only to the last stage.
         examples_each = len(indices) // self._job.num_shards
         return sum((loss.detach() * examples_each for loss in losses), torch.zeros(()))
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Returns the part of the test images that is classified rightly."""
+        """Returns the test accuracy."""
         self._model.eval()
         num_examples, size = len(self._test_labels), self._job.global_batch_size
         num_correct = 0
@@ -111,7 +113,7 @@ class PipelineTrainer(TorchTrainer):
                 )
             else:
                 if num_examples % num_micro_batches:
-                    num_micro_batches = 1  # The end of the test: unequal ones are not possible.
+                    num_micro_batches = 1  # The end of the test: unequal sizes are not supported.
                 self._schedules[key] = ScheduleGPipe(stage, num_micro_batches, scale_grads=False)
         return self._schedules[key]
 

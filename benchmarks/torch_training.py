@@ -1,19 +1,21 @@
-"""What the PyTorch programs share: LeNet, the processes that train together, and the training loop.
+"""Shared code of the PyTorch programs: LeNet, the process group, and the training loop.
 
-What was chosen, and why:
+Choices and reasons:
 
-- The images stay in memory as one tensor of bytes (47 MB), and each process gathers its part of a
-  global batch from it. Workers of a `DataLoader` would take the cores from the training and send
-  every batch through a pipe.
+- The images stay in memory as one tensor of bytes (47 MB), from which each process gathers its part
+of
+  a global batch. Workers of a `DataLoader` would use the cores of the training and send every batch
+  through a pipe.
 - Layout `channels_last`: a third less time for LeNet on a CPU, the same for ResNet-18. The images
-  have it, and so do the activations that follow from them.
+have
+  it, and therefore the activations.
 - Each process computes with its share of the cores.
-- `--precision=bfloat16` computes under `torch.autocast`, weights and their updates in float32.
+- `--precision=bfloat16` uses `torch.autocast`, with weights and updates in float32.
 - PyTorch multiplies the momentum by the current learning rate, Keras each gradient in it by the
-  rate of its own step: `--recipe=fast` is the project's recipe apart from that.
+  learning rate of its step: otherwise `--recipe=fast` is the project's recipe.
 
-The first process listens to the requests, starts the others, and repeats every request to them, so
-all do the same. They end when their standard input does, or when the first is gone.
+The first process reads the requests, starts the others, and forwards every request to them. They
+end when their standard input or the first process ends.
 """
 
 import json
@@ -31,7 +33,8 @@ from torch import nn
 import protocol
 from peer_recipe import PEER_RECIPES
 
-# What the first process tells those that it starts: {"rank": ..., "port": ..., "parent_pid": ...}.
+# Message of the first process to those that it starts: {"rank": ..., "port": ..., "parent_pid":
+# ...}.
 _WORKER_VARIABLE = "TORCH_WORKER"
 _GRACE_SEC = 5
 
@@ -53,26 +56,26 @@ def build_lenet() -> nn.Sequential:
 
 
 def initialize_he_normal(model: nn.Module) -> None:
-    """Draws weights as Keras' `he_normal`: a normal distribution cut at 2 standard deviations.
+    """Draws weights like Keras' `he_normal`: normal, truncated at 2 standard deviations.
 
     Biases are 0. Reference: K. He et al., "Delving Deep into Rectifiers", 2015.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             fan_in = module.weight[0].numel()
-            # What is cut off takes 12 % from the standard deviation.
+            # Truncation reduces the standard deviation by 12 %.
             std = (2 / fan_in) ** 0.5 / 0.87962566103423978
             nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
             nn.init.zeros_(module.bias)
 
 
 class Group:
-    """The processes that train together, seen from one of them.
+    """The process group of the training, as seen from one process.
 
-    The first one, of rank 0, starts the others with its own flags.
+    The first process, rank 0, starts the others with its own flags.
 
     Args:
-        num_processes: how many.
+        num_processes: number of processes.
     """
 
     def __init__(self, num_processes: int):
@@ -84,11 +87,11 @@ class Group:
         self._others: list[subprocess.Popen] = []
         if num_processes == 1:
             return
-        # The processes find each other on this machine, whatever its name stands for.
+        # The processes connect on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         store = dist.TCPStore(
             "127.0.0.1",
-            worker.get("port", 0),  # 0: one that is free.
+            worker.get("port", 0),  # 0: a free port.
             is_master=self.rank == 0,
             wait_for_workers=False,
         )
@@ -97,7 +100,7 @@ class Group:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=num_processes)
 
     def requests(self) -> Iterator[str]:
-        """Yields the lines of standard input, after they were sent on to the other processes."""
+        """Yields the lines of standard input, after forwarding them to the other processes."""
         for line in sys.stdin:
             for other in self._others:
                 other.stdin.write(line)
@@ -105,14 +108,14 @@ class Group:
             yield line
 
     def sum(self, *numbers: float) -> list[float]:
-        """Adds numbers over the processes."""
+        """Sums numbers over the processes."""
         total = torch.tensor(numbers, dtype=torch.float64)
         if self.num_processes > 1:
             dist.all_reduce(total)
         return total.tolist()
 
     def close(self) -> None:
-        """Ends the other processes and waits for their end."""
+        """Ends the other processes and waits for them."""
         for other in self._others:
             other.stdin.close()
         for other in self._others:
@@ -135,14 +138,14 @@ class Group:
 
 
 class TorchTrainer:
-    """A model, its optimizer and the data: a training in which each process has its own examples.
+    """A model, its optimizer and the data, with separate examples for each process.
 
-    A subclass says how the model is distributed: `_distribute`, and what else differs.
+    A subclass defines how the model is distributed (`_distribute`) and other differences.
 
     Args:
-        job: what to train.
-        group: the processes that train.
-        model: all of it, on this process; the same weights in every process.
+        job: the training.
+        group: the processes of the training.
+        model: the whole model, with equal weights in every process.
     """
 
     settings = "gloo, images channels last"
@@ -154,7 +157,7 @@ class TorchTrainer:
         self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_mixed)
         protocol.check_num_parameters(job, sum(p.numel() for p in model.parameters()))
         self._model = self._distribute(model)
-        self._replica = self._model  # What a training step calls.
+        self._replica = self._model  # Called by a training step.
         data = job.data
         self._images = torch.tensor(data.train_images).permute(0, 3, 1, 2)
         self._labels = torch.tensor(data.train_labels).long()
@@ -163,7 +166,7 @@ class TorchTrainer:
         self._restart()
 
     def warm_up(self) -> None:
-        """Trains with each size of a batch and tests a little, then takes everything back."""
+        """Trains with each batch size and tests briefly, then restores the state."""
         state = {name: value.clone() for name, value in self._model.state_dict().items()}
         for size in {where.stop - where.start for where in self._job.epoch_slices}:
             for _ in range(protocol.NUM_WARMUP_STEPS):
@@ -174,7 +177,7 @@ class TorchTrainer:
         self._restart()
 
     def train_steps(self, num_steps: int) -> tuple[int, float]:
-        """Makes so many steps; returns the images of all processes, and their mean loss."""
+        """Runs `num_steps` steps; returns the images of all processes, and their mean loss."""
         self._model.train()
         num_images, loss_sum = 0, torch.zeros(())
         for _ in range(num_steps):
@@ -186,10 +189,10 @@ class TorchTrainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Returns the part of the test images that is classified rightly, shared by the processes.
+        """Returns the test accuracy, computed by all processes together.
 
-        Every process calls its model equally often, at the end with no image: the call may wait
-        for the other processes.
+        Every process calls its model equally often, in the end with no images: a call may wait for
+        the other processes.
         """
         self._model.eval()
         num_examples, size = len(self._test_labels), self._job.per_replica_batch_size
@@ -204,7 +207,7 @@ class TorchTrainer:
         return model
 
     def _backward(self, indices: torch.Tensor) -> torch.Tensor:
-        """Computes the gradient of a global batch; returns the sum of this process's losses."""
+        """Computes the gradient of a global batch; returns the sum of this process' losses."""
         shard = indices.chunk(self._group.num_processes)[self._group.rank]
         with self._autocast:
             logits = self._replica(self._scaled(self._images[shard]))
@@ -224,7 +227,7 @@ class TorchTrainer:
         return scaled.div_(self._recipe.pixel_std)
 
     def _make_step(self, indices: np.ndarray) -> torch.Tensor:
-        """Updates the weights once; returns the sum of this process's losses."""
+        """Updates the weights once; returns the sum of this process' losses."""
         self._optimizer.zero_grad(set_to_none=True)
         loss_sum = self._backward(torch.from_numpy(indices))
         # After the last step of the recipe, its last learning rate.
@@ -239,7 +242,7 @@ class TorchTrainer:
         return loss_sum
 
     def _restart(self) -> None:
-        """Begins with an epoch and a new optimizer."""
+        """Starts an epoch with a new optimizer."""
         self._batches, self._num_steps = self._job.index_batches(), 0
         self._rates = self._recipe.learning_rates(
             self._job.learning_rate,
@@ -257,9 +260,9 @@ def build_and_serve(job: protocol.BenchmarkJob, trainer_class, builders) -> None
     """Joins the group, builds the model, warms up and serves requests.
 
     Args:
-        job: what to train.
+        job: the training.
         trainer_class: `TorchTrainer` or a subclass.
-        builders: name of a model → what builds it.
+        builders: name of a model → function that builds it.
     """
     group = Group(job.num_devices)
     torch.set_num_threads(max(1, protocol.num_cores() // group.num_processes))

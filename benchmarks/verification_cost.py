@@ -1,9 +1,9 @@
-"""What a verified step costs: a usual step and a verified one in turn, by the clock and in work.
+"""Measures the cost of a verified step: times usual and verified steps in turn.
 
 python benchmarks/verification_cost.py [model] [batch] [number of replicas] [rounds] [precision]
 
-Steps that are not verified are the same compiled function with verification and without. So what
-`--verify_every=N` costs is the extra time of one verified step in N.
+Steps that are not verified use the same compiled function with and without verification. The cost
+of `--verify_every=N` is therefore the extra time of one verified step in N.
 """
 
 import math
@@ -22,19 +22,19 @@ from app.performance import interval
 
 
 def timed(function: Callable[[], object]) -> tuple[float, float]:
-    """Returns the seconds of a call by the clock, and of the processor."""
+    """Returns the elapsed seconds and the processor seconds of a call."""
     start, work = time.monotonic(), time.process_time()
     function()
     return time.monotonic() - start, time.process_time() - work
 
 
 def shown(share: interval.Interval) -> str:
-    """Returns a share in percent, with its 95 % interval."""
+    """Formats a fraction in percent, with its 95 % interval."""
     return f"{100 * share.value:.2f} % ({100 * share.low:.2f}–{100 * share.high:.2f})"
 
 
 def show(name: str, values: list[float]) -> str:
-    """Returns median and range in milliseconds."""
+    """Formats median and range in milliseconds."""
     low, high = (1000 * each(values) for each in (min, max))
     return f"{name} {1000 * statistics.median(values):,.0f} ms ({low:,.0f} to {high:,.0f})"
 

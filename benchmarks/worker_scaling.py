@@ -1,9 +1,9 @@
-"""What the exchange between two workers costs, and how well two do: one interleaved measurement.
+"""Measures the cost of the all-reduce between two workers, and their efficiency.
 
 Each worker has one core. `python benchmarks/worker_scaling.py [--models=lenet] [--rounds=9]`;
-needs two free cores. Prints, for each model, the step of one worker, of two, and of two without
-their exchange; the ratio of the latter two; and the efficiency, which is one worker's time over
-twice that of two.
+needs two free cores. Prints, for each model, the step time of one worker, of two, and of two
+without all-reduce; the ratio of the latter two; and the efficiency, one worker's time over twice
+the time of two.
 """
 
 import argparse
@@ -25,7 +25,7 @@ BATCHES = {"lenet": 256, "resnet18": 64}
 
 
 def create_cases(model: str, communication_dtype: str) -> list[Case]:
-    """Returns one worker on one core, two on two, and two without their exchange."""
+    """Returns one worker on one core, two on two, and two without all-reduce."""
     config = TrainConfig(
         strategy="multi_worker",
         model=model,
@@ -41,7 +41,7 @@ def create_cases(model: str, communication_dtype: str) -> list[Case]:
 
 
 def main() -> None:
-    """Measures each model and prints what was found."""
+    """Measures each model and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="lenet,resnet18")
     parser.add_argument("--rounds", type=int, default=9)

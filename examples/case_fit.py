@@ -1,4 +1,4 @@
-"""A training with Keras' `fit`: dropout, AdamW and clipping by norm.
+"""Defines a training with Keras' `fit`: dropout, AdamW and clipping by norm.
 
     .venv/bin/python main.py verify --case=examples/case_fit.py --num_devices=2
 

@@ -1,4 +1,4 @@
-"""The shortest case: a compiled Keras model and its data.
+"""Defines the shortest case: a compiled Keras model and its data.
 
     .venv/bin/python main.py verify --case=examples/case_minimal.py --num_devices=2
 

@@ -1,9 +1,9 @@
-"""A training step of one's own, whose loss is the mean over a replica's examples.
+"""Defines a custom training step, whose loss is the mean over a replica's examples.
 
     .venv/bin/python main.py verify --case=examples/case_train_step.py --num_devices=2
 
-Under a strategy such a loss has to be divided by the number of replicas, as Keras sums gradients.
-`corrected` does so: `--model_fn=corrected`.
+Under a strategy, such a loss must be divided by the number of replicas, because Keras sums
+gradients. `corrected` divides it: `--model_fn=corrected`.
 """
 
 import keras
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 
 class Regression(keras.Model):
-    """Two layers and a loss that is computed in the step."""
+    """Two layers, with a loss computed in the training step."""
 
     def __init__(self, divides_by_replicas: bool = False):
         super().__init__()
@@ -25,7 +25,7 @@ class Regression(keras.Model):
         return self.out(self.hidden(x))
 
     def train_step(self, data: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Makes one step on the examples of this replica."""
+        """Trains one step on the examples of this replica."""
         x, y = data
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
@@ -44,7 +44,7 @@ def model() -> keras.Model:
 
 
 def corrected() -> keras.Model:
-    """Returns the model whose loss is."""
+    """Returns the model whose loss is divided by the number of replicas."""
     network = Regression(divides_by_replicas=True)
     network.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9), loss="mse")
     return network

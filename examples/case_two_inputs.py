@@ -1,4 +1,4 @@
-"""Two inputs, two outputs and sample weights, averaged by weight.
+"""Defines a model with two inputs, two outputs and sample weights, averaged by weight.
 
     .venv/bin/python main.py verify --case=examples/case_two_inputs.py --num_devices=2
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 
 def model(reduction: str = "mean_with_sample_weight") -> keras.Model:
-    """Returns a model whose losses are averaged as `reduction` says."""
+    """Returns a model with the loss reduction `reduction`."""
     image, tags = keras.Input((16,), name="image"), keras.Input((4,), name="tags")
     joined = keras.layers.Concatenate()([image, tags])
     hidden = keras.layers.Dense(12, activation="relu")(joined)

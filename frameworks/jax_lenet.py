@@ -2,15 +2,15 @@
 
     python frameworks/jax_lenet.py --mode=pmap --epochs=1
 
-It is the training of "Dive into Deep Learning", section "Training on Multiple GPUs": weights
+This is the training of "Dive into Deep Learning", section "Training on Multiple GPUs": weights
 N(0, 0.01²), plain SGD. With `jit`, arrays are split over a mesh and XLA adds the all-reduce; with
-`pmap`, each device runs the step and `pmean` is written out. It needs JAX and NumPy, and the four
+`pmap`, each device runs the step and calls `pmean` explicitly. It needs JAX and NumPy, and the four
 files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
-With `--start` and `--batches` it is the same training as that of another framework: it starts from
-the same weights and takes the same examples. `--trace` records the first steps for `main.py verify
---traces`. With `--replay=single.npz`, a recording of the same network by Lockstep, each of these
-steps starts from the recorded weights; without `--batches` it takes the recorded batch.
+With `--start` and `--batches` it repeats the training of another framework, with the same initial
+weights and the same examples. `--trace` records the first steps for `main.py verify --traces`. With
+`--replay=single.npz`, a recording of the same network by Lockstep, each of these steps starts from
+the recorded weights; without `--batches`, it uses the recorded batch.
 """
 
 import argparse
@@ -51,8 +51,8 @@ def training_step(
 ) -> tuple[Tree, Tree, jax.Array, jax.Array]:
     """Returns weights and statistics after a step of SGD, loss and accuracy.
 
-    With `jit` it is the program of all devices, to which XLA adds the all-reduce. With `pmap` it is
-    the program of one device, and `axis` names the devices.
+    With `jit`, this is the program of all devices, to which XLA adds the all-reduce. With `pmap`,
+    it is the program of one device, and `axis` names the devices.
     """
 
     def loss_fn(params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
@@ -74,7 +74,7 @@ def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 class Devices:
-    """The devices of a training: compiles its step, and puts arrays on them."""
+    """The devices of a training: compiles its step, and places arrays on them."""
 
     def __init__(self, mode: str, number: int) -> None:
         self.mode, self.number = mode, number
@@ -88,7 +88,7 @@ class Devices:
         return jax.pmap(partial(step, axis="devices"), axis_name="devices", donate_argnums=(0, 1))
 
     def copy(self, tree: Tree) -> Tree:
-        """Returns arrays with a copy on each device."""
+        """Copies arrays to each device."""
         if self.mode == "jit":
             return jax.device_put(tree, NamedSharding(self.mesh, P()))
         return jax.tree.map(lambda array: np.stack([array] * self.number), tree)
@@ -121,8 +121,8 @@ def train_steps(
     losses, accuracies, sizes = [], [], []
     for step, batch in enumerate(batches, 1):
         *variables, loss, accuracy = train_step(*variables, *devices.split(*batch))
-        # With many steps in its queue, JAX can wait for ever: on CPUs, an all-reduce takes a thread
-        # of each device, and there may be no more threads than devices.
+        # JAX can deadlock with many queued steps: on CPUs, an all-reduce takes one thread per
+        # device, and there may be no more threads.
         jax.block_until_ready(variables)
         losses.append(loss)
         accuracies.append(accuracy)
@@ -173,7 +173,7 @@ def train_epochs(
 
 
 def recorded(train_step: Step, options: argparse.Namespace, variables: Iterable[str]) -> Any:
-    """Returns a context manager: a step that is recorded, if that was asked for."""
+    """Returns a context manager that yields the step, recorded if requested."""
     if not options.trace:
         return contextlib.nullcontext(train_step)
     names = {}
@@ -194,7 +194,7 @@ def recorded(train_step: Step, options: argparse.Namespace, variables: Iterable[
 
 
 def train(options: argparse.Namespace, variables: tuple[Tree, Tree], data: Data) -> None:
-    """Trains from these weights and statistics, and writes the files that were asked for."""
+    """Trains from these weights and statistics, and writes the requested files."""
     devices, results = Devices(options.mode, options.num_devices), list[dict[str, float]]()
     variables = devices.copy(variables)
     step = partial(

@@ -1,7 +1,7 @@
-"""LeNet and ResNet-18 in JAX: the networks of `models/lenet.py` and `models/resnet.py`.
+"""LeNet and ResNet-18 in JAX, equal to `models/lenet.py` and `models/resnet.py`.
 
-Weights and moving statistics are two dictionaries with the names and layouts of Keras. A network is
-a function of both; it returns logits and the statistics after the batch.
+Weights and moving statistics are two dictionaries with Keras' names and layouts. A network is a
+function of both; it returns logits and the statistics after the batch.
 """
 
 import jax
@@ -54,7 +54,7 @@ def lenet(params: Arrays, state: Arrays, images: jax.Array, training: bool) -> R
 
 
 def resnet18(params: Arrays, state: Arrays, images: jax.Array, training: bool) -> Result:
-    """Returns logits of images `(n, 28, 28, 1)`, and the statistics, moved if `training`."""
+    """Returns logits of images `(n, 28, 28, 1)`, and the statistics, updated if `training`."""
     state = dict(state)
 
     def norm(layer: str, x: jax.Array) -> jax.Array:

@@ -2,14 +2,14 @@
 
     python frameworks/torch_lenet.py --processes=2 --epochs=1
 
-It is the training of "Dive into Deep Learning", section "Training on Multiple GPUs", with
+This is the training of "Dive into Deep Learning", section "Training on Multiple GPUs", with
 `DistributedDataParallel` over gloo: weights N(0, 0.01²), plain SGD. It needs PyTorch and NumPy, and
 the four files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
-With `--start` and `--batches` it is the same training as that of another framework: it starts from
-the same weights and takes the same examples. `--trace` records the first steps for `main.py verify
---traces`. With `--replay=single.npz`, a recording of the same network by Lockstep, each of these
-steps starts from the recorded weights; without `--batches` it takes the recorded batch.
+With `--start` and `--batches` it repeats the training of another framework, with the same initial
+weights and the same examples. `--trace` records the first steps for `main.py verify --traces`. With
+`--replay=single.npz`, a recording of the same network by Lockstep, each of these steps starts from
+the recorded weights; without `--batches`, it uses the recorded batch.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def part_of_process(images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Ten
     rank, size = dist.get_rank(), dist.get_world_size()
     pixels = training_files.scaled(np.array_split(images, size)[rank])
     labels = np.array_split(labels, size)[rank]
-    # Of a single channel, the pixels (n, 28, 28, 1) and (n, 1, 28, 28) are in the same order.
+    # With a single channel, the pixels (n, 28, 28, 1) and (n, 1, 28, 28) have the same order.
     return torch.tensor(pixels.reshape(-1, 1, 28, 28)), torch.tensor(labels)
 
 
@@ -56,13 +56,13 @@ def train_steps(
 ) -> tuple[float, float]:
     """Trains one step for each global batch; returns the mean loss and the accuracy."""
     model.train()
-    totals = torch.zeros(3, dtype=torch.float64)  # Sum of losses, correct ones, examples.
+    totals = torch.zeros(3, dtype=torch.float64)  # Sum of losses, correct predictions, examples.
     for step, (images, labels) in enumerate(batches, 1):
         x, y = part_of_process(images, labels)
         optimizer.zero_grad()
         logits = model(x)
         loss = F.cross_entropy(logits, y, reduction="sum")
-        # DDP averages over the processes: together, this is the mean over the global batch.
+        # DDP averages over the processes; together, this is the mean over the global batch.
         (loss * dist.get_world_size() / len(images)).backward()
         optimizer.step()
         totals += torch.stack([loss.detach(), (logits.argmax(1) == y).sum(), torch.tensor(len(y))])
@@ -85,7 +85,7 @@ def evaluate(model: nn.Module, images: np.ndarray, labels: np.ndarray) -> tuple[
 
 
 def mean_of_processes(totals: Tensor) -> tuple[float, float]:
-    """Returns loss and accuracy from the sums of each process."""
+    """Returns loss and accuracy from each process' sums."""
     dist.all_reduce(totals)
     loss, correct, examples = totals.tolist()
     return loss / examples, correct / examples
@@ -129,7 +129,7 @@ def train_epochs(
 def train(
     model: DistributedDataParallel, options: argparse.Namespace, data: Data
 ) -> list[dict[str, float]]:
-    """Trains, and records the first steps if that was asked for; returns results of epochs."""
+    """Trains, and records the first steps if requested; returns the results of the epochs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate)
     recording: Any = contextlib.nullcontext()
     if options.trace:
@@ -164,9 +164,9 @@ def work(
     model = torch_models.create_model(options.model)
     for name, variable in torch_models.keras_variables(model):
         variable.copy_(torch.tensor(start[name]))
-    # PyTorch 2.13 announces another name for this option; earlier versions know this one only.
+    # PyTorch 2.13 announces another name for this option; earlier versions know only this one.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-    # Each process keeps the statistics of its own part of the batches.
+    # Each process uses the statistics of its own part of the batches.
     epochs = train(DistributedDataParallel(model, broadcast_buffers=False), options, data)
     final = dict(torch_models.keras_variables(averaged_model(model, options.model)))
     if rank == 0 and options.weights:

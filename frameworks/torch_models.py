@@ -1,8 +1,8 @@
-"""LeNet and ResNet-18 in PyTorch: the networks of `models/lenet.py` and `models/resnet.py`.
+"""LeNet and ResNet-18 in PyTorch, equal to `models/lenet.py` and `models/resnet.py`.
 
-Modules have the names of the Keras layers. Three things are not PyTorch's defaults: convolutions
-with stride 2 pad as TensorFlow does, the moving variance of batch normalisation is biased, and
-LeNet is flattened with the channels last.
+Modules have the names of the Keras layers. Three settings differ from PyTorch's defaults:
+convolutions with stride 2 pad like TensorFlow, the moving variance of batch normalisation is
+biased, and LeNet is flattened with channels last.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ class LeNet(nn.Module):
 class SameConv2d(nn.Conv2d):
     """A convolution with the padding "same" of TensorFlow, for any stride.
 
-    Where the padding is an odd number, the further row is at the end: a 3 × 3 convolution with
-    stride 2 pads 28 rows with 0 before and 1 after, where `padding=1` would pad both sides.
+    If the padding is odd, the extra row is at the end: a 3 × 3 convolution with stride 2 pads 28
+    rows with 0 before and 1 after, while `padding=1` pads both sides.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,13 +46,13 @@ class SameConv2d(nn.Conv2d):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """Batch normalisation that keeps the biased variance of batches, as Keras does.
+    """Batch normalisation with a biased moving variance, as in Keras.
 
     PyTorch divides by n to normalise, but by n - 1 for the moving variance.
     """
 
     def __init__(self, width: int) -> None:
-        super().__init__(width, eps=1e-5, momentum=0.1)  # Keras calls this a momentum of 0.9.
+        super().__init__(width, eps=1e-5, momentum=0.1)  # A momentum of 0.9 in Keras.
         self.num_batches_tracked = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def create_model(name: str) -> nn.Module:
 
 
 def keras_variables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields each weight and statistic as Keras has it: its name, and a view in Keras' layout."""
+    """Yields each weight and statistic with Keras' name and a view in Keras' layout."""
     for name, layer in model.named_children():
         if isinstance(layer, nn.BatchNorm2d):
             yield f"{name}/gamma", layer.weight.detach()

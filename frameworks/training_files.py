@@ -1,7 +1,7 @@
-"""The options and files of `torch_lenet.py` and `jax_lenet.py`: all that needs no framework.
+"""Options and files of `torch_lenet.py` and `jax_lenet.py`, without a framework.
 
-A training reads weights to start from and batches, and writes results and weights. Arrays have the
-names and layouts of Keras: `conv1/kernel` is (height, width, inputs, outputs), images are NHWC.
+A training reads initial weights and batches, and writes results and weights. Arrays have Keras'
+names and layouts: `conv1/kernel` is (height, width, inputs, outputs), images are NHWC.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 NUM_CLASSES = 10
-LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # Those of "Dive into Deep Learning".
+LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # Of "Dive into Deep Learning".
 TORCH_NAMES = {
     **{"kernel": "weight", "gamma": "weight", "bias": "bias", "beta": "bias"},
     **{"moving_mean": "running_mean", "moving_variance": "running_var"},
@@ -29,7 +29,7 @@ Batch = tuple[np.ndarray, np.ndarray]  # Images (n, 28, 28, 1) of bytes, labels 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The images of a training, and the order in which it takes them.
+    """The images of a training, and the order of the examples.
 
     Attributes:
         images: uint8, (n, 28, 28, 1).
@@ -47,13 +47,13 @@ class Data:
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the program with exit code 2 and one line that says why."""
+    """Exits with code 2 and an error message of one line."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of options with the options of both programs; an error is one line."""
+    """Parses the options of both programs; reports an error in one line."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description=description, allow_abbrev=False)
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         fail(message)
 
     def parse(self) -> argparse.Namespace:
-        """Returns the options of the command line, which go together."""
+        """Returns the options of the command line, after checking combinations."""
         options = self.parse_args()
         if options.learning_rate is None:
             options.learning_rate = LEARNING_RATES[options.model]
@@ -105,17 +105,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least_1(text: str) -> int:
-    """Returns a number from the command line."""
+    """Parses an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
     return int(text)
 
 
 def load_data(options: argparse.Namespace) -> Data:
-    """Loads the images and their order: of `--batches`, of `--replay`, or Fashion-MNIST, shuffled.
+    """Loads the images and their order: of `--batches`, of `--replay`, or shuffled Fashion-MNIST.
 
-    The numbers of epochs and steps in `options` are checked with it; the batches of `--replay` have
-    their number and size.
+    Checks the numbers of epochs and steps in `options`; the batches of `--replay` have a fixed
+    number and size.
     """
     if options.batches:
         data = _read_batches(options.batches)
@@ -144,7 +144,7 @@ def load_data(options: argparse.Namespace) -> Data:
 
 
 def batch_sizes(options: argparse.Namespace, data: Data) -> set[int]:
-    """Returns the sizes of the global batches: also that of a short last one."""
+    """Returns the sizes of the global batches, including a short last one."""
     return {len(rows) for rows in _batch_rows(options, data, 0)}
 
 
@@ -160,11 +160,11 @@ def scaled(images: np.ndarray) -> np.ndarray:
 
 
 def load_start(path: str, variables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Loads the weights and statistics to start from.
+    """Loads the initial weights and statistics.
 
     Args:
         path: file of `--start`.
-        variables: those of the model, whose names and shapes the file must have.
+        variables: the variables of the model; the file must have their names and shapes.
     """
     start = read_npz("start", path)
     for name in [*variables, *start]:
@@ -178,12 +178,12 @@ def load_start(path: str, variables: Mapping[str, np.ndarray]) -> dict[str, np.n
 
 
 def names_in_replay(path: str, framework: str, variables: Iterable[str]) -> dict[str, str]:
-    """Returns the name in the recording `--replay` for the name that each variable has here.
+    """Returns the variables' names in the recording `--replay`.
 
     Args:
         path: the recording.
-        framework: "torch" or "jax", that of this program.
-        variables: the names that Keras gives.
+        framework: "torch" or "jax", the framework of this program.
+        variables: Keras names.
     """
     about = _about(path)
     recorded = {variable["name"] for variable in about["variables"]}
@@ -192,7 +192,7 @@ def names_in_replay(path: str, framework: str, variables: Iterable[str]) -> dict
 
 
 def read_npz(option: str, path: str, kind: str = "") -> dict[str, np.ndarray]:
-    """Reads the arrays of a file whose names contain `kind`; pickled objects are refused."""
+    """Reads the arrays of a file whose names contain `kind`; rejects pickled objects."""
     try:
         with np.load(path) as file:
             return {name: file[name] for name in file if kind in name}
@@ -261,7 +261,7 @@ def _read_recorded_batches(options: argparse.Namespace) -> tuple[Data, int]:
 
 
 def _about(path: str) -> dict[str, Any]:
-    """Returns the description in a recording, of one process or several."""
+    """Returns the description in a recording of one or several processes."""
     first = path if os.path.exists(path) else f"{path.removesuffix('.npz')}.rank0.npz"
     arrays = read_npz("replay", first if os.path.exists(first) else path, kind="about")
     try:

@@ -1,7 +1,7 @@
-"""The models by name; a new one is a file here and a line in `MODELS`.
+"""Lists the models by name; to add one, add a file here and a line to `MODELS`.
 
-Importing this package imports neither Keras nor TensorFlow: a builder's module is imported when
-the builder is asked for.
+Importing this package imports neither Keras nor TensorFlow: `load_model_builder` imports the module
+of a builder.
 """
 
 import pkgutil
@@ -26,7 +26,7 @@ def load_model_builder(name: str) -> "Callable[..., keras.Model]":
         name: a key of `MODELS`.
 
     Raises:
-        ImportError: the entry of `MODELS` does not lead to a function.
+        ImportError: the entry of `MODELS` does not name a function.
     """
     target = MODELS[name]
     try:

@@ -1,4 +1,4 @@
-"""LeNet, in the form that the book trains on several GPUs."""
+"""Builds the LeNet of "Dive into Deep Learning", section "Training on Multiple GPUs"."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +20,8 @@ def build_lenet(
     Args:
         image_shape: height, width and channels of an image.
         num_classes: number of logits.
-        kernel_initializer: name or configuration of a Keras initializer, so that each layer makes
-            an instance, and draws numbers, of its own.
+        kernel_initializer: name or configuration of a Keras initializer, from which each layer
+            creates its own instance with its own random numbers.
 
     Reference: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998,
         with the ReLUs and the widths of "Dive into Deep Learning", section "Training on Multiple
@@ -38,7 +38,7 @@ def build_lenet(
     x = layers.Dense(128, activation="relu", kernel_initializer=kernel_initializer, name="hidden")(
         x
     )
-    # In the weights' own precision, whatever the layers before: 8 bits make many classes equal.
+    # In the weights' dtype also with mixed precision: bfloat16's 8 significant bits cause ties.
     float_type = keras.config.floatx()
     logits = layers.Dense(
         num_classes, kernel_initializer=kernel_initializer, dtype=float_type, name="logits"

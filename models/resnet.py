@@ -1,4 +1,4 @@
-"""Residual networks for small images."""
+"""Builds residual networks for small images."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ def build_resnet18(
     num_classes: int,
     kernel_initializer: Initializer = "glorot_uniform",
 ) -> keras.Model:
-    """Builds the ResNet-18 of "Dive into Deep Learning". See `build_resnet`.
+    """Builds the ResNet-18 of "Dive into Deep Learning"; see `build_resnet`.
 
     It has 11,175,818 trainable parameters for images of one channel and 10 classes.
     """
@@ -40,14 +40,14 @@ def build_resnet(
 ) -> keras.Model:
     """Builds a residual network: float images `(n, *image_shape)` to logits `(n, num_classes)`.
 
-    The stem is a 3 × 3 convolution with stride 1 and no pooling, as fits small images; each stage
+    The stem is a 3 × 3 convolution with stride 1 and without pooling, for small images. Each stage
     but the first halves height and width. Convolutions have biases.
 
     Args:
         name: the model's name.
         image_shape: height, width and channels of an image.
         num_classes: number of logits.
-        stage_widths: channels of each stage, the stem having those of the first.
+        stage_widths: channels of each stage; the stem has as many as the first stage.
         blocks_per_stage: residual blocks in a stage.
         kernel_initializer: name or configuration of a Keras initializer.
 
@@ -63,7 +63,7 @@ def build_resnet(
             halve = stage > 0 and block == 0
             x = _residual_block(x, width, halve, kernel_initializer, f"stage{stage}_block{block}")
     x = layers.GlobalAveragePooling2D()(x)
-    # In the weights' own precision, whatever the layers before: 8 bits make many classes equal.
+    # In the weights' dtype also with mixed precision: bfloat16's 8 significant bits cause ties.
     float_type = keras.config.floatx()
     logits = layers.Dense(
         num_classes, kernel_initializer=kernel_initializer, dtype=float_type, name="logits"
@@ -78,7 +78,7 @@ def _residual_block(
     kernel_initializer: Initializer,
     name: str,
 ) -> keras.KerasTensor:
-    """Adds two 3 × 3 convolutions to a shortcut, a 1 × 1 convolution where the shape changes."""
+    """Adds two 3 × 3 convolutions to a shortcut, with a 1 × 1 convolution if the shape changes."""
     strides = 2 if halve else 1
     y = _conv(width, 3, strides, kernel_initializer, f"{name}_conv1")(x)
     y = _batch_norm(f"{name}_norm1")(y)
@@ -104,5 +104,5 @@ def _conv(
 
 
 def _batch_norm(name: str) -> layers.Layer:
-    # The paper's averages: Keras' 0.99 needs thousands of steps before evaluation makes sense.
+    # The paper's momentum; with Keras' 0.99, evaluation is off for thousands of steps.
     return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)

@@ -1,4 +1,4 @@
-"""A residual network with nine layers of weights, which two cores train in minutes."""
+"""Builds ResNet-9, a residual network that trains in minutes on two CPU cores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +19,8 @@ def build_resnet9(
 
     Eight 3 × 3 convolutions without biases, each followed by BatchNorm and a ReLU, and a dense
     layer: 648,234 parameters for images of `(28, 28, 1)` and 10 classes, and 31 million
-    multiplications an image, a fifteenth of ResNet-18's. Three convolutions are followed by a
-    maximum over 2 × 2, before BatchNorm, which then has a quarter of the numbers to normalise.
+    multiplications per image, a fifteenth of ResNet-18's. Three convolutions are followed by 2 × 2
+    max pooling, before BatchNorm, which then normalises a quarter of the numbers.
 
     Args:
         image_shape: height, width and channels of an image.
@@ -28,8 +28,8 @@ def build_resnet9(
         kernel_initializer: name or configuration of a Keras initializer.
 
     Reference: D. Page, "How to Train Your ResNet", 2018, the network of DAWNBench's CIFAR-10
-        competition; narrower, and with the first maximum after the first convolution instead of the
-        second.
+        competition; narrower, and with the first max pooling after the first convolution instead
+        of the second.
     """
     images = keras.Input(image_shape)
     x = _convolve(images, 32, kernel_initializer, "stem", halve=True)
@@ -40,7 +40,7 @@ def build_resnet9(
         y = _convolve(y, width, kernel_initializer, f"{name}_block2")
         x = layers.Add()([x, y])
     x = layers.GlobalMaxPooling2D()(x)
-    # In the weights' own precision, whatever the layers before: 8 bits make many classes equal.
+    # In the weights' dtype also with mixed precision: bfloat16's 8 significant bits cause ties.
     float_type = keras.config.floatx()
     logits = layers.Dense(
         num_classes, kernel_initializer=kernel_initializer, dtype=float_type, name="logits"
@@ -56,17 +56,17 @@ def _convolve(
     *,
     halve: bool = False,
 ) -> keras.KerasTensor:
-    """Applies a convolution, a maximum over 2 × 2 where `halve` is set, BatchNorm and a ReLU."""
+    """Applies a convolution, 2 × 2 max pooling if `halve` is set, BatchNorm and a ReLU."""
     x = layers.Conv2D(
         width,
         3,
         padding="same",
-        use_bias=False,  # BatchNorm adds one.
+        use_bias=False,  # BatchNorm has a bias.
         kernel_initializer=kernel_initializer,
         name=f"{name}_conv",
     )(x)
     if halve:
         x = layers.MaxPooling2D(2)(x)
-    # Keras' momentum of 0.99 needs thousands of steps before evaluation makes sense.
+    # With Keras' momentum of 0.99, evaluation is off for thousands of steps.
     x = layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=f"{name}_norm")(x)
     return layers.ReLU()(x)

@@ -1,1 +1,1 @@
-"""Files to copy beside a user's script, to record and compare its training steps."""
+"""Standalone files to copy beside a script, which record and compare its training steps."""

@@ -1,4 +1,4 @@
-"""Records steps of a JAX training, with what each replica computed, in a file of plain arrays.
+"""Records steps of a JAX training, with each replica's results, in a file of plain arrays.
 
 This file is standalone: copy it next to your script. It needs JAX and NumPy.
 
@@ -146,7 +146,7 @@ class record:
         return kept
 
     def _receive(self, kind: str, names: list[str], device: Any, *leaves: Any) -> None:
-        # Converted after the step: waiting for a large array here can block a CPU device for ever.
+        # Converted after the step: waiting for a large array here can block a CPU device forever.
         self._received.setdefault((kind, int(device)), []).append(leaves)
         if kind in ("raw", "sums", "clipped"):
             self._about["gradients"] = [name or "params" for name in names]

@@ -1,4 +1,4 @@
-"""Records what Keras computes on each replica in some training steps, as a file of plain arrays.
+"""Records each replica's results in some training steps of Keras, in a file of plain arrays.
 
 This file is standalone: copy it beside your script. It needs TensorFlow, Keras 3 and NumPy.
 
@@ -15,7 +15,7 @@ This file is standalone: copy it beside your script. It needs TensorFlow, Keras 
 A custom loop passes `optimizer`, and runs `strategy.run(recorder.wrap(replica_step), args=...)`.
 
 The hooks replace methods of the model and the optimizer instances until the end of the block.
-Recording does not change a bit of the training, and steps that are not recorded are not copied.
+Recording does not change the training bitwise; other steps are not copied.
 """
 
 import collections
@@ -45,17 +45,17 @@ Path = str | os.PathLike
 
 
 class Sparse(collections.namedtuple("Sparse", "values indices rows")):
-    """A gradient of some rows of a table, as `tf.IndexedSlices`."""
+    """A gradient of some rows of a table, like `tf.IndexedSlices`."""
 
 
 class Recording:
-    """Recorded steps in version 1 of the trace format, whose keys most attributes are named after.
+    """Recorded steps in version 1 of the trace format, with attributes named after its keys.
 
     Attributes:
         steps: for each recorded step, (kind, replica) → arrays.
         numbers: numbers of these steps, from 0.
-        structure: of "data", as `to_json` describes it.
-        predicted: of "y_pred", likewise.
+        structure: structure of "data"; see `to_json`.
+        predicted: structure of "y_pred"; see `to_json`.
         whole_loss: whether the loss is computed once, from the predictions of all replicas.
     """
 
@@ -170,10 +170,10 @@ class Recording:
 
 
 class Hooks(contextlib.ExitStack):
-    """Replaces methods of instances in a `with` block: their classes stay as they are."""
+    """Replaces methods of instances in a `with` block, without changing their classes."""
 
     def hook(self, owner: Any, name: str, wrapper: Callable) -> None:
-        """Lets `owner.name(...)` call `wrapper(inner, ...)`, `inner` being the method."""
+        """Makes `owner.name(...)` call `wrapper(inner, ...)`, where `inner` is the method."""
         inner, hidden = getattr(owner, name), vars(owner).get(name)
         object.__setattr__(owner, name, lambda *args, **kwargs: wrapper(inner, *args, **kwargs))
         if hidden is None:
@@ -186,14 +186,14 @@ class Recorder(Recording):
     """Records steps of `model.fit`, or of a custom loop, in a `with` block.
 
     Args:
-        model: compiled, unless `optimizer` is given; under a strategy or not.
-        steps: number of steps to record from the first one on, or numbers of steps, from 0.
-        optimizer: that of a custom loop.
-        replay: a recording; before each step, the weights and statistics are assigned that it has
-            for this step, and if it is one of Keras, optimizer state (not its rate) and seeds.
-        permute: seed of another order of each replica's examples in these steps.
-        names: name of a variable → its name in `replay`; others are matched in their order, by
-            kind and shape.
+        model: a compiled model, or with `optimizer` any model; under a strategy or not.
+        steps: number of first steps to record, or numbers of steps, from 0.
+        optimizer: optimizer of a custom loop.
+        replay: a recording whose weights and statistics are assigned before each step; from a
+            recording of Keras also optimizer state (without learning rate) and seeds.
+        permute: seed for a permutation of each replica's examples in these steps.
+        names: name of a variable → its name in `replay`; others are matched in order, by kind and
+            shape.
 
     Raises:
         ValueError: no hook can run in this training, or `replay` lacks steps or variables.
@@ -226,7 +226,7 @@ class Recorder(Recording):
         self._replay = None if replay is None else Replay(replay, self._wanted, names or {})
         self._kept: dict[tuple[int, str, int], Arrays] = {}
         self._num_seen: collections.Counter[int] = collections.Counter()
-        self._number: dict[int, tf.Tensor] = {}  # Of the step that a replica is in, or -1.
+        self._number: dict[int, tf.Tensor] = {}  # Step number of a replica, or -1.
 
     def recording(self) -> Recording:
         """Returns what was recorded, without the hooks."""
@@ -235,7 +235,7 @@ class Recorder(Recording):
         return recording
 
     def wrap(self, step: Callable) -> Callable:
-        """Returns a custom loop's step of a replica, with hooks; its arguments are the batch."""
+        """Returns a custom loop's replica step with hooks; its arguments are the batch."""
         if not self._optimizer.built:
             with self._model.distribute_strategy.scope():
                 self._optimizer.build(self._model.trainable_variables)
@@ -254,7 +254,7 @@ class Recorder(Recording):
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
         self._model.train_function = None
-        # A step that an error has ended is left out.
+        # A step that an error has ended is omitted.
         self.numbers = sorted({number for number, kind, _ in self._kept if kind == "after"})
         self.steps, self.settings = [], []
         for wanted in self.numbers:
@@ -283,7 +283,7 @@ class Recorder(Recording):
         number, is_sparse = self._number[replica], [isinstance(v, tf.IndexedSlices) for v in values]
 
         def keep(number: np.int64, *arrays: np.ndarray) -> np.int64:
-            copies = map(plain_copy, arrays)  # Buffers are used again.
+            copies = map(plain_copy, arrays)  # Buffers are reused.
             self._kept[int(number), kind, replica] = [
                 Sparse(next(copies), next(copies), int(next(copies))) if sparse else next(copies)
                 for sparse in is_sparse
@@ -405,7 +405,7 @@ class Replay:
                 if same and tuple(array.shape[axis] for axis in axes) == shape:
                     fits.append((theirs["name"] != about["name"], other, axes))
             if not fits and about["kind"] in ("optimizer state", "seed"):
-                continue  # Of another optimizer, or of a layer that the other model does not have.
+                continue  # For another optimizer, or a layer that the other model lacks.
             if not fits:
                 listed = [
                     f"{theirs['name']} {array.shape}"
@@ -489,7 +489,7 @@ def permuted(data: Any, number: tf.Tensor, seed: Sequence[int]) -> Any:
 def settings_of(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, learning_rate: float
 ) -> list[dict[str, Any]]:
-    """Returns groups of weights with the settings that the optimizer has for them in a step."""
+    """Returns groups of weights with the optimizer's settings for them in a step."""
     groups: dict[float, list[str]] = {}  # By weight decay, from which weights can be excluded.
     for weight in model.trainable_variables:
         decays = optimizer.weight_decay and optimizer._use_weight_decay(weight)
@@ -526,19 +526,19 @@ def to_json(structure: Any) -> Any:
 
 
 def plain_copy(array: Any) -> np.ndarray:
-    """Returns a copy of an array; strings, which are objects of Python, as bytes of one length."""
+    """Returns a copy of an array, with strings, which are objects, as bytes of one length."""
     copy = np.array(array)
     return copy.astype(np.bytes_) if copy.dtype == object else copy
 
 
 def regularisation(model: keras.Model) -> tf.Tensor:
-    """Returns what `model.losses` add to the loss of this replica."""
+    """Returns the sum of `model.losses` for this replica."""
     losses = [model._aggregate_additional_loss(loss) for loss in model.losses]
     return tf.add_n(losses) if losses else tf.zeros(())
 
 
 def is_float(variable: keras.Variable) -> bool:
-    """Tells whether a variable holds floating-point numbers; seeds hold integers."""
+    """Returns whether a variable holds floating-point numbers; seeds hold integers."""
     return keras.backend.is_float_dtype(variable.dtype)
 
 
@@ -549,7 +549,7 @@ def to_numpy_dtype(value: Any) -> tf.Tensor:
 
 
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Returns the optimizer within a `LossScaleOptimizer`, which unscales before it."""
+    """Returns the inner optimizer of a `LossScaleOptimizer`, which receives unscaled gradients."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

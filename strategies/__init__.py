@@ -1,7 +1,7 @@
-"""The strategies by name; a new one is a file here and a line in `STRATEGIES`.
+"""Lists the strategies by name; to add one, add a file here and a line to `STRATEGIES`.
 
-Importing this package imports neither Keras nor TensorFlow: the module of a strategy is imported
-when its class is asked for.
+Importing this package imports neither Keras nor TensorFlow: `load_strategy_class` imports the
+module of a strategy.
 """
 
 import pkgutil
@@ -21,8 +21,7 @@ STRATEGIES: dict[str, str] = {
     "tensor": "strategies.tensor:TensorStrategy",
 }
 
-# Name of a strategy → the options that it alone, or not every strategy, has. A strategy that is
-# missing has none of them.
+# Name of a strategy → the options that not every strategy has.
 STRATEGY_OPTIONS: dict[str, tuple[str, ...]] = {
     "single": ("accumulate_steps",),
     "manual": ("batch_norm", "accumulate_steps", "shard_weights"),
@@ -36,8 +35,7 @@ STRATEGY_OPTIONS: dict[str, tuple[str, ...]] = {
 # Strategies that XLA cannot compile: their devices exchange tensors within a forward pass.
 WITHOUT_JIT_COMPILE = ("pipeline", "tensor")
 
-# Name of a strategy → its all-reduce algorithms. A strategy that is missing has none to choose
-# from: it takes "auto" alone.
+# Name of a strategy → its all-reduce algorithms. A strategy that is not listed accepts only "auto".
 ALL_REDUCE_ALGORITHMS: dict[str, tuple[str, ...]] = {
     "manual": ("reduce_to_one", "ring", "tree", "direct"),
     "mirrored": ("reduce_to_one", "nccl", "hierarchical", "ring"),
@@ -52,7 +50,7 @@ def load_strategy_class(name: str) -> "type[Strategy]":
         name: a key of `STRATEGIES`.
 
     Raises:
-        ImportError: the entry of `STRATEGIES` does not lead to a class.
+        ImportError: the entry of `STRATEGIES` does not name a class.
     """
     target = STRATEGIES[name]
     try:

@@ -1,9 +1,9 @@
-"""The contract between the training loop and a strategy.
+"""Defines the contract between the training loop and a strategy.
 
 The loop in `app/training/loop.py` uses nothing else. A subclass defines where the copies of the
-weights are, what travels between devices, and in which order gradients are added. Everything else
-is the same code for all strategies, here, in `shard_step.py` and in `copies.py`, so that a
-difference in results can only come from a subclass.
+weights are, which tensors are sent between devices, and in which order gradients are added. All
+strategies share the rest: this file, `shard_step.py` and `copies.py`. Results of two strategies
+can therefore only differ because of the subclasses.
 """
 
 import abc
@@ -29,34 +29,33 @@ OptimizerFn = Callable[[], keras.optimizers.Optimizer]
 
 
 class Strategy(CompiledSteps):
-    """One way to train a model on a list of devices.
+    """Trains a model on a list of devices.
 
-    Data sets are `tf.data` sets of global batches `(images, labels)`: uint8
+    Datasets are `tf.data` datasets of global batches `(images, labels)`: uint8
     `(n, height, width, channels)` and int32 `(n,)`, where n may differ from batch to batch.
 
-    The devices are R replicas of K devices each, in a row; each replica trains on its own part of
-    every global batch, which is one shard or several. There is a copy of the weights for each
-    replica, unless a subclass sets another number.
+    The devices form R replicas of K consecutive devices. Each replica trains on its own part of
+    every global batch; a part is one or more shards. There is one copy of the weights per replica,
+    unless a subclass sets another number.
 
     Args:
         devices: names of the devices of all workers, for example `["/device:CPU:0"]`.
-        workers: the processes that train together, with equal numbers of devices; None for this one
-            alone.
+        workers: the processes that train together, with equal numbers of devices; None for a
+            single process.
         all_reduce: the algorithm that sums the gradients over the shards: one of
-            `all_reduce_algorithms`, "auto", or "none" to leave it out, which measures its cost.
-        bucket_mib: size of the buckets in which gradients are summed, in 2²⁰ bytes; 0 for each
-            gradient on its own, None for the default of the strategy.
-        communication_dtype: dtype of the all-reduce, None for that of the gradients.
+            `all_reduce_algorithms`, "auto", or "none" to skip the all-reduce (to measure its cost).
+        bucket_mib: size of the gradient buckets of the all-reduce, in 2²⁰ bytes; 0 for one
+            all-reduce per gradient, None for the strategy's default.
+        communication_dtype: dtype of the all-reduce; None for the dtype of the gradients.
         jit_compile: compile loss and gradients of a shard with XLA.
-        batch_norm: "average" normalises each shard by itself, "sync" all examples of a global
-            batch together.
-        accumulate_steps: shards of each replica, whose gradients it adds before the exchange.
-        shard_weights: sizes of the replicas' parts in proportion to each other, whole numbers;
-            empty for equal parts.
-        model_parallel: K, devices of a replica.
+        batch_norm: "average" normalises each shard separately, "sync" normalises over the global
+            batch.
+        accumulate_steps: shards per replica; a replica adds their gradients before the all-reduce.
+        shard_weights: relative sizes of the replicas' parts, whole numbers; empty for equal parts.
+        model_parallel: K, devices per replica.
         label_smoothing: see `strategies.loss.shard_loss`.
         loss_scale: see `strategies.loss.differentiate`.
-        objective: of a compiled Keras model, whose batches are then flat tuples of any tensors.
+        objective: the objective of a compiled Keras model; batches are then flat tuples of tensors.
 
     Raises:
         ValueError: this strategy cannot run on these devices or has no such algorithm.
@@ -118,7 +117,7 @@ class Strategy(CompiledSteps):
 
     @property
     def all_reduce_algorithms(self) -> tuple[str, ...]:
-        """Names of the algorithms to choose from, of `strategies.ALL_REDUCE_ALGORITHMS`."""
+        """The all-reduce algorithms of this strategy, from `strategies.ALL_REDUCE_ALGORITHMS`."""
         return ALL_REDUCE_ALGORITHMS.get(self.name, ())
 
     def default_all_reduce(self) -> str:
@@ -127,11 +126,11 @@ class Strategy(CompiledSteps):
 
     @property
     def gather_groups(self) -> list[list[str]]:
-        """The devices that gather parts of tensors from each other in a step, group by group."""
+        """Groups of devices that all-gather tensors within a step."""
         return []
 
     def default_bucket_mib(self) -> float:
-        """Returns the best size of buckets, 0 for each gradient on its own."""
+        """Returns the default bucket size in MiB; 0 for one all-reduce per gradient."""
         return 0.0
 
     @property
@@ -151,11 +150,11 @@ class Strategy(CompiledSteps):
 
     @abc.abstractmethod
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
-        """Classifies one global batch, and trains nothing (traced, in a graph).
+        """Computes the logits of one global batch without training (traced in a graph).
 
         Args:
-            iterator: over global batches.
-            statistics: path of a variable → tensor to take in place of the copy's own.
+            iterator: yields global batches.
+            statistics: path of a variable → tensor that replaces the copy's value.
 
         Returns:
             For each replica of this worker, in order, the logits and totals of its examples.
@@ -164,39 +163,38 @@ class Strategy(CompiledSteps):
     def evaluate_objective(
         self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
     ) -> tuple[StepTotals, list[tf.Tensor]]:
-        """Evaluates one global batch with an objective, and trains nothing (traced, in a graph).
+        """Evaluates one global batch with an objective, without training (traced in a graph).
 
         Args:
-            iterator: over global batches.
-            statistics: path of a variable → tensor to take in place of the copy's own.
-            metric_states: of the model's metrics so far.
+            iterator: yields global batches.
+            statistics: path of a variable → tensor that replaces the copy's value.
+            metric_states: states of the model's metrics before this batch.
 
         Returns:
             The totals of the whole batch, and the states of the metrics after it.
 
         Raises:
-            NotImplementedError: the strategy trains our image models alone.
+            NotImplementedError: the strategy trains only the built-in image models.
         """
         raise NotImplementedError(f"strategy {self.name} takes no objective")
 
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
-        """Returns an iterator over `dataset`, a set without end, for the compiled steps."""
+        """Returns an iterator over `dataset`, which repeats forever, for the compiled steps."""
         return iter(dataset)
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         """Sums tensors over the replicas, exactly as a training step sums gradients.
 
         Args:
-            per_replica_tensors: lists of V tensors, one for each replica of this worker.
+            per_replica_tensors: one list of V tensors per replica of this worker.
 
         Returns:
-            As many lists of V sums, placed like the argument, which is returned where there is
-            nothing to sum.
+            One list of V sums per replica, placed like the input. With one replica, the input.
         """
         return per_replica_tensors
 
     def gradient_buckets(self, tensors: Sequence[tf.Tensor]) -> GradientBuckets:
-        """Returns the buckets in which a replica's tensors are summed."""
+        """Returns the all-reduce buckets for a replica's tensors."""
         return GradientBuckets(
             tensors, bucket_bytes=self._bucket_bytes, dtype=self._communication_dtype
         )
@@ -204,11 +202,11 @@ class Strategy(CompiledSteps):
     def evaluate(
         self, dataset: tf.data.Dataset, on_batch: Callable[[], None] = lambda: None
     ) -> StepTotals:
-        """Returns the totals over every example of `dataset`, each one seen once; changes no state.
+        """Returns the totals over every example of `dataset`, each counted once; changes no state.
 
         Args:
-            dataset: of global batches, finite.
-            on_batch: called after each of them; what it raises ends the evaluation.
+            dataset: global batches; finite.
+            on_batch: called after each batch; an exception that it raises ends the evaluation.
         """
         iterator, statistics = self.distribute(dataset.repeat()), self._statistics_to_evaluate()
         totals, objective = StepTotals(0.0, 0, 0), self.objective
@@ -223,14 +221,14 @@ class Strategy(CompiledSteps):
         if objective is None:
             return self._over_workers(totals)
         objective.metrics = metric_values(self.model, states)
-        return totals  # Every worker has those of the whole batches.
+        return totals  # With an objective, every worker has the totals of the global batches.
 
     def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:
         """Returns the logits of images, in input order; changes no state.
 
         Args:
             images: uint8 `(N, height, width, channels)`.
-            global_batch_size: images of a batch over all shards.
+            global_batch_size: images per global batch.
 
         Returns:
             Floats `(N, num_classes)`.
@@ -247,7 +245,7 @@ class Strategy(CompiledSteps):
 
     def _statistics_to_evaluate(self) -> Statistics:
         averages = self.averaged_statistics()
-        with tf.device("CPU:0"):  # From the host each device copies what its batches need.
+        with tf.device("CPU:0"):  # Each device copies the values that it needs from the host.
             return {name.removeprefix("model/"): tf.constant(a) for name, a in averages.items()}
 
     @tf.function(autograph=False)

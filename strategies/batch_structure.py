@@ -1,4 +1,4 @@
-"""The nests of tensors that a compiled Keras model is given, and those that it predicts."""
+"""Handles the nested inputs and predictions of a compiled Keras model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,26 +10,26 @@ from strategies.keras_private import get_mask, set_mask
 
 
 class BatchStructure:
-    """The parts of a batch, which strategies split as flat tuples of tensors.
+    """Converts between nested batches and the flat tuples of tensors that strategies split.
 
     Args:
-        element_spec: of the data set, `(x, y)` or `(x, y, sample_weight)`, each any nest.
+        element_spec: the dataset's: `(x, y)` or `(x, y, sample_weight)`, each any nest.
 
     Attributes:
-        spec: the same, with None where elements have None.
+        spec: `element_spec` with None where elements have None.
     """
 
     def __init__(self, element_spec: Any):
         self.spec = without_none(element_spec)
 
     def nest(self, leaves: Sequence[tf.Tensor]) -> Any:
-        """Returns a batch as the data set has it, of its leaves."""
+        """Returns the nested batch with the given leaves."""
         values = iter(leaves)
         flat = [None if spec is None else next(values) for spec in tf.nest.flatten(self.spec)]
         return tf.nest.pack_sequence_as(self.spec, flat)
 
     def example(self) -> list[tf.Tensor]:
-        """Returns the leaves of a batch of one example of zeros."""
+        """Returns the leaves of a batch with one example, all zeros."""
         return [
             tf.zeros([1, *(size or 1 for size in spec.shape[1:])], spec.dtype)
             for spec in present(self.spec)
@@ -39,11 +39,11 @@ class BatchStructure:
 def leaves_with_rows(
     model: keras.Model, y_pred: Any, examples: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Returns the leaves of what a model predicts, and checks that each has a row for each example.
+    """Returns the leaves of a model's predictions after a check that each has a row per example.
 
     Raises:
-        ValueError: one of them has no batch axis.
-        tf.errors.InvalidArgumentError: one has not a row for each example.
+        ValueError: a leaf has no batch axis.
+        tf.errors.InvalidArgumentError: a leaf does not have one row per example.
     """
     size, checked = tf.shape(examples[0])[0], []
     for prediction in tf.nest.flatten(y_pred):
@@ -67,12 +67,12 @@ def leaves_with_rows(
 
 
 def without_none(element_spec: Any) -> Any:
-    """Returns the nest of a data set's elements with None where they have None."""
+    """Returns a dataset's element spec with None where its elements have None."""
     return tf.nest.map_structure(lambda spec: None if is_none(spec) else spec, element_spec)
 
 
 def is_none(spec: tf.TypeSpec) -> bool:
-    """Tells whether a part of a data set's elements is None, whose type has no public name."""
+    """Returns whether a spec stands for None; TensorFlow has no public name for its type."""
     return type(spec).__name__ == "NoneTensorSpec"
 
 

@@ -1,4 +1,4 @@
-"""Layers whose output channels are split over devices."""
+"""Splits the output channels of layers over devices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -40,13 +40,13 @@ _ELEMENTWISE = (
 
 
 class SplitCall(NamedTuple):
-    """One call of a layer, of which each device computes some of the output channels.
+    """Represents one layer call whose output channels are split over devices.
 
     Attributes:
-        call: of the whole layer, whose own variables are not used.
-        layers: one for each device, with its part of the channels, and of the variables.
-        gathers: whether it needs all channels of its inputs.
-        sizes: channels of the output on each device; None where every device computes all of them.
+        call: the call of the unsplit layer, whose variables are not used.
+        layers: one layer per device, with its part of the channels and variables.
+        gathers: whether the layer needs all channels of its inputs.
+        sizes: output channels on each device; None if every device computes all channels.
     """
 
     call: LayerCall
@@ -66,10 +66,10 @@ class SplitCall(NamedTuple):
 
         Args:
             tape: records the call.
-            inputs: of the layer.
-            values: for each device, path of a whole variable → what stands for its part; parts
-                that are missing keep their own value, and are updated.
-            training: for layers that work differently in training.
+            inputs: inputs of the layer.
+            values: for each device, path of the unsplit variable → value that replaces its part; a
+                part without an entry keeps its variable, which the call may update.
+            training: passed to layers that behave differently in training.
         """
         paths = [variable.path for variable in self.call.layer.variables]
         weights = [[named[v.path] for v in self.call.layer.trainable_variables] for named in values]
@@ -89,11 +89,11 @@ def split_calls(model_calls: LayerCalls, devices: Sequence[str]) -> list[SplitCa
     """Splits the layers of a network by their output channels.
 
     Args:
-        model_calls: of the network; initial values are taken from its layers.
+        model_calls: layer calls of the network, whose layers have the initial values.
         devices: T device names.
 
     Raises:
-        ValueError: a layer has fewer channels than there are devices, or cannot be split.
+        ValueError: a layer has fewer channels than devices, or cannot be split.
     """
     sizes: dict[int, list[int] | None] = {model_calls.input: None}
     split = []
@@ -118,7 +118,7 @@ def split_calls(model_calls: LayerCalls, devices: Sequence[str]) -> list[SplitCa
 def _check(
     call: LayerCall, sizes: list[int] | None, inputs: list[list[int] | None], gathers: bool
 ) -> None:
-    """Raises `ValueError` where a layer cannot be split like this."""
+    """Raises `ValueError` if a layer cannot be split by output channels."""
     layer = call.layer
     what = f"layer {layer.name} ({type(layer).__name__})"
     if sizes and not all(sizes):
@@ -144,7 +144,7 @@ def _check(
 def _part_of(
     layer: keras.layers.Layer, sizes: Sequence[int] | None, device_id: int
 ) -> keras.layers.Layer:
-    """Returns a layer that computes a part of the channels, with its part of the variables."""
+    """Returns a layer with a part of the output channels and variables of the given layer."""
     config = layer.get_config()
     if sizes:
         config |= {key: sizes[device_id] for key in ("filters", "units") if key in config}
@@ -161,13 +161,13 @@ def _part_of(
 
 
 class Row(NamedTuple):
-    """The devices that share a copy of the weights.
+    """Holds one copy of the weights, split over T devices.
 
     Attributes:
-        devices: T names.
-        calls: the layers, in parts.
-        optimizers: of each device, for its parts of the weights.
-        optimizer_names: of their variables, as those of an optimizer of the whole weights.
+        devices: T device names.
+        calls: the split layer calls.
+        optimizers: one per device, for its parts of the weights.
+        optimizer_names: names of the optimizer's variables, as for the unsplit weights.
     """
 
     devices: list[str]
@@ -194,7 +194,7 @@ class Row(NamedTuple):
         return row
 
     def variables(self, device_id: int, *, trainable: bool) -> dict[str, keras.Variable]:
-        """Returns path of the whole variable → the part that a device has of it."""
+        """Returns path of the unsplit variable → a device's part of it."""
         return {
             whole.path: part
             for split in self.calls
@@ -205,7 +205,7 @@ class Row(NamedTuple):
         }
 
     def read_weights(self, observer: Observer, first_device_id: int) -> list[dict[str, tf.Tensor]]:
-        """Reads the weights of each device: path of the whole variable → its part."""
+        """Reads the weights of each device: path of the unsplit variable → its part."""
         per_device = []
         for d, device in enumerate(self.devices):
             with tf.device(device):
@@ -215,7 +215,7 @@ class Row(NamedTuple):
         return per_device
 
     def parts_of(self, tensors: Mapping[str, tf.Tensor]) -> list[dict[str, tf.Tensor]]:
-        """Returns for each device its parts of whole tensors, by the paths of the variables."""
+        """Splits tensors, given by variable path, into each device's parts."""
         per_device = []
         for d, device in enumerate(self.devices):
             named = {}
@@ -227,12 +227,12 @@ class Row(NamedTuple):
         return per_device
 
     def _size(self, path: str, device_id: int) -> int:
-        """Returns how many channels a device has of a variable."""
+        """Returns the number of channels of a variable on a device."""
         both = (self.variables(device_id, trainable=t) for t in (True, False))
         return next(named[path].shape[-1] for named in both if path in named)
 
     def whole_variables(self, names: Sequence[str]) -> dict[str, SplitVariable | RepeatedVariable]:
-        """Returns name → what stands for the whole variable, in an order of names."""
+        """Returns name → unsplit view of the variable, in the given order of names."""
         parts: dict[str, list[tf.Variable]] = {name: [] for name in names}
         for d, optimizer in enumerate(self.optimizers):
             for trainable in (True, False):
@@ -246,10 +246,10 @@ class Row(NamedTuple):
         }
 
     def join(self, parts: Sequence[Sequence[tf.Tensor]], order: Sequence[str]) -> list[tf.Tensor]:
-        """Returns whole tensors on the first device, in an order of weights.
+        """Joins the parts of tensors on the first device, in the given order of weights.
 
         Args:
-            parts: for each device, a tensor for each of its weights.
+            parts: for each device, one tensor per weight.
             order: paths of the weights.
         """
         paths = list(self.variables(0, trainable=True))
@@ -259,7 +259,7 @@ class Row(NamedTuple):
         return [named[path] for path in order]
 
     def split(self, wholes: Sequence[tf.Tensor], order: Sequence[str]) -> list[list[tf.Tensor]]:
-        """The opposite of `join`."""
+        """Splits whole tensors into parts; the inverse of `join`."""
         per_device = self.parts_of(dict(zip(order, wholes, strict=True)))
         paths = list(self.variables(0, trainable=True))
         return [[parts[path] for path in paths] for parts in per_device]

@@ -1,7 +1,7 @@
-"""Connects processes, on one machine or on many, by TensorFlow's own cluster engine.
+"""Connects processes, on one or several machines, with TensorFlow's collectives.
 
-What crosses between workers goes through the collectives that training uses, or, before those
-can be trusted, through the key-value store of TensorFlow's coordination service.
+Workers communicate through the same collectives as training. Before the collectives work, they use
+the key-value store of TensorFlow's coordination service.
 """
 
 import itertools
@@ -18,7 +18,7 @@ IMPLEMENTATIONS = {
     "ring": _Communication.RING,
     "nccl": _Communication.NCCL,
 }
-_SHORT_BYTES = 1000  # A message up to this long takes one collective, a longer one two.
+_SHORT_BYTES = 1000  # A message of up to this size takes one collective, a longer one two.
 _HEARTBEAT_SEC = 10
 # Each strategy of a process numbers its groups of devices from somewhere else: groups of different
 # sizes under one number would break every collective after.
@@ -31,8 +31,8 @@ class CollectiveStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Args:
         local_devices: of this worker, for example `["/device:CPU:0", "/device:CPU:1"]`.
         all_reduce: a key of `IMPLEMENTATIONS`.
-        addresses: "host:port" of every worker, the chief first; none for one worker without any.
-        index: which of them is this process.
+        addresses: "host:port" of every worker, the chief first; empty for a single worker.
+        index: index of this process in `addresses`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CollectiveStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         index: int = 0,
     ):
         tf_private.set_collective_key_base(self, next(_KEY_BASES))
-        # `MultiWorkerMirroredStrategy.__init__` would make an engine of its own.
+        # `MultiWorkerMirroredStrategy.__init__` would create another extended object.
         tf.distribute.Strategy.__init__(
             self,
             tf_private.create_collective_extended(
@@ -71,18 +71,18 @@ def _resolver(
 
 
 class ClusterWorkers(Workers):
-    """Several processes, connected; to be made before TensorFlow computes anything.
+    """Connects several worker processes. Create it before TensorFlow runs any operation.
 
-    Returns when all of them have come, however long that takes.
+    The constructor returns once all workers are connected; it has no timeout.
 
     Args:
         addresses: "host:port" of every worker, the chief first.
-        index: of this one.
-        local_devices: on which this worker has a replica each.
+        index: index of this worker.
+        local_devices: devices of this worker, one replica on each.
         all_reduce: a key of `IMPLEMENTATIONS`.
 
     Attributes:
-        strategy: what connects them.
+        strategy: the `tf.distribute` strategy that connects the workers.
 
     Raises:
         tf.errors.OpError: the cluster cannot be formed.
@@ -102,16 +102,16 @@ class ClusterWorkers(Workers):
         self._num_posted = itertools.count()
 
     def post(self, text: str) -> list[str]:
-        """Returns what each worker posts, worker 0's first, without any collective.
+        """Returns the texts that the workers post, in order of workers, without a collective.
 
-        For what has to be known before a collective can work, as that all have as many devices.
+        For values needed before a collective can work, such as the number of devices per worker.
         """
         prefix = f"lockstep/{next(self._num_posted)}"
         tf_private.post_key_value(f"{prefix}/{self.index}", text)
         return [tf_private.wait_for_key_value(f"{prefix}/{i}") for i in range(self.count)]
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Returns what each worker said, worker 0 first."""
+        """Returns the messages of all workers, in order of workers."""
         fits = len(message) <= _SHORT_BYTES
         frames = self._gather_frames(message if fits else b"", len(message), _SHORT_BYTES)
         lengths = [length for length, _ in frames]
@@ -120,29 +120,29 @@ class ClusterWorkers(Workers):
         return [frame[:length] for length, frame in frames]
 
     def broadcast(self, message: bytes = b"") -> bytes:
-        """Returns what the chief said; what others pass is not looked at."""
+        """Returns the chief's message; the other workers' arguments are ignored."""
         (length,) = np.frombuffer(self.gather(np.int64(len(message)).tobytes())[0], np.int64)
         if not length:
-            return b""  # TensorFlow's ring dies of an empty tensor.
+            return b""  # TensorFlow's ring all-reduce crashes on an empty tensor.
         total = self._sum(_to_words(message if self.is_chief else b"", int(length)))
         return total.tobytes()[:length]
 
     def _gather_frames(self, message: bytes, length: int, size: int) -> list[tuple[int, bytes]]:
-        """Returns (length, message and zeros up to `size`) of each worker."""
+        """Returns each worker's (length, message padded with zeros to `size`)."""
         frame = np.concatenate([[length], _to_words(message, size)])
         frames = np.zeros((self.count, len(frame)), np.int64)
         frames[self.index] = frame
         return [(int(row[0]), row[1:].tobytes()) for row in self._sum(frames)]
 
     def _sum(self, words: np.ndarray) -> np.ndarray:
-        """Adds whole numbers over the workers; where all but one send 0 it is that one's."""
+        """Sums whole numbers over the workers; a broadcast if all but one worker pass 0."""
         return self._all_reduce(tf.constant(words)).numpy()
 
     @tf.function
     def _all_reduce(self, words: tf.Tensor) -> tf.Tensor:
         def sum_over_workers() -> tf.Tensor:
             replica = tf.distribute.get_replica_context()
-            # The first replica of a worker speaks for it.
+            # Only the first replica of a worker contributes.
             speaks = replica.replica_id_in_sync_group % self._num_local == 0
             own = words if speaks else tf.zeros_like(words)
             return replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
@@ -151,6 +151,6 @@ class ClusterWorkers(Workers):
 
 
 def _to_words(message: bytes, size: int) -> np.ndarray:
-    """Returns a message, and zeros up to `size` bytes, as 64-bit numbers."""
+    """Returns a message, padded with zeros to `size` bytes, as 64-bit integers."""
     num_words = -(-size // 8)
     return np.frombuffer(message.ljust(8 * num_words, b"\0"), np.int64)

@@ -1,7 +1,7 @@
-"""Collectives on per-replica lists, written to be read.
+"""Implements all-reduce algorithms on per-replica lists, for study.
 
-Each function takes lists with one entry for each replica, works in a graph and eagerly, and places
-each result on the device of its replica. `strategies/manual.py` has the simplest all-reduce.
+Each function takes lists with one entry per replica, works in a graph and eagerly, and places each
+result on the device of its replica. `strategies/manual.py` has the simplest all-reduce.
 """
 
 import functools
@@ -18,11 +18,10 @@ PerReplicaTensors = list[list[tf.Tensor]]
 def shard_bounds(
     num_examples: int | tf.Tensor, num_replicas: int, replica_id: int | tf.Tensor
 ) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-    """Returns where the shard of a replica starts and ends in a batch of `num_examples`.
+    """Returns the start and end of a replica's shard in a batch of `num_examples`.
 
-    Shards differ by at most one example, the first ones being the larger: 100 over 3 is 34, 33, 33
-    and 4 over 3 is 2, 1, 1. (Rounding up instead, as `experimental_distribute_dataset` does, makes
-    2, 2, 0 of the latter.)
+    Shard sizes differ by at most one example; the first shards are the larger ones: 100 over 3 is
+    34, 33, 33 and 4 over 3 is 2, 1, 1. (`experimental_distribute_dataset` rounds up: 2, 2, 0.)
 
     Args:
         num_examples: int or int scalar tensor.
@@ -37,7 +36,7 @@ def shard_bounds(
 
 
 def shard_sizes(num_examples: int, num_replicas: int) -> list[int]:
-    """Returns how many examples of a batch each replica gets."""
+    """Returns the per-replica shard sizes of a batch."""
     bounds = [shard_bounds(num_examples, num_replicas, r) for r in range(num_replicas)]
     return [end - start for start, end in bounds]
 
@@ -45,14 +44,14 @@ def shard_sizes(num_examples: int, num_replicas: int) -> list[int]:
 def weighted_bounds(
     num_examples: int | tf.Tensor, weights: Sequence[int], shard_id: int | tf.Tensor
 ) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-    """Returns where a shard starts and ends in a batch that is split in proportion to weights.
+    """Returns the start and end of a shard in a batch that is split in proportion to weights.
 
-    The batch is split into as many equal units as the weights add up to, and a shard of weight w
-    is w units in a row: 100 by 3 and 1 is 75 and 25, by 1, 1 and 1 as in `shard_bounds`.
+    The batch is split into sum(weights) equal units, and a shard of weight w takes w consecutive
+    units: 100 examples with weights 3, 1 give 75, 25. Equal weights of 1 give `shard_bounds`.
 
     Args:
         num_examples: int or int scalar tensor.
-        weights: of the shards, whole numbers of at least 1.
+        weights: relative sizes of the shards, whole numbers of at least 1.
         shard_id: int or int scalar tensor.
     """
     ends = list(itertools.accumulate(weights))
@@ -67,18 +66,18 @@ def weighted_bounds(
 
 
 def add_in_order(copies: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Adds tensors of one shape from the first to the last: ((a + b) + c) + d.
+    """Adds tensors of one shape in order: ((a + b) + c) + d.
 
-    Not `tf.add_n`, whose order depends on which of its inputs it may overwrite.
+    `tf.add_n` is not used: its order depends on which of its inputs it may overwrite.
     """
     return functools.reduce(tf.add, copies)
 
 
 def tree(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
-    """Adds in pairs, then pairs of pairs, and copies the totals back down the same tree.
+    """Sums up a binary tree of replicas and copies the totals back down the same tree.
 
-    2 · ⌈log₂ R⌉ steps of whole tensors: the first device receives ⌈log₂ R⌉ · S bytes and sends as
-    many. For small tensors on many devices, where steps cost more than bytes.
+    Takes 2 · ⌈log₂ R⌉ steps of whole tensors: the first device receives and sends ⌈log₂ R⌉ · S
+    bytes. Suits small tensors on many devices, where the number of steps dominates the cost.
 
     Reference: the binomial trees of R. Thakur et al., "Optimization of Collective Communication
         Operations in MPICH", 2005.
@@ -98,18 +97,18 @@ def tree(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
 
 
 def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
-    """Lets chunks travel round a ring: R − 1 steps add them up, R − 1 hand the totals on.
+    """Sums chunks around a ring in R − 1 steps, then sends the totals around in R − 1 steps.
 
-    2 · (R − 1) steps, in each of which every replica sends S / R bytes to the next one. So each
-    connection carries 2 · (R − 1) / R · S bytes, the least possible, however many replicas there
-    are. For large tensors: on many devices the steps add up.
+    In each of the 2 · (R − 1) steps every replica sends S / R bytes to the next. Each connection
+    therefore carries 2 · (R − 1) / R · S bytes, the least possible. Suits large tensors; with many
+    devices the number of steps dominates the cost.
 
     Reference: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
         workstations", 2009.
     """
     num_replicas = len(devices)
     chunks = _cut(per_replica_tensors, devices)
-    # Reduce-scatter: what replica r − 1 has added up of a chunk so far, r adds its own part to.
+    # Reduce-scatter: replica r adds its own chunk to the partial sum of replica r − 1.
     for step in range(1, num_replicas):
         for r, device in enumerate(devices):
             c = (r - step) % num_replicas
@@ -117,7 +116,7 @@ def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
                 chunks[r][c] = [
                     so_far + own for so_far, own in zip(chunks[r - 1][c], chunks[r][c], strict=True)
                 ]
-    # All-gather: now r has all of chunk r + 1, and each total goes round once.
+    # All-gather: replica r now has the total of chunk r + 1; each total travels around the ring.
     for step in range(1, num_replicas):
         for r, device in enumerate(devices):
             c = (r + 1 - step) % num_replicas
@@ -127,11 +126,11 @@ def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
 
 
 def direct(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
-    """Makes each replica add up one chunk for all of them, in replica order, and hand it round.
+    """Sums one chunk on each replica, in replica order, and sends the total to all others.
 
-    Two steps; in each of them every replica sends S / R bytes to every other one: 2 · (R − 1) / R ·
-    S bytes in all, as in a ring, but over R − 1 connections at once. For devices that are all
-    connected directly. It adds in the same order as `reduce_to_one`: the same bits.
+    In each of the two steps every replica sends S / R bytes to every other one: 2 · (R − 1) / R · S
+    bytes in all, as in a ring, but over R − 1 connections at once. Suits devices with direct
+    connections. Adds in the same order as `reduce_to_one`, so that results are bitwise identical.
 
     Reference: the "direct" reduce-scatter and all-gather of R. Thakur et al., as above.
     """
@@ -139,8 +138,8 @@ def direct(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> Pe
     totals = []
     for c, device in enumerate(devices):
         with tf.device(device):
-            everyones = [replica_chunks[c] for replica_chunks in chunks]
-            totals.append([add_in_order(parts) for parts in zip(*everyones, strict=True)])
+            copies = [replica_chunks[c] for replica_chunks in chunks]
+            totals.append([add_in_order(parts) for parts in zip(*copies, strict=True)])
     gathered = []
     for device in devices:
         with tf.device(device):
@@ -178,7 +177,7 @@ def _join(
     per_replica_tensors: PerReplicaTensors,
     devices: Sequence[str],
 ) -> PerReplicaTensors:
-    """Puts tensors back together from their chunks; the opposite of `_cut`."""
+    """Joins tensors from their chunks; the inverse of `_cut`."""
     joined = []
     for own_chunks, tensors, device in zip(chunks, per_replica_tensors, devices, strict=True):
         with tf.device(device):
@@ -187,7 +186,7 @@ def _join(
     return joined
 
 
-# Algorithms of `manual` in place of its own `all_reduce`, which is "reduce_to_one".
+# Algorithms of `manual` other than "reduce_to_one", which is its own `all_reduce`.
 ALL_REDUCE_FUNCTIONS: dict[str, Callable[..., PerReplicaTensors]] = {
     "ring": ring,
     "tree": tree,
@@ -208,13 +207,13 @@ def in_buckets(
         per_replica_tensors: R lists of V tensors; item [r][v] is on device r and has the same,
             fully known shape for every r. Left unchanged.
         devices: R device names.
-        gradient_buckets: of the tensors of one replica.
+        gradient_buckets: the buckets for the tensors of one replica.
 
     Returns:
         R lists of V tensors, placed like the input; item [r][v] is bitwise identical for every r.
 
     Raises:
-        ValueError: replicas and devices differ in number, or replicas disagree on V or on a shape.
+        ValueError: there are not as many lists as devices, or lists differ in V or in a shape.
     """
     if len(per_replica_tensors) != len(devices):
         raise ValueError(f"{len(per_replica_tensors)} lists of tensors for {len(devices)} devices")
@@ -233,7 +232,7 @@ def _on_each(
     function: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     per_replica_tensors: PerReplicaTensors,
 ) -> PerReplicaTensors:
-    """Returns what `function` makes of each replica's tensors, on its own device."""
+    """Applies `function` to each replica's tensors on the replica's device."""
     results = []
     for device, tensors in zip(devices, per_replica_tensors, strict=True):
         with tf.device(device):

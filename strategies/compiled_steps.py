@@ -1,4 +1,4 @@
-"""The compiled loop over training steps, and a second one whose steps are observed."""
+"""Compiles the loop over training steps, with and without an observer."""
 
 import abc
 from typing import Any
@@ -14,37 +14,37 @@ BatchIterator = Any  # TensorFlow has several types for what `distribute` return
 
 
 class CompiledSteps(ShardStep):
-    """Calls the training step of a strategy in compiled loops."""
+    """Runs the training step of a strategy in compiled loops."""
 
     @abc.abstractmethod
     def train_step(self, iterator: BatchIterator) -> StepTotals:
-        """Trains on one global batch: one optimizer step of every copy (traced, in a graph)."""
+        """Trains on one global batch: one optimizer step of every copy (traced in a graph)."""
 
     @property
     def num_tracings(self) -> int:
-        """How often the training loop has been traced: more than once means new shapes or types."""
+        """Number of traces of the training loop; above 1, input shapes or types have changed."""
         return self._train_loop.experimental_get_tracing_count()
 
     def train_steps(self, iterator: BatchIterator, num_steps: int) -> StepTotals:
-        """Makes `num_steps` optimizer steps in one compiled call and returns their totals.
+        """Runs `num_steps` optimizer steps in one compiled call and returns their totals.
 
-        The first call compiles the loop. `num_steps=0` compiles it and trains nothing.
+        The first call compiles the loop. `num_steps=0` compiles it without training.
         """
         return self._over_workers(to_host(self._train_loop(iterator, tf.constant(num_steps))))
 
     def train_observed_steps(
         self, iterator: BatchIterator, num_steps: int, observer: Observer
     ) -> StepTotals:
-        """Makes the same steps as `train_steps`, with another observer.
+        """Runs the same steps as `train_steps` with another observer.
 
-        They are compiled as a function of their own: that of `train_steps` stays as it is.
+        The steps are compiled as a separate function; the function of `train_steps` is unchanged.
 
         Args:
-            iterator: what `distribute` returned.
-            num_steps: how many; 0 compiles the loop and trains nothing.
-            observer: the same one in every call.
+            iterator: the result of `distribute`.
+            num_steps: number of steps; 0 compiles the loop without training.
+            observer: the same object in every call.
         """
-        usual, self.observer = self.observer, observer  # It is used while the loop is traced.
+        usual, self.observer = self.observer, observer  # Tracing the loop calls the observer.
         try:
             return self._over_workers(
                 to_host(self._observed_loop(iterator, tf.constant(num_steps)))
@@ -53,14 +53,14 @@ class CompiledSteps(ShardStep):
             self.observer = usual
 
     def _over_workers(self, totals: StepTotals) -> StepTotals:
-        """Returns the totals of all workers, added in their order: each counts its own shards."""
+        """Returns the totals over all workers, added in order of workers."""
         per_worker = self.workers.gather_arrays([np.asarray(value) for value in totals])
         return StepTotals.sum([StepTotals(*(a.item() for a in arrays)) for arrays in per_worker])
 
     @tf.function
     def _train_loop(self, iterator: BatchIterator, num_steps: tf.Tensor) -> StepTotals:
-        # AutoGraph is for the loop alone: it would rewrite the source of every function that a step
-        # calls, which took more than half of the time of tracing and changes nothing.
+        # Only this loop needs AutoGraph. Converting every function that a step calls took more than
+        # half of the tracing time and changes nothing.
         train_step = tf.autograph.experimental.do_not_convert(self.train_step)
         totals = StepTotals.zeros()
         for _ in tf.range(num_steps):
@@ -77,5 +77,5 @@ class CompiledSteps(ShardStep):
 
 
 def to_host(totals: StepTotals) -> StepTotals:
-    """Reads totals from the device: the one point where the host waits for a compiled call."""
+    """Copies totals to the host, which waits here for the compiled call to finish."""
     return StepTotals(*(np.asarray(value).item() for value in totals))

@@ -1,8 +1,8 @@
-"""The copies of the weights that a strategy trains: read, written, gathered, averaged.
+"""Reads, assigns, gathers and averages the copies of the weights of a strategy.
 
-The same code for every strategy, so that any of them can load the state that another one saved.
-Where several workers train together, each of them holds some of the copies, and all of them call
-these methods at the same point. Reading changes nothing.
+All strategies share this code, so that any strategy can load the state of any other. With several
+workers, each worker holds some of the copies, and all workers call these methods at the same point.
+Reading changes no state.
 """
 
 import abc
@@ -22,20 +22,20 @@ Variables = Mapping[str, tf.Variable]
 
 
 class Copies(abc.ABC):
-    """Copies of a model and its optimizer on some devices.
+    """Holds copies of a model and its optimizer on one or more devices.
+
+    `gather`, `state`, `averaged_statistics`, `per_shard_statistics` and all methods that begin with
+    `broadcast_` communicate: every worker must call them at the same point.
 
     Attributes:
-        num_devices: devices, over all workers.
-        num_shards: parts of a global batch; each has its own examples, loss, gradients and
-            BatchNorm statistics.
-        num_copies: copies of the weights, over all workers.
+        num_devices: number of devices, over all workers.
+        num_shards: number of shards of a global batch; each has its own examples, loss, gradients
+            and BatchNorm statistics.
+        num_copies: number of copies of the weights, over all workers.
         workers: the processes that train together.
-        observer: to be replaced before the first step, if at all.
-        model: of the first copy on this worker, once built.
-        optimizer: of the first copy on this worker, once built.
-
-    `gather`, `state`, `averaged_statistics`, `per_shard_statistics` and all names that begin with
-    `broadcast_` communicate: every worker has to call them at the same point.
+        observer: hooks of the training step; replace it only before the first step.
+        model: the model of the first copy on this worker, after `build`.
+        optimizer: the optimizer of the first copy on this worker, after `build`.
     """
 
     num_devices: int
@@ -54,9 +54,9 @@ class Copies(abc.ABC):
         """
 
     def shard_variables(self) -> list[Variables]:
-        """Returns what each shard of this worker has of its own: name → variable.
+        """Returns the per-shard variables of each shard of this worker: name → variable.
 
-        Those are the model's variables that are not trained: moving statistics, random states.
+        These are the model's non-trainable variables: moving statistics and random states.
         """
         names = [f"model/{v.path}" for v in self.model.variables if not v.trainable]
         return [{name: copy[name] for name in names} for copy in self.copies()]
@@ -68,12 +68,12 @@ class Copies(abc.ABC):
 
     @property
     def local_copy_ids(self) -> range:
-        """The copies that this worker holds: all of them where it is the only worker."""
+        """Ids of the copies that this worker holds; all copies for a single worker."""
         return self._local(self.num_copies)
 
     @property
     def local_shard_ids(self) -> range:
-        """The shards that this worker trains on: all of them where it is the only worker."""
+        """Ids of the shards that this worker trains on; all shards for a single worker."""
         return self._local(self.num_shards)
 
     def _local(self, count: int) -> range:
@@ -85,7 +85,7 @@ class Copies(abc.ABC):
     def named_variables(
         self, model: keras.Model, optimizer: keras.optimizers.Optimizer
     ) -> Variables:
-        """Returns the variables of a copy, with their names."""
+        """Returns name → variable for the variables of a copy."""
         variables = [variable.value for variable in model.variables + optimizer.variables]
         return dict(zip(self.variable_names, variables, strict=True))
 
@@ -105,7 +105,7 @@ class Copies(abc.ABC):
         ]
 
     def gather(self, per_item_arrays: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Returns the arrays of all copies, or shards, from those of each worker's own."""
+        """Returns the arrays of all copies (or shards), given those of this worker."""
         flat = [array for arrays in per_item_arrays for array in arrays]
         num_local = len(per_item_arrays)
         return [
@@ -115,13 +115,13 @@ class Copies(abc.ABC):
         ]
 
     def copy_states(self) -> list[State]:
-        """Returns the state of each copy of this worker, with its own moving statistics."""
+        """Returns the state of each copy of this worker, with the copy's own moving statistics."""
         return [{name: v.numpy() for name, v in copy.items()} for copy in self.copies()]
 
     def state(self) -> State:
-        """Returns the state that is saved, which any other strategy can load.
+        """Returns the state to save, which any other strategy can load.
 
-        It is that of the first copy, with moving statistics that are averaged over the shards.
+        The state of the first copy, with moving statistics averaged over the shards.
         """
         averages = self.averaged_statistics()
         return {
@@ -132,10 +132,10 @@ class Copies(abc.ABC):
     def load_state(self, state: State) -> None:
         """Assigns a state to every copy and shard of this worker.
 
-        Arrays are assigned by position: the names of layers do not matter.
+        Arrays are assigned by position; layer names are ignored.
 
         Raises:
-            ValueError: `state` has other shapes, or another number of arrays, than this model.
+            ValueError: `state` does not have the number and shapes of this model's arrays.
         """
         arrays = list(state.values())
         self._check_fits(arrays)
@@ -145,7 +145,7 @@ class Copies(abc.ABC):
                 variable.assign(by_name[name])
 
     def _check_fits(self, arrays: Sequence[np.ndarray]) -> None:
-        """Raises `ValueError` with the first three arrays of another type or shape."""
+        """Raises `ValueError` that names the first three arrays whose dtype or shape differs."""
 
         def describe(value: tf.Variable | np.ndarray) -> str:
             return f"{value.dtype.name}{list(value.shape)}"
@@ -171,15 +171,15 @@ class Copies(abc.ABC):
     def averaged_statistics(self) -> State:
         """Returns the mean over the shards of each BatchNorm moving statistic.
 
-        In training each shard is normalised by its own statistics and moves its own averages, so
-        that those of different shards differ. The update of a moving average is linear: averaging
-        whenever the mean is read gives the same, but for rounding, as averaging after each step.
+        In training, each shard is normalised by its own statistics and updates its own moving
+        averages, so that the averages of shards differ. The update is linear: averaging when the
+        mean is read gives the same result, except for rounding, as averaging after each step.
         """
         if not self.statistics_names:
             return {}
         per_shard = self.gather(_read(self.shard_statistics()))
         averages = {
-            # Of equal numbers, a frozen weight for example, the mean could round.
+            # The mean of equal numbers, of a frozen weight for example, could round.
             name: arrays[0]
             if all(np.array_equal(arrays[0], array) for array in arrays)
             else np.mean(arrays, axis=0)
@@ -192,8 +192,8 @@ class Copies(abc.ABC):
     def per_shard_statistics(self) -> list[list[np.ndarray]]:
         """Returns the moving statistics of each shard, for `load_per_shard_statistics`.
 
-        A training that resumes needs them to be bitwise identical to one that was not interrupted.
-        Empty where all shards have the same.
+        A resumed training needs them to be bitwise identical to an uninterrupted one. Empty if all
+        shards have equal statistics.
         """
         if not self.statistics_names:
             return []
@@ -206,13 +206,13 @@ class Copies(abc.ABC):
         return per_shard
 
     def load_per_shard_statistics(self, per_shard_arrays: Sequence[Sequence[np.ndarray]]) -> None:
-        """Assigns to each shard of this worker its own moving statistics.
+        """Assigns the moving statistics of each shard of this worker.
 
         Args:
-            per_shard_arrays: of all shards, or none.
+            per_shard_arrays: the arrays of all shards, or an empty list.
 
         Raises:
-            ValueError: they are of another model or number of shards.
+            ValueError: the arrays do not fit this model or its number of shards.
         """
         if not per_shard_arrays:
             return
@@ -232,11 +232,11 @@ class Copies(abc.ABC):
     def broadcast_per_shard_statistics(
         self, per_shard_arrays: Sequence[Sequence[np.ndarray]]
     ) -> None:
-        """Assigns to each shard of every worker its own statistics, from the chief's argument.
+        """Assigns the chief's per-shard statistics to the shards of every worker.
 
         Args:
-            per_shard_arrays: of all shards, or none; ignored on workers other than the chief, and
-                where it is of another number of shards.
+            per_shard_arrays: the arrays of all shards, or an empty list; ignored on workers other
+                than the chief, and if the number of shards differs.
         """
         if len(per_shard_arrays) != self.num_shards:
             per_shard_arrays = []
@@ -250,9 +250,9 @@ class Copies(abc.ABC):
 
 
 def optimizer_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
-    """Returns the names of the variables of an optimizer.
+    """Returns the names of the variables of an optimizer, without the optimizer's own name.
 
-    Its own name is left out: Keras numbers the optimizers of a process.
+    Keras numbers the optimizers of a process, so that their names differ between copies.
     """
     names, seen = [], collections.Counter[str]()
     for variable in optimizer.variables:
@@ -266,9 +266,9 @@ def optimizer_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
 def optimizer_shapes(
     variables: Sequence[keras.Variable], optimizer_fn: Callable[[], keras.optimizers.Optimizer]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns name → shape of the variables of an optimizer of whole weights.
+    """Returns name → shape of the variables of an optimizer for unsplit weights.
 
-    It is built and dropped: for strategies that have no such optimizer.
+    Builds the optimizer and discards it, for strategies whose optimizers hold parts of weights.
     """
     optimizer = optimizer_fn()
     optimizer.build(list(variables))

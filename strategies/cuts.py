@@ -1,4 +1,4 @@
-"""Where a network can be cut into stages, and where it should be."""
+"""Finds the points where a network can be cut into stages, and balances the stages."""
 
 import itertools
 import math
@@ -9,13 +9,13 @@ from strategies.layer_calls import LayerCall, LayerCalls
 
 
 def cut_points(model_calls: LayerCalls) -> list[int]:
-    """Returns after which calls exactly one tensor is needed by those that follow.
+    """Returns the calls after which the following calls need exactly one tensor.
 
-    There, and only there, a single tensor travels between two stages. Nothing is cut off that has
-    no weights to train, such as the scaling of the images.
+    Only there does a single tensor cross between two stages. A stage without trainable weights,
+    such as the scaling of the images, is never cut off.
 
     Returns:
-        Positions in `model_calls.calls`, the last one left out.
+        Positions in `model_calls.calls`, without the last call.
     """
     calls = model_calls.calls
     last_use = {i: position for position, call in enumerate(calls) for i in call.inputs}
@@ -34,13 +34,13 @@ def cut(
     """Cuts a network into consecutive stages.
 
     Args:
-        model_calls: of the network.
+        model_calls: layer calls of the network.
         num_stages: K.
-        after: names of the K - 1 layers after which it is cut; empty to balance the arithmetic:
-            the stage with the most of it has the least possible.
+        after: names of the K - 1 layers after which to cut; empty to minimise the arithmetic of
+            the largest stage.
 
     Raises:
-        ValueError: there are too few places to cut, or a name is not one of them.
+        ValueError: there are too few cut points, or a name is not one of them.
     """
     calls, points = model_calls.calls, cut_points(model_calls)
     names = {calls[point].layer.name: point for point in points}
@@ -76,10 +76,10 @@ def stage_flops(stage: Sequence[LayerCall]) -> float:
 def _balanced(
     calls: Sequence[LayerCall], points: Sequence[int], num_stages: int
 ) -> tuple[int, ...]:
-    """Returns the cuts with which the largest stage is smallest, by dynamic programming.
+    """Returns the cuts that minimise the largest stage, by dynamic programming.
 
-    Of cuts with the same largest stage, those with the smallest sum of squares, which leaves the
-    rest even; and of these, those at which the least travels.
+    Ties are broken by the smallest sum of squares (evenly sized stages), then by the fewest numbers
+    sent between stages.
     """
     ends = [*points, len(calls) - 1]
     sums = list(itertools.accumulate((stage_flops([call]) for call in calls), initial=0.0))
@@ -87,7 +87,7 @@ def _balanced(
     def flops(start: int, end: int) -> float:
         return sums[end + 1] - sums[start]
 
-    # For the calls up to each end: largest stage, sum of squares, numbers that travel, and cuts.
+    # For the calls up to each end: largest stage, sum of squares, numbers sent, and cuts.
     best: dict[int, tuple[float, float, int, tuple[int, ...]]] = {
         end: (flops(0, end), flops(0, end) ** 2, 0, ()) for end in ends
     }

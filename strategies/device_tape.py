@@ -1,7 +1,7 @@
-"""Differentiates what several devices compute together, by the chain rule.
+"""Differentiates computations that span several devices, by the chain rule.
 
-TensorFlow's tape places all of a backward pass on the device of the scope in which it is asked for.
-Here every device has a small tape for each function, and what travels between devices has its own
+TensorFlow's tape places the whole backward pass on the device of the scope where `gradient` is
+called. Here each device has a small tape for each function, and communication has its own gradient
 rule: the backward pass of a gather is a reduce-scatter.
 """
 
@@ -14,10 +14,10 @@ from strategies.observer import Observer
 
 
 class Spread:
-    """A value of which each device holds a tensor.
+    """Holds one tensor per device.
 
     Args:
-        tensors: of the devices, in their order; None where a device has none.
+        tensors: tensors in order of devices; None for a device without one.
     """
 
     def __init__(self, tensors: Iterable[tf.Tensor | None]):
@@ -29,18 +29,18 @@ class DeviceTape:
 
     Args:
         devices: T device names.
-        observer: told what is added in the backward pass.
+        observer: its `on_pieces` receives the terms of the sums of the backward pass.
     """
 
     def __init__(self, devices: Sequence[str], observer: Observer):
         self._devices, self._observer = list(devices), observer
-        # Of each function, in the order of the calls: its inputs, its output and its pullback,
-        # which turns the gradients by the output into those by the inputs.
+        # For each function call, in order: inputs, output and pullback, which maps the gradients
+        # with respect to the output to those with respect to the inputs.
         self._record: list[tuple[Sequence[Spread], Spread, Callable]] = []
         self._weight_gradients: dict = {}
 
     def copies_of(self, tensor: tf.Tensor) -> Spread:
-        """Copies a tensor to every device, to be used but not to be differentiated by."""
+        """Copies a tensor to every device, without recording it for differentiation."""
         copies = []
         for device in self._devices:
             with tf.device(device):
@@ -53,15 +53,15 @@ class DeviceTape:
         inputs: Sequence[Spread],
         weights: Sequence[Sequence[tf.Tensor]] | None = None,
     ) -> Spread:
-        """Calls a function on each device by itself.
+        """Calls a function on each device separately.
 
         Args:
-            function: of the number of the device and its tensors of the inputs.
-            inputs: values that the function is differentiated by.
-            weights: for each device, tensors or variables that it uses besides.
+            function: takes the number of a device and the device's tensors of the inputs.
+            inputs: values to differentiate with respect to.
+            weights: for each device, the other tensors or variables that the function uses.
         """
         weights = weights or [[] for _ in self._devices]
-        # A value that the function takes twice has one gradient, not two.
+        # A value passed twice has one gradient, not two.
         distinct = list({id(value): value for value in inputs}.values())
         outputs: list[tf.Tensor | None] = []
         tapes = []
@@ -98,8 +98,8 @@ class DeviceTape:
 
         Args:
             value: the parts.
-            sizes: of the parts.
-            first_alone: join them on the first device alone.
+            sizes: sizes of the parts along the last axis.
+            first_alone: join the parts only on the first device.
         """
         receivers = self._devices[:1] if first_alone else self._devices
         wholes = all_gather(value.tensors, receivers, axis=-1)
@@ -131,15 +131,15 @@ class DeviceTape:
         target_gradients: Sequence[tf.Tensor | None],
         weights: Sequence[Sequence[tf.Tensor]],
     ) -> list[list[tf.Tensor]]:
-        """Goes back from the last function to the first one.
+        """Runs the backward pass over the recorded functions.
 
         Args:
-            target: what is differentiated.
-            target_gradients: of the loss by it, for each device.
-            weights: for each device, what it is differentiated by.
+            target: the value to differentiate.
+            target_gradients: for each device, the gradient of the loss with respect to `target`.
+            weights: for each device, the weights to differentiate with respect to.
 
         Returns:
-            For each device, a gradient for each of its weights.
+            For each device, one gradient per weight.
         """
         self.input_gradients(target, target_gradients, [])
         return [
@@ -153,7 +153,7 @@ class DeviceTape:
         target_gradients: Sequence[tf.Tensor | None],
         sources: Sequence[Spread],
     ) -> list[list[tf.Tensor | None]]:
-        """Returns the gradients by values, for each device; see `gradient`."""
+        """Returns the gradients with respect to values, for each device; see `gradient`."""
         gradients: dict[int, list] = {id(target): list(target_gradients)}
         for inputs, output, pullback in reversed(self._record):
             if id(output) not in gradients:

@@ -1,4 +1,4 @@
-"""Tensors and variables of which each device keeps a range of the elements, flat."""
+"""Splits tensors and variables into flat ranges of elements, one per device."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from strategies.split_variable import RepeatedVariable, SplitVariable
 
 
 def part_of(tensor: tf.Tensor, device_id: int, num_devices: int) -> tf.Tensor:
-    """Returns the elements of a tensor that a device keeps: those of `shard_bounds`."""
+    """Returns a device's part of a flattened tensor, with the bounds of `shard_bounds`."""
     flat = tf.reshape(tensor, [-1])
     start, end = shard_bounds(flat.shape[0], num_devices, device_id)
     return flat[start:end]
@@ -21,7 +21,7 @@ def part_of(tensor: tf.Tensor, device_id: int, num_devices: int) -> tf.Tensor:
 def reduce_scatter_all(
     per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
 ) -> PerReplicaTensors:
-    """Sums tensors over the replicas; each device gets its part of each sum.
+    """Sums tensors over the replicas and returns to each device its part of each sum.
 
     Args:
         per_replica_tensors: R lists of V tensors; item [r][v] is on device r.
@@ -46,15 +46,15 @@ def all_gather_all(
     shapes: Sequence[tf.TensorShape],
     devices: Sequence[str],
 ) -> PerReplicaTensors:
-    """Joins the parts of each tensor on every device; the opposite of the scatter.
+    """Joins the parts of each tensor on every device; the inverse of the scatter.
 
     Args:
         per_device_parts: R lists of V flat tensors.
-        shapes: of the V whole tensors.
+        shapes: shapes of the V whole tensors.
         devices: R device names.
 
     Returns:
-        R lists of V whole tensors; item [r][v] is on device r, with the same bits for every r.
+        R lists of V whole tensors; item [r][v] is on device r and bitwise identical for every r.
     """
     per_tensor_wholes = [
         all_gather(parts, devices) for parts in zip(*per_device_parts, strict=True)
@@ -69,7 +69,7 @@ def all_gather_all(
 
 
 class Part(NamedTuple):
-    """What a device keeps: of each weight a range of its elements, and their optimizer."""
+    """Holds a device's part of each weight, a flat range of elements, and its optimizer."""
 
     device: str
     weights: list[keras.Variable]
@@ -101,7 +101,7 @@ class Part(NamedTuple):
 def whole_variable(
     parts: Sequence[keras.Variable], shape: Sequence[int]
 ) -> SplitVariable | RepeatedVariable:
-    """Returns what stands for a variable whose parts are flat; every device has a number whole."""
+    """Returns the unsplit view of a variable with flat parts; every device has scalars whole."""
     values = [part.value for part in parts]
     if len(parts[0].shape) == 0:
         return RepeatedVariable(values)

@@ -1,4 +1,4 @@
-"""How much arithmetic a model needs: what speed can be held against the machine's limit with."""
+"""Counts the floating-point operations of a model, to compare its speed with the device's peak."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def product_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yields the layers that multiply matrices, models inside the model included, in order."""
+    """Yields the convolution and dense layers in order, including those of nested models."""
     for layer in model.layers:
         if isinstance(layer, keras.Model):
             yield from product_layers(layer)
@@ -16,18 +16,18 @@ def product_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
 
 
 def training_flops_per_example(model: keras.Model) -> float:
-    """Counts multiplications and additions of training on one example.
+    """Returns the multiplications and additions of a training step per example.
 
-    Convolutions and matrix products alone, as is usual: each costs as much again for the gradient
-    of its weights, and once more for that of its input, which the first of them does not need.
+    Counts only convolutions and matrix products, as is usual. The gradients by weights and by input
+    each cost as much as the forward pass; the first layer needs no gradient by its input.
     """
     products = [forward_flops(layer) for layer in product_layers(model)]
     return 3 * sum(products) - products[0] if products else 0.0
 
 
 def forward_flops(layer: keras.layers.Layer) -> float:
-    """Counts those of a layer's forward pass on one example; 0 where it multiplies no matrices."""
+    """Returns the operations of a layer's forward pass per example; 0 for other layers."""
     if not isinstance(layer, keras.layers.Conv2D | keras.layers.Dense):
         return 0.0
-    positions = np.prod(layer.output.shape[1:-1])  # Of a dense layer there is one.
+    positions = np.prod(layer.output.shape[1:-1])  # 1 for a dense layer.
     return float(2 * positions * np.prod(layer.kernel.shape))

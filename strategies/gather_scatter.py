@@ -1,6 +1,6 @@
-"""The two halves of an all-reduce: a sum in parts (reduce-scatter), and parts on every device.
+"""Implements the two halves of an all-reduce: reduce-scatter and all-gather.
 
-Strategies that hold weights in parts, or compute in parts, use each by itself.
+Strategies that split weights or computations over devices use each half separately.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,17 +13,17 @@ from strategies.collectives import add_in_order
 def all_gather(
     parts: Sequence[tf.Tensor], devices: Sequence[str], *, axis: int = 0
 ) -> list[tf.Tensor]:
-    """Copies the parts of a tensor, one of each device, to every device, and joins them there.
+    """Copies the parts of a tensor from every device to every device and joins them there.
 
-    Of S bytes each device receives what the others have of them: (R - 1) * S bytes in all.
+    For a tensor of S bytes, (R - 1) * S bytes are sent in all.
 
     Args:
         parts: R tensors; item [r] is on device r.
         devices: R device names.
-        axis: along which the tensor is in parts.
+        axis: axis along which the parts are joined.
 
     Returns:
-        R tensors with the same bits; item [r] is on device r.
+        R bitwise identical tensors; item [r] is on device r.
     """
     wholes = []
     for device in devices:
@@ -41,26 +41,25 @@ def reduce_scatter(
     receivers: Sequence[str] = (),
     on_pieces: Callable[[int, list[tf.Tensor]], list[tf.Tensor]] = lambda index, pieces: pieces,
 ) -> list[tf.Tensor]:
-    """Adds tensors of all devices, in order; each device gets its part of the sum.
+    """Sums the tensors of all devices, in order, and returns to each device its part of the sum.
 
-    An all-reduce is this and an `all_gather`. Of S bytes each device sends the others their parts:
-    (R - 1) * S bytes in all.
+    An all-reduce is a reduce-scatter followed by an `all_gather`. For tensors of S bytes,
+    (R - 1) * S bytes are sent in all.
 
     Args:
         wholes: R tensors of one shape; item [r] is on device r.
-        sizes: of the parts, along the axis.
+        sizes: sizes of the parts along the axis.
         devices: R device names.
-        axis: along which the sum is split.
-        receivers: the devices of the parts; empty where they are those of `wholes`.
-        on_pieces: is given the number of a part and the pieces that make it up, one of each
-            device, and returns what is added.
+        axis: axis along which the sum is split.
+        receivers: devices of the parts; empty if they are those of `wholes`.
+        on_pieces: takes the number of a part and its R terms, and returns the terms to add.
 
     Returns:
         The parts of the sum; item [r] is on receiver r.
     """
     pieces = []
     for whole, device in zip(wholes, devices, strict=True):
-        with tf.device(device):  # Split where it is: of each tensor only the part travels.
+        with tf.device(device):  # Split on the source device, so that only the part is sent.
             pieces.append(tf.split(whole, sizes, axis=axis))
     parts = []
     for index, device in enumerate(receivers or devices):

@@ -1,4 +1,4 @@
-"""Few large tensors in place of many small ones, for the exchange."""
+"""Packs many small gradients into a few large buckets for the all-reduce."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,19 @@ import tensorflow as tf
 
 
 class GradientBuckets:
-    """Tensors of one replica as few flat buckets, and back.
+    """Packs the tensors of one replica into flat buckets, and unpacks them.
 
-    Each collective costs a latency, whatever its size: many small tensors are better sent together.
-    Buckets are filled from the last tensor to the first, the order in which a backward pass makes
-    gradients, and hold tensors of one dtype each. In a compiled step a bucket is on its way as soon
-    as the last of its own gradients is there, while earlier layers are still being differentiated
-    (but where XLA compiles the gradients: it hands over all of them at once).
+    Each collective has a fixed latency, so that many small tensors are faster in one. Buckets are
+    filled from the last tensor to the first, the order in which a backward pass produces gradients;
+    each holds tensors of one dtype. In a compiled step, a bucket is sent as soon as its gradients
+    are ready, while the backward pass continues with earlier layers. (XLA returns all gradients at
+    once.)
 
     Args:
-        tensors: of one replica, or variables of the same shapes.
-        bucket_bytes: a bucket is closed once it holds this much; 0 leaves each tensor by itself.
-        dtype: to exchange floating-point tensors in, None for their own. Half the bytes, and a sum
-            with half the digits.
+        tensors: tensors of one replica, or variables of the same shapes.
+        bucket_bytes: a bucket is closed once it holds this many bytes; 0 for one bucket per tensor.
+        dtype: dtype of floating-point tensors in the all-reduce; None for their own. A 16-bit dtype
+            halves the bytes and reduces the precision of the sum.
 
     Reference: S. Li et al., "PyTorch Distributed", 2020, section 3.2: gradient bucketing.
     """
@@ -35,7 +35,7 @@ class GradientBuckets:
 
     @property
     def size_bytes(self) -> int:
-        """What a replica sends, in the dtypes of the exchange."""
+        """Bytes that a replica sends, in the dtypes of the all-reduce."""
         return sum(
             shape.num_elements() * dtype.size
             for (shape, _), dtype in zip(self._likes, self._dtypes, strict=True)
@@ -57,7 +57,7 @@ class GradientBuckets:
         return buckets
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns one tensor for each bucket."""
+        """Returns one tensor per bucket."""
         cast = [tf.cast(t, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True)]
         if not self._is_bucketed:
             return [cast[position] for (position,) in self.buckets]
@@ -67,7 +67,7 @@ class GradientBuckets:
         ]
 
     def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the tensors that are in these buckets, in their own order, shape and dtype."""
+        """Returns the tensors of the buckets, in their original order, shape and dtype."""
         tensors = [None] * len(self._likes)
         for bucket, positions in zip(buckets, self.buckets, strict=True):
             sizes = [self._likes[position][0].num_elements() for position in positions]

@@ -1,6 +1,6 @@
-"""The metrics of a compiled Keras model in an evaluation, as values instead of variables.
+"""Handles the metrics of a compiled Keras model as values instead of variables.
 
-A strategy carries their states from batch to batch, so that an evaluation changes no variable.
+A strategy passes the metric states from batch to batch, so that an evaluation changes no variable.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ def initial_metric_states(model: keras.Model) -> list[tf.Tensor]:
 def metric_values(model: keras.Model, states: Sequence[tf.Tensor]) -> dict[str, float]:
     """Returns name → value of a model's metrics, without the loss.
 
-    A metric with several values has one entry for each, `name[0]`, `name[1]`, …
+    A metric with several values has one entry per value: `name[0]`, `name[1]`, and so on.
 
     Args:
         model: defines the metrics.
-        states: of the metrics, after the last batch.
+        states: states of the metrics after the last batch.
     """
     with keras.StatelessScope(list(zip(model.metrics_variables, states, strict=True))):
         results = model.get_metrics_result()
@@ -36,6 +36,6 @@ def metric_values(model: keras.Model, states: Sequence[tf.Tensor]) -> dict[str, 
 
 
 def _first_copy(variable: keras.Variable) -> tf.Tensor:
-    """Returns the value of a variable, under `tf.distribute` that on the first device."""
+    """Returns the value of a variable; with `tf.distribute`, the value on the first device."""
     values = getattr(variable.value, "values", [variable.value])
     return tf.convert_to_tensor(values[0])

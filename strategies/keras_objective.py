@@ -1,19 +1,19 @@
-"""The objective of a compiled Keras model, for strategies that split the data.
+"""Computes loss and gradients of a compiled Keras model, for strategies that split the data.
 
-Any loss is allowed, not only a mean over examples: weighted means and masks divide by a number that
-depends on the whole batch, and a contrastive loss compares its examples with each other. So the
-loss is that of the whole global batch. A step 1. computes on each device the predictions for its
-own examples, 2. gathers them and computes the loss of the whole batch and its gradient with respect
-to each prediction, and 3. goes back on each device from its own part of that gradient. The sum of
-the replicas' gradients is then that of one device, exactly, for any loss.
+Any loss works, not only a mean over examples: the divisor of weighted means and masks depends on
+the whole batch, and a contrastive loss compares examples with each other. The loss is therefore
+computed for the whole global batch. A step 1. computes on each device the predictions for its own
+examples, 2. gathers them and computes the loss of the whole batch and its gradient with respect to
+each prediction, and 3. runs the backward pass on each device from its own part of that gradient.
+The sum of the replicas' gradients then equals the gradient on one device, for any loss.
 
-Losses that layers add (`model.losses`) are means over a replica's examples or depend on weights
-alone: a replica with n of N examples adds n / N of them.
+Losses that layers add (`model.losses`) are means over a replica's examples or depend only on
+weights: a replica with n of N examples adds n / N of them.
 
-A custom `train_step` computes a loss that the strategy does not see. It runs on each replica's
-examples, and the gradients that it hands to its optimizer count n / N.
+A custom `train_step` computes a loss that the strategy cannot access. It runs on each replica's
+examples; the gradients that it passes to its optimizer are weighted by n / N.
 
-Code of the model runs as on one device; see `one_device.py`.
+The model's code runs as on one device; see `one_device.py`.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ from strategies.step_totals import StepTotals
 
 
 class Forward(NamedTuple):
-    """A forward pass of one replica.
+    """Holds the results of one replica's forward pass.
 
     Attributes:
-        predictions: leaves `(n_r, ...)` of what the model returned.
-        masks: of these, None where there is none.
-        regular: scalar, the replica's part in `model.losses`.
-        tape: what recorded it, so that its backward pass can start; None in evaluation.
+        predictions: leaves `(n_r, ...)` of the model's predictions.
+        masks: Keras masks of the predictions; None for a prediction without one.
+        regular: scalar, the replica's part of `model.losses`.
+        tape: tape that recorded the forward pass; None in evaluation.
     """
 
     predictions: list[tf.Tensor]
@@ -53,15 +53,15 @@ class Forward(NamedTuple):
 
 
 class KerasObjective:
-    """Loss, gradients and metrics of a compiled model, for a strategy that splits the data.
+    """Computes loss, gradients and metrics of a compiled model for a data-parallel strategy.
 
     Args:
-        element_spec: of the data set, `(x, y)` or `(x, y, sample_weight)`, each any nest.
+        element_spec: the dataset's: `(x, y)` or `(x, y, sample_weight)`, each any nest.
 
     Attributes:
-        largest_batch: examples of the largest batch; None where that is not known.
-        has_own_train_step: whether the model has a custom `train_step`; known once prepared.
-        trained: numbers of the trainable variables that have a gradient; known once traced.
+        largest_batch: examples in the largest batch; None if unknown.
+        has_own_train_step: whether the model has a custom `train_step`; set by `prepare`.
+        trained: indices of the trainable variables that have a gradient; set while tracing.
         metrics: name → value of the model's metrics over the last evaluation; see `keras_metrics`.
     """
 
@@ -76,23 +76,23 @@ class KerasObjective:
 
     @property
     def element_spec(self) -> Any:
-        """That of the data set, with None where elements have None."""
+        """The dataset's element spec, with None where elements have None."""
         return self._batch.spec
 
     def flatten(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the data set with each batch as a flat tuple, as the strategies split it."""
+        """Returns the dataset with each batch as a flat tuple of tensors."""
         return dataset.map(lambda *batch: tuple(present(batch)))
 
     def prepare(self, model: keras.Model) -> None:
-        """Creates all variables of a model, its optimizer, loss and metrics, where it was built."""
+        """Creates the variables of a model and of its optimizer, loss and metrics."""
         build_compiled(model, self.nest(self._batch.example()))
         self.has_own_train_step = type(model).train_step is not keras.Model.train_step
 
     def forward(self, replica: Replica, examples: Sequence[tf.Tensor], share: tf.Tensor) -> Forward:
-        """Computes the predictions of a replica for its examples.
+        """Computes the predictions of a replica for its examples, in training mode.
 
         Args:
-            replica: its model is called, in training.
+            replica: the replica whose model is called.
             examples: leaves `(n_r, ...)` of inputs, targets and weights.
             share: float scalar, n_r / N.
         """
@@ -102,7 +102,7 @@ class KerasObjective:
             with tf.GradientTape() as tape:
                 x, _, _ = self._unpack(examples)
                 y_pred = model(x, training=True) if takes_training(model) else model(x)
-                # An empty shard has a mean of nothing, NaN.
+                # The mean over an empty shard is NaN.
                 regular = tf.math.multiply_no_nan(added_losses(model), share)
                 self.predicted, predictions = y_pred, leaves_with_rows(model, y_pred, examples)
             return Forward(predictions, [get_mask(p) for p in predictions], regular, tape)
@@ -119,10 +119,10 @@ class KerasObjective:
         """Computes the loss of the whole global batch, without the losses that layers add.
 
         Args:
-            replica: whose device computes it.
+            replica: the replica whose device computes the loss.
             batch: leaves `(N, ...)` of inputs, targets and weights.
-            predictions: leaves `(N, ...)`, those of all replicas in order.
-            masks: of these.
+            predictions: leaves `(N, ...)` of all replicas, in order.
+            masks: masks of the predictions.
 
         Returns:
             The loss, a float32 scalar, and its gradient with respect to each of the predictions.
@@ -139,12 +139,12 @@ class KerasObjective:
         """Returns the gradients of a replica, one for each variable that has one.
 
         Args:
-            replica: whose weights they belong to.
+            replica: the replica to differentiate.
             forward: its forward pass.
-            gradients: of the loss, with respect to its own predictions.
+            gradients: gradients of the loss with respect to the replica's predictions.
         """
         assert forward.tape is not None
-        with self._one_device.seen():  # Gradients of layers that all-reduce do so, too.
+        with self._one_device.seen():  # Layers that all-reduce do so in the backward pass, too.
             found = forward.tape.gradient(
                 [*forward.predictions, forward.regular],
                 [weight.value for weight in replica.model.trainable_variables],
@@ -158,16 +158,16 @@ class KerasObjective:
         """Runs the model's own `train_step` on a replica's examples, without its update.
 
         Args:
-            replica: its model is trained.
+            replica: the replica whose model is trained.
             examples: leaves `(n_r, ...)` of inputs, targets and weights.
             share: float scalar, n_r / N.
 
         Returns:
-            Its part in the gradients of the global batch, one for each variable that has one, and
-            in the loss that the step reports, NaN if it reports none.
+            The replica's part of the gradients of the global batch, one for each variable that has
+            one, and of the loss that the step reports; NaN if it reports none.
 
         Raises:
-            ValueError: the step does not call its optimizer once.
+            ValueError: the step does not call its optimizer exactly once.
         """
         model, calls = replica.model, []
 
@@ -191,7 +191,7 @@ class KerasObjective:
         return self._without_none(model, scaled), tf.math.multiply_no_nan(loss, share)
 
     def weights(self, model: keras.Model) -> list[keras.Variable]:
-        """Returns the variables that `backward` has returned gradients of."""
+        """Returns the variables for which `backward` has returned gradients."""
         return [model.trainable_variables[i] for i in self.trained]
 
     def predict(
@@ -200,9 +200,9 @@ class KerasObjective:
         """Computes the predictions of a replica in evaluation; changes no state.
 
         Args:
-            replica: its model is called, as in inference.
+            replica: the replica whose model is called, in inference mode.
             examples: leaves of inputs, targets and weights.
-            statistics: path of a variable → tensor to take in place of the replica's own.
+            statistics: path of a variable → tensor that replaces the replica's value.
         """
         model = replica.model
 
@@ -223,18 +223,18 @@ class KerasObjective:
         regular: tf.Tensor,
         states: Sequence[tf.Tensor],
     ) -> tuple[StepTotals, list[tf.Tensor]]:
-        """Computes the totals of a whole batch in evaluation, and adds it to the metrics.
+        """Computes the totals of a whole batch in evaluation, and updates the metric states.
 
         Args:
-            replica: whose model defines both.
+            replica: the replica whose model defines loss and metrics.
             batch: leaves of inputs, targets and weights.
-            predictions: of all replicas, in order.
-            masks: of these.
-            regular: scalar, what layers add to the loss of the whole batch.
-            states: of the metrics so far; see `keras_metrics`.
+            predictions: predictions of all replicas, in order.
+            masks: masks of the predictions.
+            regular: scalar, the losses of layers for the whole batch.
+            states: metric states before this batch; see `keras_metrics`.
 
         Returns:
-            The totals, and the states after this batch.
+            The totals, and the metric states after this batch.
         """
         model, size = replica.model, tf.shape(batch[0])[0]
         x, y, sample_weight = self._unpack(batch)
@@ -265,7 +265,7 @@ class KerasObjective:
             x, y, sample_weight = self._unpack(batch)
             y_pred = self._predictions(predictions, masks)
             total = compiled_loss(model, x, y, y_pred, sample_weight, training=True)
-            return tf.cast(total, tf.float32) - added_losses(model)  # Here: of weights alone.
+            return tf.cast(total, tf.float32) - added_losses(model)  # Regularisation only.
 
         return self._one_device(replica, compute, assigns=False)
 
@@ -279,15 +279,15 @@ class KerasObjective:
         return tf.nest.pack_sequence_as(self.predicted, leaves)
 
     def _without_none(self, model: keras.Model, gradients: Sequence[Any]) -> list[tf.Tensor]:
-        """Returns the gradients that there are, and notes which."""
+        """Returns the gradients that are not None and stores their indices in `trained`."""
         self.trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
         found = [tf.convert_to_tensor(gradients[i]) for i in self.trained]
         for gradient, weight in zip(found, self.weights(model), strict=True):
-            gradient.set_shape(weight.shape)  # Collectives and embeddings forget it.
+            gradient.set_shape(weight.shape)  # Collectives and embeddings lose the shape.
         return found
 
     def nest(self, leaves: Sequence[tf.Tensor]) -> Any:
-        """Returns a batch as the data set has it, of its leaves."""
+        """Returns the nested batch with the given leaves."""
         return self._batch.nest(leaves)
 
     def _unpack(self, leaves: Sequence[tf.Tensor]) -> tuple[Any, Any, Any]:
@@ -295,7 +295,7 @@ class KerasObjective:
 
 
 def added_losses(model: keras.Model) -> tf.Tensor:
-    """Returns the sum of what layers of a model add to its loss, a float32 scalar."""
+    """Returns the sum of `model.losses`, a float32 scalar."""
     losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
     return tf.add_n(losses) if losses else tf.zeros([])
 

@@ -1,4 +1,4 @@
-"""A model as a list of layer calls, for strategies that look inside it."""
+"""Represents a model as a list of layer calls, for strategies that split the model."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer. Tensors have numbers, by which the calls of a model hang together.
+    """Represents one call of a layer. Numbered tensors link the calls of a model.
 
     Attributes:
-        layer: what is called.
-        inputs: numbers of the tensors that it takes.
-        output: number of the tensor that it returns.
-        arguments: of the call, (args, kwargs), with a symbolic tensor for each of `inputs`.
+        layer: the called layer.
+        inputs: numbers of the input tensors.
+        output: number of the output tensor.
+        arguments: (args, kwargs) of the call, with a symbolic tensor for each of `inputs`.
     """
 
     layer: keras.layers.Layer
@@ -34,12 +34,12 @@ class LayerCall(NamedTuple):
         training: bool,
         layer: keras.layers.Layer | None = None,
     ) -> tf.Tensor:
-        """Calls the layer, or another one in its place.
+        """Calls the layer, or `layer` in its place.
 
         Args:
-            tensors: for `inputs`, in their order.
-            training: for layers that work differently in training.
-            layer: in place of the own one.
+            tensors: values of `inputs`, in order.
+            training: passed to layers that behave differently in training.
+            layer: layer to call instead of `self.layer`.
         """
         layer, values = layer or self.layer, iter(tensors)
         args, kwargs = keras.tree.map_structure(
@@ -51,12 +51,12 @@ class LayerCall(NamedTuple):
 
 
 class LayerCalls(NamedTuple):
-    """A model as the calls of its layers, in an order in which they can be made.
+    """Represents a model as its layer calls, in topological order.
 
     Attributes:
-        calls: of all layers, models inside the model opened up.
-        input: number of the tensor that the model takes.
-        output: number of the tensor that it returns.
+        calls: calls of all layers, including those of nested models.
+        input: number of the model's input tensor.
+        output: number of the model's output tensor.
     """
 
     calls: list[LayerCall]
@@ -68,8 +68,8 @@ class LayerCalls(NamedTuple):
         """Reads a functional model with one input and one output.
 
         Raises:
-            ValueError: the model is none, or a layer of it returns several tensors or is called
-                more than once.
+            ValueError: the model is not such a model, or one of its layers returns several tensors
+                or is called more than once.
         """
         numbers: dict[int, int] = {}
 
@@ -108,15 +108,15 @@ class LayerCalls(NamedTuple):
 def run(
     calls: Iterable[LayerCall], tensors: Mapping[int, tf.Tensor], *, training: bool
 ) -> dict[int, tf.Tensor]:
-    """Makes calls one after another.
+    """Runs calls in order.
 
     Args:
-        calls: in an order in which they can be made.
-        tensors: number → tensor, of those that the calls take from outside.
-        training: for layers that work differently in training.
+        calls: layer calls in topological order.
+        tensors: number → tensor, for the inputs that no call produces.
+        training: passed to layers that behave differently in training.
 
     Returns:
-        Number → tensor, of all tensors.
+        Number → tensor, for all tensors.
     """
     values = dict(tensors)
     for call in calls:
@@ -127,7 +127,7 @@ def run(
 def variables_of(
     calls: Iterable[LayerCall],
 ) -> tuple[list[keras.Variable], list[keras.Variable]]:
-    """Returns the trainable variables of the layers that are called, and the other ones."""
+    """Returns the trainable and the non-trainable variables of the called layers."""
     layers = [call.layer for call in calls]
     return (
         [variable for layer in layers for variable in layer.trainable_variables],
@@ -139,12 +139,12 @@ def with_values(
     function: Callable[[], T],
     values: Sequence[tuple[keras.Variable, tf.Tensor | tf.Variable]],
 ) -> T:
-    """Calls a function that uses Keras variables, with other values in their place.
+    """Calls a function with other values in place of Keras variables.
 
     Args:
         function: called once.
-        values: for each variable, the tensor or variable in its place. What the function assigns
-            to it is assigned to the variable in its place, and dropped where that is a tensor.
+        values: for each variable, the tensor or variable that replaces it. An assignment goes to
+            the replacing variable, and is discarded if the replacement is a tensor.
     """
     if not values:
         return function()

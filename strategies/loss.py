@@ -1,6 +1,7 @@
-"""The loss of a shard and its gradient: the one place where either is scaled.
+"""Computes and scales the loss of a shard and its gradient.
 
-A summed loss is divided by the global example count, and nowhere else.
+No other module scales either: the summed loss is divided by the number of examples of the global
+batch only here.
 """
 
 from collections.abc import Sequence
@@ -17,31 +18,31 @@ def shard_loss(
     *,
     label_smoothing: float = 0.0,
 ) -> tuple[tf.Tensor, StepTotals]:
-    """Computes the part that one shard has in the mean loss of its global batch.
+    """Computes a shard's part of the mean loss of its global batch.
 
     The cross-entropies of the shard are *summed* and divided by the number of examples in the
     *whole* global batch. Gradients of this loss, summed over the replicas, are therefore the exact
-    gradient of the mean over the global batch, however unevenly the batch was split. A mean over
-    the shard would not be: the mean of means weighs the examples of a small shard more.
+    gradient of the mean over the global batch, however unevenly the batch is split. With a mean
+    over the shard they are not: a mean of means gives examples of a small shard more weight.
 
-    Nobody else may scale: Keras losses divide by the replica count on their own inside a
-    `tf.distribute` strategy, which is why none is used here.
+    Keras losses are not used here, because they divide by the number of replicas inside a
+    `tf.distribute` strategy.
 
     Args:
         logits: float `(n, num_classes)`, n the size of this shard, which may be 0.
         labels: int32 `(n,)`, in 0 to num_classes − 1.
         num_global_examples: int scalar, examples in the global batch of this step.
-        label_smoothing: what part of the target is spread evenly over all classes.
+        label_smoothing: fraction of the target that is spread evenly over all classes.
 
     Returns:
-        The loss, a float32 scalar, and the totals of this shard, whose loss is not smoothed: it
-        can be held against the test loss.
+        The loss, a float32 scalar, and the totals of this shard. The loss of the totals is without
+        label smoothing, so that it is comparable with the test loss.
     """
     logits = tf.cast(logits, tf.float32)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
     loss_sum = objective = tf.reduce_sum(losses)
     if label_smoothing:
-        # −log p of a class, averaged over the classes: log Σ exp(logits) − mean(logits).
+        # Mean of −log p over the classes: log Σ exp(logits) − mean(logits).
         evenly = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
         objective = (1 - label_smoothing) * loss_sum + label_smoothing * tf.reduce_sum(evenly)
     predictions = tf.argmax(logits, axis=-1, output_type=labels.dtype)
@@ -62,14 +63,14 @@ def differentiate(
 ) -> list[tf.Tensor]:
     """Returns the gradients of `loss`, one for each variable, in the variables' dtype.
 
-    In float16 numbers below 6e-8 become 0, as many a gradient would. So the backward pass starts
-    from a larger number than 1, and the gradients, float32 again by then, are divided by it.
+    Float16 rounds numbers below 6e-8 to 0, which would affect many gradients. The backward pass
+    therefore starts from `loss_scale` instead of 1, and the float32 gradients are divided by it.
 
     Args:
-        tape: what recorded the loss.
+        tape: tape that recorded the loss.
         loss: scalar.
-        variables: of the model.
-        loss_scale: a power of two, so that it rounds nothing by itself; 1 for no scaling.
+        variables: variables to differentiate with respect to.
+        loss_scale: a power of two, so that scaling is exact; 1 for no scaling.
 
     Reference: P. Micikevicius et al., "Mixed Precision Training", 2017, section 3.2.
     """

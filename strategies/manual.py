@@ -1,16 +1,21 @@
-"""Data parallelism by hand, to be read from top to bottom.
+"""Implements data parallelism by hand. Read this file from top to bottom.
 
-Every device holds a copy of the weights, a *replica*; all replicas start from the same weights. One
-training step 1. splits the global batch into one shard for each replica, 2. computes on each device
-the gradients of its own shard, 3. sums the gradients over the replicas and copies the sums to each
-of them (an all-reduce), and 4. makes the same update on each device. So the weights stay equal, bit
-for bit, although no weights are sent after the start.
+Every device holds a *replica*, a copy of the weights; all replicas start from equal weights. One
+training step
 
-The loops over the replicas run once, while `base.py` traces the step with `tf.function` into one
-graph, in which all devices work at the same time. `base.py` also defines `local_gradients` (forward
+1. splits the global batch into one shard per replica,
+2. computes the gradients of each shard on its device,
+3. sums the gradients over the replicas and copies the sums to each replica (an all-reduce), and
+4. applies the same update on each device.
+
+The weights of all replicas therefore stay bitwise identical, although no weights are sent after the
+start.
+
+The loops over the replicas run once, while `tf.function` traces the step (`compiled_steps.py`) into
+one graph, in which all devices work in parallel. `shard_step.py` defines `local_gradients` (forward
 pass, loss, backward pass) and `apply_gradients` (update).
 
-Names of "Dive into Deep Learning", section "Training on Multiple GPUs", are given as d2l.
+"d2l" marks the names that "Dive into Deep Learning" uses in "Training on Multiple GPUs".
 """
 
 from collections.abc import Sequence
@@ -28,13 +33,13 @@ from strategies.whole_batch import evaluate_whole_batch, gather_by_hand, gradien
 def split_batch(
     batch: Sequence[tf.Tensor], devices: Sequence[str], weights: Sequence[int] = ()
 ) -> list[tuple[tf.Tensor, ...]]:
-    """Splits a global batch into one shard for each device, in order (d2l: `split_batch`).
+    """Splits a global batch into one shard per device, in order (d2l: `split_batch`).
 
     Args:
         batch: tensors `(n, ...)` with the same n, for example images and labels.
         devices: R device names.
-        weights: sizes of the shards in proportion to each other; empty for equal ones, which
-            differ by at most one example.
+        weights: relative sizes of the shards; empty for equal shards, whose sizes differ by at
+            most one example.
 
     Returns:
         R tuples; item [r] is on device r and holds rows `weighted_bounds(n, weights, r)`.
@@ -55,23 +60,23 @@ def gradients_on_each_device(
     shards: Sequence[Sequence[tf.Tensor]],
     batch: Sequence[tf.Tensor],
 ) -> tuple[PerReplicaTensors, list[base.StepTotals]]:
-    """Computes gradients of sum(losses of a shard) / size of the global batch, for each shard.
+    """Computes for each shard the gradients of sum(losses of the shard) / size of the global batch.
 
-    With an objective, they are those of the loss that it defines for the global batch.
+    With an objective, computes the gradients of the loss that it defines for the global batch.
 
     Args:
         strategy: defines the loss.
         replicas: R replicas, each on its device.
-        shards: R tuples of images and labels, placed likewise.
+        shards: R tuples of images and labels, each on the device of its replica.
         batch: images and labels of the global batch.
 
     Returns:
-        R lists with a gradient for each weight, and R totals.
+        R lists with one gradient per weight, and R totals.
     """
     if strategy.objective:
         return gradients_of_whole_batch(strategy, replicas, shards, batch, gather_by_hand)
     num_global_examples = tf.shape(batch[0])[0]
-    if strategy.syncs_batch_norm:  # Its layers wait for each other.
+    if strategy.syncs_batch_norm:  # All replicas call each layer together.
         return synchronized_gradients(strategy, replicas, shards, num_global_examples)
     per_replica_gradients, per_replica_totals = [], []
     for replica, shard in zip(replicas, shards, strict=True):
@@ -88,7 +93,7 @@ def classify_on_each_device(
     batch: Sequence[tf.Tensor],
     statistics: base.Statistics,
 ) -> list[base.LogitsAndTotals]:
-    """Classifies a global batch, each replica its shard; see `base.Strategy.forward`."""
+    """Computes the logits of each shard on its device; see `base.Strategy.forward`."""
     images, labels = batch
     shards = split_batch((images, labels), strategy.devices, strategy.replica_weights)
     results = []
@@ -99,16 +104,16 @@ def classify_on_each_device(
 
 
 def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
-    """Sums tensors over the replicas, and copies the sums to each replica (d2l: `allreduce`).
+    """Sums tensors over the replicas and copies the sums to each replica (d2l: `allreduce`).
 
-    Of S bytes for each replica, the first device receives (R - 1) * S bytes and sends as many.
+    With S bytes per replica, the first device receives (R - 1) * S bytes and sends as many.
 
     Args:
         per_replica_tensors: R lists of V tensors; item [r][v] is on device r.
         devices: R device names.
 
     Returns:
-        R lists of V tensors, placed like the argument; item [r][v] is bitwise equal for every r.
+        R lists of V tensors, placed like the input; item [r][v] is bitwise identical for every r.
 
     Reference: the algorithm of `tf.distribute.ReductionToOneDevice`.
     """
@@ -124,7 +129,7 @@ def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -
 
 
 class ManualStrategy(base.Strategy):
-    """Data parallelism with replicas, gradient tapes and an all-reduce that can be read."""
+    """Trains data-parallel replicas with explicit gradient tapes and an explicit all-reduce."""
 
     name = "manual"
 

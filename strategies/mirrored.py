@@ -1,6 +1,6 @@
-"""The same training with `tf.distribute.MirroredStrategy`, which holds the replicas.
+"""Implements the same data parallelism with `tf.distribute.MirroredStrategy`.
 
-Each part of `train_step` is numbered as in `manual.py`.
+The parts of `train_step` are numbered as in `manual.py`.
 """
 
 import functools
@@ -30,10 +30,10 @@ from strategies.whole_batch import (
 )
 
 Shard = tuple[tf.Tensor, ...]  # Images and labels; with an objective, leaves of any batch.
-Whole = Any  # The size of the global batch; with an objective, all leaves of it.
+Whole = Any  # The size of the global batch; with an objective, all its leaves.
 
-# TensorFlow's all-reduce of each name. `reduce_to_one` adds in the order of our own, so that
-# `manual` and `mirrored` are bitwise identical. `ring` is MirroredStrategy's default on CPUs.
+# All-reduce algorithm → TensorFlow's implementation. `reduce_to_one` adds in the same order as
+# `manual`, so that both are bitwise identical. `ring` is MirroredStrategy's default on CPUs.
 CROSS_DEVICE_OPS = {
     "reduce_to_one": lambda: tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order),
     "nccl": tf.distribute.NcclAllReduce,
@@ -43,14 +43,14 @@ CROSS_DEVICE_OPS = {
 
 
 class MirroredStrategy(Strategy):
-    """A training step of our own around `strategy.run`; Keras' `fit` is never used.
+    """Runs a custom training step in `strategy.run`; Keras' `fit` is not used.
 
-    A Keras optimizer would sum the gradients over the replicas on its own in a replica context.
-    That is disabled: the step sums them, and they would be counted twice.
+    In a replica context, a Keras optimizer sums the gradients over the replicas. This is disabled,
+    because the training step has already summed them.
     """
 
     name = "mirrored"
-    # Algorithm → the only kind of device that it works on.
+    # Algorithm → the only device type that it supports.
     device_kinds: ClassVar = {"nccl": "GPU", "ring": "CPU"}
 
     def __init__(self, devices: Sequence[str], **options: Any):
@@ -81,7 +81,7 @@ class MirroredStrategy(Strategy):
         with self._tf_strategy.scope():
             self.model, self.optimizer = self.build_replica(model_fn, optimizer_fn)
             statistics = self.new_statistics(self.model)
-        # As a template: `tf.distribute` makes a replica of it on each device.
+        # A template: `tf.distribute` runs one replica of it on each device.
         self.replicas = [Replica(0, "", self.model, self.optimizer, statistics)]
         if self.syncs_batch_norm:
             for layer in flatten_layers(self.model):
@@ -90,12 +90,12 @@ class MirroredStrategy(Strategy):
         disable_optimizer_all_reduce(self.optimizer)
 
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
-        """Deals the shards of each global batch to the replicas in turn.
+        """Distributes the shards of each global batch to the replicas in order.
 
-        `experimental_distribute_dataset` would cut the batches by rounding up, 4 over 3 as 2, 2, 0,
-        so that a replica can be left with nothing. So the shards are elements of their own here,
-        in replica order, each with the size of its global batch; with an objective, whose loss is
-        that of the whole batch, with all of it.
+        `experimental_distribute_dataset` rounds shard sizes up, 4 over 3 as 2, 2, 0, which can
+        leave a replica without examples. Here each shard is a dataset element, in replica order,
+        together with the size of its global batch, or with the whole batch for an objective, whose
+        loss depends on all examples.
         """
 
         def to_shards(*batch: tf.Tensor) -> tf.data.Dataset:
@@ -110,7 +110,7 @@ class MirroredStrategy(Strategy):
             return tf.data.Dataset.range(ids.start, ids.stop, output_type=tf.int32).map(to_shard)
 
         shards = dataset.flat_map(to_shards)
-        # Known to be endless, the set needs no check for its end in each step.
+        # With an infinite cardinality, a step does not check for the end of the dataset.
         endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
         return iter(
             self._tf_strategy.distribute_datasets_from_function(lambda _: shards.apply(endless))
@@ -130,7 +130,7 @@ class MirroredStrategy(Strategy):
     def _replica_gradients(
         self, replica: Replica, shard: Shard, whole: Whole
     ) -> tuple[list[tf.Tensor], StepTotals]:
-        """Computes a replica's part in the gradients of the global batch, and in its totals."""
+        """Computes a replica's part of the gradients and totals of the global batch."""
         if not self.objective:
             return self.local_gradients(replica, shard, whole)
         (gradients,), (totals,) = gradients_of_whole_batch(
@@ -147,15 +147,15 @@ class MirroredStrategy(Strategy):
                 statistics=statistics, metric_states=metric_states,
             )  # fmt: skip
 
-        # Each replica has the predictions of all, and computes the same.
+        # Every replica has the predictions of all replicas and computes the same totals.
         return self._per_replica(self._tf_strategy.run(replica_evaluation, args=next(iterator)))[0]
 
     def gather_rows(self, per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        """Joins the rows of all replicas, in replica context: see `Gather`."""
+        """Concatenates the rows of all replicas, in replica context; see `Gather`."""
         return gather_over_replicas(per_replica_tensors)
 
     def _replica(self) -> Replica:
-        """Returns the replica that `tf.distribute` is running, in replica context."""
+        """Returns the current replica, in replica context."""
         replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
         return self.replicas[0]._replace(replica_id=replica_id)
 
@@ -169,13 +169,13 @@ class MirroredStrategy(Strategy):
     def _sum_packed(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums buckets with TensorFlow's cross-device ops, in replica context.
 
-        As `ReplicaContext.all_reduce` does, but without its gradient, which nothing here needs: for
-        it TensorFlow walks through the graph of all replicas once for each replica, which took 21
-        of 30 s in tracing LeNet for 64 replicas, and adds an `IdentityN` over all sums.
+        Equals `ReplicaContext.all_reduce` without its gradient, which is not needed here. For that
+        gradient TensorFlow traverses the graph of all replicas once per replica (21 of 30 s of
+        tracing LeNet for 64 replicas) and adds an `IdentityN` over all sums.
         """
 
         def sum_over_replicas(strategy: tf.distribute.Strategy, *values: Any) -> list[Any]:
-            # A value is its own destination: each replica's device gets the sum.
+            # With a value as its own destination, each replica's device receives the sum.
             pairs = [(value, value) for value in values]
             return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
 
@@ -188,7 +188,8 @@ class MirroredStrategy(Strategy):
             return copies[context.replica_id_in_sync_group - self._local(self.num_replicas).start]
 
         def sum_over_replicas(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-            # On the replica's device: NCCL asks for it, and the arguments of a graph have none.
+            # `identity` places the tensors on the replica's device, which NCCL requires; arguments
+            # of a graph have no device.
             return self._sum_over_replicas([tf.identity(tensor) for tensor in tensors])
 
         values = [
@@ -217,7 +218,7 @@ class MirroredStrategy(Strategy):
         per_shard = super().shard_variables()
         if not self.replicas[0].statistics:
             return per_shard
-        # Of the template; each replica has its own copy of every variable.
+        # `per_shard` has the template's variables, of which each replica has its own copy.
         local = self._tf_strategy.experimental_local_results
         return [
             {name: local(variable)[r] for name, variable in own.items()}
@@ -226,7 +227,7 @@ class MirroredStrategy(Strategy):
         ]
 
     def _per_replica(self, distributed: Any) -> list[Any]:
-        """Turns a structure of per-replica values into a list with a structure for each replica."""
+        """Converts a structure of per-replica values to a list with one structure per replica."""
         leaves = [
             self._tf_strategy.experimental_local_results(v) for v in tf.nest.flatten(distributed)
         ]

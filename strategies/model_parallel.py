@@ -1,4 +1,4 @@
-"""What `pipeline` and `tensor` have in common: a replica is one model, spread over K devices."""
+"""Defines the base class of `pipeline` and `tensor`, whose replicas span K devices each."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ Classify = Callable[[tf.Tensor], tf.Tensor]  # Images to logits.
 
 
 class ModelParallelStrategy(base.Strategy):
-    """A strategy with R replicas on K devices each.
+    """Trains R replicas on K devices each.
 
     Args:
-        devices: R * K names, those of a replica in a row.
+        devices: R * K device names; the devices of a replica are consecutive.
         model_parallel: K; None for all devices.
         **options: see `base.Strategy`.
     """
@@ -35,23 +35,23 @@ class ModelParallelStrategy(base.Strategy):
             raise ValueError(f"--jit_compile is not available in {self.name}; leave the flag out")
 
     def default_all_reduce(self) -> str:
-        """Returns "none" for one replica: there is nothing to sum."""
+        """Returns "none" for a single replica, which needs no all-reduce."""
         return "reduce_to_one" if self.num_replicas > 1 else "none"
 
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
-        """Builds the model, and from its layers what each device has of it."""
-        with tf.device("CPU:0"):  # In main memory: no device has to hold it whole.
+        """Builds the model and splits its layers over the devices."""
+        with tf.device("CPU:0"):  # In main memory, because it may not fit on one device.
             self.model = model_fn()
             names = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
         self._variable_names = [*(f"model/{v.path}" for v in self.model.variables), *names]
         self.optimizer = self.build_parts(LayerCalls.of(self.model), optimizer_fn)
-        free_values(self.model.variables)  # The parts have their own.
+        free_values(self.model.variables)  # The parts have their own variables.
 
     @abc.abstractmethod
     def build_parts(
         self, model_calls: LayerCalls, optimizer_fn: base.OptimizerFn
     ) -> keras.optimizers.Optimizer:
-        """Creates what each device has, with the values of the model's own variables.
+        """Creates each device's part of the model, with the initial values of the model.
 
         Returns:
             The optimizer of the first device.
@@ -59,11 +59,11 @@ class ModelParallelStrategy(base.Strategy):
 
     @abc.abstractmethod
     def classifiers(self, statistics: base.Statistics) -> list[Classify]:
-        """Returns for each replica what computes logits, with these moving statistics (traced)."""
+        """Returns one function from images to logits per replica, with the given statistics."""
 
     @property
     def variable_names(self) -> list[str]:
-        """Names of all variables of a copy: the model's, then those of one whole optimizer."""
+        """Names of all variables of a copy: the model's, then those of an unsplit optimizer."""
         return self._variable_names
 
     @property
@@ -79,7 +79,7 @@ class ModelParallelStrategy(base.Strategy):
     def forward(
         self, iterator: base.BatchIterator, statistics: base.Statistics
     ) -> list[base.LogitsAndTotals]:
-        """Classifies one global batch; see `base.Strategy.forward`."""
+        """Computes the logits of one global batch; see `base.Strategy.forward`."""
         images, labels = next(iterator)
         firsts, results = self.local_replica_devices, []
         parts = split_batch((images, labels), firsts, self.replica_weights)

@@ -1,4 +1,4 @@
-"""The same training on several machines: `tf.distribute.MultiWorkerMirroredStrategy`."""
+"""Implements data parallelism over machines with `tf.distribute.MultiWorkerMirroredStrategy`."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,18 +12,18 @@ _WHOLE_MB = 4096.0
 
 
 def default_all_reduce(devices: Sequence[str]) -> str:
-    """Returns what "auto" stands for: "nccl" on GPUs, "ring", over gRPC, elsewhere."""
+    """Returns the algorithm that "auto" stands for: "nccl" on GPUs, else "ring" over gRPC."""
     return "nccl" if "GPU" in devices[0] else "ring"
 
 
 class MultiWorkerStrategy(MirroredStrategy):
-    """MirroredStrategy's loop, each worker with replicas of its own and all with the same step.
+    """Runs the step of `MirroredStrategy` on the replicas of several workers.
 
-    Every worker goes through the same global batches in the same order and takes its own replicas'
-    shards of each: the parts are disjoint and complete, and those of a single machine with as many
-    replicas. TensorFlow's collectives add the gradients, over gRPC or NCCL.
+    Every worker reads the same global batches in the same order and trains on the shards of its own
+    replicas. The shards are the same as on a single machine with as many replicas. TensorFlow's
+    collectives sum the gradients, over gRPC or NCCL.
 
-    Without a cluster it is one worker.
+    Without a cluster, there is one worker.
     """
 
     name = "multi_worker"
@@ -34,11 +34,11 @@ class MultiWorkerStrategy(MirroredStrategy):
         return default_all_reduce(self.devices)
 
     def default_bucket_mib(self) -> float:
-        """Returns one bucket for all gradients: each collective waits for the network."""
+        """Returns a size that fits all gradients: each collective costs a network round trip."""
         return _WHOLE_MB
 
     def gather_rows(self, per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        """Joins the rows of all replicas with collectives of one shape, where it is known."""
+        """Concatenates the rows of all replicas; see `gather_padded`."""
         largest = self.objective and self.objective.largest_batch
         if largest is None:
             return super().gather_rows(per_replica_tensors)
@@ -46,7 +46,7 @@ class MultiWorkerStrategy(MirroredStrategy):
         return gather_padded(per_replica_tensors, max(int(end - start) for start, end in bounds))
 
     def _sum_packed(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums buckets with a collective of each replica, in replica context."""
+        """Sums buckets with one collective per bucket, in replica context."""
         context = tf.distribute.get_replica_context()
         return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 

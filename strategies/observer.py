@@ -1,4 +1,4 @@
-"""Hooks of a training step, to record it and to inject faults into it."""
+"""Defines the hooks of a training step, used to record steps and to inject faults."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from strategies.schedules import Task
 
 
 class Shard(NamedTuple):
-    """The examples that one shard of a step consists of.
+    """Holds the examples of one shard of a step.
 
     Attributes:
         images: uint8 `(n_r, height, width, channels)`.
         labels: int32 `(n_r,)`.
-        num_global_examples: int scalar, examples in the whole global batch.
+        num_global_examples: int scalar, number of examples in the global batch.
     """
 
     images: tf.Tensor
@@ -24,14 +24,14 @@ class Shard(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What a replica computes for its examples with a compiled Keras model.
+    """Holds the predictions and losses of a replica for a compiled Keras model.
 
     Attributes:
         examples: leaves `(n_r, ...)` of inputs, targets and weights.
-        predictions: leaves `(n_r, ...)`; none where the model has a training step of its own.
-        masks: of these, None where there is none.
-        loss: scalar, the replica's part in the loss; None likewise.
-        regular: scalar, what `model.losses` have in it; None likewise.
+        predictions: leaves `(n_r, ...)`; empty for a model with its own training step.
+        masks: Keras masks of the predictions; None for a prediction without one.
+        loss: scalar, the replica's part of the loss; None for a model with its own training step.
+        regular: scalar, the part of `loss` from `model.losses`; None like `loss`.
     """
 
     examples: Sequence[tf.Tensor]
@@ -42,24 +42,24 @@ class Predicted(NamedTuple):
 
 
 class Observer:
-    """Observes every step of a strategy; this one adds nothing to it.
+    """Defines the hooks of a training step; the default methods change nothing.
 
-    The base class of the strategies calls these methods, which a strategy does not. `verify` uses
-    an observer that records each step, and `--inject` one that injects a fault.
+    The shared code of the strategies calls these methods. `verify` uses an observer that records
+    each step, and `--inject` one that injects a fault.
     """
 
     def on_shard(
         self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the gradients that are summed over the shards.
+        """Returns the gradients of a shard to sum over the shards.
 
         Called for each shard while the step is traced, on the shard's device.
 
         Args:
             shard_id: an int, or an int scalar tensor.
-            shard: its examples.
-            loss: scalar, the shard's part in the mean loss of the global batch.
-            gradients: of that loss, one for each trainable variable, before they are summed.
+            shard: the examples of the shard.
+            loss: scalar, the shard's part of the mean loss of the global batch.
+            gradients: gradients of `loss`, one per trainable variable, before the all-reduce.
         """
         return gradients
 
@@ -70,20 +70,20 @@ class Observer:
 
         Args:
             replica_id: an int, or an int scalar tensor.
-            predicted: what it computes.
+            predicted: examples, predictions and loss of the replica.
         """
         return
 
     def on_gradients(
         self, replica_id: int | tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the gradients of a compiled Keras model that are summed over the replicas.
+        """Returns the gradients of a compiled Keras model to sum over the replicas.
 
         Called for each replica while the step is traced, on its device.
 
         Args:
             replica_id: an int, or an int scalar tensor.
-            gradients: one for each weight that has one, before they are summed.
+            gradients: one gradient per weight that has one, before the all-reduce.
         """
         return gradients
 
@@ -94,49 +94,49 @@ class Observer:
 
         Args:
             copy_id: an int, or an int scalar tensor.
-            summed_gradients: over all shards, one for each trainable variable.
+            summed_gradients: sums over all shards, one per trainable variable.
         """
         return  # AutoGraph cannot transform a function without a statement.
 
     def on_weights(
         self, device_id: int, weights: Mapping[str, tf.Tensor]
     ) -> Mapping[str, tf.Tensor]:
-        """Returns the weights that a device computes with.
+        """Returns the weights that a device uses in its computations.
 
-        Called where a device holds a part of the weights, or gathers them, while the step is
-        traced, on that device.
+        Called for strategies whose devices hold parts of the weights or gather them, while the step
+        is traced, on the device.
 
         Args:
-            device_id: its number.
+            device_id: number of the device.
             weights: path of a variable → its value, or the device's part of it.
         """
         return weights
 
     def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns what a device adds in the backward pass of a gather.
+        """Returns the terms that a device adds in the backward pass of a gather.
 
         Called while the step is traced, on the device that adds.
 
         Args:
-            device_id: its number among those that gather.
-            pieces: one of each device, in their order.
+            device_id: number of the device in its gather group.
+            pieces: one term per device, in order of devices.
         """
         return pieces
 
     def on_task(
         self, replica_id: int, task: Task, tensors: list[tf.Tensor], *, ends: bool
     ) -> list[tf.Tensor]:
-        """Returns what a task of a pipeline works with, or hands on.
+        """Returns the inputs or the outputs of a pipeline task.
 
         Called at the beginning and at the end of each task while the step is traced, on the task's
-        device. All that the task computes is made from what is returned at its beginning, and all
-        that waits for it takes what is returned at its end.
+        device. The task computes with the tensors returned at its beginning; the next tasks receive
+        the tensors returned at its end.
 
         Args:
-            replica_id: the number of the pipeline.
+            replica_id: number of the pipeline.
             task: a pass of a micro-batch through a stage.
-            tensors: what the task takes from elsewhere, or what it has made.
-            ends: whether it is the end of the task.
+            tensors: the inputs of the task, or its outputs if `ends`.
+            ends: whether the task ends.
         """
         return tensors
 
@@ -145,12 +145,12 @@ class Observer:
         per_shard_statistics: Sequence[Sequence[np.ndarray]],
         averages: Mapping[str, np.ndarray],
     ) -> Mapping[str, np.ndarray]:
-        """Returns the BatchNorm statistics that are evaluated and saved.
+        """Returns the BatchNorm statistics to evaluate and save.
 
-        Called between steps, whenever these statistics are read.
+        Called between steps, whenever the averaged statistics are read.
 
         Args:
-            per_shard_statistics: the moving statistics of each shard, in the order of `averages`.
+            per_shard_statistics: moving statistics of each shard, in the order of `averages`.
             averages: variable name → mean over the shards.
         """
         return averages

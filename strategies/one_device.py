@@ -1,4 +1,4 @@
-"""Code of a user's model, which is called on a replica as if it was the only one."""
+"""Calls a user's model on a replica as if it were the only replica."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,18 +12,18 @@ from strategies.replica import Replica
 from strategies.tf_private import local_replica_id
 
 T = TypeVar("T")
-# 2³² over the golden ratio: multiples of it, mod 2³², are far apart.
+# 2³² divided by the golden ratio, whose multiples mod 2³² are far apart.
 _SEED_STRIDE = 0x9E3779B9
 
 
 class OneDevice:
-    """Calls functions that use the model of a replica, which see a strategy of one device.
+    """Calls functions of a replica's model in the context of a one-device strategy.
 
-    Keras divides losses by the number of replicas that it sees, and a model may ask for it; our
-    strategies scale by themselves. Every replica stores the same seeds and draws from other ones,
-    which depend on (seed, step, replica): so the seeds that are saved are those of one device.
+    Keras divides losses by the number of replicas in sync, and a model may read that number; here
+    the strategies scale instead. Every replica stores the same seeds, but draws from seeds that
+    depend on (seed, step, replica), so that the saved seeds equal those of one device.
 
-    To be created outside of any strategy's scope.
+    Create it outside of any strategy's scope.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ class OneDevice:
         """Calls a function.
 
         Args:
-            replica: whose model it uses.
+            replica: the replica whose model the function uses.
             function: called once.
-            values: path of a variable → tensor to take in its place.
-            assigns: whether variables that are not trained keep what is assigned to them.
+            values: path of a variable → tensor that replaces its value.
+            assigns: whether non-trainable variables keep the values that are assigned to them.
         """
         given, variables = values or {}, replica.model.non_trainable_variables
         seeds = {id(v) for v in variables if is_seed(replica.model, v)}
@@ -65,10 +65,10 @@ class OneDevice:
         return result
 
     def _check_weights(self, model: keras.Model, scope: "ModelScope") -> None:
-        """Checks that a call has assigned to no weight: the update alone may.
+        """Checks that a call has not assigned to a weight, which only the update may change.
 
         Raises:
-            ValueError: it has.
+            ValueError: a weight was assigned to.
         """
         for weight in model.trainable_variables:
             if scope.was_assigned(weight):
@@ -79,34 +79,36 @@ class OneDevice:
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """Lets `tf.distribute` show one replica; variables are still those of this one."""
+        """Enters a context in which `tf.distribute` reports one replica.
+
+        Variables still resolve to those of the current replica.
+        """
         number = local_replica_id()
-        if number not in self._contexts:  # The backward pass has to see that of the forward pass.
+        if number not in self._contexts:  # Forward and backward pass need the same context.
             self._contexts[number] = tf.distribute.ReplicaContext(self._strategy, number)
         with self._contexts[number]:
             yield
 
 
 class ModelScope(keras.StatelessScope):
-    """A scope in which variables that it was given no value for have their own."""
+    """A `StatelessScope` in which a variable without a replacing value keeps its own."""
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
-        """Returns the value of a variable; regularizers ask for it without looking further."""
+        """Returns the value of a variable; regularizers use it without a fallback for None."""
         value = super().get_current_value(variable)
         return stored_value(variable) if value is None else value
 
     def was_assigned(self, variable: keras.Variable) -> bool:
-        """Tells whether a variable without a given value has one now."""
+        """Returns whether a variable without a given value has been assigned one."""
         return super().get_current_value(variable) is not None
 
 
 def seed_of_replica(state: tf.Tensor, replica_id: int | tf.Tensor) -> tf.Tensor:
-    """Returns the state that a replica draws from: seed + replica_id · stride mod 2³², and count.
+    """Returns a replica's seed state: seed + replica_id · stride mod 2³², and the draw count.
 
     Args:
-        state: of a `keras.random.SeedGenerator`, int64 `(2,)`: the seed and how often it was drawn
-            from.
-        replica_id: that of replica 0 is the state itself.
+        state: state of a `keras.random.SeedGenerator`, int64 `(2,)`: seed and draw count.
+        replica_id: replica 0 gets `state` itself.
     """
     offset = tf.cast(replica_id, tf.int64) * tf.constant([_SEED_STRIDE, 0], tf.int64)
     return tf.cast((tf.cast(state, tf.int64) + offset) % 2**32, state.dtype)

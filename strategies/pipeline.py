@@ -1,20 +1,24 @@
-"""Pipeline parallelism (network partitioning), to be read from top to bottom.
+"""Implements pipeline parallelism (network partitioning). Read this file from top to bottom.
 
-The layers of the network are cut into K consecutive stages, one for each device. A stage hands its
-activations to the next device, and gets back the gradient by them. So that the devices work at the
-same time, the global batch is split into M micro-batches: while stage 1 works on the first one,
-stage 0 works on the second. A schedule, see `schedules.py`, says in which order. One training step
-1. splits the batch, 2. works through the schedule, where each backward pass is the chain rule
-through one stage, and 3. adds the gradients of the micro-batches, in order, and updates each
-stage's weights on its own device. All micro-batches of a step see the same weights.
+The layers of the network are cut into K consecutive stages, one per device. A stage sends its
+activations to the next device and receives the gradient with respect to them. The global batch is
+split into M micro-batches so that the devices work in parallel: while stage 1 works on the first
+micro-batch, stage 0 works on the second. A schedule defines the order (`schedules.py`). One
+training step
 
-With `--model_parallel=K` on R·K devices there are R such pipelines, each with its own part of the
-batch; before the update the gradients of each stage are summed over them (an all-reduce).
+1. splits the batch,
+2. runs the schedule, in which each backward pass is the chain rule through one stage, and
+3. adds the gradients of the micro-batches in order, and updates each stage's weights on its device.
 
-Left out on purpose: interleaved stages, several on each device, shorten idle time by more messages
-(D. Narayanan et al., 2021). Zero-bubble schedules split the backward pass into that by inputs and
-that by weights, so that the latter fills the gaps (P. Qi et al., 2023). PipeDream (2019) never
-waits for the last micro-batch, and trains with weights that are one or more updates old.
+All micro-batches of a step use the same weights.
+
+With `--model_parallel=K` on R·K devices there are R pipelines, each with its own part of the batch;
+before the update, the gradients of each stage are summed over the pipelines (an all-reduce).
+
+Not implemented: interleaved stages, several per device, reduce idle time at the cost of more
+messages (D. Narayanan et al., 2021). Zero-bubble schedules split the backward pass into gradients
+by inputs and gradients by weights, and fill idle time with the latter (P. Qi et al., 2023).
+PipeDream (2019) does not wait for the last micro-batch and trains with stale weights.
 
 Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism", 2019.
@@ -39,7 +43,7 @@ from strategies.stages import Pipeline, Stage
 
 
 class PipelineStrategy(ModelParallelStrategy):
-    """Consecutive layers on consecutive devices, and micro-batches that go through them."""
+    """Trains stages of consecutive layers on consecutive devices, with micro-batches."""
 
     name = "pipeline"
 
@@ -93,10 +97,10 @@ class PipelineStrategy(ModelParallelStrategy):
     def _forward_and_backward(
         self, r: int, pipeline: Pipeline, micro_batches: Sequence[Shard]
     ) -> tuple[list[list[tf.Tensor]], base.StepTotals]:
-        """Sends micro-batches through the stages as the schedule says, and back.
+        """Runs the forward and backward passes of all micro-batches in the order of the schedule.
 
         Returns:
-            For each stage the sums of its gradients, and the totals of all micro-batches.
+            The summed gradients of each stage, and the totals over all micro-batches.
         """
         stages, last = pipeline.stages, len(pipeline.stages) - 1
         weights = pipeline.read_weights(self.observer, r * len(stages))
@@ -105,23 +109,23 @@ class PipelineStrategy(ModelParallelStrategy):
         done: list[list[tf.Operation]] = [[] for _ in stages]
         for task in self.tasks:  # 2. The schedule.
             k, is_forward, m = task
-            # In this order: left to itself, a device starts whatever has its inputs.
+            # Control dependencies enforce the order; otherwise a device runs any op that is ready.
             with tf.device(stages[k].device), tf.control_dependencies(done[k]):
                 taken = self.observer.on_task(r, task, inbox.pop(task), ends=False)
                 if is_forward:
                     (x,) = taken
                     statistics = [variable.value for variable in stages[k].statistics[m]]
-                    if self._recomputes:  # Moving statistics and random states, for then.
+                    if self._recomputes:  # Save moving statistics and random states for later.
                         before[k, m] = [tf.identity(value) for value in statistics]
                     tape, y = _forward(stages[k], weights[k], x, statistics)
                     passes[k, m] = tape, x, y
                     made, receiver = [y], Task(k + 1, True, m)
-                    if k == last:  # What comes back is the gradient of the loss by the logits.
+                    if k == last:  # The backward pass starts from the gradient by the logits.
                         losses[m], totals[m], dy = self.loss_and_logits_gradient(
                             y, micro_batches[m].labels, micro_batches[m].num_global_examples
                         )
                         made, receiver = [dy], Task(k, False, m)
-                    elif self._recomputes:  # Keep the input alone.
+                    elif self._recomputes:  # Keep only the input.
                         del passes[k, m]
                         inbox[Task(k, False, m)] = [x]
                 else:
@@ -138,7 +142,7 @@ class PipelineStrategy(ModelParallelStrategy):
                     gradients[k, m] = self.unscale(made[1:] if k else made)
                 with tf.control_dependencies(made):
                     done[k] = [tf.no_op()]
-            if receiver.stage >= 0:  # Activations go on, gradients by them go back.
+            if receiver.stage >= 0:  # Send activations forward, or their gradients backward.
                 with tf.device(stages[receiver.stage].device):
                     inbox.setdefault(receiver, []).append(tf.identity(made[0]))
         sums = self._sums(r, pipeline, micro_batches, losses, gradients)
@@ -152,7 +156,7 @@ class PipelineStrategy(ModelParallelStrategy):
         losses: dict[int, tf.Tensor],
         gradients: dict[tuple[int, int], list[tf.Tensor]],
     ) -> list[list[tf.Tensor]]:
-        """Adds the gradients of each stage k, item [k, m] being those of micro-batch m."""
+        """Adds the gradients `[k, m]` of each stage k over the micro-batches m."""
         sums: list[list[tf.Tensor]] = [[] for _ in pipeline.stages]
         for m, shard_id in enumerate(self.shard_ids(r)):
             per_stage = [gradients[k, m] for k in range(len(sums))]

@@ -1,4 +1,4 @@
-"""Logits of a shard in evaluation, with BatchNorm statistics that are given."""
+"""Computes the logits of a shard in evaluation, with given BatchNorm statistics."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,12 +11,12 @@ def predict_shard(
 ) -> tf.Tensor:
     """Returns the logits `(n, num_classes)` of a shard, which may be empty.
 
-    Changes nothing: the model's own moving statistics are replaced for this call alone.
+    Changes no state: the model's moving statistics are replaced only for this call.
 
     Args:
-        model: on this device.
+        model: a model on the current device.
         images: uint8 `(n, height, width, channels)`.
-        statistics: path of a variable → tensor to take in its place.
+        statistics: path of a variable → tensor that replaces its value.
     """
     replaced = [(v, statistics[v.path]) for v in model.variables if v.path in statistics]
 
@@ -32,7 +32,8 @@ def call_without_empty_batch(
 ) -> tf.Tensor:
     """Returns the logits of a shard, which may be empty.
 
-    oneDNN's fused convolutions refuse an empty batch: it gets a blank image, and no logits.
+    oneDNN's fused convolutions fail on an empty batch, which is therefore padded with a blank
+    image whose logits are removed.
     """
     num_images = tf.shape(images)[0]
     num_blanks = tf.cast(num_images == 0, tf.int32)

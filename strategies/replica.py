@@ -1,4 +1,4 @@
-"""A copy of the weights on a device, with the part of each global batch that it is trained on."""
+"""Defines the replica: a copy of the weights on a device."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,16 +8,16 @@ import tensorflow as tf
 
 
 class Replica(NamedTuple):
-    """A copy of the weights, trained on one part of each global batch.
+    """Holds a copy of the weights that is trained on one part of each global batch.
 
     Attributes:
         replica_id: in 0 to R - 1, an int or an int scalar tensor.
-        device: its name; "" where `tf.distribute` places it.
-        model: on this device.
-        optimizer: on this device.
-        statistics: for each of its shards, variables in place of the model's non-trainable ones;
-            empty where the model's own are those of its only shard.
-        weights: tensors in place of the model's trainable variables; None for those.
+        device: device name; "" if `tf.distribute` places the replica.
+        model: the model on this device.
+        optimizer: the optimizer on this device.
+        statistics: for each of its shards, variables that replace the model's non-trainable ones;
+            empty if the only shard uses the model's.
+        weights: tensors that replace the model's trainable variables; None to use the model's.
     """
 
     replica_id: int | tf.Tensor
@@ -28,7 +28,7 @@ class Replica(NamedTuple):
     weights: Sequence[tf.Tensor] | None = None
 
     def values(self, index: int) -> list[tuple[keras.Variable, tf.Tensor | tf.Variable]]:
-        """Returns what its `index`-th shard has in place of variables of the model."""
+        """Returns (variable of the model, its replacement) pairs for the `index`-th shard."""
         values: list[tuple[keras.Variable, Any]] = []
         if self.weights:
             values += zip(self.model.trainable_variables, self.weights, strict=True)

@@ -1,10 +1,10 @@
-"""Pipeline schedules: in which order a stage works on its micro-batches.
+"""Defines pipeline schedules: the order in which a stage processes its micro-batches.
 
-A schedule is a list of tasks for each stage; nothing here knows what a task computes, or where.
-K stages take M micro-batches. A stage can work on a micro-batch forwards once the stage before it
-has, and backwards once the stage after it has; until then it is idle. While stages take equally
-long, they are idle for (K - 1) / (M + K - 1) of the time, in both schedules: what differs is how
-many micro-batches a stage has to remember.
+A schedule is a list of tasks for each of K stages and M micro-batches, independent of the
+computation and the device of a task. A stage can run the forward pass of a micro-batch after the
+previous stage has, and the backward pass after the next stage has; until then it is idle. If all
+stages take equally long, they are idle for (K - 1) / (M + K - 1) of the time in both schedules. The
+schedules differ in the number of micro-batches whose activations a stage stores.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 
 class Task(NamedTuple):
-    """One pass of one micro-batch through one stage.
+    """Represents one pass of one micro-batch through one stage.
 
     Attributes:
         stage: in 0 to K - 1.
-        is_forward: the forward pass, else the backward pass.
+        is_forward: whether this is the forward pass, else the backward pass.
         micro_batch: in 0 to M - 1.
     """
 
@@ -26,11 +26,11 @@ class Task(NamedTuple):
     micro_batch: int
 
 
-Schedule = Callable[[int, int, int], list[Task]]  # Of stage, K and M.
+Schedule = Callable[[int, int, int], list[Task]]  # (stage, K, M) → tasks of the stage.
 
 
 def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Task]:
-    """All forward passes, then all backward passes: a stage remembers M micro-batches.
+    """Returns all forward passes, then all backward passes; a stage stores M micro-batches.
 
     Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
         Parallelism", 2019.
@@ -41,11 +41,11 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Task]:
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Task]:
-    """One pass forwards, one backwards in turn, as soon as a micro-batch has come back ("1F1B").
+    """Returns alternating forward and backward passes after a warm-up ("1F1B").
 
-    A stage first takes as many micro-batches as there are stages after it, so that none of these
-    waits; from then on each backward pass makes room for a forward pass. Stage k remembers
-    min(M, K - k) micro-batches.
+    A stage first runs one forward pass for each stage after it, so that none of them is idle; from
+    then on each backward pass frees the memory for a forward pass. Stage k stores min(M, K - k)
+    micro-batches.
 
     Reference: D. Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training",
         2019, in the variant with one update for all micro-batches ("PipeDream-Flush").
@@ -62,12 +62,12 @@ SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_forward_one_backwa
 
 
 def in_time_slots(schedule: Schedule, num_stages: int, num_micro_batches: int) -> list[list[Task]]:
-    """Returns the tasks of all stages slot by slot, where every task takes one slot.
+    """Returns the tasks of all stages by time slot, if every task takes one slot.
 
-    In a slot each stage does the next task of its list, if its neighbours have done what it needs.
+    In a slot, each stage runs the next task of its list if the tasks that it needs are done.
 
     Returns:
-        For each slot its tasks, at most one of each stage; an empty place is idle time.
+        For each slot its tasks, at most one per stage; a stage without a task is idle.
     """
     lists = [schedule(k, num_stages, num_micro_batches) for k in range(num_stages)]
     done: set[Task] = set()
@@ -83,12 +83,12 @@ def in_time_slots(schedule: Schedule, num_stages: int, num_micro_batches: int) -
 
 
 def in_order(schedule: Schedule, num_stages: int, num_micro_batches: int) -> list[Task]:
-    """Returns the tasks of all stages so that each comes after those that it needs."""
+    """Returns the tasks of all stages, each after the tasks that it needs."""
     return list(itertools.chain(*in_time_slots(schedule, num_stages, num_micro_batches)))
 
 
 def needs(task: Task, num_stages: int) -> set[Task]:
-    """Returns the tasks that have to be done before this one."""
+    """Returns the tasks that must be done before this one."""
     neighbour = task.stage - 1 if task.is_forward else task.stage + 1
     found = {task._replace(stage=neighbour)} if 0 <= neighbour < num_stages else set()
     return found if task.is_forward else {*found, task._replace(is_forward=True)}

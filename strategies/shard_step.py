@@ -1,4 +1,4 @@
-"""What is computed on one shard, whatever the strategy: loss, gradients, update, logits."""
+"""Computes loss, gradients, update and logits of a shard, for every strategy."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,15 +20,16 @@ LogitsAndTotals = tuple[tf.Tensor, StepTotals]  # Of a shard; logits `(n_r, num_
 
 
 class ShardStep(Copies):
-    """The computations on shards; see `base.Strategy` for the arguments that they depend on.
+    """Implements the computations on shards; `base.Strategy` documents their parameters.
 
     Attributes:
-        replicas: of this worker, once built.
-        num_replicas: parts of a global batch that are worked on side by side; each is a shard, or
-            several shards one after another.
-        shards_per_replica: how many.
-        shard_weights: the sizes of all shards in proportion to each other.
-        objective: that of a compiled Keras model, in place of `loss`; None for our image models.
+        replicas: the replicas of this worker, after `build`.
+        num_replicas: parts of a global batch that are processed in parallel; each is one shard, or
+            several shards in sequence.
+        shards_per_replica: number of shards of each replica.
+        shard_weights: relative sizes of all shards.
+        objective: objective of a compiled Keras model, which replaces `loss`; None for the built-in
+            image models.
     """
 
     replicas: Sequence[Replica] = ()
@@ -42,18 +43,18 @@ class ShardStep(Copies):
 
     @property
     def replica_weights(self) -> list[int]:
-        """The sizes of the replicas' parts in proportion to each other, as `shard_weights`."""
+        """Relative sizes of the replicas' parts."""
         num, weights = self.shards_per_replica, self.shard_weights
         return [sum(weights[i : i + num]) for i in range(0, len(weights), num)]
 
     def shard_bounds(
         self, num_examples: int | tf.Tensor, shard_id: int | tf.Tensor
     ) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-        """Returns where a shard starts and ends in a global batch."""
+        """Returns the start and end of a shard in a global batch."""
         return weighted_bounds(num_examples, self.shard_weights, shard_id)
 
     def shard_ids(self, replica_id: int) -> range:
-        """Returns the shards of a replica."""
+        """Returns the ids of a replica's shards."""
         first = replica_id * self.shards_per_replica
         return range(first, first + self.shards_per_replica)
 
@@ -62,7 +63,7 @@ class ShardStep(Copies):
         model_fn: Callable[[], keras.Model],
         optimizer_fn: Callable[[], keras.optimizers.Optimizer],
     ) -> tuple[keras.Model, keras.optimizers.Optimizer]:
-        """Builds a model and its optimizer with all variables, on the device of the scope."""
+        """Builds a model and its optimizer with all variables, on the current device."""
         model, optimizer = model_fn(), optimizer_fn()
         if self.objective:
             self.objective.prepare(model)
@@ -71,14 +72,14 @@ class ShardStep(Copies):
         return model, optimizer
 
     def new_statistics(self, model: keras.Model) -> list[list[keras.Variable]]:
-        """Creates what `Replica.statistics` needs, on the device of the current scope."""
+        """Creates the variables of `Replica.statistics` on the current device."""
         if self.shards_per_replica == 1:
             return []
         own = model.non_trainable_variables
         return [own, *(copies_of(own) for _ in range(self.shards_per_replica - 1))]
 
     def shard_variables(self) -> list[Variables]:
-        """Returns what each shard of this worker has of its own: name → variable."""
+        """Returns the per-shard variables of each shard of this worker: name → variable."""
         if not any(replica.statistics for replica in self.replicas):
             return super().shard_variables()
         names = [f"model/{v.path}" for v in self.model.non_trainable_variables]
@@ -91,20 +92,20 @@ class ShardStep(Copies):
     def local_gradients(
         self, replica: Replica, examples: Sequence[tf.Tensor], num_global_examples: tf.Tensor
     ) -> tuple[list[tf.Tensor], StepTotals]:
-        """Computes a replica's part in the gradients of the global batch's mean loss.
+        """Computes a replica's part of the gradients of the global batch's mean loss.
 
-        It is the gradient of the sum of the losses of its examples over the number of *all*
-        examples. Summed over replicas with parts of any sizes, it is that of the mean over the
-        global batch. A replica with several shards works on one after another, so that it needs
-        memory for the activations of one, and adds their gradients in order.
+        The result is the gradient of (sum of the losses of its examples) / (number of *all*
+        examples). Its sum over the replicas, with parts of any size, is the gradient of the mean
+        over the global batch. A replica with several shards processes them in sequence, so that it
+        needs memory for the activations of one shard, and adds their gradients in order.
 
         Args:
-            replica: its weights are taken.
+            replica: the replica whose weights are used.
             examples: images `(n_r, height, width, channels)` and labels `(n_r,)`.
-            num_global_examples: int scalar, examples in the whole global batch.
+            num_global_examples: int scalar, number of examples in the global batch.
 
         Returns:
-            The gradients, one for each trainable variable, and the totals of the examples.
+            One gradient per trainable variable, and the totals of the examples.
         """
         num = self.shards_per_replica
         if num == 1:
@@ -131,7 +132,7 @@ class ShardStep(Copies):
         shard: Sequence[tf.Tensor],
         num_global_examples: tf.Tensor,
     ) -> tuple[list[tf.Tensor], StepTotals]:
-        """Computes the part of one shard of a replica, its `index`-th."""
+        """Computes gradients and totals of the `index`-th shard of a replica."""
 
         def loss_and_gradients(
             images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
@@ -157,7 +158,7 @@ class ShardStep(Copies):
     def loss(
         self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
     ) -> tuple[tf.Tensor, StepTotals]:
-        """Computes the part of a shard in the mean loss, see `shard_loss`, and its totals."""
+        """Computes a shard's part of the mean loss and its totals; see `shard_loss`."""
         return shard_loss(
             logits, labels, num_global_examples, label_smoothing=self._label_smoothing
         )
@@ -165,9 +166,10 @@ class ShardStep(Copies):
     def loss_and_logits_gradient(
         self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
     ) -> tuple[tf.Tensor, StepTotals, tf.Tensor]:
-        """Computes a shard's `loss`, its totals, and the gradient that a backward pass starts from.
+        """Computes a shard's `loss`, its totals, and the scaled gradient by the logits.
 
-        That gradient is multiplied by `loss_scale`; `unscale` divides what comes out of the pass.
+        The gradient is multiplied by `loss_scale`; `unscale` divides the results of the backward
+        pass.
         """
         with tf.GradientTape() as tape:
             tape.watch(logits)
@@ -176,13 +178,13 @@ class ShardStep(Copies):
         return loss, totals, gradient
 
     def unscale(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns gradients that were computed from `loss_and_logits_gradient`, to true scale."""
+        """Divides gradients computed from `loss_and_logits_gradient` by the loss scale."""
         if self._loss_scale == 1:
             return gradients
         return [gradient / self._loss_scale for gradient in gradients]
 
     def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
-        """Updates the weights of a replica with gradients that are summed over the shards."""
+        """Updates the weights of a replica with the gradients summed over all shards."""
         model, objective = replica.model, self.objective
         weights = objective.weights(model) if objective else model.trainable_variables
         replica.optimizer.apply(summed_gradients, weights)
@@ -195,13 +197,13 @@ class ShardStep(Copies):
         num_global_examples: tf.Tensor,
         statistics: Statistics,
     ) -> LogitsAndTotals:
-        """Computes the logits of a replica's examples, which may be none, and their totals.
+        """Computes the logits and totals of a replica's examples, which may be empty.
 
         Args:
-            replica: its weights are taken.
+            replica: the replica whose weights are used.
             examples: images and labels.
-            num_global_examples: int scalar, examples in the whole global batch.
-            statistics: path of a variable → tensor to take in place of the replica's own.
+            num_global_examples: int scalar, number of examples in the global batch.
+            statistics: path of a variable → tensor that replaces the replica's value.
         """
         images, labels = examples
         replaced = dict(statistics)
@@ -214,10 +216,10 @@ class ShardStep(Copies):
 
 
 def copies_of(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
-    """Creates variables with the same values, on the device of the current scope."""
+    """Creates variables with the same values on the current device."""
     return [
         keras.Variable(
-            tf.convert_to_tensor(v.value),  # Of a variable, Keras would take the variable itself.
+            tf.convert_to_tensor(v.value),  # Given a variable, Keras would reuse it.
             dtype=v.dtype,
             trainable=v.trainable,
             name=v.path.replace("/", "_"),

@@ -1,20 +1,23 @@
-"""Data parallelism with sharded state (ZeRO, "fully sharded"), to be read from top to bottom.
+"""Implements sharded data parallelism (ZeRO, "fully sharded"). Read this file from top to bottom.
 
-As in `manual.py`, each device trains on its own part of the global batch. But where `manual` keeps
-R equal copies of weights, gradients and optimizer state, device r keeps part r of each variable: a
-range of its elements. One training step 1. splits the global batch, 2. copies the parts of all
-weights to every device (all-gather), 3. computes there the gradients of its own shard, 4. adds part
-r of all gradients on device r (reduce-scatter), and 5. updates part r of the weights there. What
-was gathered is dropped.
+As in `manual.py`, each device trains on its own part of the global batch. `manual` stores R equal
+copies of weights, gradients and optimizer state; here device r stores only part r of each variable,
+a range of its elements. One training step
 
-A reduce-scatter and an all-gather are an all-reduce: what travels, and every bit of the weights, is
-the same as in `manual`. `--shard` says what is kept in parts:
+1. splits the global batch,
+2. copies the parts of all weights to every device (all-gather),
+3. computes the gradients of each shard on its device,
+4. sums part r of all gradients on device r (reduce-scatter), and
+5. updates part r of the weights on device r. The gathered weights are freed.
+
+A reduce-scatter followed by an all-gather is an all-reduce: the bytes sent are the same as in
+`manual`, and the weights are bitwise identical. `--shard` selects what is split:
 
     optimizer   ZeRO-1: the optimizer state
-    gradients   ZeRO-2: that and the summed gradients
-    weights     ZeRO-3: that and the weights
+    gradients   ZeRO-2: the optimizer state and the summed gradients
+    weights     ZeRO-3: the optimizer state, the summed gradients and the weights
 
-With the first two every device has all weights, which are gathered after the update.
+With ZeRO-1 and ZeRO-2 every device stores all weights, which are gathered after the update.
 
 Reference: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", 2020.
@@ -50,7 +53,7 @@ SHARD_CHOICES = "optimizer", "gradients", "weights"
 
 
 class ShardedStrategy(base.Strategy):
-    """Data parallelism whose state is split over the devices."""
+    """Trains data-parallel replicas whose state is split over the devices."""
 
     name = "sharded"
 
@@ -62,14 +65,14 @@ class ShardedStrategy(base.Strategy):
         self.num_copies = 1 if self.splits_weights else self.num_replicas
 
     def default_all_reduce(self) -> str:
-        return "direct" if self.num_replicas > 1 else "none"  # Its two steps, one by one.
+        return "direct" if self.num_replicas > 1 else "none"  # In two separate steps.
 
     @property
     def gather_groups(self) -> list[list[str]]:
         return [self.devices] if self.syncs_batch_norm else []
 
     def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
-        # With ZeRO-3 no device has it whole: it is built in main memory.
+        # With ZeRO-3 the model may not fit on one device; it is built in main memory.
         with tf.device("CPU:0" if self.splits_weights else self.devices[0]):
             self.model = model_fn()
         with tf.device("CPU:0"):
@@ -85,7 +88,7 @@ class ShardedStrategy(base.Strategy):
             check_synchronizable(self.model)
         self.optimizer = self.parts[0].optimizer
         if self.splits_weights:
-            free_values(self.model.variables)  # The devices have all that is needed.
+            free_values(self.model.variables)  # The parts have their own variables.
 
     def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:
         batch = next(iterator)
@@ -100,7 +103,7 @@ class ShardedStrategy(base.Strategy):
                 part.optimizer.apply(sums, part.weights)  # 5. The update of its own part.
         if not self.splits_weights:
             self._assign_weights()
-        # Of the whole sums: where the observer ignores them, nothing is gathered.
+        # The observer gets whole sums. TensorFlow prunes this gather if the observer ignores them.
         whole_sums = all_gather_all(per_device_sums, self._shapes, self.devices)
         for copy_id in range(self.num_copies):
             with tf.device(self.devices[copy_id]):
@@ -108,17 +111,17 @@ class ShardedStrategy(base.Strategy):
         return base.StepTotals.sum(per_replica_totals)
 
     def _with_weights(self) -> Sequence[Replica]:
-        """Returns the replicas, with gathered weights where they have none of their own."""
+        """Returns the replicas; with ZeRO-3, with gathered weights."""
         if not self.splits_weights:
             return self.replicas
         gathered = self._gathered_weights()
         return [r._replace(weights=w) for r, w in zip(self.replicas, gathered, strict=True)]
 
     def _gathered_weights(self) -> PerReplicaTensors:
-        """Returns the whole weights, on every device."""
+        """Returns the whole weights on every device."""
         per_device_parts = []
         for part in self.parts:
-            with tf.device(part.device):  # Read once, so that every device gets the same.
+            with tf.device(part.device):  # Read once, so that every device gets the same values.
                 per_device_parts.append([tf.identity(weight.value) for weight in part.weights])
         paths = [variable.path for variable in self.model.trainable_variables]
         gathered = all_gather_all(per_device_parts, self._shapes, self.devices)
@@ -132,7 +135,7 @@ class ShardedStrategy(base.Strategy):
         """Sums gradients over the replicas; item [r][v] of the result is part r of sum v."""
         if self.splits_gradients:
             return reduce_scatter_all(per_replica_gradients, self.devices)
-        # ZeRO-1: every device has the whole sums, and updates its part.
+        # ZeRO-1: every device has the whole sums and updates its part.
         per_device_sums = all_reduce(per_replica_gradients, self.devices)
         for r, device in enumerate(self.devices):
             with tf.device(device):
@@ -149,7 +152,7 @@ class ShardedStrategy(base.Strategy):
                     variable.assign(new)
 
     def _new_replica(self, r: int, device: str, model_fn: base.ModelFn) -> Replica:
-        """Creates what a device has besides its part: the whole model, or its statistics alone."""
+        """Creates a device's replica: a whole model, or with ZeRO-3 only its statistics."""
         optimizer = self.parts[r].optimizer
         if self.splits_weights:
             own = self.model.non_trainable_variables
@@ -192,7 +195,7 @@ class ShardedStrategy(base.Strategy):
 
     def load_state(self, state: State) -> None:
         super().load_state(state)
-        if not self.splits_weights:  # The parts that are updated, as in the models.
+        if not self.splits_weights:  # The optimizers update the parts, not the models' variables.
             for r, (part, replica) in enumerate(zip(self.parts, self.replicas, strict=True)):
                 weights = replica.model.trainable_variables
                 for own, whole in zip(part.weights, weights, strict=True):

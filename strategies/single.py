@@ -1,4 +1,4 @@
-"""Training on one device: what every other strategy is compared with."""
+"""Implements training on one device, the reference for all other strategies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from strategies.whole_batch import evaluate_whole_batch, gather_by_hand, gradien
 
 
 class SingleStrategy(Strategy):
-    """One model on one device; the global batch is its only shard."""
+    """Trains one model on one device; the global batch is the only shard."""
 
     name = "single"
 

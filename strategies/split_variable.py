@@ -1,4 +1,4 @@
-"""Variables of which several devices have a part, or a copy, each."""
+"""Represents variables that are split or copied over several devices."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ import tensorflow as tf
 
 
 class SplitVariable:
-    """Stands for a whole variable that is in parts on several devices.
+    """Represents a whole variable that is split over several devices.
 
     Args:
-        parts: variables, each on its device, that make up the whole when they are joined.
-        axis: along which they are joined.
-        shape: of the whole; None where it is that of the joined parts. Parts that are ranges of
-            its elements are flat.
+        parts: variables, each on its device, that form the whole when joined.
+        axis: axis along which the parts are joined.
+        shape: shape of the whole, if the parts are flat ranges of its elements; None for the shape
+            of the joined parts.
     """
 
     def __init__(self, parts: Sequence[tf.Variable], axis: int, shape: Sequence[int] | None = None):
@@ -27,21 +27,21 @@ class SplitVariable:
         self.dtype = tf.as_dtype(self.parts[0].dtype)
 
     def numpy(self) -> np.ndarray:
-        """Returns the whole."""
+        """Returns the whole array."""
         return np.concatenate([p.numpy() for p in self.parts], self.axis).reshape(self.shape)
 
     def assign(self, value: np.ndarray) -> None:
-        """Assigns its part of a whole array to each device."""
+        """Assigns to each device its part of a whole array."""
         joined = np.reshape(value, self._joined_shape)
         for part, piece in zip(self.parts, np.split(joined, self._bounds, self.axis), strict=True):
             part.assign(piece)
 
 
 class RepeatedVariable:
-    """Stands for a variable that several devices have, always with the same value.
+    """Represents a variable that is copied to several devices, with equal values.
 
     Args:
-        copies: that of each device.
+        copies: one variable per device.
     """
 
     def __init__(self, copies: Sequence[tf.Variable]):

@@ -1,4 +1,4 @@
-"""Consecutive layers of a network, each with the variables of some of them on a device."""
+"""Defines the stages of a pipeline: consecutive layers of a network on one device each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,14 +15,14 @@ from strategies.split_variable import RepeatedVariable
 
 
 class Stage(NamedTuple):
-    """Consecutive layers of a network, with variables of their own on one device.
+    """Holds consecutive layers of a network and their variables on one device.
 
     Attributes:
-        device: its name.
-        calls: of the layers, whose own variables are not used.
-        weights: in place of the layers' trainable variables.
-        statistics: for each micro-batch, variables in place of the other ones.
-        optimizer: of the weights.
+        device: device name.
+        calls: the layer calls; the variables of their layers are not used.
+        weights: variables that replace the layers' trainable variables.
+        statistics: for each micro-batch, variables that replace the non-trainable variables.
+        optimizer: optimizer of the weights.
     """
 
     device: str
@@ -39,7 +39,7 @@ class Stage(NamedTuple):
         optimizer_fn: Callable[[], keras.optimizers.Optimizer],
         num_micro_batches: int,
     ) -> "Stage":
-        """Creates the variables, with the values of the layers' own, on the device."""
+        """Creates the variables on the device, with the values of the layers' variables."""
         trainable, others = layer_calls.variables_of(calls)
         with tf.device(device):
             weights = copies_of(trainable)
@@ -50,12 +50,12 @@ class Stage(NamedTuple):
 
     @property
     def weight_paths(self) -> list[str]:
-        """Paths of the weights in the model."""
+        """Paths of the trainable variables in the model."""
         return [variable.path for variable in layer_calls.variables_of(self.calls)[0]]
 
     @property
     def statistics_paths(self) -> list[str]:
-        """Paths of the other variables in the model."""
+        """Paths of the non-trainable variables in the model."""
         return [variable.path for variable in layer_calls.variables_of(self.calls)[1]]
 
     def forward(
@@ -66,13 +66,14 @@ class Stage(NamedTuple):
         *,
         training: bool,
     ) -> tf.Tensor:
-        """Returns what the layers make of the images, or of the activations of the stage before.
+        """Returns the activations of this stage.
 
         Args:
-            x: `(n, ...)`, on this device.
-            weights: to use, tensors.
-            statistics: to use; those that are variables are updated in training.
-            training: for layers that work differently in training.
+            x: images, or activations of the previous stage, `(n, ...)` on this device.
+            weights: tensors that replace the trainable variables.
+            statistics: values that replace the non-trainable variables; variables among them are
+                updated in training.
+            training: passed to layers that behave differently in training.
         """
 
         def call_layers() -> tf.Tensor:
@@ -85,27 +86,27 @@ class Stage(NamedTuple):
 
 
 class Pipeline:
-    """The stages of one copy of the weights.
+    """Holds the stages of one copy of the weights.
 
     Args:
-        model: that was cut; its variables keep names and order, and lose their values later.
-        stages: in the order of the network.
+        model: the model that was cut; used only for the names and order of its variables.
+        stages: stages in the order of the network.
 
     Attributes:
         stages: see above.
-        devices: of the stages.
+        devices: devices of the stages.
     """
 
     def __init__(self, model: keras.Model, stages: Sequence[Stage]):
         self.stages, self.devices = list(stages), [stage.device for stage in stages]
         paths = [path for stage in stages for path in stage.weight_paths]
-        # Position among the weights of all stages, for each weight of the model.
+        # For each weight of the model, its position among the weights of all stages.
         self._order = [paths.index(variable.path) for variable in model.trainable_variables]
 
     def micro_batches(
         self, images: tf.Tensor, labels: tf.Tensor, bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]
     ) -> list[Shard]:
-        """Splits off micro-batches: images on the first device, labels on the last one."""
+        """Returns the micro-batches, with images on the first device and labels on the last one."""
         micro_batches = []
         for start, end in bounds:
             own_images, own_labels = images[start:end], labels[start:end]
@@ -117,7 +118,7 @@ class Pipeline:
         return micro_batches
 
     def read_weights(self, observer: Observer, first_device_id: int) -> list[list[tf.Tensor]]:
-        """Returns the weights of each stage, read once: what follows sees the same."""
+        """Reads the weights of each stage once, so that all passes use the same values."""
         weights = []
         for k, stage in enumerate(self.stages):
             with tf.device(stage.device):
@@ -127,18 +128,18 @@ class Pipeline:
         return weights
 
     def to_model_order(self, per_stage: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        """Returns tensors of all weights in the order of the model."""
+        """Returns per-stage tensors of all weights in the order of the model."""
         flat = [tensor for tensors in per_stage for tensor in tensors]
         return [flat[position] for position in self._order]
 
     def to_stages(self, tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-        """Returns tensors of all weights stage by stage: the opposite of `to_model_order`."""
+        """Returns tensors of all weights by stage; the inverse of `to_model_order`."""
         by_position = dict(zip(self._order, tensors, strict=True))
         flat = iter(by_position[position] for position in range(len(tensors)))
         return [[next(flat) for _ in stage.weights] for stage in self.stages]
 
     def classify(self, images: tf.Tensor, statistics: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Returns the logits of images, with these moving statistics in place of the own ones."""
+        """Returns the logits of images, computed with the given moving statistics."""
         x = images
         for stage in self.stages:
             with tf.device(stage.device):
@@ -153,7 +154,7 @@ class Pipeline:
         return x
 
     def statistics(self, m: int) -> dict[str, tf.Variable]:
-        """Returns name → variable of all that micro-batch m has of its own."""
+        """Returns name → variable for the per-shard variables of micro-batch m."""
         return {
             f"model/{path}": variable.value
             for stage in self.stages
@@ -161,7 +162,7 @@ class Pipeline:
         }
 
     def variables(self, names: Sequence[str]) -> dict[str, tf.Variable | RepeatedVariable]:
-        """Returns name → variable of the whole copy, in an order of names."""
+        """Returns name → variable for the whole copy, in the given order of names."""
         found: dict[str, list[tf.Variable]] = {name: [] for name in names}
         for name, variable in self.statistics(0).items():
             found[name].append(variable)
@@ -170,7 +171,7 @@ class Pipeline:
                 found[f"model/{path}"].append(weight.value)
             own_names = optimizer_names(stage.optimizer)
             for name, variable in zip(own_names, stage.optimizer.variables, strict=True):
-                found[name].append(variable.value)  # The step is counted by every stage.
+                found[name].append(variable.value)  # Every stage has a step counter.
         return {
             name: variables[0] if len(variables) == 1 else RepeatedVariable(variables)
             for name, variables in found.items()

@@ -1,4 +1,4 @@
-"""Sums of loss, correct predictions and examples."""
+"""Defines the sums of loss, correct predictions and examples that a step returns."""
 
 import functools
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ import tensorflow as tf
 
 
 class StepTotals(NamedTuple):
-    """Sums over examples, never means: sums of shards, batches and calls simply add up.
+    """Holds sums over examples, which add up over shards, batches and calls.
 
-    Each field is a scalar, a tensor inside a compiled step and a Python number outside. The loss
-    is a float64: float32 losses of a few thousand batches add up in it without rounding, so that
-    the total does not depend on how many steps were put into one call.
+    Each field is a scalar: a tensor inside a compiled step and a Python number outside. The loss is
+    float64, which sums the float32 losses of a few thousand batches without rounding, so that the
+    total does not depend on the number of steps per call.
     """
 
     loss_sum: tf.Tensor | float
@@ -25,20 +25,20 @@ class StepTotals(NamedTuple):
         return cls(tf.zeros([], tf.float64), tf.zeros([], tf.int64), tf.zeros([], tf.int64))
 
     def plus(self, other: "StepTotals") -> "StepTotals":
-        """Returns the totals over the examples of both."""
+        """Returns the sum of these and other totals."""
         return StepTotals(*(a + b for a, b in zip(self, other, strict=True)))
 
     @classmethod
     def sum(cls, many: "Sequence[StepTotals]") -> "StepTotals":
-        """Returns the totals over the examples of all, added from the first to the last."""
+        """Returns the sum of totals, added in order."""
         return functools.reduce(cls.plus, many)
 
     @property
     def loss(self) -> float:
-        """Mean loss of an example."""
+        """Mean loss per example."""
         return self.loss_sum / self.examples
 
     @property
     def accuracy(self) -> float:
-        """Fraction of the examples that were classified correctly, in [0, 1]."""
+        """Fraction of correctly classified examples, in [0, 1]."""
         return self.correct / self.examples

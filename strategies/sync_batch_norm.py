@@ -1,8 +1,8 @@
-"""BatchNorm over the whole global batch, although every replica has a part of it.
+"""Implements synchronised BatchNorm: statistics over the global batch instead of each shard.
 
-The layers of all replicas are called side by side: a BatchNorm layer needs the sums of all replicas
-before any of them can go on, and so does its backward pass. What travels are two numbers for each
-channel and replica.
+Layers are called for all replicas together: forward and backward pass of a BatchNorm layer need
+the sums of all replicas. Each replica sends three numbers per channel: count, mean and sum of
+squared deviations.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from strategies.tf_private import flatten_layers, has_symbolic_output
 
 
 def check_synchronizable(model: keras.Model) -> None:
-    """Checks that every BatchNorm layer of a model is one that `synchronized_gradients` finds.
+    """Checks that `synchronized_gradients` supports every BatchNorm layer of a model.
 
     Raises:
-        ValueError: one is inside another layer, or works in another way than by channels.
+        ValueError: a BatchNorm layer is inside another layer, or does not normalise by channels.
     """
     called = {id(call.layer) for call in LayerCalls.of(model).calls}
     for layer in flatten_layers(model):
@@ -44,17 +44,19 @@ def synchronized_gradients(
     shards: Sequence[Sequence[tf.Tensor]],
     num_global_examples: tf.Tensor,
 ) -> tuple[list[list[tf.Tensor]], list[StepTotals]]:
-    """Computes what `local_gradients` computes, for all replicas together.
+    """Computes the gradients and totals of all replicas with synchronised BatchNorm.
+
+    Replaces `local_gradients`, which handles each replica separately.
 
     Args:
-        strategy: whose loss is taken, and whose observer is told.
-        replicas: on devices of their own.
+        strategy: defines the loss and the observer.
+        replicas: the replicas, each on its device.
         shards: images and labels of each replica, on its device.
         num_global_examples: int scalar.
 
     Returns:
-        For each replica its gradients, of the losses of all replicas by its own copy of the
-        weights, and its totals. Summed over the replicas, these are the gradients of the mean loss.
+        For each replica, the gradients of the loss of all replicas with respect to its copy of the
+        weights, and its totals. Summed over the replicas, they are the gradients of the mean loss.
     """
     devices = [replica.device for replica in replicas]
     tape = DeviceTape(devices, strategy.observer)
@@ -117,11 +119,11 @@ def _normalize(
     layers: Sequence[keras.layers.BatchNormalization],
     inputs: Spread,
 ) -> Spread:
-    """Normalises the examples of all replicas by the mean and variance of all of them.
+    """Normalises the examples of all replicas by the mean and variance over all replicas.
 
-    Each replica computes the count, mean and sum of squared deviations of its own examples; from
-    those of all replicas each of them computes the same two moments. Unlike a mean of squares, that
-    loses no digits where the mean is large.
+    Each replica computes the count, mean and sum of squared deviations of its own examples, and
+    combines those of all replicas into the same mean and variance. Unlike a mean of squares, this
+    does not lose precision when the mean is large.
 
     Reference: T. Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample
         Variances", 1979.
@@ -149,7 +151,7 @@ def _normalize(
 
 
 def _combined(per_replica_moments: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns mean and variance over all examples, from those of each replica: `(3, channels)`."""
+    """Returns mean and variance over all examples, from per-replica moments `(3, channels)`."""
     counts, means, squares = zip(*map(tf.unstack, per_replica_moments), strict=True)
     count = add_in_order(counts)
     mean = add_in_order([n * m for n, m in zip(counts, means, strict=True)]) / count
@@ -160,7 +162,7 @@ def _combined(per_replica_moments: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.T
 def _apply(
     layer: keras.layers.BatchNormalization, x: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor
 ) -> tf.Tensor:
-    """Does what the layer does in training, with these moments in place of its own."""
+    """Applies the layer in training mode, with the given moments."""
     for moving, new in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
         moving.assign(moving * layer.momentum + new * (1 - layer.momentum))
     dtype = mean.dtype
@@ -177,12 +179,12 @@ def _apply(
 
 
 def _to_moments_dtype(x: tf.Tensor) -> tf.Tensor:
-    """Returns the input in the dtype in which moments are computed."""
+    """Casts the input to the dtype in which moments are computed."""
     return tf.cast(x, "float32" if x.dtype in (tf.float16, tf.bfloat16) else x.dtype)
 
 
 def _trainable_values(replica: Replica) -> list[tf.Tensor]:
-    """Returns what a replica is differentiated by: its weights, as tensors or variables."""
+    """Returns the weights of a replica, to differentiate with respect to."""
     if replica.weights:
         return list(replica.weights)
     return [variable.value for variable in replica.model.trainable_variables]
@@ -208,6 +210,6 @@ def _weights_of(
 
 
 def _values(replica: Replica, layer: keras.layers.Layer) -> list:
-    """Returns what stands in place of the variables of a layer."""
+    """Returns (variable, replacement) pairs for the variables of a layer."""
     own = {variable.path for variable in layer.variables}
     return [pair for pair in replica.values(0) if pair[0].path in own]

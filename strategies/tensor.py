@@ -1,23 +1,26 @@
-"""Tensor parallelism (layerwise partitioning), to be read from top to bottom.
+"""Implements tensor parallelism (layerwise partitioning). Read this file from top to bottom.
 
-Every layer is split: each of T devices has some of the output channels of every convolution and
-dense layer, and the weights that they need. All devices take the same images. One training step
-goes 1. forward, layer by layer, on all devices side by side; where a layer needs all channels of
-its input, each device copies those of the others (all-gather). 2. The loss is computed from the
-gathered logits on the first device. 3. The way back: to each channel the gradient comes from every
-device that has used it, so that the backward pass of a gather is a sum over the devices, of which
-each takes its own channels (reduce-scatter). 4. Each device updates its own weights.
+Every convolution and dense layer is split: each of T devices computes some of its output channels
+and stores the weights for them. All devices receive the same images. One training step
 
-What the devices compute is one training step of one device: BatchNorm takes its channels' mean over
-the *whole* batch, without any exchange. Left out, that sum leaves the loss of the first step right
-and lets the network learn; only its gradients are wrong.
+1. runs the forward pass, layer by layer, on all devices in parallel; if a layer needs all channels
+   of its input, each device copies the channels of the others (all-gather),
+2. computes the loss from the gathered logits on the first device,
+3. runs the backward pass: every device that used a channel contributes to its gradient, so that the
+   backward pass of a gather sums over the devices and each device keeps its own channels
+   (reduce-scatter), and
+4. updates the weights of each device.
+
+The result equals a training step on one device. BatchNorm computes the mean of each channel over
+the *whole* batch without communication. Without the sum of part 3, the loss of the first step is
+still correct and the network still learns; only the gradients are wrong.
 
 With `--model_parallel=T` on R·T devices there are R replicas, each with its own part of the batch;
-before the update the gradients of each device are summed over them (an all-reduce).
+before the update, the gradients of each device are summed over the replicas (an all-reduce).
 
-Left out on purpose: splits by input channels, which gather nothing and sum outputs instead
-(Megatron-LM, M. Shoeybi et al., 2019); they pay in pairs of layers without anything in between.
-TensorFlow's own DTensor does not split convolutions.
+Not implemented: splits by input channels, which sum outputs instead of gathering inputs
+(Megatron-LM, M. Shoeybi et al., 2019); they are efficient for pairs of adjacent layers.
+TensorFlow's DTensor does not split convolutions.
 
 Reference: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
 """
@@ -39,7 +42,7 @@ from strategies.observer import Shard
 
 
 class TensorStrategy(ModelParallelStrategy):
-    """The channels of every layer split over the devices."""
+    """Trains a model whose layers are split by output channels over the devices."""
 
     name = "tensor"
 
@@ -66,7 +69,7 @@ class TensorStrategy(ModelParallelStrategy):
             gradients, totals = self._gradients_of_row(
                 r, Shard(shard[0], shard[1], tf.size(labels))
             )
-            per_replica_gradients.append(gradients)  # Item [r][d] is of device d.
+            per_replica_gradients.append(gradients)  # Item [r][d] belongs to device d.
             per_replica_totals.append(totals)
         per_device_sums = [
             all_reduce(list(of_device), [row.devices[d] for row in self.rows])
@@ -84,7 +87,7 @@ class TensorStrategy(ModelParallelStrategy):
     def _gradients_of_row(
         self, r: int, shard: Shard
     ) -> tuple[list[list[tf.Tensor]], base.StepTotals]:
-        """Computes the gradients of a replica's shard; item [d] is of its device d."""
+        """Computes the gradients of a replica's shard; item [d] belongs to its device d."""
         row, tape = self.rows[r], DeviceTape(self.rows[r].devices, self.observer)
         weights = row.read_weights(self.observer, r * self.devices_per_replica)
         logits = self._logits(tape, row, shard.images, weights, training=True)  # 1. Forward.
@@ -112,14 +115,14 @@ class TensorStrategy(ModelParallelStrategy):
         *,
         training: bool,
     ) -> Spread:
-        """Calls all layers on all devices of a replica; returns the logits, on the first device.
+        """Calls all layers on all devices of a replica and returns the logits on its first device.
 
         Args:
             tape: records the calls.
-            row: the devices and layers.
+            row: devices and layers of the replica.
             images: uint8 `(n, height, width, channels)`.
-            weights: for each device, path of a variable → its part.
-            training: for layers that work differently in training.
+            weights: for each device, path of a variable → the device's part.
+            training: passed to layers that behave differently in training.
         """
         values = {self._calls.input: tape.copies_of(images)}
         sizes: dict[int, list[int] | None] = {self._calls.input: None}

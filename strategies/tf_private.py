@@ -1,9 +1,9 @@
-"""The private APIs of TensorFlow and Keras that the program uses.
+"""Wraps the private TensorFlow and Keras APIs that the program uses.
 
-A private API may change with any release. Each one is used here alone, behind a function that says
-why no public API does; `tests/test_tf_private.py` has a test for each, which names the API that is
-gone. What only training on several machines needs is imported by the function that needs it, so
-that nothing else fails with it. What compiled models need is in `keras_private.py`.
+A private API may change with any release. Each one is used only here, in a function that documents
+why no public API is sufficient; `tests/test_tf_private.py` has a test for each, whose message names
+the missing API. Imports for training on several machines are inside functions, so that a change
+there affects nothing else. `keras_private.py` has the APIs for compiled models.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Job of the workers in a cluster.
+# Job name of the workers in a cluster.
 JOB = "worker"
 
 
@@ -20,7 +20,7 @@ def private(owner: object, name: str) -> Any:
     """Returns an attribute of a TensorFlow or Keras object.
 
     Raises:
-        AttributeError: the installed release does not have it.
+        AttributeError: the installed release has no such attribute.
     """
     if not hasattr(owner, name):
         kind = owner if isinstance(owner, type) else type(owner)
@@ -33,11 +33,11 @@ def private(owner: object, name: str) -> Any:
 
 
 def disable_optimizer_all_reduce(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer apply the gradients that it is given, in a replica context, too.
+    """Disables the optimizer's all-reduce of gradients in a replica context.
 
-    Changes the optimizer. Within `tf.distribute` a Keras 3 optimizer sums the gradients over the
-    replicas on its own, and `apply` has no option against it. Our strategies sum them before, so
-    that each gradient would be counted R times.
+    Mutates the optimizer. Within `tf.distribute`, a Keras 3 optimizer sums the gradients over the
+    replicas, and `apply` has no option to disable this. The strategies have already summed them, so
+    that each gradient would count R times.
     """
     private(optimizer, "_all_reduce_sum_gradients")
     optimizer._all_reduce_sum_gradients = list  # (gradient, variable) pairs as they are.
@@ -48,7 +48,7 @@ def optimizer_variable_index(
 ) -> int:
     """Returns the position of a weight among the weights that an optimizer was built with.
 
-    A custom `update_step` needs it to find the weight's optimizer state, as those of Keras do.
+    A custom `update_step` uses it to find the weight's optimizer state, as Keras optimizers do.
     """
     return private(optimizer, "_get_variable_index")(variable)
 
@@ -58,24 +58,24 @@ def learning_rate_schedule(
 ) -> keras.optimizers.schedules.LearningRateSchedule | None:
     """Returns the schedule of an optimizer, or None if its learning rate is a number.
 
-    The public `optimizer.learning_rate` is the schedule's value at the next step only.
+    The public `optimizer.learning_rate` is only the schedule's value at the next step.
     """
     found = private(optimizer, "_learning_rate")
     return found if isinstance(found, keras.optimizers.schedules.LearningRateSchedule) else None
 
 
 def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns all layers inside a model, those of models inside it included.
+    """Returns all layers of a model, including those of nested models and layers.
 
-    The public `model.layers` does not look into nested models and layers.
+    The public `model.layers` does not include nested layers.
     """
     return list(private(model, "_flatten_layers")(include_self=False))
 
 
 def has_symbolic_output(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer was called on symbolic tensors, so that `layer.output` is known.
+    """Returns whether a layer was called on symbolic tensors, so that `layer.output` exists.
 
-    The public `layer.output` raises where it was not, as it does for other reasons.
+    The public `layer.output` raises the same error for other reasons.
     """
     return bool(private(layer, "_inbound_nodes"))
 
@@ -83,15 +83,15 @@ def has_symbolic_output(layer: keras.layers.Layer) -> bool:
 def layer_nodes(
     model: keras.Model,
 ) -> list[tuple[keras.layers.Layer, Any, list[keras.KerasTensor]]]:
-    """Returns the calls that a functional model consists of, in the order of Keras.
+    """Returns the layer calls of a functional model, in Keras' order.
 
-    The public `model.layers` does not tell what a layer is called with.
+    The public `model.layers` does not include the arguments of the calls.
 
     Returns:
         For each call its layer, (args, kwargs) with symbolic tensors, and the tensors it returns.
 
     Raises:
-        ValueError: the model is not a functional one.
+        ValueError: the model is not a functional model.
     """
     if isinstance(model, keras.Sequential):
         model = private(model, "_functional")
@@ -110,10 +110,10 @@ def layer_nodes(
 
 
 def free_values(variables: Sequence[keras.Variable]) -> None:
-    """Frees the memory of variables; they keep names, shapes and dtypes.
+    """Frees the memory of variables, which keep their names, shapes and dtypes.
 
-    Calls with other values in their place, in a `keras.StatelessScope`, still work; reading or
-    assigning the variables does not. There is no public way to have a model without its values.
+    Calls that replace their values, in a `keras.StatelessScope`, still work; reading or assigning
+    the variables does not. There is no public API for a model without values.
     """
     for variable in variables:
         private(variable, "_value")
@@ -121,7 +121,7 @@ def free_values(variables: Sequence[keras.Variable]) -> None:
 
 
 class _Freed:
-    """In place of the value of a variable whose memory was freed."""
+    """Replaces the value of a variable whose memory was freed."""
 
     def __init__(self, path: str):
         self._path = path
@@ -131,10 +131,10 @@ class _Freed:
 
 
 def set_collective_key_base(strategy: tf.distribute.Strategy, key_base: int) -> None:
-    """Sets the number from which a strategy counts its groups of devices; changes the strategy.
+    """Sets the first collective group key of a strategy; mutates the strategy.
 
-    To be called before the strategy's extended part is created. All strategies of a process count
-    from 0 otherwise: groups of different sizes under one number break every later collective.
+    Call it before the strategy's extended object is created. Otherwise all strategies of a process
+    start from 0, and device groups of different sizes with one key break every later collective.
     """
     private(tf.distribute.MultiWorkerMirroredStrategy, "_collective_key_base")
     strategy._collective_key_base = key_base
@@ -147,23 +147,23 @@ def create_collective_extended(
     cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
     communication_options: tf.distribute.experimental.CommunicationOptions,
 ) -> tf.distribute.StrategyExtended:
-    """Creates the extended part of `MultiWorkerMirroredStrategy`, on given devices.
+    """Creates the extended object of `MultiWorkerMirroredStrategy` on given devices.
 
-    The public class takes every GPU of a worker, or else one CPU device, however many logical CPU
-    devices there are.
+    The public class takes all GPUs of a worker, or else a single CPU device, even if there are
+    several logical CPU devices.
 
     Args:
-        strategy: the strategy that the part is for.
-        local_devices: names of this worker's devices, all of one kind.
-        cluster_resolver: names the workers, and this one among them.
-        communication_options: how collectives communicate.
+        strategy: the strategy that owns the extended object.
+        local_devices: names of this worker's devices, all of one type.
+        cluster_resolver: defines the workers and the index of this worker.
+        communication_options: options of the collectives.
     """
     from tensorflow.python.distribute.collective_all_reduce_strategy import (
         CollectiveAllReduceExtended,
     )
 
     class ExtendedOnDevices(CollectiveAllReduceExtended):
-        """`CollectiveAllReduceExtended` with the devices that it is given."""
+        """`CollectiveAllReduceExtended` on the given devices."""
 
         def _initialize_local_devices(
             self, cluster_resolver: object, worker_device: str
@@ -178,14 +178,14 @@ def create_collective_extended(
 
 
 def configure_coordination_service(*, num_workers: int, heartbeat_sec: int) -> None:
-    """Configures the coordination service of a cluster, for when TensorFlow starts.
+    """Configures the coordination service of a cluster. Call it before TensorFlow starts.
 
-    TensorFlow's public classes configure it with a heartbeat of their own, so that a frozen worker
-    would be noticed much later.
+    TensorFlow's public classes use a fixed heartbeat timeout, which detects a frozen worker much
+    later.
 
     Args:
-        num_workers: processes of the cluster; the service runs in worker 0.
-        heartbeat_sec: seconds without a sign of life after which a worker counts as lost.
+        num_workers: number of workers; the service runs in worker 0.
+        heartbeat_sec: seconds without a heartbeat after which a worker counts as lost.
     """
     from tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2 import CoordinatedJob
 
@@ -200,13 +200,13 @@ def configure_coordination_service(*, num_workers: int, heartbeat_sec: int) -> N
 def post_key_value(key: str, text: str) -> None:
     """Stores a text in the coordination service, for all workers.
 
-    The only way to communicate between workers before a collective can work.
+    Workers have no other means of communication before the first collective.
     """
     private(_context(), "set_config_key_value")(key, text)
 
 
 def wait_for_key_value(key: str) -> str:
-    """Returns the text that a worker stored under a key; waits until there is one."""
+    """Waits until a worker has stored a text under a key, and returns the text."""
     return private(_context(), "get_config_key_value")(key)
 
 
@@ -218,14 +218,14 @@ def _context() -> Any:
 
 
 def reset_layer_numbers() -> None:
-    """Makes Keras number unnamed layers from the start: the next `Dense` is `dense`.
+    """Resets Keras' numbering of unnamed layers, so that the next `Dense` is `dense`.
 
-    Keras counts the unnamed layers of a process, so that the second model built there would have
-    `dense_2` where the first has `dense`. Built right after this, a model has the same names in
-    every process and on every replica; `verify` and checkpoints find tensors by them.
+    Keras numbers the unnamed layers of a process: the second model of a process would have
+    `dense_2` where the first has `dense`. A model that is built right after this call has the same
+    names in every process and on every replica; `verify` and checkpoints find tensors by name.
 
-    `keras.utils.clear_session` does this too, but also forgets the dtype policy and replaces the
-    default graph, on which the scope of a `tf.distribute` strategy lies.
+    `keras.utils.clear_session` resets the numbers, too, but also resets the dtype policy and
+    replaces the default graph, which the scope of a `tf.distribute` strategy needs.
     """
     from keras.src.utils import naming
 
@@ -233,16 +233,16 @@ def reset_layer_numbers() -> None:
 
 
 def is_op_determinism_enabled() -> bool:
-    """Tells whether `tf.config.experimental.enable_op_determinism` was called."""
+    """Returns whether `tf.config.experimental.enable_op_determinism` was called."""
     from tensorflow.python.framework import config
 
     return private(config, "is_op_determinism_enabled")()
 
 
 def disable_op_determinism() -> None:
-    """Undoes `tf.config.experimental.enable_op_determinism`, for which there is no public way.
+    """Disables op determinism; TensorFlow has no public function for it.
 
-    A command that asks for it must not slow down the next one of the process.
+    Otherwise, determinism enabled for one command would slow down the next one in the process.
     """
     from tensorflow.python.framework import config
 
@@ -250,10 +250,9 @@ def disable_op_determinism() -> None:
 
 
 def local_replica_id() -> int:
-    """Returns the number of the replica that `tf.distribute` is running among those of this worker.
+    """Returns the current replica's index on this worker; 0 outside of a replica context.
 
-    Its variables have a copy for each of these; the public number counts those of all workers. 0
-    outside of a replica.
+    Distributed variables have one copy per local replica; the public id counts all workers.
     """
     context = tf.distribute.get_replica_context()
     if context is None:

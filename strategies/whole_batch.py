@@ -1,7 +1,7 @@
-"""One step on a compiled Keras model: the loss is that of the whole batch, on several devices.
+"""Computes gradients and totals of a compiled Keras model for the whole global batch.
 
-`keras_objective.py` says why, and defines each part. Here they are put in order, for replicas that
-are worked on one after another (by hand) and for one replica of `tf.distribute`.
+`keras_objective.py` explains and defines each part. This file combines them, for a list of replicas
+(`manual`) and for a single replica in replica context (`tf.distribute`).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,29 +14,29 @@ from strategies.replica import Replica
 from strategies.shard_step import ShardStep, Statistics
 from strategies.step_totals import StepTotals
 
-# Joins what each of the given replicas has into tensors `(N, ...)` of all replicas.
+# Concatenates the given replicas' tensors `(n_r, ...)` to tensors `(N, ...)` over all replicas.
 Gather = Callable[[Sequence[Sequence[tf.Tensor]]], list[tf.Tensor]]
 
 
 def gather_by_hand(per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Joins the rows of all replicas, on the device of the current scope."""
+    """Concatenates the rows of all replicas on the current device."""
     return [tf.concat(parts, axis=0) for parts in zip(*per_replica_tensors, strict=True)]
 
 
 def gather_over_replicas(per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Joins the rows of all replicas, in replica context, where only one's own are at hand."""
+    """Concatenates the rows of all replicas, given this replica's, in replica context."""
     context, (tensors,) = tf.distribute.get_replica_context(), per_replica_tensors
     return list(context.all_gather(list(tensors), axis=0)) if tensors else []
 
 
 def gather_padded(per_replica_tensors: Sequence[Sequence[tf.Tensor]], most: int) -> list[tf.Tensor]:
-    """Joins the rows of all replicas, in replica context, with collectives of one shape.
+    """Concatenates the rows of all replicas, in replica context, with collectives of fixed shape.
 
-    TensorFlow's collectives of several workers fail when a batch has another size than one before.
+    TensorFlow's collectives of several workers fail if the batch size changes.
 
     Args:
-        per_replica_tensors: of this replica; each with the same number of rows.
-        most: rows that a replica has at most.
+        per_replica_tensors: tensors of this replica, all with the same number of rows.
+        most: largest number of rows of a replica.
     """
     context, (tensors,) = tf.distribute.get_replica_context(), per_replica_tensors
     if not tensors:
@@ -59,18 +59,18 @@ def gradients_of_whole_batch(
     batch: Sequence[tf.Tensor],
     gather: Gather,
 ) -> tuple[list[list[tf.Tensor]], list[StepTotals]]:
-    """Computes the gradients of the loss of a whole global batch, on each device its own part.
+    """Computes each replica's part of the gradients of the loss of a whole global batch.
 
     Args:
-        strategy: with an objective.
-        replicas: those that are worked on here.
-        shards: leaves `(n_r, ...)` of inputs, targets and weights, for each of them.
+        strategy: a strategy with an objective.
+        replicas: the replicas to compute.
+        shards: for each of `replicas`, leaves `(n_r, ...)` of inputs, targets and weights.
         batch: leaves `(N, ...)` of the whole batch.
-        gather: joins predictions.
+        gather: concatenates predictions.
 
     Returns:
-        For each of the replicas its gradients, which have to be summed over all replicas, and its
-        part in the totals.
+        For each of `replicas`, its gradients, to be summed over all replicas, and its part of the
+        totals.
     """
     objective = _objective(strategy)
     size = tf.shape(batch[0])[0]
@@ -87,7 +87,7 @@ def gradients_of_whole_batch(
     per_replica_gradients, per_replica_totals = [], []
     for replica, shard, share, forward in zip(replicas, shards, shares, forwards, strict=True):
         start, end = strategy.shard_bounds(size, replica.replica_id)
-        with tf.device(replica.device):  # 3. Back from the gradients of its own predictions.
+        with tf.device(replica.device):  # 3. The backward pass from its own predictions.
             own = objective.backward(replica, forward, [g[start:end] for g in gradients])
             part = share * loss + forward.regular
             strategy.observer.on_predictions(
@@ -131,19 +131,19 @@ def evaluate_whole_batch(
     statistics: Statistics,
     metric_states: Sequence[tf.Tensor],
 ) -> tuple[StepTotals, list[tf.Tensor]]:
-    """Computes the totals of a whole batch, each example counted once, and adds it to the metrics.
+    """Computes the totals of a whole batch, each example counted once, and updates the metrics.
 
     Args:
-        strategy: with an objective.
-        replicas: those that are worked on here.
-        shards: for each of them.
-        batch: the whole batch.
-        gather: joins predictions.
-        statistics: path of a variable → tensor to take in place of the replicas' own.
-        metric_states: so far.
+        strategy: a strategy with an objective.
+        replicas: the replicas to compute.
+        shards: for each of `replicas`, its leaves.
+        batch: leaves of the whole batch.
+        gather: concatenates predictions.
+        statistics: path of a variable → tensor that replaces the replicas' value.
+        metric_states: metric states before this batch.
 
     Returns:
-        The totals, and the states of the metrics after this batch.
+        The totals, and the metric states after this batch.
     """
     objective, forwards = _objective(strategy), []
     for replica, shard in zip(replicas, shards, strict=True):
@@ -172,7 +172,7 @@ def _joined(
     """Returns predictions and masks of all replicas."""
     predictions = gather([forward.predictions for forward in forwards])
     has_mask = [mask is not None for mask in forwards[0].masks]
-    # Collectives know no bool.
+    # Collectives do not support bool.
     masks = iter(
         gather([[tf.cast(m, tf.int32) for m in f.masks if m is not None] for f in forwards])
     )
@@ -180,7 +180,7 @@ def _joined(
 
 
 def _totals(part: tf.Tensor, size: tf.Tensor, shard: Sequence[tf.Tensor]) -> StepTotals:
-    """Returns a replica's part in the totals, whose loss is that of the batch times its size."""
+    """Returns a replica's part of the totals; a loss sum is the mean loss times the batch size."""
     return StepTotals(
         tf.cast(part, tf.float64) * tf.cast(size, tf.float64),
         tf.zeros([], tf.int64),

@@ -1,7 +1,7 @@
-"""The processes that train together, as each of them sees the others.
+"""Defines how the worker processes of a training communicate.
 
-A strategy on one machine is one process, and `Workers` is all that it needs. Where there are
-several, `strategies/collective_cluster.py` connects them.
+A strategy on one machine is a single process and uses `Workers`. For several processes,
+`strategies/collective_cluster.py` connects them.
 """
 
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # One process alone needs no TensorFlow.
+if TYPE_CHECKING:  # A single process needs no TensorFlow.
     import tensorflow as tf
 
 
 class Workers:
-    """This process, alone.
+    """Represents the workers of a training; this class is for a single process.
 
-    Every method is called by all workers, in the same order, and returns the same on each.
+    All workers call every method in the same order, and it returns the same result on each.
 
     Attributes:
-        index: of this one; 0 is the chief, which writes what there is to write.
-        count: how many there are.
-        strategy: the `tf.distribute` strategy that connects them; None without any cluster.
+        index: index of this worker; 0 is the chief, which writes all files.
+        count: number of workers.
+        strategy: the `tf.distribute` strategy that connects the workers; None without a cluster.
     """
 
     index = 0
@@ -34,23 +34,24 @@ class Workers:
         return self.index == 0
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Returns what each worker said, worker 0 first."""
+        """Returns the messages of all workers, in order of workers."""
         return [message]
 
     def broadcast(self, message: bytes = b"") -> bytes:
-        """Returns what the chief said; what others pass is not looked at."""
+        """Returns the chief's message; the other workers' arguments are ignored."""
         return message
 
     def all_reduce_max(self, *numbers: float) -> list[float]:
-        """Returns the largest of what the workers say, number by number.
+        """Returns the elementwise maximum of the workers' numbers.
 
-        What depends on a clock, or on a signal, differs between processes: this settles it.
+        Lets all workers act alike on values that differ between processes, such as clocks and
+        received signals.
         """
         said = [np.frombuffer(text) for text in self.gather(np.array(numbers, float).tobytes())]
         return np.max(said, axis=0).tolist()
 
     def gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """Returns each worker's arrays, worker 0's first; all have those shapes and dtypes."""
+        """Returns the arrays of all workers, in order; shapes and dtypes must be the same."""
         if self.count == 1:
             return [list(arrays)]
         messages = self.gather(b"".join(array.tobytes() for array in arrays))
@@ -58,14 +59,14 @@ class Workers:
 
 
 def split_bytes(message: bytes, likes: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the arrays whose bytes, one after another, are a message.
+    """Splits the concatenated bytes of arrays into the arrays.
 
     Args:
         message: the bytes.
-        likes: arrays of the same shapes and dtypes.
+        likes: arrays with the shapes and dtypes of the result.
 
     Raises:
-        ValueError: it has another length.
+        ValueError: the message has the wrong length.
     """
     ends = np.cumsum([like.nbytes for like in likes], dtype=np.int64).tolist()
     if len(message) != (ends[-1] if ends else 0):

@@ -51,7 +51,7 @@ def is_constant(name):
 
 
 def is_state(assignment):
-    """Tells whether a module or a class is given something that is there to change."""
+    """Returns whether a module or a class is given something that is there to change."""
     value, name = assignment.value, name_of(assignment)
     if isinstance(value, ast.Call):
         return last_name(value) in MUTABLE_CALLS

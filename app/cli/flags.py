@@ -1,6 +1,6 @@
-"""The command line: flags made from the options, and the config made from the flags.
+"""Defines the flags from the options and builds the config from the flags.
 
-The only place that reads flags. Nothing here imports TensorFlow.
+No other module reads flags. Does not import TensorFlow.
 """
 
 import re
@@ -24,7 +24,7 @@ _OF_ABSL = {"verbosity"}  # Defined by absl's logging, with the same meaning.
 
 
 def define_flags() -> None:
-    """Defines every flag once, without a default: the config classes have the defaults."""
+    """Defines every flag once, without a default; the config classes define the defaults."""
     for name, each in _all_options().items():
         if each.kind is bool:
             flags.DEFINE_bool(name, None, each.metadata.help)
@@ -36,13 +36,13 @@ def define_flags() -> None:
 
 
 def parse_config(argv: list[str]) -> Config:
-    """Turns the command line into a config, or prints the help or the version and exits.
+    """Converts the command line to a config, or prints the help or the version and exits.
 
     Args:
-        argv: the program's arguments, its own name first.
+        argv: the program's arguments, starting with the program name.
 
     Raises:
-        ConfigError: an unknown flag or command, a stray word or a value that is not allowed.
+        ConfigError: an unknown flag or command, an unexpected word, or an invalid value.
     """
     words = [word for word in argv[1:] if not word.startswith("-")]
     if words[:1] == ["help"] or any(_flag_name(word) in _HELP for word in argv[1:]):
@@ -60,7 +60,7 @@ def parse_config(argv: list[str]) -> Config:
 
 
 def _all_options() -> dict[str, BoundOption]:
-    """Returns name → option of some command that has it, for every flag."""
+    """Returns flag name → option; a flag of several commands uses the first command's option."""
     return {
         each.name: each
         for config_class in Config.commands().values()
@@ -70,9 +70,9 @@ def _all_options() -> dict[str, BoundOption]:
 
 
 def _command_asked_about(argv: list[str], words: list[str]) -> type[Config] | None:
-    """Returns the command whose help is wanted, None for that of all.
+    """Returns the command whose help is requested; None for the program's help.
 
-    A word that is no command may be the value of a flag, unless it comes first.
+    A word that is not a command may be the value of a flag, unless it comes first.
     """
     if words[:1] == ["help"]:
         return find_command(words[1]) if words[1:] else None
@@ -87,7 +87,7 @@ def _flag_name(word: str) -> str:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    """Lets absl read the flags; returns the words between them."""
+    """Parses the flags with absl and returns the other words."""
     try:
         return FLAGS(argv)[1:]
     except flags.UnrecognizedFlagError as error:
@@ -108,7 +108,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _given_flags(config_class: type[Config]) -> dict[str, Any]:
-    """Returns the values of the flags that were given, each an option of the command."""
+    """Returns the values of the flags on the command line, all of them options of the command."""
     options = {each.name: each for each in options_of(config_class)}
     given = {}
     for name in _all_options():
@@ -123,7 +123,7 @@ def _given_flags(config_class: type[Config]) -> dict[str, Any]:
 
 
 def _given_words(config_class: type[Config], words: list[str]) -> dict[str, Any]:
-    """Returns what the words after the command say."""
+    """Returns the values of the words after the command."""
     positional = [each for each in options_of(config_class) if each.metadata.positional]
     if not positional:
         if words:

@@ -15,7 +15,7 @@ Every option of every command; `python main.py COMMAND --help` shows those of on
 
 
 def option_page() -> str:
-    """Returns the page as Markdown: a table for each group, with the commands that have them."""
+    """Returns the page as Markdown: a table per group, with the commands that have each option."""
     lines = [_HEAD]
     for title, members in by_group(merged_options(Config.commands().values())).items():
         lines += [f"## {title}", "", "| Option | Default | What it does | Commands |"]

@@ -1,4 +1,4 @@
-"""The texts of `--help`, of all commands or of one, and of `--version`."""
+"""Formats the texts of `--help` and `--version`."""
 
 import importlib.metadata
 import platform
@@ -18,13 +18,13 @@ _BATCHES = [f"Batches are global: {_BATCH_SIZE} examples over all replicas by de
 
 
 def help_text(config_class: type[Config] | None = None) -> str:
-    """Returns the help of one command, or of the whole program: its commands and flags."""
+    """Returns the help of one command, or of the program: its commands and flags."""
     parts = _of_command(config_class) if config_class else _of_program()
     return "\n\n".join("\n".join(part) for part in parts)
 
 
 def version_text() -> str:
-    """Returns one line with the versions; TensorFlow and Keras are not imported for it."""
+    """Returns one line with the versions, without importing TensorFlow or Keras."""
     own = f"Lockstep {app.__version__}, Python {platform.python_version()}"
     return f"{own}, {_version_of('TensorFlow')}, {_version_of('Keras')}"
 
@@ -66,7 +66,7 @@ def _of_command(config_class: type[Config]) -> list[list[str]]:
 
 
 def merged_options(config_classes: Iterable[type[Config]]) -> list[BoundOption]:
-    """Returns each option once, as the first command that has it defines it."""
+    """Returns each option once, as defined by the first command that has it."""
     merged: dict[str, BoundOption] = {}
     for config_class in config_classes:
         for option in usable_options(config_class):
@@ -91,7 +91,7 @@ def usable_options(config_class: type[Config]) -> list[BoundOption]:
 
 
 def is_word(option: BoundOption) -> bool:
-    """Returns whether an option is given by the words after the command."""
+    """Returns whether an option's value is the words after the command."""
     return option.metadata.positional
 
 
@@ -101,14 +101,14 @@ def _examples(config_class: type[Config]) -> list[str]:
 
 
 def by_group(options: Iterable[BoundOption]) -> dict[str, list[BoundOption]]:
-    """Returns title → options, groups without any left out."""
+    """Returns title → options, without empty groups."""
     options = list(options)
     groups = {t: [each for each in options if each.metadata.group == t] for t in GROUPS}
     return {title: members for title, members in groups.items() if members}
 
 
 def _groups(options: Iterable[BoundOption]) -> list[list[str]]:
-    """Returns the lines of each group of flags, each flag with its default."""
+    """Returns the lines of each group of flags, with defaults."""
     groups = []
     for title, members in by_group(each for each in options if not is_word(each)).items():
         lines = [title]
@@ -124,7 +124,7 @@ def _groups(options: Iterable[BoundOption]) -> list[list[str]]:
 
 
 def shown_default(option: BoundOption) -> str:
-    """Returns a default as people read it, "" for none."""
+    """Returns a default as `--help` shows it, "" for none."""
     default = option.default
     if default is None or default is False or default in ((), ""):
         return ""

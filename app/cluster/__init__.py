@@ -1,1 +1,1 @@
-"""Several processes that train together, on one machine or on many."""
+"""Training with several processes, on one or several machines."""

@@ -1,4 +1,4 @@
-"""Which processes train together: read from the environment and checked before TensorFlow is."""
+"""Reads the cluster from the environment, and checks it before TensorFlow starts."""
 
 import dataclasses
 import json
@@ -12,18 +12,18 @@ from app.runtime.shown_command import shown_command
 _JOBS = ("chief", "worker")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 10_000
-_TASKS_OF_A_JOB = 64  # So far apart are the ports of jobs that follow each other.
+_TASKS_OF_A_JOB = 64  # Keeps the ports of consecutive jobs apart.
 _LARGEST_PORT = 65_535
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes that train together.
+    """Describes the worker processes that train together.
 
     Attributes:
         addresses: "host:port" of each worker, the chief first.
-        index: which of them this process is.
-        source: what said so, for people.
+        index: index of this process in `addresses`.
+        source: name of the variables that define the cluster, for messages.
     """
 
     addresses: tuple[str, ...]
@@ -32,26 +32,26 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the worker that writes."""
+        """Whether this is the worker that writes files."""
         return self.index == 0
 
     @property
     def address(self) -> str:
-        """Where this worker is reached."""
+        """The "host:port" of this worker."""
         return self.addresses[self.index]
 
     @property
     def num_machines(self) -> int:
-        """On how many machines the workers are, by their hosts."""
+        """The number of machines, by distinct hosts."""
         return len({host_and_port(address)[0] for address in self.addresses})
 
     @property
     def shares_machines(self) -> bool:
-        """Whether several workers share a machine, so that times say nothing of scaling."""
+        """Whether several workers share a machine, so that times do not show scaling."""
         return self.num_machines < len(self.addresses)
 
     def as_tf_config(self) -> str:
-        """Returns what TF_CONFIG has to be for `find_cluster` to find this cluster."""
+        """Returns the TF_CONFIG value from which `find_cluster` creates this cluster."""
         task = {"type": "worker", "index": self.index}
         return json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
 
@@ -60,7 +60,7 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
     """Reads the cluster from TF_CONFIG or, within `srun`, from SLURM's variables.
 
     Raises:
-        ConfigError: there is none, or something is wrong with it; the bad key is named.
+        ConfigError: no cluster is defined, or its definition is invalid; names the bad key.
     """
     if environ.get("TF_CONFIG"):
         source = "launch" if PART_VARIABLE in environ else "TF_CONFIG"
@@ -74,10 +74,10 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Splits "host:port"; an IPv6 host stands in brackets.
+    """Splits "host:port"; an IPv6 host is in brackets.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: the address does not have this form.
     """
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})", address)
     if not match or not 1 <= int(match[2]) <= _LARGEST_PORT:
@@ -132,7 +132,7 @@ def _from_tf_config(text: str, source: str) -> Cluster:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Cluster:
-    """Reads what `srun` tells each task; the port follows from the job, so that all agree on it."""
+    """Reads the variables that `srun` sets; all tasks derive the same port from the job id."""
 
     def number(name: str) -> int:
         value = environ.get(name, "")
@@ -162,7 +162,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Cluster:
 
 
 def _expand_hosts(text: str) -> list[str]:
-    """Expands "a[01-03,7],b" into its hosts."""
+    """Expands "a[01-03,7],b" into a list of hosts."""
     hosts = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         match = re.fullmatch(r"([^\[\]]*)\[([0-9,\-]+)\]([^\[\]]*)", word)
@@ -191,7 +191,7 @@ def _bad_hosts(text: str) -> ConfigError:
 
 
 def _expand_counts(text: str) -> list[int]:
-    """Expands "2(x3),1" into 2, 2, 2, 1; nothing where it is of another form."""
+    """Expands "2(x3),1" into 2, 2, 2, 1; returns an empty list for any other form."""
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)

@@ -1,7 +1,7 @@
-"""Starts the workers of a cluster on this machine, watches them, and starts all again if one fails.
+"""Starts the workers of a cluster on this machine and restarts all of them if one fails.
 
-Nothing of it needs TensorFlow. The workers are ordinary `train` processes; the kernel kills them
-when this process ends, however it ends.
+Does not need TensorFlow. The workers are ordinary `train` processes; the kernel kills them when
+this process ends.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from app.runtime.subprocesses import child_environment, main_command
 from app.runtime.temporary_directories import TemporaryDirectory
 
 _POLL_SEC = 0.1
-_GRACE_SEC = 60.0  # For workers that are asked to stop: one call, and a checkpoint.
+_GRACE_SEC = 60.0  # For workers that were asked to stop: one call and a checkpoint.
 _LONGEST_PAUSE_SEC = 30.0
 _SEC_BETWEEN_LINES = 15.0
 _MAX_PORT_RETRIES = 5
@@ -39,22 +39,22 @@ class Launcher:
     """Trains with several processes on this machine.
 
     Args:
-        config: of `launch`, with a directory in `out`.
-        shares: one for each worker.
+        config: options of `launch`, with a directory in `out`.
+        shares: cores and GPUs of each worker.
     """
 
     def __init__(self, config: LaunchConfig, shares: Sequence[WorkerResources]):
         self._config, self._shares = config, shares
-        self._has_begun = False  # Whether what `--overwrite` throws away is thrown away.
+        self._has_begun = False  # Whether `--overwrite` has already been applied.
         self._bar = Bar() if sys.stdout.isatty() else None
         self._last_line = time.monotonic()
 
     def run(self) -> None:
-        """Trains until it is done, starting all workers again when one fails.
+        """Trains to completion; restarts all workers if one fails.
 
         Raises:
-            WorkerFailedError: a worker has failed in a way that another try does not mend.
-            PeerLostError: workers have failed more often than `config.max_restarts`.
+            WorkerFailedError: a worker failed with an error that a retry cannot fix.
+            PeerLostError: workers failed more than `config.max_restarts` times.
         """
         most, port_retries = self._config.max_restarts, 0
         failures = itertools.count(1)
@@ -80,13 +80,13 @@ class Launcher:
             time.sleep(pause_sec)
 
     def _attempt(self) -> Failure | None:
-        """Runs all workers once; none of them is left when it returns."""
+        """Runs all workers once; when it returns, all have ended."""
         workers: list[WorkerProcess] = []
         with contextlib.ExitStack() as stack:
             if self._bar:
                 self._bar.start()
                 stack.callback(self._bar.stop)
-            # Workers are killed, and could not remove what TensorFlow leaves in it.
+            # Killed workers cannot remove the temporary files of TensorFlow.
             temporary = stack.enter_context(TemporaryDirectory())
             stack.callback(_end, workers)
             addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(self._shares)))
@@ -111,7 +111,7 @@ class Launcher:
         return main_command(["train", *flags, f"--out={config.out}"])
 
     def _watch(self, workers: Sequence[WorkerProcess]) -> Failure | None:
-        """Waits until all have finished, or one has failed."""
+        """Waits until all workers have finished or one has failed."""
         first_end = None
         while True:
             codes = [worker.exit_code for worker in workers]
@@ -146,7 +146,7 @@ class Launcher:
 
 
 def _ask_to_stop(workers: Sequence[WorkerProcess]) -> None:
-    """Lets workers finish their call and save."""
+    """Asks workers to finish their call and save."""
     for worker in workers:
         if worker.exit_code is None:
             worker.process.ask_to_stop()
@@ -156,7 +156,7 @@ def _ask_to_stop(workers: Sequence[WorkerProcess]) -> None:
 
 
 def _end(workers: Sequence[WorkerProcess]) -> None:
-    """Kills what is left: what counts is on disk, and a worker in a collective hears no less."""
+    """Kills the remaining workers; a worker in a collective does not respond to other signals."""
     for worker in workers:
         worker.process.signal(signal.SIGKILL)
     for worker in workers:

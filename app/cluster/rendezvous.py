@@ -1,4 +1,4 @@
-"""Brings the workers of a cluster together, and says who is missing while it waits."""
+"""Connects the workers of a cluster and reports the missing workers while waiting."""
 
 import contextlib
 import json
@@ -22,29 +22,29 @@ from strategies.multi_worker import default_all_reduce
 
 _SEC_BETWEEN_LINES = 10.0
 _PROBE_SEC = 0.5
-# What TensorFlow raises in a worker whose peer is gone, killed or frozen; by name, so that
-# TensorFlow is not imported for this.
+# Names of the exceptions that TensorFlow raises in a worker whose peer is lost; names, so that
+# TensorFlow is not imported for them.
 _LOST = ("UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError")
-# What may differ between workers: where each finds and leaves things.
+# Fields that may differ between workers: paths and display.
 _OWN = (
     *("out", "overwrite", "data_dir", "case"),
     *("verbosity", "start_timeout_sec", "stall_timeout_sec"),
 )
-# Of a case its text is compared, and the name of its function.
+# Fields of a case that must be equal: its text and the name of its function.
 _OF_A_CASE = ("case_sha256", "model_fn")
 
 
 def join(cluster: Cluster, local_devices: Sequence[str], config: TrainConfig) -> ClusterWorkers:
-    """Connects this worker with the others; called before TensorFlow computes anything.
+    """Connects this worker with the others; call it before TensorFlow runs any operation.
 
     Args:
-        cluster: who belongs to it.
-        local_devices: of this worker.
-        config: the same on each of them, but for paths and display.
+        cluster: the workers.
+        local_devices: devices of this worker.
+        config: the same on every worker, except for paths and display.
 
     Raises:
         ConfigError: the port is in use, or workers have different flags, devices or versions.
-        PeerLostError: a worker did not come within `config.start_timeout_sec`, or was lost.
+        PeerLostError: a worker did not connect within `config.start_timeout_sec`, or was lost.
     """
     if cluster.is_chief:
         console.say(
@@ -59,20 +59,20 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: TrainConfig) ->
     signals.reinstall()
     with naming_lost_peers(cluster):
         posted = workers.post(json.dumps(_settings(config, local_devices)))
-        workers.post("read")  # Whoever refuses ends: not before all know why.
+        workers.post("read")  # Every worker has read the others' settings before any of them exits.
         _check_same(cluster, posted)
     return workers
 
 
 def _meet(cluster: Cluster, timeout_sec: float) -> None:
-    """Waits until every worker has been there: somebody answers at its address.
+    """Waits until every worker listens at its address.
 
-    TensorFlow's own call would wait without a word, and without an end, and nothing else of the
-    process would run meanwhile. One worker speaks: the first of those that are there.
+    TensorFlow's own call would wait without a message or a timeout, and block the process. Only the
+    first connected worker prints.
 
     Raises:
-        ConfigError: our own port is in use.
-        PeerLostError: a worker does not come in time.
+        ConfigError: the port of this worker is in use.
+        PeerLostError: a worker does not connect in time.
     """
     start = time.monotonic()
     num_lines = 0
@@ -94,10 +94,10 @@ def _meet(cluster: Cluster, timeout_sec: float) -> None:
 
 @contextlib.contextmanager
 def _answering(address: str) -> Iterator[None]:
-    """Accepts connections at our address, and does nothing else with them.
+    """Accepts connections at this worker's address and does nothing else with them.
 
     Raises:
-        ConfigError: somebody listens there already. TensorFlow would share the port with it.
+        ConfigError: another process listens there already; TensorFlow would share the port with it.
     """
     _, port = host_and_port(address)
     both = socket.has_dualstack_ipv6()
@@ -117,13 +117,13 @@ def _answering(address: str) -> Iterator[None]:
             ) from error
 
         def accept() -> None:
-            with contextlib.suppress(OSError):  # It is closed.
+            with contextlib.suppress(OSError):  # The socket is closed.
                 while True:
                     connection, _ = listener.accept()
                     with connection:
                         connection.settimeout(_PROBE_SEC)
                         with contextlib.suppress(OSError):
-                            connection.recv(1)  # Until the other side closes: it does so first.
+                            connection.recv(1)  # Wait for the other side to close first.
 
         thread = start_thread(accept, name="answering")
         yield
@@ -134,10 +134,11 @@ def _answering(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _probing(cluster: Cluster) -> Iterator[set[int]]:
-    """Tries to reach every other worker until it is there, each in a thread of its own.
+    """Tries to reach every other worker, each in a separate thread.
 
     Yields:
-        Those that have not been reached yet: it shrinks. A slow name server delays one alone.
+        The set of workers not reached yet, which shrinks. A slow name server delays only one
+        worker.
     """
     missing = {i for i in range(len(cluster.addresses)) if i != cluster.index}
     ended = threading.Event()
@@ -192,7 +193,7 @@ def _names(cluster: Cluster, indices: Sequence[int]) -> str:
 
 
 def _settings(config: TrainConfig, local_devices: Sequence[str]) -> dict:
-    """Returns what has to be the same everywhere."""
+    """Returns the settings that must be equal on all workers."""
     flags = {f"--{name}": value for name, value in vars(config).items() if name not in _OWN}
     kind = "GPU" if "GPU" in local_devices[0] else "CPU"
     own = {f"version of {name}": version for name, version in versions().items()}

@@ -1,4 +1,4 @@
-"""Shares this machine out to workers: cores, GPUs and ports."""
+"""Splits the cores, GPUs and ports of this machine among workers."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
 
 
 class WorkerResources(NamedTuple):
-    """What of the machine a worker is given.
+    """Holds the resources of one worker.
 
     Attributes:
         cores: numbers of processor cores.
-        gpus: names for CUDA_VISIBLE_DEVICES, None where no GPU is used.
+        gpus: names for CUDA_VISIBLE_DEVICES; None if no GPU is used.
     """
 
     cores: tuple[int, ...]
@@ -28,15 +28,15 @@ class WorkerResources(NamedTuple):
 def split_resources(
     num_workers: int, options: DeviceOptions, *, num_cores: int | None = None
 ) -> list[WorkerResources]:
-    """Returns what each worker is given: cores of its own where there are enough, and GPUs.
+    """Returns the resources of each worker: separate cores if there are enough, and GPUs.
 
     Args:
-        num_workers: how many workers there are.
-        options: the devices that each asks for.
-        num_cores: split no more than these.
+        num_workers: number of workers.
+        options: the devices of each worker.
+        num_cores: use at most this many cores.
 
     Raises:
-        DeviceError: fewer GPUs than the workers need.
+        DeviceError: there are fewer GPUs than the workers need.
     """
     cores = _cores()[:num_cores]
     size = max(1, len(cores) // num_workers)
@@ -50,7 +50,7 @@ def split_resources(
 
 def _share_gpus(num_workers: int, options: DeviceOptions) -> list[tuple[str, ...] | None]:
     gpus = [] if options.device == "cpu" else visible_gpus()
-    if not gpus:  # The workers say so, as `train` does.
+    if not gpus:  # The workers report this, as `train` does.
         return [None] * num_workers
     asked = options.num_devices_asked
     each = asked or len(gpus) // num_workers
@@ -65,14 +65,14 @@ def _share_gpus(num_workers: int, options: DeviceOptions) -> list[tuple[str, ...
 
 
 def visible_gpus() -> list[str]:
-    """Returns how CUDA names the GPUs that this process may use."""
+    """Returns the CUDA names of the GPUs that are visible to this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
     try:
         listed = output_of(["nvidia-smi", "-L"], timeout_sec=30)
     except OSError:
-        # No such program in many a container: NVIDIA's driver has a directory for each GPU.
+        # Containers often have no nvidia-smi; NVIDIA's driver has a directory for each GPU.
         return [str(i) for i, _ in enumerate(pathlib.Path(_DRIVER_GPUS).glob("*"))]
     return [str(i) for i, line in enumerate(listed.splitlines()) if line.startswith("GPU ")]
 
@@ -84,7 +84,7 @@ def _cores() -> list[int]:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Returns ports of the loopback that nobody uses now."""
+    """Returns loopback ports that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in sockets:

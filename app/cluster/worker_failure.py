@@ -1,4 +1,4 @@
-"""Finds the worker whose failure made the others fail, and says how it failed."""
+"""Finds the worker whose failure made the others fail, and reports it."""
 
 import signal
 import sys
@@ -9,15 +9,15 @@ from app.cluster.worker_process import Failure, WorkerProcess
 from app.runtime import console
 from app.runtime.errors import PeerLostError
 
-RETRY_FROM = 128  # Exit codes below are final.
+RETRY_FROM = 128  # Lower exit codes are final.
 _POLL_SEC = 0.1
-_SETTLE_SEC = 2.0  # Within it, the first failure and what follows from it are told apart.
-# What becomes of a worker that has lost another: it says so, or TensorFlow's native code aborts.
+_SETTLE_SEC = 2.0  # Time in which the original failure and its consequences are told apart.
+# Exit codes of a worker that lost a peer: it reports the loss, or TensorFlow's native code aborts.
 _FOLLOWS = (PeerLostError.exit_code, 128 + signal.SIGABRT)
 
 
 def find_culprit(workers: Sequence[WorkerProcess]) -> Failure:
-    """Returns the failure that the others follow from: those that lost a peer are not to blame."""
+    """Returns the original failure, not that of a worker that lost a peer."""
     deadline = time.monotonic() + _SETTLE_SEC
     while True:
         ended = [worker for worker in workers if worker.exit_code]
@@ -38,25 +38,25 @@ def find_culprit(workers: Sequence[WorkerProcess]) -> Failure:
 
 
 def _code(worker: WorkerProcess) -> int:
-    """Returns the exit code of a worker that has ended."""
+    """Returns the exit code of an ended worker."""
     return worker.exit_code or 0
 
 
 def print_failure(failure: Failure) -> None:
-    """Prints a warning with the last lines of the worker that failed."""
+    """Prints a warning with the last lines of the failed worker."""
     console.warn(f"worker {failure.index} {failure.what}; the others are ended. Its last lines:")
     for line in failure.last_lines:
         console.pass_on(sys.stderr, f"    {line}")
 
 
 def reason_of_worker(failure: Failure) -> str:
-    """Returns the last error message that the worker printed, "" without any."""
+    """Returns the last error message that the worker printed, or ""."""
     errors = [line for line in failure.last_lines if line.startswith("error: ")]
     return errors[-1].removeprefix("error: ") if errors else ""
 
 
 def is_port_in_use(failure: Failure) -> bool:
-    """Tells whether a worker failed because another process has its port."""
+    """Returns whether a worker failed because its port is in use."""
     return failure.exit_code == 2 and any(
         line.startswith("error: port ") for line in failure.last_lines
     )

@@ -1,4 +1,4 @@
-"""A function that runs as every worker of a cluster on this machine, each in its own process."""
+"""Runs a function in several worker processes of a cluster on this machine."""
 
 import contextlib
 import multiprocessing.connection
@@ -14,18 +14,18 @@ from app.runtime.function_call import Channel
 from app.runtime.processes import ChildProcess, Result
 from app.runtime.subprocesses import limit_cores
 
-_SETTLE_SEC = 2.0  # Within it, the first failure and what follows from it are told apart.
+_SETTLE_SEC = 2.0  # Time in which the original failure and its consequences are told apart.
 
 
 class WorkerGroup:
-    """Several processes in place of one `ChildProcess`, and talked to in the same way.
+    """Runs several worker processes behind the interface of `ChildProcess`.
 
-    What is sent reaches all of them; the chief's messages come back, and nobody else's.
+    Sends each message to all workers and receives only the chief's messages.
 
     Args:
-        shares: what each worker is given of the machine.
-        function: see `ChildProcess`; it finds its cluster in the environment.
-        *arguments: the others.
+        shares: resources of each worker.
+        function: see `ChildProcess`; it reads its cluster from the environment.
+        *arguments: further arguments of the function.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class WorkerGroup:
 
     @property
     def pid(self) -> int:
-        """The number of the chief's process."""
+        """The chief's process id."""
         return self._processes[0].pid
 
     def send(self, message: Any) -> None:
-        """Hands all of them a message."""
+        """Sends a message to all workers."""
         for process in self._processes:
             process.send(message)
 
     def receive(self) -> tuple[str, Any]:
-        """Waits for the chief's `("message", …)`, or for `("result", what each returned)`.
+        """Waits for the chief's `("message", …)`, or for `("result", results of all workers)`.
 
         Raises:
-            What `ChildProcess.receive` raises, of the worker that failed first.
+            The exception of the worker that failed first, as `ChildProcess.receive` raises it.
         """
         while len(self._results) < len(self._processes):
             waiting = [i for i in range(len(self._processes)) if i not in self._results]
@@ -85,12 +85,12 @@ class WorkerGroup:
     def _receive_from(self, index: int, waiting: Sequence[int]) -> tuple[str, Any]:
         try:
             return self._processes[index].receive()
-        except PeerLostError as follows:  # From what?
+        except PeerLostError as follows:  # Another worker may have failed first.
             self._raise_cause([other for other in waiting if other != index])
             raise follows
 
     def _raise_cause(self, others: Sequence[int]) -> None:
-        """Raises what another worker failed of, if one did by itself."""
+        """Raises the exception of a worker that failed on its own, if there is one."""
         connections: dict[Any, int] = {self._processes[i].connection: i for i in others}
         deadline = time.monotonic() + _SETTLE_SEC
         while connections and (
@@ -101,14 +101,14 @@ class WorkerGroup:
             for connection in ready:
                 try:
                     kind, _ = self._processes[connections[connection]].receive()
-                except (PeerLostError, DeviceError):  # It has lost a peer, too, or is gone.
+                except (PeerLostError, DeviceError):  # It lost a peer, too, or has ended.
                     kind = "error"
                 if kind != "message":
                     del connections[connection]
 
 
 def _environment(cluster: Cluster, share: WorkerResources) -> dict[str, str]:
-    """Returns the variables that tell a worker its cluster and its GPUs."""
+    """Returns the environment variables with a worker's cluster and GPUs."""
     environment = {"TF_CONFIG": cluster.as_tf_config()}
     if share.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
@@ -122,8 +122,8 @@ def _be_worker(
     function: Callable[..., Result],
     *arguments: Any,
 ) -> Result:
-    """Runs in a process of its own: `function`, on the cores of one worker."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Whoever started us tells what there is to tell.
+    """Runs `function` in a new process, on the cores of one worker."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # The parent process prints.
     limit_cores(share.cores)
     send = channel.send if index == 0 else lambda message: None
     return function(Channel(send, channel.receive), *arguments)

@@ -1,4 +1,4 @@
-"""One worker's process on this machine, with threads that pass on what it prints."""
+"""Runs one worker process on this machine, with threads that forward its output."""
 
 import collections
 import contextlib
@@ -16,18 +16,18 @@ from app.runtime.run_context import PART_VARIABLE, start_thread
 from app.runtime.subprocesses import Subprocess
 
 _NUM_LAST_LINES = 5
-_JOIN_SEC = 2.0  # For the last lines of a process that has ended.
+_JOIN_SEC = 2.0  # Time to read the last lines of an ended process.
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """How a worker failed.
+    """Describes how a worker failed.
 
     Attributes:
-        index: of the worker.
-        exit_code: as a shell would tell it.
-        what: what became of it.
-        last_lines: what it said last.
+        index: index of the worker.
+        exit_code: exit code as a shell reports it.
+        what: what happened, for messages.
+        last_lines: the last lines that it printed.
     """
 
     index: int
@@ -37,15 +37,15 @@ class Failure:
 
 
 class WorkerProcess:
-    """A worker's process, started by the constructor.
+    """Runs a worker process, which the constructor starts.
 
     Args:
-        command: of the worker.
-        environment: of the worker, without what depends on its index.
-        cluster: the addresses of all workers and the index of this one.
+        command: command line of the worker.
+        environment: environment of the worker, without the variables that depend on its index.
+        cluster: addresses of all workers and the index of this one.
         share: cores and GPUs of this worker.
-        show: called with each state of the chief's progress.
-        say: called with each line that the worker prints and whether it is on standard error.
+        show: called with each progress state of the chief.
+        say: called with each line that the worker prints, and whether it is on standard error.
     """
 
     def __init__(
@@ -92,24 +92,24 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """As a shell would tell it, 128 and more for a signal; None while it runs."""
+        """The exit code as a shell reports it, 128 and above for a signal; None while it runs."""
         return self.process.exit_code
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped the process, which is alive, but does nothing."""
+        """Whether the process has been suspended by a signal."""
         with contextlib.suppress(OSError, IndexError):
             stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii")
             return stat.rpartition(")")[2].split()[0] in ("T", "t")
         return False
 
     def join(self) -> None:
-        """Waits until all that it said has been passed on."""
+        """Waits until all output has been forwarded."""
         for thread in self._threads:
             thread.join(_JOIN_SEC)
 
     def failure(self, exit_code: int, what: str) -> Failure:
-        """Returns what to say of it."""
+        """Returns the description of a failure of this worker."""
         return Failure(self.index, exit_code, what, list(self._last_lines))
 
 

@@ -1,4 +1,4 @@
-"""`benchmark`: strategies, device counts, batches and precisions, timed in turn."""
+"""`benchmark`: times strategies, device counts, batch sizes and precisions in turn."""
 
 from app.config import BenchmarkConfig
 from app.config.training_configs import training_config
@@ -18,7 +18,7 @@ from app.runtime.progress_bar import StepProgress
 
 
 def run(config: BenchmarkConfig) -> None:
-    """Measures every case, prints tables and remarks, and saves them with two figures."""
+    """Measures every case, prints tables and caveats, and saves them with two figures."""
     cases = create_cases(config)
     path = named_path(config.out or default_out("benchmark", *config.model))
     with open_run_directory(path, {**_fields(config), "command": "benchmark"}) as run_directory:

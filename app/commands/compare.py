@@ -1,4 +1,4 @@
-"""`compare`: several strategies from the same weights and data, set side by side."""
+"""`compare`: trains several strategies from equal weights and data."""
 
 import dataclasses
 import pathlib
@@ -30,33 +30,33 @@ from app.verification.run_comparison import (
 
 
 def run(config: CompareConfig) -> list[Summary]:
-    """Trains with each strategy in a process of its own, then prints table and verdict.
+    """Trains each strategy in a separate process, then prints the table and the verdict.
 
-    Returns a summary for each strategy, in order.
+    Returns one summary per strategy, in order.
 
     Raises:
-        TrainingFailedError: one of them did not finish; its exit code becomes ours.
+        TrainingFailedError: a training did not finish; the program exits with its exit code.
     """
     interpreters = find_interpreters([n for n in config.strategies if n in FRAMEWORKS])
     path = named_path(config.out or default_out("compare", config.model_label(config.model)))
     fields = {
         **config.result_fields(),
         "strategy": ",".join(config.strategies),
-        "num_replicas": config.num_devices_of_all_workers,  # Of data parallelism.
+        "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
     }
     with open_run_directory(path, fields) as run_directory:
         open_log(path)
         if not config.overwrite:
             run_directory.check_same_run()
         run_directory.start(overwrite=config.overwrite)
-        # `single` last: what the number of replicas makes impossible shows at once.
+        # `single` last: an impossible number of replicas is reported at once.
         own = sorted(config.own_strategies, key=lambda name: name == "single")
         console.say(f"training with {', '.join([*own, *interpreters])}, one after another")
         for strategy in own:
             _announce(strategy, path)
             exit_code = train_in_child_process(_words_for(config, strategy), path / strategy)
             if exit_code:
-                if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: it is free again.
+                if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: free it.
                     (path / CONFIG_FILE).unlink()
                 raise TrainingFailedError(strategy, exit_code)
         if interpreters:
@@ -65,10 +65,10 @@ def run(config: CompareConfig) -> list[Summary]:
 
 
 def _announce(strategy: str, path: pathlib.Path) -> None:
-    """Prints which training begins.
+    """Prints which training starts.
 
     Raises:
-        OutputError: its directory is a symbolic link.
+        OutputError: the training's directory is a symbolic link.
     """
     console.say(f"\n{strategy}")
     if (path / strategy).is_symlink():
@@ -81,7 +81,7 @@ def _announce(strategy: str, path: pathlib.Path) -> None:
 def _train_with_frameworks(
     config: CompareConfig, interpreters: Mapping[str, str], path: pathlib.Path
 ) -> None:
-    """Trains with frameworks, each from the same weights and with the same order of examples."""
+    """Trains with frameworks, from equal weights and with the same order of examples."""
     with TemporaryDirectory() as folder:
         files = call_in_child_process(
             write_training_files,
@@ -96,7 +96,7 @@ def _train_with_frameworks(
 
 
 def _words_for(config: CompareConfig, strategy: str) -> list[str]:
-    """Returns command and flags of the training of one strategy, as the comparison has them."""
+    """Returns command and flags of the training of one strategy."""
     flags = config.for_training(strategy).flags_for(TrainConfig)
     if strategy != "multi_worker":
         return ["train", *flags]
@@ -107,7 +107,7 @@ def _words_for(config: CompareConfig, strategy: str) -> list[str]:
 def _report(
     config: CompareConfig, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]
 ) -> list[Summary]:
-    """Prints the table and what became of the weights; saves both, and one figure with all."""
+    """Prints the table and the comparison of the weights; saves both, and a figure of all runs."""
     from app.report.accuracy_plot import plot_accuracy
 
     summaries = [load_required_summary(path) for path in run_dirs]

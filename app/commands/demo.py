@@ -1,4 +1,4 @@
-"""`demo`: the textbook's small experiments, each told in a few lines."""
+"""`demo`: runs the small experiments of the textbook."""
 
 import textwrap
 
@@ -9,7 +9,7 @@ from app.runtime.shown_command import shown_command
 
 
 def run(config: DemoConfig) -> None:
-    """Runs one experiment, or lists them all.
+    """Runs one experiment, or lists all.
 
     Raises:
         ConfigError: there is no such experiment, or it does not take an option.

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has, what TensorFlow sees, what is missing, and what to run."""
+"""`doctor`: checks the machine and TensorFlow, and prints the command to run."""
 
 from collections.abc import Sequence
 
@@ -16,10 +16,10 @@ from app.runtime import console
 
 
 def run(config: DoctorConfig) -> None:
-    """Makes every check, prints each group as soon as it is known, and what to run.
+    """Makes every check, prints each group as soon as it is done, and prints the command to run.
 
     Raises:
-        LockstepError: a training would end with it; the first of those that were found.
+        LockstepError: the first error found that a training would exit with.
     """
     software = _print("Software", [check_python(), *check_packages()])
     processor = _print("Processor", check_processor())

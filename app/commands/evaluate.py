@@ -1,4 +1,4 @@
-"""`evaluate`: test accuracy of a run, on any strategy and number of devices."""
+"""`evaluate`: computes the test accuracy of a run, on any strategy and number of devices."""
 
 from app.config import EvaluateConfig
 from app.devices import device_setup
@@ -8,7 +8,7 @@ from app.training.run_reader import SavedRun
 
 
 def run(config: EvaluateConfig) -> float:
-    """Prints loss and accuracy over the whole test set; returns the accuracy, a fraction."""
+    """Prints loss and accuracy over the whole test set and returns the accuracy, a fraction."""
     saved = SavedRun.open(config)
     prepared = device_setup.set_up(saved.config)
     dataset = saved.load_dataset()

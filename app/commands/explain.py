@@ -1,4 +1,4 @@
-"""`explain`: a step told with its numbers, where its time goes, what travels between devices."""
+"""`explain`: prints a step with its numbers, its step-time breakdown and its communication."""
 
 from app.config import ExplainConfig
 from app.config.split_numbers import has_option
@@ -24,7 +24,7 @@ from app.runtime.progress_bar import StepProgress
 
 
 def run(config: ExplainConfig) -> None:
-    """Tells a step, measures it with one part left out at a time, and prints what follows."""
+    """Describes a step, measures it with one part left out at a time, and prints conclusions."""
     path = named_path(config.out or default_out("explain", config.model))
     fields = {"num_devices": config.num_devices, "repeats": config.repeats}
     fields |= {"command": "explain", **config.result_fields()}
@@ -67,9 +67,9 @@ def _explain(config: ExplainConfig, run_directory: RunDirectory) -> None:
 def _measure(
     config: ExplainConfig, progress: StepProgress, *, simulated: bool
 ) -> tuple[StepTimeBreakdown | SplitBreakdown, list[Sample]]:
-    """Measures a step, with one part left out at a time, and takes it apart."""
+    """Measures a step with one part left out at a time, and returns the breakdown."""
     repeats = config.repeats
-    if not has_option(config.strategy, "all_reduce"):  # Nothing that can be left out.
+    if not has_option(config.strategy, "all_reduce"):  # No all-reduce to leave out.
         split_design = SplitDesign.of(config)
         measured = measure(split_design.cases, repeats=repeats, progress=progress)
         return break_down_split(split_design, measured), measured.samples

@@ -1,4 +1,4 @@
-"""`launch`: a cluster of processes on this machine that train together."""
+"""`launch`: trains with several worker processes on this machine."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ from app.runtime import console
 
 
 def run(config: LaunchConfig) -> Summary:
-    """Trains with `--num_workers` processes; returns the summary.
+    """Trains with `--num_workers` processes and returns the summary.
 
     Raises:
-        DeviceError: fewer GPUs than the workers need.
-        WorkerFailedError: a worker has failed in a way that another try does not mend.
-        PeerLostError: workers have failed too often.
+        DeviceError: there are fewer GPUs than the workers need.
+        WorkerFailedError: a worker failed with an error that a retry cannot fix.
+        PeerLostError: workers failed too often.
     """
     path = named_path(config.out or default_out("launch", config.model_label(config.model)))
     console.set_run_directory(path)

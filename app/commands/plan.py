@@ -1,4 +1,4 @@
-"""`plan`: what a training would take, by arithmetic, and with `--probe` by a few steps."""
+"""`plan`: predicts the cost of a training by arithmetic and, with `--probe`, from a few steps."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
 _ROUNDS, _PROBE_ROUNDS = 5, 3
-_MOST_PROBED = 8  # Devices: a step on more of them is extrapolated.
-_LARGEST_SHARD = 256  # A step's time is a straight line in the shard: no larger one is measured.
+_MOST_PROBED = 8  # Devices: a step on more devices is extrapolated.
+_LARGEST_SHARD = 256  # Step time is linear in the shard size; larger shards are not measured.
 
 
 def run(config: PlanConfig) -> None:
-    """Prints the plan; trains and writes nothing."""
+    """Prints the plan; does not train or write files."""
     config = _with_all_gpus(config)
     samples = _sample_shards(config) if config.plans_cluster else _probe(config)
     device_setup.set_up(_building(config))
@@ -47,7 +47,7 @@ def run(config: PlanConfig) -> None:
 
 
 def _with_all_gpus(config: PlanConfig) -> PlanConfig:
-    """Names the number of devices where the machine decides it: every GPU."""
+    """Sets the number of devices to all GPUs if no flag gives it."""
     decided = config.plans_cluster or config.num_devices_asked
     number = 0 if decided else _num_gpus(config)
     return dataclasses.replace(config, num_gpus=number) if number else config
@@ -58,9 +58,9 @@ def _num_gpus(config: PlanConfig) -> int:
 
 
 def _probe(config: PlanConfig) -> list[Sample]:
-    """Makes some steps of the training that is planned, where that is asked for.
+    """Runs a few steps of the planned training, if requested.
 
-    More devices than can be measured are replaced by fewer ones with the same shards.
+    A number of devices that cannot be measured is replaced by smaller ones with the same shards.
     """
     if not config.probe:
         return []
@@ -80,11 +80,11 @@ def _probe(config: PlanConfig) -> list[Sample]:
 
 
 def counts_to_probe(num_devices: int, num_gpus: int) -> list[int]:
-    """Returns the numbers of devices to measure: the number itself, or up to four smaller ones.
+    """Returns the numbers of devices to measure: the planned number, or up to four smaller ones.
 
     Args:
-        num_devices: what is planned.
-        num_gpus: what there is; 0 for logical CPU devices, of which there are as many as asked for.
+        num_devices: the planned number.
+        num_gpus: available GPUs; 0 for logical CPU devices, whose number is not limited.
     """
     most = min(_MOST_PROBED, num_gpus or num_devices)
     if num_devices <= most or most <= MIN_COUNTS:
@@ -93,7 +93,7 @@ def counts_to_probe(num_devices: int, num_gpus: int) -> list[int]:
 
 
 def _sample_shards(config: PlanConfig) -> list[Sample]:
-    """Measures one device with shards of a cluster, and with larger ones."""
+    """Measures one device with shards of a cluster, and with larger shards."""
     num_replicas = config.num_workers * config.num_devices_planned
     first = min(-(-config.planned_batch_size // num_replicas), _LARGEST_SHARD)
     sizes = first, 2 * first, 4 * first
@@ -103,15 +103,15 @@ def _sample_shards(config: PlanConfig) -> list[Sample]:
 def _case(
     config: PlanConfig, name: str, batch: int, devices: Mapping[str, int | None] | None = None
 ) -> Case:
-    """Returns a training on generated images, one batch again and again."""
+    """Returns a training on generated images that repeats one batch."""
     options = {"num_train_examples": batch, "global_batch_size": batch, "dataset": "synthetic"}
     return Case(training_config(config, name, **options, **(devices or {})), reads_input=False)
 
 
 def _building(config: PlanConfig) -> TrainConfig:
-    """Returns a training whose devices build the model, which needs no GPU.
+    """Returns a training config to build the model with; it needs no GPU.
 
-    It trains nothing: a plan may have a batch that no training on this data set has.
+    It does not train, so that a plan may have a batch size that no training on this dataset allows.
     """
     return TrainConfig(strategy="single", device="cpu", verbosity=config.verbosity)
 

@@ -1,4 +1,4 @@
-"""`predict`: class and probability of images, the batch split over the replicas."""
+"""`predict`: prints class and probability of images; the batch is split over the replicas."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ _NUM_TEST_IMAGES = 10
 
 
 def run(config: PredictConfig) -> np.ndarray:
-    """Prints a row for each image, in the order given; returns `(N, num_classes)` probabilities."""
+    """Prints a row per image, in the given order; returns `(N, num_classes)` probabilities."""
     saved = SavedRun.open(config)
     prepared = device_setup.set_up(saved.config)
     if config.images:

@@ -1,4 +1,4 @@
-"""`report`: one page about finished runs, or a page that follows a training in progress."""
+"""`report`: writes a page about finished runs, or serves a page about a training in progress."""
 
 import pathlib
 
@@ -8,9 +8,9 @@ from app.runtime import console
 
 
 def run(config: ReportConfig) -> None:
-    """Writes the page where `--out` says, else beside what it is about; trains nothing.
+    """Writes the page to `--out`, or beside its runs; does not train.
 
-    With `--watch` it serves the page of the newest training until Ctrl-C.
+    With `--watch`, serves the page of the newest training until Ctrl-C.
     """
     directories = [named_path(word) for word in config.directories]
     if config.watch:

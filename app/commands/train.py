@@ -1,4 +1,4 @@
-"""`train`: one training, in one directory."""
+"""`train`: runs one training in one directory."""
 
 import contextlib
 import os
@@ -18,15 +18,15 @@ from app.runtime.errors import CheckpointError, OutputError, StalledError
 from app.training.resume import find_changes
 
 if TYPE_CHECKING:
-    # With them comes TensorFlow.
+    # Importing these modules imports TensorFlow.
     from app.training.loop import Training
     from app.training.training_data import TrainingData
 
 
 def run(config: TrainConfig) -> Summary | None:
-    """Trains, or goes on with a training, or prints the result of a finished one; returns it.
+    """Trains, resumes a training, or prints the result of a finished one, and returns the summary.
 
-    Of a cluster the chief does so. The other workers train, and leave nothing behind.
+    In a cluster, only the chief writes files and returns a summary.
     """
     cluster = find_cluster(os.environ) if config.strategy == "multi_worker" else None
     if cluster and not cluster.is_chief:
@@ -41,7 +41,7 @@ def run(config: TrainConfig) -> Summary | None:
         summary = _find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
-            if config.strategy == "multi_worker":  # The others wait for what we do.
+            if config.strategy == "multi_worker":  # The other workers wait for the chief.
                 _announce_to_others(device_setup.set_up(config), _FINISHED)
         else:
             summary = _train(config, run_directory)
@@ -60,10 +60,10 @@ def print_result(config: TrainConfig | LaunchConfig, summary: Summary) -> None:
 
 
 def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | None:
-    """Returns the result of the run that was finished here; None where there is still to train.
+    """Returns the result of a finished run in the directory; None if there is still to train.
 
     Raises:
-        CheckpointError: what was started here is not what is asked for.
+        CheckpointError: the run in the directory has another configuration.
     """
     if config.overwrite or not run_directory.is_started:
         return None
@@ -71,11 +71,11 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
     changes = find_changes(run_directory.load_config(), run_directory.config)
     if (
         "model" not in changes.names or "command" in changes.names
-    ):  # That is refused with the tensors that do not fit.
+    ):  # Rejected later, with the tensors that do not fit.
         changes.check(path, force=config.force_resume)
     try:
         summary = load_summary(path)
-    except OutputError as error:  # It is made again from the checkpoint.
+    except OutputError as error:  # The summary is rebuilt from the checkpoint.
         console.warn(error.problem)
         return None
     if summary is None or summary.status != "finished" or summary.epochs != config.epochs:
@@ -110,18 +110,18 @@ def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
 
         training = Training(config, prepared, dataset, path, on_progress, create_step_verifier)
         training.start(from_scratch=config.overwrite)
-        run_directory.start(overwrite=config.overwrite)  # From here on nothing is refused.
+        run_directory.start(overwrite=config.overwrite)  # All checks have passed.
         console.set_overwriting(False)
         _announce(config, prepared, training)
         return training.run(log)
 
 
-# What the chief says to the other workers first of all.
+# The chief's first message to the other workers.
 _TRAIN, _FINISHED = b"train", b"finished"
 
 
 def _assist(config: TrainConfig) -> None:
-    """Trains as a worker that is not the chief."""
+    """Trains as a worker other than the chief."""
     console.be_part()
     prepared = device_setup.set_up(config)
     from strategies.workers import Workers
@@ -146,7 +146,7 @@ def _assist(config: TrainConfig) -> None:
 
 
 def _naming_lost_peers(prepared: device_setup.Devices) -> contextlib.AbstractContextManager[None]:
-    """Within it a worker that is lost is named."""
+    """Returns a context manager that names a lost worker in the error."""
     if prepared.cluster is None:
         return contextlib.nullcontext()
     from app.cluster.rendezvous import naming_lost_peers
@@ -193,15 +193,15 @@ def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Tr
 
 
 def _report_stall(config: TrainConfig, path: pathlib.Path, log: RunLog) -> None:
-    """Reports that nothing moves; called by the watchdog, just before it ends the process."""
+    """Reports a stalled training; the watchdog calls it before it ends the process."""
     error = _stalled(config, f"to resume --out={path}", f"in {LOG_FILE} there")
-    console.report_error(error)  # First: the disk may be what hangs.
+    console.report_error(error)  # Print first: the log file's disk may be the cause.
     watchdog.dump_stacks(path / LOG_FILE)
     log.stop(error.exit_code, error=str(error))
 
 
 def _report_stall_of_worker(config: TrainConfig) -> None:
-    """Reports that nothing moves on a worker that has no run directory."""
+    """Reports a stalled worker, which has no run directory."""
     watchdog.dump_stacks(None)
     console.report_error(_stalled(config, "on every worker", "above"))
 

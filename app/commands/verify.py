@@ -1,4 +1,4 @@
-"""`verify`: checks that strategies are the same training, or names the first mismatch and why."""
+"""`verify`: checks that strategies compute the same training, or names the first mismatch."""
 
 import itertools
 import pathlib
@@ -40,12 +40,12 @@ from app.verification.verify_output import (
 
 
 class Comparison(NamedTuple):
-    """The traces of two strategies side by side.
+    """Holds the comparison of the traces of two strategies.
 
     Attributes:
-        differences: of all that they have in common.
-        by_design: how far apart their first gradients are where BatchNorm makes two trainings of
-            them, None where it does not.
+        differences: of all values that both traces have.
+        by_design: difference of the first gradients, if BatchNorm makes two different trainings of
+            the strategies; else None.
     """
 
     differences: list[PairDifference]
@@ -56,9 +56,9 @@ Comparisons = dict[tuple[str, str], Comparison]  # For each pair of strategies.
 
 
 def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
-    """Records each strategy in a process of its own, checks every step and reports the verdicts.
+    """Records each strategy in a separate process, checks every step and reports the verdicts.
 
-    Returns a `PairVerdict` for each pair of strategies; of a case, strategy → `CaseResult`.
+    Returns a `PairVerdict` for each pair of strategies; for a case, strategy → `CaseResult`.
 
     Raises:
         MismatchError: a step differs from the reference, or a replica is a straggler.
@@ -73,14 +73,14 @@ def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
         "command": "verify",
         **config.result_fields(),
         "strategy": ",".join(config.strategies),
-        "num_replicas": config.num_devices_of_all_workers,  # Of data parallelism.
+        "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
         "steps": config.steps,
     }
     with open_run_directory(path, fields) as run_directory:
         open_log(path)
         if not config.overwrite:
             run_directory.check_same_run()
-        # What lies in the directory is left as it is until there is something to put in its place.
+        # The directory stays unchanged until there is a result to write.
         traces = temporary_path(path / "traces")
         try:
             traces.mkdir()
@@ -99,7 +99,7 @@ def _verify(
     progress = StepProgress(config.steps)
     with progress, StrategyProcesses(config, traces, progress) as processes:
         recorded = _record(config, traces, processes, frameworks, progress)
-        if "single" in config.strategies:  # While the others are compared and checked.
+        if "single" in config.strategies:  # While the other strategies are compared and checked.
             processes.record("single", *_recording(config, "single", recorded))
         comparisons = _compare(config, recorded, traces, {})
         _check_distinct(recorded, comparisons, processes)
@@ -133,11 +133,11 @@ def _record(
     frameworks: FrameworkRecorder,
     progress: StepProgress,
 ) -> dict[str, Recorded]:
-    """Records every strategy but `single`, which depends on the others."""
+    """Records every strategy except `single`, which depends on the others."""
     recorded: dict[str, Recorded] = {}
     for name in config.strategies:
         if name in FRAMEWORKS:
-            recorded |= processes.recorded()  # They would take processor time from it.
+            recorded |= processes.recorded()  # Running both would slow down the recording.
             progress.start(f"recording {name}")
             recorded[name] = frameworks.record(name, traces / name, progress.message)
         elif name == "multi_worker":
@@ -158,9 +158,9 @@ def _recording(
 ) -> tuple[Callable[..., Recorded], TrainConfig, tuple[tuple[int, ...], ...]]:
     """Returns the function that records a strategy, its configuration, and further arguments.
 
-    `single` comes last. With BatchNorm the number of shards is part of the training: `single` is
-    then the one-device training whose BatchNorm works shard by shard, as that of the others does.
-    With --batch_norm=sync, and where all others have one shard, it is the usual one.
+    `single` comes last. With BatchNorm, the number of shards is part of the training: `single` is
+    then one-device training with BatchNorm per shard, as in the other strategies. With
+    --batch_norm=sync, and if all other strategies have one shard, it is ordinary training.
     """
     has_fault = name == config.faulty_strategy
     inject = config.inject if has_fault else None
@@ -188,7 +188,7 @@ def _compare(
     traces: pathlib.Path,
     known: Comparisons,
 ) -> Comparisons:
-    """Returns `known` with all other pairs of the strategies that are recorded."""
+    """Returns `known` extended by all other pairs of recorded strategies."""
     comparisons = dict(known)
     for pair in itertools.combinations(config.strategies, 2):
         if pair in known or not recorded.keys() >= set(pair):
@@ -204,10 +204,10 @@ def _compare(
 def _check_distinct(
     recorded: dict[str, Recorded], comparisons: Comparisons, processes: StrategyProcesses
 ) -> dict[str, str]:
-    """Starts to check each trace; of those that hold the same bits it checks one for all.
+    """Starts the check of each trace; bitwise identical traces are checked once.
 
     Returns:
-        Strategy → the first strategy whose trace holds the same bits: often itself.
+        Strategy → the first strategy with a bitwise identical trace, often the strategy itself.
     """
     stands_for: dict[str, str] = {}
     for name, run in recorded.items():
@@ -254,7 +254,7 @@ def _report(
     verdict_of: dict[str, StrategyVerdict],
     pair_verdicts: list[PairVerdict],
 ) -> None:
-    """Writes and prints the verdicts; raises `MismatchError` with the first finding."""
+    """Writes and prints the verdicts; raises `MismatchError` for the first finding."""
     from app.report.verification_plot import plot_verification
 
     record = write_record(path, config, recorded, verdict_of, pair_verdicts)

@@ -1,6 +1,6 @@
-"""What a command is asked to do: options, each defined once, and a config class per command.
+"""Defines the options, each once, and a config class per command.
 
-The order of the imports is that of the commands in `--help`.
+The order of the imports is the order of the commands in `--help`.
 """
 
 # isort: skip_file

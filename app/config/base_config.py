@@ -1,4 +1,4 @@
-"""What the configs of all commands have in common."""
+"""Defines the base class of the config classes."""
 
 import dataclasses
 from typing import Any, ClassVar, Self
@@ -10,16 +10,16 @@ from app.runtime.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The options of one command; a frozen dataclass for each, derived from this one.
+    """Base class of the frozen dataclasses with the options of one command.
 
     Attributes:
-        command: the name of the command.
-        summary: what it is for, in one line of `--help`.
-        examples: its command lines in `--help`, without the program and the command.
-        first_group: title of the group of options that its `--help` shows first.
+        command: name of the command.
+        summary: one line for `--help`.
+        examples: command lines for `--help`, without the program and the command.
+        first_group: title of the group of options that `--help` shows first.
 
     Raises:
-        ConfigError: a value is not allowed, or two contradict each other.
+        ConfigError: a value is invalid, or two options contradict each other.
     """
 
     command: ClassVar[str]
@@ -28,7 +28,7 @@ class Config:
     first_group: ClassVar[str] = DISTRIBUTION
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Refuses `Config(…)` itself, which has no options."""
+        """Raises an error for `Config(…)` itself, which has no options."""
         if cls is Config:
             raise ConfigError(
                 "Config has no options of its own; use Config.of(command, …) or the class of a"
@@ -41,29 +41,29 @@ class Config:
         self.check()
 
     def check(self) -> None:
-        """Checks what options must be together.
+        """Checks combinations of options.
 
         Raises:
-            ConfigError: two contradict each other.
+            ConfigError: two options contradict each other.
         """
 
     @classmethod
     def commands(cls) -> dict[str, type["Config"]]:
-        """Returns the class of each command, by name, in the order of `--help`."""
+        """Returns name → class for each command, in the order of `--help`."""
         return {config_class.command: config_class for config_class in Config.__subclasses__()}
 
     @staticmethod
     def of(command: str = "train", **options: Any) -> "Config":
-        """Returns what the command line makes of these options.
+        """Returns the config that the command line would create from these options.
 
         Args:
-            command: its name.
-            **options: as the flags are called; `experiment` and `directories` for the words after
+            command: name of the command.
+            **options: named like the flags; `experiment` and `directories` for the words after
                 `demo` and `report`.
 
         Raises:
-            ConfigError: a command or an option that does not exist, a value that is not allowed, or
-                two that contradict each other.
+            ConfigError: the command or an option does not exist, a value is invalid, or two options
+                contradict each other.
         """
         config_class = find_command(command)
         names = [each.name for each in options_of(config_class)]
@@ -73,9 +73,9 @@ class Config:
         return config_class(**options)
 
     def flags_for(self, config_class: type["Config"]) -> list[str]:
-        """Returns the flags with which another command, or this one, does the same.
+        """Returns the flags of an equivalent command of the given class.
 
-        Left out are options that the command does not have, its defaults, and `--out`.
+        Omits options that the command does not have, its defaults, and `--out`.
         """
         given = {
             each: getattr(self, each.name)
@@ -89,12 +89,12 @@ class Config:
         ]
 
     def result_fields(self) -> dict[str, Any]:
-        """Returns what the result of a training depends on, without paths and display."""
+        """Returns the fields that affect the result of a training, without paths and display."""
         fields = {
             each.name: getattr(self, each.name)
             for each in options_of(self)
             if each.metadata.affects_result
-        }  # Lists as they come back from a file.
+        }  # Lists, as read back from a file.
         return {n: list(v) if isinstance(v, tuple) else v for n, v in fields.items()}
 
 
@@ -114,12 +114,12 @@ def find_command(name: str) -> type[Config]:
 
 
 def unknown_option(shown: str, name: str, config_class: type[Config]) -> str:
-    """Returns the refusal of an option that a command does not have.
+    """Returns the error message for an option that a command does not have.
 
     Args:
-        shown: the option as it was given.
-        name: of the option.
-        config_class: of the command.
+        shown: the option as given.
+        name: name of the option.
+        config_class: config class of the command.
     """
     owners = [
         command

@@ -1,4 +1,4 @@
-"""Options of a case: a model, its loss, its optimizer and its data in a file of one's own."""
+"""Options of a case: a file that defines a model, its loss, its optimizer and its data."""
 
 import dataclasses
 import hashlib
@@ -17,9 +17,9 @@ from app.config.option import option, options_of
 from app.config.run_options import SavingOptions
 from app.runtime.errors import ConfigError, reason_of
 
-# What a case is verified at, in this order.
+# Stages of a case that are verified, in this order.
 PLACES = ("first", "last_batch", "second_epoch", "resume", "evaluation")
-# Our own networks with their recipes.
+# The built-in models with their recipes.
 BUILT_IN_CASES = ("lenet", "resnet18")
 _BUILT_IN = pathlib.Path(__file__).parents[1] / "training" / "builtin_cases"
 DEFAULT_FUNCTIONS = {
@@ -31,7 +31,7 @@ _SEE = "see docs/verify_your_own.md"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseFileOptions:
-    """Which case: the file, and its functions."""
+    """Selects the case file and its functions."""
 
     case: str | None = option(
         None,
@@ -56,7 +56,7 @@ class CaseFileOptions:
 
     @property
     def case_path(self) -> pathlib.Path:
-        """The file of the case."""
+        """The path of the case file."""
         name, _, _ = _split_name(self.case or "")
         path = pathlib.Path(name)
         if name in BUILT_IN_CASES and not path.exists():
@@ -72,7 +72,7 @@ class CaseFileOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluatedDataOptions:
-    """What a case is evaluated on."""
+    """Selects the data that a case is evaluated on."""
 
     test_data_fn: str = option(
         DEFAULT_FUNCTIONS["test_data_fn"],
@@ -85,15 +85,15 @@ class EvaluatedDataOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedCaseOptions(CaseFileOptions, EvaluatedDataOptions):
-    """Which case is trained, and evaluated on what."""
+    """Selects the case to train and the data to evaluate it on."""
 
     def with_case(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Returns the result fields of a training; of a case those that it leaves to the flags.
+        """Returns the result fields of a training; for a case, those that flags control.
 
-        The file counts with its text: another text is another training.
+        The text of the file is included: a changed file is a different training.
 
         Args:
-            fields: those of the options.
+            fields: the result fields of all options.
         """
         if self.case is None:
             return fields
@@ -107,13 +107,13 @@ class TrainedCaseOptions(CaseFileOptions, EvaluatedDataOptions):
         return {**case, **{name: v for name, v in fields.items() if name in _USED_TO_TRAIN}}
 
     def model_label(self, model: str) -> str:
-        """Returns what the directory of a run is named after: the case, else the model."""
+        """Returns the case's name, or the model's, for the directory of a run."""
         return self.case_path.stem if self.case is not None else model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseOptions(CaseFileOptions):
-    """Which case is verified, and where."""
+    """Selects the case to verify and its strategies."""
 
     distribute_fn: str = option(
         DEFAULT_FUNCTIONS["distribute_fn"],
@@ -133,7 +133,7 @@ class CaseOptions(CaseFileOptions):
 
 
 def _split_name(case: str) -> tuple[str, str, str]:
-    """Splits FILE:NAME; a colon elsewhere belongs to the file."""
+    """Splits FILE:NAME; other colons belong to the file name."""
     path, separator, name = case.rpartition(":")
     return (path, separator, name) if separator and name.isidentifier() else (case, "", "")
 
@@ -145,7 +145,7 @@ def _read(path: pathlib.Path) -> bytes:
         raise ConfigError(f"--case={path} cannot be read: {reason_of(error)}") from error
 
 
-# Options that mean something to a case, by command: all others are defined in its file.
+# Options that apply to a case, by command; its file defines the rest.
 _USED = {
     *(each.name for each in options_of(DeviceOptions)),
     *("strategy", "strategies", "global_batch_size", "seed"),
@@ -162,10 +162,10 @@ _USED_TO_TRAIN = {
 
 
 def check_verified_case(config: Any) -> None:
-    """Checks the options of a `verify` with a case.
+    """Checks the options of `verify` with a case.
 
     Raises:
-        ConfigError: the case has no such file, or an option has no part in it.
+        ConfigError: the file does not exist, or an option does not apply to a case.
     """
     _check_options(config, _USED_TO_VERIFY)
     _check_strategies("--strategies", config.strategies, CASE_STRATEGIES)
@@ -173,15 +173,15 @@ def check_verified_case(config: Any) -> None:
 
 
 def check_trained_case(config: Any, flag: str, strategies: tuple[str, ...]) -> None:
-    """Checks the options of a command that trains a case, or of one that may: none without a case.
+    """Checks the case options of a command that can train a case, with or without a case.
 
     Args:
-        config: of the command.
-        flag: that of its strategies.
-        strategies: all that it trains with.
+        config: config of the command.
+        flag: the flag that selects strategies.
+        strategies: all strategies that it trains with.
 
     Raises:
-        ConfigError: the case has no such file, or an option has no part in it, or needs one.
+        ConfigError: the file does not exist, or an option does not apply or needs a case.
     """
     if config.case is None:
         check_no_case(config, TrainedCaseOptions)
@@ -192,14 +192,14 @@ def check_trained_case(config: Any, flag: str, strategies: tuple[str, ...]) -> N
 
 
 def check_no_case(config: Any, options: type[CaseFileOptions]) -> None:
-    """Checks that options of a case come with one.
+    """Checks that options of a case are given only with a case.
 
     Args:
-        config: without a case.
-        options: which the command has of a case.
+        config: a config without a case.
+        options: the case options of the command.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: such an option is given.
     """
     for each in options_of(options):
         if getattr(config, each.name) != each.default:

@@ -45,7 +45,7 @@ from app.runtime.errors import ConfigError
 class CompareConfig(
     ComparedStrategiesOptions, TrainingOptions, TrainedCaseOptions, SavingOptions, Config
 ):
-    """The options of `compare`: several strategies, side by side."""
+    """The options of `compare`."""
 
     command: ClassVar[str] = "compare"
     summary: ClassVar[str] = "trains several strategies from the same weights and data"
@@ -65,7 +65,7 @@ class CompareConfig(
     )
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         check_trained_case(self, "--strategies", self.strategies)
         _check_compared(self)
         if len(self.strategies) < 2:
@@ -74,13 +74,13 @@ class CompareConfig(
             )
 
     def result_fields(self) -> dict[str, Any]:
-        """Returns what the result of the trainings depends on, without paths and display."""
+        """Returns the fields that affect the results, without paths and display."""
         return self.with_case(super().result_fields())
 
     def for_training(self, strategy: str, **options: Any) -> TrainConfig:
         """Returns the configuration of the training with one of the strategies.
 
-        That of another framework is the one of `single`.
+        A framework gets the configuration of `single`.
         """
         strategy = SINGLE if strategy in FRAMEWORKS else strategy
         return training_config(self, strategy, **{**_devices_of(self, strategy), **options})
@@ -90,7 +90,7 @@ class CompareConfig(
 class VerifyConfig(
     ComparedStrategiesOptions, TrainingOptions, InjectOptions, CaseOptions, TraceOptions, Config
 ):
-    """The options of `verify`: are these strategies the same training?"""
+    """The options of `verify`."""
 
     command: ClassVar[str] = "verify"
     summary: ClassVar[str] = "compares strategies step by step and names the first mismatch"
@@ -126,7 +126,7 @@ class VerifyConfig(
         super().__post_init__()
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         if self.traces:
             check_traces(self)
             return
@@ -147,33 +147,33 @@ class VerifyConfig(
 
     @property
     def faulty_strategy(self) -> str | None:
-        """The strategy that gets the fault; None where there is none."""
+        """The strategy that gets the fault; None without a fault."""
         if self.fault is None:
             return None
         return constraints.faulty_strategy(self.fault, self.own_strategies, self._num_faulty)
 
     def _num_faulty(self, strategy: str, fault: Fault) -> int | None:
-        """Returns how many there are of what a fault counts."""
+        """Returns the number of the units that a fault needs several of."""
         training = self.for_training(strategy, inject=None)
         number = 1 if strategy == SINGLE else self.num_devices_of_all_workers
         return number and num_faulty(strategy, training, number, fault)
 
     def result_fields(self) -> dict[str, Any]:
-        """Returns what the result of the trainings depends on, without paths and display."""
+        """Returns the fields that affect the results, without paths and display."""
         return super().result_fields() | self.inject_field()
 
     def for_training(self, strategy: str, **options: Any) -> TrainConfig:
         """Returns the configuration of the training with one of the strategies.
 
-        That of another framework is the one of `single`.
+        A framework gets the configuration of `single`.
         """
         strategy = SINGLE if strategy in FRAMEWORKS else strategy
         return training_config(self, strategy, **{**_devices_of(self, strategy), **options})
 
     def on_one_machine(self) -> TrainConfig:
-        """Returns a training of one process, on as many devices as the strategies have.
+        """Returns a single-process training on as many devices as the strategies use.
 
-        One with an all-reduce comes first: its dtype decides what rounding allows.
+        Prefers a strategy with an all-reduce, whose dtype determines the tolerance.
         """
         parallel = [name for name in self.own_strategies if name not in (SINGLE, MULTI_WORKER)]
         parallel.sort(key=lambda name: not has_option(name, "all_reduce"))
@@ -183,7 +183,7 @@ class VerifyConfig(
 
 
 def _check_compared(compared: CompareConfig | VerifyConfig) -> None:
-    """Checks what options of a command that compares strategies must be together."""
+    """Checks combinations of options of a command that compares strategies."""
     check_frameworks(compared)
     names = compared.own_strategies
     constraints.check_devices(compared)
@@ -203,7 +203,7 @@ def _check_compared(compared: CompareConfig | VerifyConfig) -> None:
 
 
 def _devices_of(compared: ComparedStrategiesOptions, strategy: str) -> dict[str, Any]:
-    """Returns how many devices one of the compared strategies has, where that is not as asked."""
+    """Returns the device options of a compared strategy that differ from the flags."""
     if not compared.has_workers or strategy == SINGLE:
         return {}
     own = strategy == MULTI_WORKER

@@ -1,4 +1,4 @@
-"""What options must be together; each value by itself is checked by its own metadata."""
+"""Checks combinations of options; an option's own metadata checks its value."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,10 +12,10 @@ from strategies import ALL_REDUCE_ALGORITHMS
 
 
 def check_devices(options: DeviceOptions) -> None:
-    """Checks that the flags which count devices agree.
+    """Checks that the flags for the number of devices agree.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they contradict each other.
     """
     num_gpus = options.num_gpus
     if num_gpus and options.device == "cpu":
@@ -31,10 +31,10 @@ def check_devices(options: DeviceOptions) -> None:
 
 
 def check_single(flag: str, strategies: Iterable[str], num_devices: int | None) -> None:
-    """Checks that the strategy `single`, where it is the only one, has one device.
+    """Checks that `single`, if it is the only strategy, has one device.
 
     Raises:
-        ConfigError: it has more.
+        ConfigError: it has more devices.
     """
     if set(strategies) == {SINGLE} and num_devices and num_devices > 1:
         raise ConfigError(
@@ -44,15 +44,15 @@ def check_single(flag: str, strategies: Iterable[str], num_devices: int | None) 
 
 
 def check_workers(has_workers: bool, strategies: Iterable[str], **given: tuple[int, int]) -> None:
-    """Checks that what configures workers is given only where a strategy has workers.
+    """Checks that options of workers are given only for a strategy with workers.
 
     Args:
-        has_workers: whether one has.
-        strategies: all of them.
+        has_workers: whether a strategy has workers.
+        strategies: all strategies.
         **given: option → its value and its default.
 
     Raises:
-        ConfigError: an option would mean nothing.
+        ConfigError: an option would have no effect.
     """
     for name, (value, default) in given.items():
         if not has_workers and value != default:
@@ -63,10 +63,10 @@ def check_workers(has_workers: bool, strategies: Iterable[str], **given: tuple[i
 
 
 def check_all_reduce(options: AllReduceOptions, strategies: Sequence[str], device: str) -> None:
-    """Checks that every strategy has the all-reduce that is asked for.
+    """Checks that every strategy has the requested all-reduce.
 
     Raises:
-        ConfigError: one has not, or these devices cannot run it.
+        ConfigError: a strategy does not, or these devices cannot run it.
     """
     has_all_reduce = [name for name in strategies if has_option(name, "all_reduce")]
     for name in ALL_REDUCE_OPTIONS:
@@ -83,7 +83,7 @@ def check_algorithm(algorithm: str, strategies: Iterable[str], device: str) -> N
     """Checks that strategies have an all-reduce algorithm.
 
     Raises:
-        ConfigError: one has not, or these devices cannot run it.
+        ConfigError: a strategy does not, or these devices cannot run it.
     """
     if algorithm == "auto":
         return
@@ -100,23 +100,23 @@ def check_algorithm(algorithm: str, strategies: Iterable[str], device: str) -> N
 
 
 def check_dataset(options: DatasetOptions) -> None:
-    """Checks that no files are named where images are generated.
+    """Checks that no data files are given for generated images.
 
     Raises:
-        ConfigError: files are named all the same.
+        ConfigError: data files are given.
     """
     check_data_files(options, "--dataset=synthetic" if options.dataset == "synthetic" else "")
 
 
 def check_data_files(options: DataFileOptions, reads_no_data: str) -> None:
-    """Checks that no files are named which would not be read.
+    """Checks that no data files are given that would not be read.
 
     Args:
-        options: of the files.
-        reads_no_data: the flag because of which no data set is read, "" where one is.
+        options: options of the data files.
+        reads_no_data: the flag because of which no dataset is read; "" if one is.
 
     Raises:
-        ConfigError: files are named all the same.
+        ConfigError: data files are given.
     """
     if reads_no_data and (options.data_dir or options.allow_unverified_data):
         flag = "--data_dir" if options.data_dir else "--allow_unverified_data"
@@ -134,14 +134,14 @@ def check_fault(
     """Checks that a fault can be injected.
 
     Args:
-        fault: to inject; None for none.
+        fault: the fault to inject; None for none.
         flag: `--inject` with its value.
-        strategies: those that are trained.
-        count: strategy, fault → how many there are of what the fault counts; None where the
-            machine decides.
+        strategies: the strategies to train.
+        count: strategy, fault → number of the units that the fault counts; None if it depends on
+            the machine.
 
     Raises:
-        ConfigError: its strategy is not trained, or cannot have it.
+        ConfigError: the fault's strategy is not trained, or does not support the fault.
     """
     if fault is None:
         return
@@ -158,7 +158,7 @@ def check_fault(
 def faulty_strategy(
     fault: Fault, strategies: Iterable[str], count: Callable[[str, Fault], int | None]
 ) -> str:
-    """Returns the strategy that gets a fault: that which it names, or the first that can have it.
+    """Returns the strategy that gets a fault: the named one, or the first that supports it.
 
     Args:
         fault, strategies, count: see `check_fault`.
@@ -172,7 +172,7 @@ def check_fault_steps(fault: Fault | None, flag: str, num_steps: int) -> None:
     """Checks that a verification has enough steps for a fault.
 
     Raises:
-        ConfigError: it would end before the fault happens or can be told.
+        ConfigError: it would end before the fault takes effect or can be detected.
     """
     if fault is None:
         return
@@ -195,19 +195,19 @@ def check_shards(
     fewest: int | None = None,
     shards: str = "",
 ) -> None:
-    """Checks that every shard has an example of every batch, the last one included.
+    """Checks that every shard has an example of every batch, including the last one.
 
-    A shard without examples has no BatchNorm statistics: its weights become NaN without an
-    error. So it is refused by arithmetic, before the first step.
+    A shard without examples has no BatchNorm statistics: its weights silently become NaN. This
+    check rejects such a training before the first step.
 
     Args:
         global_batch_size, last_batch, num_train_examples: of the training.
         num_replicas: R.
-        fewest: the size of the smallest batch without an empty shard; None for R.
-        shards: what the batch is cut into, with their number; "" for R replicas.
+        fewest: size of the smallest batch without an empty shard; None for R.
+        shards: description of the shards for the message; "" for R replicas.
 
     Raises:
-        ConfigError: some shard would be empty, or an epoch would have no step.
+        ConfigError: a shard would be empty, or an epoch would have no step.
     """
     if global_batch_size < num_replicas:
         raise ConfigError(
@@ -225,7 +225,7 @@ def check_shards(
 
 
 def check_has_step(global_batch_size: int, last_batch: str, num_train_examples: int) -> None:
-    """Checks that an epoch has a step.
+    """Checks that an epoch has at least one step.
 
     Raises:
         ConfigError: it has none.

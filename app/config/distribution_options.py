@@ -21,7 +21,7 @@ from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Which devices, and how many."""
+    """Selects the type and number of devices."""
 
     num_gpus: int | None = option(
         None,
@@ -49,23 +49,23 @@ class DeviceOptions:
 
     @property
     def default_num_devices(self) -> int | None:
-        """The number of devices where no flag gives it; None where the machine decides."""
+        """The number of devices without a flag; None if it depends on the machine."""
         return DEFAULT_LOGICAL_CPUS if self.device == "cpu" else None
 
     @property
     def num_devices_asked(self) -> int | None:
-        """The number of devices, of each worker; None where the machine decides."""
+        """The number of devices of each worker; None if it depends on the machine."""
         return self.num_devices or self.num_gpus or self.default_num_devices
 
     @property
     def num_devices_of_all_workers(self) -> int | None:
-        """The number of devices in all; None where the machine or the cluster decides."""
+        """The total number of devices; None if it depends on the machine or the cluster."""
         return self.num_devices_asked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyOptions(DeviceOptions):
-    """One strategy, and its devices."""
+    """Selects one strategy and its devices."""
 
     strategy: str = option(
         "manual",
@@ -79,12 +79,12 @@ class StrategyOptions(DeviceOptions):
 
     @property
     def has_workers(self) -> bool:
-        """Whether the strategy spans several processes."""
+        """Whether the strategy uses several processes."""
         return self.strategy == MULTI_WORKER
 
     @property
     def default_num_devices(self) -> int | None:
-        """One for `single`, and for a worker on CPUs."""
+        """1 for `single`, and for a worker on CPUs."""
         if self.strategy == SINGLE:
             return 1
         if self.has_workers:
@@ -93,13 +93,13 @@ class StrategyOptions(DeviceOptions):
 
     @property
     def num_devices_of_all_workers(self) -> int | None:
-        """The number of devices in all; None where the machine or the cluster decides."""
+        """The total number of devices; None if it depends on the machine or the cluster."""
         return None if self.has_workers else self.num_devices_asked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategiesOptions:
-    """Which strategies are compared."""
+    """Selects the strategies to compare."""
 
     strategies: tuple[str, ...] = option(
         COMPARED_BY_DEFAULT,
@@ -111,13 +111,13 @@ class StrategiesOptions:
 
     @property
     def has_workers(self) -> bool:
-        """Whether one of the strategies spans several processes."""
+        """Whether one of the strategies uses several processes."""
         return MULTI_WORKER in self.strategies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduceOptions:
-    """The all-reduce of the gradients."""
+    """Selects the all-reduce of the gradients."""
 
     all_reduce: str = option(
         "auto",
@@ -153,7 +153,7 @@ class AllReduceOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """What becomes of a batch."""
+    """Controls how a batch is split and used."""
 
     last_batch: str = option(
         "keep",
@@ -175,7 +175,7 @@ class BatchOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """How many processes train together."""
+    """Selects the number of worker processes."""
 
     num_workers: int = option(
         2,
@@ -189,25 +189,25 @@ class WorkerOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComparedStrategiesOptions(StrategiesOptions, DeviceOptions, WorkerOptions):
-    """Several strategies on as many devices each.
+    """Selects several strategies on equally many devices.
 
-    Where `multi_worker` is one of them, the other strategies have as many devices on one machine
-    as its workers have together.
+    If `multi_worker` is one of them, the other strategies have as many devices on one machine as
+    its workers have in total.
     """
 
     @property
     def own_strategies(self) -> tuple[str, ...]:
-        """The strategies of this project, without those of other frameworks."""
+        """The strategies of this project, without frameworks."""
         return without_frameworks(self.strategies)
 
     @property
     def default_num_devices(self) -> int | None:
-        """One for each worker, where a strategy has workers."""
+        """1 per worker if a strategy has workers."""
         return 1 if self.has_workers else super().default_num_devices
 
     @property
     def num_devices_of_all_workers(self) -> int | None:
-        """The number of devices of each strategy; None where the machine decides."""
+        """The number of devices of each strategy; None if it depends on the machine."""
         if not self.has_workers:
             return self.num_devices_asked
         return self.num_devices_asked and self.num_devices_asked * self.num_workers

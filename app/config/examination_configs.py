@@ -1,4 +1,4 @@
-"""The commands that show and examine: `demo` and `doctor`."""
+"""Defines the options of the commands `demo` and `doctor`."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from strategies import ALL_REDUCE_ALGORITHMS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoConfig(DeviceOptions, SubsetOptions, VerbosityOptions, Config):
-    """The options of `demo`: small experiments."""
+    """The options of `demo`."""
 
     command: ClassVar[str] = "demo"
     summary: ClassVar[str] = "small experiments of d2l; without a name, lists them"
@@ -46,18 +46,18 @@ class DemoConfig(DeviceOptions, SubsetOptions, VerbosityOptions, Config):
     seed: int = same_option(Hyperparameters, "seed")
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         constraints.check_devices(self)
         constraints.check_dataset(self)
 
     def for_training(self, **options: Any) -> TrainConfig:
-        """Returns the configuration of a training by hand."""
+        """Returns the configuration of a training with `manual`."""
         return training_config(self, "manual", **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorConfig(StrategiesOptions, DeviceOptions, DatasetOptions, VerbosityOptions, Config):
-    """The options of `doctor`: what the machine has."""
+    """The options of `doctor`."""
 
     command: ClassVar[str] = "doctor"
     summary: ClassVar[str] = "checks this machine: what it has, what is missing, what to run"
@@ -75,7 +75,7 @@ class DoctorConfig(StrategiesOptions, DeviceOptions, DatasetOptions, VerbosityOp
     out: str | None = same_option(OutputOptions, "out", help="Output directory to examine.")
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         constraints.check_devices(self)
         constraints.check_single("--strategies", self.strategies, self.num_devices or self.num_gpus)
         names = [name for name in self.strategies if has_option(name, "all_reduce")]

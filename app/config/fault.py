@@ -1,4 +1,4 @@
-"""What `--inject` names: a fault with its parameters, read before anything is loaded."""
+"""Parses `--inject`: a fault with its parameters."""
 
 import dataclasses
 from typing import NamedTuple
@@ -10,14 +10,15 @@ Parameters = dict[str, int | float]
 
 
 class _Kind(NamedTuple):
-    """What a fault is.
+    """Describes a type of fault.
 
     Attributes:
-        text: what it does.
-        parameters: with their defaults.
-        counts: what a training needs several of, a key of `COUNTED`, for it to go wrong on.
-        strategies: that can have it; empty for all.
-        can_begin_later: whether `step=N` lets it begin with step N, from 1.
+        text: what the fault does.
+        parameters: parameter → default.
+        counts: the units, a key of `COUNTED`, of which a training needs several for the fault to
+            have an effect.
+        strategies: strategies that support the fault; empty for all.
+        can_begin_later: whether `step=N` delays the fault to step N, from 1.
     """
 
     text: str
@@ -27,7 +28,7 @@ class _Kind(NamedTuple):
     can_begin_later: bool = False
 
 
-# What a fault may need several of → how a training gets more of them.
+# Units that a fault may need several of → how to get more of them.
 COUNTED = {
     "parts": "use a strategy with replicas and --num_devices={needed}",
     "replicas": "use a strategy with replicas and --num_devices={needed}",
@@ -127,17 +128,17 @@ FAULTS: dict[str, tuple[str, Parameters]] = {
     name: (kind.text, kind.parameters) for name, kind in FAULT_KINDS.items()
 }
 
-MIN_STRAGGLER_STEPS = 5  # To tell a slow replica: fewer could all have been disturbed by chance.
+MIN_STRAGGLER_STEPS = 5  # To detect a straggler: with fewer steps, chance could slow all of them.
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault, to be injected on purpose.
+    """A fault to inject.
 
     Attributes:
         name: a key of `FAULTS`.
-        parameters: all that the fault has, given or by default.
-        strategy: the one to spoil where several are compared; None for the first that has replicas.
+        parameters: all parameters of the fault, given or default.
+        strategy: the strategy that gets the fault; None for the first that supports it.
     """
 
     name: str
@@ -150,10 +151,10 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
-        """Reads `NAME` or `NAME:parameter=value,…`.
+        """Parses `NAME` or `NAME:parameter=value,…`.
 
         Raises:
-            ConfigError: there is no such fault or parameter, or the value cannot be meant.
+            ConfigError: there is no such fault or parameter, or the value is invalid.
         """
         name, _, rest = text.partition(":")
         if name not in FAULTS:
@@ -182,7 +183,7 @@ class Fault:
 
     @property
     def spec(self) -> str:
-        """All of it, as `parse` reads it."""
+        """The fault and all its parameters, in the form that `parse` reads."""
         return (
             str(self)
             if self.strategy is None
@@ -191,15 +192,15 @@ class Fault:
 
     @property
     def counts(self) -> str:
-        """What a training needs several of for it to go wrong on: a key of `COUNTED`."""
+        """The units, a key of `COUNTED`, of which a training needs several for an effect."""
         return FAULT_KINDS[self.name].counts
 
     def can_happen(self, strategy: str, number: int | None) -> bool:
-        """Tells whether a strategy can have the fault.
+        """Returns whether a strategy supports the fault.
 
         Args:
-            strategy: its name.
-            number: of what the fault `counts`; None where it is not known.
+            strategy: name of the strategy.
+            number: number of the units that the fault `counts`; None if unknown.
         """
         strategies = FAULT_KINDS[self.name].strategies
         return strategy in (strategies or (strategy,)) and (
@@ -207,10 +208,10 @@ class Fault:
         )
 
     def check(self, strategy: str, number: int | None) -> None:
-        """Checks that a strategy can have the fault; see `can_happen`.
+        """Checks that a strategy supports the fault; see `can_happen`.
 
         Raises:
-            ConfigError: it cannot, or has too little for it to go wrong on.
+            ConfigError: it does not, or has too few of the units for the fault to have an effect.
         """
         if self.can_happen(strategy, number):
             return

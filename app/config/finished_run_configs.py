@@ -1,4 +1,4 @@
-"""The commands about finished runs: `evaluate`, `predict` and `report`."""
+"""Defines the options of the commands `evaluate`, `predict` and `report`."""
 
 import dataclasses
 from typing import ClassVar
@@ -24,7 +24,7 @@ from app.runtime.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinishedRunOptions(StrategyOptions, DataFileOptions, VerbosityOptions):
-    """Which finished run is read, and on which devices it is rebuilt."""
+    """Selects a finished run and the devices to rebuild it on."""
 
     strategy: str = same_option(StrategyOptions, "strategy", choices=ONE_MACHINE_STRATEGIES)
     run: str = option("", "Directory of the run.", FINISHED_RUN, metavar="DIR", required=True)
@@ -36,14 +36,14 @@ class FinishedRunOptions(StrategyOptions, DataFileOptions, VerbosityOptions):
     )
 
     def check_run(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         constraints.check_devices(self)
         constraints.check_single("--strategy", (self.strategy,), self.num_devices or self.num_gpus)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(FinishedRunOptions, Config):
-    """The options of `evaluate`: the test accuracy of a run."""
+    """The options of `evaluate`."""
 
     command: ClassVar[str] = "evaluate"
     summary: ClassVar[str] = "computes the test accuracy of a run, with any strategy and devices"
@@ -51,13 +51,13 @@ class EvaluateConfig(FinishedRunOptions, Config):
     examples: ClassVar[tuple[str, ...]] = ("--run=runs/NAME --strategy=mirrored --num_devices=4",)
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         self.check_run()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictConfig(FinishedRunOptions, Config):
-    """The options of `predict`: the classes of images."""
+    """The options of `predict`."""
 
     command: ClassVar[str] = "predict"
     summary: ClassVar[str] = "classifies images with the model of a run"
@@ -75,14 +75,14 @@ class PredictConfig(FinishedRunOptions, Config):
     )
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         self.check_run()
         constraints.check_data_files(self, "--images" if self.images else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportConfig(Config):
-    """The options of `report`: one page about runs, finished or in progress."""
+    """The options of `report`."""
 
     command: ClassVar[str] = "report"
     summary: ClassVar[str] = "writes a page about runs; with --watch, serves a live page"
@@ -112,7 +112,7 @@ class ReportConfig(Config):
     )
 
     def check(self) -> None:
-        """Checks that there is a directory, and what options must be together."""
+        """Checks that there is a directory, and combinations of options."""
         if self.watch and self.out:
             raise ConfigError(f"--out={self.out} has no effect with --watch, which writes no file")
         if self.port and not self.watch:

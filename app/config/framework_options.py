@@ -1,4 +1,4 @@
-"""Trainings of other frameworks that are verified and compared like strategies."""
+"""Trainings of other frameworks, which are verified and compared like strategies."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -9,20 +9,20 @@ from app.config.split_constraints import shown_flag
 from app.runtime.errors import ConfigError
 
 _MODELS = ("lenet", "resnet18")
-# What the programs in frameworks/ compute; another value of these options is another training.
+# What the programs in frameworks/ compute: other values of these options are other trainings.
 _ONLY = {"recipe": "d2l", "precision": "float32", "batch_norm": "average", "jit_compile": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
-    """A training by a program in `frameworks/`.
+    """Describes a training by a program in `frameworks/`.
 
     Attributes:
         title: name of the framework.
         package: the Python package that the program needs.
         program: file name of the program.
-        flags: what selects the kind of training.
-        flag_of_replicas: what gives the number of replicas.
+        flags: flags that select the kind of training.
+        flag_of_replicas: flag for the number of replicas.
         splits_evenly: whether all replicas have equally many examples.
         syncs_batch_norm: whether BatchNorm normalises over the whole batch.
     """
@@ -55,10 +55,10 @@ def without_frameworks(strategies: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_frameworks(config: Any) -> None:
-    """Checks that the frameworks among the strategies of a command can do its training.
+    """Checks that the frameworks among a command's strategies support its training.
 
     Raises:
-        ConfigError: one cannot, or no strategy of this project is compared with them.
+        ConfigError: one does not, or no strategy of this project is compared with them.
     """
     names = [name for name in config.strategies if name in FRAMEWORKS]
     if not names:
@@ -92,7 +92,7 @@ def num_framework_replicas(config: Any) -> int:
 
 
 def _check_even_split(config: Any, names: list[str]) -> None:
-    """Checks that each batch divides over the replicas, as JAX requires."""
+    """Checks that the replicas divide each batch evenly, as JAX requires."""
     replicas, size = num_framework_replicas(config), config.global_batch_size
     num_examples = config.num_train_examples or NUM_TRAIN_EXAMPLES
     last = num_examples % size if config.last_batch == "keep" else 0

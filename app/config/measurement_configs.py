@@ -1,4 +1,4 @@
-"""The commands that measure: `benchmark` and `explain`."""
+"""Defines the options of the commands `benchmark` and `explain`."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -41,7 +41,7 @@ class BenchmarkConfig(
     VerbosityOptions,
     Config,
 ):
-    """The options of `benchmark`: how fast every combination is."""
+    """The options of `benchmark`."""
 
     command: ClassVar[str] = "benchmark"
     summary: ClassVar[str] = "measures throughput over strategies, devices and batch sizes"
@@ -92,7 +92,7 @@ class BenchmarkConfig(
         return training_config(self, strategy, **options)
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         constraints.check_all_reduce(self, self.strategies, self.device)
         split_constraints.check_options_of_some(self, self.strategies)
         constraints.check_dataset(self)
@@ -111,7 +111,7 @@ class ExplainConfig(
     VerbosityOptions,
     Config,
 ):
-    """The options of `explain`: where the time of a step goes."""
+    """The options of `explain`."""
 
     command: ClassVar[str] = "explain"
     summary: ClassVar[str] = "shows one step with its numbers, and where its time is spent"
@@ -148,7 +148,7 @@ class ExplainConfig(
         return training_config(self, self.strategy, **options)
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         constraints.check_all_reduce(self, (self.strategy,), self.device)
         split_constraints.check_options_of_some(self, (self.strategy,))
         constraints.check_dataset(self)

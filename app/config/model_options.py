@@ -18,7 +18,7 @@ from app.config.option import option
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model, and how it is trained."""
+    """Selects the model and its recipe."""
 
     model: str = option(
         "lenet", "Network to train.", MODEL_AND_DATA, choices=MODEL_NAMES, affects_result=True
@@ -35,7 +35,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataFileOptions:
-    """Where the files of the data set are."""
+    """Selects the files of the dataset."""
 
     data_dir: str | None = option(
         None,
@@ -51,7 +51,7 @@ class DataFileOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetOptions(DataFileOptions):
-    """Which images."""
+    """Selects the dataset."""
 
     dataset: str = option(
         "auto",
@@ -64,7 +64,7 @@ class DatasetOptions(DataFileOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubsetOptions(DatasetOptions):
-    """Which images, and how many of them."""
+    """Selects the dataset and the number of training images."""
 
     num_train_examples: int | None = option(
         None,
@@ -79,7 +79,7 @@ class SubsetOptions(DatasetOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """How large a step is, how fast a training learns, how long it is, and where it starts."""
+    """Sets the hyperparameters."""
 
     global_batch_size: int = option(
         256,
@@ -123,7 +123,7 @@ class Hyperparameters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputationOptions:
-    """What a step computes in, and how it is compiled."""
+    """Sets the precision and the compilation of a step."""
 
     precision: str = option(
         "float32",

@@ -1,13 +1,13 @@
-"""Names, limits and group titles that options are made of; nothing here imports TensorFlow."""
+"""Names, limits and group titles used by options. Does not import TensorFlow."""
 
 from models import MODELS
 from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
 
 MULTI_WORKER = "multi_worker"
 SINGLE = "single"
-KERAS_FIT = "keras_fit"  # `model.fit` of a case, under MirroredStrategy.
+KERAS_FIT = "keras_fit"  # `model.fit` of a case with MirroredStrategy.
 TRAINED_CASE_STRATEGIES = (SINGLE, "manual", "mirrored", MULTI_WORKER)
-CASE_STRATEGIES = (*TRAINED_CASE_STRATEGIES, KERAS_FIT)  # What a case can be verified with.
+CASE_STRATEGIES = (*TRAINED_CASE_STRATEGIES, KERAS_FIT)  # For `verify`.
 CASE_STRATEGIES_BY_DEFAULT = (SINGLE, KERAS_FIT)
 MODEL_NAMES = tuple(MODELS)
 STRATEGY_NAMES = tuple(STRATEGIES)
@@ -16,18 +16,18 @@ COMPARED_BY_DEFAULT = (SINGLE, "manual", "mirrored")
 ALL_REDUCE_NAMES = tuple(
     dict.fromkeys(n for names in ALL_REDUCE_ALGORITHMS.values() for n in names)
 )
-RECIPE_NAMES = ("d2l", "fast")  # A test compares them with the recipes, which import Keras.
+RECIPE_NAMES = ("d2l", "fast")  # A test compares them with the recipes, whose module imports Keras.
 DATASET_NAMES = ("auto", "fashion_mnist", "synthetic")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 
-NUM_TRAIN_EXAMPLES = 60_000  # Fashion-MNIST's.
+NUM_TRAIN_EXAMPLES = 60_000  # Of Fashion-MNIST.
 MAX_LOGICAL_DEVICES = 64
 MAX_LOCAL_WORKERS = 64
 DEFAULT_LOGICAL_CPUS = 2
 MAX_FLOAT32 = 3.4e38
-VERIFY_EVERY = 500  # Steps, where no --verify_every is given.
+VERIFY_EVERY = 500  # Steps, without --verify_every.
 
-# The groups, in the order in which --help shows them.
+# The groups, in the order of --help.
 MODEL_AND_DATA = "Model and data"
 DISTRIBUTION = "Distribution"
 HYPERPARAMETERS = "Hyperparameters"

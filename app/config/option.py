@@ -1,7 +1,7 @@
-"""An option of a command: one dataclass field carries all that the program knows about it.
+"""Defines options as dataclass fields with metadata.
 
 Type and default are those of the field; help, group, choices and bounds are its metadata. Flags,
-`--help`, `Config.of`, the validation of values and `docs/options.md` are made from these fields.
+`--help`, `Config.of`, the validation of values and `docs/options.md` are generated from the fields.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ class Option:
     """The metadata of an option.
 
     Attributes:
-        help: what it does, as `--help` shows it.
-        group: title of the group that it stands in.
-        metavar: how its value is written, for example `N`; "" takes the choices.
-        choices: the allowed values, empty for any.
-        low: the smallest allowed number, None for any.
-        high: the largest allowed number, None for any.
-        above: a number that the value must exceed, None for none.
+        help: text for `--help`.
+        group: title of the option's group.
+        metavar: placeholder for the value, for example `N`; "" for the choices.
+        choices: the allowed values; empty for any.
+        low: the smallest allowed number; None for any.
+        high: the largest allowed number; None for any.
+        above: a number that the value must exceed; None for none.
         alias: another name of the flag.
-        required: whether a command needs a value.
-        positional: whether it is given by the words after the command, not by a flag.
-        affects_result: whether the result of a training depends on it: another value makes another
-            run.
-        repeats: whether a list may have a value more than once.
+        required: whether the command needs a value.
+        positional: whether the value is the words after the command instead of a flag.
+        affects_result: whether the result of a training depends on the option, so that another
+            value is another run.
+        repeats: whether a list may contain a value more than once.
     """
 
     help: str
@@ -55,20 +55,20 @@ def option(default: Any, help: str, group: str, **metadata: Any) -> Any:
     """Returns a dataclass field with the metadata of an option.
 
     Args:
-        default: of the field.
-        help: see `Option`, as all that follows.
-        group: title of its group.
+        default: default of the field.
+        help: see `Option`.
+        group: title of the group.
         **metadata: other attributes of `Option`.
     """
     return dataclasses.field(default=default, metadata={_KEY: Option(help, group, **metadata)})
 
 
 def same_option(group: type, name: str, *, default: Any = _UNSET, **changes: Any) -> Any:
-    """Returns the field of an option that stands in another dataclass, with some changes.
+    """Returns a copy of an option's field in another dataclass, with changes.
 
     Args:
         group: the dataclass.
-        name: of the field.
+        name: name of the field.
         default: another default, if given.
         **changes: other attributes of `Option`.
     """
@@ -84,12 +84,12 @@ class BoundOption:
     """An option of one command, with its type.
 
     Attributes:
-        name: of the field and of the flag.
-        kind: `int`, `float`, `str` or `bool`; of a list, that of its items.
+        name: name of the field and of the flag.
+        kind: `int`, `float`, `str` or `bool`; for a list, the type of its items.
         is_list: whether it takes several values.
         optional: whether it may be None.
-        default: its default.
-        metadata: the rest.
+        default: the default.
+        metadata: the metadata of the field.
     """
 
     name: str
@@ -101,19 +101,19 @@ class BoundOption:
 
     @property
     def flag(self) -> str:
-        """The option as it is written on the command line, without a value."""
+        """The flag without a value."""
         return self.name if self.metadata.positional else f"--{self.name}"
 
     @property
     def metavar(self) -> str:
-        """How a value is written; "" for a switch."""
+        """The placeholder for the value; "" for a switch."""
         return self.metadata.metavar or "|".join(self.metadata.choices)
 
     def parse(self, text: str) -> Any:
-        """Returns the value that the text of a flag stands for.
+        """Parses the text of a flag.
 
         Raises:
-            ConfigError: the text is not of the option's type.
+            ConfigError: the text does not have the option's type.
         """
         if text == "":
             raise ConfigError(f"{self.flag} has no value; write {self.flag}={self.metavar}")
@@ -129,7 +129,7 @@ class BoundOption:
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words."""
+        """The expected values, for an error message."""
         one, many = {
             int: ("a whole number", "whole numbers"),
             float: ("a number", "numbers"),
@@ -139,10 +139,10 @@ class BoundOption:
         return f"{many} separated by commas" if self.is_list else one
 
     def check(self, value: Any) -> None:
-        """Checks a value: its type, the choices and the bounds.
+        """Checks the type, the choices and the bounds of a value.
 
         Raises:
-            ConfigError: the value is not allowed; the message names the flag and the value.
+            ConfigError: the value is invalid; the message names the flag and the value.
         """
         if value is None and self.optional:
             return
@@ -193,7 +193,7 @@ class BoundOption:
 def options_of(config: Any) -> list[BoundOption]:
     """Returns the options of a dataclass, or of an instance of it.
 
-    Those of its first base come first, in the order in which they are written.
+    Options of its first base class come first, in the order of the source.
     """
     config_class = config if isinstance(config, type) else type(config)
     hints = typing.get_type_hints(config_class)
@@ -209,7 +209,7 @@ def options_of(config: Any) -> list[BoundOption]:
 
 
 def _kind_of(hint: Any) -> tuple[type, bool, bool]:
-    """Returns the type of an annotation's values, whether it is a list, and whether optional."""
+    """Returns the value type of an annotation, whether it is a list, and whether it is optional."""
     arguments = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
         (inner,) = (a for a in arguments if a is not type(None))
@@ -221,16 +221,16 @@ def _kind_of(hint: Any) -> tuple[type, bool, bool]:
 
 
 def check_values(config: Any) -> None:
-    """Checks the value of each option of a config by itself.
+    """Checks the value of each option of a config.
 
     Raises:
-        ConfigError: a value is not allowed.
+        ConfigError: a value is invalid.
     """
     for each in options_of(config):
         each.check(getattr(config, each.name))
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Returns "; did you mean …?" with the nearest known word, "" where none is near."""
+    """Returns "; did you mean …?" with the nearest known word, or ""."""
     nearest = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""

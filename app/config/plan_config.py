@@ -1,4 +1,4 @@
-"""The command `plan`."""
+"""Defines the options of the command `plan`."""
 
 import dataclasses
 from typing import ClassVar
@@ -33,12 +33,12 @@ from app.runtime.errors import ConfigError
 
 _MAX_PLANNED_WORKERS = 10_000
 _MAX_PLANNED_BATCH_SIZE = 10_000_000
-_PLANNED_PER_DEVICE = 32  # Examples on each device of a planned cluster, where no batch is given.
+_PLANNED_PER_DEVICE = 32  # Default number of examples per device of a planned cluster.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
-    """The options of `plan`: what a training would take."""
+    """The options of `plan`."""
 
     command: ClassVar[str] = "plan"
     summary: ClassVar[str] = "predicts a training: steps, shards, all-reduce, memory, time"
@@ -129,22 +129,22 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
 
     @property
     def plans_cluster(self) -> bool:
-        """Whether it is a plan of several machines, or of machines other than this one."""
+        """Whether the plan is for several machines, or for machines other than this one."""
         return self.num_workers > 1 or self.devices_per_worker is not None
 
     @property
     def num_devices_planned(self) -> int:
-        """Devices of each machine."""
+        """The number of devices of each machine."""
         default = 1 if self.plans_cluster else DEFAULT_LOGICAL_CPUS
         return self.devices_per_worker or self.num_devices_asked or default
 
     @property
     def is_split(self) -> bool:
-        """Whether more than the batch is split."""
+        """Whether the strategy splits more than the batch."""
         return not has_option(self.strategy, "all_reduce")
 
     def for_training(self) -> TrainConfig:
-        """Returns the configuration of a training on one machine, with a batch that it takes."""
+        """Returns the configuration of a training on one machine, with a valid batch size."""
         options = {"num_devices": self.num_devices_planned, "num_gpus": None}
         batch = min(self.planned_batch_size, NUM_TRAIN_EXAMPLES)
         return training_config(
@@ -153,13 +153,13 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
 
     @property
     def planned_batch_size(self) -> int:
-        """The global batch size: no device of a cluster is left without examples by default."""
+        """The global batch size; the default gives every device of a cluster examples."""
         num_replicas = self.num_workers * self.num_devices_planned
         least = _PLANNED_PER_DEVICE * num_replicas if self.plans_cluster else 0
         return self.global_batch_size or max(Hyperparameters.global_batch_size, least)
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         constraints.check_devices(self)
         split_constraints.check_options_of_some(self, (self.strategy,))
         if self.is_split:
@@ -177,7 +177,7 @@ class PlanConfig(ModelOptions, DeviceOptions, VerbosityOptions, Config):
         )
 
     def _check_split(self) -> None:
-        """Checks what is planned of a strategy that splits more than the batch."""
+        """Checks the options of a strategy that splits more than the batch."""
         if self.plans_cluster:
             raise ConfigError(
                 f"--strategy={self.strategy} is planned for one machine; use --num_devices, or"

@@ -1,4 +1,4 @@
-"""Options of a run: what it prints and writes, how it resumes, which fault is injected."""
+"""Options of a run: output, resuming and fault injection."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from app.config.option import option
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerbosityOptions:
-    """What TensorFlow prints."""
+    """Sets the verbosity of TensorFlow."""
 
     verbosity: int = option(
         -1,
@@ -23,7 +23,7 @@ class VerbosityOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where results go."""
+    """Selects the output directory."""
 
     out: str | None = option(
         None,
@@ -38,7 +38,7 @@ class OutputOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavingOptions:
-    """When a training saves, and when it gives up."""
+    """Sets when a training saves, and when it gives up."""
 
     checkpoint_every: int | None = option(
         None,
@@ -70,7 +70,7 @@ class SavingOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepVerificationOptions:
-    """Which steps of a training are verified, and what a mismatch does."""
+    """Selects the steps of a training to verify, and the reaction to a mismatch."""
 
     verify_every: int | None = option(
         None,
@@ -93,7 +93,7 @@ class StepVerificationOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
-    """What a training accepts when it resumes or starts."""
+    """Controls what a training accepts when it resumes or starts."""
 
     force_resume: bool = option(
         False,
@@ -112,7 +112,7 @@ class ResumeOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InjectOptions:
-    """Which fault is injected."""
+    """Selects the fault to inject."""
 
     inject: str | None = option(
         None,
@@ -126,9 +126,9 @@ class InjectOptions:
 
     @property
     def fault(self) -> Fault | None:
-        """The fault that `--inject` names."""
+        """The fault of `--inject`."""
         return Fault.parse(self.inject) if self.inject else None
 
     def inject_field(self) -> dict[str, str | None]:
-        """Returns the fault as `result_fields` has it: in one spelling."""
+        """Returns the fault in its canonical form, for `result_fields`."""
         return {"inject": self.fault.spec if self.fault else None}

@@ -1,4 +1,4 @@
-"""What options of a split training must be together."""
+"""Checks combinations of options of a split training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +18,14 @@ from strategies import STRATEGIES
 
 
 def check_options_of_some(options: Any, strategies: Sequence[str]) -> None:
-    """Checks that an option which not every strategy has is given only where a strategy has it.
+    """Checks that an option of some strategies is given only with such a strategy.
 
     Args:
-        options: of a command that has such options.
-        strategies: all that it trains with.
+        options: options of the command.
+        strategies: all strategies that it trains with.
 
     Raises:
-        ConfigError: an option would mean nothing.
+        ConfigError: an option would have no effect.
     """
     defaults = {each.name: each.default for each in options_of(options)}
     for name in OPTIONS_OF_SOME:
@@ -48,10 +48,10 @@ def shown_flag(name: str, value: Any) -> str:
 
 
 def check_sync_batch_norm(batch_norm: str, options: SplitOptions, *, jit_compile: bool) -> None:
-    """Checks that BatchNorm over the whole batch is given the whole batch at once.
+    """Checks that BatchNorm over the global batch gets the whole batch at once.
 
     Raises:
-        ConfigError: it is not, or XLA would have to compile what devices exchange.
+        ConfigError: it does not, or XLA would have to compile communication between devices.
     """
     if batch_norm != "sync":
         return
@@ -68,12 +68,12 @@ def check_sync_batch_norm(batch_norm: str, options: SplitOptions, *, jit_compile
 
 
 def check_split(strategy: str, options: SplitOptions, num_devices: int) -> None:
-    """Checks that the devices can be split as the options say.
+    """Checks that the devices can be split according to the options.
 
     Args:
-        strategy: its name.
-        options: of the training.
-        num_devices: of all workers.
+        strategy: name of the strategy.
+        options: options of the training.
+        num_devices: devices of all workers.
 
     Raises:
         ConfigError: the numbers do not fit together.
@@ -98,7 +98,7 @@ def check_split(strategy: str, options: SplitOptions, num_devices: int) -> None:
 def check_parts(
     strategy: str, options: SplitOptions, num_devices: int, global_batch_size: int
 ) -> None:
-    """Checks that a batch can be cut into as many parts as each replica makes of its own.
+    """Checks that a batch has an example for each part of each replica.
 
     Raises:
         ConfigError: it has too few examples.
@@ -118,10 +118,10 @@ def check_parts(
 def check_full_batch(
     strategy: str, options: SplitOptions, num_devices: int, global_batch_size: int
 ) -> None:
-    """Checks that shares of different sizes leave no shard of a whole batch empty.
+    """Checks that weighted shares leave no shard of a full batch empty.
 
     Raises:
-        ConfigError: one would be.
+        ConfigError: a shard would be empty.
     """
     fewest = fewest_examples(strategy, options, num_devices)
     if global_batch_size < fewest != num_shards(strategy, options, num_devices):
@@ -133,7 +133,7 @@ def check_full_batch(
 
 
 def name_shards(strategy: str, options: SplitOptions, num_devices: int) -> str:
-    """Returns what a batch is cut into, with their number, for a message."""
+    """Returns the parts of a batch, with their number, for a message."""
     replicas = num_replicas(strategy, options, num_devices)
     shards = num_shards(strategy, options, num_devices)
     if fewest_examples(strategy, options, num_devices) != shards:

@@ -1,4 +1,4 @@
-"""How many replicas, shards and copies a strategy has on a number of devices: pure arithmetic."""
+"""Computes the number of replicas, shards and copies of a strategy."""
 
 from app.config.names import SINGLE
 from app.config.option import options_of
@@ -15,7 +15,7 @@ OPTIONS_OF_SOME = (
 
 def has_option(strategy: str, name: str) -> bool:
     """Returns whether a strategy has an option, one of `OPTIONS_OF_SOME`."""
-    if name in ALL_REDUCE_OPTIONS:  # One with a single algorithm may be in no table.
+    if name in ALL_REDUCE_OPTIONS:  # An option with a single algorithm may be in no table.
         return strategy in ALL_REDUCE_ALGORITHMS or strategy not in STRATEGY_OPTIONS
     if name == "jit_compile":
         return strategy not in WITHOUT_JIT_COMPILE
@@ -39,7 +39,7 @@ def shards_per_replica(strategy: str, options: SplitOptions) -> int:
 
 
 def num_shards(strategy: str, options: SplitOptions, num_devices: int) -> int:
-    """Returns the number of parts of a batch with own loss, gradient and BatchNorm statistics."""
+    """Returns the number of parts with their own loss, gradient and BatchNorm statistics."""
     return num_replicas(strategy, options, num_devices) * shards_per_replica(strategy, options)
 
 
@@ -51,11 +51,10 @@ def num_copies(strategy: str, options: SplitOptions, num_devices: int) -> int:
 
 
 def fewest_examples(strategy: str, options: SplitOptions, num_devices: int) -> int:
-    """Returns the size of the smallest batch of which every shard has an example.
+    """Returns the size of the smallest batch that gives every shard an example.
 
-    With `--shard_weights` a weight w counts as w equal units, of which the first ones get the
-    examples that are over: a batch is large enough once it reaches the first unit of the last
-    shard.
+    With `--shard_weights`, a weight w counts as w equal units, and the first units get the
+    remainder: a batch is large enough once it reaches the first unit of the last shard.
     """
     weights = options.shard_weights
     if not weights or not has_option(strategy, "shard_weights"):
@@ -64,11 +63,11 @@ def fewest_examples(strategy: str, options: SplitOptions, num_devices: int) -> i
 
 
 def share_of_batch_alive(strategy: str, options: SplitOptions, num_devices: int) -> float:
-    """Returns the share of a batch whose activations are in memory at the same time.
+    """Returns the fraction of a batch whose activations are in memory at the same time.
 
-    A replica that accumulates gradients keeps one part at a time. Of a pipeline with K stages,
-    stage k keeps min(M, K − k) of M micro-batches with 1F1B, all of them with GPipe; what
-    recomputation keeps of a micro-batch, its input, is left out.
+    A replica that accumulates gradients stores one part at a time. Stage k of a pipeline with K
+    stages stores min(M, K − k) of M micro-batches with 1F1B, and all with GPipe. Does not count the
+    stage inputs that recomputation stores.
     """
     parts = shards_per_replica(strategy, options)
     if not has_option(strategy, "micro_batches") or options.recompute:

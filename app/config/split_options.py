@@ -1,4 +1,4 @@
-"""Options of how a training is split over devices, beyond one shard of the batch for each."""
+"""Options of how a training is split over devices, beyond one shard per device."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ _MAX_WEIGHT = 1000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitOptions:
-    """How layers, tensors, weights and batches are split; `STRATEGY_OPTIONS` says by whom."""
+    """Sets how layers, tensors, weights and batches are split; see `STRATEGY_OPTIONS`."""
 
     model_parallel: int | None = option(
         None,
@@ -90,11 +90,11 @@ class SplitOptions:
 
 
 def recorded_value(fields: dict[str, Any], name: str) -> Any:
-    """Returns the value of an option in a record, its default where the record is older than it.
+    """Returns the value of an option in a record; the default for a record without the option.
 
     Args:
-        fields: `result_fields` of a training, read from disk or not.
-        name: of the option.
+        fields: `result_fields` of a training, from disk or not.
+        name: name of the option.
     """
     return fields.get(name, _DEFAULTS.get(name))
 

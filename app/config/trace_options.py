@@ -1,4 +1,4 @@
-"""Options of recordings: which files `verify --traces` compares, and how."""
+"""Options of traces: the files that `verify --traces` compares, and how."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ _USED = {"out", "overwrite", "verbosity"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """Which recordings are verified."""
+    """Selects the traces to verify."""
 
     traces: tuple[str, ...] = option(
         (),
@@ -42,15 +42,15 @@ class TraceOptions:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name map: name in the other recordings → name in the first."""
+        """The name map: name in the other traces → name in the first trace."""
         return dict(pair.split("=", 1) for pair in self.name_map)
 
 
 def check_traces(config: Any) -> None:
-    """Checks the options of a `verify` with recordings.
+    """Checks the options of `verify` with traces.
 
     Raises:
-        ConfigError: an option has no part in it, or the name map is not one.
+        ConfigError: an option does not apply, or the name map is invalid.
     """
     used = {*_USED, *(each.name for each in options_of(TraceOptions))}
     for each in options_of(config):
@@ -68,10 +68,10 @@ def check_traces(config: Any) -> None:
 
 
 def check_no_traces(config: Any) -> None:
-    """Checks that options of recordings come with `--traces`.
+    """Checks that options of traces are given only with `--traces`.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: such an option is given without it.
     """
     for each in options_of(TraceOptions):
         if getattr(config, each.name) != each.default:

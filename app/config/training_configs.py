@@ -1,4 +1,4 @@
-"""The commands that train with one strategy: `train` and `launch`."""
+"""Defines the options of the commands `train` and `launch`."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -51,13 +51,13 @@ class TrainingOptions(
     OutputOptions,
     VerbosityOptions,
 ):
-    """What every command takes that trains one model."""
+    """The options of every command that trains one model."""
 
     def check_training(self) -> None:
-        """Checks what options of a training must be together.
+        """Checks combinations of options of a training.
 
         Raises:
-            ConfigError: two contradict each other.
+            ConfigError: two options contradict each other.
         """
         constraints.check_dataset(self)
 
@@ -73,7 +73,7 @@ class TrainConfig(
     StepVerificationOptions,
     Config,
 ):
-    """The options of `train`: one training."""
+    """The options of `train`."""
 
     command: ClassVar[str] = "train"
     summary: ClassVar[str] = "trains a model; writes history, plots and checkpoints"
@@ -87,7 +87,7 @@ class TrainConfig(
     )
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         names = (self.strategy,)
         check_trained_case(self, "--strategy", names)
         constraints.check_devices(self)
@@ -114,10 +114,10 @@ class TrainConfig(
         """Checks that the fault, if any, can be injected.
 
         Args:
-            num_devices: of all workers; None where the machine or the cluster decides.
+            num_devices: devices of all workers; None if it depends on the machine or the cluster.
 
         Raises:
-            ConfigError: the strategy cannot have it.
+            ConfigError: the strategy does not support the fault.
         """
 
         def count(strategy: str, fault: Fault) -> int | None:
@@ -126,7 +126,7 @@ class TrainConfig(
         constraints.check_fault(self.fault, f"--inject={self.inject}", (self.strategy,), count)
 
     def check_verified_steps(self) -> None:
-        """Checks that steps of such a training can be verified, where it is asked for.
+        """Checks that the steps to verify can be verified.
 
         Raises:
             ConfigError: they cannot.
@@ -140,7 +140,7 @@ class TrainConfig(
             )
 
     def why_not_verified(self) -> str:
-        """Returns why no step of such a training can be verified while it runs; "" if one can."""
+        """Returns why steps of this training cannot be verified while it runs; "" if they can."""
         if self.case is not None:
             return "steps of a case cannot be verified while it is trained; use verify --case"
         if self.precision == "mixed_float16":
@@ -148,20 +148,20 @@ class TrainConfig(
         return ""
 
     def check_shards(self, num_devices: int | None, num_train_examples: int | None = None) -> None:
-        """Checks that the devices can be split as asked, and that no shard of a batch is empty.
+        """Checks the split over devices, and that no shard of a batch is empty.
 
         Args:
-            num_devices: of all workers; None where the machine or the cluster decides.
-            num_train_examples: of the data set; None for what the options say, of a case those of
-                one batch.
+            num_devices: devices of all workers; None if it depends on the machine or the cluster.
+            num_train_examples: training examples of the dataset; None for the number from the
+                options, or for a case, one batch.
 
         Raises:
-            ConfigError: numbers do not fit together, some shard would be empty, or an epoch would
-                have no step.
+            ConfigError: numbers do not fit together, a shard would be empty, or an epoch would have
+                no step.
         """
         if num_devices:
             split_constraints.check_split(self.strategy, self, num_devices)
-        # As few replicas as there can be.
+        # The smallest possible number of replicas.
         number = num_devices or len(self.shard_weights) or self.model_parallel or 1
         split = self.strategy, self, number
         of_options = self.num_train_examples or NUM_TRAIN_EXAMPLES
@@ -179,12 +179,12 @@ class TrainConfig(
         )
 
     def result_fields(self) -> dict[str, Any]:
-        """Returns what the result of the training depends on, without paths and display."""
+        """Returns the fields that affect the result of the training, without paths and display."""
         return self.with_case(super().result_fields() | self.inject_field())
 
 
 def num_faulty(strategy: str, options: SplitOptions, num_devices: int, fault: Fault) -> int:
-    """Returns how many there are of what a fault counts: shards, copies of the weights, …."""
+    """Returns the number of the units that a fault counts: shards, copies of the weights, etc."""
     num_replicas = split_numbers.num_replicas(strategy, options, num_devices)
     numbers = {
         "parts": 1,
@@ -198,16 +198,16 @@ def num_faulty(strategy: str, options: SplitOptions, num_devices: int, fault: Fa
 
 
 def training_config(config: Config, strategy: str, **options: Any) -> TrainConfig:
-    """Returns the configuration of a training with one strategy, else with a command's options.
+    """Returns the configuration of a training with one strategy and a command's options.
 
-    Options that the strategy does not have are set back to their defaults. `single` has one device,
-    with all cores.
+    Options that the strategy does not have get their defaults. `single` has one device with all
+    cores.
 
     Args:
-        config: of the command; options that `train` does not have are left out, as are lists of
-            values to try.
-        strategy: of the training.
-        **options: what differs from the command's options.
+        config: config of the command; options that `train` does not have, and lists of values to
+            try, are ignored.
+        strategy: strategy of the training.
+        **options: values that replace the command's.
     """
     given = {
         each.name: getattr(config, each.name)
@@ -235,7 +235,7 @@ class LaunchConfig(
     WorkerOptions,
     Config,
 ):
-    """The options of `launch`: a training with several processes of this machine."""
+    """The options of `launch`."""
 
     command: ClassVar[str] = "launch"
     summary: ClassVar[str] = "trains in several local processes; restarts them after a failure"
@@ -256,14 +256,14 @@ class LaunchConfig(
 
     @property
     def num_devices_of_all_workers(self) -> int | None:
-        """The number of devices of all workers; None where the machine decides."""
+        """The number of devices of all workers; None if it depends on the machine."""
         return self.num_devices_asked and self.num_devices_asked * self.num_workers
 
     def check(self) -> None:
-        """Checks what options must be together."""
+        """Checks combinations of options."""
         check_trained_case(self, "--strategy", (self.strategy,))
         split_constraints.check_options_of_some(self, (self.strategy,))
-        training = self.train_config()  # It checks all but the number of devices.
+        training = self.train_config()  # Checks everything except the number of devices.
         training.check_fault(self.num_devices_of_all_workers)
         training.check_shards(self.num_devices_of_all_workers)
 

@@ -1,1 +1,1 @@
-"""Where images come from; nothing here knows of devices or strategies."""
+"""Datasets and the input pipeline; independent of devices and strategies."""

@@ -1,7 +1,7 @@
-"""Where Fashion-MNIST can come from: each place is looked at, and nothing is read yet.
+"""Finds the source of Fashion-MNIST without reading it.
 
-Looked for in the folder that was named, in `$FASHION_MNIST_DIR`, in a prepared TensorFlow Datasets
-directory, and last on the network.
+Searches the given folder, `$FASHION_MNIST_DIR`, a prepared TensorFlow Datasets (TFDS) directory,
+and last the network.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from app.runtime import run_context
 from app.runtime.errors import DataError, reason_of
 
-# Name of each original file → SHA-256 of its decompressed bytes.
+# Name of each original file → SHA-256 of its decompressed content.
 # Reference: H. Xiao et al., "Fashion-MNIST: a Novel Image Dataset", 2017.
 SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
@@ -24,28 +24,28 @@ HOW_TO_GET = (
     "put train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz and"
     " t10k-labels-idx1-ubyte.gz into a folder and give it as --data_dir"
 )
-# Where TFDS 4.9.10 gets it.
+# Download location used by TFDS 4.9.10.
 DOWNLOAD_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FILES, PREPARED, TO_PREPARE, TO_DOWNLOAD = "files", "prepared", "to prepare", "to download"
 _CONNECT_TIMEOUT_SEC = 8
 
 
 class DataMissingError(DataError):
-    """Real Fashion-MNIST is nowhere to be had; damaged data is another matter."""
+    """Fashion-MNIST was not found anywhere. Damaged data raises `DataError`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSource:
-    """The place that Fashion-MNIST is taken from.
+    """Describes where to load Fashion-MNIST from.
 
     Attributes:
-        kind: `FILES` for the four original files, `PREPARED` for a directory that TFDS has
-            prepared, `TO_PREPARE` for one in which it can do so from files that lie there,
-            `TO_DOWNLOAD` for one in which it needs the network.
-        folder: of the files, or TFDS's data directory.
-        named_by: the flag or the variable that names it, or "TFDS".
-        paths: name of each original file → where it is; none where they are not there.
-        looked: the places before it, where it is not.
+        kind: `FILES` for the four original files, `PREPARED` for a directory prepared by TFDS,
+            `TO_PREPARE` for a directory with files that TFDS can prepare, `TO_DOWNLOAD` for one
+            that needs the network.
+        folder: folder of the files, or TFDS's data directory.
+        named_by: the flag or variable that names the folder, or "TFDS".
+        paths: name of each original file → its path; empty without the files.
+        looked: the places searched before.
     """
 
     kind: str
@@ -56,16 +56,16 @@ class DataSource:
 
 
 def find_data_source(data_dir: str | None, environ: Mapping[str, str] = os.environ) -> DataSource:
-    """Finds the first place that has Fashion-MNIST, or can have it.
+    """Finds the first place that has Fashion-MNIST or can provide it.
 
     Args:
-        data_dir: a folder with the four files, compressed or not, or a TFDS data directory. Where
-            it is given, nowhere else is looked.
+        data_dir: a folder with the four files, compressed or not, or a TFDS data directory; if
+            given, no other place is searched.
         environ: environment variables.
 
     Raises:
-        DataMissingError: it is not in `data_dir`.
-        DataError: a place may not be read.
+        DataMissingError: `data_dir` does not contain the dataset.
+        DataError: a place cannot be read.
     """
     try:
         return _find(data_dir, environ)
@@ -102,23 +102,23 @@ def tfds_folder(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
 
 
 def manual_dir(tfds_dir: pathlib.Path) -> pathlib.Path:
-    """Returns where the four files can be laid for TFDS to prepare itself from."""
+    """Returns the folder in which TFDS looks for the four files."""
     return tfds_dir / "downloads" / "manual"
 
 
 def is_prepared(tfds_dir: pathlib.Path) -> bool:
-    """Tells, without importing TFDS, whether it has prepared Fashion-MNIST there."""
+    """Returns, without importing TFDS, whether it has prepared Fashion-MNIST there."""
     return any(tfds_dir.glob("fashion_mnist/*/dataset_info.json"))
 
 
 def check_connection(url: str, timeout_sec: float | None = None) -> None:
-    """Raises `OSError` within 10 s unless the server answers; TFDS itself would try for minutes.
+    """Raises `OSError` within 10 s unless the server answers; TFDS itself would retry for minutes.
 
-    In a thread of its own, because the look-up of a name takes no time limit.
+    Uses a thread, because a name lookup has no timeout.
 
     Args:
-        url: of the server.
-        timeout_sec: give up sooner or later than that.
+        url: address of the server.
+        timeout_sec: timeout instead of 10 s.
     """
     import urllib.error
     import urllib.request
@@ -130,7 +130,7 @@ def check_connection(url: str, timeout_sec: float | None = None) -> None:
         try:
             urllib.request.urlopen(url, timeout=timeout_sec).close()
         except urllib.error.HTTPError as answer:
-            answer.close()  # Not the page, but an answer: the server is there.
+            answer.close()  # Any answer shows that the server is reachable.
         except (OSError, ValueError) as error:
             outcome.append(error)
 
@@ -143,7 +143,7 @@ def check_connection(url: str, timeout_sec: float | None = None) -> None:
 
 
 def _find_in(folder: pathlib.Path, named_by: str) -> DataSource:
-    """Finds it in a folder that the user named: the original files, or what TFDS prepared."""
+    """Finds the dataset in a user's folder: the original files, or a TFDS directory."""
     paths = {name: path for name in SHA256 if (path := _find_file(folder, name))}
     missing = [name for name in SHA256 if name not in paths]
     if not missing:

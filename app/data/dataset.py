@@ -1,4 +1,4 @@
-"""The images that a run works on: which set it is, and what exactly is in it."""
+"""Defines the dataset of a run."""
 
 import dataclasses
 import hashlib
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    import tensorflow as tf  # It takes seconds.
+    import tensorflow as tf  # Importing it takes seconds.
 
 CLASS_NAMES = (
     "t-shirt", "trouser", "pullover", "dress", "coat",
@@ -23,8 +23,8 @@ class ImageDataset:
     """Training and test images of ten classes.
 
     Attributes:
-        name: "fashion_mnist", "synthetic", or "unverified" for files of Fashion-MNIST's format
-            with other content; as it stands in plots and files.
+        name: "fashion_mnist", "synthetic", or "unverified" for files in Fashion-MNIST's format
+            with other content; shown in plots and files.
         train_images: uint8 `(N, 28, 28, 1)`.
         train_labels: uint8 `(N,)`, in 0 to 9.
         test_images: uint8 `(M, 28, 28, 1)`.
@@ -60,15 +60,15 @@ class ImageDataset:
 
     @property
     def evaluates_training_data(self) -> bool:
-        """False: there are test images."""
+        """False: there are separate test images."""
         return False
 
     def sha256(self) -> str:
-        """Returns a hash of all images and labels: what was trained on, to the bit and in order."""
+        """Returns a hash of all images and labels, in order."""
         return _sha256(self.train_images, self.train_labels, self.test_images, self.test_labels)
 
     def sha256_of_test_part(self) -> str:
-        """Returns a hash of the test images and labels, whatever the training part."""
+        """Returns a hash of the test images and labels."""
         return _sha256(self.test_images, self.test_labels)
 
     def batches_to_evaluate(self) -> "tf.data.Dataset":
@@ -80,15 +80,15 @@ class ImageDataset:
         )
 
     def with_train_subset(self, num_examples: int, seed: int) -> "ImageDataset":
-        """Returns the set with a training part of `num_examples`, as many of each class.
+        """Returns the dataset with `num_examples` training images, equally many per class.
 
-        Where they do not divide evenly, the first classes have one more; the order of the whole
-        set is kept. The choice is a pure function of (seed, labels).
+        If they do not divide evenly, the first classes have one more. The order of the dataset is
+        kept. The choice is a pure function of (seed, labels).
         """
         generator = np.random.default_rng(seed)
         order = generator.permutation(len(self.train_labels))
         shuffled = self.train_labels[order]
-        # Deal the examples out in rounds, one of each class a round.
+        # Choose the examples in rounds, one of each class per round.
         rounds = np.empty(len(order), np.int64)
         for label in range(NUM_CLASSES):
             members = shuffled == label

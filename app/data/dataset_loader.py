@@ -1,4 +1,4 @@
-"""Chooses the images of a run: real ones wherever they can be had, generated ones otherwise."""
+"""Loads the dataset of a run: real images if available, else generated ones."""
 
 from collections.abc import Callable
 
@@ -16,17 +16,18 @@ def load_dataset(
     allow_unverified: bool,
     warn: Callable[[str], None],
 ) -> ImageDataset:
-    """Loads a data set by name.
+    """Loads a dataset by name.
 
     Args:
-        name: "fashion_mnist", "synthetic", or "auto" for the first that can be had. A folder that
-            was named, and data that is damaged, are never replaced by generated images.
-        data_dir: where to look, and then nowhere else.
+        name: "fashion_mnist", "synthetic", or "auto" for the first that is available. A missing
+            folder that was given, or damaged data, is never replaced by generated images.
+        data_dir: folder to search; if given, no other place is searched.
         allow_unverified: accept real data whose hash differs.
-        warn: told when generated images take the place of real ones, or others are accepted.
+        warn: called with a message if generated images replace real ones, or if unverified data is
+            accepted.
 
     Raises:
-        DataError: missing or damaged.
+        DataError: the data is missing or damaged.
     """
     if name == "synthetic":
         return generate_synthetic()
@@ -46,7 +47,7 @@ def load_dataset(
 
 
 def with_train_subset(dataset: ImageDataset, num_examples: int | None, seed: int) -> ImageDataset:
-    """Returns the set with `num_examples` of its training images, all of them where it is None.
+    """Returns the dataset with `num_examples` of its training images; None for all.
 
     Raises:
         DataError: there are fewer.

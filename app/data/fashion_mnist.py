@@ -1,8 +1,8 @@
-"""Fashion-MNIST: found, verified to the last bit, loaded.
+"""Finds, verifies and loads Fashion-MNIST.
 
-Looked for in the folder that was named, in `$FASHION_MNIST_DIR`, in a prepared TensorFlow Datasets
-directory, and last on the network. Whatever the way, the arrays are those of the four original
-files in their order: their SHA-256 is the proof.
+Searches the given folder, `$FASHION_MNIST_DIR`, a prepared TensorFlow Datasets (TFDS) directory,
+and last the network. From every source the arrays equal the four original files, in their order,
+which their SHA-256 verifies.
 """
 
 import gzip
@@ -44,14 +44,14 @@ def load_fashion_mnist(
     """Finds, verifies and loads Fashion-MNIST.
 
     Args:
-        data_dir: a folder with the four files, compressed or not, or a TFDS data directory. Where
-            it is given, nowhere else is looked.
-        allow_unverified: accept other content, as long as the format is right.
+        data_dir: a folder with the four files, compressed or not, or a TFDS data directory; if
+            given, no other place is searched.
+        allow_unverified: accept other content in the right format.
         environ: environment variables.
 
     Raises:
-        DataMissingError: it is in none of the places, and cannot be downloaded.
-        DataError: what was found is damaged, or is not Fashion-MNIST.
+        DataMissingError: the dataset was not found and cannot be downloaded.
+        DataError: the dataset that was found is damaged, or is not Fashion-MNIST.
     """
     source = find_data_source(data_dir, environ)
     if source.kind == FILES:
@@ -62,10 +62,10 @@ def load_fashion_mnist(
 
 
 def load_files(paths: Mapping[str, pathlib.Path], *, allow_unverified: bool) -> ImageDataset:
-    """Loads the four original files, each checked for itself and images against labels.
+    """Loads the four original files; checks each file, and images against labels.
 
     Raises:
-        DataError: they are damaged, or not those of Fashion-MNIST.
+        DataError: a file is damaged, or is not from Fashion-MNIST.
     """
     arrays, hashes = {}, {}
     for name, path in paths.items():
@@ -76,7 +76,7 @@ def load_files(paths: Mapping[str, pathlib.Path], *, allow_unverified: bool) -> 
 
 
 def _read(path: pathlib.Path) -> bytes:
-    """Returns the decompressed content, at most one byte more than any real file has."""
+    """Returns the decompressed content, at most one byte more than the largest valid file."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:
@@ -143,9 +143,9 @@ def _assemble(
     sources: Mapping[str, object],
     allow_unverified: bool,
 ) -> ImageDataset:
-    """Puts four arrays together: as many labels as images, and the originals' content.
+    """Combines four arrays to a dataset; checks the number of labels and the content.
 
-    Another content is refused unless it is allowed.
+    Other content is rejected unless `allow_unverified` is set.
     """
     names = list(SHA256)
     for images, labels in (names[:2], names[2:]):
@@ -166,11 +166,10 @@ def _assemble(
 
 
 def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDataset:
-    """Loads what TFDS prepared and puts it back into the order of the original files.
+    """Loads the dataset prepared by TFDS and restores the order of the original files.
 
-    TFDS writes examples in the order of a hash of their index, salted with the name of the split;
-    the same hash gives the way back, and the SHA-256 of the files, rebuilt byte for byte, proves
-    that both order and content are right.
+    TFDS orders examples by a hash of their index, salted with the name of the split. The same hash
+    gives the inverse order, and the SHA-256 of the rebuilt files verifies order and content.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.hashing import Hasher
@@ -180,7 +179,7 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
         try:
             builder = tfds.builder("fashion_mnist", data_dir=tfds_dir)
             examples = tfds.as_numpy(builder.as_dataset(split=split, batch_size=-1))
-        except Exception as error:  # TFDS and TensorFlow raise many kinds for damaged records.
+        except Exception as error:  # Damaged records raise various exceptions.
             raise DataError(
                 f"{tfds_dir}/fashion_mnist: cannot be read ({reason_of(error)}); delete it, so that"
                 " TFDS prepares it again"
@@ -204,10 +203,9 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
 
 
 def _prepare(source: DataSource) -> None:
-    """Lets TFDS prepare the set in its folder, from files that lie there or from the network.
+    """Prepares the dataset with TFDS, from files in its folder or from the network.
 
-    Files that lie in `downloads/manual` below it are taken from there, checksums verified, without
-    any network.
+    Files in `downloads/manual` are used without the network, after a check of their checksums.
     """
     import tensorflow_datasets as tfds
 
@@ -224,7 +222,7 @@ def _prepare(source: DataSource) -> None:
         builder.download_and_prepare(
             download_config=tfds.download.DownloadConfig(manual_dir=manual_dir(source.folder))
         )
-    except Exception as error:  # A checksum, the disk, a connection that broke: many kinds.
+    except Exception as error:  # Various exceptions: checksum, disk, broken connection.
         origin_url = builder.URL if source.kind == TO_DOWNLOAD else manual_dir(source.folder)
         raise DataError(
             f"{source.folder}: cannot be prepared from {origin_url} ({reason_of(error)}); check"

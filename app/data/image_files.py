@@ -1,4 +1,4 @@
-"""Images that a user hands in: PNG files and NumPy arrays."""
+"""Loads a user's images from PNG files and NumPy arrays."""
 
 import pathlib
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from app.data.dataset import IMAGE_SHAPE
 from app.runtime.errors import DataError, reason_of
 
 # Luma of gamma-encoded R'G'B', as PNG files hold it; reference: ITU-R BT.601. The result is rounded
-# to the nearest. Pillow's `convert("L")` has the same weights in 16-bit fixed point: the two differ
-# by one level where the sum lies halfway between two levels.
+# to the nearest level. Pillow's `convert("L")` uses the same weights in 16-bit fixed point; results
+# differ by one level if the sum lies halfway between two levels.
 _LUMA = np.array([0.299, 0.587, 0.114])
 
 
 def load_image_files(paths: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Loads images as the networks take them.
+    """Loads images in the format of the networks.
 
     Args:
         paths: `.png` files of 28 × 28 pixels, grey or colour; `.npy` files with uint8 arrays
@@ -35,7 +35,7 @@ def load_image_files(paths: Sequence[str]) -> tuple[list[str], np.ndarray]:
             if path.exists() and not path.is_file():
                 raise ValueError("not a file")
             pixels = _load_npy(path) if path.suffix.lower() == ".npy" else _load_png(path)
-        except Exception as error:  # A damaged file may raise anything.
+        except Exception as error:  # A damaged file may raise any exception.
             raise DataError(
                 f"{path}: not a readable {path.suffix} image ({reason_of(error)}); check the path"
                 " and the file"
@@ -58,7 +58,7 @@ def _is_image_shape(shape: tuple[int, ...]) -> bool:
 
 
 def _load_npy(path: pathlib.Path) -> np.ndarray:
-    # Mapped, not read: a header that promises a huge array must not be believed.
+    # Memory-mapped: the header of a damaged file may declare a huge array.
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
         raise ValueError("not a single array")

@@ -1,8 +1,8 @@
-"""Generated garments: ten classes drawn from seeded shapes, for machines without the real data.
+"""Generates images of garments in ten classes from seeded shapes, for use without the real data.
 
-Sizes and types are those of Fashion-MNIST. Each image varies in size, position, slant, brightness,
-texture and noise, and neighbouring classes (shirt, t-shirt, pullover, coat) overlap in what sets
-them apart, so that a network has something to learn and cannot be right every time.
+Sizes and types are those of Fashion-MNIST. Images vary in size, position, slant, brightness,
+texture and noise, and similar classes (shirt, t-shirt, pullover, coat) overlap, so that a network
+learns but does not reach 100 % accuracy.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,21 @@ import numpy as np
 
 from app.data.dataset import CLASS_NAMES, IMAGE_SHAPE, ImageDataset
 
-Length = float | np.ndarray  # Of every image, or of each: `(n, 1, 1)`, or `(n, 28, 28)`.
+Length = float | np.ndarray  # For all images, or per image: `(n, 1, 1)` or `(n, 28, 28)`.
 
-_CHUNK = 500  # Images drawn at a time: small enough to stay in the processor's cache.
+_CHUNK = 500  # Images drawn at a time; fits in the processor's cache.
 
 
 def generate_synthetic(
     *, seed: int = 0, num_train: int = 60_000, num_test: int = 10_000
 ) -> ImageDataset:
-    """Draws the generated set; a pure function of its arguments, in under 5 s for the full size."""
+    """Generates the dataset, a pure function of the arguments; under 5 s for the full size."""
     train_seed, test_seed = np.random.SeedSequence(seed).spawn(2)
     return ImageDataset("synthetic", *_draw(train_seed, num_train), *_draw(test_seed, num_test))
 
 
 def _draw(seed: np.random.SeedSequence, num_images: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns uint8 images `(num_images, 28, 28, 1)` and labels, classes in equal numbers."""
+    """Returns uint8 images `(num_images, 28, 28, 1)` and labels, with balanced classes."""
     generator = np.random.default_rng(seed)
     labels = generator.permutation(np.arange(num_images) % len(CLASS_NAMES)).astype(np.uint8)
     images = np.empty((num_images, *IMAGE_SHAPE), np.uint8)
@@ -38,7 +38,7 @@ def _draw(seed: np.random.SeedSequence, num_images: int) -> tuple[np.ndarray, np
 
 
 class _Canvas:
-    """Coordinates of n images, each with its own size, position and slant, and shapes on them.
+    """Holds coordinates of n images, each with its own size, position and slant, and draws shapes.
 
     Coordinates run from −1 to 1, y downwards; masks are float32 `(n, 28, 28)` in [0, 1].
     """
@@ -51,29 +51,29 @@ class _Canvas:
         self.x = (x - self.vary(0, 0.08)) / self.vary(0.9, 0.09) + self.vary(0, 0.08) * y
 
     def vary(self, mean: float, standard_deviation: float) -> np.ndarray:
-        """Returns a number for each image, `(n, 1, 1)`, normally distributed."""
+        """Returns normally distributed numbers, one per image, `(n, 1, 1)`."""
         numbers = self._generator.standard_normal((self._num_images, 1, 1), dtype=np.float32)
         return mean + np.float32(standard_deviation) * numbers
 
     def box(self, left: Length, right: Length, top: Length, bottom: Length) -> np.ndarray:
-        """A rectangle; bounds may be arrays, so that sides can slant."""
+        """Draws a rectangle; bounds may be arrays for slanted sides."""
         horizontal = np.minimum(self.x - left, right - self.x)
         return _soften(np.minimum(horizontal, np.minimum(self.y - top, bottom - self.y)))
 
     def ellipse(self, x: Length, y: Length, width: Length, height: Length) -> np.ndarray:
-        """A filled ellipse around (x, y)."""
+        """Draws a filled ellipse around (x, y)."""
         distance = np.hypot((self.x - x) / width, (self.y - y) / height)
         return _soften((1 - distance) * 0.5)
 
     def body(
         self, top_width: Length, bottom_width: Length, top: Length, bottom: Length
     ) -> np.ndarray:
-        """A trunk whose width goes evenly from top to bottom."""
+        """Draws a trunk whose width changes linearly from top to bottom."""
         half = top_width + (bottom_width - top_width) * (self.y - top) / (bottom - top)
         return self.box(-half, half, top, bottom)
 
     def sleeves(self, length: Length, spread: Length) -> np.ndarray:
-        """Two sleeves from the shoulders at ±0.45 down to `length`, leaning out by `spread`."""
+        """Draws sleeves from the shoulders at ±0.45 down to `length`, leaning out by `spread`."""
         lean = 0.42 + spread * (self.y + 0.75)
         x = np.abs(self.x)
         inside = np.minimum(np.minimum(x - lean + 0.14, lean + 0.16 - x), length - self.y)
@@ -81,7 +81,7 @@ class _Canvas:
 
 
 def _soften(distance: np.ndarray) -> np.ndarray:
-    """Turns a signed distance into a mask with an edge of about one pixel."""
+    """Converts a signed distance to a mask with an edge of about one pixel."""
     return np.clip(distance * 12 + 0.5, 0, 1)
 
 
@@ -162,7 +162,7 @@ _GARMENTS = (
 def _render(
     draw_garment: Callable[[_Canvas], np.ndarray], num_images: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draws one chunk of a class and gives it texture, brightness and noise; uint8 (n, 28, 28)."""
+    """Draws one chunk of a class with texture, brightness and noise; uint8 `(n, 28, 28)`."""
     canvas = _Canvas(num_images, generator)
     mask = draw_garment(canvas)
     along = np.where(canvas.vary(0, 1) > 0, canvas.x, canvas.y)

@@ -1,1 +1,1 @@
-"""The small experiments of `demo`: each one runs the program's own code and says what it shows."""
+"""The experiments of `demo`, which run the program's own code and explain the results."""

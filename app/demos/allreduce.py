@@ -1,4 +1,4 @@
-"""`demo allreduce`: every device gets the sum of what all of them hold."""
+"""`demo allreduce`: sums tensors over all devices."""
 
 from app.config import DemoConfig
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
@@ -11,7 +11,7 @@ _MANY = 8
 
 
 def run(config: DemoConfig) -> None:
-    """Adds the book's two little tensors, by every algorithm."""
+    """Sums the two small tensors of d2l with every algorithm."""
     prepared = demo_setup.set_up(config)
     from strategies.collectives import ALL_REDUCE_FUNCTIONS
     from strategies.manual import all_reduce
@@ -56,7 +56,7 @@ def run(config: DemoConfig) -> None:
 
 
 def tensors_to_add(names: list[str]) -> list[list]:
-    """Returns for each device a list with one tensor `(1, 2)`, full of the device's number + 1."""
+    """Returns for each device r a list with one tensor `(1, 2)`, filled with r + 1."""
     import tensorflow as tf
 
     per_replica_tensors = []
@@ -67,7 +67,7 @@ def tensors_to_add(names: list[str]) -> list[list]:
 
 
 def _compare_costs(prepared: Devices, results: dict) -> None:
-    """Prints what each algorithm gave here, and what it costs for the gradients of LeNet."""
+    """Prints each algorithm's result here, and its cost for the gradients of LeNet."""
     from app.performance.all_reduce_model import all_reduce_cost
 
     lenet = load_model_builder("lenet")(image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES)

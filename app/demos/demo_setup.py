@@ -1,4 +1,4 @@
-"""What experiments need on the stage: devices, images, and trainings that start alike."""
+"""Sets up devices, data and strategies for the experiments."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from app.devices.device_setup import Devices
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.data.dataset import ImageDataset
     from app.training.training_spec import TrainingSpec
     from app.verification.straggler import SendTime
@@ -23,13 +23,13 @@ if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not bef
     from strategies.copies import State
     from strategies.observer import Observer
 
-_STEPS_PER_CALL = 20  # So that a bar moves, and Ctrl-C is heard.
+_STEPS_PER_CALL = 20  # So that the progress bar updates and Ctrl-C takes effect.
 
 
 def set_up(config: DemoConfig) -> Devices:
-    """Sets up the devices that are asked for, else as many as the experiment has by itself.
+    """Sets up the requested devices, or the experiment's default number of devices.
 
-    Where nothing is asked for, GPUs are taken only if there are enough of them.
+    By default, GPUs are used only if there are enough of them.
 
     Raises:
         DeviceError: GPUs are required and there are too few.
@@ -51,22 +51,22 @@ def set_up(config: DemoConfig) -> Devices:
 
 
 def first(prepared: Devices, num_devices: int) -> Devices:
-    """Returns the first few of some devices."""
+    """Returns the first `num_devices` devices."""
     return dataclasses.replace(prepared, names=prepared.names[:num_devices])
 
 
 def training(config: DemoConfig, **options: Any) -> TrainConfig:
-    """Returns the configuration of a training by hand, on devices that are there already."""
+    """Returns the configuration of a training with `manual` on devices that are set up."""
     return config.for_training(**{"num_devices": None, "num_gpus": None, **options})
 
 
 def create(
     config: TrainConfig, prepared: Devices, dataset: "ImageDataset"
 ) -> "tuple[TrainingSpec, Strategy, Any]":
-    """Builds what `config` trains; returns the job, the strategy, and the iterator of its steps.
+    """Builds what `config` trains; returns the spec, the strategy, and the iterator of its steps.
 
     Raises:
-        ConfigError: a replica would get no example of some batch.
+        ConfigError: a replica would get no example of a batch.
     """
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.training_spec import TrainingSpec
@@ -81,7 +81,7 @@ def create(
 def make_steps(
     strategy: "Strategy", iterator: Any, num_steps: int, progress: StepProgress | None = None
 ) -> "StepTotals":
-    """Makes optimizer steps, a few in each call; returns the totals of all of them."""
+    """Runs optimizer steps, a few per call, and returns their totals."""
     from strategies.base import StepTotals
 
     totals, done = StepTotals(0.0, 0, 0), 0
@@ -95,7 +95,7 @@ def make_steps(
 
 
 def state(strategy: "Strategy") -> "State":
-    """Returns the model of a strategy, array by array, without what its optimizer keeps."""
+    """Returns the arrays of a strategy's model, without optimizer state."""
     return {k: v for k, v in strategy.state().items() if k.startswith("model/")}
 
 
@@ -103,17 +103,17 @@ def state(strategy: "Strategy") -> "State":
 def recorded(
     strategy: "Strategy", iterator: Any, *, num_steps: int, inner: "Observer | None" = None
 ) -> "Iterator[tuple[Trace, list[list[SendTime]]]]":
-    """Makes steps of a strategy that has made none, and writes down what each replica computes.
+    """Runs the first steps of a strategy and records what each replica computes.
 
     Args:
-        strategy: built.
-        iterator: of its steps.
-        num_steps: how many.
-        inner: an observer that looks on, too, and may interfere.
+        strategy: a built strategy that has not trained yet.
+        iterator: iterator of its steps.
+        num_steps: number of steps.
+        inner: another observer, which may modify values.
 
     Yields:
-        The trace, which is gone afterwards; and for each step and replica when it sent its
-        gradients.
+        The trace, which is deleted afterwards; and for each step and replica, the time at which it
+        sent its gradients.
     """
     from app.verification.recorder import Recorder
     from app.verification.trace import Trace

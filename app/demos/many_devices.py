@@ -1,4 +1,4 @@
-"""`demo many_devices`: the same training on as many as 16 devices."""
+"""`demo many_devices`: runs the same training on up to 16 devices."""
 
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,10 @@ from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 from app.verification.difference import WeightDifference
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.data.dataset import ImageDataset
 
-_STEPS = 5, 20  # After how many steps weights are compared.
+_STEPS = 5, 20  # Numbers of steps after which weights are compared.
 _ROUNDS = 5
 _ALGORITHMS = ("reduce_to_one", "ring", "tree", "direct")
 
@@ -51,13 +51,13 @@ def counts_up_to(num_devices: int) -> list[int]:
 def train_on_each(
     training: TrainConfig, prepared: Devices, dataset: "ImageDataset", counts: list[int]
 ) -> list[list[dict[str, np.ndarray]]]:
-    """Makes the same steps on the first 1, 2, 4, … devices.
+    """Runs the same steps on the first 1, 2, 4, … devices.
 
     Returns:
         For each number of devices the weights after each of `_STEPS`.
 
     Raises:
-        ReplicaDivergenceError: the replicas of one of them differ from each other.
+        ReplicaDivergenceError: the replicas of a training differ.
     """
     from app.training.replica_divergence import check_replica_divergence
 
@@ -83,7 +83,7 @@ def _show_weights(counts: list[int], size: int, weights: list[list[dict]]) -> No
     for count, own in zip(counts, weights, strict=True):
         smallest, largest = size // count, -(-size // count)
         shard = str(largest) if smallest == largest else f"{smallest} or {largest}"
-        # `check_replica_divergence` has compared every bit.
+        # `check_replica_divergence` has compared all weights bitwise.
         row = [count, shard, "yes"]
         for state, reference in zip(own, weights[0], strict=True):
             difference = WeightDifference.between(state, reference)
@@ -112,7 +112,7 @@ def _show_all_reduce(counts: list[int], size_bytes: int) -> None:
 
 
 def _show_times(config: DemoConfig, counts: list[int], simulated: bool) -> None:
-    """Measures a step on each number of devices, in turn, and says what to take from it all."""
+    """Measures a step on each number of devices in turn, and prints the conclusion."""
     with StepProgress(1) as progress:
         samples = measure(
             create_cases(config, counts, simulated), repeats=_ROUNDS, progress=progress
@@ -121,7 +121,7 @@ def _show_times(config: DemoConfig, counts: list[int], simulated: bool) -> None:
 
 
 def create_cases(config: DemoConfig, counts: list[int], simulated: bool) -> list[Case]:
-    """Returns a training on each number of devices, of the kind that was chosen before."""
+    """Returns a training on each number of devices, of the same device type as before."""
     options = {"device": "cpu" if simulated else "gpu", "num_gpus": None, "recipe": "fast"}
     return [
         Case(config.for_training(num_devices=count, last_batch="drop", **options))
@@ -130,7 +130,7 @@ def create_cases(config: DemoConfig, counts: list[int], simulated: bool) -> list
 
 
 def print_times(samples: list[Sample]) -> None:
-    """Prints the time of a step on each number of devices, and what to take from the experiment."""
+    """Prints the time of a step on each number of devices, and the conclusion."""
     simulated = any(s.facts.simulated_devices for s in samples)
     rows = []
     for s in samples:

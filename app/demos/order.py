@@ -1,4 +1,4 @@
-"""`demo order`: what the order in which gradients are added changes."""
+"""`demo order`: shows the effect of the order in which gradients are added."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification.difference import Difference
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.data.dataset import ImageDataset
     from strategies.collectives import PerReplicaTensors
 
@@ -22,15 +22,15 @@ _STEPS = 20
 
 
 def run(config: DemoConfig) -> None:
-    """Adds real gradients in several orders, and trains with each of them.
+    """Adds real gradients in several orders, and trains with each order.
 
-    In a process of its own: taking an iterator of MirroredStrategy apart was seen to wait for 30 s.
+    Runs in a separate process, because deleting an iterator of MirroredStrategy can take 30 s.
     """
     call_in_child_process(show, config)
 
 
 def show(send: Callable, config: DemoConfig) -> None:
-    """Does so in this process."""
+    """Runs the experiment in this process."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
 
@@ -69,7 +69,7 @@ def show(send: Callable, config: DemoConfig) -> None:
 def first_gradients(
     training: TrainConfig, prepared: Devices, dataset: "ImageDataset"
 ) -> list[list[np.ndarray]]:
-    """Returns what each device has computed in the first step, before any exchange."""
+    """Returns each device's gradients of the first step, before the all-reduce."""
     _, strategy, iterator = demo_setup.create(training, prepared, dataset)
     with demo_setup.recorded(strategy, iterator, num_steps=1) as (trace, _):
         names = trace.tensors(1, "gradients")
@@ -80,7 +80,7 @@ def first_gradients(
 
 
 def find_order_dependent_element(gradients: list[list[np.ndarray]]) -> list[np.float32] | None:
-    """Returns the three values of an element whose two sums differ most; None where none do."""
+    """Returns the three values of the element whose two sums differ most; None if all are equal."""
     best, most = None, 0.0
     for a, b, c in zip(*gradients[:3], strict=True):
         apart = np.abs(((a + b) + c) - (a + (b + c)))
@@ -111,9 +111,9 @@ def compare_orders(
     dataset: "ImageDataset",
     gradients: list[list[np.ndarray]],
 ) -> list[list]:
-    """Adds the gradients, and trains, with each all-reduce; returns a row of the table for each.
+    """Sums the gradients, and trains, with each all-reduce; returns a table row for each.
 
-    The first one is what the others are compared with.
+    The others are compared with the first.
     """
     import tensorflow as tf
 
@@ -147,7 +147,7 @@ def _sums_and_weights(
 ) -> tuple:
     """Returns the sums of given gradients, and the weights after some steps, each as one vector."""
     _, strategy, iterator = demo_setup.create(config, prepared, dataset)
-    # Of MirroredStrategy nothing is taken apart before the process ends.
+    # Objects of MirroredStrategy are kept until the process exits.
     run_context.required().keep(strategy, iterator)
     sums = [total.numpy() for total in strategy.all_reduce(per_replica)[0]]
     demo_setup.make_steps(strategy, iterator, _STEPS)

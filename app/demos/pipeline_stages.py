@@ -1,4 +1,4 @@
-"""`demo pipeline`: the stages of LeNet, the schedule, and the same bits as data parallelism."""
+"""`demo pipeline`: shows the stages of LeNet, the schedules, and bitwise equality with `manual`."""
 
 from typing import TYPE_CHECKING
 
@@ -6,12 +6,12 @@ from app.config import DemoConfig
 from app.demos import demo_setup, presentation, split_training
 from app.runtime import console
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from strategies.pipeline import PipelineStrategy
 
 
 def run(config: DemoConfig) -> None:
-    """Cuts LeNet into a stage for each device and trains it with micro-batches."""
+    """Cuts LeNet into one stage per device and trains it with micro-batches."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
 
@@ -48,7 +48,7 @@ def run(config: DemoConfig) -> None:
 
 
 def _show_stages(strategy: "PipelineStrategy") -> None:
-    """Prints what each stage consists of."""
+    """Prints the layers of each stage."""
     from strategies.cuts import stage_flops
 
     stages = strategy.pipelines[0].stages

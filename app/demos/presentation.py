@@ -1,4 +1,4 @@
-"""How an experiment is told: a sentence, tables, what to take from it, what to try next."""
+"""Prints the parts of an experiment: introduction, tables, conclusions and next commands."""
 
 import shlex
 import textwrap
@@ -14,19 +14,19 @@ from app.records.caveats import TIMING_CAVEAT
 from app.runtime import console
 from app.runtime.shown_command import shown_command
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     import tensorflow as tf
 
 _WIDTH = 98
 
 
 def say(text: str) -> None:
-    """Prints a paragraph, folded."""
+    """Prints a wrapped paragraph."""
     console.say(textwrap.fill(text, _WIDTH))
 
 
 def begin(text: str, devices: Devices | None = None) -> None:
-    """Prints what the experiment shows, and on which devices."""
+    """Prints the purpose of the experiment and its devices."""
     say(text)
     if devices:
         simulated = f" ({TIMING_CAVEAT})" if devices.simulated else ""
@@ -38,14 +38,14 @@ def begin(text: str, devices: Devices | None = None) -> None:
 def show(
     title: str, header: list[str], rows: Iterable[Iterable], *, simulated: bool = False
 ) -> None:
-    """Prints a table; one that holds times says so where devices share a processor."""
+    """Prints a table; a table of times has a note if devices share a processor."""
     title = f"{title} ({TIMING_CAVEAT})" if simulated else title
     console.print_table(title, header, [[str(cell) for cell in row] for row in rows])
     console.say()
 
 
 def end(*lessons: str, then: Iterable[str] = ()) -> None:
-    """Prints what to take from an experiment, a paragraph each, and the next commands to try."""
+    """Prints the conclusions of an experiment, one paragraph each, and the next commands to try."""
     for lesson in lessons:
         say(lesson)
     console.say()
@@ -54,17 +54,17 @@ def end(*lessons: str, then: Iterable[str] = ()) -> None:
 
 
 def numbers(array: ArrayLike, digits: int = 4) -> str:
-    """Returns an array in one line, as NumPy would print it."""
+    """Returns an array as one line, in NumPy's format."""
     form: Any = {"float_kind": lambda x: f"{x:.{digits}f}"} if digits else None
     text = np.array2string(np.asarray(array), formatter=form, max_line_width=10_000)
     return text.replace("\n", "")
 
 
 def device_of(tensor: "tf.Tensor") -> str:
-    """Returns the device that a tensor really is on, as in "/device:CPU:1"."""
+    """Returns the actual device of a tensor, such as "/device:CPU:1"."""
     return "/device:" + tensor.device.rpartition("device:")[2]
 
 
 def whole(interval: Interval) -> str:
-    """Returns an interval of numbers that are large enough to be told without decimals."""
+    """Returns an interval of large numbers as text without decimals."""
     return f"{interval.value:,.0f} ({interval.low:,.0f}–{interval.high:,.0f})"

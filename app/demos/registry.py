@@ -1,4 +1,4 @@
-"""The experiments by name, what they take, and how long they take. Nothing imports TensorFlow."""
+"""Lists the experiments by name, with their options and durations. Does not import TensorFlow."""
 
 import dataclasses
 import difflib
@@ -14,15 +14,15 @@ _DATA = {"dataset", "data_dir", "allow_unverified_data", "seed"}
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One experiment; the `run` of a module in `app/demos` runs it.
+    """Describes one experiment, which a module in `app/demos` runs.
 
     Attributes:
-        text: what it shows, for the list.
-        duration: how long it takes on a laptop's CPU, in words.
-        options: names of the options that mean something to it.
-        num_devices: how many devices it has where nobody asks for a number.
-        least_devices: fewer show nothing.
-        module: of `app/demos` that runs it; "" for the one of the experiment's name.
+        text: description for the list.
+        duration: duration on a laptop's CPU, in words.
+        options: names of the options that the experiment uses.
+        num_devices: default number of devices.
+        least_devices: smallest useful number of devices.
+        module: module of `app/demos` that runs it; "" for the module of the experiment's name.
     """
 
     text: str
@@ -44,7 +44,7 @@ def _experiment(
     return Experiment(text, duration, frozenset(_DEVICES | options), module=module, **numbers)
 
 
-# In the order of the book's two chapters, then the answers to their exercises.
+# In the order of the two chapters of d2l, then the answers to their exercises.
 EXPERIMENTS = {
     "allreduce": _experiment(
         "every device gets the sum of the tensors of all devices", "seconds", {"all_reduce"}
@@ -116,10 +116,10 @@ EXPERIMENTS = {
 
 
 def check_options(name: str, given: Iterable[str]) -> None:
-    """Checks that every option on the command line means something to an experiment.
+    """Checks that an experiment uses every option of the command line.
 
     Raises:
-        ConfigError: one does not; of an experiment that there is not, nothing is said here.
+        ConfigError: it does not use an option. Unknown experiments are not reported here.
     """
     for option in sorted(given):
         if name in EXPERIMENTS and option not in EXPERIMENTS[name].options:
@@ -134,7 +134,7 @@ def find_experiment(config: DemoConfig) -> Experiment:
     """Returns the experiment that `config` names.
 
     Raises:
-        ConfigError: there is no such experiment, or the devices are too few to show anything.
+        ConfigError: there is no such experiment, or there are too few devices for it.
     """
     name = config.experiment
     if name not in EXPERIMENTS:
@@ -158,7 +158,7 @@ def run_experiment(config: DemoConfig) -> None:
     """Runs the experiment that `config` names.
 
     Raises:
-        ConfigError: there is no such experiment, or the devices are too few to show anything.
+        ConfigError: there is no such experiment, or there are too few devices for it.
     """
     module = find_experiment(config).module or config.experiment
     importlib.import_module(f"app.demos.{module}").run(config)

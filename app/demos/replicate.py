@@ -1,4 +1,4 @@
-"""`demo replicate`: one weight and its gradient on each device, all through one step."""
+"""`demo replicate`: shows one weight and its gradient on each device during a step."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,17 +6,17 @@ from app.config import DemoConfig
 from app.demos import demo_setup, presentation
 from app.runtime import console
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.training.training_spec import TrainingSpec
     from app.verification.difference import WeightDifference
     from strategies.base import Strategy
 
 _TENSOR = "logits/bias"
-_SHOWN = 4  # Of its ten numbers.
+_SHOWN = 4  # Of ten numbers.
 
 
 def run(config: DemoConfig) -> None:
-    """Makes the first step of the book's training and shows what each device holds."""
+    """Runs the first step of d2l's training and prints what each device holds."""
     prepared = demo_setup.set_up(config)
     from app.data.dataset import CLASS_NAMES
     from app.training.training_spec import load_data
@@ -59,11 +59,11 @@ def run(config: DemoConfig) -> None:
 def watch_step(
     strategy: "Strategy", iterator: Any
 ) -> "tuple[list[tuple[str, list]], WeightDifference]":
-    """Makes one step of a strategy that has made none and writes down what each replica holds.
+    """Runs the first step of a strategy and records what each replica holds.
 
     Returns:
         Pairs of a moment and, for each replica, the small tensor at that moment or None; and the
-        largest difference between replica 0 and any other in the whole model after the step.
+        largest difference between replica 0 and another replica in the whole model after the step.
     """
     from app.verification.difference import WeightDifference
 
@@ -87,7 +87,7 @@ def watch_step(
 
 
 def _read_gradient(spec: "TrainingSpec", names: list[str], per_replica_gradients: list) -> None:
-    """Says what the first number of each gradient is made of: images of the first class."""
+    """Explains the first number of each gradient, which depends on images of the first class."""
     from app.data.dataset import CLASS_NAMES
     from strategies.collectives import shard_bounds
 
@@ -109,7 +109,7 @@ def _read_gradient(spec: "TrainingSpec", names: list[str], per_replica_gradients
 
 
 def _agreement(per_replica: list) -> str:
-    """Returns in words whether all replicas hold the same bits."""
+    """Returns in words whether all replicas are bitwise identical."""
     if per_replica[0] is None:
         return ""
     return "yes" if len({array.tobytes() for array in per_replica}) == 1 else "no"

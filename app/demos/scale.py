@@ -1,4 +1,4 @@
-"""`demo scale`: more devices, a batch as many times larger: what becomes of the learning rate."""
+"""`demo scale`: scales the learning rate with the batch on more devices."""
 
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,11 +9,11 @@ from app.devices.device_setup import Devices
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.data.dataset import ImageDataset
 
-# Of the rates that were tried, the one where the rule shows best: it is far from the largest one
-# that works. What is printed says so.
+# Among the learning rates that were tried, the rule is clearest at this one, which is far below
+# the largest that works. The output says so.
 _NUM_TRAIN_EXAMPLES, _LEARNING_RATE = 12_000, 0.01
 
 
@@ -21,9 +21,9 @@ class Variant(NamedTuple):
     """One of the trainings that are compared.
 
     Attributes:
-        num_devices: how many.
-        training: its configuration.
-        note: what became of batch and rate, in words.
+        num_devices: number of devices.
+        training: configuration of the training.
+        note: changes of batch and learning rate, in words.
     """
 
     num_devices: int
@@ -32,7 +32,7 @@ class Variant(NamedTuple):
 
 
 def run(config: DemoConfig) -> None:
-    """Trains LeNet in three ways: as it is, and with a larger batch, with and without its rate."""
+    """Trains LeNet on one device, and with a larger batch at two learning rates."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
 
@@ -90,7 +90,7 @@ def _conclude() -> None:
 
 
 def create_variants(config: DemoConfig, num_devices: int) -> list[Variant]:
-    """Returns one device; more of them with batch and rate to match; the same with one's rate."""
+    """Returns training on one device, on more with a larger batch and scaled rate, and unscaled."""
     base = demo_setup.training(
         config,
         recipe="fast",
@@ -113,7 +113,7 @@ def create_variants(config: DemoConfig, num_devices: int) -> list[Variant]:
 
 
 def train(variant: Variant, prepared: Devices, dataset: "ImageDataset") -> tuple[int, list[float]]:
-    """Trains a variant; returns steps of an epoch and the test accuracy after each epoch."""
+    """Trains a variant; returns steps per epoch and the test accuracy after each epoch."""
     from app.training.evaluation import evaluate
 
     devices = demo_setup.first(prepared, variant.num_devices)

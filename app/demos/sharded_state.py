@@ -1,4 +1,4 @@
-"""`demo sharded`: one part in R of weights and optimizer state, and the same bits as `manual`."""
+"""`demo sharded`: splits weights and optimizer state, bitwise identical to `manual`."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -8,12 +8,12 @@ import numpy as np
 from app.config import DemoConfig
 from app.demos import demo_setup, presentation, split_training
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from strategies.sharded import ShardedStrategy
 
 
 def run(config: DemoConfig) -> None:
-    """Trains LeNet with a part of its state on each device, beside whole copies."""
+    """Trains LeNet with sharded state and with full copies."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
 
@@ -48,7 +48,7 @@ def run(config: DemoConfig) -> None:
 
 
 def _show_state(strategy: "ShardedStrategy", whole_bytes: int) -> None:
-    """Prints how much of weights and optimizer state each device keeps."""
+    """Prints the size of weights and optimizer state on each device."""
     rows = []
     for device, part in zip(strategy.devices, strategy.parts, strict=True):
         weights = _size_bytes(v.numpy() for v in part.weights)
@@ -64,5 +64,5 @@ def _show_state(strategy: "ShardedStrategy", whole_bytes: int) -> None:
 
 
 def _size_bytes(arrays: Iterable[np.ndarray]) -> int:
-    """Returns the bytes of arrays, without single numbers such as the step."""
+    """Returns the bytes of arrays, without scalars such as the step."""
     return sum(array.nbytes for array in arrays if array.ndim)

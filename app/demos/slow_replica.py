@@ -1,4 +1,4 @@
-"""`demo slow_replica`: one device is slower than the others. Who waits, and what would help?"""
+"""`demo slow_replica`: shows how one slow device affects the others, and what would help."""
 
 import statistics
 import time
@@ -14,13 +14,13 @@ from app.performance.interval import Interval
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.data.dataset import ImageDataset
     from strategies.base import Strategy
 
 _ROUNDS = 8
 _STEPS_PER_BLOCK = 10
-_RECORDED_STEPS = 2 * MIN_STRAGGLER_STEPS + 1  # The first one compiles.
+_RECORDED_STEPS = 2 * MIN_STRAGGLER_STEPS + 1  # The first step compiles.
 
 
 def run(config: DemoConfig) -> None:
@@ -66,8 +66,8 @@ def record_send_times(
 ) -> list[float]:
     """Returns the seconds from the start of a step until each replica sent its gradients.
 
-    Medians over some steps of a training of their own, whose recording takes time, too, but not
-    between these two moments.
+    Medians over some steps of a separate training. Recording takes time, but not between these two
+    moments.
     """
     from app.training.fault_injection import FaultyObserver
 
@@ -81,10 +81,10 @@ def record_send_times(
 
 
 def time_in_turn(trainings: Sequence[tuple]) -> list[Interval]:
-    """Times blocks of steps of each training in turn; returns milliseconds of a step."""
+    """Times blocks of steps of each training in turn; returns milliseconds per step."""
     step_ms: list[list[float]] = [[] for _ in trainings]
     for strategy, iterator in trainings:
-        strategy.train_steps(iterator, _STEPS_PER_BLOCK)  # Compiles, and warms up.
+        strategy.train_steps(iterator, _STEPS_PER_BLOCK)  # Compile and warm up.
     with StepProgress(_ROUNDS) as progress:
         progress.start(f"timing both in turn, {_ROUNDS} times {_STEPS_PER_BLOCK} steps")
         for number in range(_ROUNDS):
@@ -101,19 +101,19 @@ def time_in_turn(trainings: Sequence[tuple]) -> list[Interval]:
 
 
 def divide_by_rate(shards: Sequence[int], secs: Sequence[float]) -> tuple[list[int], float]:
-    """Divides a batch so that all replicas end together, were time in proportion to the shard.
+    """Splits a batch so that all replicas finish together, if time is proportional to size.
 
     Args:
-        shards: how many examples each replica had.
-        secs: how long each took for them.
+        shards: number of examples of each replica.
+        secs: seconds that each replica took for them.
 
     Returns:
-        New sizes with the same sum, and the seconds that the last replica would take.
+        New sizes with the same sum, and the seconds that the slowest replica would take.
     """
     rates = [shard / sec for shard, sec in zip(shards, secs, strict=True)]
     exact = [sum(shards) * rate / sum(rates) for rate in rates]
     sizes = [int(size) for size in exact]
-    # What rounding down left over goes to where most was cut off.
+    # The remainder of rounding down goes to the replicas that lost most.
     by_rest = sorted(range(len(exact)), key=lambda r: sizes[r] - exact[r])
     for replica_id in by_rest[: sum(shards) - sum(sizes)]:
         sizes[replica_id] += 1
@@ -136,7 +136,7 @@ def _show_step(fault: Fault, plain: Interval, slow: Interval, simulated: bool) -
 
 
 def _show_division(prepared: Devices, shards: list[int], send_secs: list[float]) -> None:
-    """Shows who waits for whom, and how the batch would have to be divided."""
+    """Prints which replicas wait, and the split of the batch that would avoid it."""
     sizes, after_sec = divide_by_rate(shards, send_secs)
     last = max(send_secs)
     rows = [

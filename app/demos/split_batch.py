@@ -1,4 +1,4 @@
-"""`demo split_batch`: which rows of a batch go to which device, and why the count is global."""
+"""`demo split_batch`: shows the rows of each device, and why the example count is global."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ _NUM_ROWS, _NUM_COLUMNS = 4, 5
 
 
 def run(config: DemoConfig) -> None:
-    """Cuts the book's batch of 0 to 19 over the devices."""
+    """Splits d2l's batch of 0 to 19 over the devices."""
     prepared = demo_setup.set_up(config)
     presentation.begin(
         f"A batch of {_NUM_ROWS} examples, rows 0 to 19 as in d2l, is split into one shard"
@@ -64,7 +64,7 @@ def _show_shards(shards: list) -> None:
 
 
 def _print_scaling(shards: list) -> None:
-    """Takes the mean of a row for the loss of an example, and averages it both ways."""
+    """Uses the mean of a row as the loss of an example, and averages it in both ways."""
     losses = [shard.numpy().mean(axis=1) for shard in shards]
     everyone = np.concatenate(losses)
     means = [f"{loss.mean():g}" if len(loss) else "nothing" for loss in losses]

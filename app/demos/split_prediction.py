@@ -1,4 +1,4 @@
-"""`demo predict`: prediction on several devices gives the same probabilities, in input order."""
+"""`demo predict`: predicts on several devices, with equal results in input order."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from app.devices.device_setup import Devices
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.data.dataset import ImageDataset
     from strategies.base import Strategy
 
@@ -19,7 +19,7 @@ _NUM_SHOWN = 5
 
 
 def run(config: DemoConfig) -> None:
-    """Trains a little, then predicts on one device and on all of them."""
+    """Trains briefly, then predicts on one device and on all devices."""
     prepared = demo_setup.set_up(config)
     from app.data.dataset import CLASS_NAMES
     from app.training.evaluation import softmax
@@ -64,9 +64,9 @@ def run(config: DemoConfig) -> None:
 def train_then_copy(
     training: TrainConfig, prepared: Devices, dataset: "ImageDataset"
 ) -> "tuple[Strategy, Strategy]":
-    """Trains an epoch on all devices; returns that strategy and one with its weights on the first.
+    """Trains an epoch on all devices; returns that strategy, and a copy of it on the first device.
 
-    Both are then the same model, trained once.
+    Both have the same weights.
     """
     spec, many, iterator = demo_setup.create(training, prepared, dataset)
     with StepProgress(spec.num_steps) as progress:
@@ -104,7 +104,7 @@ def _show_short_shards(many: "Strategy", one: "Strategy", images: np.ndarray) ->
 
 
 def _compare_all(many: "Strategy", one: "Strategy", dataset: "ImageDataset") -> None:
-    """Compares all test images and says what to take from it."""
+    """Compares the predictions of all test images and prints the conclusion."""
     from app.training.evaluation import softmax
 
     images = dataset.test_images
@@ -135,7 +135,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> str:
 
 
 def _device_of_each(num_images: int, names: list[str]) -> list[str]:
-    """Returns on which device each image of a batch is classified."""
+    """Returns the device that classifies each image of a batch."""
     from strategies.collectives import shard_sizes
 
     sizes = shard_sizes(num_images, len(names))

@@ -1,4 +1,4 @@
-"""What the demos of `pipeline`, `tensor` and `sharded` have in common: trainings, and traffic."""
+"""Shared code of the experiments `pipeline`, `tensor` and `sharded`: trainings and traffic."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from app.config import TrainConfig
 from app.demos import demo_setup, presentation
 from app.devices.device_setup import Devices
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.data.dataset import ImageDataset
     from app.verification.difference import WeightDifference
     from strategies.base import Strategy
@@ -23,11 +23,10 @@ def build(
     strategy: str,
     **options: Any,
 ) -> tuple[Any, Callable[[], float]]:
-    """Builds a strategy that trains what `training` says.
+    """Builds a strategy for a training.
 
     Returns:
-        The strategy, of the class of that name, and a function that makes `NUM_STEPS` steps and
-        returns their mean loss.
+        The strategy, and a function that runs `NUM_STEPS` steps and returns their mean loss.
     """
     config = dataclasses.replace(training, strategy=strategy, **options)
     _, built, iterator = demo_setup.create(config, prepared, dataset)
@@ -35,7 +34,7 @@ def build(
 
 
 def show_traffic(strategy: "Strategy", num_examples: int) -> None:
-    """Prints what a step sends from device to device, by formula and as counted in its graph."""
+    """Prints the bytes that devices send in a step, by formula and counted in the graph."""
     import numpy as np
 
     from app.performance.traffic_count import count_traffic
@@ -58,7 +57,7 @@ def show_traffic(strategy: "Strategy", num_examples: int) -> None:
 
 
 def difference(first: "Strategy", second: "Strategy") -> "WeightDifference":
-    """Returns how far the states of two strategies are apart."""
+    """Returns the difference between the states of two strategies."""
     from app.verification.difference import WeightDifference
 
     return WeightDifference.between(first.state(), second.state())

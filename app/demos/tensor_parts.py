@@ -1,4 +1,4 @@
-"""`demo tensor`: channels of each layer on each device, and a sum that must not be forgotten."""
+"""`demo tensor`: shows the split channels, and the sum that the backward pass needs."""
 
 from typing import TYPE_CHECKING
 
@@ -8,13 +8,13 @@ from app.config import DemoConfig, TrainConfig
 from app.demos import demo_setup, presentation, split_training
 from app.devices.device_setup import Devices
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from app.data.dataset import ImageDataset
     from strategies.tensor import TensorStrategy
 
 
 def run(config: DemoConfig) -> None:
-    """Splits the channels of LeNet over the devices and trains it beside one device."""
+    """Splits the channels of LeNet over the devices and compares the training with one device."""
     prepared = demo_setup.set_up(config)
     from app.training.training_spec import load_data
 
@@ -49,7 +49,7 @@ def run(config: DemoConfig) -> None:
 
 
 def _show_parts(strategy: "TensorStrategy") -> None:
-    """Prints how many channels of each layer with weights a device has."""
+    """Prints the number of channels of each layer with weights per device."""
     rows = []
     for split in strategy.rows[0].calls:
         if split.call.layer.variables:
@@ -64,7 +64,7 @@ def _show_forgotten_sum(training: TrainConfig, prepared: Devices, dataset: "Imag
     from strategies.observer import Observer
 
     class Forgetful(Observer):
-        """Each device takes its own piece of the sum alone."""
+        """Keeps only the device's own term of the sum."""
 
         def on_pieces(self, device_id: int, pieces: list) -> list:
             return [pieces[device_id % len(pieces)]]

@@ -1,17 +1,17 @@
-"""The figures of "Dive into Deep Learning", to stand beside our own."""
+"""The results that "Dive into Deep Learning" prints, for comparison."""
 
 from typing import NamedTuple
 
 
 class Figure(NamedTuple):
-    """What the book prints of one training of ten epochs, on GPUs of its authors.
+    """A result that d2l prints for a training of ten epochs, on its authors' GPUs.
 
     Attributes:
         model: a key of `models.MODELS`.
-        program: which of the book's programs.
-        num_gpus: how many.
-        accuracy: of the test set, a fraction.
-        epoch_sec: seconds of an epoch.
+        program: which of d2l's programs.
+        num_gpus: number of GPUs.
+        accuracy: test accuracy, a fraction.
+        epoch_sec: seconds per epoch.
     """
 
     model: str

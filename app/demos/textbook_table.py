@@ -1,4 +1,4 @@
-"""`demo train`: the book's table, LeNet and ResNet-18 on one device and on several, and ours."""
+"""`demo train`: compares LeNet and ResNet-18 on one device and on several with d2l's results."""
 
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -19,16 +19,16 @@ from app.runtime.progress_bar import StepProgress
 from app.runtime.training_process import train_in_child_process
 
 _ROUNDS = 5
-# Of ResNet-18, on each device: the book's on GPUs; a CPU takes seconds for a step of it.
+# Batch of ResNet-18 per device: d2l's on GPUs; on a CPU one step of it takes seconds.
 _RESNET_SHARD, _RESNET_SHARD_ON_CPU = 256, 64
 
 
 class Run(NamedTuple):
-    """A training of LeNet that is finished.
+    """A finished training of LeNet.
 
     Attributes:
-        path: its directory.
-        summary: what came of it.
+        path: directory of the run.
+        summary: summary of the run.
     """
 
     path: pathlib.Path
@@ -36,10 +36,10 @@ class Run(NamedTuple):
 
 
 def run(config: DemoConfig) -> None:
-    """Trains LeNet on one device and on several, measures both models, prints the table.
+    """Trains LeNet on one device and on several, measures both models, and prints the table.
 
     Raises:
-        TrainingFailedError: a training did not finish; its exit code becomes ours.
+        TrainingFailedError: a training did not finish; the program exits with its exit code.
     """
     epochs = config.epochs
     presentation.begin(
@@ -57,14 +57,14 @@ def run(config: DemoConfig) -> None:
 
 
 def lenet_trainings(config: DemoConfig) -> list[TrainConfig]:
-    """Returns the trainings of LeNet: on one device, and on those that are asked for, else all."""
+    """Returns the trainings of LeNet: on one device, and on the requested (or all) devices."""
     base = config.for_training()
     several = config.num_devices or config.num_gpus
     return [_on(base, 1), base if several is None else _on(base, several)]
 
 
 def create_cases(config: DemoConfig, runs: Sequence[Run]) -> list[Case]:
-    """Returns what is measured: both models on as many devices as LeNet was trained on."""
+    """Returns the cases to measure: both models on as many devices as LeNet was trained on."""
     counts = sorted({run.summary.num_replicas for run in runs})
     on_gpus = "GPU" in runs[0].summary.devices[0]
     shard = _RESNET_SHARD if on_gpus else _RESNET_SHARD_ON_CPU
@@ -72,7 +72,7 @@ def create_cases(config: DemoConfig, runs: Sequence[Run]) -> list[Case]:
         device="gpu" if on_gpus else "cpu",
         num_gpus=None,
         last_batch="drop",
-        num_train_examples=None,  # A step takes as long, whatever the set.
+        num_train_examples=None,  # The time of a step does not depend on it.
         epochs=1,
     )
     cases = [Case(_on(base, count)) for count in counts]
@@ -83,7 +83,7 @@ def create_cases(config: DemoConfig, runs: Sequence[Run]) -> list[Case]:
 
 
 def _on(config: TrainConfig, num_devices: int, **options: Any) -> TrainConfig:
-    """Returns a training on some of the devices, asked for as the flags did."""
+    """Returns a training on some of the devices, selected with the same flags."""
     if config.num_gpus:
         return training_config(config, "manual", num_gpus=num_devices, num_devices=None, **options)
     return training_config(config, "manual", num_devices=num_devices, **options)
@@ -99,7 +99,7 @@ def _train(training: TrainConfig, number: int) -> Run:
 
 
 def print_results(runs: Sequence[Run], samples: Sequence[Sample]) -> None:
-    """Prints the tables and what to take from them."""
+    """Prints the tables and the conclusions."""
     resnets = [s for s in samples if s.case.config.model == "resnet18"]
     simulated = runs[-1].summary.simulated_devices
     console.say()
@@ -198,7 +198,7 @@ def _conclude(runs: Sequence[Run], resnets: Sequence[Sample]) -> None:
 
 
 def _ratio(sample: Sample, everything: Sequence[Sample]) -> str:
-    """Returns how many times as fast it is as its model on one device, "" for that itself."""
+    """Returns the speed-up over the same model on one device; "" for that case itself."""
     base = next(s for s in everything if s.case.config.model == sample.case.config.model)
     return "" if base is sample else str(interval.ratio(sample.rates, base.rates))
 

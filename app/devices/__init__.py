@@ -1,1 +1,1 @@
-"""Devices: chosen, limited and set up."""
+"""Chooses, limits and sets up devices."""

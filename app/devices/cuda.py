@@ -1,6 +1,6 @@
-"""What there is of NVIDIA's GPUs: driver, devices and libraries, each by name.
+"""Finds NVIDIA's driver, GPUs and libraries.
 
-Nothing here imports TensorFlow: it may be what cannot be loaded.
+Does not import TensorFlow, which may fail to load.
 """
 
 import ctypes
@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-# What TensorFlow 2.21 loads where it finds a GPU, as its own loader asks for it, and the two that
-# these load in turn → the package that brings it.
+# Library that TensorFlow 2.21 loads for a GPU, as its loader names it, and the two that these load
+# in turn → the package that provides it.
 LIBRARIES = {
     "libcudart.so.12": "nvidia-cuda-runtime-cu12",
     "libcublas.so.12": "nvidia-cublas-cu12",
@@ -26,16 +26,16 @@ LIBRARIES = {
     "libnvJitLink.so.12": "nvidia-nvjitlink-cu12",
 }
 DRIVER_LIBRARY = "libcuda.so.1"
-_DEVICE_FILES = ("dev/nvidiactl", "dev/dxg")  # The latter in Windows' Linux.
+_DEVICE_FILES = ("dev/nvidiactl", "dev/dxg")  # The latter in WSL.
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
 
 
 class Gpu(NamedTuple):
-    """A GPU as the driver sees it, without TensorFlow.
+    """A GPU as reported by the driver, without TensorFlow.
 
     Attributes:
-        name: of the product.
-        memory_bytes: in all.
+        name: product name.
+        memory_bytes: total memory.
         compute_capability: major and minor.
     """
 
@@ -45,17 +45,17 @@ class Gpu(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What is there.
+    """What was found of NVIDIA's GPUs on this machine.
 
     Attributes:
-        visible: CUDA_VISIBLE_DEVICES, None where it is not set.
-        num_on_bus: NVIDIA's graphics devices on the PCI bus.
-        has_device_file: the kernel's driver has made a device.
-        kernel_driver: its version, None where it does not run.
-        driver_library: why the driver's library cannot be loaded, None where it can.
-        driver_cuda: the newest CUDA that the driver knows, as 12050 for 12.5; 0 where unknown.
-        driver_error: what the driver says when it is started, None where it starts.
-        gpus: those that the driver lets this process use.
+        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
+        num_on_bus: number of NVIDIA's graphics devices on the PCI bus.
+        has_device_file: whether the kernel driver has created a device file.
+        kernel_driver: version of the kernel driver; None if it is not running.
+        driver_library: why the driver's library cannot be loaded; None if it can.
+        driver_cuda: newest CUDA version that the driver supports, as 12050 for 12.5; 0 if unknown.
+        driver_error: the driver's error when it is initialised; None without one.
+        gpus: GPUs that the driver makes available to this process.
         missing: library → why it cannot be loaded.
     """
 
@@ -71,15 +71,15 @@ class Seen(NamedTuple):
 
     @property
     def has_hardware(self) -> bool:
-        """Whether anything here speaks of a GPU of NVIDIA's."""
+        """Whether there is any sign of an NVIDIA GPU."""
         return bool(
             self.num_on_bus or self.has_device_file or self.kernel_driver or not self.driver_library
         )
 
     @property
     def hides_all(self) -> bool:
-        """Whether CUDA_VISIBLE_DEVICES keeps every GPU from this process."""
-        # CUDA reads up to the first name that is none.
+        """Whether CUDA_VISIBLE_DEVICES hides every GPU from this process."""
+        # CUDA reads names up to the first invalid one.
         return self.visible is not None and self.visible.split(",")[0].strip() in ("", "-1")
 
 
@@ -88,12 +88,12 @@ def look(
     load: Callable[[str], ctypes.CDLL] = ctypes.CDLL,
     root: pathlib.Path = pathlib.Path("/"),
 ) -> Seen:
-    """Looks for a driver, GPUs and libraries; loads the latter into this process.
+    """Finds driver, GPUs and libraries; loads the libraries into this process.
 
     Args:
         environ: environment variables.
         load: loads a library by name or path, or raises `OSError`.
-        root: of the file system.
+        root: root of the file system.
     """
     reason, cuda_version, driver_error = None, 0, None
     gpus: tuple[Gpu, ...] = ()
@@ -117,12 +117,12 @@ def look(
 
 
 def has_device_file(root: pathlib.Path = pathlib.Path("/")) -> bool:
-    """Returns whether the kernel shows a GPU of NVIDIA's to this process."""
+    """Returns whether the kernel makes an NVIDIA GPU available to this process."""
     return any((root / name).exists() for name in _DEVICE_FILES)
 
 
 def _ask_driver(driver: ctypes.CDLL) -> tuple[int, str | None, tuple[Gpu, ...]]:
-    """Asks the driver itself for its newest CUDA and its GPUs; reserves no memory on them."""
+    """Asks the driver for its newest CUDA version and its GPUs; reserves no GPU memory."""
     number = ctypes.c_int(0)
     driver.cuDriverGetVersion(ctypes.byref(number))
     cuda_version = number.value
@@ -154,7 +154,7 @@ def _num_on_bus(root: pathlib.Path) -> int:
             vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
         except OSError:
             continue
-        count += vendor == "0x10de" and kind.startswith("0x03")  # NVIDIA; a display controller.
+        count += vendor == "0x10de" and kind.startswith("0x03")  # NVIDIA; display class.
     return count
 
 
@@ -168,7 +168,7 @@ def _kernel_driver(root: pathlib.Path) -> str | None:
 
 
 def _missing_libraries(load: Callable) -> dict[str, str]:
-    """Tries each library where TensorFlow does: the system's places, and those of packages."""
+    """Tries to load each library from where TensorFlow does: system paths and Python packages."""
     missing = {}
     for name in LIBRARIES:
         try:
@@ -187,7 +187,7 @@ def _missing_libraries(load: Callable) -> dict[str, str]:
 
 
 def _in_packages(name: str) -> list[pathlib.Path]:
-    """Returns where packages have brought a library: a folder beside TensorFlow's own."""
+    """Returns the paths at which Python packages install a library, beside TensorFlow's folder."""
     found = importlib.util.find_spec("tensorflow")
     places = found.submodule_search_locations if found else None
     return [

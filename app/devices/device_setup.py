@@ -1,4 +1,4 @@
-"""Sets TensorFlow up: which devices, how many, how many threads. Called before anything else."""
+"""Sets up TensorFlow's devices and threads. Runs before any other use of TensorFlow."""
 
 import contextlib
 import ctypes
@@ -23,20 +23,21 @@ from app.runtime import console, run_context
 from app.runtime.errors import DeviceError, reason_of
 
 if TYPE_CHECKING:
-    from strategies.workers import Workers  # With it comes TensorFlow.
+    from strategies.workers import Workers  # Imports TensorFlow.
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices that replicas are put on.
+    """The devices of the replicas.
 
     Attributes:
-        names: for example `["/device:GPU:0", "/device:GPU:1"]`, one for each replica, those of all
-            workers.
-        simulated: several logical devices share one processor, so times say nothing of scaling.
-        intra_op_threads: threads of one operation on a CPU, 0 for TensorFlow's own choice.
-        workers: the processes that train together, None for this one alone.
-        cluster: where they are, None for this one alone.
+        names: device names of all workers, one per replica, for example
+            `["/device:GPU:0", "/device:GPU:1"]`.
+        simulated: whether several logical devices share a processor, so that times do not show
+            scaling.
+        intra_op_threads: threads of one operation on a CPU; 0 for TensorFlow's default.
+        workers: the processes that train together; None for a single process.
+        cluster: the cluster of the workers; None for a single process.
     """
 
     names: list[str]
@@ -47,18 +48,18 @@ class Devices:
 
 
 def set_up(config: TrainConfig) -> Devices:
-    """Chooses and prepares the devices that `config` asks for; the first call into TensorFlow.
+    """Chooses and prepares the devices for `config`; must be the first use of TensorFlow.
 
-    GPUs get memory growth, so that two programs can share one. One CPU is cut into logical devices
-    that share its cores: the threads of an operation are limited so that the replicas' operations
-    run side by side instead of one after another (measured on 2 cores: 6.8 s an epoch, not 8).
+    GPUs get memory growth, so that two programs can share one. A CPU is split into logical devices
+    that share its cores; the threads of an operation are limited so that the replicas' operations
+    run in parallel instead of in turn (measured on 2 cores: 6.8 s per epoch instead of 8).
 
-    With `multi_worker` it returns once all workers of the cluster have come.
+    With `multi_worker`, returns once all workers of the cluster are connected.
 
     Raises:
-        ConfigError: the cluster is not one, or its workers do not fit together.
+        ConfigError: the cluster is invalid, or its workers' settings differ.
         DeviceError: GPUs are required and there are too few.
-        PeerLostError: a worker was lost meanwhile.
+        PeerLostError: a worker was lost while connecting.
     """
     cluster = find_cluster(os.environ) if config.strategy == "multi_worker" else None
     keep_freed_memory()
@@ -84,15 +85,16 @@ def set_up(config: TrainConfig) -> Devices:
 
 
 def _prepare(gpus: list, num_devices: int, cluster: Cluster | None) -> Devices:
-    """Prepares GPUs, or logical CPU devices; takes those that there are if it is too late for that.
+    """Prepares GPUs or logical CPU devices, or uses the existing ones if it is too late for that.
 
-    TensorFlow does not change its devices once it has used one: in a notebook, or for a second
-    command of one process. Of more logical CPU devices than are asked for, the first ones are used.
+    TensorFlow cannot change its devices after their first use: in a notebook, or for a second
+    command of one process. If there are more logical CPU devices than requested, the first are
+    used.
     """
     try:
         return _set_up_gpus(gpus) if gpus else _set_up_logical_cpus(num_devices, cluster)
     except RuntimeError:
-        if cluster:  # It is joined before anything else, or not at all.
+        if cluster:  # A process joins a cluster before TensorFlow's first operation or not at all.
             raise
         return _take_devices("GPU" if gpus else "CPU", num_devices)
 
@@ -115,7 +117,7 @@ def _take_devices(kind: str, num_devices: int) -> Devices:
 
 
 def count_gpus(config: VerbosityOptions) -> int:
-    """Returns how many GPUs TensorFlow sees; may be called before `set_up`, and decides nothing."""
+    """Returns how many GPUs TensorFlow finds; can be called before `set_up` and changes nothing."""
     return len(import_tensorflow(config.verbosity).config.list_physical_devices("GPU"))
 
 
@@ -127,18 +129,18 @@ def num_cores() -> int:
 
 
 def import_tensorflow(verbosity: int) -> Any:
-    """Imports TensorFlow and returns it, its own messages held back unless `verbosity` >= 0.
+    """Imports and returns TensorFlow, with its messages suppressed unless `verbosity` >= 0.
 
-    Its native code reads the environment once, and writes some lines before it has done so: for
-    the time of the import standard error goes into a file, which is shown if the import fails.
+    Its native code reads the environment once, after it has printed some lines. Standard error is
+    therefore redirected to a file during the import, and printed only if the import fails.
 
     Raises:
-        DeviceError: it cannot be loaded.
-        DiskFullError: there is no place for temporary files.
+        DeviceError: TensorFlow cannot be loaded.
+        DiskFullError: there is no space for temporary files.
     """
     os.environ["KERAS_BACKEND"] = "tensorflow"
     context = run_context.current()
-    if context:  # TensorFlow writes the code that it generates into files, and may leave them.
+    if context:  # TensorFlow writes generated code to files, and may not remove them.
         context.use_temporary_directory()
     try:
         return _import_quietly(verbosity)
@@ -174,7 +176,7 @@ def _import_quietly(verbosity: int) -> Any:
 
 
 def _check_gpus(config: TrainConfig, gpus: list, wanted: int | None) -> None:
-    """Refuses what GPUs cannot give; without any GPU, only `--device=gpu` insists on one."""
+    """Raises an error for GPUs that are not there; without GPUs, only for `--device=gpu`."""
     if config.device == "gpu" and not gpus:
         import tensorflow as tf
 
@@ -200,26 +202,26 @@ def _set_up_gpus(gpus: list) -> Devices:
     return Devices([f"/device:GPU:{i}" for i in range(len(gpus))], simulated=False)
 
 
-# glibc's M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: blocks of up to 1 GiB come from memory
-# that the process keeps, and asks for by 64 MiB. A glibc that refuses one goes on without.
+# glibc's M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: the process keeps freed blocks of up to
+# 1 GiB, and requests memory in steps of 64 MiB. If glibc rejects one, it has no effect.
 _MALLOC_OPTIONS = {-3: 1 << 30, -1: 2_000_000_000, -2: 64 << 20}
 
 
 def keep_freed_memory() -> None:
-    """Lets the process keep the memory that it frees, in place of asking for it in every step.
+    """Makes the process keep freed memory instead of requesting it again in every step.
 
-    New memory costs a page fault for each 4 KiB. A step of ResNet-18 under `MirroredStrategy` on
-    two logical CPUs had 66,000 of them and took 0.64 s; with memory that is kept it takes 0.53 s.
-    With two workers, whose collectives allocate buffers in each step, it took 1.13 s, and 0.96 s.
+    New memory costs a page fault per 4 KiB. A step of ResNet-18 with `MirroredStrategy` on two
+    logical CPUs had 66,000 of them and took 0.64 s; with kept memory it takes 0.53 s. With two
+    workers, whose collectives allocate buffers in each step: 1.13 s and 0.96 s.
     """
-    with contextlib.suppress(OSError, AttributeError):  # Another C library.
+    with contextlib.suppress(OSError, AttributeError):  # Not glibc.
         libc = ctypes.CDLL(None)
         for number, value in _MALLOC_OPTIONS.items():
             libc.mallopt(number, value)
 
 
 def _of_all_workers(local: Devices, cluster: Cluster, config: TrainConfig) -> Devices:
-    """Joins the cluster; returns the devices of all its workers, each with as many as this one."""
+    """Joins the cluster and returns the devices of all workers, each with as many as this one."""
     from app.cluster.rendezvous import join
 
     workers = join(cluster, local.names, config)
@@ -247,8 +249,8 @@ def _set_up_logical_cpus(num_devices: int, cluster: Cluster | None) -> Devices:
     cores = num_cores()
     intra_op_threads = max(1, cores // num_devices)
     tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
-    # A worker's collectives have threads of their own. On one core a second thread for operations
-    # would only push the first one aside: ResNet-18 took 6 % longer with it.
+    # A worker's collectives have their own threads. On one core, a second thread for operations
+    # competes with the first: ResNet-18 took 6 % longer with it.
     least = num_devices if cluster else 2
     tf.config.threading.set_inter_op_parallelism_threads(max(least, cores))
     names = [f"/device:CPU:{i}" for i in range(num_devices)]

@@ -1,4 +1,4 @@
-"""What keeps TensorFlow from NVIDIA's GPUs, each thing with what to do; in one place for all."""
+"""Lists the causes that keep TensorFlow from using NVIDIA's GPUs, each with advice."""
 
 import platform
 from typing import NamedTuple
@@ -12,11 +12,11 @@ _CONTAINER = "start a container with docker run --gpus=all"
 
 
 class Obstacle(NamedTuple):
-    """One thing that keeps TensorFlow from GPUs.
+    """One cause that keeps TensorFlow from using GPUs.
 
     Attributes:
-        what: names it.
-        found: what there is in its place.
+        what: the component.
+        found: what was found instead.
         advice: what to do.
     """
 
@@ -26,7 +26,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacles(seen: Seen, *, is_cuda_build: bool) -> list[Obstacle]:
-    """Returns all that keeps TensorFlow from GPUs, what has to be mended first in front."""
+    """Returns all causes that keep TensorFlow from using GPUs, the first to fix in front."""
     found = []
     if not is_cuda_build:
         known = platform.system() == "Linux" and platform.machine() == "x86_64"
@@ -45,7 +45,7 @@ def obstacles(seen: Seen, *, is_cuda_build: bool) -> list[Obstacle]:
 
 
 def why_no_gpu(*, is_cuda_build: bool) -> str:
-    """Names what stands between TensorFlow and a GPU, as far as it can be seen from here."""
+    """Returns in words why TensorFlow cannot use a GPU, as far as can be found."""
     found = obstacles(look(), is_cuda_build=is_cuda_build)
     if not found:
         return "its libraries are there, --verbosity=1 shows what TensorFlow says"
@@ -67,7 +67,7 @@ def _driver_obstacle(seen: Seen) -> Obstacle | None:
         found = f"the driver knows CUDA up to {shown_version(seen.driver_cuda)}"
         return Obstacle("driver", found, f"install driver {_OLDEST_DRIVER} or newer, for CUDA 12")
     if seen.hides_all:
-        return None  # Told apart; the driver then says that there is no device.
+        return None  # Not distinguishable; the driver reports that there is no device.
     if seen.driver_error:
         found = f"the driver does not start: {seen.driver_error}"
         return Obstacle("driver", found, "see what nvidia-smi says; after an update, restart")
@@ -89,5 +89,5 @@ def _shown_reason(name: str, reason: str) -> str:
 
 
 def shown_version(number: int) -> str:
-    """Returns the driver's number of a CUDA version as people write it."""
+    """Formats the driver's number of a CUDA version."""
     return f"{number // 1000}.{number % 1000 // 10}"

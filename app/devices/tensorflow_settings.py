@@ -1,6 +1,6 @@
-"""The settings of TensorFlow and Keras that a command changes: restored when the command ends.
+"""Changes settings of TensorFlow and Keras, which are restored at the end of the command.
 
-Devices and threads are not among them: TensorFlow fixes both when it uses its first device.
+Does not restore devices and threads, which TensorFlow fixes at its first use of a device.
 """
 
 import logging
@@ -11,7 +11,7 @@ _NO_REWRITE = "arithmetic_optimization"
 
 
 def restore_at_end() -> None:
-    """Has the settings as they are now restored at the end of the command, if there is one."""
+    """Registers the current settings to be restored at the end of the command, if any."""
     context = run_context.current()
     if context is None:
         return
@@ -35,14 +35,14 @@ def restore_at_end() -> None:
 
 
 def restore_logging_at_end() -> None:
-    """Has the level of TensorFlow's Python messages restored at the end of the command."""
+    """Registers the Python log level of TensorFlow to be restored at the end of the command."""
     context, log = run_context.current(), logging.getLogger("tensorflow")
     if context:
         context.at_end(log.setLevel, log.level)
 
 
 def settle_keras() -> None:
-    """Sets what a user's own keras.json may have changed, and what all models here rely on."""
+    """Sets the Keras settings that the models rely on, which a user's keras.json may change."""
     import keras
 
     keras.config.set_floatx("float32")
@@ -50,11 +50,12 @@ def settle_keras() -> None:
 
 
 def keep_order_of_summation() -> None:
-    """Forbids TensorFlow to rewrite sums, so that (a + b) + c is computed as it stands.
+    """Disables TensorFlow's rewriting of sums, so that (a + b) + c is computed as written.
 
-    Its graph optimizer turns a chain of additions into one `AddN`, which adds in an order of its
-    own: with three replicas or more the gradients of `manual` and `mirrored` then differ in the
-    last bit. Measured: an epoch takes as long with as without.
+    The graph optimizer replaces a chain of additions with one `AddN`, which adds in another order:
+    with three or more replicas, the gradients of `manual` and `mirrored` would differ in the last
+    bit.
+    Measured: the time of an epoch does not change.
     """
     import tensorflow as tf
 

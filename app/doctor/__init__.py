@@ -1,1 +1,1 @@
-"""What a machine has, checked by name before anything is trained on it."""
+"""Checks a machine before training."""

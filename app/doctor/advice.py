@@ -1,4 +1,4 @@
-"""The one command that makes sense on this machine, with what has been found on it."""
+"""Chooses the command to run on this machine."""
 
 import tempfile
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ def what_to_run(
     data: Sequence[Check],
     output: Check,
 ) -> str:
-    """Returns a command that works as it stands: a training, or what has to come before it.
+    """Returns a command that works as printed: a training, or a step that has to come first.
 
     Args:
-        config: the flags of `doctor`; those that could be used are flags of the training.
-        findings: TensorFlow, devices and the exchange.
-        software: the checks of packages.
-        data: the checks of data.
-        output: the check of the place where runs go.
+        config: flags of `doctor`; usable ones become flags of the training.
+        findings: results for TensorFlow, devices and the all-reduce.
+        software: checks of packages.
+        data: checks of data.
+        output: check of the output directory.
     """
     if findings.tensorflow is None or any(check.exit_code for check in software):
         return install_all()
@@ -45,15 +45,15 @@ def what_to_run(
 
 
 def _lacks_libraries_alone(findings: Findings) -> bool:
-    """Tells whether the driver has a GPU that TensorFlow cannot use without its libraries."""
+    """Returns whether only missing libraries keep TensorFlow from a GPU of the driver."""
     seen, devices = findings.seen, findings.devices
     return bool(seen and seen.gpus and seen.missing and not (devices and devices.num_gpus))
 
 
 def _devices(config: DoctorConfig, findings: Findings) -> list[str]:
-    """Returns the flags of a strategy whose exchange works, on the devices that there are."""
+    """Returns the flags of a strategy whose all-reduce works, on the available devices."""
     devices = findings.devices
-    if devices is None:  # What was asked for is not there: as many replicas on the processor.
+    if devices is None:  # Requested devices are missing: use as many replicas on CPU.
         return ["--device=cpu", *_count("num_devices", config.num_devices or config.num_gpus)]
     number, on_gpus = len(devices.names), "GPU" in devices.names[0]
     on_cpu = [] if on_gpus or config.device != "cpu" else ["--device=cpu"]
@@ -79,7 +79,7 @@ def _count(flag: str, number: int | None) -> list[str]:
 
 
 def _length(devices: DevicesSeen | None) -> list[str]:
-    """Returns the flags of a training that is done in about a minute on a processor."""
+    """Returns the flags of a training that takes about a minute on a CPU."""
     on_gpus = devices and "GPU" in devices.names[0]
     return ["--recipe=fast", f"--epochs={10 if on_gpus else 1}"]
 
@@ -91,6 +91,6 @@ def _data(config: DoctorConfig) -> list[str]:
 
 
 def _output(config: DoctorConfig, output: Check) -> list[str]:
-    if output.exit_code:  # Somewhere else.
+    if output.exit_code:  # Write to another place.
         return [f"--out={tempfile.gettempdir()}/lockstep-first"]
     return [f"--out={config.out}"] if config.out else []

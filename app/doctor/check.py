@@ -1,4 +1,4 @@
-"""What one look at the machine has found, and how a group of them is printed."""
+"""Defines the result of a check, and prints groups of them."""
 
 import dataclasses
 import sys
@@ -17,14 +17,14 @@ _WIDTH, _WHAT_WIDTH = 100, 22
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of what `doctor` prints.
+    """One line of the output of `doctor`.
 
     Attributes:
-        what: was looked at.
+        what: what was checked.
         value: what was found.
-        state: `OK`, `NOTE` for what is neither good nor bad, `WARNING` or `ERROR`.
-        advice: what is required and what to do, where something is wrong.
-        error: what a training would end with; of an `ERROR` alone.
+        state: `OK`, `NOTE` for information, `WARNING` or `ERROR`.
+        advice: what is required and what to do, if something is wrong.
+        error: for `ERROR`, the error of a training.
     """
 
     what: str
@@ -35,16 +35,16 @@ class Check:
 
     @classmethod
     def of_error(cls, what: str, error: LockstepError) -> "Check":
-        """Returns the check that found what a training would end with."""
+        """Returns the check for an error that a training would exit with."""
         return cls(what, error.problem, ERROR, error.advice, error)
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a training that fails for this reason, 0 where none does."""
+        """The exit code of a training that fails for this reason; 0 for none."""
         return self.error.exit_code if self.error else 0
 
     def lines(self, marks: dict[str, str] = _MARKS) -> list[str]:
-        """Returns it as lines of at most 100 columns, as far as words can be parted."""
+        """Returns the check as lines of at most 100 columns, wrapped between words."""
         margin = " " * (_WHAT_WIDTH + 4)
         words: dict[str, Any] = {"width": _WIDTH - len(margin), "break_long_words": False}
         words |= {"break_on_hyphens": False}
@@ -61,7 +61,7 @@ def print_group(title: str, checks: Sequence[Check]) -> None:
     try:
         "".join(_MARKS.values()).encode(encoding)
         marks = _MARKS
-    except UnicodeEncodeError:  # A terminal without them would show question marks.
+    except UnicodeEncodeError:  # The terminal cannot print the marks.
         marks = _PLAIN_MARKS
     console.say(title)
     for check in checks:

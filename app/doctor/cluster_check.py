@@ -1,4 +1,4 @@
-"""Which cluster the environment speaks of, if it does."""
+"""Checks the cluster that the environment defines, if any."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Where the images of a training would come from, verified where they are there."""
+"""Checks the data of a training: its source, and its content if it is available."""
 
 import os
 import urllib.parse
@@ -26,8 +26,8 @@ from app.runtime.processes import call_in_child_process
 
 Connect = Callable[[str, float], None]  # See `check_connection`.
 
-_CONNECT_TIMEOUT_SEC = 1.0  # A thread that waits for it gives up after one more.
-_LOAD_TIMEOUT_SEC = 180  # Half a minute on a busy machine.
+_CONNECT_TIMEOUT_SEC = 1.0  # A thread waits at most one second more.
+_LOAD_TIMEOUT_SEC = 180  # 30 s on a busy machine.
 _GENERATED = "GENERATED images take its place"
 _WHAT = "Fashion-MNIST"
 
@@ -37,12 +37,12 @@ def check_data(
     environ: Mapping[str, str] = os.environ,
     connect: Connect = check_connection,
 ) -> list[Check]:
-    """Finds the images that `--dataset` stands for, and verifies them as a training does.
+    """Finds the images of `--dataset` and verifies them as a training does.
 
     Nothing is downloaded or prepared.
 
     Args:
-        config: the flags.
+        config: options of `doctor`.
         environ: environment variables.
         connect: raises `OSError` unless a server answers in time.
     """
@@ -66,7 +66,7 @@ def check_data(
 
 
 def check_tfds(environ: Mapping[str, str] = os.environ) -> Check:
-    """Tells what TensorFlow Datasets has in its directory."""
+    """Reports what TensorFlow Datasets has in its directory."""
     try:
         folder = tfds_folder(environ)
     except DataMissingError as error:
@@ -117,7 +117,7 @@ def _check_prepared(config: DoctorConfig, source: DataSource) -> Check:
 
 
 def _name_of_prepared(send: Callable[[object], None], folder: str, allow_unverified: bool) -> str:
-    """Runs in a process of its own: TFDS reads with TensorFlow."""
+    """Runs in a separate process, because TFDS reads with TensorFlow."""
     from app.devices.device_setup import import_tensorflow
 
     import_tensorflow(-1)

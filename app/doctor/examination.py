@@ -1,7 +1,7 @@
-"""TensorFlow, its devices and its exchange, looked at in a process of its own.
+"""Examines TensorFlow, its devices and its all-reduce in a separate process.
 
-Any of it may be missing, crash or hang: a library, a driver, NCCL. The process that prints waits
-no longer than a minute and a half for each piece of news.
+Each of them may be missing, crash or hang because of a library, a driver or NCCL. The printing
+process waits at most 90 s for each result.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from app.runtime import console
 from app.runtime.errors import DeviceError, LockstepError, reason_of
 from app.runtime.processes import call_in_child_process
 
-if TYPE_CHECKING:  # It is imported where TensorFlow may be.
+if TYPE_CHECKING:  # Imported only in the separate process.
     from app.devices.device_setup import Devices
 
 TIMEOUT_SEC = 90.0
@@ -30,13 +30,13 @@ _NCCL_ADVICE = (
 
 
 class TensorFlow(NamedTuple):
-    """What TensorFlow is.
+    """Versions of TensorFlow.
 
     Attributes:
-        version: of TensorFlow.
-        is_cuda_build: whether it can use NVIDIA's GPUs at all.
-        cuda_version: what it was built for; "" without.
-        cudnn_version: what it was built for; "" without.
+        version: version of TensorFlow.
+        is_cuda_build: whether it supports NVIDIA's GPUs.
+        cuda_version: CUDA version that it was built for; "" without.
+        cudnn_version: cuDNN version that it was built for; "" without.
     """
 
     version: str
@@ -46,13 +46,13 @@ class TensorFlow(NamedTuple):
 
 
 class DevicesSeen(NamedTuple):
-    """What a training would run on.
+    """The devices that a training would use.
 
     Attributes:
-        names: of the devices, as TensorFlow calls them.
-        descriptions: of each: its product's name and compute capability, or nothing.
-        simulated: they share one processor.
-        num_gpus: how many GPUs TensorFlow sees, used or not.
+        names: TensorFlow's names of the devices.
+        descriptions: product name and compute capability of each device, or nothing.
+        simulated: whether the devices share one processor.
+        num_gpus: number of GPUs that TensorFlow finds, used or not.
     """
 
     names: tuple[str, ...]
@@ -62,13 +62,13 @@ class DevicesSeen(NamedTuple):
 
 
 class SelfTestResult(NamedTuple):
-    """How the all-reduce of a strategy has gone.
+    """The result of the all-reduce self-test of a strategy.
 
     Attributes:
-        strategy: its name.
-        all_reduce: the algorithm's name.
-        sec: how long it took, with what has to be set up for it.
-        num_replicas: whose gradients it adds.
+        strategy: name of the strategy.
+        all_reduce: name of the algorithm.
+        sec: duration, including setup.
+        num_replicas: number of replicas whose gradients are added.
     """
 
     strategy: str
@@ -79,15 +79,15 @@ class SelfTestResult(NamedTuple):
 
 @dataclasses.dataclass
 class Findings:
-    """What came of it; what stands at its default was not reached.
+    """The results of the examination; attributes with default values were not reached.
 
     Attributes:
-        seen: driver, libraries and GPUs, without TensorFlow.
-        tensorflow: what it is.
-        devices: what a training would run on.
-        warnings: what a training would warn of.
-        self_tests: strategy → how its exchange has gone, or why it failed.
-        error: why it ended before the exchange.
+        seen: driver, libraries and GPUs, found without TensorFlow.
+        tensorflow: versions of TensorFlow.
+        devices: the devices that a training would use.
+        warnings: warnings of a training.
+        self_tests: strategy → result of its all-reduce self-test, or why it failed.
+        error: why the examination ended before the self-tests.
     """
 
     seen: cuda.Seen | None = None
@@ -101,12 +101,12 @@ class Findings:
 def examine(
     config: DoctorConfig, strategies: tuple[str, ...], function: Callable[..., None] | None = None
 ) -> Findings:
-    """Looks at everything, once more without a strategy whose exchange hangs or crashes.
+    """Examines everything; repeats without a strategy whose all-reduce hangs or crashes.
 
     Args:
-        config: the flags.
-        strategies: whose exchange is probed.
-        function: what runs in the process, in place of `examine_tensorflow`; for tests.
+        config: options of `doctor`.
+        strategies: strategies whose all-reduce is tested.
+        function: the function that runs in the process instead of `examine_tensorflow`; for tests.
     """
     findings = Findings()
     while True:
@@ -121,7 +121,7 @@ def _examine_once(
     strategies: tuple[str, ...],
     function: Callable[..., None],
 ) -> bool:
-    """Runs the process once; returns whether another try makes sense."""
+    """Runs the process once; returns whether another attempt makes sense."""
     stage = "looking for GPUs"
 
     def note(message: tuple[str, Any]) -> None:
@@ -145,7 +145,7 @@ def _examine_once(
         error: LockstepError = _hung(stage)
     except LockstepError as raised:
         error = raised
-    except RuntimeError as raised:  # What TensorFlow raises has many kinds.
+    except RuntimeError as raised:  # TensorFlow raises various exceptions.
         error = DeviceError(f"{stage} failed ({reason_of(raised)}); see --verbosity=1")
     if findings.devices and stage in strategies:
         findings.self_tests[stage] = error
@@ -168,8 +168,8 @@ def _hung(stage: str) -> DeviceError:
 def examine_tensorflow(
     send: Callable[[tuple[str, Any]], None], config: DoctorConfig, strategies: tuple[str, ...]
 ) -> None:
-    """Runs in the process: sends each attribute of `Findings` as soon as it is known."""
-    os.environ.pop("TF_CONFIG", None)  # `check_cluster` tells of it.
+    """Runs in the process; sends each attribute of `Findings` as soon as it is known."""
+    os.environ.pop("TF_CONFIG", None)  # `check_cluster` reports it.
     console.forward_warnings(lambda text: send(("warning", text)))
     if config.device != "cpu":
         send(("seen", cuda.look()))
@@ -211,7 +211,7 @@ def _describe_devices(tf: Any, prepared: "Devices") -> DevicesSeen:
 def _run_self_test(
     config: DoctorConfig, prepared: "Devices", name: str
 ) -> SelfTestResult | LockstepError:
-    """Builds LeNet on the devices and lets its all-reduce add known numbers, as a training does."""
+    """Builds LeNet on the devices and all-reduces known numbers, as a training does."""
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.strategy_builder import build_strategy
 
@@ -229,7 +229,7 @@ def _run_self_test(
         run_all_reduce_self_test(strategy)
     except LockstepError as error:
         return error
-    except Exception as error:  # TensorFlow and NCCL raise many kinds.
+    except Exception as error:  # TensorFlow and NCCL raise various exceptions.
         return DeviceError(f"the all-reduce of {name} failed ({reason_of(error)}); {_NCCL_ADVICE}")
     sec, num_replicas = time.monotonic() - start, strategy.num_replicas
     return SelfTestResult(name, strategy.algorithm, sec, num_replicas)

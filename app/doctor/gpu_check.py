@@ -1,4 +1,4 @@
-"""What was found of GPUs, devices and the exchange, as lines for a person."""
+"""Formats the findings about GPUs, devices and the all-reduce."""
 
 from app.config import DoctorConfig
 from app.devices.cuda import LIBRARIES, Seen
@@ -11,7 +11,7 @@ _SHOWN_DEVICES = 8
 
 
 def check_gpus(config: DoctorConfig, findings: Findings) -> list[Check]:
-    """Returns what was found of GPUs, and each thing that keeps TensorFlow from using them.
+    """Reports GPUs, and each cause that keeps TensorFlow from using them.
 
     On a machine without NVIDIA hardware nothing counts as wrong, and the CUDA libraries are shown
     only if a GPU is asked for.
@@ -79,7 +79,7 @@ def _check_libraries(seen: Seen, by_name: dict[str, Obstacle]) -> list[Check]:
 
 
 def check_devices(findings: Findings) -> list[Check]:
-    """Tells what a training would run on."""
+    """Reports the devices that a training would use."""
     checks = [Check("devices", text, WARNING) for text in findings.warnings]
     if findings.error:
         return [*checks, Check.of_error("devices", findings.error)]
@@ -107,7 +107,7 @@ def _check_gpu(devices: DevicesSeen, seen: Seen | None, index: int) -> Check:
 
 
 def check_all_reduce(findings: Findings) -> list[Check]:
-    """Tells how the all-reduce of each strategy has gone on these devices."""
+    """Reports the result of each strategy's all-reduce self-test."""
     if findings.devices and len(findings.devices.names) == 1:
         return [Check("all-reduce", "one replica: no all-reduce", NOTE)]
     checks = []

@@ -1,4 +1,4 @@
-"""The place where runs go: whether it can be written, and its room. Nothing stays there."""
+"""Checks whether the output directory is writable and has enough space. Leaves no files."""
 
 import os
 import pathlib
@@ -11,12 +11,13 @@ from app.records.run_naming import named_path
 from app.runtime.errors import DiskFullError, LockstepError, OutputError, reason_of
 
 _DEFAULT = "runs"
-# Of a checkpoint: weights and momentum, in float32. While the next one is written there are three.
+# Bytes of a checkpoint per parameter: weights and momentum in float32. While the next checkpoint is
+# written there are three.
 _NEEDED_BYTES = {"lenet": 3 << 20, "resnet18": 270 << 20}
 
 
 def check_output(config: DoctorConfig) -> Check:
-    """Checks that a run's directory can be made where it would go."""
+    """Checks that a run's directory can be created."""
     name = config.out or _DEFAULT
     try:
         path = named_path(name)
@@ -33,14 +34,14 @@ def check_output(config: DoctorConfig) -> Check:
 
 
 def _nearest(path: pathlib.Path) -> pathlib.Path:
-    """Returns the directory in which something would be made first."""
+    """Returns the nearest existing parent directory."""
     absolute = path.absolute()
     return next(place for place in (absolute, *absolute.parents) if os.path.lexists(place))
 
 
 def _try(there: pathlib.Path) -> None:
-    """Writes a byte there: permissions do not tell of a file system that is read-only."""
-    # Where the kernel can do so, this file never has a name.
+    """Writes a byte there: permissions do not show that a file system is read-only."""
+    # If the kernel supports it, this file never has a name.
     with tempfile.TemporaryFile(dir=there) as file:
         file.write(b"1")
 

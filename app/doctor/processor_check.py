@@ -1,4 +1,4 @@
-"""The processor and the memory, and what its features mean for a training."""
+"""Checks the processor and the memory."""
 
 import os
 import pathlib
@@ -14,17 +14,17 @@ from app.runtime.shown_command import shown_command
 
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 _CPU_MAX = "sys/fs/cgroup/cpu.max"
-# The older kind of control groups has the two numbers in files of their own.
+# Control groups version 1 have the two numbers in separate files.
 _CPU_QUOTA = "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "sys/fs/cgroup/cpu/cpu.cfs_period_us"
 _LEAST_MEMORY_BYTES = 2 << 30  # TensorFlow, the images and LeNet's replicas.
 
 
 class Processor(NamedTuple):
-    """What Linux says of the processor.
+    """The processor as Linux reports it.
 
     Attributes:
-        model: its name, or that of its kind.
-        features: the names of its features; nothing where they are not known.
+        model: name of the model, or of the architecture.
+        features: names of its features; empty if unknown.
     """
 
     model: str
@@ -32,7 +32,7 @@ class Processor(NamedTuple):
 
     @classmethod
     def of_this_machine(cls, root: pathlib.Path = pathlib.Path("/")) -> "Processor":
-        """Reads /proc/cpuinfo, where there is one."""
+        """Reads /proc/cpuinfo, if it exists."""
         try:
             text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         except OSError:  # macOS.
@@ -47,7 +47,7 @@ def check_processor(root: pathlib.Path = pathlib.Path("/")) -> list[Check]:
     """Checks processor, cores and memory.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
     processor = Processor.of_this_machine(root)
     checks = [Check("processor", f"{processor.model}, {platform.machine()}"), _check_cores(root)]
@@ -70,7 +70,7 @@ def _check_cores(root: pathlib.Path) -> Check:
 
 
 def cpu_quota(root: pathlib.Path = pathlib.Path("/")) -> float | None:
-    """Returns how many cores' time the control group may use, None where nothing limits it."""
+    """Returns the control group's limit in cores; None without a limit."""
     try:
         quota, period = (root / _CPU_MAX).read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -86,7 +86,7 @@ def cpu_quota(root: pathlib.Path = pathlib.Path("/")) -> float | None:
 
 
 def _check_features(processor: Processor) -> Check:
-    """Tells what bfloat16 is worth here, as far as anybody has measured it."""
+    """Reports whether bfloat16 is useful here, where measurements exist."""
     has = [name for name in _FEATURES if name in processor.features]
     shown = ", ".join(has) or "none of those that matter here are known"
     flag = "--precision=mixed_bfloat16"

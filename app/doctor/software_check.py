@@ -1,4 +1,4 @@
-"""Python and the packages, against what they have to be."""
+"""Compares Python and the installed packages with the requirements."""
 
 import dataclasses
 import importlib.metadata
@@ -19,7 +19,7 @@ _OLDEST, _NEWEST = (3, 11), (3, 13)
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
-    """Checks the version of Python; `main.py` has refused those that are too old."""
+    """Checks the version of Python; `main.py` rejects versions that are too old."""
     shown = f"{platform.python_version()} ({sys.executable})"
     if _OLDEST <= version <= _NEWEST:
         return Check("Python", shown)
@@ -30,7 +30,7 @@ def check_packages(
     requirements: pathlib.Path = REQUIREMENTS,
     find_version: Callable[[str], str] = importlib.metadata.version,
 ) -> list[Check]:
-    """Holds the installed packages against the versions that are pinned.
+    """Compares the installed packages with the pinned versions.
 
     Args:
         requirements: a file with lines such as `numpy==2.4.6`.
@@ -38,7 +38,7 @@ def check_packages(
             `PackageNotFoundError`.
 
     Returns:
-        One check for all that are as pinned, and one for each other package.
+        One check for all packages with the pinned version, and one for each other package.
     """
     try:
         pins = read_pins(requirements.read_text(encoding="utf-8"))
@@ -60,13 +60,13 @@ def check_packages(
 
 
 def read_pins(text: str) -> dict[str, str]:
-    """Returns name → version of each line `name==version`; what is behind that is left out."""
+    """Returns name → version of each line `name==version`, without extras and markers."""
     pins = re.findall(r"^([\w.-]+)(?:\[[^\]]*\])?==([^\s;#]+)", text, re.MULTILINE)
     return dict(pins)
 
 
 def install_all(requirements: pathlib.Path = REQUIREMENTS) -> str:
-    """Returns the command that installs everything."""
+    """Returns the command that installs all requirements."""
     return _pip_install("-r", shown_path(str(requirements)))
 
 
@@ -80,5 +80,5 @@ def _pip_install(*words: str) -> str:
 
 
 def install_cuda() -> str:
-    """Returns the command that installs what TensorFlow needs for GPUs."""
+    """Returns the command that installs TensorFlow's libraries for GPUs."""
     return _pip_install(CUDA_PACKAGES)

@@ -1,1 +1,1 @@
-"""What a step costs: measured in turn, with intervals, and taken apart."""
+"""Measures the cost of a step, with intervals, and breaks it down."""

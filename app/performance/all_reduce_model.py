@@ -1,4 +1,4 @@
-"""What an all-reduce costs: latency and bandwidth, fitted, and carried over to more devices."""
+"""Models the cost of an all-reduce by latency and bandwidth, and extrapolates to more devices."""
 
 import dataclasses
 import itertools
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Algorithm → for R replicas: steps one after another, and how often a replica's bytes pass through
-# the busiest connection. The docstrings in `strategies/collectives.py` say why.
+# Algorithm → for R replicas: number of consecutive steps, and the bytes through the busiest
+# connection over a replica's bytes. See the docstrings in `strategies/collectives.py`.
 _COSTS = {
     "reduce_to_one": lambda r: (2, 2 * (r - 1)),
     "tree": lambda r: (2 * math.ceil(math.log2(r)), 2 * math.ceil(math.log2(r))),
@@ -16,27 +16,27 @@ _COSTS = {
     "direct": lambda r: (2, 2 * (r - 1) / r),
 }
 _ROUNDING = 1e-12
-_COSTS["nccl"] = _COSTS["ring"]  # TensorFlow's hierarchical one has no formula here.
+_COSTS["nccl"] = _COSTS["ring"]  # There is no formula for TensorFlow's hierarchical all-reduce.
 
 
 def all_reduce_cost(algorithm: str, num_replicas: int) -> tuple[int, float]:
-    """Returns what one all-reduce takes, whatever the devices.
+    """Returns the cost of one all-reduce, independent of the devices.
 
     Returns:
-        Messages one after another; and how often what a replica holds passes through the busiest
-        connection.
+        Number of consecutive messages; and bytes through the busiest connection over the bytes that
+        a replica holds.
     """
     return _COSTS[algorithm](num_replicas) if num_replicas > 1 else (0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class AllReduceTime:
-    """How long one all-reduce took, with nothing else going on.
+    """The time of one all-reduce without other work.
 
     Attributes:
         num_replicas: R.
-        size_bytes: what each replica sent.
-        sec: how long.
+        size_bytes: bytes of each replica.
+        sec: duration.
     """
 
     num_replicas: int
@@ -45,24 +45,23 @@ class AllReduceTime:
 
     @property
     def bus_bytes_per_sec(self) -> float:
-        """Bytes over time, times 2 (R − 1) / R: comparable between numbers of replicas.
+        """Bytes per second times 2 (R − 1) / R, comparable between numbers of replicas.
 
-        What a connection has to carry at least, whatever the algorithm: NCCL's tests call it
-        "busbw".
+        The load of a connection at least, for any algorithm; "busbw" in NCCL's tests.
         """
         return self.size_bytes * 2 * (self.num_replicas - 1) / self.num_replicas / self.sec
 
 
 @dataclasses.dataclass(frozen=True)
 class AllReduceModel:
-    """time = steps · latency + bytes through the busiest connection / bandwidth.
+    """Models time = steps · latency + bytes through the busiest connection / bandwidth.
 
     Attributes:
-        algorithm: that was measured.
-        shared: whether all connections are one and the same, the memory of a processor: then all
-            bytes pass through it, 2 (R − 1) times what a replica sends, whatever the algorithm.
-        latency_sec: of a step.
-        sec_per_byte: of the busiest connection.
+        algorithm: the measured algorithm.
+        shared: whether all connections share one medium, the memory of a processor; then all bytes
+            pass through it, 2 (R − 1) times a replica's bytes, for any algorithm.
+        latency_sec: latency of a step.
+        sec_per_byte: seconds per byte on the busiest connection.
     """
 
     algorithm: str
@@ -79,7 +78,7 @@ class AllReduceModel:
     def fit(
         cls, algorithm: str, times: Sequence[AllReduceTime], *, shared: bool = False
     ) -> "AllReduceModel":
-        """Fits both numbers so that relative errors are small; neither is negative."""
+        """Fits both parameters to small relative errors; neither is negative."""
         costs = [_cost(algorithm, t.num_replicas, shared) for t in times]
         rows = np.array(
             [
@@ -98,11 +97,11 @@ def _cost(algorithm: str, num_replicas: int, shared: bool) -> tuple[float, float
 
 @dataclasses.dataclass(frozen=True)
 class LinearCost:
-    """time = fixed + each · examples: what a replica's own computation takes.
+    """Models time = fixed + each · examples for a replica's own computation.
 
     Attributes:
-        fixed_sec: whatever the shard.
-        example_sec: for each example.
+        fixed_sec: seconds independent of the shard.
+        example_sec: seconds per example.
     """
 
     fixed_sec: float
@@ -114,17 +113,17 @@ class LinearCost:
 
     @classmethod
     def fit(cls, num_examples: Sequence[float], secs: Sequence[float]) -> "LinearCost":
-        """Fits both numbers so that relative errors are small; neither is negative."""
+        """Fits both parameters to small relative errors; neither is negative."""
         measured = np.asarray(secs, np.float64)
         rows = np.stack([1 / measured, np.asarray(num_examples) / measured], axis=1)
         return cls(*least_squares(rows, np.ones(len(rows))))
 
 
 def least_squares(rows: np.ndarray, targets: np.ndarray) -> list[float]:
-    """Returns the numbers, none negative, for which rows · numbers is nearest to targets.
+    """Returns the non-negative numbers for which rows · numbers is nearest to targets.
 
-    The best ones are those of an ordinary fit in which some are 0: there are few enough to try
-    every choice. Of choices that fit equally well the one with most zeros is taken.
+    The solution is an ordinary fit with some numbers fixed at 0; all choices are tried. Among
+    equally good choices, the one with most zeros is returned.
     """
     total = float(targets @ targets)
     best, least = np.zeros(rows.shape[1]), total

@@ -1,4 +1,4 @@
-"""The cases of a benchmark, and what is reported of them."""
+"""Creates the cases of a benchmark, and prints and writes their results."""
 
 import dataclasses
 import itertools
@@ -20,10 +20,10 @@ BENCHMARK_FILE = "benchmark.json"
 
 
 def create_cases(config: BenchmarkConfig) -> list[Case]:
-    """Returns a case for each combination; `single` has but one device.
+    """Returns a case for each combination; `single` has only one device.
 
     Raises:
-        ConfigError: one of them cannot be trained.
+        ConfigError: a case cannot be trained.
     """
     cases = []
     for model, precision, size, strategy, count in itertools.product(
@@ -55,7 +55,7 @@ def write_benchmark(
     comparisons: Sequence[Comparison],
     peaks: Mapping[str, Sequence[float]],
 ) -> None:
-    """Writes `benchmark.json`: every block of every case, and what follows from them."""
+    """Writes `benchmark.json`: all blocks of all cases, and the derived results."""
     common, short = split_names([s.case.name for s in samples])
     write_json(
         out_dir / BENCHMARK_FILE,
@@ -96,10 +96,10 @@ def _case_record(s: Sample, peaks: Mapping[str, Sequence[float]]) -> dict:
 
 
 def share_of_peak(s: Sample, peaks: Mapping[str, Sequence[float]]) -> interval.Interval | None:
-    """Returns achieved floating-point operations a second over those of a matrix product.
+    """Returns achieved floating-point operations per second over those of a matrix product.
 
-    The limit is that of one device with all cores: where devices are real and several, each has a
-    limit of its own, and the share is one of all of them.
+    The limit is that of one device with all cores. Several real devices have one limit each; the
+    share is relative to the sum.
     """
     if s.case.config.precision not in peaks:
         return None
@@ -113,7 +113,7 @@ def print_benchmark(
     comparisons: Sequence[Comparison],
     peaks: Mapping[str, Sequence[float]],
 ) -> None:
-    """Prints the cases, then what their comparison says, then what a reader has to know."""
+    """Prints the cases, the comparisons, and the caveats."""
     common, short = split_names([s.case.name for s in samples])
     console.say()
     console.print_table(
@@ -175,7 +175,7 @@ def _comparison_row(short: Mapping[str, str], c: Comparison) -> list[str]:
 
 
 def processor_name() -> str:
-    """Returns what the processor calls itself."""
+    """Returns the processor's name."""
     cpu_info = pathlib.Path("/proc/cpuinfo")
     if cpu_info.exists():
         for line in cpu_info.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""What `explain` writes and prints."""
+"""Writes and prints the results of `explain`."""
 
 import dataclasses
 import pathlib
@@ -44,7 +44,7 @@ def write_explanation(
 def print_explanation(
     config: ExplainConfig, breakdown: StepTimeBreakdown, samples: Sequence[Sample]
 ) -> None:
-    """Prints where the time goes, what the all-reduce costs, and what more devices would do."""
+    """Prints the step-time breakdown, the all-reduce cost, and predictions for more devices."""
     facts = samples[0].facts
     print_parts(config, facts, breakdown, _METHODS)
     _print_all_reduce(breakdown, facts)
@@ -57,13 +57,13 @@ def print_parts(
     breakdown: StepTimeBreakdown | SplitBreakdown,
     methods: Mapping[str, str],
 ) -> None:
-    """Prints where the time of a step goes.
+    """Prints the step-time breakdown.
 
     Args:
-        config: of the command.
-        facts: of the training that was measured.
-        breakdown: of a step.
-        methods: name of a part → how it was found.
+        config: options of the command.
+        facts: properties of the measured training.
+        breakdown: breakdown of a step.
+        methods: name of a part → how it was measured.
     """
     step = breakdown.step_sec
     console.say()
@@ -86,7 +86,7 @@ def print_parts(
 
 
 def print_caveats(samples: Sequence[Sample]) -> None:
-    """Prints what a reader of these measurements has to know."""
+    """Prints the caveats of these measurements."""
     for line in setup_caveats(samples):
         console.say(line)
 

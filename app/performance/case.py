@@ -1,4 +1,4 @@
-"""What is measured, what the process that measures it found, and what it took."""
+"""Defines the cases to measure, the facts that their processes report, and the samples."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from app.performance.peak_memory import PeakMemory
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training whose speed is measured in a process of its own.
+    """A training whose speed is measured in a separate process.
 
     Attributes:
-        config: of a `train`, with everything that may differ between two cases.
-        num_workers: how many processes train together, with the strategy multi_worker.
-        no_sync: True leaves the all-reduce out: each replica continues with its own gradient.
-        reads_input: False trains on the first batch again and again, with no input pipeline.
-        cores: use no more than these, None for all.
+        config: options of a `train`, which include all differences between two cases.
+        num_workers: number of worker processes, for multi_worker.
+        no_sync: skip the all-reduce; each replica continues with its own gradient.
+        reads_input: False to train on the first batch repeatedly, without an input pipeline.
+        cores: use at most this many cores; None for all.
     """
 
     config: TrainConfig
@@ -27,7 +27,7 @@ class Case:
 
     @property
     def num_devices(self) -> int | None:
-        """How many devices are asked for, over all workers; None for all that there are."""
+        """The requested number of devices of all workers; None for all available devices."""
         config = self.config
         if config.has_workers:
             return self.num_workers * (config.num_devices_asked or 1)
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the case is called in tables and progress lines."""
+        """The name of the case in tables and progress lines."""
         config = self.config
         parts = [
             f"{config.strategy} × {self.num_devices or 'all'}",
@@ -53,10 +53,10 @@ _BETWEEN = ", "
 
 
 def split_names(names: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Splits names of cases into what all have in common and what tells them apart.
+    """Splits names of cases into their common part and their distinguishing parts.
 
     Returns:
-        The common part; and name → the rest of it, its strategy in any case.
+        The common part; and name → the rest of the name, which includes its strategy.
     """
     per_name_parts = {name: name.split(_BETWEEN) for name in names}
     common = [
@@ -73,26 +73,26 @@ def split_names(names: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a process found when it had built its training: that, and not what was asked for.
+    """The actual properties of a training, as its process reports them.
 
     Attributes:
-        devices: of all workers.
-        num_replicas: parts of a batch that are trained on at the same time.
-        simulated_devices: logical devices that share one processor.
+        devices: devices of all workers.
+        num_replicas: number of parts of a batch that are processed in parallel.
+        simulated_devices: whether logical devices share one processor.
         cores: processor cores that the process may use.
-        intra_op_threads: of one operation on a CPU, 0 for TensorFlow's own choice.
-        dataset: which images.
-        global_batch_size: examples of a step over all replicas; no step has fewer.
-        compute_dtype: what the layers compute in.
-        jit_compile: whether XLA compiles what a replica computes.
-        all_reduce: the algorithm.
+        intra_op_threads: threads of one operation on a CPU; 0 for TensorFlow's default.
+        dataset: name of the dataset.
+        global_batch_size: examples per step over all replicas; no step has fewer.
+        compute_dtype: compute dtype of the layers.
+        jit_compile: whether XLA compiles the computation of a replica.
+        all_reduce: name of the algorithm.
         tensor_float_32: whether GPUs may round the inputs of float32 products to 10 bits; False
             without GPUs.
-        gradient_bytes: what each replica sends in a step, in the dtype of the exchange.
-        flops_per_example: multiplications and additions of convolutions and matrix products in
-            training on one example.
-        compile_sec: until the first step was done, from importing TensorFlow on.
-        versions: of what numbers depend on.
+        gradient_bytes: bytes that each replica sends in a step, in the dtype of the all-reduce.
+        flops_per_example: multiplications and additions of convolutions and matrix products per
+            training example.
+        compile_sec: seconds from the import of TensorFlow until the end of the first step.
+        versions: versions of the software that affects the results.
     """
 
     devices: list[str]
@@ -113,7 +113,7 @@ class Facts:
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(self.devices)
 
 
@@ -122,10 +122,10 @@ class Block:
     """Some steps that were timed together.
 
     Attributes:
-        num_steps: how many.
-        num_examples: trained on in them.
-        sec: what they took, from the call until the last result was there.
-        tracings: how often a compiled call was traced anew meanwhile: 0 in a valid measurement.
+        num_steps: number of steps.
+        num_examples: number of examples trained on.
+        sec: seconds from the call until the last result.
+        tracings: number of retracings during the block; 0 in a valid measurement.
     """
 
     num_steps: int
@@ -135,7 +135,7 @@ class Block:
 
     @property
     def step_sec(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return self.sec / self.num_steps
 
 
@@ -144,10 +144,10 @@ class Sample:
     """A case with its measurements.
 
     Attributes:
-        case: what was asked for.
-        facts: what was found.
-        blocks: one for each round, in order: block i of all cases was measured in round i.
-        memory: the most that the process, or its GPUs, held.
+        case: the case.
+        facts: the actual properties of its training.
+        blocks: one block per round; block i of all cases was measured in round i.
+        memory: peak memory of the process, or of its GPUs.
     """
 
     case: Case
@@ -157,10 +157,10 @@ class Sample:
 
     @property
     def step_secs(self) -> list[float]:
-        """Seconds of a step, in each round."""
+        """Seconds per step, in each round."""
         return [block.step_sec for block in self.blocks]
 
     @property
     def rates(self) -> list[float]:
-        """Images a second, in each round."""
+        """Images per second, in each round."""
         return [block.num_examples / block.sec for block in self.blocks]

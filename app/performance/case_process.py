@@ -1,4 +1,4 @@
-"""The process of one case: builds a training, warms it up, and times blocks of steps on demand."""
+"""Runs the process of a case: builds a training, warms up, and times blocks of steps on demand."""
 
 import os
 import statistics
@@ -12,30 +12,30 @@ from app.performance.peak_memory import PeakMemory, PeakMemoryMeter
 from app.runtime import console, run_context
 from app.runtime.function_call import Channel
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are to be set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     import tensorflow as tf
 
     from app.training.training_spec import TrainingSpec
     from strategies.base import Strategy
 
 _WARM_UP_STEPS = 3
-_SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Of the gradients' own size.
+_SCALES = (1 / 64, 1 / 8, 4.0, 16.0)  # Factors on the gradients' size.
 _LARGEST_ALL_REDUCE_BYTES = 64 << 20
 _ALL_REDUCE_SEC, _ALL_REDUCE_REPEATS = 0.1, 5
-BLOCK_SEC = 2.0  # A block is long enough that a scheduler's time slices average out in it.
+BLOCK_SEC = 2.0  # Long enough to average out the scheduler's time slices.
 
 
 def sample(channel: Channel, case: Case) -> PeakMemory:
-    """Times blocks until it is told to stop.
+    """Times blocks until it receives None.
 
-    Sends `Facts` and how many steps a block should have; then, for each number of steps that it
-    receives, a `Block`; for "all_reduce", a list of `AllReduceTime`; for None it ends.
+    Sends `Facts` and the number of steps per block. Then, for each number of steps that it
+    receives, sends a `Block`; for "all_reduce", sends a list of `AllReduceTime`; for None, ends.
 
     Returns:
-        The memory that it held at most.
+        Its peak memory.
     """
     start = time.monotonic()
-    if case.cores and hasattr(os, "sched_setaffinity"):  # Before TensorFlow counts them.
+    if case.cores and hasattr(os, "sched_setaffinity"):  # Before TensorFlow counts the cores.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case.cores])
     console.forward_warnings(lambda text: channel.send(("warning", text)))
     prepared = device_setup.set_up(case.config)
@@ -52,7 +52,7 @@ def sample(channel: Channel, case: Case) -> PeakMemory:
     iterator = strategy.distribute(batches)
     strategy.train_steps(iterator, 0)
     memory = PeakMemoryMeter(strategy.local_devices)
-    strategy.train_steps(iterator, 1)  # A real one: XLA compiles no sooner.
+    strategy.train_steps(iterator, 1)  # Only an actual step makes XLA compile.
     compile_sec = time.monotonic() - start
     channel.send(("facts", _facts(spec, strategy, prepared, compile_sec)))
 
@@ -63,13 +63,13 @@ def sample(channel: Channel, case: Case) -> PeakMemory:
             channel.send(("all_reduce", time_all_reduce(strategy)))
         else:
             channel.send(("block", _time_block(strategy, iterator, request)))
-    # Taking an iterator of MirroredStrategy apart was seen to wait for 30 s: it outlives the call.
+    # Deleting an iterator of MirroredStrategy can take 30 s; it is kept until the process ends.
     run_context.required().keep(iterator)
     return memory.peak()
 
 
 def repeat_one_batch(spec: "TrainingSpec") -> "tf.data.Dataset":
-    """Returns a set in which the first batch of a job comes again and again, at no cost."""
+    """Returns a dataset that repeats the first batch of a training, at no cost."""
     import tensorflow as tf
 
     options = tf.data.Options()
@@ -79,7 +79,7 @@ def repeat_one_batch(spec: "TrainingSpec") -> "tf.data.Dataset":
 
 
 def _warm_up(strategy: "Strategy", iterator: Any) -> float:
-    """Makes the first steps, which cost more than others; returns the seconds of a later one."""
+    """Runs the first steps, which are slower; returns the seconds of a later step."""
     strategy.train_steps(iterator, _WARM_UP_STEPS)
     return _time_block(strategy, iterator, _WARM_UP_STEPS).step_sec
 
@@ -88,16 +88,16 @@ def _time_block(strategy: "Strategy", iterator: Any, num_steps: int) -> Block:
     tracings = strategy.num_tracings
     start = time.perf_counter()
     totals = strategy.train_steps(iterator, num_steps)  # Numbers: the last step is done.
-    # Workers that do not exchange do not wait: a training takes what the slowest of them does.
+    # Without an all-reduce, workers do not wait for each other; the slowest determines the time.
     (sec,) = strategy.workers.all_reduce_max(time.perf_counter() - start)
     return Block(num_steps, totals.examples, sec, strategy.num_tracings - tracings)
 
 
 def time_all_reduce(strategy: "Strategy") -> list[AllReduceTime]:
-    """Times all-reduces of the model's gradients alone, scaled to several sizes.
+    """Times all-reduces of the model's gradients, scaled to several sizes.
 
-    The last one has their own size, and is the only one where they are packed: other sizes would
-    be other numbers of buckets.
+    The last one has the gradients' own size; only this one uses buckets, because other sizes would
+    have another number of buckets.
     """
     import tensorflow as tf
 

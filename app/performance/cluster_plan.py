@@ -1,23 +1,23 @@
-"""What a cluster that is not there would do: compute is measured, the exchange computed."""
+"""Predicts a step on a cluster: compute is measured, the all-reduce is calculated."""
 
 import dataclasses
 
 from app.performance.all_reduce_model import LinearCost
 
-# A message between devices of one machine; NCCL's own model has 3 to 7 µs for it.
+# Latency of a message between devices of one machine; NCCL's model has 3 to 7 µs.
 _DEVICE_LATENCY_SEC = 5e-6
-# Of a step's compute, the part in which gradients are made, and can be sent: two of three products.
+# Fraction of a step's compute in which gradients become ready to send: two of three products.
 _BACKWARD = 2 / 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What connects devices.
+    """The connections between devices.
 
     Attributes:
-        bytes_per_sec: of a machine's network, in one direction.
-        latency_sec: of a message between machines.
-        device_bytes_per_sec: of a device's link within its machine, in one direction.
+        bytes_per_sec: bandwidth of a machine's network, in one direction.
+        latency_sec: latency of a message between machines.
+        device_bytes_per_sec: bandwidth of a device's link within its machine, in one direction.
     """
 
     bytes_per_sec: float
@@ -27,16 +27,16 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterStep:
-    """A step of a cluster.
+    """A predicted step on a cluster.
 
     Attributes:
-        num_workers: machines.
-        devices_per_worker: in each.
-        global_batch_size: examples of a step.
-        compute_sec: of one device, with its shard.
-        ring_sec: of the exchange, by one ring through all devices.
-        hierarchical_sec: of the same, by rings within machines and between them.
-        one_device_sec: of one device with the whole batch.
+        num_workers: number of machines.
+        devices_per_worker: number of devices per machine.
+        global_batch_size: examples per step.
+        compute_sec: seconds of one device for its shard.
+        ring_sec: seconds of an all-reduce with one ring through all devices.
+        hierarchical_sec: seconds of an all-reduce with rings within and between machines.
+        one_device_sec: seconds of one device for the whole batch.
     """
 
     num_workers: int
@@ -49,51 +49,51 @@ class ClusterStep:
 
     @property
     def num_replicas(self) -> int:
-        """Devices in all."""
+        """The total number of devices."""
         return self.num_workers * self.devices_per_worker
 
     @property
     def all_reduce_sec(self) -> float:
-        """Seconds of the faster exchange, with nothing else going on."""
+        """Seconds of the faster all-reduce, without overlap."""
         return min(self.ring_sec, self.hierarchical_sec)
 
     @property
     def step_sec(self) -> float:
-        """Seconds of a step that exchanges when all gradients are there."""
+        """Seconds of a step whose all-reduce starts after the backward pass."""
         return self.compute_sec + self.all_reduce_sec
 
     @property
     def overlapped_sec(self) -> float:
-        """Seconds of a step at best: with the exchange behind the backward pass."""
+        """Seconds of a step at best, with the all-reduce overlapped with the backward pass."""
         hidden = min(self.all_reduce_sec, _BACKWARD * self.compute_sec)
         return self.step_sec - hidden
 
     @property
     def images_per_sec(self) -> float:
-        """Images a second, without overlap."""
+        """Images per second, without overlap."""
         return self.global_batch_size / self.step_sec
 
     @property
     def efficiency(self) -> float:
-        """Part of the time in which devices compute, without overlap."""
+        """Fraction of the time in which devices compute, without overlap."""
         return self.compute_sec / self.step_sec
 
     @property
     def best_efficiency(self) -> float:
-        """The same with overlap."""
+        """Fraction of the time in which devices compute, with overlap."""
         return self.compute_sec / self.overlapped_sec
 
     @property
     def speed_up(self) -> float:
-        """Against one device with the whole batch."""
+        """Speed-up over one device with the whole batch."""
         return self.one_device_sec / self.step_sec
 
 
 def ring(num_workers: int, devices_per_worker: int, size_bytes: float, links: Links) -> float:
-    """Returns the seconds of one ring through all devices, a machine's next to each other.
+    """Returns the seconds of an all-reduce with one ring through all devices, machine by machine.
 
-    2 (R − 1) messages one after another, of 1/R of the gradients each; the slowest link sets the
-    pace.
+    2 (R − 1) consecutive messages of 1/R of the gradients each; the slowest link determines the
+    time.
 
     Reference: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", 2009.
@@ -108,10 +108,11 @@ def ring(num_workers: int, devices_per_worker: int, size_bytes: float, links: Li
 def hierarchical(
     num_workers: int, devices_per_worker: int, size_bytes: float, links: Links
 ) -> float:
-    """Returns the seconds of rings within machines, between them, and within them again.
+    """Returns the seconds of an all-reduce with rings within machines and between them.
 
-    Each device ends the first with 1/D of its machine's sum; the D rings between machines share
-    its network, which carries 2 (W − 1) / W of the gradients, as in one ring, in fewer messages.
+    The first rings leave each device with 1/D of its machine's sum; the D rings between machines
+    share the network, which carries 2 (W − 1) / W of the gradients, as with one ring, in fewer
+    messages.
 
     Reference: X. Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision",
     2018, section 4.
@@ -131,15 +132,15 @@ def predict(
     global_batch_size: int,
     size_bytes: float,
 ) -> ClusterStep:
-    """Predicts a step with the faster of the two exchanges.
+    """Predicts a step with the faster of the two all-reduces.
 
     Args:
-        compute: what a step without exchange takes on one device.
-        links: between devices and machines.
-        num_workers: machines.
-        devices_per_worker: in each.
-        global_batch_size: examples of a step over all devices.
-        size_bytes: of the gradients.
+        compute: cost of a step without all-reduce on one device.
+        links: connections between devices and machines.
+        num_workers: number of machines.
+        devices_per_worker: number of devices per machine.
+        global_batch_size: examples per step over all devices.
+        size_bytes: bytes of the gradients.
     """
     return ClusterStep(
         num_workers,
@@ -153,7 +154,7 @@ def predict(
 
 
 def numbers_of_workers(num_workers: int) -> list[int]:
-    """Returns 1, 2, 4, … and the number itself."""
+    """Returns 1, 2, 4, … and `num_workers` itself."""
     numbers = [1]
     while 2 * numbers[-1] < num_workers:
         numbers.append(2 * numbers[-1])

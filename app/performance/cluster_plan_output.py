@@ -1,4 +1,4 @@
-"""What `plan` prints of a cluster."""
+"""Prints the plan of a cluster."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,12 +18,12 @@ _HEADER = [
 
 
 def print_cluster(plan: TrainingPlan, compute: LinearCost, samples: Sequence[Sample]) -> None:
-    """Prints what was measured, and a table for a fixed batch of each device and one of all.
+    """Prints the measurements, and tables for a fixed batch per device and a fixed global batch.
 
     Args:
-        plan: of the training.
-        compute: what was fitted to one device.
-        samples: what was measured of it.
+        plan: plan of the training.
+        compute: cost model fitted to one device.
+        samples: measurements of one device.
     """
     config, size_bytes = plan.config, plan.gradient_bytes
     batch, per_worker = plan.batch, config.num_devices_planned

@@ -1,34 +1,34 @@
-"""Whether two measurements may be compared: what is refused, and what a reader has to be told."""
+"""Decides whether two measurements are comparable, and lists the caveats."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 from app.performance.case import Sample
 
-# Of fewer rounds the bootstrap promises too much: from 2 it is right in half of all cases.
+# With fewer rounds the bootstrap is overconfident: with 2 it is right in half of all cases.
 MIN_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Caveat:
-    """Something that a comparison has against it.
+    """A caveat of a comparison.
 
     Attributes:
-        refuses: no ratio is given; else it is given, and marked.
-        text: what it is.
+        refuses: whether no ratio is given; otherwise it is given with a mark.
+        text: the caveat.
     """
 
     refuses: bool
     text: str
 
 
-# What a comparison may be about: everything else has to be equal. `scaling` compares numbers of
-# devices, strong with one global batch, weak with one batch for each device.
+# Axes of comparison; everything else has to be equal. `scaling` compares numbers of devices, strong
+# with a fixed global batch, weak with a fixed batch per device.
 AXES = ("strong scaling", "weak scaling", "strategy", "precision")
 
 
 def find_caveats(first: Sample, second: Sample, axis: str) -> list[Caveat]:
-    """Returns what speaks against comparing two cases along one of `AXES`."""
+    """Returns the caveats of comparing two cases along one of `AXES`."""
     return [*_refusals(first, second, axis), *_marks(first, second, axis)]
 
 
@@ -80,7 +80,7 @@ def _marks(first: Sample, second: Sample, axis: str) -> Iterator[Caveat]:
 
 
 def setup_caveats(samples: Sequence[Sample]) -> list[str]:
-    """Returns what concerns all measurements, whatever is compared."""
+    """Returns the caveats that concern all measurements."""
     facts = [s.facts for s in samples]
     lines = []
     if len(samples[0].blocks) < MIN_ROUNDS:

@@ -1,4 +1,4 @@
-"""Medians and ratios with intervals, by the bootstrap: no assumption about how noise is spread."""
+"""Computes medians and ratios with bootstrap intervals, without assumptions about the noise."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ _RESAMPLES = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """An estimate and where it lies with 95 % confidence.
+    """An estimate with its 95 % confidence interval.
 
     Attributes:
         value: a median, or a function of several.
@@ -27,7 +27,7 @@ class Interval:
         return f"{self.value:.3g} ({self.low:.3g}–{self.high:.3g})"
 
     def contains(self, value: float) -> bool:
-        """Whether `value` cannot be told from what was measured."""
+        """Returns whether the interval contains a value."""
         return self.low <= value <= self.high
 
 
@@ -44,15 +44,15 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
 def combine(function: Callable, *samples: Sequence[float]) -> Interval:
     """Returns a function of the medians of some samples.
 
-    All were measured in the same rounds, so rounds are drawn, each with what everything took in it:
-    a round in which the machine was busy with something else slows all.
+    All samples were measured in the same rounds. The bootstrap therefore draws rounds, each with
+    all its values: other work on the machine slows down all cases of a round.
 
     Args:
-        function: takes a number for each sample, or an array of many, element by element.
-        *samples: of each, one value for every round.
+        function: takes one number per sample, or one array per sample and works elementwise.
+        *samples: one value per round for each sample.
 
     Raises:
-        ValueError: different numbers of rounds.
+        ValueError: the samples have different numbers of rounds.
     """
     rounds = len(samples[0])
     if any(len(values) != rounds for values in samples):

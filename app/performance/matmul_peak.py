@@ -1,4 +1,4 @@
-"""The machine's limit: how fast it multiplies matrices, the best that any training could do."""
+"""Measures the machine's peak speed, that of matrix products."""
 
 import time
 
@@ -7,17 +7,17 @@ from app.devices import device_setup
 from app.performance.case import Block
 from app.runtime.function_call import Channel
 
-_SIZE = 4096  # Large enough that a product does hardly anything but arithmetic.
+_SIZE = 4096  # Large enough that arithmetic dominates.
 
 
 def sample_peak(channel: Channel, config: TrainConfig) -> float:
     """Times products of two square matrices on demand, as `sample` times steps.
 
     Sends `("ready", 1)`; then, for each number that it receives, a `Block` of as many products; for
-    None it ends. The products run on one device, of a CPU with all cores.
+    None, ends. The products run on one device, on a CPU with all cores.
 
     Returns:
-        Floating-point operations of a product.
+        Floating-point operations per product.
     """
     prepared = device_setup.set_up(config)
     import tensorflow as tf

@@ -1,4 +1,4 @@
-"""How much memory a process, or the GPUs that it uses, hold at most."""
+"""Measures the peak memory of a process, or of the GPUs that it uses."""
 
 import contextlib
 import pathlib
@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 
 class PeakMemory(NamedTuple):
-    """The most that was held.
+    """The peak memory.
 
     Attributes:
-        peak_bytes: at any time; by the process, or by all its GPUs together.
-        steps_bytes: by steps, beyond what was held before the first one; None where nobody knows.
+        peak_bytes: peak of the process, or of all its GPUs together.
+        steps_bytes: peak during steps minus memory before the first step; None if unknown.
     """
 
     peak_bytes: int
     steps_bytes: int | None
 
     def plus(self, other: "PeakMemory") -> "PeakMemory":
-        """Returns what two processes held together."""
+        """Returns the sum over two processes."""
         steps_bytes = None
         if self.steps_bytes is not None and other.steps_bytes is not None:
             steps_bytes = self.steps_bytes + other.steps_bytes
@@ -28,10 +28,10 @@ class PeakMemory(NamedTuple):
 
 
 class PeakMemoryMeter:
-    """Measures it, from just before the first step on.
+    """Measures peak memory from just before the first step.
 
     Args:
-        devices: of this process's replicas.
+        devices: devices of this process's replicas.
     """
 
     def __init__(self, devices: Sequence[str]):
@@ -39,20 +39,20 @@ class PeakMemoryMeter:
         self._earlier_bytes, self._before = _process_peak_bytes(), self._start()
 
     def _start(self) -> int | None:
-        """Forgets the peak so far; returns what is held now, None where nobody knows."""
+        """Resets the peak; returns the current memory, None if unknown."""
         if self._gpus:
             import tensorflow as tf
 
             for name in self._gpus:
                 tf.config.experimental.reset_memory_stats(name)
             return self._of_gpus("current")
-        with contextlib.suppress(OSError):  # Not Linux, or a kernel that does not let us.
+        with contextlib.suppress(OSError):  # Not Linux, or the kernel does not permit it.
             pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
             return _status_bytes("VmRSS")
         return None
 
     def peak(self) -> PeakMemory:
-        """Returns the most that was held until now."""
+        """Returns the peak memory so far."""
         on_gpus = bool(self._gpus)
         peak = self._of_gpus("peak") if on_gpus else max(self._earlier_bytes, _process_peak_bytes())
         if self._before is None:
@@ -70,7 +70,7 @@ class PeakMemoryMeter:
 def _process_peak_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):
         return _status_bytes("VmHWM")
-    # Without /proc. A new process begins with what its parent held.
+    # Without /proc; a new process starts with its parent's value.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB.
 
 

@@ -1,4 +1,4 @@
-"""When each task of a pipeline ran, what share of the time its stages were idle, and theory."""
+"""Analyses the timing of pipeline tasks: idle time, micro-batches in flight, and theory."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,8 +11,8 @@ class TimedTask(NamedTuple):
 
     Attributes:
         stage, is_forward, micro_batch: as in `Task`.
-        start_sec: when the task had all that it needs, after the start of the step's first task.
-        end_sec: when the task had made all that it makes.
+        start_sec: time at which the task had all inputs, relative to the start of the first task.
+        end_sec: time at which the task had all outputs.
     """
 
     stage: int
@@ -23,14 +23,14 @@ class TimedTask(NamedTuple):
 
 
 def bubble(num_stages: int, num_micro_batches: int) -> float:
-    """Returns the share of the time in which stages that take equally long are idle."""
+    """Returns the idle fraction of stages that take equally long."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 def idle_share(tasks: Sequence[TimedTask]) -> float:
-    """Returns the share of the time, from the first start to the last end, without a task.
+    """Returns the fraction of the time, from the first start to the last end, without a task.
 
-    It is the mean over the stages.
+    The result is the mean over the stages.
     """
     num_stages = 1 + max(task.stage for task in tasks)
     whole = max(task.end_sec for task in tasks) - min(task.start_sec for task in tasks)
@@ -39,17 +39,16 @@ def idle_share(tasks: Sequence[TimedTask]) -> float:
 
 
 def most_in_flight(tasks: Sequence[TimedTask]) -> list[int]:
-    """Returns for each stage the most micro-batches that it has remembered at the same time.
+    """Returns for each stage the largest number of micro-batches stored at the same time.
 
-    A micro-batch is remembered from the beginning of its forward pass to the end of its backward
-    pass.
+    A micro-batch is stored from the start of its forward pass to the end of its backward pass.
     """
     most = []
     for stage in range(1 + max(task.stage for task in tasks)):
         own = [task for task in tasks if task.stage == stage]
         events = [(t.start_sec, 1) if t.is_forward else (t.end_sec, -1) for t in own]
         alive, peak = 0, 0
-        for _, change in sorted(events):  # At equal times an end comes first.
+        for _, change in sorted(events):  # At equal times, ends come first.
             alive += change
             peak = max(peak, alive)
         most.append(peak)
@@ -57,7 +56,7 @@ def most_in_flight(tasks: Sequence[TimedTask]) -> list[int]:
 
 
 def theoretical_in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> list[int]:
-    """Returns for each stage how many micro-batches it remembers, by the schedule."""
+    """Returns the number of micro-batches that each stage stores according to the schedule."""
     if schedule == "gpipe":
         return [num_micro_batches] * num_stages
     return [min(num_micro_batches, num_stages - stage) for stage in range(num_stages)]
@@ -66,10 +65,10 @@ def theoretical_in_flight(schedule: str, num_stages: int, num_micro_batches: int
 def simulate(
     order: Sequence[Task], num_stages: int, task_secs: Mapping[tuple[int, bool], float]
 ) -> list[TimedTask]:
-    """Returns when tasks run if each stage has a processor to itself and nothing else takes time.
+    """Returns the times of tasks if each stage has its own processor and nothing else takes time.
 
     Args:
-        order: the tasks of all stages, each after those that it needs.
+        order: the tasks of all stages, each after the tasks that it needs.
         num_stages: K.
         task_secs: (stage, is_forward) → seconds of such a task.
     """

@@ -1,4 +1,4 @@
-"""What `plan` prints of a training."""
+"""Prints the plan of a training."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ _WIDTH = 12
 
 
 def print_training_plan(plan: TrainingPlan) -> None:
-    """Prints the arithmetic of a training, a line for each thing, and its exchange as a table."""
+    """Prints the plan of a training, one line per item, and its all-reduces as a table."""
     config = plan.config
     num_devices = config.num_devices_planned if plan.split else plan.num_replicas
     devices = console.count(num_devices, "device")
@@ -33,7 +33,7 @@ def print_training_plan(plan: TrainingPlan) -> None:
         "rate": _learning_rate_text(plan),
         "memory": _memory(plan),
     }
-    if plan.split:  # A table instead.
+    if plan.split:  # Printed as a table.
         del lines["memory"]
     for name, text in lines.items():
         console.say(f"  {name:<{_WIDTH}}{text}")
@@ -128,12 +128,12 @@ def _print_all_reduces(plan: TrainingPlan) -> None:
 
 
 def print_probe(plan: TrainingPlan, samples: Sequence[Sample]) -> None:
-    """Prints what a training of this kind takes here, and the estimate of memory beside it.
+    """Prints the measured cost of a training, and the memory estimate beside it.
 
     Args:
-        plan: of the training.
-        samples: of the number of devices that is planned; or of at least three smaller numbers,
-            each device with the same shard, from which a step is extrapolated.
+        plan: plan of the training.
+        samples: samples of the planned number of devices; or of at least three smaller numbers with
+            the same shard per device, from which a step is extrapolated.
     """
     sample = samples[-1]
     facts, epochs = sample.facts, plan.config.epochs
@@ -153,7 +153,7 @@ def print_probe(plan: TrainingPlan, samples: Sequence[Sample]) -> None:
 
 
 def _print_step(sample: Sample) -> float:
-    """Prints the time of a step on the devices that were measured; returns its seconds."""
+    """Prints the time of a step on the measured devices; returns its seconds."""
     step = interval.median(sample.step_secs)
     console.say(
         f"measured here, {sample.case.config.strategy} on {', '.join(sample.facts.devices)}:"
@@ -164,7 +164,7 @@ def _print_step(sample: Sample) -> float:
 
 
 def _print_extrapolated(plan: TrainingPlan, samples: Sequence[Sample]) -> float:
-    """Prints the step that fewer devices predict for those planned; returns its seconds."""
+    """Prints the time of a step extrapolated from fewer devices; returns its seconds."""
     counts = [sample.facts.num_replicas for sample in samples]
     medians = [interval.median(sample.step_secs).value for sample in samples]
     facts = samples[-1].facts

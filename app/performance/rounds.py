@@ -1,4 +1,4 @@
-"""Processes that are measured in turn, A B A B …: whatever slows the machine slows all of them."""
+"""Measures processes in turn (A B A B …), so that disturbances affect all of them."""
 
 import contextlib
 import functools
@@ -20,16 +20,17 @@ from app.runtime.errors import DeviceError
 from app.runtime.processes import ChildProcess
 from app.runtime.progress_bar import StepProgress
 
-_PEAK_PRODUCTS = 2  # In a block: seconds on a small CPU, a few milliseconds on a GPU.
+_PEAK_PRODUCTS = 2  # Per block: seconds on a small CPU, milliseconds on a GPU.
 
 
 class Measured(NamedTuple):
-    """What was measured in the same rounds.
+    """The results of the same rounds.
 
     Attributes:
-        samples: one for each case.
-        peaks: precision → the machine's limit in each round, in floating-point operations a second.
-        all_reduce_times: of all-reduces by themselves.
+        samples: one sample per case.
+        peaks: precision → the machine's peak speed in each round, in floating-point operations per
+            second.
+        all_reduce_times: times of all-reduces without other work.
     """
 
     samples: list[Sample]
@@ -46,24 +47,23 @@ def measure(
     all_reduces_of: Sequence[Case] = (),
     block_sec: float = BLOCK_SEC,
 ) -> Measured:
-    """Measures cases in `repeats` rounds, a block of each in every round.
+    """Measures cases in `repeats` rounds, one block per case in every round.
 
-    Each case lives in a process of its own, which sleeps while others are timed. In every other
-    round they come in the opposite order, so that none always follows the same one.
+    Each case has a separate process, which sleeps while others are timed. The order of the cases is
+    reversed in every other round, so that no case always follows the same one.
 
     Args:
         cases: what to measure.
-        repeats: how many rounds.
-        progress: shows how far it is.
-        peaks: configurations for whose precision the machine's limit is measured in the same
-            rounds.
-        all_reduces_of: cases whose all-reduce is timed by itself, after the last round.
-        block_sec: about how long a block takes. Shorter ones make shorter rounds, in which a
-            machine with other work is more likely to be equally slow for all cases.
+        repeats: number of rounds.
+        progress: shows the progress.
+        peaks: configurations for whose precision the peak speed is measured in the same rounds.
+        all_reduces_of: cases whose all-reduce is timed separately, after the last round.
+        block_sec: approximate duration of a block. Shorter blocks make shorter rounds, in which
+            other work on the machine is more likely to slow down all cases equally.
 
     Raises:
         LockstepError: a case cannot be trained; nothing was measured.
-        DeviceError: too little memory for so many processes.
+        DeviceError: there is too little memory for the processes.
     """
     with contextlib.ExitStack() as stack:
         samplers = []
@@ -102,7 +102,7 @@ def measure(
 
 
 class _Sampler:
-    """Our end of a process that times blocks; it is ready when this is made."""
+    """The parent's side of a process that times blocks; the constructor waits until it is ready."""
 
     def __init__(
         self,
@@ -123,13 +123,13 @@ class _Sampler:
 
     @property
     def facts(self) -> Facts:
-        """What the process of a training has found."""
+        """The facts about a training, as its process reports them."""
         if self._facts is None:
             raise RuntimeError("this process measures no training")
         return self._facts
 
     def _message(self) -> tuple[str, Any]:
-        """Returns the next message that is not for the person who waits."""
+        """Returns the next message that is not for the user."""
         while True:
             _, message = self._process.receive()
             if message[0] in ("facts", "ready", "block", "all_reduce"):
@@ -138,7 +138,7 @@ class _Sampler:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that the process has held so far."""
+        """Peak memory of the process so far."""
         status = pathlib.Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
         (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
         return int(peak) * 1024
@@ -152,7 +152,7 @@ class _Sampler:
         return self._message()[1]
 
     def finish(self) -> Any:
-        """Returns what the function returned, over all processes; they end."""
+        """Ends the processes; returns the function's result over all of them."""
         self._process.send(None)
         result = self._process.receive()[1]
         return functools.reduce(PeakMemory.plus, result) if isinstance(result, list) else result
@@ -168,9 +168,10 @@ def _create_process(
 
 
 def _check_memory(num_missing: int, largest_bytes: int) -> None:
-    """Refuses to go on where the next process would not fit beside those that are there.
+    """Raises an error if the next process would not fit into the memory.
 
-    It is taken to need as much as the largest of them, and half of that again to work with.
+    Assumes that it needs as much as the largest existing process, and half as much again to work
+    with.
     """
     available, needed = available_bytes(), 3 * largest_bytes // 2
     if num_missing and available is not None and available < needed:

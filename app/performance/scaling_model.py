@@ -1,4 +1,4 @@
-"""What a step costs over devices, the work of each device constant: fitted and extrapolated."""
+"""Models the cost of a step over devices at constant work per device, and extrapolates it."""
 
 import dataclasses
 import math
@@ -9,26 +9,25 @@ import numpy as np
 from app.performance.all_reduce_model import least_squares
 from app.performance.step_time_breakdown import Prediction
 
-# Fewer counts than this leave nothing to check the fit against.
+# The fit cannot be checked with fewer counts.
 MIN_COUNTS = 3
-# In these R (R − 1) chunks are added and as many copied: each device has one of every other device,
-# or passes one of each to the next. Devices that share cores work on them one after another.
+# In these algorithms R (R − 1) chunks are added and as many copied: each device sends one chunk to
+# each other device, or R − 1 chunks to the next. Devices that share cores process them in turn.
 _PAIRWISE = ("ring", "direct")
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalingModel:
-    """time = fixed + each · R + more · log₂ R, or more · R (R − 1) in place of the last term.
+    """Models time = fixed + each · R + more · log₂ R, or more · R (R − 1) as the last term.
 
-    The work of each device is constant. On devices that work at the same time, `each_sec` is what
-    an all-reduce adds for each device; on logical devices, which share cores, it includes the
-    computation of a shard.
+    The work per device is constant. On parallel devices, `each_sec` is the all-reduce's cost per
+    device; on logical devices, which share cores, it includes the computation of a shard.
 
     Attributes:
-        fixed_sec: α, whatever the number of devices.
-        each_sec: β, for each device.
-        more_sec: γ, for each doubling of the number of devices, or for each pair of devices.
-        pairwise: whether it is for each pair; see `is_pairwise`.
+        fixed_sec: α, independent of the number of devices.
+        each_sec: β, per device.
+        more_sec: γ, per doubling of the number of devices, or per pair of devices.
+        pairwise: whether γ is per pair; see `is_pairwise`.
     """
 
     fixed_sec: float
@@ -45,11 +44,11 @@ class ScalingModel:
     def fit(
         cls, counts: Sequence[int], secs: Sequence[float], *, pairwise: bool = False
     ) -> "ScalingModel":
-        """Fits all three numbers so that relative errors are small; none is negative.
+        """Fits all three parameters to small relative errors; none is negative.
 
         Args:
             counts: numbers of devices, at least two different ones.
-            secs: of a step, for each of them.
+            secs: seconds per step, for each number.
             pairwise: see `is_pairwise`.
 
         Raises:
@@ -66,15 +65,15 @@ class ScalingModel:
     def hold_out(
         cls, counts: Sequence[int], secs: Sequence[float], *, pairwise: bool = False
     ) -> Prediction:
-        """Predicts the largest count from a fit to the others.
+        """Predicts the time for the largest count from a fit to the other counts.
 
         Args:
             counts: different numbers of devices, at least `MIN_COUNTS`.
-            secs: of a step, for each of them.
+            secs: seconds per step, for each number.
             pairwise: see `is_pairwise`.
 
         Raises:
-            ValueError: too few counts.
+            ValueError: there are too few counts.
         """
         if len(set(counts)) < MIN_COUNTS:
             raise ValueError(
@@ -96,10 +95,10 @@ class ScalingModel:
 
 
 def is_pairwise(algorithm: str, *, shared: bool) -> bool:
-    """Returns whether the messages of an all-reduce take a time for each pair of devices.
+    """Returns whether the messages of an all-reduce take time per pair of devices.
 
     Args:
-        algorithm: of `strategies.ALL_REDUCE_ALGORITHMS`.
+        algorithm: one of `strategies.ALL_REDUCE_ALGORITHMS`.
         shared: whether the devices share cores.
     """
     return shared and algorithm in _PAIRWISE

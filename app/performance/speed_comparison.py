@@ -1,4 +1,4 @@
-"""Measured cases side by side: what a second device, another strategy or precision brings."""
+"""Compares measured cases: more devices, other strategies, other precisions."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -11,15 +11,15 @@ from app.performance.interval import Interval
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How much faster one case is than another.
+    """The speed of one case relative to another.
 
     Attributes:
         axis: one of `comparability.AXES`.
-        case: its name.
-        base: the name of what it is compared with.
-        ideal: the ratio that could be hoped for; for scaling, the number of times more devices.
-        speed_up: images a second over those of the base; None where that is refused.
-        caveats: what a reader has to be told.
+        case: name of the case.
+        base: name of the case that it is compared with.
+        ideal: the ideal ratio; for scaling, the ratio of the numbers of devices.
+        speed_up: ratio of images per second; None if the cases are not comparable.
+        caveats: caveats of the comparison.
     """
 
     axis: str
@@ -31,7 +31,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Says what was found, which may be nothing."""
+        """The conclusion in words."""
         if self.speed_up is None:
             return "refused"
         if self.speed_up.contains(1.0):
@@ -40,7 +40,7 @@ class Comparison:
 
 
 def compare(axis: str, sample: Sample, base: Sample, ideal: float | None = None) -> Comparison:
-    """Compares two cases along an axis, unless that would be unfair."""
+    """Compares two cases along an axis, unless they are not comparable."""
     found = find_caveats(base, sample, axis)
     refused = any(caveat.refuses for caveat in found)
     speed_up = None if refused else interval.ratio(sample.rates, base.rates)
@@ -58,9 +58,9 @@ def all_comparisons(samples: Sequence[Sample]) -> list[Comparison]:
 
 
 def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
-    """More devices against the fewest, with one global batch or one batch for each device.
+    """Compares more devices with the fewest, with a fixed global batch or a fixed batch per device.
 
-    `single` stands for one device of any strategy where it was measured.
+    `single`, if measured, represents one device of any strategy.
     """
     for s in samples:
         bases = [
@@ -77,7 +77,7 @@ def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
             )
             ideal = s.facts.num_devices / base.facts.num_devices
             if s.facts.simulated_devices:
-                # The cores that a single device has to itself are shared out.
+                # The cores of a single device are split among several.
                 ideal = 1.0
             yield compare(axis, s, base, ideal)
 
@@ -90,7 +90,7 @@ def _key(s: Sample, axis: str) -> tuple:
 
 
 def _other_strategies(samples: Sequence[Sample]) -> Iterator[Comparison]:
-    """Each strategy against the first one on as many devices."""
+    """Compares each strategy with the first one on as many devices."""
     first: dict[tuple, Sample] = {}
     for s in samples:
         key = (*_key(s, "strategy"), s.facts.num_devices)
@@ -100,7 +100,7 @@ def _other_strategies(samples: Sequence[Sample]) -> Iterator[Comparison]:
 
 
 def _other_precisions(samples: Sequence[Sample]) -> Iterator[Comparison]:
-    """Each precision against the first one measured, all else being equal."""
+    """Compares each precision with the first one, all else being equal."""
     first: dict[tuple, Sample] = {}
     for s in samples:
         config = s.case.config

@@ -1,4 +1,4 @@
-"""Where the time of a step goes whose strategy has no all-reduce that can be left out."""
+"""Breaks down the step time of strategies whose all-reduce cannot be left out."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from app.performance.step_time_breakdown import Part
 
 @dataclasses.dataclass(frozen=True)
 class SplitDesign:
-    """What has to be measured.
+    """The measurements for a step-time breakdown.
 
     Attributes:
-        full: number of devices, rising → the whole step; the first one is what is explained.
-        without_input: the same, on one batch again and again.
+        full: number of devices, ascending → the whole step; the first one is explained.
+        without_input: the same step on one repeated batch.
         alone: one device with the whole batch, without input.
     """
 
@@ -28,7 +28,7 @@ class SplitDesign:
 
     @property
     def cases(self) -> list[Case]:
-        """Returns all of them, in the order in which they are prepared."""
+        """Returns all cases, in the order in which they are prepared."""
         return [*self.full.values(), self.without_input, self.alone]
 
     @classmethod
@@ -49,13 +49,13 @@ class SplitDesign:
 
 @dataclasses.dataclass(frozen=True)
 class SplitBreakdown:
-    """A step taken apart.
+    """The breakdown of a step.
 
     Attributes:
-        parts: of the step that is explained; they add up to it.
-        step_sec: the whole of it.
+        parts: parts of the explained step, which add up to it.
+        step_sec: seconds of the whole step.
         images_per_sec: number of devices → throughput; 1 is `single`, without input.
-        speed_up: of the devices explained against one of them with the same batch.
+        speed_up: speed-up over one device with the same batch.
     """
 
     parts: list[Part]
@@ -65,14 +65,14 @@ class SplitBreakdown:
 
 
 def break_down_split(design: SplitDesign, measured: Measured) -> SplitBreakdown:
-    """Takes a step apart.
+    """Breaks down a step.
 
-    What one device computes with the whole batch, all devices compute together: logical devices
-    share its processor, real ones share the work.
+    The compute of one device for the whole batch is what all devices compute together: logical
+    devices share its processor, real devices share the work.
 
     Args:
-        design: what was measured.
-        measured: its cases, in their order.
+        design: the measurements.
+        measured: results of its cases, in order.
     """
     samples = iter(measured.samples)
     full = {n: next(samples) for n in design.full}

@@ -1,4 +1,4 @@
-"""What `explain` prints of a split training: what it sends, holds and waits for."""
+"""Prints what devices of a split training send and hold, and how long they wait."""
 
 from app.config import ExplainConfig
 from app.performance.breakdown_output import print_parts
@@ -15,7 +15,7 @@ _METHODS = {
 
 
 def print_traffic(traffic: Traffic) -> None:
-    """Prints what travels between devices: by formula, and counted in the graph."""
+    """Prints the bytes sent between devices, by formula and counted in the graph."""
     console.say()
     rows = [[name, formula, f"{size:,}", ""] for name, formula, size in traffic.terms]
     total = [_bytes(traffic.formula_bytes), _bytes(traffic.counted_bytes)]
@@ -33,7 +33,7 @@ def print_traffic(traffic: Traffic) -> None:
 
 
 def verdict_of(traffic: Traffic) -> str:
-    """Says whether the formula is right on every connection."""
+    """Returns in words whether formula and count agree on every connection."""
     apart = [link for link in traffic.links if link[2] != link[3]]
     if apart:
         sender, receiver, formula, counted = apart[0]
@@ -54,7 +54,7 @@ def _bytes(size: int | None) -> str:
 
 
 def print_held(held: list[HeldState]) -> None:
-    """Prints what each device holds between two steps."""
+    """Prints what each device holds between steps."""
     console.say()
     console.print_table(
         "bytes that a device holds between steps",
@@ -72,7 +72,7 @@ def print_held(held: list[HeldState]) -> None:
 
 
 def print_pipeline(pipeline: PipelineProfile) -> None:
-    """Prints the stages, the schedule as a picture of letters, and the idle time."""
+    """Prints the stages, the schedule as text, and the idle time."""
     console.say()
     console.print_table(
         f"{console.count(pipeline.num_stages, 'stage')},"
@@ -118,7 +118,7 @@ def _stage_rows(pipeline: PipelineProfile) -> list[list[str]]:
 
 
 def schedule_lines(pipeline: PipelineProfile) -> list[str]:
-    """Returns a line for each stage, with a column for each time slot."""
+    """Returns one line per stage, with one column per time slot."""
     width = 1 + len(str(pipeline.num_micro_batches - 1))
     lines = []
     for stage in range(pipeline.num_stages):
@@ -135,7 +135,7 @@ def _idle(timed: TimedSteps) -> str:
 
 
 def print_split_breakdown(config: ExplainConfig, breakdown: SplitBreakdown, facts: Facts) -> None:
-    """Prints where the time goes, and the throughput of each number of devices."""
+    """Prints the step-time breakdown, and the throughput for each number of devices."""
     print_parts(config, facts, breakdown, _METHODS)
     console.say()
     shares = " on the same cores" if facts.simulated_devices else ""

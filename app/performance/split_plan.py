@@ -1,4 +1,4 @@
-"""What each device of a split training would hold, send and wait for, by arithmetic."""
+"""Estimates memory, traffic and idle time of the devices of a split training."""
 
 import dataclasses
 import itertools
@@ -28,13 +28,13 @@ from strategies.layer_calls import LayerCall, LayerCalls, variables_of
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on a device, by estimate.
+    """Estimated bytes on a device.
 
     Attributes:
-        weights: and BatchNorm statistics, those that the device keeps.
+        weights: weights and BatchNorm statistics that the device keeps.
         optimizer: its part of the optimizer state.
-        gradients: gradients, gathered weights, and what kernels work with, in a step.
-        activations: in a step.
+        gradients: gradients, gathered weights and workspace of kernels in a step.
+        activations: activations in a step.
     """
 
     weights: float
@@ -44,22 +44,23 @@ class DeviceMemory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The total."""
         return self.weights + self.optimizer + self.gradients + self.activations
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitPlan:
-    """A split training that has not been made.
+    """The plan of a split training.
 
     Attributes:
-        devices: of one replica; all of them for sharded.
+        devices: devices of one replica; for sharded, all devices.
         num_replicas: R.
-        num_like_these: how many replicas have such devices; 1 for sharded.
-        terms: what travels in a step.
+        num_like_these: number of replicas with such devices; 1 for sharded.
+        terms: traffic of a step.
         stages: first and last layer of each stage of a pipeline.
-        bubble: idle share of a pipeline whose stages take equally long; None for others.
-        in_flight: micro-batches that each stage remembers.
+        bubble: idle fraction of a pipeline whose stages take equally long; None for other
+            strategies.
+        in_flight: number of micro-batches that each stage stores.
     """
 
     devices: list[DeviceMemory]
@@ -72,12 +73,12 @@ class SplitPlan:
 
     @property
     def total_bytes(self) -> float:
-        """Memory of all devices together."""
+        """Memory of all devices."""
         return self.num_like_these * sum(device.total for device in self.devices)
 
     @property
     def size_bytes(self) -> int:
-        """What travels in a step."""
+        """Bytes sent in a step."""
         return sum(term.size_bytes for term in self.terms)
 
     @classmethod
@@ -92,14 +93,14 @@ class SplitPlan:
         """Plans a training with sharded, pipeline or tensor.
 
         Args:
-            config: of the training.
-            num_devices: of all replicas.
-            num_examples: of the global batch.
-            model: with its initial values.
-            optimizer: of the whole model, built.
+            config: options of the training.
+            num_devices: devices of all replicas.
+            num_examples: examples of the global batch.
+            model: the model with its initial values.
+            optimizer: the built optimizer of the unsplit model.
 
         Raises:
-            ConfigError: the model cannot be split like this.
+            ConfigError: the model cannot be split this way.
         """
         replicas = num_replicas(config.strategy, config, num_devices)
         rows = shard_sizes(num_examples, replicas)
@@ -118,7 +119,7 @@ class SplitPlan:
 
 
 class _OptimizerState:
-    """How large the optimizer state of some weights is."""
+    """Computes the size of the optimizer state of some weights."""
 
     def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer):
         shapes = [variable.shape for variable in optimizer.variables]
@@ -137,7 +138,7 @@ def _elements(variables: Sequence[keras.Variable]) -> list[int]:
 def _sharded(
     config: TrainConfig, rows: Sequence[int], model: keras.Model, state: _OptimizerState
 ) -> SplitPlan:
-    """Plans ZeRO: each device keeps a part, and in a step has all weights and gradients."""
+    """Plans ZeRO: each device keeps a part; in a step it has all weights and gradients."""
     sizes, num = _elements(model.trainable_variables), len(rows)
     estimate = MemoryEstimate.of(model)
     others = 4 * sum(_elements(model.non_trainable_variables))
@@ -146,7 +147,7 @@ def _sharded(
     for r in range(num):
         part = sum(shard_sizes(size, num)[r] for size in sizes)
         whole = 4 * sum(sizes)
-        keeps_all = config.shard != "weights"  # Beside its part, which is updated.
+        keeps_all = config.shard != "weights"  # In addition to the part that the optimizer updates.
         devices.append(
             DeviceMemory(
                 4 * part + others + keeps_all * whole,
@@ -164,7 +165,7 @@ def _pipeline(
     stages: Sequence[Sequence[LayerCall]],
     state: _OptimizerState,
 ) -> SplitPlan:
-    """Plans a pipeline: each stage remembers some micro-batches, or their inputs alone."""
+    """Plans a pipeline: each stage stores some micro-batches, or only their inputs."""
     numbers = len(stages), config.micro_batches
     in_flight = theoretical_in_flight(config.schedule, *numbers)
     micro_batch = -(-max(rows) // config.micro_batches)
@@ -193,7 +194,7 @@ def _pipeline(
 def _tensor(
     rows: Sequence[int], calls: Sequence[SplitCall], model: keras.Model, state: _OptimizerState
 ) -> SplitPlan:
-    """Plans a tensor split: parts of all activations, and whole those that are gathered."""
+    """Plans a tensor split: parts of all activations, and gathered ones in full."""
     num_parts, estimate = len(calls[0].layers), MemoryEstimate.of(model)
     producers = {split.call.output: split for split in calls}
     gathered = {

@@ -1,14 +1,14 @@
-"""What `plan` prints of a split training: memory of each device, traffic, idle time."""
+"""Prints the plan of a split training."""
 
 from app.performance.split_plan import SplitPlan
 from app.runtime import console
 
 
 def print_split_plan(plan: SplitPlan) -> None:
-    """Prints what each device would hold, what would travel in a step, and a pipeline's idle time.
+    """Prints the memory of each device, the traffic of a step, and a pipeline's idle time.
 
     Args:
-        plan: of the training.
+        plan: plan of the training.
     """
     console.say()
     number = plan.num_like_these
@@ -35,7 +35,7 @@ def print_split_plan(plan: SplitPlan) -> None:
 
 
 def mib(size_bytes: float) -> str:
-    """Returns a size for a table."""
+    """Formats a size for a table."""
     size = size_bytes / 2**20
     if size >= 9.95:
         return f"{size:,.0f} MiB"

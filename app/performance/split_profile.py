@@ -1,4 +1,4 @@
-"""What a split training sends, holds and waits for, found in a process of its own."""
+"""Profiles a split training in a separate process: traffic, memory and idle time."""
 
 import contextlib
 from collections import Counter
@@ -23,22 +23,22 @@ from app.performance.split_records import (
 )
 from app.runtime import console
 
-if TYPE_CHECKING:  # They import TensorFlow, which `_prepare` has to configure first.
+if TYPE_CHECKING:  # They import TensorFlow, which `_prepare` configures first.
     from app.training.training_spec import TrainingSpec
     from strategies.base import Strategy
     from strategies.pipeline import PipelineStrategy
 
 PADDING_SEC = 0.02, 0.04  # A backward pass computes about twice as much as a forward pass.
 _TIMED_STEPS = 3
-_PADDED_EXAMPLES = 2  # Of a micro-batch: its computation takes next to nothing.
+_PADDED_EXAMPLES = 2  # Per micro-batch, so that computation is negligible.
 
 
 def profile_split(send: Callable[[Any], None], config: TrainConfig) -> SplitProfile:
     """Builds a training, counts what a step sends, and times the tasks of a pipeline.
 
     Args:
-        send: takes messages for the process that waits.
-        config: of the training.
+        send: sends messages to the waiting process.
+        config: options of the training.
     """
     devices, spec = _prepare(send, config)
     from strategies.pipeline import PipelineStrategy
@@ -68,7 +68,7 @@ def _prepare(
     import tensorflow as tf
 
     if devices.simulated:
-        with contextlib.suppress(RuntimeError):  # They are fixed: a second command of a process.
+        with contextlib.suppress(RuntimeError):  # Fixed already: a second command of a process.
             tf.config.threading.set_inter_op_parallelism_threads(2 * len(devices.names) + 2)
     from app.training.training_spec import TrainingSpec, load_data
 
@@ -78,7 +78,7 @@ def _prepare(
 
 
 def traffic_of(strategy: "Strategy", batch: Sequence[Any]) -> Traffic:
-    """Counts what a step sends, and says what the formula says."""
+    """Counts the bytes of a step, and computes them by formula."""
     from app.performance.traffic_count import NotCountableError, count_traffic
     from app.performance.traffic_formula import NoFormulaError, terms_of
 
@@ -109,15 +109,15 @@ def traffic_of(strategy: "Strategy", batch: Sequence[Any]) -> Traffic:
 
 
 def held_state(strategy: "Strategy") -> list[HeldState]:
-    """Adds up the variables on each device, whole ones and parts."""
-    kinds: dict[Any, tuple[str, Any]] = {}  # By reference: each variable once.
+    """Sums the variables on each device, unsplit ones and parts."""
+    kinds: dict[Any, tuple[str, Any]] = {}  # By reference, each variable once.
 
     def add(kind: str, variable: Any) -> None:
         inner = getattr(variable, "parts", None) or getattr(variable, "copies", None)
         for each in inner or [variable]:
             kinds.setdefault(each.ref(), (kind, each))
 
-    for part in getattr(strategy, "parts", []):  # Of `sharded`: beside whole weights, if any.
+    for part in getattr(strategy, "parts", []):  # Of `sharded`, besides whole weights.
         for weight in part.weights:
             add("weights", weight.value)
     for variables in strategy.shard_statistics():

@@ -1,4 +1,4 @@
-"""What is found of a split training: what it sends, holds and waits for."""
+"""Defines the records of a split training's profile."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,14 +10,15 @@ from app.performance.pipeline_timeline import TimedTask, idle_share, most_in_fli
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes between devices in a step.
+    """Bytes sent between devices in a step.
 
     Attributes:
         terms: name, formula and bytes of each kind of traffic, by formula.
-        formula_bytes: of all of them; None where there is no formula.
-        counted_bytes: of the tensors that cross devices in the graph; None where it does not show.
-        input_bytes: of images, labels and numbers, counted.
-        links: sender, receiver, bytes by formula and bytes counted, of each pair that sends.
+        formula_bytes: total by formula; None without a formula.
+        counted_bytes: total of the tensors that cross devices in the graph; None if not countable.
+        input_bytes: counted bytes of images, labels and numbers.
+        links: sender, receiver, bytes by formula and counted bytes, for each pair that
+            communicates.
         note: why there is no formula, or no count.
     """
 
@@ -31,7 +32,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class HeldState:
-    """What a device holds between two steps, in bytes."""
+    """Bytes that a device holds between steps."""
 
     device: str
     weights_bytes: int
@@ -41,12 +42,12 @@ class HeldState:
 
 @dataclasses.dataclass(frozen=True)
 class TimedSteps:
-    """A pipeline's tasks, timed.
+    """Timed tasks of a pipeline.
 
     Attributes:
-        idle_shares: of each step that was timed.
-        tasks: of the step with the median share.
-        in_flight: for each stage the most micro-batches that it remembered.
+        idle_shares: idle fraction of each timed step.
+        tasks: tasks of the step with the median idle fraction.
+        in_flight: for each stage, the most micro-batches stored at the same time.
     """
 
     idle_shares: list[float]
@@ -55,7 +56,7 @@ class TimedSteps:
 
     @classmethod
     def of(cls, steps: Sequence[list[TimedTask]]) -> "TimedSteps":
-        """Summarises steps."""
+        """Summarises timed steps."""
         shares = [idle_share(tasks) for tasks in steps]
         middle = int(np.argsort(shares)[len(shares) // 2])
         most = np.max([most_in_flight(tasks) for tasks in steps], axis=0)
@@ -63,26 +64,26 @@ class TimedSteps:
 
     @property
     def idle(self) -> float:
-        """The median share of idle time."""
+        """The median idle fraction."""
         return idle_share(self.tasks)
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineProfile:
-    """A pipeline: its schedule, and when its tasks ran.
+    """The profile of a pipeline: its schedule and the timing of its tasks.
 
     Attributes:
-        schedule: its name.
+        schedule: name of the schedule.
         num_micro_batches: M.
-        stages: first and last layer, and share of the floating-point operations, of each stage.
-        slots: for each time slot its tasks, where every task takes one slot.
-        bubble: idle share if all stages take equally long.
-        in_flight: for each stage the micro-batches that it remembers, by the schedule.
-        measured: as it is.
-        simulated_idle: idle share if tasks took as long as measured, each stage had a processor to
-            itself and nothing travelled.
-        padded: with tasks that sleep, so that all stages take equally long and do not compete for
-            a processor; None on real devices.
+        stages: first and last layer, and fraction of the floating-point operations, of each stage.
+        slots: tasks of each time slot, if every task takes one slot.
+        bubble: idle fraction if all stages take equally long.
+        in_flight: number of micro-batches that each stage stores according to the schedule.
+        measured: the measured timing.
+        simulated_idle: idle fraction if tasks took as long as measured, each stage had its own
+            processor and communication took no time.
+        padded: timing with tasks that sleep, so that all stages take equally long and do not
+            compete for a processor; None on real devices.
     """
 
     schedule: str
@@ -103,12 +104,12 @@ class PipelineProfile:
 
 @dataclasses.dataclass(frozen=True)
 class SplitProfile:
-    """What a training sends, holds and waits for.
+    """The profile of a split training.
 
     Attributes:
-        traffic: between devices in a step.
-        held: by each device.
-        pipeline: None for other strategies.
+        traffic: traffic between devices in a step.
+        held: memory of each device.
+        pipeline: profile of a pipeline; None for other strategies.
     """
 
     traffic: Traffic

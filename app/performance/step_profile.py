@@ -1,4 +1,4 @@
-"""One real step, told with its numbers."""
+"""Profiles one real step and prints its numbers."""
 
 import pathlib
 import tempfile
@@ -15,17 +15,17 @@ from app.verification.trace import Trace
 
 
 def profile_step(config: TrainConfig, on_message: Callable[[Any], None]) -> tuple[dict, bool]:
-    """Makes the first step of a training in a process of its own and returns what happened in it.
+    """Runs the first step of a training in a separate process and returns its numbers.
 
     Args:
-        config: of a training on several devices.
-        on_message: takes what the process sends.
+        config: options of a training on several devices.
+        on_message: called with messages of the process.
 
     Returns:
-        `shards` (examples of each replica), `losses` (each replica's part in the mean loss),
-        `norms` (of each replica's gradient), `sum_norm` (of the sum), `gradient_bytes` (what each
-        sends), `num_tensors`, `learning_rate`, `update_norm` and `weight_norm`; and whether the
-        devices are simulated.
+        `shards` (examples of each replica), `losses` (each replica's part of the mean loss),
+        `norms` (norm of each replica's gradient), `sum_norm` (norm of the sum), `gradient_bytes`
+        (bytes that each sends), `num_tensors`, `learning_rate`, `update_norm` and `weight_norm`;
+        and whether the devices are simulated.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace"
@@ -53,7 +53,7 @@ def profile_step(config: TrainConfig, on_message: Callable[[Any], None]) -> tupl
 
 
 def print_step_profile(config: ExplainConfig, profile: dict) -> None:
-    """Prints it, a line for each stage."""
+    """Prints the profile, one line per part of the step."""
     shards, gradients = profile["shards"], _listed(profile["norms"], ".4g")
     split, forward, sums, update = _LINES.get(config.strategy, _LINES["manual"])
     console.say(f"one step of {config.strategy}, the first of this training")
@@ -80,7 +80,7 @@ def print_step_profile(config: ExplainConfig, profile: dict) -> None:
     )
 
 
-# Strategy → what it does: splits the batch, computes losses, adds gradients, updates the weights.
+# Strategy → how it splits the batch, computes losses, adds gradients and updates the weights.
 _LINES = {
     "manual": (
         "the global batch of {} is cut into shards of {}",

@@ -1,4 +1,4 @@
-"""Where a step's time goes, by leaving one part out at a time; what more devices would do."""
+"""Breaks down the time of a step by leaving out one part at a time, and predicts more devices."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from app.performance.rounds import Measured
 
 @dataclasses.dataclass(frozen=True)
 class Design:
-    """What has to be measured to take a step apart.
+    """The measurements for a step-time breakdown.
 
     Attributes:
-        full: number of devices, rising → the whole step; the first one is what is explained, the
-            last of three or more is held out.
-        without_all_reduce: the step that is explained, each replica going on with its own gradient.
-        without_input: the same, on one batch again and again.
-        alone: number of devices → one replica by itself, with the shard that it has then.
+        full: number of devices, ascending → the whole step; the first one is explained, the last of
+            three or more is held out.
+        without_all_reduce: the explained step, in which each replica uses its own gradient.
+        without_input: the same step on one repeated batch.
+        alone: number of devices → a single replica with its shard for that number.
     """
 
     full: Mapping[int, Case]
@@ -34,7 +34,7 @@ class Design:
 
     @property
     def cases(self) -> list[Case]:
-        """Returns all of them, in the order in which they are prepared."""
+        """Returns all cases, in the order in which they are prepared."""
         return [
             *self.full.values(),
             self.without_all_reduce,
@@ -47,10 +47,9 @@ class Design:
         """Plans the measurements of one strategy.
 
         Args:
-            config: of `explain`.
-            simulated: whether devices share a processor. A replica by itself is then given the
-                cores that it has in the explained step: what it needs can so be told from what the
-                others leave it.
+            config: options of `explain`.
+            simulated: whether devices share a processor. A single replica then gets the cores that
+                it has in the explained step, which separates its own cost from the contention.
         """
         counts = config.num_devices
         full = {n: Case(config.for_training(num_devices=n, last_batch="drop")) for n in counts}
@@ -76,9 +75,9 @@ class Part:
     """One part of a step's time.
 
     Attributes:
-        name: what it is.
-        sec: how long.
-        share: of the whole step.
+        name: name of the part.
+        sec: seconds.
+        share: fraction of the whole step.
     """
 
     name: str
@@ -88,13 +87,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a number of devices takes, measured or not.
+    """The time of a step on a number of devices, predicted and possibly measured.
 
     Attributes:
-        num_replicas: how many.
-        predicted_sec: of a step.
-        measured_sec: of a step, None where it was not measured.
-        held_out: whether nothing of it went into the prediction, though it was measured.
+        num_replicas: number of replicas.
+        predicted_sec: predicted seconds of a step.
+        measured_sec: measured seconds of a step; None if not measured.
+        held_out: whether the measurement was not used for the prediction.
     """
 
     num_replicas: int
@@ -110,20 +109,20 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimeBreakdown:
-    """A step taken apart.
+    """The breakdown of a step.
 
     Attributes:
-        parts: of the step that is explained; they add up to it.
-        step_sec: the whole of it.
-        all_reduce_times: of the all-reduce alone, of several sizes and numbers of replicas.
-        gradient_all_reduce: number of replicas → the all-reduce of this model's gradients.
-        all_reduce_model: what was fitted to those but for the largest number of replicas.
-        compute: what was fitted to one replica by itself.
-        overhead: what a step takes over its parts, relative; the mean over those in the fit.
-        predictions: for each number of devices that was measured, and for some more.
-        break_even_batch: the global batch from which two devices are faster than one, None where
-            no batch is.
-        speed_up: of the devices explained against one of them by itself, the same global batch.
+        parts: parts of the explained step, which add up to it.
+        step_sec: seconds of the whole step.
+        all_reduce_times: times of the all-reduce alone, for several sizes and numbers of replicas.
+        gradient_all_reduce: number of replicas → time of the all-reduce of this model's gradients.
+        all_reduce_model: model fitted to these times, without the largest number of replicas.
+        compute: cost model fitted to a single replica.
+        overhead: relative time of a step beyond its parts; the mean over the steps of the fit.
+        predictions: predictions for each measured number of devices, and for some more.
+        break_even_batch: global batch from which two devices are faster than one; None if there is
+            none.
+        speed_up: speed-up over one device with the same global batch.
     """
 
     parts: list[Part]
@@ -139,12 +138,12 @@ class StepTimeBreakdown:
 
 
 def break_down_step(design: Design, measured: Measured) -> StepTimeBreakdown:
-    """Takes a step apart.
+    """Breaks down a step.
 
     Args:
-        design: what was measured.
-        measured: its cases, in their order, with times of the all-reduces of all numbers of
-            replicas; the last one of each number is of the model's own gradients.
+        design: the measurements.
+        measured: results of its cases, in order, with the times of all-reduces for all numbers of
+            replicas; the last one of each number is for the model's own gradients.
     """
     samples = iter(measured.samples)
     full = {n: next(samples) for n in design.full}
@@ -198,11 +197,11 @@ def break_down_step(design: Design, measured: Measured) -> StepTimeBreakdown:
 
 
 def _parts(*per_round_secs: Sequence[float]) -> list[Part]:
-    """Returns what adds up to a step.
+    """Returns the parts of a step, which add up to it.
 
     Args:
-        *per_round_secs: of the whole step, of one without the exchange, of one without input, and
-            of what a replica computes.
+        *per_round_secs: seconds of the whole step, of a step without all-reduce, of a step without
+            input, and of a replica's computation.
     """
     secs = {
         "compute": (lambda full, no_sum, no_input, alone: alone),
@@ -221,10 +220,10 @@ def _parts(*per_round_secs: Sequence[float]) -> list[Part]:
 
 
 def _share_of_cores(sample: Sample, num_replicas: int, cores: int | None) -> float:
-    """Returns how much longer a replica takes than by itself, there being so many of them.
+    """Returns the slowdown of a replica beside others, relative to a single replica.
 
-    Real devices do not share anything. Logical ones share the cores, of which a replica by itself
-    was given so many.
+    Real devices share nothing. Logical devices share the cores, of which a single replica was given
+    `cores`.
     """
     if cores is None:
         return 1.0
@@ -232,9 +231,10 @@ def _share_of_cores(sample: Sample, num_replicas: int, cores: int | None) -> flo
 
 
 def _break_even_batch(compute: LinearCost, all_reduce_sec: float, overhead: float) -> float | None:
-    """Returns the global batch B from which two devices, each as fast as one alone, are faster.
+    """Returns the global batch B from which two devices are faster than one.
 
-    fixed + each · B on one device, (fixed + each · B / 2 + exchange) · (1 + overhead) on two.
+    Compares fixed + each · B on one device with (fixed + each · B / 2 + all-reduce) · (1 +
+    overhead).
     """
     saved = compute.example_sec * (1 - (1 + overhead) / 2)
     if saved <= 0:

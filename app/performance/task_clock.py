@@ -1,4 +1,4 @@
-"""Times the tasks of a pipeline, by an operation at the beginning and the end of each of them."""
+"""Times the tasks of a pipeline with an operation at the start and the end of each task."""
 
 import time
 from collections.abc import Callable
@@ -16,15 +16,15 @@ NO_PADDING = (0.0, 0.0)
 
 
 class TaskClock(Observer):
-    """Notes the time at which each task begins and ends.
+    """Records the time at which each task starts and ends.
 
-    The operations that do it are stateless, as stateful ones would be run in the order in which
-    they were traced, stage after stage. An operation without a result that somebody needs would be
-    left out: so a tensor of the task passes through each of them.
+    The timing operations are stateless: stateful operations would run in the order of tracing,
+    stage after stage. TensorFlow prunes operations whose result is not used, so that a tensor of
+    the task passes through each timing operation.
 
     Attributes:
-        padding_sec: for which a forward and a backward task sleep, besides what they compute.
-            Padded stages take equally long, and do not compete for the cores of a processor.
+        padding_sec: seconds that a forward and a backward task sleep in addition to computing.
+            Padded stages take equally long and do not compete for the cores of a processor.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class TaskClock(Observer):
     def on_task(
         self, replica_id: int, task: Task, tensors: list[tf.Tensor], *, ends: bool
     ) -> list[tf.Tensor]:
-        """Lets a tensor of the task pass through an operation that notes the time."""
-        if replica_id:  # The first pipeline stands for all of them.
+        """Passes a tensor of the task through an operation that records the time."""
+        if replica_id:  # The first pipeline represents all.
             return tensors
         sizes = [tensor.shape.num_elements() or np.inf for tensor in tensors]
         smallest = int(np.argmin(sizes))
         passed = range(len(tensors)) if not ends else [smallest]
-        with tf.control_dependencies(tensors):  # Not before all of them are there.
+        with tf.control_dependencies(tensors):  # Not before all inputs are ready.
             through = tf.numpy_function(
                 self._note(task, ends),
                 [tensors[i] for i in passed],
@@ -63,10 +63,10 @@ class TaskClock(Observer):
         return note
 
     def take(self) -> list[TimedTask]:
-        """Returns the tasks of the last step, in the order of their beginnings, and forgets them.
+        """Returns the tasks of the last step, ordered by start, and clears the record.
 
         Raises:
-            ValueError: no step was made.
+            ValueError: no step was run.
         """
         starts = {task: sec for (task, ends), sec in self._times.items() if not ends}
         first = min(starts.values())
@@ -85,9 +85,9 @@ def time_tasks(
 
     Args:
         strategy: a pipeline whose observer is `clock`.
-        iterator: over batches.
-        clock: see above.
-        num_steps: how many.
+        iterator: iterator over batches.
+        clock: the clock.
+        num_steps: number of steps.
     """
     strategy.train_steps(iterator, 1)
     clock.take()

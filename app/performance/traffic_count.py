@@ -1,4 +1,4 @@
-"""Bytes that travel between devices in a training step, counted in its traced graph."""
+"""Counts the bytes that devices send in a training step, in its traced graph."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -8,18 +8,18 @@ import tensorflow as tf
 
 from strategies.base import Strategy
 
-# (sender, receiver), by their numbers → bytes.
+# (sender, receiver), by device number → bytes.
 Links = dict[tuple[int, int], int]
 
-_NOT_SENT = {"Const", "Placeholder"}  # There from the start, on every device that needs them.
+_NOT_SENT = {"Const", "Placeholder"}  # Present on every device that needs them.
 
 
 class CountedTraffic(NamedTuple):
-    """What travels between devices in a step.
+    """Bytes sent between devices in a step.
 
     Attributes:
-        links: weights, gradients, activations, and the gradients by them.
-        inputs: images, labels, and numbers such as losses and counts.
+        links: bytes of weights, gradients, activations and their gradients.
+        inputs: bytes of images, labels, and numbers such as losses and counts.
     """
 
     links: Links
@@ -27,21 +27,21 @@ class CountedTraffic(NamedTuple):
 
 
 class NotCountableError(ValueError):
-    """The traffic of a strategy cannot be read from its graph; the text says why."""
+    """The traffic of a strategy cannot be read from its graph; the message says why."""
 
 
 def count_traffic(strategy: Strategy, batch: Sequence[Any]) -> CountedTraffic:
-    """Traces a training step and adds up the tensors whose reader is on another device.
+    """Traces a training step and sums the tensors that are read on another device.
 
-    A tensor counts once for each device that reads it. What the step does not need does not count:
-    an operation on which neither its result nor one of its side effects depends never runs.
+    A tensor counts once for each device that reads it. Operations that affect neither a result nor
+    a side effect are pruned by TensorFlow and do not count.
 
     Args:
-        strategy: built; it trains nothing.
+        strategy: a built strategy; it is not trained.
         batch: images and labels of a global batch.
 
     Raises:
-        NotCountableError: what travels is inside of operations.
+        NotCountableError: the communication is inside of operations.
     """
     dataset = tf.data.Dataset.from_tensors(tuple(batch)).repeat()
     iterator = strategy.distribute(dataset)
@@ -54,7 +54,7 @@ def count_traffic(strategy: Strategy, batch: Sequence[Any]) -> CountedTraffic:
     }
 
     def place(operation: tf.Operation) -> int:
-        for tensor in operation.inputs:  # What reads or writes a variable is where it is.
+        for tensor in operation.inputs:  # Operations on a variable run on its device.
             if tensor.dtype == tf.resource and tensor.name in places:
                 return places[tensor.name]
         return number_of.get(_short(operation.device), 0)
@@ -83,7 +83,7 @@ def count_traffic(strategy: Strategy, batch: Sequence[Any]) -> CountedTraffic:
 
 
 def _needed(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """Yields the operations that results and side effects of a graph depend on."""
+    """Yields the operations on which results and side effects of a graph depend."""
     waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
     seen = set()
     while waiting:
@@ -97,7 +97,7 @@ def _needed(graph: tf.Graph) -> Iterator[tf.Operation]:
 
 
 def rows_of_devices(strategy: Strategy, num_examples: int) -> list[int]:
-    """Returns for each device how many examples of a global batch its replica has."""
+    """Returns for each device the number of examples of its replica."""
     num, rows = strategy.shards_per_replica, []
     for r in range(strategy.num_replicas):
         start, _ = strategy.shard_bounds(num_examples, r * num)
@@ -107,7 +107,7 @@ def rows_of_devices(strategy: Strategy, num_examples: int) -> list[int]:
 
 
 def _size_bytes(tensor: tf.Tensor, rows: int | None) -> int:
-    """Returns the size of a tensor; of the images and labels of a shard only the rows vary."""
+    """Returns the size of a tensor; only the rows of a shard's images and labels vary."""
     shape = tensor.shape
     if rows is not None and shape.rank and shape[0] is None:
         shape = tf.TensorShape([rows, *shape[1:]])
@@ -117,5 +117,5 @@ def _size_bytes(tensor: tf.Tensor, rows: int | None) -> int:
 
 
 def _short(device: str) -> str:
-    """Returns kind and number of a device of this machine, however its name is written."""
+    """Returns type and number of a device of this machine from its full name."""
     return device.rpartition("device:")[2]

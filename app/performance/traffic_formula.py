@@ -1,7 +1,7 @@
-"""Bytes that travel between devices in a training step, by formula.
+"""Computes the bytes that devices send in a training step, by formula.
 
-S is the size of all gradients, R the number of replicas. Each function returns what every pair of
-devices has to send, so that it can be compared with what is counted in the graph.
+S is the size of all gradients, R the number of replicas. Each function returns the bytes of every
+pair of devices, for comparison with the count in the graph.
 """
 
 import itertools
@@ -28,8 +28,8 @@ class Term(NamedTuple):
     """One kind of traffic.
 
     Attributes:
-        name: what travels.
-        formula: the bytes of all devices together, as it is written.
+        name: what is sent.
+        formula: formula of the total bytes, as text.
         links: (sender, receiver) → bytes.
     """
 
@@ -39,23 +39,23 @@ class Term(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of all devices together."""
+        """The total bytes."""
         return sum(self.links.values())
 
 
 class NoFormulaError(ValueError):
-    """The traffic of a strategy is not known; the text says why."""
+    """The traffic of a strategy is unknown; the message says why."""
 
 
 def terms_of(strategy: Strategy, num_examples: int) -> list[Term]:
-    """Returns what a step of a strategy sends.
+    """Returns the traffic of a step of a strategy.
 
     Args:
-        strategy: built.
-        num_examples: of the global batch.
+        strategy: a built strategy.
+        num_examples: examples of the global batch.
 
     Raises:
-        NoFormulaError: its all-reduce is TensorFlow's own.
+        NoFormulaError: its all-reduce is implemented in TensorFlow.
     """
     model, num_replicas = strategy.model, strategy.num_replicas
     rows = rows_of_devices(strategy, num_examples)[:: strategy.devices_per_replica]
@@ -92,16 +92,16 @@ def terms_of(strategy: Strategy, num_examples: int) -> list[Term]:
 def all_reduce_term(
     sizes: Sequence[int], devices: Sequence[int], algorithm: str, *, itemsize: int = 4
 ) -> Term:
-    """Returns what an all-reduce of the gradients sends.
+    """Returns the traffic of an all-reduce of the gradients.
 
     Args:
-        sizes: elements of each tensor that is summed.
-        devices: numbers of R devices.
-        algorithm: its name.
-        itemsize: bytes of an element.
+        sizes: number of elements of each tensor.
+        devices: numbers of the R devices.
+        algorithm: name of the algorithm.
+        itemsize: bytes per element.
 
     Raises:
-        NoFormulaError: the algorithm is none of `manual`.
+        NoFormulaError: the algorithm is not one of `manual`.
     """
     if algorithm not in _ALL_REDUCES:
         raise NoFormulaError(f"what the all-reduce {algorithm} sends is TensorFlow's choice")
@@ -113,12 +113,12 @@ def all_reduce_term(
 
 
 def sharded_terms(sizes: Sequence[int], num_replicas: int, shard: str) -> list[Term]:
-    """Returns what `sharded` sends.
+    """Returns the traffic of `sharded`.
 
     Args:
-        sizes: elements of each weight.
+        sizes: number of elements of each weight.
         num_replicas: R.
-        shard: what each replica keeps only its part of.
+        shard: what is split; see `sharded`.
     """
     devices = range(num_replicas)
     parts = [4 * sum(shard_sizes(size, num_replicas)[r] for size in sizes) for r in devices]
@@ -131,11 +131,11 @@ def sharded_terms(sizes: Sequence[int], num_replicas: int, shard: str) -> list[T
 
 
 def pipeline_terms(stages: Sequence[Sequence[LayerCall]], rows: Sequence[int]) -> list[Term]:
-    """Returns what `pipeline` sends.
+    """Returns the traffic of `pipeline`.
 
     Args:
-        stages: the layers of each stage.
-        rows: examples of each replica.
+        stages: layer calls of each stage.
+        rows: number of examples of each replica.
     """
     there: Links = {}
     back: Links = {}
@@ -154,16 +154,16 @@ def pipeline_terms(stages: Sequence[Sequence[LayerCall]], rows: Sequence[int]) -
 
 
 def tensor_terms(calls: Sequence[SplitCall], rows: Sequence[int]) -> list[Term]:
-    """Returns what `tensor` sends.
+    """Returns the traffic of `tensor`.
 
     Args:
-        calls: the layers in parts.
-        rows: examples of each replica.
+        calls: the split layer calls.
+        rows: number of examples of each replica.
     """
     num_parts = len(calls[0].layers)
     producers = {split.call.output: split for split in calls}
     trained: dict[int, bool] = {}
-    gathered: dict[int, range] = {}  # Number of a tensor → the parts that get all of it.
+    gathered: dict[int, range] = {}  # Number of a tensor → the devices that gather it.
     for split in calls:
         call = split.call
         trained[call.output] = bool(call.layer.trainable_variables) or any(
@@ -199,10 +199,10 @@ def tensor_terms(calls: Sequence[SplitCall], rows: Sequence[int]) -> list[Term]:
 
 
 def sync_terms(calls: Sequence[LayerCall], num_replicas: int) -> list[Term]:
-    """Returns what BatchNorm over the whole batch sends: count, mean and squares of each channel.
+    """Returns the traffic of synchronised BatchNorm: count, mean and squares of each channel.
 
     Args:
-        calls: of the layers; none where each shard is normalised by itself.
+        calls: layer calls; empty if each shard is normalised separately.
         num_replicas: R.
     """
     trained: dict[int, bool] = {}
@@ -220,13 +220,13 @@ def sync_terms(calls: Sequence[LayerCall], num_replicas: int) -> list[Term]:
 
 
 def activation_bytes(call: LayerCall) -> int:
-    """Returns the bytes of what a layer returns for one example."""
+    """Returns the bytes of a layer's output for one example."""
     elements = math.prod(call.layer.output.shape[1:])
     return elements * tf.as_dtype(call.layer.compute_dtype).size
 
 
 def _column_terms(per_device_sizes: Sequence[Sequence[int]], num_replicas: int, of: str) -> list:
-    """Returns the all-reduce over the replicas of what each device of a replica trains."""
+    """Returns the all-reduces over replicas of the weights of each device of a replica."""
     if num_replicas == 1:
         return []
     num_parts = len(per_device_sizes)
@@ -249,7 +249,7 @@ def _without_zeros(links: Counter) -> Links:
     return {link: size for link, size in links.items() if size}
 
 
-# Sender, receiver, and which part of each tensor; None for all of it.
+# Sender, receiver, and the part of each tensor; None for the whole.
 Messages = Sequence[tuple[int, int, int | None]]
 
 

@@ -1,4 +1,4 @@
-"""What a training would be, by arithmetic: steps, shards, exchange, memory, learning rate."""
+"""Plans a training by arithmetic: steps, shards, all-reduce, memory, learning rate."""
 
 import collections
 import dataclasses
@@ -23,13 +23,13 @@ from strategies.collectives import shard_sizes
 from strategies.gradient_buckets import GradientBuckets
 
 _FEW_STEPS = 50
-# Below it a device spends most of a step on what does not depend on the shard, and BatchNorm's
-# statistics are those of a handful of images.
+# With a smaller shard, a device spends most of a step on fixed costs, and BatchNorm's statistics
+# are those of a handful of images.
 _SMALL_SHARD = 8
-# Rule for the learning rate → up to which batch it was seen to hold: the linear one, with a
-# warm-up, by Goyal et al., 2017, the square root by `benchmarks/batch_study.py`.
+# Rule for the learning rate → largest batch for which it was shown to hold: the linear rule, with
+# warm-up, by Goyal et al., 2017; the square root by `benchmarks/batch_study.py`.
 _LARGE_BATCH = {"linear": 8192, "square_root": 4096}
-# With LeNet 0.4 at 1,024 images held, and 0.8 did not.
+# With LeNet at 1,024 images, 0.4 worked and 0.8 did not.
 _HIGHEST_GROWTH = 2.0
 _RULE_NAMES = {"linear": "linear", "square_root": "square-root"}
 _FAR_FROM_RULE = 2.0
@@ -37,16 +37,16 @@ _FAR_FROM_RULE = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """A training that has not been made.
+    """The plan of a training.
 
     Attributes:
-        config: of `plan`.
-        num_replicas: on as many devices.
-        num_parameters: of the model, those that are trained.
-        gradient_bytes: what each replica has to exchange in a step.
-        memory: of a replica, by estimate.
-        recipe_learning_rate: the learning rate that the recipe has for this batch.
-        split: what each device holds and sends where more than the batch is split.
+        config: options of `plan`.
+        num_replicas: number of replicas.
+        num_parameters: number of trainable parameters.
+        gradient_bytes: bytes that each replica all-reduces in a step.
+        memory: estimated memory of a replica.
+        recipe_learning_rate: learning rate of the recipe for this batch.
+        split: memory and traffic of each device, if more than the batch is split.
     """
 
     config: PlanConfig
@@ -59,7 +59,7 @@ class TrainingPlan:
 
     @classmethod
     def of(cls, config: PlanConfig) -> "TrainingPlan":
-        """Builds the model and traces one step; trains nothing."""
+        """Builds the model and traces one step without training."""
         import keras
 
         keras.config.set_dtype_policy(config.precision)
@@ -95,17 +95,17 @@ class TrainingPlan:
 
     @property
     def batch(self) -> int:
-        """Images of a step over all devices."""
+        """Images per step over all devices."""
         return self.config.planned_batch_size
 
     @property
     def num_examples(self) -> int:
-        """Training images of an epoch."""
+        """Training images per epoch."""
         return _num_examples(self.config)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch."""
+        """Optimizer steps per epoch."""
         return _steps_per_epoch(self.config)
 
     @property
@@ -115,16 +115,16 @@ class TrainingPlan:
 
     @property
     def last_batch(self) -> int:
-        """Images of the short batch at the end of an epoch; 0 where there is none."""
+        """Images of the short batch at the end of an epoch; 0 if there is none."""
         return self.num_examples % self.batch if self.config.last_batch == "keep" else 0
 
     @property
     def learning_rate(self) -> float:
-        """The peak."""
+        """The peak learning rate."""
         return self.config.learning_rate or self.recipe_learning_rate
 
     def shards(self, batch: int) -> dict[int, int]:
-        """Returns size → how many replicas get a shard of it."""
+        """Returns size → number of replicas with a shard of that size."""
         return collections.Counter(shard_sizes(batch, self.num_replicas))
 
     @property
@@ -134,11 +134,11 @@ class TrainingPlan:
 
     @property
     def memory_bytes(self) -> float:
-        """Of each device, by estimate."""
+        """Estimated memory per device."""
         return self.memory.total_bytes(StepSize(1, 1, self.largest_shard))
 
     def all_reduces(self) -> dict[str, tuple[int, float]]:
-        """Returns algorithm → messages one after another, bytes through the busiest connection."""
+        """Returns algorithm → consecutive messages, bytes through the busiest connection."""
         names = ALL_REDUCE_ALGORITHMS["manual"]
         costs = {name: all_reduce_cost(name, self.num_replicas) for name in names}
         return {
@@ -146,7 +146,7 @@ class TrainingPlan:
         }
 
     def warnings(self, *, on_cpu: bool) -> Iterator[str]:
-        """Yields what somebody should know before this is trained.
+        """Yields warnings about the planned training.
 
         Args:
             on_cpu: whether all replicas share this machine's main memory.

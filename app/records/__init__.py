@@ -1,1 +1,1 @@
-"""All that is written to disk, and what is drawn from it."""
+"""The files that runs write, and their readers."""

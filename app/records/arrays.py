@@ -1,8 +1,8 @@
-"""Named arrays in one `.safetensors` file: numbers only, never code.
+"""Reads and writes named arrays in one `.safetensors` file, which holds numbers and no code.
 
-The library checks the header's length, dtypes, shapes and offsets against the file's size before it
-reads an array. What it does not check is checked here: that the file is a regular one, that NumPy
-has the dtypes, and that the order of the names is complete.
+The library checks dtypes, shapes and offsets of the header against the size of the file. This
+module also checks that the file is regular, that NumPy has the dtypes, and that the names are
+complete.
 """
 
 import contextlib
@@ -17,29 +17,28 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-# What variables of models and optimizers can be, safetensors' names for NumPy's. No bfloat16, which
-# NumPy does not have.
+# Dtypes of variables: safetensors' name → NumPy's name. NumPy has no bfloat16.
 DTYPES = {
     **{"BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64"},
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
     **{"U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
 }
-_ORDER = "order"  # The library sorts by dtype and name, so the file's metadata hold the order.
+_ORDER = "order"  # The library sorts by dtype and name; the metadata keep the order.
 
 
 def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a new file; only arrays that are not in C order are copied in memory.
+    """Writes a new file; copies in memory only arrays that are not in C order.
 
     Raises:
-        OSError: it is there already, or cannot be written.
+        OSError: the file exists already, or cannot be written.
         ValueError: an array's dtype is not one of `DTYPES`.
     """
     for name, array in arrays.items():
         if array.dtype.name not in DTYPES.values():
             raise ValueError(f"{name} has dtype {array.dtype.name}, which cannot be saved")
     path.touch(exist_ok=False)
-    mode = path.stat().st_mode  # The library's file could be read by its owner alone.
-    # The library writes the buffer as it lies in memory, whatever the strides.
+    mode = path.stat().st_mode  # The library makes the file readable only by its owner.
+    # The library writes the buffer as it is in memory, ignoring strides.
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     with _os_errors():
         save_file(in_order, path, metadata={_ORDER: json.dumps(list(arrays))})
@@ -48,27 +47,27 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def open_arrays(file: io.BufferedReader) -> Iterator[safe_open]:
-    """Opens a file of arrays, to read them one at a time with `get_tensor(name)`.
+    """Opens a file of arrays, to read single arrays with `get_tensor(name)`.
 
     Args:
-        file: what `open_regular` returned.
+        file: the result of `open_regular`.
 
     Raises:
-        OSError: it cannot be read.
-        SafetensorError: it is no such file, or does not hold an array that is asked for.
+        OSError: the file cannot be read.
+        SafetensorError: the file is not a safetensors file, or lacks a requested array.
     """
-    # By descriptor: whatever has the path's name by now. Not mapped into memory, where reading a
-    # file that somebody truncates would end the process.
+    # By descriptor, because the path may have been replaced. Not memory-mapped: if another process
+    # truncates a mapped file, reading it ends this process.
     path = f"/dev/fd/{file.fileno()}"
     with _os_errors(), safe_open(path, "numpy", backend="pread") as arrays:
         yield arrays
 
 
 def array_names(arrays: safe_open) -> list[str]:
-    """Returns the names of all arrays, in the order in which they were written.
+    """Returns the names of all arrays, in the order of writing.
 
     Raises:
-        ValueError: the order does not name each of them once, or a dtype is not one of `DTYPES`.
+        ValueError: the order does not name each array once, or a dtype is not one of `DTYPES`.
     """
     names = arrays.keys()
     for name in names:
@@ -83,7 +82,7 @@ def array_names(arrays: safe_open) -> list[str]:
 
 
 def read_arrays(file: io.BufferedReader) -> dict[str, np.ndarray]:
-    """Reads all arrays of a file, in the order in which they were written.
+    """Reads all arrays of a file, in the order of writing.
 
     Raises:
         OSError, SafetensorError, ValueError: see `open_arrays` and `array_names`.
@@ -94,7 +93,7 @@ def read_arrays(file: io.BufferedReader) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
-    """Raises an error of the system as an `OSError`: the library has its number in a text only."""
+    """Raises system errors as `OSError`; the library has the error number only in its message."""
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What `verify.json` says about a case or recordings, in sentences."""
+"""Describes the contents of `verify.json` for a case or traces in sentences."""
 
 import dataclasses
 import math
@@ -7,9 +7,9 @@ from typing import Any
 
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"  # Spelled as in the recorder.
 NOT_CHECKED = "–"
-EVALUATION = "an evaluation"  # The name of the last "step".
+EVALUATION = "an evaluation"  # Name of the last "step".
 
-Run = Mapping[str, Any]  # What `verify.json` holds for one strategy.
+Run = Mapping[str, Any]  # The entry of one strategy in `verify.json`.
 Found = Mapping[str, Any]  # One of its findings.
 
 
@@ -19,8 +19,8 @@ class Explanation:
 
     Attributes:
         status: "by design" or "fault".
-        title: strategies, status and cause: "keras_fit, fault: clipped before the sum".
-        facts: "where", "why", "remedy" and, where a finding has a size, "difference" → text.
+        title: strategies, status and cause, as in "keras_fit, fault: clipped before the sum".
+        facts: "where", "why", "remedy" and, if the finding has a size, "difference" → text.
     """
 
     status: str
@@ -29,11 +29,11 @@ class Explanation:
 
 
 def verdict(strategy: str, run: Run) -> tuple[str, str]:
-    """Returns the status of a strategy or recording, and one sentence that says why.
+    """Returns the status of a strategy or trace, and a sentence with the reason.
 
     Args:
-        strategy: its name.
-        run: what `verify.json` holds for it.
+        strategy: name of the strategy.
+        run: its entry in `verify.json`.
 
     Returns:
         "clean", "by design" or "fault", and the sentence.
@@ -55,7 +55,7 @@ def verdict(strategy: str, run: Run) -> tuple[str, str]:
 
 
 def _verdict_alone(name: str, faults: list[str], by_design: list[str]) -> tuple[str, str]:
-    """Returns the verdict on a recording that is compared with no other."""
+    """Returns the verdict on a single trace."""
     if faults:
         return FAULT, one_line(f"{name} has faults: {', '.join(faults)}")
     more = f"; by design: {', '.join(by_design)}" if by_design else ""
@@ -64,7 +64,7 @@ def _verdict_alone(name: str, faults: list[str], by_design: list[str]) -> tuple[
 
 
 def stages_of(runs: Iterable[Run]) -> dict[str, str]:
-    """Returns the stages that were checked in any run, in their order, and what each checks."""
+    """Returns the stages that were checked in any run, in order, with descriptions."""
     runs = list(runs)
     checked = {stage for run in runs for stage in run["stages"]}
     checked |= {found["stage"] for run in runs for found in run["findings"]}
@@ -81,11 +81,11 @@ def stage_status(run: Run, stage: str) -> tuple[str, list[str]]:
 
 
 def explanations(runs: Mapping[str, Run], most: int = 3) -> list[Explanation]:
-    """Explains every finding, faults first; equal findings of several strategies once.
+    """Explains every finding, faults first; merges equal findings of several strategies.
 
     Args:
-        runs: strategy → what `verify.json` holds for it.
-        most: how many variables of a finding to name.
+        runs: strategy → its entry in `verify.json`.
+        most: number of variables of a finding to name.
     """
     names: dict[tuple, list[str]] = {}
     for name, run in runs.items():
@@ -105,7 +105,7 @@ def cause_of(found: Found) -> str:
 
 
 def shortened(steps: Sequence[str]) -> list[str]:
-    """Returns names of steps, with "step 1", "step 2", … joined where they are consecutive."""
+    """Returns names of steps, with consecutive "step 1", "step 2", … joined."""
     numbers = [int(step.split()[1]) for step in steps if step.startswith("step ")]
     others = [one_line(step) for step in steps if not step.startswith("step ")]
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
@@ -114,7 +114,7 @@ def shortened(steps: Sequence[str]) -> list[str]:
 
 
 def one_line(text: object) -> str:
-    """Returns text without line breaks and control characters, which names of a user may hold."""
+    """Returns text without line breaks and control characters, which a user's names may contain."""
     return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
 

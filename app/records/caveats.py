@@ -1,4 +1,4 @@
-"""Titles of data sets, and the caveats that every output shows beside a result."""
+"""Defines titles of datasets, and the caveats that every output shows with a result."""
 
 from app.config import CompareConfig, LaunchConfig, TrainConfig
 from app.records.history import Summary
@@ -17,13 +17,13 @@ TRAINING_DATA_CAVEAT = (
     "evaluated on the TRAINING data: the case has no test_data(), so test values say nothing of new"
     " examples"
 )
-_CHANCE = 0.15  # Ten classes: guessing is right once in ten times.
+_CHANCE = 0.15  # Ten classes: the accuracy of guessing is 0.1.
 
 
 def caveats(config: TrainConfig | LaunchConfig | CompareConfig, summary: Summary) -> list[str]:
-    """Returns a line for each way in which a result differs from what its command asks for.
+    """Returns a line for each way in which a result differs from the command's intent.
 
-    A fault that the command injects is left out: the command warns of it when it starts.
+    Omits a fault that the command injects, because the command warns of it when it starts.
     """
     announced = not isinstance(config, CompareConfig) and config.fault is not None
     lines = []
@@ -51,10 +51,10 @@ def caveats(config: TrainConfig | LaunchConfig | CompareConfig, summary: Summary
 
 
 def dataset_title(name: str) -> str:
-    """Returns the title of a data set in figures and pages."""
+    """Returns the title of a dataset in figures and pages."""
     return DATASET_TITLES.get(name, str(name))
 
 
 def injected_fault_caveat(fault: str) -> str:
-    """Returns the caveat that stands beside every result of a training with an injected fault."""
+    """Returns the caveat shown with every result of a training with an injected fault."""
     return f"injected fault: {fault}; the result is wrong on purpose"

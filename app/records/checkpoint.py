@@ -1,9 +1,9 @@
-"""Checkpoints: arrays only, never code, each file with its hash, whole or not there.
+"""Saves and loads checkpoints, which hold arrays and no code, with a hash of each file.
 
-`checkpoints/step-00000235/` holds `state.safetensors` and `MANIFEST.json`. The state is that of one
-replica, so any strategy on any number of devices can load it. Each replica's own statistics lie
-beside it under `statistics/REPLICA/POSITION`, so that the same number of replicas resumes bitwise
-identically.
+`checkpoints/step-00000235/` holds `state.safetensors` and `MANIFEST.json`. The state has one copy
+of the weights, so that any strategy on any number of devices can load it. The per-replica BatchNorm
+statistics are stored as `statistics/REPLICA/POSITION`, so that a training with the same number of
+replicas resumes bitwise identically.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from app.runtime.fault_points import fault_point
 
 FORMAT_VERSION = 3
 NUM_NEWEST_KEPT = 3
-# What an array takes in the header of the file beside its values, at most about.
+# Approximate size of an array's entry in the file's header.
 _OVERHEAD_BYTES = 256
 _MANIFEST_BYTES = 64 << 10
 _STATE_FILE, _MANIFEST_FILE = "state.safetensors", "MANIFEST.json"
-_OWN = "statistics/"  # Of a replica; names of the state begin with model/ or optimizer/.
+_OWN = "statistics/"  # Of a replica; names of the state start with model/ or optimizer/.
 _MAX_REPLICAS = 4096
-# What is not there, or not what it has to be. Another error may pass: it is no damage.
+# Errors of missing or damaged files. Other errors may be temporary.
 _MEANS_DAMAGE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, None),
 }
@@ -42,14 +42,14 @@ _NAME = re.compile(r"step-(\d{8,12})")
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """All that a training needs to go on as if nothing had happened.
+    """All that a training needs to resume.
 
     Attributes:
         metadata: what is trained on which data.
-        progress: how far it is.
-        state: name → array, in the order of the variables: model first, then optimizer.
-        per_shard_statistics: each replica's own moving statistics; empty where they do not
-            differ.
+        progress: progress of the training.
+        state: name → array, in the order of the variables: model, then optimizer.
+        per_shard_statistics: BatchNorm moving statistics of each shard; empty if all shards have
+            equal statistics.
     """
 
     metadata: RunMetadata
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 def weights_sha256(state: Mapping[str, np.ndarray]) -> str:
-    """Hashes the model's arrays of a state, in order; optimizer slots are left out."""
+    """Hashes the model's arrays of a state, in order, without the optimizer state."""
     digest = hashlib.sha256()
     for name, array in state.items():
         if name.startswith("model/"):
@@ -68,13 +68,13 @@ def weights_sha256(state: Mapping[str, np.ndarray]) -> str:
 
 
 def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
-    """Saves a checkpoint; once it stands, all but the newest three and the best one go.
+    """Saves a checkpoint, then removes all but the newest three and the best one.
 
-    One of the same step is replaced: that of an interrupted evaluation by that of its end.
+    Replaces a checkpoint of the same step, which was saved before the evaluation.
 
     Raises:
-        DiskFullError: no space; those before it are left as they are.
-        OutputError: it cannot be written there.
+        DiskFullError: no space; earlier checkpoints are unchanged.
+        OutputError: the checkpoint cannot be written.
     """
     parent = _parent(run_dir)
     with io_errors_as(parent):
@@ -107,7 +107,7 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
 
 
 def _discard(path: pathlib.Path) -> None:
-    """Removes a checkpoint; renamed first, so that nothing half-deleted is seen under its name."""
+    """Removes a checkpoint; renames it first, so that its name never refers to a partial one."""
     temporary = path.with_name(f".{path.name}.tmp")
     with io_errors_as(path):
         fault_point("checkpoint.before_delete")
@@ -116,7 +116,7 @@ def _discard(path: pathlib.Path) -> None:
 
 
 def _describe(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:
-    """Returns the manifest: what the arrays belong to, and the hashes of both files."""
+    """Returns the manifest: metadata, progress and the hashes of both files."""
     manifest = {
         "format_version": FORMAT_VERSION,
         "epoch": checkpoint.progress.epoch,
@@ -138,7 +138,7 @@ def _own_name(replica_id: int, position: int) -> str:
 
 
 def checkpoint_paths(run_dir: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the finished checkpoints by step, whatever the times of their files say."""
+    """Returns the complete checkpoints by step, ignoring file times."""
     parent = _parent(run_dir)
     try:
         names = os.listdir(parent)
@@ -167,15 +167,15 @@ def _name(step: int) -> str:
 
 
 def load_checkpoint(path: pathlib.Path) -> Checkpoint:
-    """Loads one checkpoint, believing nothing that it does not prove.
+    """Loads one checkpoint and verifies it.
 
     Raises:
-        CheckpointError: it is damaged, or was made up.
-        OutputError: it cannot be read now, for a reason that may pass.
+        CheckpointError: the checkpoint is damaged or forged.
+        OutputError: it cannot be read, for a reason that may be temporary.
     """
     try:
         return _load(path)
-    except Exception as error:  # A crafted or damaged file may raise anything.
+    except Exception as error:  # A crafted or damaged file may raise any exception.
         if isinstance(error, MemoryError):
             raise
         if isinstance(error, OSError) and error.errno not in _MEANS_DAMAGE:
@@ -203,10 +203,10 @@ def _load(path: pathlib.Path) -> Checkpoint:
 
 
 def load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
-    """Returns what a manifest tells, checked as far as it goes without the arrays.
+    """Returns the contents of a manifest, checked as far as possible without the arrays.
 
     Raises:
-        What `load_checkpoint` makes a `CheckpointError` of.
+        The exceptions that `load_checkpoint` converts to `CheckpointError`.
     """
     if path.is_symlink():
         raise ValueError("a symbolic link")

@@ -1,4 +1,4 @@
-"""Finds the newest or the best checkpoint of a run that verifies."""
+"""Finds the newest or the best valid checkpoint of a run."""
 
 import os
 import pathlib
@@ -8,18 +8,18 @@ from app.records.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint
 from app.records.files import io_errors_as, remove
 from app.runtime.errors import CheckpointError, reason_of
 
-# A run that goes on may replace what is being read, this often at most.
+# Retries while a running training replaces checkpoints.
 _MAX_TRIES = 5
 
 
 class CheckpointSearchResult(NamedTuple):
-    """The checkpoint that a search has chosen.
+    """The checkpoint that a search selected.
 
     Attributes:
-        checkpoint: it verifies.
-        path: where it is.
-        damaged: those that do not verify and were passed over, each with the reason; the newest
-            first where the newest was searched for.
+        checkpoint: the verified checkpoint.
+        path: its directory.
+        damaged: checkpoints that failed verification and were skipped, each with the reason; the
+            newest first in a search for the newest.
         kind: "newest", or "best" for that with the highest test accuracy.
     """
 
@@ -29,7 +29,7 @@ class CheckpointSearchResult(NamedTuple):
     kind: str = "newest"
 
     def warning(self) -> str | None:
-        """Names the damaged checkpoints and the one that is used; None where none is damaged."""
+        """Text that names the damaged checkpoints and the selected one; None if none is damaged."""
         if not self.damaged:
             return None
         told = "; ".join(f"{path} ({reason})" for path, reason in self.damaged)
@@ -37,10 +37,10 @@ class CheckpointSearchResult(NamedTuple):
 
 
 def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None:
-    """Loads the newest checkpoint of a run that verifies; None where it has none at all.
+    """Loads the newest valid checkpoint of a run; None if the run has no checkpoints.
 
     Raises:
-        CheckpointError: there are some, but none that verifies.
+        CheckpointError: the run has checkpoints, but no valid one.
     """
     for _ in range(_MAX_TRIES):
         damaged: list[tuple[pathlib.Path, str]] = []
@@ -52,7 +52,7 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | No
         if not damaged:
             return None
         if all(os.path.lexists(path) for path, _ in damaged):
-            break  # Else a run that goes on has just replaced them by newer ones.
+            break  # Otherwise a running training has just replaced them.
     path, reason = damaged[0]
     others = f", as all {len(damaged)} here do not" if len(damaged) > 1 else ""
     raise CheckpointError(
@@ -62,12 +62,12 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | No
 
 
 def find_best_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None:
-    """Loads the checkpoint with the highest test accuracy of those that end an epoch and verify.
+    """Loads the valid checkpoint at the end of an epoch with the highest test accuracy.
 
-    The newest one where none ends an epoch; None where there is none at all.
+    The newest checkpoint if none ends an epoch; None if the run has no checkpoints.
 
     Raises:
-        CheckpointError: there are some, but none that verifies.
+        CheckpointError: the run has checkpoints, but no valid one.
     """
     ranks: dict[pathlib.Path, tuple[float, float]] = {}
     damaged: list[tuple[pathlib.Path, str]] = []
@@ -88,7 +88,7 @@ def find_best_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None
 
 
 def quarantine(path: pathlib.Path) -> None:
-    """Gives a damaged checkpoint a name under which nothing will look for it again."""
+    """Renames a damaged checkpoint so that no search finds it again."""
     quarantined = path.with_name(f"damaged-{path.name}")
     with io_errors_as(path):
         remove(quarantined)

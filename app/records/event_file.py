@@ -1,7 +1,7 @@
-"""TensorBoard's event file: scalars over steps, for `tensorboard --logdir=runs`.
+"""Writes TensorBoard's event file: scalars over steps, for `tensorboard --logdir=runs`.
 
-TensorFlow's own `tf.summary` needs TensorBoard to be installed. The file is but a series of
-`Event` messages, for which TensorFlow has all that is needed.
+TensorFlow's `tf.summary` requires TensorBoard. The file is a series of `Event` messages, which
+TensorFlow itself can write.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from app.runtime.errors import reason_of
 
 # TensorBoard reads any file with "tfevents" in its name.
 EVENTS_FILE = "events.out.tfevents.lockstep"
-_FIRST = "brain.Event:2"  # The version of the format, which the first event names.
+_FIRST = "brain.Event:2"  # Format version, named in the first event.
 
 
 class EventFile:
-    """The event file of a run, to which scalars are added; it appears with the first of them.
+    """Appends scalars to the event file of a run, which is created with the first of them.
 
     Args:
-        run_dir: the directory of the run, locked.
+        run_dir: the run directory, locked.
     """
 
     def __init__(self, run_dir: pathlib.Path):
@@ -32,15 +32,15 @@ class EventFile:
         self._writer: Any = None  # A `tf.io.TFRecordWriter`, from the first event on.
 
     def resume(self, step: int, epochs: Mapping[int, Mapping[str, float]]) -> None:
-        """Keeps what an earlier attempt has told of the steps up to `step`, and nothing later.
+        """Keeps the earlier events of steps up to `step`, and drops later ones.
 
         Args:
-            step: the last one of the checkpoint.
-            epochs: last step of an epoch → its scalars. Those of an epoch that was cut off between
-                its checkpoint and this file are added.
+            step: last step of the checkpoint.
+            epochs: last step of an epoch → its scalars. Missing scalars of an epoch that was
+                interrupted between its checkpoint and this file are added.
 
         Raises:
-            DiskFullError, OutputError: it cannot be written.
+            DiskFullError, OutputError: the file cannot be written.
         """
         kept = list(_events(self._path, up_to_step=step))
         self._start(kept)
@@ -51,10 +51,10 @@ class EventFile:
                 self.add(last_step, missing)
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds the values of some scalars at a step; they are on disk when this returns.
+        """Adds scalars at a step and flushes them to disk.
 
         Raises:
-            DiskFullError, OutputError: they cannot be written.
+            DiskFullError, OutputError: the file cannot be written.
         """
         from tensorflow.compat.v1 import Event, Summary
 
@@ -67,7 +67,7 @@ class EventFile:
             self._writer.flush()
 
     def _start(self, events: Sequence) -> None:
-        """Makes the file anew, with these events in it; others are appended to it."""
+        """Creates a new file with these events, to which others are appended."""
         import tensorflow as tf
 
         temporary = temporary_path(self._path)
@@ -98,13 +98,13 @@ class EventFile:
 
 
 def _events(path: pathlib.Path, *, up_to_step: int) -> Iterator[Any]:
-    """Reads the events of a file up to a step, and no further than it is whole."""
+    """Reads the complete events of a file up to a step."""
     import tensorflow as tf
     from google.protobuf.message import DecodeError
 
     if not up_to_step or path.is_symlink() or not path.is_file():
         return
-    # A kill has cut off the last event, or it is none of ours.
+    # The last event was truncated by a kill, or is from another program.
     with contextlib.suppress(tf.errors.OpError, DecodeError):
         for record in tf.compat.v1.io.tf_record_iterator(str(path)):
             event = tf.compat.v1.Event.FromString(record)

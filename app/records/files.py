@@ -1,4 +1,4 @@
-"""Files that are never seen half-written, and are read without trust."""
+"""Writes files atomically, and reads files without trusting their content."""
 
 import contextlib
 import errno
@@ -24,20 +24,20 @@ def write_atomically(
     size_bytes: int,
     points: str | None = None,
 ) -> None:
-    """Lets `write` fill a temporary neighbour of `path`, then gives it its name.
+    """Calls `write` with a temporary path beside `path`, then renames the result to `path`.
 
-    Content and name are on the disk when this returns; after a crash at any point there is either
-    the old file or the new one.
+    Content and name are on disk when this returns; after a crash at any point there is either the
+    old file or the new one.
 
     Args:
         path: the final name.
-        write: called with the temporary path; it may make a file or a directory there.
-        size_bytes: what it takes on the disk, to be told where there is no room.
-        points: the fault points to pass, by default those of the file's name.
+        write: called with the temporary path; may create a file or a directory there.
+        size_bytes: required size, for the message if the disk is full.
+        points: fault points to pass, by default those of the file's name.
 
     Raises:
-        DiskFullError: no space; the temporary one is removed.
-        OutputError: any other reason why it cannot be written.
+        DiskFullError: no space; the temporary file is removed.
+        OutputError: it cannot be written for another reason.
     """
     temporary, points = temporary_path(path), points or path.stem
     replaced = replaced_path(path)
@@ -47,7 +47,7 @@ def write_atomically(
         for written in [temporary, *sorted(temporary.rglob("*"))]:
             fsync(written)
         fault_point(f"{points}.before_rename")
-        if temporary.is_dir() and path.is_dir():  # Not in one go: see `recover_replaced`.
+        if temporary.is_dir() and path.is_dir():  # Not atomic; see `recover_replaced`.
             remove(replaced)
             path.rename(replaced)
             fault_point(f"{points}.between")
@@ -58,7 +58,7 @@ def write_atomically(
     except BaseException as error:
         with contextlib.suppress(OSError):
             if replaced.is_dir() and not path.exists():
-                replaced.rename(path)  # What was there before is there again.
+                replaced.rename(path)  # Restore the previous directory.
             remove(temporary)
         if isinstance(error, OSError):
             raise write_error(path, error, size_bytes) from error
@@ -66,10 +66,10 @@ def write_atomically(
 
 
 def write_file(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a file, whole or not at all.
+    """Writes a file atomically.
 
     Raises:
-        What `write_atomically` raises.
+        The exceptions of `write_atomically`.
     """
     data = content.encode() if isinstance(content, str) else content
 
@@ -82,12 +82,12 @@ def write_file(path: pathlib.Path, content: str | bytes) -> None:
 
 
 def write_json(path: pathlib.Path, value: object) -> None:
-    """Writes `value` as JSON, indented, whole or not at all."""
+    """Writes `value` as indented JSON, atomically."""
     write_file(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = None) -> LockstepError:
-    """Returns what to raise when writing `path` has failed: `DiskFullError` or `OutputError`."""
+    """Returns the error for a failed write of `path`: `DiskFullError` or `OutputError`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         file_system = os.statvfs(_existing(path))
         needed = f"{size_bytes:,} bytes needed, " if size_bytes else ""
@@ -101,22 +101,22 @@ def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = Non
 
 
 def _existing(path: pathlib.Path) -> pathlib.Path:
-    """Returns the nearest place above `path` that is there."""
+    """Returns the nearest existing parent of `path`."""
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def temporary_path(path: pathlib.Path) -> pathlib.Path:
-    """Returns the neighbour of `path` in which this process prepares what is to be there."""
+    """Returns the temporary path beside `path` of this process."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def replaced_path(path: pathlib.Path) -> pathlib.Path:
-    """Returns where a directory lies for the moment in which another one takes its name."""
+    """Returns the path of a directory while another one takes its name."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def recover_replaced(parent: pathlib.Path) -> None:
-    """Gives directories their names back that a crash left without the one that was to follow."""
+    """Restores directories that a crash left renamed before their replacement had their name."""
     for replaced in parent.glob(".step-*.replaced"):
         path = parent / replaced.name.removeprefix(".").removesuffix(".replaced")
         if path.exists():
@@ -126,11 +126,11 @@ def recover_replaced(parent: pathlib.Path) -> None:
 
 
 def open_regular(path: pathlib.Path) -> io.BufferedReader:
-    """Opens a file for reading bytes, if it is one: no link elsewhere, no pipe that never ends.
+    """Opens a file for reading bytes, if it is a regular file: no link, no pipe.
 
     Raises:
-        OSError: it is not there, a link, or cannot be read.
-        ValueError: it is no regular file.
+        OSError: the file does not exist, is a link, or cannot be read.
+        ValueError: it is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -144,7 +144,7 @@ def read_text(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> str:
 
     Raises:
         OSError: see `open_regular`.
-        ValueError: it is no regular file, larger than that, or no UTF-8.
+        ValueError: the file is not regular, is larger than `max_bytes`, or is not UTF-8.
     """
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -167,7 +167,7 @@ def read_json(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> Any:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Removes a file, a link or a whole directory, if it is there.
+    """Removes a file, a link or a directory tree, if it exists.
 
     Raises:
         OSError: it cannot be removed.
@@ -181,7 +181,7 @@ def remove(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def io_errors_as(path: pathlib.Path) -> Iterator[None]:
-    """Turns whatever keeps something at `path` from being changed into an error of ours.
+    """Converts errors of changing `path` to the program's exceptions.
 
     Raises:
         DiskFullError, OutputError: see `write_error`.
@@ -193,10 +193,10 @@ def io_errors_as(path: pathlib.Path) -> Iterator[None]:
 
 
 def make_directory(path: pathlib.Path) -> None:
-    """Makes a directory and its parents, where they are not there, so that they stay.
+    """Creates a directory and its parents, if they do not exist, durably.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     missing = [p for p in (path, *path.parents) if not p.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def make_directory(path: pathlib.Path) -> None:
 
 
 def fsync(path: pathlib.Path) -> None:
-    """Has what is in a file, or which names are in a directory, on the disk when it returns."""
+    """Flushes the content of a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

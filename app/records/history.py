@@ -1,4 +1,4 @@
-"""What a run reports: one `EpochRecord` for each epoch and a `Summary` at its end."""
+"""Defines the results of a run: an `EpochRecord` per epoch, and a `Summary`."""
 
 import dataclasses
 import json
@@ -24,26 +24,26 @@ HISTORY_FILE, SUMMARY_FILE = "history.jsonl", "summary.json"
 
 @dataclasses.dataclass(frozen=True)
 class EpochRecord:
-    """One finished epoch.
+    """The results of a finished epoch.
 
     Attributes:
         epoch: from 1.
         step: optimizer steps since the start of the run.
-        train_loss: mean over the examples of the epoch, each as the weights were at its step.
-        train_accuracy: likewise, a fraction; None of a case.
+        train_loss: mean over the examples of the epoch, with the weights before each step.
+        train_accuracy: fraction over the same examples; None for a case.
         test_loss: mean over the whole test set after the epoch.
-        test_accuracy: likewise, a fraction; None of a case that has no such metric.
-        epoch_sec: training alone; tracing and evaluation are left out.
+        test_accuracy: fraction of the test set; None for a case without such a metric.
+        epoch_sec: seconds of training, without tracing and evaluation.
         images_per_sec: training images over `epoch_sec`.
-        statistics_apart: largest difference between two replicas' own BatchNorm statistics, before
-            they are averaged; what is trained was the same bits on all of them.
-        injected_fault: the injected fault, "" for none.
-        learning_rate: of the last step; 0 in a record of a version that did not note it.
-        evaluation_sec: of the test set; likewise.
-        test_metrics: of a case: name → value of its metrics over the whole test set.
+        statistics_apart: largest difference between the BatchNorm statistics of two replicas,
+            before averaging; the trained weights are bitwise identical on all replicas.
+        injected_fault: the injected fault; "" without one.
+        learning_rate: learning rate of the last step; 0 in records of older versions.
+        evaluation_sec: seconds of the evaluation on the test set; 0 in records of older versions.
+        test_metrics: for a case, name → value of its metrics over the whole test set.
         verified_steps: steps of the epoch that were recorded and checked (`--verify_every`).
-        mismatches: how many of them were not what they should be.
-        verification_sec: what recording and checking took, outside of `epoch_sec`.
+        mismatches: number of verified steps with a mismatch.
+        verification_sec: seconds of recording and checking, not included in `epoch_sec`.
     """
 
     epoch: int
@@ -65,7 +65,7 @@ class EpochRecord:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What the best epoch has most of: test accuracy, and without one the least test loss."""
+        """Sort key of the best epoch: test accuracy, or without one the lowest test loss."""
         if self.test_accuracy is None:
             return -math.inf, -self.test_loss
         return self.test_accuracy, 0.0
@@ -73,21 +73,20 @@ class EpochRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a run is and what came of it so far; written anew after every epoch.
+    """The configuration and the results of a run, rewritten after every epoch.
 
     `status` is "running" until the last epoch is done, then "finished". `epoch_sec` and
     `images_per_sec` are medians over the epochs. `weights_sha256` hashes the weights in model
-    order: equal hashes mean equal final weights, and nothing about the steps that led to them.
-    Sums are split over the threads of an operation, so another `intra_op_threads` changes the last
-    bits; 0 is TensorFlow's own choice. `changes` lists what was changed where the run was resumed
-    with other flags.
+    order: equal hashes mean equal final weights, but not equal steps. Sums are split over the
+    threads of an operation, so that another `intra_op_threads` changes the last bits; 0 is
+    TensorFlow's default. `changes` lists changed flags of a resumed run.
 
-    Of a case, `case` is the name of its file, `test_metrics` are those of its last epoch, and
-    `evaluates_training_data` says that it has no data set to evaluate on but that of the training.
-    Accuracies are None where it has no such metric.
+    For a case, `case` is the name of its file, `test_metrics` are the metrics of its last epoch,
+    and `evaluates_training_data` is whether it is evaluated on the training data. Accuracies are
+    None if the case has no such metric.
 
-    `verified_steps` were recorded and checked while the training ran, `mismatches` of them were not
-    what they should be.
+    `verified_steps` were recorded and checked during the training; `mismatches` of them differed
+    from the reference.
     """
 
     status: str
@@ -133,18 +132,18 @@ class Summary:
     mismatches: int = 0
 
     def verified_line(self) -> str:
-        """Returns how many steps were verified while they were made; "" where none was."""
+        """Returns the number of verified steps as text; "" if there are none."""
         if not self.verified_steps:
             return ""
         noun = "mismatch" if self.mismatches == 1 else "mismatches"
         return f"{self.steps:,} steps, {self.verified_steps:,} verified, {self.mismatches:,} {noun}"
 
     def last_lines(self) -> list[str]:
-        """Returns what a training prints at its end: verified steps, if any, and `last_line`."""
+        """Returns the last lines of output: verified steps, if any, and `last_line`."""
         return [line for line in (self.verified_line(), self.last_line()) if line]
 
     def last_line(self) -> str:
-        """Returns the book's last line of a training."""
+        """Returns d2l's last line of a training."""
         found = f"test loss: {self.test_loss:.4f}"
         if self.test_accuracy is not None:
             found = f"test acc: {self.test_accuracy:.2f}"
@@ -152,16 +151,16 @@ class Summary:
 
 
 def write_history(run_dir: pathlib.Path, history: list[EpochRecord]) -> None:
-    """Writes all epochs so far, a line each; the file is replaced as a whole."""
+    """Writes all epochs so far, one line each; replaces the file atomically."""
     text = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in history)
     write_file(run_dir / HISTORY_FILE, text)
 
 
 def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
-    """Reads the epochs of a run; none where it has not finished its first.
+    """Reads the epochs of a run; an empty list before the end of the first epoch.
 
     Raises:
-        OutputError: the file is there but is not a history.
+        OutputError: the file exists but is not a history.
     """
     path = run_dir / HISTORY_FILE
     if not path.exists():
@@ -180,10 +179,10 @@ def write_summary(run_dir: pathlib.Path, summary: Summary) -> None:
 
 
 def load_summary(run_dir: pathlib.Path) -> Summary | None:
-    """Reads the summary of a run, None where it has not finished its first epoch.
+    """Reads the summary of a run; None before the end of the first epoch.
 
     Raises:
-        OutputError: the file is there but is not a summary.
+        OutputError: the file exists but is not a summary.
     """
     path = run_dir / SUMMARY_FILE
     if not path.exists():
@@ -195,7 +194,7 @@ def load_required_summary(run_dir: pathlib.Path) -> Summary:
     """Reads the summary of a run that has finished an epoch.
 
     Raises:
-        OutputError: the file is not there, or is not a summary.
+        OutputError: the file does not exist, or is not a summary.
     """
     summary = load_summary(run_dir)
     if summary is None:
@@ -204,7 +203,7 @@ def load_required_summary(run_dir: pathlib.Path) -> Summary:
 
 
 def checked_record(record_class: type[Record], values: Mapping[str, Any]) -> Record:
-    """Makes a record, a dataclass of plain values, of what was read from a file.
+    """Creates a record, a dataclass of plain values, from the values of a file.
 
     Raises:
         TypeError: a field is missing, unknown or of another type.
@@ -224,12 +223,12 @@ def checked_record(record_class: type[Record], values: Mapping[str, Any]) -> Rec
 
 
 def _check_length(name: str, value: Any) -> None:
-    if isinstance(value, int) and abs(value) > _LARGEST:  # It can be any length.
+    if isinstance(value, int) and abs(value) > _LARGEST:  # A JSON integer can be arbitrarily long.
         raise TypeError(f"{name} is too large")
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:
-    """Returns the classes of what a field may hold."""
+    """Returns the allowed classes of a field."""
     if isinstance(annotation, types.UnionType):
         return tuple(kind for each in typing.get_args(annotation) for kind in _kinds(each))
     return (int, float) if annotation is float else (typing.get_origin(annotation) or annotation,)

@@ -1,4 +1,4 @@
-"""What `verify` found about pairs of trainings, in sentences."""
+"""Describes the results of `verify` for pairs of trainings in sentences."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def _causes(run: Mapping[str, Any]) -> str:
 
 
 def outcome_sentences(outcomes: Sequence[tuple[Pair, str]]) -> list[str]:
-    """Returns one sentence for each pair; of more than three pairs, one for each group.
+    """Returns one sentence per pair; for more than three pairs, one per group.
 
     Args:
         outcomes: pairs of strategies, each with its outcome.
@@ -67,7 +67,7 @@ def outcome_sentences(outcomes: Sequence[tuple[Pair, str]]) -> list[str]:
 
 
 def _groups(names: Sequence[str], pairs: Sequence[Pair]) -> list[list[str]]:
-    """Returns the names in groups which the pairs connect."""
+    """Returns the names in groups connected by the pairs."""
     groups = [[name] for name in names]
     for one, other in pairs:
         first = next(group for group in groups if one in group)

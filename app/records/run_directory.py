@@ -1,4 +1,4 @@
-"""The directory of one run: made or found, locked, and held against the configuration."""
+"""Creates or opens the directory of a run, locks it, and checks its configuration."""
 
 import contextlib
 import errno
@@ -27,8 +27,8 @@ from app.runtime.errors import CheckpointError, LockstepError, OutputError, Term
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 RUN_LOG_FILE = "log.jsonl"
-# All that a command writes beside its log, and so all that --overwrite throws away. The summary
-# goes first: without it nothing is finished.
+# The files that a command writes beside its log, which --overwrite removes. The summary is removed
+# first: without it, the run is not finished.
 _RECORDS = (
     *("summary.json", "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg"),
     *(RUN_LOG_FILE, EVENTS_FILE),
@@ -36,7 +36,7 @@ _RECORDS = (
     *("throughput.png", "throughput.svg", "speedup.png", "speedup.svg", "explain.json"),
     "report.html",
 )
-# What a write that was cut off leaves.
+# Temporary files of an interrupted write.
 _LEFTOVER = re.compile(
     r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy|throughput|speedup)"
     rf"\.(?:jsonl?|png|svg)|report\.html|traces|checkpoints|{re.escape(EVENTS_FILE)})"
@@ -46,14 +46,14 @@ _WRITTEN_BY = {"written_by": "lockstep"}
 
 
 class RunDirectory:
-    """A directory that this process holds for one run.
+    """A run directory that is locked by this process.
 
     Args:
-        path: where it is.
-        config: what the result depends on.
+        path: path of the directory.
+        config: the fields that the result depends on.
 
     Attributes:
-        config: the same, as it stands in `config.json`.
+        config: these fields as in `config.json`.
     """
 
     def __init__(self, path: pathlib.Path, config: dict):
@@ -62,7 +62,7 @@ class RunDirectory:
 
     @property
     def is_started(self) -> bool:
-        """Whether a run was started here, of whatever configuration."""
+        """Whether any run was started in this directory."""
         return (self.path / CONFIG_FILE).exists()
 
     def load_config(self) -> dict:
@@ -70,10 +70,10 @@ class RunDirectory:
         return load_run_config(self.path)
 
     def check_same_run(self) -> None:
-        """Checks that what was started here, if anything, had this configuration.
+        """Checks that a run that was started here has this configuration.
 
         Raises:
-            CheckpointError: it had another one.
+            CheckpointError: it has another one.
         """
         old, new = self.load_config() if self.is_started else self.config, self.config
         changes = [
@@ -88,10 +88,10 @@ class RunDirectory:
             )
 
     def start(self, *, overwrite: bool) -> None:
-        """Begins the run, or goes on with it, once all that can be refused has been checked.
+        """Starts or resumes the run, after all checks.
 
         Args:
-            overwrite: throw away what another run has written here, and nothing else.
+            overwrite: remove the files of another run, and nothing else.
         """
         if overwrite:
             for name in _RECORDS:
@@ -100,27 +100,27 @@ class RunDirectory:
             write_json(self.path / CONFIG_FILE, self.config)
 
     def remove(self, name: str) -> None:
-        """Removes a record of an earlier run, if it is there; at once, if it is a directory.
+        """Removes a record of an earlier run, if it exists; a directory is removed atomically.
 
         Raises:
-            OutputError: it cannot be removed.
+            OutputError: the record cannot be removed.
         """
         path = self.path / name
         with io_errors_as(path):
             if path.is_dir() and not path.is_symlink():
-                # Another name than the one in which its successor may be waiting.
+                # Not the name at which its successor may be waiting.
                 path = path.rename(temporary_path(path.with_name(f"{name}.removed")))
             remove(path)
 
 
 @contextlib.contextmanager
 def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirectory]:
-    """Makes `path` with its parents, or finds it to be ours, and holds its lock.
+    """Creates `path` with its parents, or checks that it is a run directory, and locks it.
 
-    The lock is the kernel's: it ends with the process, however that ends.
+    The kernel releases the lock when the process ends.
 
     Raises:
-        OutputError: it cannot be made or written, holds something else, or is in use.
+        OutputError: it cannot be created or written, holds other files, or is in use.
     """
     was_empty = _is_empty(path)
     with _locked(path):
@@ -137,7 +137,7 @@ def open_log(path: pathlib.Path) -> None:
     """Opens the log file of the run in `path`.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the log cannot be written.
     """
     try:
         console.open_log(path / LOG_FILE)
@@ -150,7 +150,7 @@ def open_log(path: pathlib.Path) -> None:
 
 
 def _is_empty(path: pathlib.Path) -> bool:
-    """Tells whether nothing is there that was there before us."""
+    """Returns whether the directory holds nothing that existed before."""
     try:
         return not os.listdir(path)
     except OSError as error:
@@ -158,7 +158,7 @@ def _is_empty(path: pathlib.Path) -> bool:
 
 
 def _clear_leftovers(path: pathlib.Path) -> None:
-    """Removes what a process that is no more was writing: the lock was free."""
+    """Removes temporary files of ended processes; the lock is free, so that none is in use."""
     checkpoints = path / "checkpoints"
     with io_errors_as(path):
         for leftover in path.iterdir():
@@ -171,19 +171,19 @@ def _clear_leftovers(path: pathlib.Path) -> None:
 
 
 def _remove_unless_started(path: pathlib.Path) -> None:
-    """Leaves no directory behind in which nothing but a lock and a log ever was."""
+    """Removes a directory that holds only a lock file and a log."""
     if not (path / CONFIG_FILE).exists():
         (path / LOCK_FILE).unlink(missing_ok=True)
         (path / LOG_FILE).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # Something else is in it.
+        with contextlib.suppress(OSError):  # The directory is not empty.
             path.rmdir()
 
 
 def load_run_config(path: pathlib.Path) -> dict:
-    """Reads the configuration that a run was started with.
+    """Reads the configuration of a run.
 
     Raises:
-        OutputError: this is not the directory of a run.
+        OutputError: this is not a run directory.
     """
     try:
         config = read_json(path / CONFIG_FILE)
@@ -198,7 +198,7 @@ def load_run_config(path: pathlib.Path) -> dict:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
-    """Makes the directory if need be and holds its lock file."""
+    """Creates the directory if necessary and locks its lock file."""
     try:
         make_directory(path)
         check_not_foreign(path)
@@ -223,17 +223,17 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
                 f"--out={path} is in use by process {lock.read().strip() or 'unknown'}; wait, or"
                 " choose another directory"
             ) from error
-        with contextlib.suppress(OSError):  # A full disk: the lock holds all the same.
+        with contextlib.suppress(OSError):  # The disk is full; the lock is held nevertheless.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
 
 
 def check_not_foreign(path: pathlib.Path) -> None:
-    """Checks that a directory is empty, or that of a run of ours.
+    """Checks that a directory is empty or a run directory.
 
     Raises:
-        OutputError: it holds anything else.
+        OutputError: it holds other files.
         OSError: it cannot be read.
     """
     if _is_foreign(path):
@@ -243,7 +243,7 @@ def check_not_foreign(path: pathlib.Path) -> None:
 
 
 def _is_foreign(path: pathlib.Path) -> bool:
-    """Tells whether `path` holds anything, but not the configuration of a run of ours."""
+    """Returns whether `path` holds files, but no configuration of a run."""
     names = {entry.name for entry in path.iterdir() if not _LEFTOVER.fullmatch(entry.name)}
     if names <= {LOCK_FILE, LOG_FILE}:
         return False

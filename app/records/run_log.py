@@ -1,8 +1,8 @@
-"""`log.jsonl`: what happened in a run, one JSON object a line, for machines to read and to check.
+"""Writes `log.jsonl`: the events of a run, one JSON object per line.
 
-Attempts follow one another: `run_start`, `config`, `data`, `resume` where there was something to go
-on with, then `epoch` and `checkpoint` as they come, and one `run_stop`. An attempt that was killed
-could not write its own; the next one does it.
+Each attempt has the events `run_start`, `config`, `data`, `resume` if it resumed, then `epoch` and
+`checkpoint` in their order, and one `run_stop`. If an attempt was killed, the next one writes its
+`run_stop`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from app.runtime.errors import (
 )
 from app.runtime.fault_points import fault_point
 
-# Exit code → what `run_stop` calls it; an attempt that left no code was killed.
+# Exit code → name in `run_stop`; an attempt without a code was killed.
 STATUSES = {
     0: "finished",
     1: "failed",
@@ -47,22 +47,22 @@ STATUSES = {
 
 
 class RunLog:
-    """The log of a run, to which events are added.
+    """Appends events to the log of a run.
 
     Args:
-        run_dir: the directory of the run, locked.
+        run_dir: the run directory, locked.
     """
 
     def __init__(self, run_dir: pathlib.Path) -> None:
         self._path = run_dir / RUN_LOG_FILE
-        self._descriptor = -1  # Until the attempt begins.
+        self._descriptor = -1  # Until the attempt starts.
         self._start, self._under_way = time.monotonic(), False
 
     def start(self, **fields: Any) -> None:
-        """Begins an attempt; ends the one before it, if a kill cut that off.
+        """Starts an attempt; first ends the previous one, if it was killed.
 
         Raises:
-            DiskFullError, OutputError: it cannot be written.
+            DiskFullError, OutputError: the log cannot be written.
         """
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -87,14 +87,14 @@ class RunLog:
         """Adds an event.
 
         Raises:
-            DiskFullError, OutputError: it cannot be written.
+            DiskFullError, OutputError: the log cannot be written.
         """
         self._write(name, fields)
 
     def stop(self, exit_code: int, **fields: Any) -> None:
-        """Ends the attempt, once, if it has begun.
+        """Ends the attempt, once, if it has started.
 
-        A disk that is full is told by what was to be saved on it.
+        Ignores a full disk, which the failed write of a record reports.
         """
         if not self._under_way:
             return
@@ -109,13 +109,13 @@ class RunLog:
             os.close(self._descriptor)
 
     def _earlier_attempts(self) -> list[Attempt]:
-        """Reads what is there, and cuts off a line that a kill or a full disk left unfinished."""
+        """Reads the earlier attempts, and removes an incomplete last line."""
         try:
             text = read_text(self._path)
         except (
             OSError,
             ValueError,
-        ):  # Damaged: `run_log_check.check_log` will say so. Nothing depends on it.
+        ):  # Damaged: `run_log_check.check_log` reports it. Nothing depends on it.
             return []
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
@@ -130,7 +130,7 @@ class RunLog:
             fault_point("log")
             written = os.write(self._descriptor, line.encode())
             if written < len(line.encode()):
-                os.write(self._descriptor, line.encode()[written:])  # Raises what was in the way.
+                os.write(self._descriptor, line.encode()[written:])  # Raises the cause.
             os.fsync(self._descriptor)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ class RunLog:
 
 @contextlib.contextmanager
 def open_run_log(run_dir: pathlib.Path) -> Iterator[RunLog]:
-    """Opens the log of a run; however the attempt ends, its `run_stop` is written."""
+    """Opens the log of a run and writes `run_stop` when the attempt ends."""
     log = RunLog(run_dir)
     try:
         yield log

@@ -1,4 +1,4 @@
-"""Checks `log.jsonl`, the log of a run: its events, their order, and steps that only grow."""
+"""Checks `log.jsonl`: its events, their order, and increasing steps."""
 
 import itertools
 import pathlib
@@ -14,11 +14,11 @@ _TRAINING = {"epoch", "checkpoint"}
 
 
 def check_log(run_dir: pathlib.Path) -> list[str]:
-    """Checks the log of a run: what it must hold, in which order, with steps that only grow.
+    """Checks the log of a run: its events, their order, and increasing steps.
 
     Returns:
-        What is wrong with it, a line each; nothing where all is well. The last attempt may be
-        without a stop: it is under way, or was killed. Then the last line may be `CUT_OFF`, too.
+        The errors, one line each. The last attempt may be without a stop, because it is running or
+        was killed; the last line may then be `CUT_OFF`.
     """
     try:
         text = read_text(run_dir / RUN_LOG_FILE)
@@ -31,13 +31,13 @@ def check_log(run_dir: pathlib.Path) -> list[str]:
     if end and (not events or events[0]["event"] != "run_start"):
         problems.append("it does not begin with run_start")
     attempts = split_attempts(events)
-    saved, told_all = (0, 0), True  # Step and epoch of the last checkpoint that is told of.
+    saved, told_all = (0, 0), True  # Step and epoch of the last logged checkpoint.
     for number, attempt in enumerate(attempts, start=1):
         found, saved = _check_attempt(attempt, number, saved, told_all=told_all)
         if attempt.stop is None and number < len(attempts):
             found.append("has no run_stop")
         problems += [f"attempt {number}: {problem}" for problem in found]
-        # After a checkpoint was saved, a kill or a full disk may have kept its line from the log.
+        # A kill or a full disk may have prevented the log line of a saved checkpoint.
         status = attempt.stop and attempt.stop["status"]
         told_all = status in ("finished", "interrupted", "terminated", "diverged")
     return problems
@@ -49,13 +49,13 @@ def _check_attempt(
     """Checks one attempt.
 
     Args:
-        attempt: its events.
-        number: from 1.
-        saved: step and epoch of the last checkpoint before it that is told of.
-        told_all: whether no later one can have been saved.
+        attempt: events of the attempt.
+        number: number of the attempt, from 1.
+        saved: step and epoch of the last logged checkpoint before it.
+        told_all: whether every checkpoint was logged.
 
     Returns:
-        What is wrong with it, and step and epoch of its last checkpoint.
+        The errors, and step and epoch of its last checkpoint.
     """
     problems = []
     if attempt.start.get("attempt") != number:
@@ -67,7 +67,7 @@ def _check_attempt(
         problems.append(f"order of events: {', '.join(names[:4])} …")
     elif training and in_order[-1] != "resume" and saved > (0, 0):
         problems.append(f"began anew, though step {saved[0]} was saved")
-    at = 0, 0  # Step and epoch that this attempt is at.
+    at = 0, 0  # Current step and epoch of this attempt.
     for event, following in itertools.zip_longest(attempt.events, attempt.events[1:]):
         if event["event"] not in {"resume", *_TRAINING}:
             continue

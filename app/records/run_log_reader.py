@@ -1,4 +1,4 @@
-"""Reads `log.jsonl`, the log of a run, as attempts with their events."""
+"""Reads `log.jsonl` as attempts with their events."""
 
 import dataclasses
 import json
@@ -24,9 +24,9 @@ class Attempt:
     """The events of one attempt.
 
     Attributes:
-        start: the line of `run_start`.
-        events: all between it and the stop.
-        stop: the line of `run_stop`, None where there is none.
+        start: the `run_start` event.
+        events: the events between start and stop.
+        stop: the `run_stop` event; None if there is none.
     """
 
     start: dict
@@ -35,12 +35,12 @@ class Attempt:
 
 
 def load_attempts(run_dir: pathlib.Path) -> list[Attempt]:
-    """Reads the attempts of a run; lines that are none are left out, see `check_log`."""
+    """Reads the attempts of a run; ignores invalid lines, which `check_log` reports."""
     return split_attempts(parse_events(read_text(run_dir / RUN_LOG_FILE))[0])
 
 
 def parse_events(text: str) -> tuple[list[dict], list[str]]:
-    """Returns the events, and what is wrong with lines that are none."""
+    """Returns the events, and the errors of invalid lines."""
     events, problems = [], []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
@@ -55,13 +55,13 @@ def parse_events(text: str) -> tuple[list[dict], list[str]]:
 
 
 def split_attempts(events: list[dict]) -> list[Attempt]:
-    """Returns the events as attempts, each from its `run_start` to its `run_stop`."""
+    """Splits events into attempts, each from its `run_start` to its `run_stop`."""
     attempts: list[Attempt] = []
     for event in events:
         if event["event"] == "run_start" or not attempts:
             attempts.append(Attempt(event))
         elif event["event"] == "run_stop" and attempts[-1].stop is None:
             attempts[-1].stop = event
-        else:  # What follows a stop is found by the check of the order.
+        else:  # The check of the order reports events after a stop.
             attempts[-1].events.append(event)
     return attempts

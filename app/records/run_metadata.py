@@ -1,4 +1,4 @@
-"""What a checkpoint tells of its training: what is trained on what, and how far it is."""
+"""Defines the metadata and the progress of a training in a checkpoint."""
 
 import dataclasses
 import itertools
@@ -9,19 +9,19 @@ from app.records.history import EpochRecord, checked_record
 
 @dataclasses.dataclass(frozen=True)
 class RunMetadata:
-    """What was trained on what. A run that resumes compares it with its own.
+    """Describes what was trained on which data; compared when a run resumes.
 
     Attributes:
-        config: the flags that a result depends on: model, precision, seed, recipe, batch and so on.
-        learning_rate: the peak, the recipe's own where no flag gave one.
-        steps_per_epoch: batches of an epoch.
-        dataset: name of the images.
-        dataset_sha256: of all of them, in order.
-        test_part_sha256: of the test part.
-        num_devices: over all workers.
-        num_shards: parts of each global batch.
+        config: flags that the result depends on, such as model, precision, seed and batch size.
+        learning_rate: peak learning rate, from the recipe if no flag sets it.
+        steps_per_epoch: batches per epoch.
+        dataset: name of the dataset.
+        dataset_sha256: hash of all images and labels, in order.
+        test_part_sha256: hash of the test images and labels.
+        num_devices: devices of all workers.
+        num_shards: shards of each global batch.
         num_copies: copies of the weights.
-        versions: of everything that numbers depend on.
+        versions: versions of the software that affects the results.
     """
 
     config: dict
@@ -38,22 +38,22 @@ class RunMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a training is.
+    """The progress of a training.
 
     Attributes:
-        step: optimizer steps made since the start.
-        epoch_step: how many of them in the epoch under way, which is its position in the data.
-        loss_sum: over the examples of the epoch under way.
-        correct: likewise.
-        examples: likewise.
-        epoch_sec: of training in the epoch under way.
-        statistics_apart: see `EpochRecord`, where the epoch under way is being evaluated.
-        verified_steps: see `EpochRecord`; of the epoch under way.
-        mismatches: likewise.
-        verification_sec: likewise.
-        total_sec: since the start, in all attempts.
-        history: the epochs that are finished.
-        changes: what was changed on the way, a line each.
+        step: optimizer steps since the start.
+        epoch_step: optimizer steps of the current epoch, its position in the data.
+        loss_sum: sum of the losses over the examples of the current epoch.
+        correct: number of correct predictions in the current epoch.
+        examples: number of examples of the current epoch.
+        epoch_sec: seconds of training in the current epoch.
+        statistics_apart: see `EpochRecord`; during the evaluation of the current epoch.
+        verified_steps: see `EpochRecord`; of the current epoch.
+        mismatches: see `EpochRecord`; of the current epoch.
+        verification_sec: see `EpochRecord`; of the current epoch.
+        total_sec: seconds since the start, over all attempts.
+        history: the finished epochs.
+        changes: changes of flags on resuming, one line each.
     """
 
     step: int = 0
@@ -72,10 +72,10 @@ class Progress:
 
     @classmethod
     def parse(cls, values: dict, steps_per_epoch: int) -> "Progress":
-        """Returns the progress that plain values describe.
+        """Creates the progress from plain values.
 
         Raises:
-            TypeError, ValueError, OverflowError: no training can be there.
+            TypeError, ValueError, OverflowError: no training can have this progress.
         """
         history = [checked_record(EpochRecord, record) for record in values["history"]]
         progress = checked_record(cls, {**values, "history": history})
@@ -101,10 +101,10 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """How many epochs are finished."""
+        """The number of finished epochs."""
         return len(self.history)
 
     @property
     def best_epoch(self) -> EpochRecord | None:
-        """The first of those with the highest test accuracy; without any, the least test loss."""
+        """First epoch with the highest test accuracy; without accuracies, the lowest test loss."""
         return max(self.history, key=lambda record: record.rank, default=None)

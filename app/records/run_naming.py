@@ -1,4 +1,4 @@
-"""Names of run directories: a new one, and the path that a flag names."""
+"""Names run directories."""
 
 import itertools
 import pathlib
@@ -11,17 +11,17 @@ def default_out(kind: str, *models: str) -> str:
     """Returns a new name under `runs/`.
 
     Args:
-        kind: the strategy of a training, or the command.
+        kind: strategy of a training, or name of the command.
         *models: names of the models.
     """
     name = "-".join([f"runs/{time.strftime('%Y%m%d-%H%M%S')}", kind, *models])
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    # The name exists where another run began in this second, or the clock was set back.
+    # The name exists if another run started in the same second, or the clock was set back.
     return next(name for name in names if not pathlib.Path(name).exists())
 
 
 def named_path(name: str) -> pathlib.Path:
-    """Returns the path that a flag names; `~` is a home directory.
+    """Returns the path for the value of a flag; expands `~`.
 
     Raises:
         OutputError: the home directory is unknown.

@@ -1,8 +1,7 @@
-"""Recordings of training scripts: the trace format of docs/trace_format.md, version 1.
+"""Reads traces of training scripts, in the format of docs/trace_format.md, version 1.
 
-A recording is one `.npz` file, or one for each process (`two.rank0.npz`, `two.rank1.npz`). At first
-only names, headers and `about` are read; the arrays of a step, a kind and a replica are read when
-they are asked for.
+A trace is one `.npz` file, or one per process (`two.rank0.npz`, `two.rank1.npz`). Opening it reads
+only names, headers and `about`; the arrays of a step, a kind and a replica are read on request.
 """
 
 import collections
@@ -23,7 +22,7 @@ from app.records.trace_parts import Part, Stored, check_indices, open_part, shap
 from app.records.trace_values import TraceError
 
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
-# What all processes of a training have in common.
+# Attributes that all processes of a training have in common.
 _SHARED = (
     *("framework", "num_replicas", "steps", "variables", "gradients"),
     *("reduction", "order", "data_layout", "replayed"),
@@ -34,8 +33,8 @@ class Rows(NamedTuple):
     """A gradient of some rows of a weight; rows that occur several times are to be added.
 
     Attributes:
-        values: `(n, …)`, one entry for each index.
-        indices: `(n,)`, numbers of the rows.
+        values: `(n, …)`, one entry per index.
+        indices: `(n,)`, row numbers.
         num_rows: length of the weight's first axis.
     """
 
@@ -44,7 +43,7 @@ class Rows(NamedTuple):
     num_rows: int
 
     def dense(self) -> np.ndarray:
-        """Returns the gradient of the whole weight."""
+        """Returns the dense gradient."""
         whole = np.zeros((self.num_rows, *self.values.shape[1:]), self.values.dtype)
         np.add.at(whole, self.indices, self.values)
         return whole
@@ -55,26 +54,26 @@ Array = np.ndarray | Rows
 
 @dataclasses.dataclass(frozen=True)
 class ScriptTrace:
-    """A recording of a training, of all its processes.
+    """A trace of a training, of all its processes.
 
     Positions count the recorded steps from 0: `steps[position]` is the number of a step.
 
     Attributes:
-        name: path that names the recording in messages, without ranks.
+        name: path of the trace for messages, without ranks.
         framework: "keras", "torch", "jax" or another name.
-        num_replicas: of the training.
+        num_replicas: number of replicas of the training.
         steps: numbers of the recorded steps, ascending.
-        variables: one for each array of "before" and "after".
-        gradients: the weight that each array of "raw", "sums" and "clipped" belongs to.
-        reduction: what the all-reduce computes, "sum" or "mean"; "" where it is unknown.
+        variables: the variables of the arrays in "before" and "after".
+        gradients: the weights of the arrays in "raw", "sums" and "clipped".
+        reduction: result of the all-reduce, "sum" or "mean"; "" if unknown.
         order: "reduce, clip" or "clip, reduce".
         optimizer: class and constant settings.
-        layers: name, class, weights and settings of each layer, as far as the framework has layers.
+        layers: name, class, weights and settings of each layer, if the framework has layers.
         data_layout: "NHWC", "NCHW" or "".
-        permuted: the seed that the examples were permuted with, None where they were not.
+        permuted: seed of the permutation of the examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
-        versions: of the framework.
-        extra: further keys of `about`, of the first file.
+        versions: versions of the framework.
+        extra: further keys of `about`, from the first file.
     """
 
     name: str
@@ -92,31 +91,31 @@ class ScriptTrace:
     replayed: str | None
     versions: Mapping[str, str]
     extra: Mapping[str, Any]
-    _parts: Mapping[int, Part]  # Replica → the file that holds it.
+    _parts: Mapping[int, Part]  # Replica → its file.
 
     def settings(self, position: int, replica: int) -> list[dict[str, Any]]:
-        """Returns the optimizer's groups in a step; processes may differ, in a wrong training."""
+        """Returns the optimizer's parameter groups in a step of a replica."""
         groups = self._about(replica).settings
         return groups[position] if groups else []
 
     def micro_batches(self, position: int, replica: int) -> int:
-        """Returns how many micro-batches the step of a replica accumulated."""
+        """Returns the number of micro-batches that a replica accumulated in a step."""
         return self._about(replica).micro_batches[position]
 
     def shapes(self, position: int, kind: str, replica: int) -> list[tuple[int, ...] | None] | None:
-        """Returns the shapes that `arrays` would have, of the whole weight for `Rows`."""
+        """Returns the shapes of the arrays; for `Rows`, the shape of the dense gradient."""
         stored = self._part(replica).listed(position, kind, replica)
         return None if stored is None else [None if s is None else shape_of(s) for s in stored]
 
     def arrays(self, position: int, kind: str, replica: int) -> list[Array | None] | None:
-        """Reads the arrays of a kind, None where there are none.
+        """Reads the arrays of a kind; None if there are none.
 
-        Of "before" and "after" there is one for each of `variables`, of "raw", "sums" and "clipped"
-        one for each of `gradients`; None in place of an array that did not exist: the optimizer
-        state before the first update, the gradient of a weight that the loss does not use.
+        "before" and "after" have one array per item of `variables`; "raw", "sums" and "clipped"
+        per item of `gradients`. None replaces an array that did not exist: optimizer state before
+        the first update, or the gradient of a weight that the loss does not use.
 
         Raises:
-            DataError: the file is damaged, or was changed since it was opened.
+            DataError: the file is damaged, or was changed after it was opened.
         """
         part = self._part(replica)
         stored = part.listed(position, kind, replica)
@@ -146,13 +145,13 @@ def _read(file: io.BufferedReader, stored: Stored) -> Array:
 
 
 def load_trace(path: pathlib.Path) -> ScriptTrace:
-    """Opens a recording: `two.npz`, or all of its files `two.rank*.npz`.
+    """Opens a trace: `two.npz`, or all files `two.rank*.npz`.
 
     Args:
-        path: `two.npz`, whether there is one file or one for each rank, or any of the latter.
+        path: `two.npz`, for one file or one per rank, or any of the rank files.
 
     Raises:
-        DataError: it is missing, incomplete, damaged, or of a later version.
+        DataError: a file is missing, incomplete, damaged, or of a later version.
     """
     name, paths = _find_files(path)
     parts = tuple(open_part(found) for found in paths)
@@ -167,7 +166,7 @@ def load_trace(path: pathlib.Path) -> ScriptTrace:
 
 
 def _find_files(path: pathlib.Path) -> tuple[pathlib.Path, list[pathlib.Path]]:
-    """Returns the name of the whole recording, and its files in the order of the ranks."""
+    """Returns the name of the whole trace, and its files in order of ranks."""
     match = _RANK.fullmatch(path.name)
     name = path.with_name(f"{match[1]}.npz") if match else path
     stem = name.name.removesuffix(".npz")
@@ -194,7 +193,7 @@ def _find_files(path: pathlib.Path) -> tuple[pathlib.Path, list[pathlib.Path]]:
 
 
 def _check_parts(parts: Sequence[Part]) -> None:
-    """Checks that files belong to one recording, and hold each replica once."""
+    """Checks that the files belong to one trace and hold each replica once."""
     first = parts[0].file
     for part in parts[1:]:
         about = part.file.about

@@ -1,6 +1,6 @@
-"""The member `about` of a trace: which steps, variables and settings were recorded.
+"""Parses the member `about` of a trace: recorded steps, variables and settings.
 
-It is JSON text that another program wrote, so that each value is checked before it is used.
+Another program wrote its JSON text, so that each value is checked before use.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class Variable:
     Attributes:
         name: name in the framework.
         kind: one of `VARIABLE_KINDS`.
-        layout: order of the axes, for example "HWIO"; "" where it is unknown or has no meaning.
-        of: for optimizer state, the name of its weight; "" where it belongs to none.
+        layout: order of the axes, for example "HWIO"; "" if unknown or without meaning.
+        of: for optimizer state, the name of its weight; "" if it belongs to none.
         slot: for optimizer state, the framework's name for it, for example "momentum".
     """
 
@@ -79,7 +79,7 @@ def parse_about(text: str) -> About:
     """Parses and checks the JSON text of `about`.
 
     Raises:
-        TraceError: it is no description of a trace of this version.
+        TraceError: it does not describe a trace of this version.
     """
     values = parse_json(text)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -104,13 +104,13 @@ def _check_version(version: Any) -> None:
 
 
 class _Reader:
-    """Reads the keys of `about`, each with its type."""
+    """Reads the keys of `about` and checks their types."""
 
     def __init__(self, values: dict[str, Any]):
         self._values = values
 
     def read(self) -> About:
-        """Returns all keys, checked one by one and against each other."""
+        """Returns all keys, each checked, also against the others."""
         num_replicas = self._int("num_replicas", 1, _MAX_REPLICAS)
         steps = self._ints("steps", 2**62)
         if not steps or any(b <= a for a, b in itertools.pairwise(steps)):

@@ -1,4 +1,4 @@
-"""The directory of a trace's `.npz` file, parsed by `zipfile` and checked."""
+"""Reads and checks the zip directory of a trace's `.npz` file."""
 
 import dataclasses
 import io
@@ -14,7 +14,7 @@ from app.runtime.errors import reason_of
 ABOUT = "about.npy"
 
 _MAX_MEMBERS = 250_000
-_MAX_DIRECTORY_BYTES = 128 * _MAX_MEMBERS  # The names of traces are short.
+_MAX_DIRECTORY_BYTES = 128 * _MAX_MEMBERS  # Names in traces are short.
 _MAX_RATIO = 1000  # Deflate reaches 1032.
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
 _NUMBER = r"(0|[1-9]\d{0,8})"
@@ -25,7 +25,7 @@ _NAME = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """What a member's name says: `POSITION/KIND/REPLICA/INDEX`, and the part of `Rows`."""
+    """A parsed member name: `POSITION/KIND/REPLICA/INDEX`, and the part of `Rows`."""
 
     position: int
     kind: str
@@ -35,7 +35,7 @@ class Key:
 
 
 class _Directory:
-    """A file of which `zipfile` reads no more than a directory of bounded size."""
+    """A file of which `zipfile` reads only a directory of bounded size."""
 
     def __init__(self, file: io.BufferedReader):
         self._file = file
@@ -50,10 +50,10 @@ class _Directory:
 
 
 def read_directory(file: io.BufferedReader) -> dict[str, Member]:
-    """Reads the names, places and sizes of all members, in bounds.
+    """Reads names, positions and sizes of all members, within limits.
 
     Raises:
-        TraceError: it is no `.npz` file, is damaged, or has members that no trace has.
+        TraceError: the file is not an `.npz` file, is damaged, or has unknown members.
     """
     start, size_bytes = file.read(4), os.fstat(file.fileno()).st_size
     if start != LOCAL_HEADER:
@@ -65,7 +65,7 @@ def read_directory(file: io.BufferedReader) -> dict[str, Member]:
         infos = zipfile.ZipFile(bounded).infolist()
     except (TraceError, MemoryError):
         raise
-    except Exception as error:  # A damaged directory may raise anything.
+    except Exception as error:  # A damaged directory may raise any exception.
         raise TraceError(
             f"is truncated or damaged ({printable(reason_of(error))}); copy it again, or record it"
             " again"
@@ -111,8 +111,8 @@ def _member(info: zipfile.ZipInfo) -> Member:
 
 
 def parse_name(name: str) -> Key:
-    """Splits the name of a member that `read_directory` returned."""
+    """Parses the name of a member that `read_directory` returned."""
     match = _NAME.fullmatch(name)
-    assert match is not None  # Checked with the directory.
+    assert match is not None  # Checked by `read_directory`.
     position, kind, replica, index, part = match.groups()
     return Key(int(position), kind, int(replica), int(index), part or "")

@@ -1,7 +1,7 @@
-"""One `.npz` file of a trace, read with bounds: never unpickled, never more than was announced.
+"""Reads one `.npz` file of a trace, within limits and without unpickling.
 
-The zip directory is parsed by `zipfile`. Members are read here, so that each is compared with its
-size and its CRC, and so that no file has to stay open between two arrays.
+`zipfile` parses the zip directory. This module reads the members, so that each is compared with its
+size and its CRC, and the file is open only while an array is read.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from app.runtime.errors import DataError, reason_of
 
 @dataclasses.dataclass(frozen=True)
 class TraceFile:
-    """A file whose directory, `about` and array headers were checked.
+    """A file with checked directory, `about` and array headers.
 
     Attributes:
         path: the file.
-        about: its description.
-        members: the arrays that its names say.
-        identity: what tells whether the file was replaced since.
+        about: description of the trace.
+        members: the arrays by name.
+        identity: values that change if the file is replaced.
     """
 
     path: pathlib.Path
@@ -37,7 +37,7 @@ class TraceFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[io.BufferedReader]:
-        """Opens the file to read arrays; whatever is wrong with them is a `DataError`."""
+        """Opens the file to read arrays; raises any error as `DataError`."""
         with errors_of(self.path), _open(self.path) as file:
             if _identity(file) != self.identity:
                 raise TraceError("was changed while it was read; run the command again")
@@ -45,10 +45,10 @@ class TraceFile:
 
 
 def open_trace_file(path: pathlib.Path) -> TraceFile:
-    """Reads the directory, `about` and the headers of all arrays; no array yet.
+    """Reads the directory, `about` and the headers of all arrays, but no arrays.
 
     Raises:
-        DataError: it is no trace, is damaged, or is of a later version.
+        DataError: the file is not a trace, is damaged, or is of a later version.
     """
     with errors_of(path), _open(path) as file:
         directory = read_directory(file)
@@ -64,10 +64,10 @@ def open_trace_file(path: pathlib.Path) -> TraceFile:
 
 @contextlib.contextmanager
 def errors_of(path: pathlib.Path) -> Iterator[None]:
-    """Turns everything that reading a damaged file may raise into a `DataError` of one line.
+    """Converts all exceptions of reading a damaged file to a `DataError` of one line.
 
     Raises:
-        DataError: it names the file.
+        DataError: names the file.
     """
     name = printable(str(path))
     try:
@@ -90,7 +90,7 @@ def errors_of(path: pathlib.Path) -> Iterator[None]:
 
 def _open(path: pathlib.Path) -> io.BufferedReader:
     try:
-        return open_regular(pathlib.Path(os.path.realpath(path)))  # A link may name a trace.
+        return open_regular(pathlib.Path(os.path.realpath(path)))  # A link may point to a trace.
     except ValueError as error:
         raise TraceError(
             "is not a regular file; pass a file that a recorder of Lockstep wrote"

@@ -1,4 +1,4 @@
-"""Members of a trace's `.npz` file, read within the sizes that the directory announces."""
+"""Reads members of a trace's `.npz` file, within the sizes of the zip directory."""
 
 import dataclasses
 import io
@@ -12,7 +12,7 @@ import numpy as np
 
 from app.records.trace_values import TraceError
 
-# NumPy's names for what arrays can be: little-endian numbers, no objects, no structures.
+# NumPy's names of allowed dtypes: little-endian numbers, no objects, no structures.
 DTYPES = (
     *("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8"),
     *("<f2", "<f4", "<f8"),
@@ -33,7 +33,7 @@ _MAGIC = b"\x93NUMPY\x01\x00"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Member:
-    """A member of the archive; dtype and shape are known once its header was read."""
+    """A member of the archive; dtype and shape are set once its header was read."""
 
     name: str
     offset: int
@@ -48,7 +48,7 @@ class Member:
 
 
 def read_array(file: io.BufferedReader, member: Member) -> np.ndarray:
-    """Reads one array and compares its size and CRC with what the directory says.
+    """Reads one array and compares its size and CRC with the zip directory.
 
     Raises:
         TraceError: they differ.
@@ -68,7 +68,7 @@ def read_array(file: io.BufferedReader, member: Member) -> np.ndarray:
 
 
 def read_text_member(file: io.BufferedReader, member: Member) -> str:
-    """Reads a member that is one text.
+    """Reads a member with a single text.
 
     Raises:
         TraceError: it is another array, too long, or damaged.
@@ -88,14 +88,14 @@ def read_text_member(file: io.BufferedReader, member: Member) -> str:
         stream.read(min(_CHUNK_BYTES, size_bytes - at)) for at in range(0, size_bytes, _CHUNK_BYTES)
     )
     stream.finish()
-    return text.decode("utf-32-le").rstrip("\0")  # NumPy fills up with zeros.
+    return text.decode("utf-32-le").rstrip("\0")  # NumPy pads with zeros.
 
 
 def read_header(file: io.BufferedReader, member: Member) -> Member:
-    """Returns the member with dtype and shape, compared with its size.
+    """Returns the member with dtype and shape, checked against its size.
 
     Raises:
-        TraceError: it is no plain array of numbers, or has another size.
+        TraceError: it is not a plain array of numbers, or has another size.
     """
     stream = _Stream(file, member)
     header_bytes, descr, is_fortran, shape = _parse_header(stream, member)
@@ -117,7 +117,7 @@ def read_header(file: io.BufferedReader, member: Member) -> Member:
 
 
 def _parse_header(stream: "_Stream", member: Member) -> tuple[int, str, bool, tuple[int, ...]]:
-    """Returns size in bytes, dtype, whether in Fortran order, and shape; evaluates nothing."""
+    """Returns size in bytes, dtype, whether in Fortran order, and shape; does not evaluate code."""
     start = stream.read(10)
     length = int.from_bytes(start[8:], "little")
     if not start.startswith(_MAGIC) or length > _MAX_HEADER_BYTES:
@@ -136,7 +136,7 @@ def _damaged(member: Member, wrong: str, advice: str = "record it again") -> Tra
 
 
 class _Stream:
-    """The uncompressed bytes of a member, from its beginning."""
+    """The uncompressed bytes of a member."""
 
     def __init__(self, file: io.BufferedReader, member: Member):
         self._file, self._member, self._crc = file, member, 0
@@ -181,7 +181,7 @@ class _Stream:
         return b"".join(parts)
 
     def finish(self) -> None:
-        """Checks that nothing follows, and the CRC."""
+        """Checks the CRC, and that no bytes follow."""
         if self._inflater is None:
             is_whole = not self._remaining
         else:

@@ -1,4 +1,4 @@
-"""The arrays of one file of a trace: complete, in order, and of the shapes of their variables."""
+"""Reads the arrays of one file of a trace, and checks their completeness, order and shapes."""
 
 import dataclasses
 import io
@@ -32,7 +32,7 @@ Place = tuple[int, str, int]  # Position from 0, kind, replica.
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one file holds.
+    """The arrays of one file.
 
     Attributes:
         file: the file.
@@ -43,7 +43,7 @@ class Part:
     arrays: Mapping[Place, Mapping[int, Stored]]
 
     def listed(self, position: int, kind: str, replica: int) -> list[Stored | None] | None:
-        """Returns the arrays in order, None in place of those that did not exist."""
+        """Returns the arrays in order, with None for arrays that did not exist."""
         found = self.arrays.get((position, kind, replica))
         if found is None:
             return None
@@ -55,7 +55,7 @@ def open_part(path: pathlib.Path) -> Part:
     """Opens one file of a trace.
 
     Raises:
-        DataError: it is no trace, is damaged or incomplete, or is of a later version.
+        DataError: the file is not a trace, is damaged or incomplete, or is of a later version.
     """
     file = open_trace_file(path)
     with file.reading() as opened:
@@ -85,7 +85,7 @@ def open_part(path: pathlib.Path) -> Part:
 
 
 def _lengths(about: About) -> dict[str, int]:
-    """Returns how many arrays there are of the kinds that have one for each variable or weight."""
+    """Returns the number of arrays of the kinds with one array per variable or weight."""
     variables, gradients = len(about.variables), len(about.gradients)
     return dict.fromkeys(_VARIABLE_KINDS, variables) | dict.fromkeys(_GRADIENT_KINDS, gradients)
 
@@ -105,7 +105,7 @@ def _check_places(place: Place, found: Mapping[int, Stored], about: About) -> No
 
 
 def _stored(file: io.BufferedReader, kind: str, parts: Mapping[str, Member]) -> Stored:
-    """Returns an array's member, or those of `Rows`; the number of rows is read."""
+    """Returns an array's member, or those of `Rows`, for which it reads the number of rows."""
     first = next(iter(parts.values()))
     if set(parts) == {""}:
         return first
@@ -129,10 +129,10 @@ def _stored(file: io.BufferedReader, kind: str, parts: Mapping[str, Member]) -> 
 
 
 def check_indices(item: RowMembers, indices: np.ndarray) -> None:
-    """Checks that the rows are there.
+    """Checks that the row numbers are valid.
 
     Raises:
-        TraceError: one is not.
+        TraceError: a row number is not.
     """
     if indices.size and not (indices.min() >= 0 and indices.max() < item.num_rows):
         raise TraceError(
@@ -142,21 +142,21 @@ def check_indices(item: RowMembers, indices: np.ndarray) -> None:
 
 
 def shape_of(stored: Stored) -> tuple[int, ...]:
-    """Returns the shape of an array, for `RowMembers` that of the whole weight."""
+    """Returns the shape of an array; for `RowMembers`, the shape of the dense gradient."""
     if isinstance(stored, Member):
         return stored.shape
     return (stored.num_rows, *stored.values.shape[1:])
 
 
 def size_of(stored: Stored) -> int:
-    """Returns how many bytes an array has, with its header."""
+    """Returns the bytes of an array, with its header."""
     if isinstance(stored, Member):
         return stored.size_bytes
     return stored.values.size_bytes + stored.indices.size_bytes
 
 
 def _check_shapes(part: Part) -> None:
-    """Checks that all arrays of a variable have one shape, and its gradients, too."""
+    """Checks that all arrays of a variable, and its gradients, have one shape."""
     about = part.file.about
     shapes: dict[int, tuple[int, ...]] = {}
     for index, name, stored in _named(part, _VARIABLE_KINDS):

@@ -1,4 +1,4 @@
-"""Values of a JSON text that another program wrote, each checked for its type."""
+"""Checks the types of values in JSON text from another program."""
 
 import json
 from typing import Any
@@ -9,14 +9,14 @@ _MAX_SHOWN = 60
 
 
 class TraceError(ValueError):
-    """What is wrong with a trace, and what to do; the file's name is put before it."""
+    """An error in a trace, with advice; the file's name is prepended."""
 
 
 def parse_json(text: str) -> Any:
     """Parses JSON text.
 
     Raises:
-        TraceError: it is no JSON text, or is nested too deeply.
+        TraceError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -27,7 +27,7 @@ def parse_json(text: str) -> Any:
 
 
 def check_tree(root: Any) -> None:
-    """Checks depth, texts and whole numbers of a JSON value, without recursion."""
+    """Checks depth, texts and integers of a JSON value, without recursion."""
     nodes = [(root, 0)]
     while nodes:
         node, depth = nodes.pop()
@@ -54,35 +54,35 @@ def _check_text(text: str) -> None:
 
 
 def mapping_of(value: Any, key: str) -> dict[str, Any]:
-    """Returns a value that has to be an object."""
+    """Returns a value that must be an object."""
     if not isinstance(value, dict):
         raise wrong_value(key, value, "an object")
     return value
 
 
 def text_of(value: Any, key: str) -> str:
-    """Returns a value that has to be a text."""
+    """Returns a value that must be a text."""
     if not isinstance(value, str):
         raise wrong_value(key, value, "a text")
     return value
 
 
 def texts_of(value: Any, key: str) -> tuple[str, ...]:
-    """Returns a value that has to be a list of texts."""
+    """Returns a value that must be a list of texts."""
     if not isinstance(value, list):
         raise wrong_value(key, value, "a list")
     return tuple(text_of(item, f"{key}[{i}]") for i, item in enumerate(value))
 
 
 def int_of(value: Any, key: str, low: int, high: int) -> int:
-    """Returns a value that has to be a whole number from `low` to `high`."""
+    """Returns a value that must be an integer from `low` to `high`."""
     if type(value) is not int or not low <= value <= high:
         raise wrong_value(key, value, f"a whole number from {low} to {high}")
     return value
 
 
 def wrong_value(key: str, value: Any, required: str) -> TraceError:
-    """Returns the error for a value that is missing or is not what is required."""
+    """Returns the error for a missing or invalid value."""
     found = "is missing" if value is None else f"is {shown(value)}"
     return TraceError(
         f"{shown(key)[1:-1]} of 'about' must be {required}, got {found}; record it again"
@@ -90,7 +90,7 @@ def wrong_value(key: str, value: Any, required: str) -> TraceError:
 
 
 def shown(value: Any) -> str:
-    """Returns a short, printable text for a value from a file."""
+    """Formats a value from a file as short, printable text."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -100,5 +100,5 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text that fits into one line, whatever is in it."""
+    """Returns text as one printable line."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

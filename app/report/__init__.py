@@ -2,4 +2,4 @@
 
 import os
 
-os.environ["MPLBACKEND"] = "agg"  # Figures go into files, whatever the user's own setting.
+os.environ["MPLBACKEND"] = "agg"  # Figures are written to files, whatever the user's setting.

@@ -1,4 +1,4 @@
-"""The accuracy figure of one or several runs, drawn from the records on disk alone."""
+"""Draws the accuracy figure of one or several runs from the records on disk."""
 
 import dataclasses
 import itertools
@@ -32,13 +32,13 @@ Run = tuple[Summary, Sequence[EpochRecord]]
 def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> None:
     """Draws accuracy over epochs into `accuracy.png` and `accuracy.svg`; writes each atomically.
 
-    One run: its test and train accuracy in one panel. Several: test and train side by side, a
-    curve for each run. Of a case, the losses and its first metric, if it has one. Runs of one
-    epoch are drawn over their steps, if those are recorded.
+    For one run, test and train accuracy share a panel. For several, there is a panel each for test
+    and train accuracy, with one curve per run. For a case, draws the losses and its first metric.
+    Runs of one epoch are drawn over their steps, if recorded.
 
     Args:
-        run_dirs: directories of runs with at least one finished epoch each.
-        out_dir: where the two files go.
+        run_dirs: run directories with at least one finished epoch each.
+        out_dir: output directory.
     """
     runs = [(load_required_summary(path), load_history(path)) for path in run_dirs]
     steps = [load_steps(path) for path in run_dirs] if runs[0][0].epochs == 1 else []
@@ -67,7 +67,7 @@ def _draw_one(summary: Summary, history: Sequence[EpochRecord]) -> Figure:
 
 
 def _draw_case(runs: Sequence[Run]) -> Figure:
-    """Draws the losses of a case side by side, and its first metric: a curve for each run."""
+    """Draws the losses of a case and its first metric: one curve per run."""
     summary = runs[0][0]
     data = "training data" if summary.evaluates_training_data else "test"
     fields = {"test_loss": f"{data} loss after the epoch", "train_loss": "loss in the epoch"}
@@ -109,7 +109,7 @@ def _draw_curve(
     name: str,
     form: str = ".1%",
 ) -> None:
-    """Draws one curve, of a field or of a metric, its last value in the legend."""
+    """Draws one curve of a field or a metric, with its last value in the legend."""
     values = [{**r.test_metrics, **dataclasses.asdict(r)}.get(field, math.nan) for r in history]
     axes.plot(
         [record.epoch for record in history],

@@ -1,4 +1,4 @@
-"""The two figures of a benchmark, drawn from `benchmark.json` alone."""
+"""Draws the two figures of a benchmark from `benchmark.json`."""
 
 import json
 import pathlib
@@ -15,11 +15,11 @@ _LINES = {"float32": "-", "mixed_bfloat16": "--", "mixed_float16": ":"}
 
 
 def plot_benchmark(path: pathlib.Path, out_dir: pathlib.Path) -> list[str]:
-    """Draws throughput, and speed-up against ideal, into `out_dir`, as PNG and SVG.
+    """Draws throughput, and speed-up against the ideal, into `out_dir`, as PNG and SVG.
 
     Args:
         path: `benchmark.json`.
-        out_dir: where the files go.
+        out_dir: output directory.
 
     Returns:
         The names of the files.

@@ -1,4 +1,4 @@
-"""What a report says about a case or recordings: verdicts, table of stages, findings."""
+"""Builds the part of a report about a case or traces: verdicts, table of stages, findings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,14 +28,14 @@ from app.report.record_finder import Record, reading
 
 _MARKS = {FAULT: "bad", BY_DESIGN: "differs", CLEAN: "good"}
 _MOST_TENSORS = 12
-_MOST_RUNS = 4  # Beside which a column of explanations is readable.
+_MOST_RUNS = 4  # With more runs, the column of explanations is too narrow.
 
 
 def case_part(record: Record) -> Part:
-    """Reads `verify.json` of a case or of recordings.
+    """Reads `verify.json` of a case or of traces.
 
     Raises:
-        OutputError: it is damaged.
+        OutputError: the file is damaged.
     """
     found = record.load("verify.json")
     if found is None:
@@ -53,7 +53,7 @@ def case_part(record: Record) -> Part:
 
 
 def _verdicts(found: dict) -> list[Items]:
-    """Returns one sentence for each strategy, those with faults first."""
+    """Returns one sentence per strategy, those with faults first."""
     verdicts = [verdict(*each) for each in found["strategies"].items()]
     return [
         Items(sentences, mark)
@@ -88,7 +88,7 @@ def _cell(run: Mapping[str, Any], stage: str) -> Cell:
 
 
 def _longest(runs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Returns the run with the most steps: some strategies may have fewer."""
+    """Returns the run with the most steps; some strategies may have fewer."""
     return max(runs.values(), key=lambda run: len(run["steps"]))
 
 
@@ -107,5 +107,5 @@ def _environment(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _has_devices(runs: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Returns whether the devices are known: recordings do not say on which they were made."""
+    """Returns whether the devices are known; traces do not name them."""
     return any(run["devices"] for run in runs.values())

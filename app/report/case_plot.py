@@ -1,4 +1,4 @@
-"""The figure of `verify --case` and `--traces`, drawn from `verify.json` alone."""
+"""Draws the figure of `verify --case` and `--traces` from `verify.json`."""
 
 import json
 import pathlib
@@ -25,26 +25,26 @@ from app.records.case_record import (
 )
 from app.report.plot_style import save_figure
 
-# Status → ground, text and symbol; without colours the symbol is enough.
+# Status → background, text colour and symbol; the symbol is sufficient without colours.
 _LOOKS = {
     FAULT: ("#D55E00", "#FFFFFF", "✗ "),
     BY_DESIGN: ("#FFE9B8", "#5C4500", "≠ "),
     CLEAN: ("#E2F3EC", "#0A6B4D", "✓ "),
 }
 _NOT_CHECKED = ("#F3F4F5", "#57606A", "")
-_SIZE, _LINE = 9, 0.18  # Points of a letter, inches from line to line.
-_HINTING = 1.05  # Letters that are fitted to pixels are wider than their outlines.
+_SIZE, _LINE = 9, 0.18  # Font size in points, line height in inches.
+_HINTING = 1.05  # Hinted letters are wider than their outlines.
 _GAP = 0.04  # Between cells, in inches.
 _PADDING = 0.1
 _STAGE_WIDTH, _LEAST_WIDTH, _USUAL_WIDTH = 1.45, 1.75, 6.4
 
-Rows = list[tuple[str, list[tuple[str, list[str]]]]]  # Stage, and status and lines of each cell.
+Rows = list[tuple[str, list[tuple[str, list[str]]]]]  # Stage; status and lines of each cell.
 
 
 def plot_case(path: pathlib.Path) -> None:
     """Draws `verify.png` and `verify.svg` into the directory that holds `verify.json`."""
     record = json.loads((path / "verify.json").read_text(encoding="utf-8"))
-    # Names are a user's: a `$` is no formula, and a font may lack their letters.
+    # Names are a user's: a `$` is not a formula, and a font may lack characters.
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         save_figure(_draw(record), path, "verify")
@@ -83,7 +83,7 @@ def _draw(record: Mapping[str, Any]) -> Figure:
 
 
 def _rows(runs: Mapping[str, Mapping[str, Any]], width: float) -> Rows:
-    """Returns what stands in each cell, in lines of at most `width` inches."""
+    """Returns the contents of each cell, in lines of at most `width` inches."""
     rows: Rows = []
     for stage in stages_of(runs.values()):
         cells = []
@@ -119,7 +119,7 @@ def _write(
 
 
 def _title(record: Mapping[str, Any], width: float) -> list[tuple[str, bool]]:
-    """Returns the lines above the cells, and whether each is bold: the verdicts."""
+    """Returns the lines above the cells, the verdicts, and whether each is bold."""
     runs = record["strategies"]
     verdicts = [verdict(name, run)[1] for name, run in runs.items()]
     lines = [(line, True) for text in verdicts for line in _wrapped(text, width)]
@@ -132,7 +132,7 @@ def _title(record: Mapping[str, Any], width: float) -> list[tuple[str, bool]]:
 
 
 def _wrapped(text: str, width: float) -> list[str]:
-    """Breaks text into lines of at most `width` inches, within a word where one is longer."""
+    """Wraps text into lines of at most `width` inches; breaks words that are longer."""
     lines, line = [], ""
     for word in text.split():
         joined = f"{line} {word}".lstrip()
@@ -151,7 +151,7 @@ def _wrapped(text: str, width: float) -> list[str]:
 
 
 def _width_of(text: str) -> float:
-    """Returns how many inches a text takes in bold, the wider weight."""
+    """Returns the width of a text in bold, in inches."""
     font = FontProperties(size=_SIZE, weight="bold")
     width, _, _ = TextToPath().get_text_width_height_descent(text, font, ismath=False)
     return width * _HINTING / 72

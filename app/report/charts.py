@@ -1,7 +1,7 @@
-"""Charts of a report, drawn by matplotlib as SVG that stands in the page.
+"""Draws the charts of a report with matplotlib, as inline SVG.
 
-Colours become variables of the page's style sheet, so that a chart suits the light and the dark
-theme. Texts stay texts, in the font of the page.
+Colours are replaced by CSS variables of the page, for the light and the dark theme. Texts remain
+text in the page's font.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from app.report.page_parts import Table, is_finite
 
-COLOURS, STYLES = 7, 4  # Have no factor in common: 28 looks, all different.
-_WIDTHS = (4.5, 2.4, 1.8, 1.4)  # Of curves that coincide all remain visible.
+COLOURS, STYLES = 7, 4  # No common factor: 28 different looks.
+_WIDTHS = (4.5, 2.4, 1.8, 1.4)  # So that coinciding curves all remain visible.
 _DASHES = ("-", (0, (9, 4)), (0, (2, 3)), (0, (9, 3, 2, 3)))
 _MARKERS = "os^D"
 SERIES = ("#0072b2", "#e69f00", "#000000", "#cc79a7", "#009e73", "#56b4e9", "#d55e00")
@@ -44,7 +44,7 @@ _STYLE: Any = {
     "font.weight": "normal", "savefig.transparent": True,
 }  # fmt: skip
 _WIDTH, _HEIGHT = 440, 270
-LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 30, 42  # Room around the axes.
+LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 30, 42  # Margins of the axes.
 _BAR_ROW = 44
 _MOST_MARKERS = 30
 _LONGEST_LABEL = 58
@@ -52,7 +52,7 @@ _LONGEST_LABEL = 58
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """How a series is drawn: the same in every chart and in the legend."""
+    """The look of a series, equal in every chart and in the legend."""
 
     colour: int
     style: int
@@ -60,19 +60,19 @@ class Look:
 
     @classmethod
     def of(cls, index: int) -> "Look":
-        """Returns the look of a series by its position."""
+        """Returns the look of a series by its index."""
         return cls(index % COLOURS, index % STYLES, _WIDTHS[index % STYLES])
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One SVG.
+    """One chart as SVG.
 
     Attributes:
-        title: what it shows, in a few words.
-        description: the same, for who cannot see it.
-        height: of its box, which is 440 wide.
-        drawing: what is in the box; its ids are its own only.
+        title: short title.
+        description: description for screen readers.
+        height: height of its box, which is 440 wide.
+        drawing: content of the box; its ids are unique only within the chart.
     """
 
     title: str
@@ -82,7 +82,7 @@ class Chart:
     width = _WIDTH
 
     def body(self, chart_id: str) -> Markup:
-        """Returns the drawing with ids that begin with that of the chart: unique in the page."""
+        """Returns the drawing with ids prefixed by the chart's id, unique in the page."""
         return Markup(re.sub(r'(<path id="|xlink:href="#)', rf"\g<1>{chart_id}-", self.drawing))
 
 
@@ -91,11 +91,11 @@ class Figure:
     """Charts that belong together, with their legend and their numbers.
 
     Attributes:
-        title: what they show.
-        charts: side by side where there is room.
+        title: title of the figure.
+        charts: the charts, side by side if there is room.
         legend: look and name of each series.
         tables: every number that is drawn.
-        note: what a reader has to know.
+        note: a note for the reader.
     """
 
     title: str
@@ -118,18 +118,18 @@ def line_chart(
     allowed: float | None = None,
     looks: Sequence[Look] = (),
 ) -> Chart:
-    """Draws lines over whole numbers.
+    """Draws lines over integers.
 
     Args:
-        title: what the y axis is.
-        series: name → points; what is not finite is left out.
-        x_label: what the x axis is.
+        title: title of the y axis.
+        series: name → points; values that are not finite are omitted.
+        x_label: label of the x axis.
         form: format of the numbers in the description.
-        log: whether the y axis has powers of ten.
-        least_span: of the y axis: less would make noise look large.
-        most: the largest value that there can be.
-        allowed: all up to here lies in a band.
-        looks: one for each series; by default they follow from its position.
+        log: whether the y axis is logarithmic.
+        least_span: minimum span of the y axis, so that noise does not look large.
+        most: largest possible value.
+        allowed: upper end of a band of allowed values.
+        looks: look of each series; by default from its index.
     """
     drawn = {
         name: [(x, y) for x, y in points if is_finite(y) and (y > 0 or not log)]
@@ -166,14 +166,14 @@ def bar_chart(
     unit: str,
     reference: float | None = None,
 ) -> Chart:
-    """Draws a bar for each label, with the ends of its interval where they are known.
+    """Draws a bar for each label, with the ends of its interval if known.
 
     Args:
-        title: what it shows.
+        title: title of the chart.
         rows: label, value, lower and upper end.
         form: format of the values.
-        unit: of the values.
-        reference: a value to hold them against.
+        unit: unit of the values.
+        reference: value of a reference line.
     """
     rows = [row for row in rows if is_finite(row[1])]
     height = _TOP + 4 + _BAR_ROW * max(1, len(rows))
@@ -184,10 +184,10 @@ def bar_chart(
         axes.set_axis_off()
         axes.set_ylim(len(rows) - 0.4, -0.6)
         left, right = axes.get_xlim()
-        axes.set_xlim(left, right + 0.28 * (right - left))  # Room for the value.
+        axes.set_xlim(left, right + 0.28 * (right - left))  # Space for the value.
         if reference is not None:
             axes.axvline(reference, color=TEXT, linewidth=1.5, linestyle=(0, (2, 4)))
-        box = {"facecolor": GROUND, "edgecolor": "none", "pad": 1.5}  # Lies over the line.
+        box = {"facecolor": GROUND, "edgecolor": "none", "pad": 1.5}  # Drawn over the line.
         for row, ((label, *values), text) in enumerate(zip(rows, shown, strict=True)):
             end = max(0.0, *(value for value in values if is_finite(value)))
             at = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
@@ -208,26 +208,26 @@ def draw_bars(
     """Draws horizontal bars from top to bottom, with the ends of their intervals.
 
     Args:
-        axes: where they go.
+        axes: axes to draw on.
         rows: value, lower and upper end.
-        colours: of the bars, repeated.
-        height: of a bar, as a share of its row.
+        colours: colours of the bars, repeated.
+        height: height of a bar, as a fraction of its row.
     """
     for row, (value, low, high) in enumerate(rows):
         colour = colours[row % len(colours)]
         axes.barh(row, value, height, color=colour, alpha=0.6, linewidth=0)
         if is_finite(low) and is_finite(high):
-            # Not as errors: an interval need not hold its value.
+            # Not as error bars: an interval need not contain its value.
             axes.plot([low, high], [row, row], "|-", color=TEXT, linewidth=1.5, markersize=9)
 
 
 @contextlib.contextmanager
 def drawing_axes(height: int, left: int, bottom: int) -> Iterator:
-    """Yields axes to draw on, and a function that returns what is drawn as SVG."""
+    """Yields axes to draw on, and a function that returns the drawing as SVG."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # A font lacks letters: the page's own has them.
+        warnings.simplefilter("ignore")  # The page's font has letters that this one lacks.
         drawn = figure.Figure((_WIDTH / 72, height / 72))
-        # Fixed margins: a layout engine takes longer than all of the drawing.
+        # Fixed margins: a layout engine takes longer than the drawing.
         across, down = (_WIDTH - left - _RIGHT) / _WIDTH, (height - _TOP - bottom) / height
         axes = drawn.add_axes((left / _WIDTH, bottom / height, across, down))
         yield axes, lambda: _svg(drawn)
@@ -238,7 +238,7 @@ def _svg(drawn: figure.Figure) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     drawn.savefig(content, format="svg", metadata=nothing)
     text = content.getvalue()
-    text = text[text.index("<g id=") : text.rindex("</svg>")]  # Without head and style.
+    text = text[text.index("<g id=") : text.rindex("</svg>")]  # Without header and style.
     text = re.sub(r'(?<=<g) id="[^"]*"| clip-path="[^"]*"', "", text)  # All is within the axes.
     text = re.sub(r"<clipPath.*?</clipPath>", "", text, flags=re.DOTALL)
     return re.sub(r"#[0-9a-f]{6}", lambda match: _VARIABLES.get(match[0], match[0]), text)
@@ -255,7 +255,7 @@ def _draw_line(axes: Axes, points: Sequence[tuple[int, float]], look: Look) -> N
         markersize=4.4 + look.width,
         markerfacecolor=GROUND,
         markeredgewidth=1.5,
-        zorder=3 - look.width / 10,  # Wide ones lie below.
+        zorder=3 - look.width / 10,  # Wide lines are below.
     )
 
 
@@ -296,5 +296,5 @@ def _shortened(label: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Returns text in one line, of letters that a font can have."""
+    """Returns text in one line, with characters that a font can have."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

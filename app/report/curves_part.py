@@ -1,4 +1,4 @@
-"""What a report shows of the epochs of trainings: accuracy, loss and the metrics of cases."""
+"""Builds the curves of a report: accuracy, loss and metrics over the epochs."""
 
 from collections.abc import Sequence
 
@@ -90,13 +90,13 @@ def _curves_over_steps(runs: Sequence[Run]) -> Figure:
 
 
 def _drawn_curves(runs: Sequence[Run]) -> dict[str, tuple[str, str, float]]:
-    """Returns what some run has values of: of `_CURVES`, and metrics of cases."""
+    """Returns the curves of `_CURVES` and metrics of cases that at least one run has."""
     records = [record for run in runs for record in run.history]
     shown = {
         field: curve for field, curve in _CURVES.items()
         if any(_value(record, field) is not None for record in records)
     }  # fmt: skip
-    # What `test_accuracy` shows already is left out.
+    # Metrics equal to `test_accuracy` are omitted.
     metrics = {
         name for record in records for name, value in record.test_metrics.items()
         if value != record.test_accuracy
@@ -105,5 +105,5 @@ def _drawn_curves(runs: Sequence[Run]) -> dict[str, tuple[str, str, float]]:
 
 
 def _value(record: EpochRecord, field: str) -> float | None:
-    """Returns a value of `_CURVES`, or a metric."""
+    """Returns the value of a field of `_CURVES` or of a metric."""
     return getattr(record, field) if field in _CURVES else record.test_metrics.get(field)

@@ -1,4 +1,4 @@
-"""The page of a training in progress: what it shows now, as HTML in parts that are replaced."""
+"""Builds the page of a training in progress, as HTML parts that are replaced."""
 
 import base64
 import hashlib
@@ -18,17 +18,17 @@ from app.report.templates import create_environment
 
 SCRIPT = (pathlib.Path(__file__).parent / "live.js").read_text(encoding="utf-8")
 _SCRIPT_SHA256 = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-# Inline styles are needed by the charts; scripts are not, but for ours.
+# The charts need inline styles; the only script allowed is the page's own.
 SECURITY_POLICY = (
     f"default-src 'none'; script-src 'sha256-{_SCRIPT_SHA256}'; style-src 'unsafe-inline';"
     " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'"
 )
 _REFRESH_SEC, _REFRESH_SEC_AT_END = 2, 10
-_MOST_OF_A_CORE = 0.05  # What drawing may take from the training.
+_MOST_OF_A_CORE = 0.05  # Maximum fraction of a core for drawing.
 _MOST_EPOCHS = 50
 _TRAINING, _TEST = Look(0, 0, 1.8), Look(1, 1, 1.7)
-# Title, tag of the training's values, field of the test's, format, largest value.
+# Title, tag of the training's values, field of the test's values, format, largest value.
 _CHARTS = (
     ("loss", "steps/loss", "test_loss", ".4f", float("inf")),
     ("accuracy", "steps/accuracy", "test_accuracy", ".4f", 1.0),
@@ -49,7 +49,8 @@ class LivePage:
     """The page of the newest training in some directories.
 
     Args:
-        directories: of trainings, of comparisons, or folders of such; they need not exist yet.
+        directories: directories of trainings or comparisons, or parents of them; need not exist
+            yet.
     """
 
     def __init__(self, directories: Sequence[pathlib.Path]) -> None:
@@ -57,10 +58,10 @@ class LivePage:
         self._open(directories[0])
 
     def update(self) -> dict[str, Any]:
-        """Reads what was written since the last update, and returns what the page shows now.
+        """Reads new records, and returns the current contents of the page.
 
         Returns:
-            "title" of the page, "parts" as id → HTML, and after how many seconds to ask again.
+            The page's "title", its "parts" as id → HTML, and the seconds until the next request.
         """
         start = time.thread_time()
         run = self._load()
@@ -94,12 +95,12 @@ class LivePage:
         return LiveRun.load(path, self._reader.points, self._reader.latest)
 
     def _open(self, path: pathlib.Path) -> None:
-        """Begins to read a run."""
+        """Starts to read a run."""
         self._path, self._reader = path, EventReader(path)
         self._drawn, self._figure = (-1, -1), Markup("")
 
     def _draw(self, run: LiveRun, macros: Any) -> Markup:
-        """Returns the curves, drawn again where there are new values."""
+        """Returns the curves, redrawn if there are new values."""
         drawn = (run.points[-1].step if run.points else 0, len(run.history))
         if drawn != self._drawn:
             self._drawn, self._figure = drawn, macros.curves(_figure(run))
@@ -107,7 +108,7 @@ class LivePage:
 
 
 def _figure(run: LiveRun) -> Figure | None:
-    """Returns the curves, None while there is nothing to draw."""
+    """Returns the curves; None if there is nothing to draw yet."""
     charts = []
     for name, tag, field, form, most in _CHARTS:
         training = [(p.step, p.values[tag]) for p in run.points if tag in p.values]
@@ -134,7 +135,7 @@ def _figure(run: LiveRun) -> Figure | None:
 
 
 def _epoch_table(run: LiveRun) -> Table | None:
-    """Returns the finished epochs, the newest first; None before the first."""
+    """Returns the finished epochs, newest first; None before the first."""
     if not run.history:
         return None
     shown = {

@@ -1,6 +1,6 @@
-"""A training in progress, read from its directory while the training writes there.
+"""Reads a training in progress from its run directory.
 
-Reading never fails: a record that is missing, or not complete yet, counts as not written.
+Reading never fails: a missing or incomplete record counts as not written.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d{3} (?:INFO )?")
 
 
 def find_newest_run(directories: Sequence[pathlib.Path]) -> pathlib.Path:
-    """Returns the training that was started last in some directories.
+    """Returns the training in some directories that was started last.
 
     Args:
-        directories: of trainings, of comparisons, or folders of such.
+        directories: directories of trainings or comparisons, or parents of them.
 
     Returns:
-        The directory of the training; the first of `directories` where there is no training yet.
+        The directory of the training; the first of `directories` if there is no training yet.
     """
     logs = [
         log
@@ -43,7 +43,7 @@ def find_newest_run(directories: Sequence[pathlib.Path]) -> pathlib.Path:
 
 
 def _started(run_dir: pathlib.Path) -> float:
-    """Returns when the newest attempt of a run was started, which wrote the lock file."""
+    """Returns the start time of a run's newest attempt, from its lock file."""
     for name in (LOCK_FILE, RUN_LOG_FILE):
         with contextlib.suppress(OSError):
             return (run_dir / name).stat().st_mtime
@@ -55,14 +55,14 @@ class LiveRun:
     """A training in progress.
 
     Attributes:
-        path: its directory.
-        config: what stands in `config.json`; empty before the training has written it.
-        attempt: the newest attempt in `log.jsonl`, None before the first.
-        history: the finished epochs.
+        path: run directory.
+        config: contents of `config.json`; empty before it is written.
+        attempt: newest attempt in `log.jsonl`; None before the first.
+        history: finished epochs.
         points: scalars over the steps.
-        latest: scalars of the newest compiled call, None before the first.
-        log_lines: the last lines of `log.txt`.
-        has_lock: whether a command has been started there, which has made its lock file.
+        latest: scalars of the newest compiled call; None before the first.
+        log_lines: last lines of `log.txt`.
+        has_lock: whether a command has been started there and created its lock file.
     """
 
     path: pathlib.Path
@@ -81,9 +81,9 @@ class LiveRun:
         """Reads the records of a run.
 
         Args:
-            path: its directory.
-            points: what was read from its event file.
-            latest: likewise.
+            path: run directory.
+            points: scalars read from its event file.
+            latest: newest scalars of its event file.
         """
         config: dict = {}
         with contextlib.suppress(OutputError):
@@ -98,7 +98,7 @@ class LiveRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process of this machine has the id of the process that trains."""
+        """Whether a process on this machine has the training's process id."""
         pid = self.attempt.start.get("pid") if self.attempt else None
         if not isinstance(pid, int) or pid <= 0:
             return False
@@ -112,7 +112,7 @@ class LiveRun:
 
     @property
     def started(self) -> float | None:
-        """When the newest attempt was started, in seconds since 1970."""
+        """Start time of the newest attempt, in seconds since 1970."""
         try:
             time = self.attempt.start["time"] if self.attempt else ""
             return datetime.datetime.fromisoformat(time).timestamp()
@@ -121,7 +121,7 @@ class LiveRun:
 
     @property
     def step(self) -> int:
-        """The last optimizer step that the records know."""
+        """The last optimizer step in the records."""
         events = self.attempt.events if self.attempt else []
         known = [event["step"] for event in events if "step" in event]
         known += [record.step for record in self.history[-1:]]
@@ -130,13 +130,13 @@ class LiveRun:
 
     @property
     def epochs(self) -> int | None:
-        """How many epochs the training has."""
+        """The number of epochs of the training."""
         recorded = self.recorded("config").get("config", {}).get("epochs")
         return _count(recorded) or _count(self.config.get("epochs"))
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """How many steps an epoch has; None while that is not known."""
+        """The number of steps per epoch; None if unknown yet."""
         recorded = _count(self.recorded("config").get("steps_per_epoch"))
         if recorded is None and self.history:  # The log of an older version.
             recorded = _count(self.history[0].step)
@@ -144,15 +144,15 @@ class LiveRun:
 
     @property
     def num_steps(self) -> int | None:
-        """How many steps the whole training has; None while that is not known."""
+        """The number of steps of the whole training; None if unknown yet."""
         epochs, steps_per_epoch = self.epochs, self.steps_per_epoch
         return epochs * steps_per_epoch if epochs and steps_per_epoch else None
 
     @property
     def verified_steps(self) -> tuple[int, int]:
-        """How many steps were verified, and how many of them have a mismatch."""
+        """The number of verified steps, and the number of mismatches."""
         values = self.latest.values if self.latest else {}
-        # The scalars do not have the step that is verified after they were written.
+        # The scalars do not include a step that is verified after they were written.
         verified, wrong = (
             max(sum(getattr(r, name) for r in self.history), _whole(values.get(f"steps/{name}")))
             for name in ("verified_steps", "mismatches")
@@ -161,7 +161,7 @@ class LiveRun:
 
     @property
     def remaining_sec(self) -> float | None:
-        """How long the steps that are left will take at the pace of this attempt, None at first."""
+        """Remaining seconds at the pace of this attempt; None at first."""
         num_steps, started = self.num_steps, self.started
         points = [point for point in self.points if started is None or point.time >= started]
         if not num_steps or len(points) < 2 or points[-1].step <= points[0].step:
@@ -171,13 +171,13 @@ class LiveRun:
         return max(0.0, pace_sec * (num_steps - self.step))
 
     def recorded(self, name: str) -> dict[str, Any]:
-        """Returns the first event of a name in the newest attempt, empty without one."""
+        """Returns the first event of a type in the newest attempt; empty without one."""
         events = self.attempt.events if self.attempt else []
         return next((event for event in events if event["event"] == name), {})
 
 
 def _load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
-    """Reads the epochs up to the first line that is damaged or not complete."""
+    """Reads the epochs up to the first damaged or incomplete line."""
     records: list[EpochRecord] = []
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         for line in read_text(run_dir / HISTORY_FILE).splitlines():
@@ -201,10 +201,10 @@ def _load_log_lines(run_dir: pathlib.Path) -> list[str]:
 
 
 def _count(value: Any) -> int | None:
-    """Returns a positive whole number, None for anything else."""
+    """Returns a positive integer; None for any other value."""
     return value if isinstance(value, int) and 0 < value < 1 << 53 else None
 
 
 def _whole(value: float | None) -> int:
-    """Returns a scalar that counts something as a whole number."""
+    """Returns a scalar count as an integer."""
     return round(value) if value is not None and 0 <= value < 1 << 53 else 0

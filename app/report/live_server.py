@@ -25,13 +25,13 @@ _TEXT, _HTML, _JSON = "text/plain", "text/html", "application/json"
 
 
 class LiveServer(socketserver.ThreadingTCPServer):
-    """Serves a page on the loopback interface; each request has a thread of its own.
+    """Serves a page on the loopback interface, with a thread per request.
 
-    Browsers keep connections open without a request: one thread would wait for them.
+    Browsers keep idle connections open, which would block a single thread.
 
     Args:
-        port: a port, or 0 for any free one.
-        page: what is served.
+        port: the port, or 0 for any free one.
+        page: the page to serve.
 
     Raises:
         OSError: the port cannot be used.
@@ -51,8 +51,8 @@ class LiveServer(socketserver.ThreadingTCPServer):
         return f"http://{_ADDRESS}:{self.server_address[1]}/"
 
     def content(self, path: str) -> tuple[str, str] | None:
-        """Returns media type and text of what is at a path, None where nothing is."""
-        with self._lock:  # Neither the page nor matplotlib is made for threads.
+        """Returns media type and text for a path; None if there is nothing."""
+        with self._lock:  # The page and matplotlib are not thread-safe.
             if path == "/":
                 return _HTML, self._page.page()
             if path == "/live.json":
@@ -61,7 +61,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET requests of this machine's browsers and refuses all other requests."""
+    """Answers GET requests from browsers on this machine and rejects all others."""
 
     server: LiveServer
     timeout = 10
@@ -79,7 +79,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(200, *found)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuses a request; the base class calls it for bad requests and other methods."""
+        """Rejects a request; the base class calls it for bad requests and other methods."""
         if code == 501:
             self._send(405, _TEXT, "Only GET is allowed.\n")
         else:
@@ -89,10 +89,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Prints nothing: there is a request every two seconds."""
 
     def _is_for_this_machine(self) -> bool:
-        """Returns whether the browser has addressed this machine.
+        """Returns whether the browser addressed this machine.
 
-        A page of another site can have its own name point to this machine (DNS rebinding), and
-        would then be allowed to read the answers.
+        A page of another site can point its host name to this machine (DNS rebinding) and could
+        then read the answers.
         """
         hosts = self.headers.get_all("Host", [])
         return len(hosts) == 1 and _HOST.fullmatch(hosts[0]) is not None
@@ -117,8 +117,8 @@ def open_server(port: int | None, page: LivePage) -> LiveServer:
     """Opens the server of a page.
 
     Args:
-        port: None takes `DEFAULT_PORT`, or any free port where that one is in use.
-        page: what is served.
+        port: the port; None for `DEFAULT_PORT`, or any free port if that one is in use.
+        page: the page to serve.
 
     Raises:
         ConfigError: the port cannot be used.

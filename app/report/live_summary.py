@@ -1,4 +1,4 @@
-"""The top of the page of a training in progress: its state in words, and its numbers."""
+"""Builds the top of the page of a training in progress: its state and its numbers."""
 
 import dataclasses
 import os
@@ -32,12 +32,12 @@ class Tile:
 
 
 def _shown(path: pathlib.Path) -> str:
-    """Returns a path as text, whatever bytes it has."""
+    """Returns a path as text, for any bytes."""
     return os.fspath(path).encode("utf-8", "replace").decode()
 
 
 def title(run: LiveRun) -> str:
-    """Returns the title of the page, which is that of its tab: progress first."""
+    """Returns the title of the page and its tab, with the progress first."""
     mark, headline, _ = _state(run)
     is_running = run.attempt is not None and run.attempt.stop is None and mark != "bad"
     share = f"{run.step / run.num_steps:.0%}" if is_running and run.num_steps else ""
@@ -45,7 +45,7 @@ def title(run: LiveRun) -> str:
 
 
 def summary(run: LiveRun) -> dict[str, Any]:
-    """Returns what stands on top of the page."""
+    """Returns the contents of the top of the page."""
     mark, headline, what_next = _state(run)
     return {
         "name": _shown(run.path),
@@ -61,7 +61,7 @@ def summary(run: LiveRun) -> dict[str, Any]:
 
 
 def _state(run: LiveRun) -> tuple[str, str, str]:
-    """Returns a mark ("good", "bad", "differs", ""), a headline, and what to do about it."""
+    """Returns a mark ("good", "bad", "differs", ""), a headline, and advice."""
     if run.attempt is None:
         return _state_before_start(run)
     if run.attempt.stop is not None:
@@ -115,7 +115,7 @@ def _progress(run: LiveRun) -> str:
 
 
 def _setup(run: LiveRun) -> str:
-    """Returns in a line what is trained on what, as far as that is known."""
+    """Returns model, data and devices in a line, as far as known."""
     config, recorded = run.config, run.recorded("config")
     devices = [str(device) for device in recorded.get("devices", [])]
     data = str(run.recorded("data").get("name", config.get("dataset", "")))
@@ -131,7 +131,7 @@ def _setup(run: LiveRun) -> str:
 
 
 def _caveats(run: LiveRun) -> list[str]:
-    """Returns what a reader must not miss."""
+    """Returns the caveats of the training."""
     fault, data = run.config.get("inject"), run.recorded("data").get("name")
     caveats = [injected_fault_caveat(str(fault))] if fault else []
     caveats += [DATASET_CAVEATS[data]] if data in DATASET_CAVEATS else []
@@ -139,7 +139,7 @@ def _caveats(run: LiveRun) -> list[str]:
 
 
 def noun(run: LiveRun) -> str:
-    """Returns what the training data consist of."""
+    """Returns the noun for the training examples."""
     return "example" if run.config.get("case") else "image"
 
 
@@ -161,7 +161,7 @@ def _tiles(run: LiveRun, mark: str) -> list[Tile]:
 
 
 def _recent(run: LiveRun, tag: str) -> float | None:
-    """Returns the median of the last values: one call may have a single step."""
+    """Returns the median of the last values, because one call may have a single step."""
     values = [p.values[tag] for p in run.points[-_NUM_RECENT:] if tag in p.values]
     return statistics.median(values) if values else None
 

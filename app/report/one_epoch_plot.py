@@ -1,4 +1,4 @@
-"""The figure of runs of one epoch: loss and accuracy over steps, as one epoch is one point."""
+"""Draws the figure of one-epoch runs: loss and accuracy over steps instead of epochs."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`report.html`: one page with everything that runs have left on disk, to be read without us."""
+"""Writes `report.html`: a standalone page about the records of runs."""
 
 import pathlib
 import time
@@ -36,7 +36,7 @@ from app.runtime.errors import OutputError
 REPORT_FILE = "report.html"
 _TEMPLATE = "page.html.jinja"
 _GENERATOR = '<meta name="generator" content="Lockstep">'
-_HEAD_BYTES = 4096  # The line above stands within them.
+_HEAD_BYTES = 4096  # The line above is within them.
 _NOUNS = {
     "train": "training", "compare": "comparison", "verify": "verification",
     "benchmark": "benchmark", "explain": "explanation",
@@ -44,19 +44,19 @@ _NOUNS = {
 
 
 def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> None:
-    """Writes one page about all runs that `directories` stand for, whole or not at all.
+    """Writes one page about all runs in `directories`, atomically.
 
     Args:
-        directories: of runs, of comparisons, or folders of such.
-        path: the file; an earlier report there is replaced.
+        directories: run directories, comparisons, or parents of them.
+        path: the file; an earlier report is replaced.
 
     Raises:
-        OutputError: a directory holds no run, a record is damaged, or something else is at `path`.
+        OutputError: a directory holds no run, a record is damaged, or `path` is another file.
         DiskFullError: no space.
     """
     with io_errors_as(path):
         _check_replaceable(path)
-    # `runs/*` may name an earlier report, too.
+    # `runs/*` may include an earlier report.
     named = [directory for directory in directories if not _is_report(directory)]
     page = _page(find_records(named or directories))
     with io_errors_as(path):
@@ -65,7 +65,7 @@ def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> Non
 
 
 def _check_replaceable(path: pathlib.Path) -> None:
-    """Refuses to replace what is no report of ours."""
+    """Checks that an existing file is a report, before it is replaced."""
     if not (path.exists() or path.is_symlink()) or _is_report(path):
         return
     if path.is_dir():
@@ -79,7 +79,7 @@ def _check_replaceable(path: pathlib.Path) -> None:
 
 
 def _is_report(path: pathlib.Path) -> bool:
-    """Tells whether a file was written by `write_report`."""
+    """Returns whether a file was written by `write_report`."""
     try:
         with open_regular(path) as file:
             return _GENERATOR.encode() in file.read(_HEAD_BYTES)
@@ -92,7 +92,7 @@ def _render(page: dict) -> str:
 
 
 def _page(records: Sequence[Record]) -> dict:
-    """Returns all that the template shows."""
+    """Returns the values for the template."""
     runs = [Run.load(record) for record in records if record.kind == "train"]
     verified = [
         case_part(record)
@@ -141,7 +141,7 @@ def _blocks(parts: Sequence[Part]) -> list:
 
 
 def _banners(parts: Sequence[Part]) -> list[tuple[str, list[str]]]:
-    """Returns what must not be missed, each once, with the runs that it is about."""
+    """Returns the caveats, each once, with the runs that it concerns."""
     banners: dict[str, list[str]] = {}
     for part in parts:
         for caveat in dict.fromkeys(part.caveats):

@@ -1,4 +1,4 @@
-"""What a page of a report is made of: plain data for the template, all text as it is shown."""
+"""Defines the parts of a report's page as plain data for the template."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ class Cell:
     """One cell of a table.
 
     Attributes:
-        text: what it shows.
-        mark: "differs", "good" or "bad", "" for none.
-        title: the whole of what is shown shortened.
+        text: displayed text.
+        mark: "differs", "good" or "bad"; "" for none.
+        title: full text, if the displayed text is shortened.
     """
 
     text: str
@@ -26,14 +26,13 @@ class Table:
     """A table whose first column names its rows.
 
     Attributes:
-        caption: what it shows.
+        caption: caption of the table.
         header: name of each column.
-        align: a letter for each column: "l" for text, "w" for text of several lines, "r" for
-            numbers.
-        rows: a cell for each column; a plain text stands for an unmarked cell.
+        align: one letter per column: "l" for text, "w" for text of several lines, "r" for numbers.
+        rows: one cell per column; a string is an unmarked cell.
 
     Raises:
-        TypeError: a cell holds anything but text.
+        TypeError: a cell is not text.
         ValueError: a row has another number of cells.
     """
 
@@ -71,7 +70,7 @@ class Heading:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """A list of sentences; "bad", "differs" and "good" mark what was found."""
+    """A list of sentences; "bad", "differs" and "good" mark findings."""
 
     items: Sequence[str]
     mark: str = ""
@@ -80,12 +79,12 @@ class Items:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A title, and what is known about it.
+    """A title with facts.
 
     Attributes:
-        title: a line.
+        title: title line.
         facts: name → text.
-        mark: "bad", "differs" or "good", "" for none.
+        mark: "bad", "differs" or "good"; "" for none.
     """
 
     title: str
@@ -96,7 +95,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Details:
-    """What is shown when it is asked for."""
+    """Content that is collapsed at first."""
 
     title: str
     blocks: Sequence
@@ -105,12 +104,12 @@ class Details:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page with a title of its own.
+    """A section of the page with a heading.
 
     Attributes:
-        id: for links to it.
-        title: its heading.
-        blocks: what is in it, in order.
+        id: target of links.
+        title: heading.
+        blocks: contents, in order.
     """
 
     id: str
@@ -120,14 +119,14 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one record on disk says.
+    """The contents of one record on disk.
 
     Attributes:
-        label: the name of its directory.
-        blocks: what is shown of it.
-        caveats: what a reader must not miss.
-        environment: what its numbers depend on, by name.
-        changes: what was changed on the way.
+        label: name of its directory.
+        blocks: contents to show.
+        caveats: caveats of its results.
+        environment: name → value of what its numbers depend on.
+        changes: changes of flags on resuming.
         verdicts: the verdict in one or several sentences.
     """
 
@@ -140,19 +139,19 @@ class Part:
 
 
 def number(value: float | None, form: str = ",.0f", unit: str = "") -> str:
-    """Formats a number; a dash where there is none."""
+    """Formats a number; a dash for None."""
     if value is None:
         return "–"
     return f"{float(value):{form}}{unit}"
 
 
 def whole(value: int | None) -> str:
-    """Formats a whole number, a dash where there is none."""
+    """Formats an integer; a dash for None."""
     return "–" if value is None else f"{int(value):,}"
 
 
 def is_finite(value: float | None) -> TypeGuard[float]:
-    """Tells whether a number can be drawn."""
+    """Returns whether a number can be drawn."""
     return value is not None and math.isfinite(value)
 
 
@@ -170,11 +169,11 @@ def devices_text(devices: Sequence[str], simulated: bool) -> str:
 def differing(
     labels: Sequence[str], fields: Sequence[dict[str, str]]
 ) -> tuple[dict[str, str], list[str], list[list[Cell | str]]]:
-    """Splits fields into those that are the same in all and those that are not.
+    """Splits fields into equal and differing ones.
 
     Returns:
-        The first with their value; the names of the others; a row with these for each label, what
-        is not as in the first row being marked.
+        The equal fields with their value; the names of the others; and a row of them per label, in
+        which values that differ from the first row are marked.
     """
     names = list(dict.fromkeys(name for each in fields for name in each))
     values = [{name: each.get(name, "–") for name in names} for each in fields]

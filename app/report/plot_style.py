@@ -1,4 +1,4 @@
-"""How figures of trainings look: curves, axes, titles, and the files that they are saved in.
+"""Defines the style of figures: curves, axes, titles and output files.
 
 Colours are those of Okabe and Ito, which the colour-blind can tell apart; every curve has a line
 style and a marker of its own as well, so that it can be told in grey and where curves coincide.
@@ -20,7 +20,7 @@ from app.records.history import Summary
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """Colour, line style, marker and line width of a curve."""
+    """The colour, line style, marker and line width of a curve."""
 
     colour: str
     line: str
@@ -44,17 +44,17 @@ LOOKS = (
 
 
 def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
-    """Saves a figure as PNG and SVG, each whole or not there."""
+    """Saves a figure as PNG and SVG, atomically."""
     for suffix in ("png", "svg"):
-        # Into memory first: of a full disk matplotlib would not say that it is full.
+        # Rendered in memory first: matplotlib does not report a full disk.
         content = io.BytesIO()
         figure.savefig(content, format=suffix, dpi=150)
-        figure.set_layout_engine("none")  # It has been laid out: not again for the next format.
+        figure.set_layout_engine("none")  # Already laid out; do not repeat it for the next format.
         write_file(out_dir / f"{name}.{suffix}", content.getvalue())
 
 
 def set_title(figure: Figure, summaries: Sequence[Summary]) -> None:
-    """Writes above a figure what was trained, and which strategy on which devices."""
+    """Sets the title of a figure: model, data, strategy and devices."""
     places: dict[str, list[str]] = {}
     for summary in summaries:
         places.setdefault(_where(summary), []).append(summary.strategy)
@@ -80,9 +80,9 @@ def label_axes(axes: Axes, over: str, name: str) -> None:
 
 
 def scale_accuracy(axes: Axes) -> None:
-    """Scales the vertical axis to whole percents, and to at least 20 points of them."""
+    """Scales the vertical axis to whole percents, with a range of at least 20 points."""
     low, high = axes.get_ylim()
-    room = max(0.01, (0.2 - (high - low)) / 2)  # Less than 20 points would make noise look large.
+    room = max(0.01, (0.2 - (high - low)) / 2)  # At least 20 points: noise looks small.
     axes.set_ylim(max(0.0, low - room), min(1.0, high + room))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))  # Whole percents.
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

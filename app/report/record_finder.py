@@ -1,4 +1,4 @@
-"""Which records a report is made of: directories of runs, found and named."""
+"""Finds and names the run directories of a report."""
 
 import contextlib
 import dataclasses
@@ -23,10 +23,10 @@ class Record:
     """The directory of one run.
 
     Attributes:
-        path: where it is.
-        label: what it is called on the page, no two alike.
+        path: path of the directory.
+        label: unique name on the page.
         kind: "train", "compare" or one of `MEASURED`.
-        config: as it stands in `config.json`.
+        config: contents of `config.json`.
     """
 
     path: pathlib.Path
@@ -35,10 +35,10 @@ class Record:
     config: dict
 
     def load(self, name: str) -> Any:
-        """Reads a JSON file of this run, None where it is not there.
+        """Reads a JSON file of this run; None if it does not exist.
 
         Raises:
-            OutputError: it is there, but cannot be read.
+            OutputError: the file exists, but cannot be read.
         """
         path = self.path / name
         if not path.exists():
@@ -49,10 +49,10 @@ class Record:
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path) -> Iterator[None]:
-    """Turns whatever a damaged record leads to into an error of ours.
+    """Converts errors of damaged records to `OutputError`.
 
     Raises:
-        OutputError: it is not what a run writes.
+        OutputError: the record is not in the format that a run writes.
     """
     try:
         yield
@@ -64,14 +64,13 @@ def reading(path: pathlib.Path) -> Iterator[None]:
 
 
 def find_records(directories: Sequence[pathlib.Path]) -> list[Record]:
-    """Returns the runs that directories stand for, each once, in the order in which they come.
+    """Returns the runs in directories, each once, in order.
 
-    A comparison stands for itself and the runs within it; a folder that is no run but holds some
-    stands for all of them, by name. Whatever else the folder holds is ignored, with a warning where
-    it has a `config.json` that is not a run's.
+    A comparison includes its own runs. A folder that is not a run includes the runs directly in it,
+    by name; other contents are ignored, with a warning for a `config.json` of another program.
 
     Raises:
-        OutputError: one does not exist, or neither is a run nor holds one.
+        OutputError: a directory does not exist, or is not a run and holds none.
     """
     found: dict[pathlib.Path, tuple[str, dict]] = {}
     for directory in directories:
@@ -95,19 +94,19 @@ def _stands_for(directory: pathlib.Path) -> list[tuple[pathlib.Path, str, dict]]
         return list(_run_and_its_own(directory))
     children = _runs_in(directory)
     if not children:
-        load_run_config(directory)  # Raises what is missing.
+        load_run_config(directory)  # Raises the missing file.
     return [each for child in children for each in _run_and_its_own(child)]
 
 
 def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, dict]]:
-    """Yields path, kind and configuration of a run; of a comparison those of its runs as well."""
+    """Yields path, kind and configuration of a run; for a comparison, also those of its runs."""
     config = load_run_config(path)
     strategies = str(config.get("strategy")).split(",")
     if config.get("command") in MEASURED:
         yield path, config["command"], config
     elif len(strategies) > 1 or (path / "compare.json").exists():
         yield path, "compare", config
-        # Other folders there were left by a comparison of other strategies.
+        # Other folders are from an earlier comparison of other strategies.
         for child in (path / strategy for strategy in strategies):
             if os.path.lexists(child / CONFIG_FILE):
                 yield child, "train", load_run_config(child)
@@ -116,7 +115,7 @@ def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, di
 
 
 def _runs_in(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the runs directly in a directory, by name; warns of folders that look like one."""
+    """Returns the runs directly in a directory, by name; warns of folders that look like runs."""
     try:
         children = [c for c in sorted(path.iterdir()) if os.path.lexists(c / CONFIG_FILE)]
         runs = [child for child in children if _is_run(child)]
@@ -131,7 +130,7 @@ def _runs_in(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _is_run(path: pathlib.Path) -> bool:
-    """Tells whether a run of ours was started here; other programs have a `config.json`, too."""
+    """Returns whether a directory is a run; other programs have a `config.json`, too."""
     try:
         load_run_config(path)
     except OutputError:
@@ -140,5 +139,5 @@ def _is_run(path: pathlib.Path) -> bool:
 
 
 def _shown(name: str) -> str:
-    """Returns a file name as text, whatever bytes it has."""
+    """Returns a file name as text, for any bytes."""
     return name.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""What a report says of trainings: their results, curves, speed and weights."""
+"""Builds the part of a report about trainings: results, curves, speed and weights."""
 
 import dataclasses
 import pathlib
@@ -36,12 +36,12 @@ class Run:
     """One training.
 
     Attributes:
-        label: what it is called on the page.
-        config: what it was asked to do.
-        summary: None until its first epoch is finished.
-        history: the epochs that are.
-        mismatch: the step that ended it, and the cause; "" where no verified step did.
-        steps: its scalars over the steps if it has one epoch, which is one point.
+        label: name on the page.
+        config: configuration of the training.
+        summary: its summary; None before the end of the first epoch.
+        history: the finished epochs.
+        mismatch: the step and cause of the mismatch that ended it; "" without one.
+        steps: scalars over the steps of a run of one epoch.
     """
 
     label: str
@@ -56,7 +56,7 @@ class Run:
         """Reads the records of a training.
 
         Raises:
-            OutputError: one of them is damaged.
+            OutputError: a record is damaged.
         """
         summary, history = load_summary(record.path), load_history(record.path)
         with reading(record.path / "history.jsonl"):
@@ -70,7 +70,7 @@ class Run:
         return cls(record.label, record.config, summary, history, mismatch, steps)
 
     def part(self) -> Part:
-        """Returns what a reader must know of the run, wherever it is shown."""
+        """Returns the caveats and the environment of the run."""
         mismatches = [f"It ended at a verified step: {self.mismatch}."] * bool(self.mismatch)
         if self.summary is None:
             return Part(self.label, [], mismatches, {})
@@ -91,7 +91,7 @@ class Run:
         return Part(self.label, [], caveats, environment, summary.changes)
 
     def fields(self) -> dict[str, str]:
-        """Returns how the run was set up: what it found where it says so, else what was asked."""
+        """Returns the settings of the run: actual ones if recorded, else the configured ones."""
         names = [name for name in self.config if name not in ("written_by", "inject")]
         fields = {name: self.config[name] for name in names}
         if self.summary:
@@ -103,10 +103,10 @@ class Run:
 
 
 def _find_mismatch(run_dir: pathlib.Path) -> str:
-    """Returns the mismatch with which the last attempt of a run ended; "" for another end."""
+    """Returns the mismatch that ended the last attempt of a run; "" for any other end."""
     try:
         attempts = load_attempts(run_dir)
-    except (OSError, ValueError):  # The log may be missing: nothing else depends on it.
+    except (OSError, ValueError):  # The log may be missing; nothing else depends on it.
         return ""
     stop = attempts[-1].stop if attempts else None
     if stop is None or stop["status"] != "mismatch":
@@ -194,7 +194,7 @@ def _row_without_result(run: Run) -> list[Cell | str]:
 
 
 def speed(runs: Sequence[Run]) -> list:
-    """Returns a figure with the time of an epoch and the images a second of each run."""
+    """Returns a figure with the epoch time and the images per second of each run."""
     measured = [(run.label, run.summary) for run in runs if run.summary]
     if not measured:
         return []
@@ -232,7 +232,7 @@ def speed(runs: Sequence[Run]) -> list:
 
 
 def same_weights(runs: Sequence[Run]) -> list:
-    """Returns which runs ended with the same bits, by the hash of their weights."""
+    """Returns which runs ended with bitwise identical weights, by their hash."""
     groups: dict[str, list[str]] = {}
     for run in runs:
         if run.summary:
@@ -251,10 +251,10 @@ def same_weights(runs: Sequence[Run]) -> list:
 
 
 def verdicts(record: Record) -> list:
-    """Returns what `compare.json` says of each pair of a comparison.
+    """Returns the results of `compare.json` for each pair of runs.
 
     Raises:
-        OutputError: it is damaged.
+        OutputError: the file is damaged.
     """
     compared = record.load("compare.json")
     if compared is None:

@@ -1,4 +1,4 @@
-"""A pipeline's schedule as a picture: stages from top to bottom, time from left to right."""
+"""Draws a pipeline's schedule: stages from top to bottom, time from left to right."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,12 +10,12 @@ from matplotlib.ticker import MaxNLocator
 from app.report.charts import GROUND, LEFT, RULE, SERIES, Chart, drawing_axes
 
 _ROW, _AROUND, _BOTTOM = 34, 30, 42
-_BLACK = "#010101"  # In the dark theme, too: it stands on a light colour.
-_SMALLEST_SHARE = 0.018  # Of the width: narrower passes have no number.
+_BLACK = "#010101"  # In the dark theme, too, on a light colour.
+_SMALLEST_SHARE = 0.018  # Fraction of the width; narrower passes have no number.
 
 
 class Pass(NamedTuple):
-    """One pass of one micro-batch through one stage, from a time to a time."""
+    """One pass of one micro-batch through one stage, with start and end."""
 
     stage: int
     is_forward: bool
@@ -25,7 +25,7 @@ class Pass(NamedTuple):
 
 
 def passes_in_slots(slots: Sequence[Sequence]) -> list[Pass]:
-    """Returns the tasks of time slots, each as long as a slot."""
+    """Converts time slots to passes of one slot each."""
     return [
         Pass(stage, is_forward, micro_batch, slot, slot + 1)
         for slot, tasks in enumerate(slots)
@@ -34,7 +34,7 @@ def passes_in_slots(slots: Sequence[Sequence]) -> list[Pass]:
 
 
 def passes_in_time(tasks: Sequence[Sequence]) -> list[Pass]:
-    """Returns timed tasks, in milliseconds."""
+    """Converts timed tasks to passes, in milliseconds."""
     return [
         Pass(stage, is_forward, micro_batch, 1e3 * start, 1e3 * end)
         for stage, is_forward, micro_batch, start, end in tasks
@@ -42,13 +42,13 @@ def passes_in_time(tasks: Sequence[Sequence]) -> list[Pass]:
 
 
 def schedule_chart(title: str, passes: Sequence[Pass], num_stages: int, unit: str) -> Chart:
-    """Draws a box for each pass; what is left grey is idle time.
+    """Draws a box for each pass; grey is idle time.
 
     Args:
-        title: what it shows.
-        passes: of all stages.
+        title: title of the chart.
+        passes: passes of all stages.
         num_stages: K.
-        unit: of the time.
+        unit: unit of the time.
     """
     height = _AROUND + _BOTTOM + _ROW * num_stages
     with drawing_axes(height, LEFT, _BOTTOM) as (axes, svg):
@@ -71,14 +71,14 @@ def draw_passes(
     """Draws the passes of all stages.
 
     Args:
-        axes: where they go.
-        passes: of all stages.
+        axes: axes to draw on.
+        passes: passes of all stages.
         num_stages: K.
-        colours: of a forward and of a backward pass.
-        texts: colours of the numbers of the micro-batches in them.
+        colours: colours of forward and backward passes.
+        texts: colours of the micro-batch numbers in them.
     """
     last = max(each.end for each in passes)
-    for stage in range(num_stages):  # What stays visible of it is idle time.
+    for stage in range(num_stages):  # Its visible rest is idle time.
         track: Any = {"facecolor": RULE, "linewidth": 0, "alpha": 0.5}
         axes.add_patch(Rectangle((0, stage - 0.42), last, 0.84, **track))
     for each in passes:

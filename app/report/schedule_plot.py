@@ -1,4 +1,4 @@
-"""The figure of a pipeline's schedule, drawn from `explain.json` alone."""
+"""Draws the figure of a pipeline's schedule from `explain.json`."""
 
 import json
 import pathlib
@@ -14,11 +14,11 @@ _COLOURS = "#0072B2", "#E69F00"  # Forward, backward.
 
 
 def plot_schedule(path: pathlib.Path, out_dir: pathlib.Path) -> list[str]:
-    """Draws the schedule, and when its tasks ran, into `schedule.png` and `schedule.svg`.
+    """Draws the schedule, and its measured timing, into `schedule.png` and `schedule.svg`.
 
     Args:
-        path: `explain.json`, of a pipeline.
-        out_dir: where the files go.
+        path: `explain.json` of a pipeline.
+        out_dir: output directory.
 
     Returns:
         The names of the files.

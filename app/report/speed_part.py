@@ -1,4 +1,4 @@
-"""What a report says of `benchmark` and `explain`: how fast, against what, and where time goes."""
+"""Builds the part of a report about `benchmark` and `explain`."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def benchmark_part(record: Record) -> Part:
     """Reads `benchmark.json`.
 
     Raises:
-        OutputError: it is damaged.
+        OutputError: the file is damaged.
     """
     found = record.load("benchmark.json")
     if found is None:
@@ -47,7 +47,7 @@ def explain_part(record: Record) -> Part:
     """Reads `explain.json`.
 
     Raises:
-        OutputError: it is damaged.
+        OutputError: the file is damaged.
     """
     found = record.load("explain.json")
     if found is None:
@@ -68,7 +68,7 @@ def explain_part(record: Record) -> Part:
             blocks.append(Text(_what_follows(found, first)))
         else:
             blocks.append(throughput(found, simulated=first["simulated_devices"]))
-        if "split" in found:  # An older record has none.
+        if "split" in found:  # Older records have no "split".
             blocks += split_blocks(found["split"])
         return Part(record.label, blocks, _caveats(facts), _environment(found, facts))
 
@@ -116,7 +116,7 @@ def _share_of_peak(share: dict | None) -> str:
 
 
 def _comparisons(found: dict) -> list:
-    """Returns a table for each kind of comparison, a figure of the speed-ups, and the remarks."""
+    """Returns a table for each kind of comparison, a figure of the speed-ups, and the caveats."""
     short = {case["name"]: case["short_name"] for case in found["cases"]}
     compared = found["comparisons"]
     blocks: list[Table | Figure | Items] = []

@@ -1,4 +1,4 @@
-"""What a report says of a split training: what it sends, holds and waits for."""
+"""Builds the part of a report about a split training: traffic, memory and idle time."""
 
 from app.report.charts import Figure, bar_chart
 from app.report.page_parts import Table, Text, number, whole
@@ -6,14 +6,14 @@ from app.report.schedule_chart import passes_in_slots, passes_in_time, schedule_
 
 
 def split_blocks(split: dict) -> list:
-    """Returns the blocks of what `explain.json` has as "split"."""
+    """Returns the blocks for the "split" of `explain.json`."""
     pipeline = split["pipeline"]
     blocks = _schedule(pipeline) if pipeline else []
     return [*blocks, *_traffic(split["traffic"]), _held(split["held"])]
 
 
 def throughput(found: dict, *, simulated: bool) -> Figure:
-    """Returns the throughput of each number of devices."""
+    """Returns a figure with the throughput for each number of devices."""
     rates = found["images_per_sec"]
     rows = [
         (f"{n} (single)" if n == "1" else n, *(rate[end] for end in ("value", "low", "high")))

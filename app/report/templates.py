@@ -1,4 +1,4 @@
-"""The templates of the pages."""
+"""Loads the templates of the pages."""
 
 import pathlib
 from typing import TYPE_CHECKING

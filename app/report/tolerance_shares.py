@@ -1,4 +1,4 @@
-"""What `verify.json` says of each step: how much of what is allowed every difference takes up."""
+"""Computes the differences in `verify.json` as fractions of their tolerances."""
 
 import math
 
@@ -9,19 +9,19 @@ PANELS = {
     "weights": "weights, given these sums",
     "own statistics": "BatchNorm statistics",
 }
-# Drawn as well where there is a mismatch.
+# Also drawn if they have a mismatch.
 MISMATCH_PANELS = {
     "examples": "examples",
     "slots": "optimizer state",
     "agreement": "replicas against replica 0",
     "statistics": "BatchNorm statistics, averaged",
 }
-FLOOR = 1e-4  # Differences below this share of their tolerance are drawn on the lower edge.
+FLOOR = 1e-4  # Smaller fractions of the tolerance are drawn at the lower edge.
 CEILING = 1e8
 
 
 def distinct_trainings(strategies: dict) -> list[tuple[list[str], dict]]:
-    """Returns names and measurements, once for trainings that hold the same bits."""
+    """Returns names and measurements, once for bitwise identical trainings."""
     rows: list[tuple[list[str], dict]] = []
     for name, run in strategies.items():
         measured = run["measurements"]
@@ -34,9 +34,10 @@ def distinct_trainings(strategies: dict) -> list[tuple[list[str], dict]]:
 
 
 def shares(measured: dict) -> dict[tuple, list[tuple[int, float]]]:
-    """Returns kind, tensor and replica → step and error over what it may be, within what is drawn.
+    """Returns kind, tensor and replica → step and error over tolerance.
 
-    What is bit-identical to the float32 reference is right, however far that is from float64.
+    A value that is bitwise identical to the float32 reference is correct, whatever its distance to
+    float64.
     """
     lines: dict[tuple, list[tuple[int, float]]] = {}
     columns = ("step", "kind", "tensor", "replica_id", "error", "limit", "absolute32")
@@ -54,5 +55,5 @@ def shares(measured: dict) -> dict[tuple, list[tuple[int, float]]]:
 
 
 def is_mismatch(points: list[tuple[int, float]]) -> bool:
-    """Tells whether a line leaves what is allowed at any step."""
+    """Returns whether any value exceeds its tolerance."""
     return any(share > 1 for _, share in points)

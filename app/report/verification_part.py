@@ -1,4 +1,4 @@
-"""What a report says of a verification: verdicts, the first mismatch, and every difference."""
+"""Builds the part of a report about a verification: verdicts, first mismatch, differences."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def verify_part(record: Record) -> Part:
     """Reads `verify.json`.
 
     Raises:
-        OutputError: it is damaged.
+        OutputError: the file is damaged.
     """
     found = record.load("verify.json")
     if found is None:
@@ -87,7 +87,7 @@ def _pairs(pairs: Sequence[dict]) -> Table:
 
 
 def _farthest(differences: dict) -> list[str]:
-    """Returns where weights are farthest apart after the last step, or else anything is."""
+    """Returns the largest difference of the weights after the last step, or of any values."""
     columns = ("step", "kind", "tensor", "replica_id", "absolute", "relative", "identical")
     rows = list(zip(*(differences.get(name, ()) for name in columns), strict=True))
     last = max((step for step, *_ in rows), default=0)
@@ -106,7 +106,7 @@ def _outcomes(strategies: dict) -> Table:
         *("strategy", "devices", "each step", "first mismatch", "what", "tensor"),
         *("replica", "by", "rounding allows", "cause"),
     )
-    # Where nothing is wrong there is no more to say.
+    # Without a mismatch there is nothing to add.
     shown = len(header) if any(run["findings"] for run in strategies.values()) else 3
     rows = [[name, *_outcome(run)][:shown] for name, run in strategies.items()]
     caption = (
@@ -124,7 +124,7 @@ def _outcome(run: dict) -> list[Cell | str]:
     first = run["first_mismatch"]
     if not first:
         return [devices, outcome, "–", "", "", "", "", "", causes]
-    # What `absolute` could be at most, were all differences scaled alike.
+    # Upper bound of `absolute` if all differences are scaled equally.
     share = first["error"] / first["limit"] if first["limit"] else None
     allowed = number(first["absolute"] / share, ".2g") if share else "nothing"
     where = [whole(first["step"]), str(first["kind"]), str(first["tensor"])]
@@ -149,7 +149,7 @@ def _shards(strategies: dict) -> list[Text]:
 
 
 def _worst(measured: dict) -> dict[str, dict[int, float]]:
-    """Returns kind → step → the worst share of what is allowed, of all tensors and replicas."""
+    """Returns kind → step → the largest fraction of the tolerance over tensors and replicas."""
     worst: dict[str, dict[int, float]] = {}
     for (kind, *_), points in shares(measured).items():
         of_kind = worst.setdefault(kind, {})
@@ -159,7 +159,7 @@ def _worst(measured: dict) -> dict[str, dict[int, float]]:
 
 
 def _shares(found: dict) -> list[Figure]:
-    """Returns, for every training that was checked, the worst share of what is allowed."""
+    """Returns the largest fraction of the tolerance, for every checked training."""
     per_training = [
         (" = ".join(names), _worst(measured))
         for names, measured in distinct_trainings(found["strategies"])
@@ -199,7 +199,7 @@ def _shares(found: dict) -> list[Figure]:
 
 
 def _share_table(name: str, worst: dict[str, dict[int, float]], titles: dict[str, str]) -> Table:
-    """Returns a row for each step of a training, a column for each kind of array."""
+    """Returns a row for each step of a training and a column for each kind of array."""
     return Table(
         f"{name}: error relative to what is allowed, the largest of all tensors and replicas",
         ["step", *titles.values()],
@@ -219,7 +219,7 @@ def _share(share: float | None) -> Cell:
 
 
 def _apart(pairs: Sequence[dict]) -> list[Figure]:
-    """Returns how far apart the weights of two trainings are, step by step."""
+    """Returns the difference of the weights of two trainings over the steps."""
     series: dict[str, list[tuple[int, float]]] = {}
     for pair in pairs:
         largest: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""The figure of `verify`, drawn from `verify.json` alone."""
+"""Draws the figure of `verify` from `verify.json`."""
 
 import json
 import pathlib
@@ -47,7 +47,7 @@ def _draw(record: dict) -> Figure:
             _draw_panel(axes, measured, kind, record["steps"])
         row[0].set_ylabel(f"{' = '.join(names)}\nerror / allowed")
     drawn = [share for axes in panels.flat for line in axes.lines for share in line.get_ydata()]
-    panels[0, 0].set_ylim(FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share it.
+    panels[0, 0].set_ylim(FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share the y axis.
     for axes, kind in zip(panels[0], kinds, strict=True):
         axes.set_title({**PANELS, **MISMATCH_PANELS}[kind], fontsize=9)
     for axes in panels[-1]:

@@ -1,1 +1,1 @@
-"""What every part of the program stands on: errors, console, processes, signals."""
+"""The basis of all other packages: errors, console, processes, signals."""

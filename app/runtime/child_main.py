@@ -1,7 +1,7 @@
-"""What a process runs that `processes.ChildProcess` starts, as a program of its own.
+"""The program of a process that `processes.ChildProcess` starts.
 
-A user's main module plays no part in it. The modules that the function needs are found where the
-process that waits finds them: it sends its `sys.path` first.
+It does not import the user's main module. The parent sends its `sys.path`, so that both processes
+find the same modules.
 """
 
 import os
@@ -17,17 +17,17 @@ def main() -> None:
     try:
         sys.path[:] = connection.recv()
     except EOFError:
-        return  # The process that waits has ended.
+        return  # The parent has ended.
     from app.runtime import function_call
     from app.runtime.run_context import RunContext
 
-    context = RunContext()  # Named here, so that all that it keeps lasts until `_exit`.
+    context = RunContext()  # A local variable, so that its objects exist until `_exit`.
     function_call.run(connection, parent_pid, signal.Signals(death_signal), context)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(0)  # Taking TensorFlow's objects apart was seen to wait for half a minute.
+    os._exit(0)  # Deleting TensorFlow's objects can take 30 s.
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The process that waits gets it, too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets the signal, too, and acts on it.
     main()

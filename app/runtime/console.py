@@ -1,6 +1,6 @@
-"""What a person sees: lines, tables, warnings and the last line; all of it in log.txt, too.
+"""Prints lines, tables and warnings, and writes all of them to log.txt.
 
-Results go to standard output, warnings and errors to standard error.
+Results are printed to standard output, warnings and errors to standard error.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from app.runtime.shown_command import shown_python
 
 
 class _LogFile(logging.FileHandler):
-    """A log file; a disk too full for a line of it is reported by what needs the disk."""
+    """A log file that ignores a full disk, which the failed write of a record reports."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -30,7 +30,7 @@ class _LogFile(logging.FileHandler):
 
 
 def open_log(path: pathlib.Path) -> None:
-    """Writes everything that the command prints from now on to `path`, too, with the time of day.
+    """Writes all further output of the command to `path`, too, with the time of day.
 
     Raises:
         OSError: the file cannot be written.
@@ -46,7 +46,7 @@ def open_log(path: pathlib.Path) -> None:
 
 
 def log(text: str) -> None:
-    """Writes a line into the log alone."""
+    """Writes a line only to the log."""
     _log(logging.INFO, text)
 
 
@@ -57,17 +57,17 @@ def say(text: str = "") -> None:
 
 
 def set_overwriting(will_overwrite: bool) -> None:
-    """Notes whether what is in the run's directory is that of another run, to be thrown away."""
+    """Sets whether the run directory holds another run, which will be removed."""
     run_context.required().will_overwrite = will_overwrite
 
 
 def forward_warnings(forward: Callable[[str], None]) -> None:
-    """Hands warnings on, for another process to print them."""
+    """Forwards warnings to a function instead of printing them."""
     run_context.required().forward_warning = forward
 
 
 def warn(text: str) -> None:
-    """Prints a warning that cannot be missed."""
+    """Prints a highlighted warning."""
     context = run_context.current()
     if context and context.forward_warning:
         context.forward_warning(text)
@@ -83,8 +83,8 @@ def count(number: int, noun: str) -> str:
 
 
 def report_error(error: LockstepError) -> int:
-    """Prints the one line that ends a command and returns its exit code."""
-    # One line, whatever characters a value had.
+    """Prints the last line of a failed command and returns its exit code."""
+    # One line, whatever characters a value contains.
     _write(
         sys.stderr, "error: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
     )
@@ -93,7 +93,7 @@ def report_error(error: LockstepError) -> int:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends the process at once, in any thread; a terminal has its cursor back."""
+    """Exits the process immediately, from any thread, and restores the terminal's cursor."""
     context = run_context.current()
     if context:
         context.remove_temporary_directory()
@@ -105,22 +105,22 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def be_part() -> None:
-    """Leaves it to another process to say how to go on: this one is part of what it does."""
+    """Disables advice on how to resume: the parent process prints it."""
     run_context.required().is_part = True
 
 
 def set_run_directory(path: pathlib.Path) -> None:
-    """Notes where a run is whose log another process writes."""
+    """Sets the run directory whose log another process writes."""
     run_context.required().run_dir = path.absolute()
 
 
 def pass_on(stream: TextIO, line: str) -> None:
-    """Prints a line of another process as it is; that one's own log has it."""
+    """Prints a line of another process unchanged, without logging it."""
     _write(stream, line)
 
 
 def report_interruption(what: str, exit_code: int) -> int:
-    """Says with which command to go on, where something is saved; returns the exit code."""
+    """Prints the command that resumes, if a state was saved; returns the exit code."""
     _log(logging.ERROR, what)
     context = run_context.current()
     if context and context.is_part:
@@ -135,17 +135,17 @@ def report_interruption(what: str, exit_code: int) -> int:
 
 
 def _run_dir(context: run_context.RunContext) -> pathlib.Path | None:
-    """Returns the directory of the run that resumes, None where there is nothing to resume."""
+    """Returns the run directory to resume; None without one."""
     run_dir = context.log_file.parent if context.log_file else context.run_dir
     if run_dir is None or context.will_overwrite:
         return None
-    with contextlib.suppress(OSError, ValueError):  # The current directory may be gone.
+    with contextlib.suppress(OSError, ValueError):  # The current directory may have been removed.
         return pathlib.Path(os.path.relpath(run_dir))
     return run_dir
 
 
 def _same_command(run_dir: pathlib.Path) -> str:
-    """Returns the command line that goes on with a run, as a shell takes it."""
+    """Returns the command line that resumes a run, quoted for a shell."""
     words = [word for word in sys.argv if word.lstrip("-").partition("=")[0] != "overwrite"]
     if not any(word.lstrip("-").partition("=")[0] == "out" for word in words):
         words.append(f"--out={run_dir}")
@@ -153,7 +153,7 @@ def _same_command(run_dir: pathlib.Path) -> str:
 
 
 def report_bug(error: Exception) -> int:
-    """Puts the traceback into the log, or on standard error where there is none; returns 1."""
+    """Writes the traceback to the log, or to standard error without one; returns 1."""
     text = "".join(traceback.format_exception(error))
     context = run_context.current()
     log_file = context.log_file if context else None
@@ -168,14 +168,14 @@ def report_bug(error: Exception) -> int:
 
 
 def _log(level: int, text: str) -> None:
-    """Writes into the log of the command, outside of a command nowhere."""
+    """Writes to the log of the command; outside of a command, does nothing."""
     context = run_context.current()
     if context:
         context.log.log(level, "%s", text)
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Prints and flushes; a reader that went away (`| head -1`) must not stop a training."""
+    """Prints and flushes; a closed pipe (`| head -1`) must not stop a training."""
     try:
         print(text, file=stream, flush=True)
     except OSError:
@@ -185,7 +185,7 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """Prints a table, first column to the left and numbers to the right."""
+    """Prints a table, with the first column left-aligned and numbers right-aligned."""
     import rich.box
     import rich.console
     import rich.table
@@ -195,7 +195,7 @@ def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
         table.add_column(name, justify="left" if position == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    # A pipe has no width of its own: wide enough that no table is folded.
+    # A pipe has no width; wide enough that no table is wrapped.
     console = rich.console.Console(width=None if sys.stdout.isatty() else 120, color_system=None)
     say(title)
     with console.capture() as capture:

@@ -1,4 +1,4 @@
-"""The exceptions that end a command, each with its exit code.
+"""Defines the exceptions that end a command, each with its exit code.
 
 A message says what is wrong, with the value received; then, after a semicolon, what to do.
 """
@@ -23,7 +23,7 @@ class LockstepError(Exception):
         return advice if problem else ""
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Lets it travel between processes, whatever arguments its class takes."""
+        """Makes the exception picklable, for any arguments of its class."""
         return _restore, (type(self), str(self), self.exit_code)
 
 
@@ -34,13 +34,13 @@ def _restore(error_class: type[LockstepError], message: str, exit_code: int) -> 
 
 
 class ConfigError(LockstepError):
-    """A flag, or a combination of flags, that cannot be meant."""
+    """A flag or a combination of flags is invalid."""
 
     exit_code = 2
 
 
 class DataError(LockstepError):
-    """The data set is missing, damaged or not what it should be."""
+    """The dataset is missing, damaged or of the wrong content."""
 
     exit_code = 3
 
@@ -58,13 +58,13 @@ class OutputError(LockstepError):
 
 
 class DeviceError(LockstepError):
-    """The devices asked for are not there."""
+    """The requested devices are not available."""
 
     exit_code = 6
 
 
 class AllReduceError(LockstepError):
-    """A collective loses or repeats what replicas send."""
+    """A collective loses or repeats values of replicas."""
 
     exit_code = 6
 
@@ -76,7 +76,7 @@ class ReplicaDivergenceError(LockstepError):
 
 
 class DivergedError(LockstepError):
-    """The loss or a weight is not finite any more."""
+    """The loss or a weight is not finite."""
 
     exit_code = 7
 
@@ -88,25 +88,25 @@ class DiskFullError(LockstepError):
 
 
 class MismatchError(LockstepError):
-    """`verify`, or a step verified in a training, has found what is not as it should be."""
+    """`verify`, or a verified step of a training, found a mismatch."""
 
     exit_code = 9
 
 
 class PeerLostError(LockstepError):
-    """A worker was lost or did not come in time; another try makes sense."""
+    """A worker was lost or did not connect in time; a retry makes sense."""
 
     exit_code = 138
 
 
 class StalledError(LockstepError):
-    """Nothing moves any more; another try makes sense."""
+    """A training makes no progress; a retry makes sense."""
 
     exit_code = 138
 
 
 class TrainingFailedError(LockstepError):
-    """A training in a process of its own did not finish; its exit code is passed on."""
+    """A training in a separate process did not finish; has the exit code of the process."""
 
     def __init__(self, strategy: str, exit_code: int):
         super().__init__(
@@ -117,7 +117,7 @@ class TrainingFailedError(LockstepError):
 
 
 class FrameworkFailedError(LockstepError):
-    """The program of another framework has failed."""
+    """The program of another framework failed."""
 
     exit_code = 6
 
@@ -129,7 +129,7 @@ class FrameworkFailedError(LockstepError):
 
 
 class WorkerFailedError(LockstepError):
-    """A worker has failed in a way that another try does not mend; its exit code is passed on."""
+    """A worker failed with an error that a retry cannot fix; has the exit code of the worker."""
 
     def __init__(self, index: int, exit_code: int, reason: str):
         super().__init__(
@@ -142,7 +142,7 @@ class WorkerFailedError(LockstepError):
 
 
 class Terminated(BaseException):
-    """SIGTERM came in. Not an `Exception`, as `KeyboardInterrupt` is none: nobody handles it."""
+    """SIGTERM was received. A `BaseException`, like `KeyboardInterrupt`, not to be handled."""
 
 
 INTERRUPTED_EXIT_CODE = 130
@@ -150,20 +150,20 @@ TERMINATED_EXIT_CODE = 143
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an exception, TensorFlow's or Python's, says that memory ran out."""
-    # By its name: TensorFlow's own error is not imported for this.
+    """Returns whether an exception of TensorFlow or Python means that memory ran out."""
+    # By name, so that TensorFlow is not imported.
     return isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError"
 
 
 def out_of_memory(error: BaseException) -> DeviceError:
-    """Returns what to raise for an exception that says so, where nothing closer is known."""
+    """Returns the error for such an exception, if no details are known."""
     return DeviceError(
         f"out of memory ({reason_of(error)}); use a smaller --global_batch_size or fewer devices"
     )
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns why something failed, short enough to stand within a line of ours."""
+    """Returns the reason of a failure as a short part of a line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     if isinstance(error, KeyError):
         text = f"{text} is missing"

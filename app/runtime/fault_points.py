@@ -1,7 +1,7 @@
-"""Points at which a test can make the program fail: `LOCKSTEP_FAULT=POINT:N:ACTION`.
+"""Defines points at which a test can make the program fail: `LOCKSTEP_FAULT=POINT:N:ACTION`.
 
 The action happens when the point is passed for the Nth time. Without the variable, passing a point
-is a call that does nothing.
+does nothing.
 """
 
 import errno
@@ -15,7 +15,7 @@ from app.runtime.errors import ConfigError
 
 VARIABLE = "LOCKSTEP_FAULT"
 
-# Of every file or directory that appears under its final name as a whole.
+# Fault points of every file or directory that is written atomically.
 _STAGES = ("made", "before_fsync", "before_rename", "after_rename")
 _OF_THE_LOOP = ("compile", "step", "evaluate", "epoch")
 POINTS = (
@@ -49,7 +49,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
 
 
 class _Armed:
-    """The one point that is armed, and how often it still has to be passed."""
+    """The armed point, and how many more times it must be passed."""
 
     def __init__(self, point: str, count: int, action: Callable[[], None]):
         self._point, self._left, self._action = point, count, action
@@ -62,12 +62,12 @@ class _Armed:
 
 
 def arm(environ: Mapping[str, str]) -> str | None:
-    """Arms the point that the variable names for the command; returns what the variable says.
+    """Arms the point that the variable names for the command; returns the value of the variable.
 
-    Where it is unset no point is armed, and None is returned.
+    Without the variable no point is armed, and None is returned.
 
     Raises:
-        ConfigError: it names no point or action, or no count.
+        ConfigError: the variable names no known point or action, or no count.
     """
     context, text = run_context.required(), environ.get(VARIABLE)
     context.pass_fault_point = None
@@ -112,7 +112,7 @@ def _delay(text: str, action: str, seconds: str) -> Callable[[], None]:
 
 
 def fault_point(point: str) -> None:
-    """Marks a point; does what is armed for it, if anything is."""
+    """Marks a point; performs the action that is armed for it, if any."""
     context = run_context.current()
     if context and context.pass_fault_point:
         context.pass_fault_point(point)

@@ -1,8 +1,8 @@
-"""Calls functions in forks of one process, which has imported what they need once for all.
+"""Calls functions in forks of one process, which has imported their modules once.
 
-Importing TensorFlow takes 2.5 s, a fork some milliseconds. The fork server must not run operations
-of TensorFlow, which start threads: a fork has none of them. Each fork starts its own. Outside of
-Linux, libraries that are loaded may not work in a fork, and each call gets a new process.
+Importing TensorFlow takes 2.5 s, a fork some milliseconds. The fork server must not run TensorFlow
+operations, because they start threads, which a fork does not inherit. Each fork starts its own. On
+other systems than Linux, loaded libraries may not work in a fork, and each call gets a new process.
 """
 
 import collections
@@ -27,14 +27,14 @@ OnMessage = Callable[[Any], None]
 
 
 class Call:
-    """A call of a function in a separate process.
+    """A function call in a separate process.
 
     Args:
-        connection: to the process.
+        connection: connection to the process.
         on_message: called with each message of the function.
 
     Attributes:
-        connection: as given.
+        connection: see above.
         is_done: whether the function has returned or raised, or the process has ended.
     """
 
@@ -45,10 +45,10 @@ class Call:
         self._error: Exception | None = None
 
     def receive(self) -> None:
-        """Takes the next message, or the end."""
+        """Receives the next message or the end."""
         try:
             kind, value = self.connection.recv()
-        except (EOFError, ConnectionResetError, pickle.UnpicklingError):  # Within a message.
+        except (EOFError, ConnectionResetError, pickle.UnpicklingError):  # Also within a message.
             kind, value = "error", death_error(128 + signal.SIGKILL, was_killed=True)
         if kind == "message":
             self._on_message(value)
@@ -60,23 +60,23 @@ class Call:
             self._returned = value
 
     def result(self) -> Any:
-        """Returns what the function returned, or raises what it raised; to be called when done."""
+        """Returns the function's result or raises its exception; call it when done."""
         if self._error:
             raise self._error
         return self._returned
 
 
 class ForkServer:
-    """Calls functions in processes of their own, several at the same time; a context manager.
+    """Calls functions in separate processes, several in parallel; a context manager.
 
-    Leaving the context ends all of them.
+    Leaving the context ends all processes.
 
     Args:
-        prepare: of a module, called in the fork server with a function that sends messages. It
-            imports what the calls need, and returns keyword arguments for all of them.
-        *arguments: the others of `prepare`.
-        max_calls: how many calls there can be.
-        max_running: how many of them can run at the same time.
+        prepare: a module-level function, called in the fork server with a function that sends
+            messages. It imports modules for the calls and returns keyword arguments for them.
+        *arguments: further arguments of `prepare`.
+        max_calls: maximum number of calls.
+        max_running: maximum number of parallel calls.
         on_message: called with each message of `prepare`.
     """
 
@@ -118,16 +118,16 @@ class ForkServer:
         *arguments: Any,
         on_message: OnMessage = lambda message: None,
     ) -> Call:
-        """Calls `function(send, *arguments, **prepared)`, once fewer than `max_running` run.
+        """Calls `function(send, *arguments, **prepared)`, at most `max_running` in parallel.
 
         Args:
-            function: of a module, with arguments and a result that can be pickled; it must do
-                without what is prepared, where there are no forks.
-            *arguments: the others.
-            on_message: called with what the function sends, while `start` and `wait` wait.
+            function: a module-level function, with picklable arguments and result. On systems
+                without forks it is called without `prepared`.
+            *arguments: further arguments of the function.
+            on_message: called with the function's messages, during `start` and `wait`.
 
         Raises:
-            What `prepare` raises.
+            The exceptions of `prepare`.
         """
         while len(self._running) >= self._max_running:
             self._receive()
@@ -144,14 +144,14 @@ class ForkServer:
         """Returns the result of a call.
 
         Raises:
-            What `ChildProcess.receive` raises, of `prepare` or of the call.
+            The exceptions of `ChildProcess.receive`, from `prepare` or the call.
         """
         while not call.is_done:
             self._receive()
         return call.result()
 
     def _receive(self) -> None:
-        """Waits until something comes from any process, and takes it."""
+        """Waits for a message from any process, and receives it."""
         calls = {call.connection: call for call in self._running}
         server = [self._server.connection] if self._server else []
         for connection in wait([*server, *calls]):
@@ -166,10 +166,10 @@ class ForkServer:
 def _serve(
     channel: Channel, descriptors: Sequence[int], prepare: Callable[..., Any], *arguments: Any
 ) -> NoReturn:
-    """Runs in the fork server: makes a fork for each connection on which a call arrives."""
+    """Runs in the fork server: creates a fork for each connection with a call."""
     prepared = prepare(channel.send, *arguments)
     unused = [Connection(descriptor) for descriptor in descriptors]
-    ends: dict[Connection, tuple[int, Connection]] = {}  # Of a fork's pipe → the fork.
+    ends: dict[Connection, tuple[int, Connection]] = {}  # A fork's pipe → the fork.
     signal.signal(signal.SIGTERM, functools.partial(_end_forks, ends))
     while True:
         arrived = wait([*unused, *ends])
@@ -178,7 +178,7 @@ def _serve(
             end.close()
         for connection in [connection for connection in unused if connection in arrived]:
             unused.remove(connection)
-            end, held = Pipe(duplex=False)  # It ends with the fork, which alone holds it.
+            end, held = Pipe(duplex=False)  # It ends with the fork, its only holder.
             others = [*unused, *ends, end]
             pid = fork(functools.partial(_run_as_fork, connection, others, prepared))
             held.close()
@@ -199,7 +199,7 @@ def _run_as_fork(
 
 
 def _finish(pid: int, connection: Connection) -> None:
-    """Says how a fork has ended; nobody hears it where the result has been sent before."""
+    """Reports the end of a fork; not received if the result was sent before."""
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     error = death_error(128 - code if code < 0 else code, was_killed=code < 0)
@@ -209,7 +209,7 @@ def _finish(pid: int, connection: Connection) -> None:
 
 
 def _end_forks(ends: Mapping[Connection, tuple[int, Connection]], *_: object) -> NoReturn:
-    """Ends all forks, and then this process: none is left that uses a temporary file."""
+    """Ends all forks, then this process, so that none uses a temporary file any more."""
     for pid, _connection in ends.values():
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The function call in a child process: messages, then the result or the error, to the parent."""
+"""Calls a function in a child process and sends messages and the result to the parent."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from app.runtime.run_context import RunContext
 
 
 class Channel(NamedTuple):
-    """What a function in a process of its own has of the one that started it."""
+    """The child process' connection to its parent."""
 
     send: Callable[[Any], None]
     receive: Callable[[], Any]
@@ -30,17 +30,17 @@ class Channel(NamedTuple):
 def run(
     connection: Connection, parent_pid: int, death_signal: signal.Signals, context: RunContext
 ) -> None:
-    """Receives a function with its arguments and calls it: all that this process does.
+    """Receives a function with its arguments and calls it: the whole task of a child process.
 
     Args:
-        connection: to the parent.
-        parent_pid: of the parent, which may have ended meanwhile.
-        death_signal: what ends this process when the parent ends.
-        context: of this process, kept by the caller until the process ends.
+        connection: connection to the parent.
+        parent_pid: process id of the parent, which may have ended.
+        death_signal: signal that ends this process when the parent ends.
+        context: context of this process, kept by the caller until the process ends.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED_EXIT_CODE))
     signals.end_with_parent(death_signal)
-    if os.getppid() != parent_pid:  # It has ended before the kernel was asked.
+    if os.getppid() != parent_pid:  # The parent ended before the signal was set.
         return
     temporary_directories.hold(tempfile.gettempdir())
     with context:
@@ -52,11 +52,11 @@ def answer(
     first_argument: Callable[[Channel], Any] = lambda channel: channel,
     keywords: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Receives a function with its arguments, calls it, and sends its result or its error.
+    """Receives a function with its arguments, calls it, and sends its result or its exception.
 
     Args:
-        connection: to the process that waits.
-        first_argument: makes the function's first argument of the channel to that process.
+        connection: connection to the waiting process.
+        first_argument: creates the function's first argument from the channel to that process.
         keywords: further arguments.
     """
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
@@ -74,7 +74,7 @@ def answer(
 
 
 def _to_send(error: Exception) -> Exception:
-    """Returns what the caller is to raise; of a bug, with the traceback, which does not travel."""
+    """Returns the exception for the caller; for a bug, with the traceback as text."""
     if isinstance(error, LockstepError):
         return error
     if is_out_of_memory(error):

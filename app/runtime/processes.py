@@ -1,4 +1,4 @@
-"""Calls a function in a process of its own, which TensorFlow finds as a user's own run would."""
+"""Calls a function in a separate process, in the environment of a user's own run."""
 
 import contextlib
 import os
@@ -22,18 +22,18 @@ _CHILD_MAIN = pathlib.Path(__file__).with_name("child_main.py")
 
 
 class ChildProcess:
-    """A function that runs in a new process and can be talked to; a context manager.
+    """Runs a function in a new process and exchanges messages with it; a context manager.
 
-    Leaving the context ends the process, whatever it does, and removes its temporary files: a
-    process that is killed cannot do so.
+    Leaving the context ends the process and removes its temporary files, which a killed process
+    cannot do itself.
 
     Args:
-        function: of a module, with arguments and a result that can be pickled; its first argument
+        function: a module-level function, with picklable arguments and result; its first argument
             is a `Channel`.
-        *arguments: the others.
-        environment: variables that the process has in addition to those of this one.
-        death_signal: what the process gets when this one ends without having ended it.
-        pass_descriptors: of files that the process inherits, under the same numbers.
+        *arguments: further arguments.
+        environment: variables in addition to those of this process.
+        death_signal: signal that the process gets if this one ends without having ended it.
+        pass_descriptors: file descriptors that the process inherits, with the same numbers.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ChildProcess:
             with theirs:
                 self._process = self._start(theirs.fileno(), temporary)
             stack.callback(self._end)
-            with contextlib.suppress(OSError):  # It has ended already: `receive` says so.
+            with contextlib.suppress(OSError):  # It has ended already; `receive` reports it.
                 self._connection.send(sys.path)
                 self._connection.send_bytes(call)
             self._stack = stack.pop_all()
@@ -72,33 +72,33 @@ class ChildProcess:
         return Subprocess(
             [sys.executable, "-P", str(_CHILD_MAIN), *map(str, arguments)],
             child_environment(**{**self._environment, "TMPDIR": temporary}),
-            death_signal=None,  # It sees to that itself: the caller may have many threads.
+            death_signal=None,  # The child sets it itself; the caller may have many threads.
             pass_fds=[descriptor, *self._pass_descriptors],
         )
 
     def _end(self) -> None:
-        # With its result sent, it has nothing left to do but to take things apart.
+        # After it has sent its result, it has only objects to delete.
         self._process.end(grace_sec=0 if self._has_result else GRACE_SEC)
 
     @property
     def connection(self) -> Connection:
-        """Our end of what connects us, for `multiprocessing.connection.wait`."""
+        """This process' end of the connection, for `multiprocessing.connection.wait`."""
         return self._connection
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process id."""
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """Sends it a signal, if it is still there."""
+        """Sends a signal to the process, if it is running."""
         self._process.signal(number)
 
     def send(self, message: Any) -> None:
-        """Hands the function a message, for its `receive`.
+        """Sends a message to the function, for its `receive`.
 
         Raises:
-            What `receive` raises, if the process has ended.
+            The exceptions of `receive`, if the process has ended.
         """
         try:
             self._connection.send(message)
@@ -107,19 +107,20 @@ class ChildProcess:
             raise
 
     def receive(self, timeout_sec: float | None = None) -> tuple[str, Any]:
-        """Waits for `("message", what the function sent)` or `("result", what it returned)`.
+        """Waits for `("message", message of the function)` or `("result", its result)`.
 
         Args:
-            timeout_sec: how long, None for ever.
+            timeout_sec: maximum time; None for no limit.
 
         Raises:
-            TimeoutError: nothing came in time; the process is killed.
+            TimeoutError: nothing was received in time; the process is killed.
             LockstepError: the function raised it.
             DeviceError: the process was killed, as the kernel does when memory runs out.
-            RuntimeError: the function raised anything else; the text ends in its traceback.
+            RuntimeError: the function raised another exception; the message ends with its
+                traceback.
         """
         if timeout_sec is not None and not self._connection.poll(timeout_sec):
-            self._process.signal(signal.SIGKILL)  # Native code that hangs does not end by itself.
+            self._process.signal(signal.SIGKILL)  # Native code that hangs ignores other signals.
             raise TimeoutError(f"no result within {timeout_sec:g} s")
         try:
             kind, value = self._connection.recv()
@@ -140,14 +141,14 @@ def call_in_child_process(
     """Returns `function(send, *arguments)`, computed in a new process.
 
     Args:
-        function: of a module, with arguments and a result that can be pickled. What it passes to
-            `send` reaches `on_message` here.
-        *arguments: of the function.
+        function: a module-level function, with picklable arguments and result. Its calls of `send`
+            call `on_message` here.
+        *arguments: further arguments of the function.
         on_message: called with each message, in order.
-        timeout_sec: how long to wait for each message, and for the result; None for ever.
+        timeout_sec: maximum time to wait for each message and the result; None for no limit.
 
     Raises:
-        What `ChildProcess.receive` raises.
+        The exceptions of `ChildProcess.receive`.
     """
     with ChildProcess(call_function, function, *arguments) as process:
         while True:
@@ -158,21 +159,21 @@ def call_in_child_process(
 
 
 def call_function(channel: Channel, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls a function that only sends: its first argument is `channel.send`."""
+    """Calls a function that only sends messages: its first argument is `channel.send`."""
     return function(channel.send, *arguments)
 
 
 def _death(process: Subprocess) -> LockstepError:
-    """Waits for the end of a process that sends no more; returns what to raise."""
+    """Waits for the end of a process whose connection is closed; returns the error to raise."""
     return death_error(process.wait(), was_killed=process.was_killed)
 
 
 def death_error(exit_code: int | None, *, was_killed: bool) -> LockstepError:
-    """Returns what to raise when a process has ended without a result.
+    """Returns the error for a process that ended without a result.
 
     Args:
-        exit_code: as a shell tells it.
-        was_killed: whether a signal has ended it.
+        exit_code: exit code as a shell reports it.
+        was_killed: whether a signal ended the process.
     """
     if was_killed and exit_code == 128 + signal.SIGKILL:
         return DeviceError(

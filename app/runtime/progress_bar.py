@@ -1,4 +1,4 @@
-"""How far the work is: a live bar on a terminal, lines elsewhere."""
+"""Shows progress: a live bar on a terminal, lines elsewhere."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from app.runtime import console
 from app.runtime.time_left import TimeLeft
 
-if TYPE_CHECKING:  # Both cost time that a flag error should not pay.
+if TYPE_CHECKING:  # Both take time that a flag error should not cost.
     from rich import progress
 
     from strategies.base import StepTotals
 
 _SEC_BETWEEN_LINES = 15
-# Where it names a file descriptor, progress goes there, for the process that started this one and
-# has the terminal: a line for each state of the bar, in JSON.
+# If it names a file descriptor, progress is written there for the parent process, which has the
+# terminal: one line of JSON per state of the bar.
 PROGRESS_VARIABLE = "LOCKSTEP_PROGRESS_FD"
 
 
@@ -44,14 +44,14 @@ class FinishedEpoch(Protocol):
 
 
 class TrainingProgress:
-    """Shows how far a training is: a live bar on a terminal, now and then a line elsewhere.
+    """Shows the progress of a training: a live bar on a terminal, occasional lines elsewhere.
 
     Args:
-        epochs: how many epochs the run has.
-        steps_per_epoch: how many steps each has.
-        first_step: steps done before, by the run that this one resumes.
-        shown: False shows nothing: another worker does.
-        is_case: there are examples in place of images, and no accuracy in a step.
+        epochs: number of epochs of the run.
+        steps_per_epoch: steps per epoch.
+        first_step: number of steps before this run resumed.
+        shown: False to show nothing, because another worker does.
+        is_case: whether there are examples instead of images, and no accuracy of steps.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class TrainingProgress:
             state = {"total": self._total, "completed": completed, "status": status}
             try:
                 os.write(self._parent, f"{json.dumps(state)}\n".encode())
-            except OSError:  # Nobody is there any more.
+            except OSError:  # The reader has ended.
                 self._parent = -1
 
     def step(self, step: int, totals: "StepTotals", images_per_sec: float) -> None:
-        """Shows `step`; `totals` are those of the epoch so far."""
+        """Shows a step; `totals` are those of the epoch so far."""
         epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
         accuracy = "" if self._is_case else f"  accuracy {totals.accuracy:.3f}"
         status = (
@@ -109,11 +109,11 @@ class TrainingProgress:
             self._last_line = time.monotonic()
 
     def evaluating(self) -> None:
-        """Says that the test set is being classified."""
+        """Shows that the test set is being evaluated."""
         self._update(self._completed, "evaluating")
 
     def epoch(self, record: FinishedEpoch) -> None:
-        """Prints the line of a finished epoch; the bar stays below it."""
+        """Prints the line of a finished epoch, above the bar."""
         line = (
             f"epoch {record.epoch:>{len(str(self._epochs))}}/{self._epochs}"
             f"  loss {record.train_loss:.4f}  {_results(record)}  {record.epoch_sec:.2f} s"
@@ -127,7 +127,7 @@ class TrainingProgress:
 
 
 def _results(record: FinishedEpoch) -> str:
-    """Returns the accuracies of an epoch; of a case test loss and metrics."""
+    """Returns the accuracies of an epoch; for a case, test loss and metrics."""
     if record.train_accuracy is not None and record.test_accuracy is not None:
         return f"train {record.train_accuracy:.4f}  test {record.test_accuracy:.4f}"
     metrics = [f"{name} {value:.4f}" for name, value in record.test_metrics.items()]
@@ -135,10 +135,10 @@ def _results(record: FinishedEpoch) -> str:
 
 
 class StepProgress:
-    """Shows what another process does: a live bar on a terminal, a line for each task elsewhere.
+    """Shows the progress of another process: a live bar on a terminal, a line per task elsewhere.
 
     Args:
-        num_steps: of a task, where it has no number of its own.
+        num_steps: steps per task, if a task does not set its own number.
     """
 
     def __init__(self, num_steps: int):
@@ -165,7 +165,7 @@ class StepProgress:
             console.say(what)
 
     def message(self, message: tuple[str, Any]) -> None:
-        """Takes `("step", n)`, or `("warning", text)`, which is shown once."""
+        """Handles `("step", n)`, or `("warning", text)`, which is shown once."""
         kind, value = message
         if kind == "step" and self._bar:
             self._bar.update(self._task, completed=value)
@@ -175,10 +175,10 @@ class StepProgress:
 
 
 class Bar:
-    """A live bar on the terminal, below the lines that it is given.
+    """A live bar on the terminal, below the printed lines.
 
     Args:
-        total: how many steps there are, None where that is not known yet.
+        total: number of steps; None if unknown yet.
     """
 
     def __init__(self, total: int | None = None):
@@ -186,15 +186,15 @@ class Bar:
         self._task = self._bar.add_task("", total=total, status="")
 
     def start(self) -> None:
-        """Shows it."""
+        """Shows the bar."""
         self._bar.start()
 
     def stop(self) -> None:
-        """Takes it away."""
+        """Removes the bar."""
         self._bar.stop()
 
     def update(self, *, completed: int, status: str, total: int | None = None) -> None:
-        """Shows how far the work is, and a word about it."""
+        """Shows the number of completed steps and a status."""
         self._bar.update(self._task, completed=completed, status=status, total=total)
 
     def say(self, line: str) -> None:
@@ -204,7 +204,7 @@ class Bar:
 
 
 def _create_bar() -> "progress.Progress":
-    from rich import progress  # Costs 0.1 s, which a flag error should not pay.
+    from rich import progress  # Takes 0.1 s, which a flag error should not cost.
 
     return progress.Progress(
         progress.TextColumn("{task.fields[status]}"),

@@ -1,6 +1,6 @@
-"""The state of one command, handed to the functions that it calls and undone when it ends.
+"""Holds the state of one command, and restores the process at its end.
 
-Two commands can run one after another in one process: each runs within a `RunContext` of its own.
+Commands can run one after another in one process, each within its own `RunContext`.
 """
 
 import contextlib
@@ -16,30 +16,30 @@ from typing import Any, Self
 
 from app.runtime.temporary_directories import TemporaryDirectory
 
-# Set for a process whose parent is this program, too, and says which command resumes the run.
+# Set for a process whose parent is this program, too; the parent prints the command that resumes.
 PART_VARIABLE = "LOCKSTEP_PART"
 
 
 class RunContext:
     """The state of one command; a context manager, within which `current` returns it.
 
-    Leaving it undoes what the command has changed in the process: environment variables, the
-    directory for temporary files, and all that was handed to `at_end`.
+    Leaving it restores what the command has changed in the process: environment variables, the
+    directory for temporary files, and everything registered with `at_end`.
 
     Attributes:
-        log: takes every line that is printed; it has a file once `console.open_log` was called.
-        log_file: the path of that file, None before.
-        run_dir: a run directory whose log another process writes, None without one.
-        will_overwrite: whether the run directory holds another run, which will be thrown away.
-        is_part: whether another process says which command resumes the run.
-        forward_warning: called with each warning in place of printing it, None to print it.
-        requested_signal: the first signal that asked the command to stop, None without one.
-        defers_signals: whether a signal raises nothing until `signals.check` is called.
-        pass_fault_point: called at each fault point with its name, None where no fault is armed.
+        log: receives every printed line; has a file after `console.open_log`.
+        log_file: path of that file; None before.
+        run_dir: run directory whose log another process writes; None without one.
+        will_overwrite: whether the run directory holds another run, which will be removed.
+        is_part: whether another process prints the command that resumes the run.
+        forward_warning: called with each warning instead of printing it; None to print it.
+        requested_signal: first signal that asked the command to stop; None without one.
+        defers_signals: whether signals raise only when `signals.check` is called.
+        pass_fault_point: called with the name of each fault point; None if no fault is armed.
     """
 
     def __init__(self) -> None:
-        self.log = logging.Logger("lockstep", logging.INFO)  # Not one of `logging`'s own registry.
+        self.log = logging.Logger("lockstep", logging.INFO)  # Not in `logging`'s registry.
         self.log.addHandler(logging.NullHandler())
         self.log_file: pathlib.Path | None = None
         self.run_dir: pathlib.Path | None = None
@@ -62,31 +62,31 @@ class RunContext:
         self._at_end.close()
 
     def at_end(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Has something done when the command ends: what was added last is done first."""
+        """Registers a call for the end of the command; the last one registered runs first."""
         self._at_end.callback(call, *arguments)
 
     def keep(self, *kept: object) -> None:
-        """Keeps objects for as long as the context is there, whose destructors must not run."""
+        """Keeps objects alive until the end of the context, with their destructors."""
         self._kept += kept
 
     def use_temporary_directory(self) -> None:
-        """Directs temporary files into a directory that goes with the command.
+        """Directs temporary files into a directory that is removed at the end of the command.
 
-        A process that is killed leaves the directory; the next one that starts removes it.
+        The directory of a killed process is removed by the next process that starts.
 
         Raises:
-            DiskFullError: there is no place for it.
+            DiskFullError: there is no space for it.
         """
         if self._temporary:
             return
         self.at_end(setattr, tempfile, "tempdir", tempfile.tempdir)
         self._temporary = TemporaryDirectory()
         self.at_end(self._temporary.cleanup)
-        # The variable is for TensorFlow's native code; a process that we start is given its own.
+        # The variable is for TensorFlow's native code; child processes get their own.
         tempfile.tempdir = os.environ["TMPDIR"] = self._temporary.name
 
     def remove_temporary_directory(self) -> None:
-        """Removes the directory of temporary files, as the process is about to leave at once."""
+        """Removes the directory of temporary files, for a process that exits immediately."""
         if self._temporary:
             self._temporary.cleanup()
 
@@ -97,12 +97,12 @@ _current: contextvars.ContextVar[RunContext | None] = contextvars.ContextVar(
 
 
 def current() -> RunContext | None:
-    """Returns the context of the command that runs, None outside of one."""
+    """Returns the context of the running command; None outside of a command."""
     return _current.get()
 
 
 def required() -> RunContext:
-    """Returns the context of the command that runs.
+    """Returns the context of the running command.
 
     Raises:
         RuntimeError: there is none.

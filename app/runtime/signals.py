@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM: the first one lets a training finish its call and save, the second does not.
+"""Handles SIGINT and SIGTERM: the first lets a training finish its call and save; the second exits.
 
-Python's own handlers run between two lines of Python, so a compiled call of a minute would hold
-them back. A thread reads each signal as it comes in, and ends the process at the second one.
+Python's signal handlers run between bytecodes, so that a compiled call of a minute would delay
+them. A separate thread reads each signal when it arrives, and exits at the second one.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from app.runtime import console, run_context
 from app.runtime.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, Terminated
 
 _EXIT_CODES = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: TERMINATED_EXIT_CODE}
-# How the process that started us asks us to stop: once or more, and never as a second signal.
-# A terminal, or a service manager, may have sent us the same signal as it.
+# Signal with which the parent process asks this one to stop; never counts as a second signal. A
+# terminal or a service manager may have sent the same signal to both processes.
 STOP_REQUEST = signal.SIGUSR1
-# Of a terminal that is closed: from the kernel, and often from the shell, too.
+# SIGHUP of a closed terminal comes from the kernel, and often also from the shell.
 HANG_UP = signal.SIGHUP
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # Loaded here: a child that has just been forked should load nothing.
+_LIBC = ctypes.CDLL(None)  # Loaded here, because a forked child should not load libraries.
 
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Takes SIGINT, SIGTERM and requests to stop over while a command runs, in the main thread.
+    """Handles SIGINT, SIGTERM and stop requests while a command runs, in the main thread.
 
-    Afterwards the process has the handlers that it had before, and no thread of ours.
+    Afterwards the process has its earlier handlers, and no additional thread.
     """
     context = run_context.required()
     handler = functools.partial(_handle, context)
@@ -38,24 +38,25 @@ def handled() -> Iterator[None]:
         ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
         thread = run_context.start_thread(_watch, ours, name="signals")
         stack.callback(thread.join)
-        stack.callback(theirs.close)  # The thread ends.
+        stack.callback(theirs.close)  # Ends the thread.
         theirs.setblocking(False)
         before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, before, warn_on_full_buffer=False)
         for number in (*_EXIT_CODES, STOP_REQUEST, HANG_UP):
             previous = signal.getsignal(number)
-            if previous == signal.SIG_IGN:  # As a shell starts background jobs.
+            if previous == signal.SIG_IGN:  # Set by shells for background jobs.
                 continue
             signal.signal(number, handler)
-            if previous is not None:  # It is Python's own.
+            if previous is not None:  # Set by Python.
                 stack.callback(signal.signal, number, previous)
         yield
 
 
 def reinstall() -> None:
-    """Takes over again what a library has taken from us behind Python's back.
+    """Reinstalls handlers that a library has replaced without Python's signal module.
 
-    TensorFlow does so with SIGTERM when it joins a cluster: nothing would come of it any more.
+    TensorFlow replaces the SIGTERM handler when it joins a cluster; the signal would have no
+    effect.
     """
     for number in (*_EXIT_CODES, STOP_REQUEST, HANG_UP):
         handler = signal.getsignal(number)
@@ -64,12 +65,12 @@ def reinstall() -> None:
 
 
 def end_with_parent(number: int = STOP_REQUEST) -> None:
-    """Has the kernel send a signal when the process that started this one ends, killed even.
+    """Makes the kernel send a signal to this process when its parent ends, even if killed.
 
-    It may come more than once: for each thread of the other one. SIGKILL ends this one for
-    certain, stopped even; `STOP_REQUEST` lets it save.
+    The signal may arrive more than once, for each thread of the parent. SIGKILL ends even a
+    suspended process; `STOP_REQUEST` lets it save.
 
-    To be called in the child, before its program runs. Linux only; elsewhere nothing is done.
+    Call it in the child before its program runs. Linux only; does nothing on other systems.
     """
     with contextlib.suppress(OSError, AttributeError):
         _LIBC.prctl(_PR_SET_PDEATHSIG, number)
@@ -77,7 +78,7 @@ def end_with_parent(number: int = STOP_REQUEST) -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Within it a signal raises nothing until `check` is called."""
+    """Defers signals: they raise only when `check` is called."""
     context = run_context.current()
     if context is None:
         yield
@@ -90,20 +91,20 @@ def deferred() -> Iterator[None]:
 
 
 def requested() -> int:
-    """Returns the number of the first signal that came in, 0 where none has."""
+    """Returns the number of the first signal received; 0 without one."""
     context = run_context.current()
     return (context and context.requested_signal) or 0
 
 
 def check(number: int | None = None) -> None:
-    """Raises what a signal asks for.
+    """Raises the exception for a signal.
 
     Args:
-        number: of the signal, 0 for none; None for what came in here.
+        number: signal number, 0 for none; None for the signal received here.
 
     Raises:
-        KeyboardInterrupt: it is SIGINT.
-        Terminated: it is SIGTERM, or another that asks to stop.
+        KeyboardInterrupt: the signal is SIGINT.
+        Terminated: the signal is SIGTERM, or another stop request.
     """
     number = requested() if number is None else number
     if number:
@@ -111,7 +112,7 @@ def check(number: int | None = None) -> None:
 
 
 def _handle(context: run_context.RunContext, number: int, frame: types.FrameType | None) -> None:
-    if context.requested_signal is not None:  # It is told of already, or will be.
+    if context.requested_signal is not None:  # Reported already, or about to be.
         return
     context.requested_signal = signal.Signals(number)
     if not context.defers_signals:
@@ -119,7 +120,7 @@ def _handle(context: run_context.RunContext, number: int, frame: types.FrameType
 
 
 def _watch(ours: socket.socket) -> None:
-    """Runs in a thread of its own: leaves at the second signal, whatever the others do."""
+    """Runs in a separate thread: exits at the second signal, whatever other threads do."""
     count = 0
     while numbers := ours.recv(16):
         for number in numbers:

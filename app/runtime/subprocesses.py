@@ -1,4 +1,4 @@
-"""Starts and ends every process of this program; nothing else does."""
+"""Starts and ends all processes of the program."""
 
 import contextlib
 import os
@@ -22,9 +22,9 @@ def main_command(words: Sequence[str]) -> list[str]:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """Returns the environment of this process, with changes, for a process that it starts.
+    """Returns the environment of this process, with changes, for a child process.
 
-    `TMPDIR` names the place where this process has its temporary files, unless it is changed, too.
+    `TMPDIR` is this process' directory for temporary files, unless it is changed.
     """
     return {**os.environ, "TMPDIR": tempfile.gettempdir(), **changes}
 
@@ -34,14 +34,15 @@ class Subprocess:
 
     Args:
         command: program and arguments.
-        environment: of the process, see `child_environment`.
-        death_signal: what the kernel sends the process when this one ends, killed even: SIGKILL,
-            or `signals.STOP_REQUEST` for one that saves. None where the program sees to that.
+        environment: environment of the process; see `child_environment`.
+        death_signal: signal that the kernel sends to the process if this one ends, even if killed:
+            SIGKILL, or `signals.STOP_REQUEST` for a process that saves. None if the program sets
+            it.
         cores: numbers of the processor cores that the process may use; empty for all.
-        is_piped: whether standard output and standard error come to `stdout` and `stderr`, and
-            signals of the terminal do not reach the process: this one passes them on.
-        is_silent: whether standard output is thrown away.
-        pass_fds: descriptors of files that the process inherits.
+        is_piped: whether output is available at `stdout` and `stderr`; the process then does not
+            receive signals of the terminal, which this process forwards.
+        is_silent: whether standard output is discarded.
+        pass_fds: file descriptors that the process inherits.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Subprocess:
     ):
         output = subprocess.DEVNULL if is_silent else None
 
-        def settle_in() -> None:  # Between fork and exec: nothing is imported or printed here.
+        def settle_in() -> None:  # Between fork and exec; must not import or print.
             if death_signal:
                 signals.end_with_parent(death_signal)
             limit_cores(cores)
@@ -75,50 +76,50 @@ class Subprocess:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
     @property
     def stdout(self) -> IO[bytes]:
-        """What the process prints, where it is piped."""
+        """Standard output of the process, if piped."""
         return _piped(self._process.stdout)
 
     @property
     def stderr(self) -> IO[bytes]:
-        """What the process prints on standard error, where it is piped."""
+        """Standard error of the process, if piped."""
         return _piped(self._process.stderr)
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code as a shell tells it, 128 and more for a signal; None while it runs."""
+        """The exit code as a shell reports it, 128 and above for a signal; None while it runs."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal has ended the process."""
+        """Whether a signal ended the process."""
         return (self._process.poll() or 0) < 0
 
     def signal(self, number: int) -> None:
-        """Sends the process a signal, if it is still there."""
+        """Sends a signal to the process, if it is running."""
         with contextlib.suppress(OSError):
             self._process.send_signal(number)
 
     def ask_to_stop(self) -> None:
-        """Asks a process of ours to save and to end."""
+        """Asks a process of this program to save and exit."""
         self.signal(signals.STOP_REQUEST)
 
     def wait(self, timeout_sec: float | None = None) -> int | None:
-        """Waits for the end; returns the exit code as a shell tells it, None if it still runs."""
+        """Waits for the end; returns the exit code as a shell reports it, None on a timeout."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_sec)
         return self.exit_code
 
     def end(self, *, grace_sec: float = GRACE_SEC) -> None:
-        """Ends the process, and returns once it has ended.
+        """Ends the process and waits until it has ended.
 
         Args:
-            grace_sec: how long it has after SIGTERM before it is killed; 0 kills it at once.
+            grace_sec: time after SIGTERM before it is killed; 0 to kill it at once.
         """
         if grace_sec:
             self.signal(signal.SIGTERM)
@@ -128,30 +129,30 @@ class Subprocess:
 
 
 def fork(run: Callable[[], object]) -> int:
-    """Starts a copy of this process, which calls `run` and ends; returns its number.
+    """Forks this process; the copy calls `run` and exits. Returns the copy's process id.
 
-    Only for a process whose threads, if there are any, need not exist in the copy.
+    Only for a process whose other threads, if any, are not needed in the copy.
     """
     pid = os.fork()
     if not pid:
         try:
             run()
         finally:
-            os._exit(0)  # What called this function is the business of the other process.
+            os._exit(0)  # The stack of the caller must not continue in the copy.
     return pid
 
 
 def limit_cores(cores: Sequence[int]) -> None:
-    """Limits this process to some processor cores, where the system can; empty limits nothing."""
+    """Limits this process to some processor cores, if the system can; empty for no limit."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
 def output_of(command: Sequence[str], *, timeout_sec: float) -> str:
-    """Returns what a program that is not ours prints on standard output.
+    """Returns the standard output of another program.
 
     Raises:
-        OSError: it cannot be started, fails, or does not end in time.
+        OSError: the program cannot be started, fails, or does not end in time.
     """
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Temporary directories of this program; those that a killed process has left are removed.
+"""Creates temporary directories, and removes those of killed processes.
 
-Each directory holds a file that is locked as long as a process uses the directory. The lock is the
-kernel's: it ends with the process, however that ends, and no number of a process can be mistaken.
+Each directory holds a file that is locked while a process uses the directory. The kernel releases
+the lock when the process ends; unlike a process id, a lock cannot be mistaken.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import tempfile
 from app.runtime.errors import DiskFullError, reason_of
 
 _PREFIX = "lockstep-"
-# Of this name: other directories that begin with the prefix, runs for example, are left alone.
+# Only names of this form: other directories with the prefix, such as runs, are not touched.
 _OWNER_FILE = ".lockstep-temporary"
 
 
@@ -28,7 +28,7 @@ class TemporaryDirectory:
         name: its path.
 
     Raises:
-        DiskFullError: there is no place for it.
+        DiskFullError: there is no space for it.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class TemporaryDirectory:
         self.cleanup()
 
     def cleanup(self) -> None:
-        """Removes the directory with all that it holds, as far as possible; may be called again."""
+        """Removes the directory and its contents, as far as possible; can be called again."""
         _remove_tree(pathlib.Path(self.name))
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -57,14 +57,14 @@ class TemporaryDirectory:
 
 
 def hold(name: str) -> None:
-    """Keeps the directory of another process from being removed as stale while this one lives."""
+    """Keeps the directory of another process from being removed while this process lives."""
     with contextlib.suppress(OSError):  # Removed already.
         descriptor = _open_owner_file(pathlib.Path(name))  # Closed when this process ends.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def remove_stale_directories(parent: pathlib.Path) -> None:
-    """Removes this user's temporary directories in `parent` that no living process uses."""
+    """Removes this user's temporary directories in `parent` that no process uses."""
     with contextlib.suppress(OSError):
         for path in parent.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError), contextlib.ExitStack() as locks:
@@ -73,11 +73,11 @@ def remove_stale_directories(parent: pathlib.Path) -> None:
 
 
 def _create_owner_file(directory: pathlib.Path) -> int:
-    """Creates the owner file, locked before it gets its name, and returns its descriptor."""
+    """Creates the owner file, locks it before it gets its name, and returns its descriptor."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     unnamed = directory / f"{_OWNER_FILE}.new"
     descriptor = os.open(unnamed, flags, 0o600)
-    with contextlib.suppress(OSError):  # A file system without locks: nothing is found stale there.
+    with contextlib.suppress(OSError):  # Without file locks, no directory counts as stale.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     unnamed.rename(directory / _OWNER_FILE)
     return descriptor
@@ -89,10 +89,10 @@ def _open_owner_file(directory: pathlib.Path) -> int:
 
 
 def _lock_unused(directory: pathlib.Path, locks: contextlib.ExitStack) -> None:
-    """Locks a directory and those within it, which processes that it started have made.
+    """Locks a directory and those within it, created by child processes.
 
     Raises:
-        OSError: a process uses one of them, or it is not a temporary directory of this user.
+        OSError: a directory is in use, or is not a temporary directory of this user.
     """
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -105,7 +105,7 @@ def _lock_unused(directory: pathlib.Path, locks: contextlib.ExitStack) -> None:
 
 
 def _remove_tree(directory: pathlib.Path) -> None:
-    """Removes a directory, its owner file last: what an interruption leaves is still found."""
+    """Removes a directory, its owner file last, so that an interrupted removal can be repeated."""
     with contextlib.suppress(OSError):
         for entry in directory.iterdir():
             if entry.is_dir() and not entry.is_symlink():

@@ -1,4 +1,4 @@
-"""Durations in words, and how long a training will take."""
+"""Formats durations, and estimates the remaining time of a training."""
 
 import time
 
@@ -18,7 +18,7 @@ def duration_text(seconds: float) -> str:
 
 
 class TimeLeft:
-    """Estimates the time that is left from the pace since the first call; it compiles.
+    """Estimates the remaining time from the pace since the first call, which compiles.
 
     Args:
         total: number of steps of the training.

@@ -1,4 +1,4 @@
-"""The program itself as a child: a training that finds the machine as a user's own run would."""
+"""Runs a training command as a child process."""
 
 import pathlib
 from collections.abc import Sequence
@@ -10,22 +10,22 @@ from app.runtime.subprocesses import Subprocess, child_environment, main_command
 
 
 def train_in_child_process(words: Sequence[str], run_dir: pathlib.Path) -> int:
-    """Runs a training command with `--out=run_dir` as a child and returns its exit code.
+    """Runs a training command with `--out=run_dir` as a child process and returns its exit code.
 
     Two MirroredStrategies of different size in one process break every later collective, and each
-    training should find the machine as a user's own run would.
+    training should run in the environment of a user's own run.
 
     Args:
         words: command and flags.
-        run_dir: where it goes.
+        run_dir: run directory.
 
     Raises:
-        KeyboardInterrupt, Terminated: a signal came in; the child has saved its state by then.
+        KeyboardInterrupt, Terminated: a signal was received; the child has saved its state.
     """
     child = Subprocess(
         main_command([*words, f"--out={run_dir}"]),
-        child_environment(**{PART_VARIABLE: "1"}),  # It is for us to say how to go on.
-        death_signal=signals.STOP_REQUEST,  # It saves, and leaves no training behind.
+        child_environment(**{PART_VARIABLE: "1"}),  # This process prints the command that resumes.
+        death_signal=signals.STOP_REQUEST,  # The child saves and exits.
     )
     try:
         return child.wait() or 0

@@ -1,4 +1,4 @@
-"""The versions of everything that numbers depend on."""
+"""Returns the versions of the software that affects the results."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""Ends a training that makes no progress: hung in a collective, on a disk, on a device."""
+"""Ends a training without progress, which hangs in a collective, on a disk or on a device."""
 
 import contextlib
 import faulthandler
@@ -15,14 +15,14 @@ _REPORT_SEC = 5.0
 
 
 class Watchdog:
-    """A thread that counts the seconds without progress.
+    """Counts the seconds without progress, in a thread.
 
-    Only seconds in which this process could run count: one that was stopped, or a machine that
-    slept, has not stalled.
+    Only seconds in which this process could run count, so that a suspended process or machine does
+    not count as stalled.
 
     Args:
-        timeout_sec: how many are too many.
-        on_stall: called in that thread, then the process ends with exit code 138.
+        timeout_sec: seconds without progress that count as a stall.
+        on_stall: called in that thread; then the process exits with code 138.
     """
 
     def __init__(self, timeout_sec: float, on_stall: Callable[[], None]):
@@ -30,15 +30,15 @@ class Watchdog:
         self._idle_sec, self._ended = 0.0, threading.Event()
 
     def progress(self) -> None:
-        """Says that something was done."""
+        """Resets the count."""
         self._idle_sec = 0.0
 
     def start(self) -> None:
-        """Begins to count."""
+        """Starts to count."""
         self._thread = run_context.start_thread(self._watch, name="watchdog")
 
     def end(self) -> None:
-        """Ends the watch."""
+        """Stops to count."""
         self._ended.set()
         self._thread.join()
 
@@ -49,21 +49,21 @@ class Watchdog:
             self._idle_sec += min(now - last, 2 * _PERIOD_SEC)
             last = now
             if self._idle_sec >= self._timeout_sec:
-                # In a thread of its own: what hangs may be the disk that it is to write to.
+                # In a separate thread, because the disk that it writes to may hang.
                 run_context.start_thread(self._on_stall).join(_REPORT_SEC)
                 console.leave(StalledError.exit_code)
 
 
 @contextlib.contextmanager
 def watch(timeout_sec: float, on_stall: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Watches what happens within it.
+    """Watches the block of a `with` statement.
 
     Args:
-        timeout_sec: see `Watchdog`; 0 watches nothing.
+        timeout_sec: see `Watchdog`; 0 to disable it.
         on_stall: see `Watchdog`.
 
     Yields:
-        A function to call whenever something was done.
+        A function to call whenever there is progress.
     """
     if not timeout_sec:
         yield lambda: None
@@ -77,7 +77,7 @@ def watch(timeout_sec: float, on_stall: Callable[[], None]) -> Iterator[Callable
 
 
 def dump_stacks(path: pathlib.Path | None) -> None:
-    """Adds the stacks of all threads to a file, or to standard error where there is none."""
+    """Appends the stacks of all threads to a file, or to standard error without one."""
     if path is None:
         faulthandler.dump_traceback(all_threads=True)
         return

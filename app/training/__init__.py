@@ -1,1 +1,1 @@
-"""One training, from its specification to its last checkpoint."""
+"""Runs a training, from its specification to its last checkpoint."""

@@ -1,4 +1,4 @@
-"""A collective is tried out before anything is trained with it."""
+"""Tests the collectives of a strategy before training."""
 
 from collections.abc import Sequence
 
@@ -9,20 +9,20 @@ from app.runtime.errors import AllReduceError
 from strategies.base import Strategy
 from strategies.device_tape import DeviceTape, Spread
 
-_DIGITS = 8  # Whole numbers up to 2⁸ are exact in bfloat16 too.
+_DIGITS = 8  # Integers up to 2⁸ are exact in bfloat16, too.
 
 
 def run_all_reduce_self_test(strategy: Strategy) -> None:
-    """Lets replica i send 2ⁱ: the binary digits of the sum say whose number is in it.
+    """Tests the all-reduce: replica i sends 2ⁱ, so that the sum's binary digits name the replicas.
 
-    Beside it, each replica sends a 1 at a place of its own, so that what was lost, and what was
-    counted twice, can be told apart in every case. A sum that loses a replica is wrong in the same
-    way on every replica: nothing else would show it, for all weights stay equal.
+    Each replica also sends a 1 at its own position, so that lost and repeated values are always
+    distinguishable. A sum that loses a replica is equally wrong on every replica: no other check
+    detects it, because all weights stay equal.
 
-    Takes milliseconds, for each dtype of the gradients.
+    Takes milliseconds for each dtype of the gradients.
 
     Raises:
-        AllReduceError: a replica got another sum.
+        AllReduceError: a replica received another sum.
     """
     num_replicas = strategy.num_replicas
     run_gather_self_test(strategy)
@@ -50,13 +50,13 @@ def run_all_reduce_self_test(strategy: Strategy) -> None:
 
 
 def run_gather_self_test(strategy: Strategy) -> None:
-    """Tries out the gathers of a strategy, forwards and backwards.
+    """Tests the gathers of a strategy, forward and backward.
 
-    Device d sends 2ᵈ, and has to see 1, 2, 4, … in order; on the way back each device sends those
-    numbers times its own, and has to get its own number as often as all numbers add up to.
+    Device d sends 2ᵈ and must receive 1, 2, 4, … in order. In the backward pass each device sends
+    these numbers times its own number, and must receive its number times the sum of all numbers.
 
     Raises:
-        AllReduceError: a device got something else.
+        AllReduceError: a device received other values.
     """
     for devices in strategy.gather_groups:
         if len(devices) == 1:
@@ -88,11 +88,11 @@ def run_gather_self_test(strategy: Strategy) -> None:
 
 
 def explain(got: Sequence[float], replica_id: int, num_replicas: int) -> str:
-    """Says which replicas a false sum is without, and which it holds more than once.
+    """Returns in words which replicas a wrong sum lacks, and which it contains more than once.
 
     Args:
-        got: the sum of all messages, as it arrived.
-        replica_id: where it arrived.
+        got: the received sum of all messages.
+        replica_id: the receiving replica.
         num_replicas: R.
     """
     counts, digits = got[:num_replicas], got[num_replicas:]
@@ -113,7 +113,7 @@ def explain(got: Sequence[float], replica_id: int, num_replicas: int) -> str:
 
 
 def _message(replica_id: int, num_replicas: int) -> np.ndarray:
-    """Returns what a replica sends: a 1 at its own place, and 2ⁱ, counted anew every 8 replicas."""
+    """Returns a replica's message: a 1 at its own position, and 2ⁱ, restarting every 8 replicas."""
     message = np.zeros(num_replicas + (num_replicas + _DIGITS - 1) // _DIGITS)
     message[replica_id] = 1
     message[num_replicas + replica_id // _DIGITS] = 2.0 ** (replica_id % _DIGITS)

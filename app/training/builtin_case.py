@@ -1,8 +1,8 @@
-"""Our networks and Fashion-MNIST as the functions of a case; see `builtin_cases/`.
+"""Implements the functions of a case for the built-in models and Fashion-MNIST.
 
-A case defines its whole training itself. So the learning rate is that of a batch of 256 for ten
-epochs, whatever the flags; initial weights follow from --seed, and each pass over the data has the
-order of the first epoch.
+A case defines its whole training. The learning rate is therefore that of a batch of 256 and ten
+epochs, whatever the flags; initial weights depend on --seed, and every epoch has the order of the
+first. See `builtin_cases/`.
 """
 
 import functools
@@ -24,10 +24,10 @@ _ORDER_SEED = 0
 
 
 class BuiltInCase:
-    """What the file of a case defines: model and data.
+    """Defines the model and the data of a built-in case.
 
     Args:
-        name: of `models.MODELS`.
+        name: a key of `models.MODELS`.
     """
 
     def __init__(self, name: str):
@@ -35,14 +35,14 @@ class BuiltInCase:
 
     @functools.cached_property
     def dataset(self) -> ImageDataset:
-        """The images, real ones wherever they can be had."""
+        """The dataset: real images if available."""
         return load_dataset("auto", data_dir=None, allow_unverified=False, warn=console.warn)
 
     def build_model(self, recipe_name: str) -> keras.Model:
-        """Builds the network and compiles it with the loss and the optimizer of a recipe.
+        """Builds the model and compiles it with the loss and the optimizer of a recipe.
 
         Args:
-            recipe_name: of `RECIPES`.
+            recipe_name: a key of `RECIPES`.
         """
         recipe, batch_size = find_recipe(recipe_name, self._name), REFERENCE_GLOBAL_BATCH_SIZE
         num_steps = NUM_EPOCHS * self._num_steps(batch_size)
@@ -62,7 +62,7 @@ class BuiltInCase:
         return model
 
     def data(self, global_batch_size: int) -> tf.data.Dataset:
-        """Returns the batches of an epoch; the recipe `fast` of the model may mirror images."""
+        """Returns the batches of an epoch; the model's recipe `fast` may mirror images."""
         batches = train_dataset(
             self.dataset.train_images,
             self.dataset.train_labels,
@@ -82,7 +82,7 @@ class BuiltInCase:
 
 
 def _loss_of(recipe: Recipe) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """Returns the loss of each example, as `strategies.loss.shard_loss` has it."""
+    """Returns the per-example loss, equal to `strategies.loss.shard_loss`."""
 
     def cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         labels = tf.reshape(tf.cast(labels, tf.int32), [-1])  # Keras adds an axis.

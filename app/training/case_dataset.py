@@ -1,4 +1,4 @@
-"""The data sets of a case: read once, to count and to hash what is in them."""
+"""Reads the datasets of a case once, to count and hash their contents."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -21,11 +21,11 @@ _TRAIN, _TEST = "data()", "test_data()"
 
 
 class Batches(NamedTuple):
-    """What is in a data set.
+    """The contents of a dataset.
 
     Attributes:
         sizes: examples of each batch.
-        sha256: of all numbers, in order.
+        sha256: hash of all numbers, in order.
     """
 
     sizes: list[int]
@@ -38,25 +38,24 @@ class Batches(NamedTuple):
 
 
 class CaseDataset:
-    """Training and test data of a case.
+    """Provides the training and test data of a case.
 
-    The functions of the case are called anew whenever a data set is needed: one that is read a
-    second time may be shuffled in another order.
+    The functions of the case are called again for each new dataset, because a dataset that is read
+    a second time may be shuffled differently.
 
     Args:
-        config: with the case.
+        config: options with the case.
 
     Attributes:
-        case: the file.
-        objective: that strategies train.
-        name: what the data are called in plots and files.
-        train: what is in an epoch.
-        evaluates_training_data: whether the case has no other data to evaluate on.
+        case: the case file.
+        objective: the objective that strategies train.
+        name: name of the data in plots and files.
+        train: contents of an epoch.
+        evaluates_training_data: whether the case has no separate test data.
 
     Raises:
-        ConfigError: the file is no case.
-        DataError: a data set is empty, has no end, is not one of batches, or is another one each
-            time.
+        ConfigError: the file is not a case.
+        DataError: a dataset is empty, infinite, without batches, or differs between two reads.
     """
 
     def __init__(self, config: TrainConfig):
@@ -80,12 +79,12 @@ class CaseDataset:
 
     @property
     def num_train_examples(self) -> int:
-        """Number of examples of an epoch."""
+        """Number of examples per epoch."""
         return self.train.num_examples
 
     @property
     def num_test_examples(self) -> int:
-        """Number of examples that are evaluated."""
+        """Number of evaluated examples."""
         return self._test.num_examples
 
     def sha256(self) -> str:
@@ -93,21 +92,23 @@ class CaseDataset:
         return hashlib.sha256(f"{self.train.sha256} {self._test.sha256}".encode()).hexdigest()
 
     def sha256_of_test_part(self) -> str:
-        """Returns a hash of the examples that are evaluated."""
+        """Returns a hash of the evaluated examples."""
         return self._test.sha256
 
     def train_batches(self, *, start_step: int) -> tf.data.Dataset:
-        """Returns the endless set of global batches from a step on.
+        """Returns the infinite dataset of global batches from a step on.
 
-        Batches before it are drawn and dropped: the order of an epoch may follow from those before.
+        Earlier batches are drawn and dropped, because the order of an epoch may depend on earlier
+        ones.
         """
-        # What the model drew must not change the order. Not before each evaluation: setting the
-        # seed makes TensorFlow forget what it has compiled, half a second and more.
+        # The model's random numbers must not change the order. Not repeated before each evaluation:
+        # setting the seed makes TensorFlow discard compiled functions, which costs half a second or
+        # more.
         keras.utils.set_random_seed(self._config.seed)
         return self.objective.flatten(self._create().repeat().skip(start_step))
 
     def batches_to_evaluate(self) -> tf.data.Dataset:
-        """Returns the examples to evaluate in batches."""
+        """Returns the evaluated examples in batches."""
         batches = self.objective.flatten(self._create_test() or self._create())
         return batches.apply(tf.data.experimental.assert_cardinality(len(self._test.sizes)))
 
@@ -115,7 +116,7 @@ class CaseDataset:
         """Checks that no shard of a batch is empty.
 
         Raises:
-            ConfigError: one would be: a mean over it is not a number.
+            ConfigError: a shard would be empty, and a mean over it is NaN.
         """
         config, smallest = self._config, min(self.train.sizes)
         split = config.strategy, config, num_devices
@@ -134,7 +135,7 @@ class CaseDataset:
         return self.case.create_test_data(self._config.global_batch_size)
 
     def _read(self, create: Callable[[], Any], function: str) -> Batches:
-        """Counts and hashes what is in a data set."""
+        """Counts and hashes the contents of a dataset."""
         where, dataset = f"--case={self._config.case}: {function}", create()
         if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise DataError(
@@ -173,7 +174,7 @@ def _count(flat: Iterable[tuple[tf.Tensor, ...]], where: str) -> Batches:
 
 
 def check_shapes(shapes: Sequence[tuple[int, ...]], where: str) -> None:
-    """Checks that all parts of a batch have as many examples.
+    """Checks that all parts of a batch have equally many examples.
 
     Raises:
         DataError: they do not.
@@ -190,7 +191,7 @@ def _joined(texts: np.ndarray) -> bytes:
 
 
 def _check_same_elements(spec: Any, test_spec: Any) -> None:
-    """Checks that test data have the parts of the training data.
+    """Checks that test data have the structure of the training data.
 
     Raises:
         DataError: they do not.

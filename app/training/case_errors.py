@@ -1,4 +1,4 @@
-"""One-line descriptions of errors in the code of a case: file, line and reason."""
+"""Describes errors in the code of a case in one line: file, line and reason."""
 
 import pathlib
 import re
@@ -10,32 +10,32 @@ from app.runtime.errors import reason_of
 
 _IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # Keras prints in bold.
-# Lines that TensorFlow and Keras put around the reason of an error in traced code or a graph.
+# Lines that TensorFlow and Keras add around the reason of an error in traced code or a graph.
 _AROUND = re.compile(
     r'in user code:|Graph execution error:|Detected at node|<stack traces|File "'
     r"|(\w+: )?Exception encountered when calling"
 )
-_SOURCE_INDENT = " " * 8  # Of the quoted source lines among them.
+_SOURCE_INDENT = " " * 8  # Indentation of the quoted source lines.
 _OF_TENSORFLOW = re.compile(
     r"^\{\{function_node \S+\}\} |^assertion failed: \[|\] \[Condition .*$|\s*\[Op:\S+\].*$"
 )
 
 
 def describe_error(error: BaseException, path: pathlib.Path, what: str) -> str:
-    """Returns file and line of a case, when it failed, and what went wrong.
+    """Returns file and line of a case, the moment of the error, and its reason.
 
     Args:
-        error: raised by code that a case defines, calls or gives to Keras.
-        path: of the case, resolved.
-        what: when it was raised, for example "in model()".
+        error: raised by code that a case defines, calls or passes to Keras.
+        path: resolved path of the case.
+        what: moment of the error, for example "in model()".
     """
     return f"{_place(error, path)} {what}: {type(error).__name__}: {_reason(error)}"
 
 
 def comes_from_case(error: BaseException, path: pathlib.Path) -> bool:
-    """Tells whether an error comes from the code of a case, or from what Keras makes of it.
+    """Returns whether an error comes from the code of a case, or from Keras code that it uses.
 
-    What TensorFlow raises while it runs a graph is among it: labels out of range, for example.
+    Includes errors of TensorFlow while it runs a graph, such as labels out of range.
     """
     if isinstance(error, tf.errors.OpError) or _own_lines(error, path):
         return True
@@ -44,7 +44,7 @@ def comes_from_case(error: BaseException, path: pathlib.Path) -> bool:
 
 
 def is_installed(file: str) -> bool:
-    """Tells whether a file belongs to an installed package."""
+    """Returns whether a file belongs to an installed package."""
     return bool({"site-packages", "dist-packages"} & set(pathlib.Path(file).parts))
 
 
@@ -57,7 +57,7 @@ def _place(error: BaseException, path: pathlib.Path) -> str:
 
 
 def _own_lines(error: BaseException, path: pathlib.Path) -> list[tuple[str, int]]:
-    """Returns the lines of the case's folder that an error came through, or that its text names."""
+    """Returns the lines of the case's folder in the traceback or in the message of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno or 0) for frame in frames]
     lines += [(file, int(number)) for file, number in _IN_TEXT.findall(str(error))]
@@ -68,7 +68,7 @@ def _own_lines(error: BaseException, path: pathlib.Path) -> list[tuple[str, int]
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the line of an error that says what is wrong."""
+    """Returns the line of an error message with the reason."""
     if isinstance(error, OSError | KeyError):
         return reason_of(error)
     told = [

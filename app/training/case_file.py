@@ -1,4 +1,4 @@
-"""A case: a Python file that defines a Keras model and a data set."""
+"""Loads a case: a Python file that defines a Keras model and a dataset."""
 
 import contextlib
 import importlib.util
@@ -18,7 +18,7 @@ from strategies.batch_structure import is_none
 
 
 class CaseFile:
-    """Runs the functions of a case file; turns their errors into one line with file and line.
+    """Runs the functions of a case file and reports their errors in one line with file and line.
 
     The file's imports are resolved in the folder of the file first. Modules of this program with
     the same names are removed from `sys.modules` while code of the case runs.
@@ -26,15 +26,15 @@ class CaseFile:
     Args:
         path: the file.
         model_fn: name of the function that returns the compiled model.
-        data_fn: name of the function that returns the data set for a global batch size.
+        data_fn: name of the function that returns the dataset for a global batch size.
         distribute_fn: name of the optional function that returns the argument of `fit` under a
             strategy.
-        test_data_fn: name of the function that returns the data set to evaluate on; optional if it
-            is the default name.
+        test_data_fn: name of the function that returns the test dataset; optional if it has the
+            default name.
 
     Attributes:
         path: the resolved path of the file.
-        data_label: name of the data set in records: file and function.
+        data_label: name of the dataset in records: file and function.
 
     Raises:
         ConfigError: the file cannot be imported, or has no `model_fn` or `data_fn`.
@@ -58,7 +58,7 @@ class CaseFile:
         self._distribute_fn = getattr(self._module, distribute_fn, None)
         self._test_data_fn = getattr(self._module, test_data_fn, None)
         if self._test_data_fn is None and test_data_fn != DEFAULT_FUNCTIONS["test_data_fn"]:
-            self._function(test_data_fn, "--test_data_fn")  # Raises that it is not there.
+            self._function(test_data_fn, "--test_data_fn")  # Raises an error because it is missing.
 
     def build_model(self) -> keras.Model:
         """Builds the model.
@@ -77,7 +77,7 @@ class CaseFile:
         return model
 
     def create_data(self, global_batch_size: int) -> tf.data.Dataset:
-        """Creates the data set.
+        """Creates the dataset.
 
         Raises:
             ConfigError: the function fails, or does not return a `tf.data.Dataset`.
@@ -85,7 +85,7 @@ class CaseFile:
         return self._create(self._data_fn, global_batch_size)
 
     def create_test_data(self, global_batch_size: int) -> tf.data.Dataset | None:
-        """Creates the data set to evaluate on; returns None if the case does not define it.
+        """Creates the test dataset; returns None if the case does not define it.
 
         Raises:
             ConfigError: the function fails, or does not return a `tf.data.Dataset`.
@@ -202,10 +202,10 @@ class CaseFile:
 
 
 def _check_dense(dataset: tf.data.Dataset, where: str) -> None:
-    """Checks that a data set is one of dense tensors.
+    """Checks that a dataset consists of dense tensors.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it does not.
     """
     for spec in tf.nest.flatten(dataset.element_spec):
         if is_none(spec):
@@ -219,7 +219,7 @@ def _check_dense(dataset: tf.data.Dataset, where: str) -> None:
 
 
 def _is_from(module: types.ModuleType, folder: pathlib.Path) -> bool:
-    # Not with getattr: a module's __getattr__ may return or import anything.
+    # Without getattr: a module's __getattr__ may return or import anything.
     own = vars(module) if isinstance(module, types.ModuleType) else {}
     locations = getattr(own.get("__spec__"), "submodule_search_locations", None) or []
     places = [own.get("__file__"), *locations]  # A package without __init__.py has no file.

@@ -1,4 +1,4 @@
-"""What the model of a case must be for a strategy to train it as one device does."""
+"""Checks that strategies train the model of a case as one device does."""
 
 import collections
 
@@ -11,11 +11,11 @@ def check_case_model(strategy: Strategy, case: str | None) -> None:
     """Checks the model and the optimizer of a strategy that was just built.
 
     Args:
-        strategy: with an objective.
-        case: its file, for the message.
+        strategy: a strategy with an objective.
+        case: the case file, for the message.
 
     Raises:
-        ConfigError: the strategy would train the model in another way, or it cannot be saved.
+        ConfigError: the strategy would train the model differently, or it cannot be saved.
     """
     where, model, name = f"--case={case}", strategy.model, strategy.name
     if inner_optimizer(strategy.optimizer) is not strategy.optimizer:

@@ -1,4 +1,4 @@
-"""The training of a case: its model, loss and optimizer on a strategy of this program."""
+"""Defines the training of a case with a strategy of this program."""
 
 import contextlib
 import math
@@ -22,22 +22,22 @@ from app.training.strategy_builder import create_strategy
 from strategies.base import Strategy
 from strategies.tf_private import learning_rate_schedule, reset_layer_numbers
 
-# What TensorFlow raises of itself or of another worker, and not of what a case computes; by name.
+# Names of TensorFlow's exceptions for its own failures or lost workers, not for errors of a case.
 _NOT_OF_A_CASE = ("UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError")
 
 
 class CaseSpec:
-    """What is trained and how, as the file of a case defines it; see `TrainingDefinition`.
+    """Specifies a training by the file of a case; see `TrainingDefinition`.
 
     Args:
-        config: the flags.
+        config: the options.
         dataset: the data of the case.
 
     Attributes:
-        steps_per_epoch: batches of an epoch.
-        num_steps: of the whole training.
-        learning_rate: of the optimizer before the first step; not a number before the strategy is
-            built.
+        steps_per_epoch: batches per epoch.
+        num_steps: steps of the whole training.
+        learning_rate: learning rate of the optimizer before the first step; NaN before the strategy
+            is built.
         has_schedule: False: no schedule of a case depends on --epochs.
     """
 
@@ -74,7 +74,7 @@ class CaseSpec:
         return strategy
 
     def create_guard(self, strategy: Strategy, devices: Devices) -> "CaseGuard":
-        """Creates what tells errors of the case in one line."""
+        """Creates the guard that reports errors of the case in one line."""
         return CaseGuard(self._dataset.case)
 
     def metadata(self, strategy: Strategy) -> RunMetadata:
@@ -93,17 +93,17 @@ class CaseSpec:
         )
 
     def batches(self, *, seed: int, start_step: int = 0) -> tf.data.Dataset:
-        """Returns the endless set of global batches from `start_step` on.
+        """Returns the infinite dataset of global batches from `start_step` on.
 
         Raises:
-            ValueError: `seed` is not that of the training, from which the case draws.
+            ValueError: `seed` is not the seed of the training, which the case uses.
         """
         if seed != self._config.seed:
             raise ValueError(f"the data of a case follow from seed {self._config.seed}, not {seed}")
         return self._dataset.train_batches(start_step=start_step)
 
     def batch_sizes(self) -> set[int]:
-        """Returns the sizes that batches have."""
+        """Returns the sizes of batches."""
         return set(self._dataset.train.sizes)
 
     def metrics(self) -> dict[str, float]:
@@ -112,27 +112,27 @@ class CaseSpec:
 
 
 class CaseGuard:
-    """Tells errors of a case in one line.
+    """Reports errors of a case in one line.
 
     Args:
-        case: whose code is run.
+        case: the case whose code is run.
     """
 
     def __init__(self, case: CaseFile) -> None:
         self._case = case
 
     def check(self) -> None:
-        """Does nothing: how much memory a step of a case takes is not known."""
+        """Does nothing: the memory of a step of a case is unknown."""
 
     @contextlib.contextmanager
     def naming_errors(self, is_within_epoch: Callable[[], bool]) -> Iterator[None]:
-        """Within it an error of the case, or of what Keras makes of it, is told in one line.
+        """Converts errors of the case, or of Keras code that it uses, to a one-line error.
 
         Args:
-            is_within_epoch: returns whether steps are trained, and not test data evaluated.
+            is_within_epoch: returns whether steps are being trained, not test data evaluated.
 
         Raises:
-            ConfigError: there was one.
+            ConfigError: the case failed.
         """
         with self._case.importable():
             try:
@@ -146,7 +146,7 @@ class CaseGuard:
 
 
 def _is_of_tensorflow(error: Exception) -> bool:
-    """Tells whether TensorFlow raises an error of itself: memory ran out, or a worker is gone."""
+    """Returns whether an error is TensorFlow's own: memory ran out, or a worker was lost."""
     is_known = type(error).__name__ in _NOT_OF_A_CASE or "Collective ops" in str(error)
     return is_known or is_out_of_memory(error)
 

@@ -4,18 +4,18 @@ import time
 
 from app.records.run_metadata import Progress
 
-# Within an epoch a checkpoint is saved this often, where no number of steps is asked for.
+# Default interval between checkpoints within an epoch, without a number of steps.
 _CHECKPOINT_SEC = 300.0
 
 
 class CheckpointSchedule:
-    """Knows the last checkpoint of a training and when the next one is due.
+    """Tracks the last checkpoint of a training and when the next one is due.
 
-    The end of an epoch is saved with its evaluation, whatever the schedule says.
+    The end of an epoch is always saved with its evaluation.
 
     Args:
-        every_steps: steps between two checkpoints; None or 0 saves by the clock.
-        steps_per_epoch: batches of an epoch.
+        every_steps: steps between checkpoints; None or 0 for an interval of time.
+        steps_per_epoch: batches per epoch.
     """
 
     def __init__(self, every_steps: int | None, steps_per_epoch: int) -> None:
@@ -25,7 +25,7 @@ class CheckpointSchedule:
 
     @property
     def saved_step(self) -> int:
-        """The step of the last checkpoint, 0 where there is none."""
+        """The step of the last checkpoint; 0 without one."""
         return self._saved[0]
 
     def mark_saved(self, progress: Progress) -> None:
@@ -33,11 +33,11 @@ class CheckpointSchedule:
         self._saved, self._last_save = (progress.step, progress.epoch), time.monotonic()
 
     def is_saved(self, progress: Progress) -> bool:
-        """Whether the last checkpoint has this progress."""
+        """Returns whether the last checkpoint has this progress."""
         return (progress.step, progress.epoch) == self._saved
 
     def is_due(self, progress: Progress) -> bool:
-        """Whether to save within the epoch."""
+        """Returns whether to save within the epoch."""
         if progress.epoch_step == self._steps_per_epoch:
             return False
         if self._every_steps:
@@ -45,7 +45,7 @@ class CheckpointSchedule:
         return time.monotonic() - self._last_save >= _CHECKPOINT_SEC
 
     def num_steps_before_next(self, progress: Progress) -> int:
-        """Returns how many steps may follow before a checkpoint or the end of the epoch."""
+        """Returns the number of steps before the next checkpoint or the end of the epoch."""
         to_epoch_end = self._steps_per_epoch - progress.epoch_step
         if not self._every_steps:
             return to_epoch_end

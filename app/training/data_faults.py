@@ -1,4 +1,4 @@
-"""Faults of the data set, for fault injection: see `fault_injection.py`."""
+"""Injects faults into the dataset; see `fault_injection.py`."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ def inject_data_fault(
     *,
     seed: int,
 ) -> tf.data.Dataset:
-    """Returns the training set with the fault injected, where it is one of the data.
+    """Returns the training dataset with the fault injected, if it is a fault of the data.
 
     Args:
-        fault: to inject.
-        create_dataset: creates the set of global batches whose order follows from a seed.
-        strategy: its shards are spoilt.
-        seed: of the training.
+        fault: the fault.
+        create_dataset: creates the dataset of global batches with the order for a seed.
+        strategy: the strategy whose shards get the fault.
+        seed: seed of the training.
     """
     dataset = create_dataset(seed)
     if fault.name == "same_shard":
@@ -31,7 +31,7 @@ def inject_data_fault(
         def repeat_first_shard(images: tf.Tensor, labels: tf.Tensor) -> Batch:
             shards = range(strategy.num_shards)
             bounds = [strategy.shard_bounds(tf.size(labels), s) for s in shards]
-            first = bounds[0][1]  # A shard may be larger than it: examples then come twice.
+            first = bounds[0][1]  # A larger shard repeats the examples.
             rows = tf.concat([tf.range(end - start) % first for start, end in bounds], axis=0)
             return tf.gather(images, rows), tf.gather(labels, rows)
 

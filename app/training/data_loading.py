@@ -1,4 +1,4 @@
-"""The data of a training; without TensorFlow, which another process may import meanwhile."""
+"""Loads the data of a training, without TensorFlow, which another thread may be importing."""
 
 from app.config import TrainConfig
 from app.data.dataset import ImageDataset
@@ -7,10 +7,10 @@ from app.runtime import console
 
 
 def load_data(config: TrainConfig) -> ImageDataset:
-    """Loads the images that `config` asks for.
+    """Loads the images for `config`.
 
     Raises:
-        DataError: missing, damaged, or too few.
+        DataError: the data is missing, damaged, or too small.
     """
     dataset = load_dataset(
         config.dataset,

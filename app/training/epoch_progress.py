@@ -1,4 +1,4 @@
-"""Moves the progress of a training forward, by a call of steps or by a finished epoch."""
+"""Advances the progress of a training by a call of steps or by a finished epoch."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from strategies.base import StepTotals
 
 
 def epoch_totals(progress: Progress) -> StepTotals:
-    """Returns the sums over the epoch under way."""
+    """Returns the sums over the current epoch."""
     return StepTotals(progress.loss_sum, progress.correct, progress.examples)
 
 
@@ -36,15 +36,15 @@ def after_epoch(
     injected_fault: str,
     test_metrics: dict[str, float] | None = None,
 ) -> Progress:
-    """Returns the progress with the epoch under way as the last one of its history.
+    """Returns the progress with the current epoch appended to its history.
 
     Args:
-        progress: after the last step of the epoch.
+        progress: progress after the last step of the epoch.
         test: totals over the test set.
-        evaluation_sec: of the test set.
-        learning_rate: of the last step.
-        injected_fault: "" where none is injected.
-        test_metrics: of a case; None of images, whose correct predictions are counted.
+        evaluation_sec: seconds of the evaluation on the test set.
+        learning_rate: learning rate of the last step.
+        injected_fault: the injected fault; "" without one.
+        test_metrics: metrics of a case; None for images, whose correct predictions are counted.
     """
     train, is_case = epoch_totals(progress), test_metrics is not None
     record = EpochRecord(
@@ -74,7 +74,7 @@ def after_epoch(
 
 
 def find_accuracy(metrics: Mapping[str, float]) -> float | None:
-    """Returns the accuracy among the metrics of a case; None where there is none."""
+    """Returns the accuracy among the metrics of a case; None without one."""
     names = [name for name in metrics if name.endswith(("_accuracy", "acc"))]
     for name in ("accuracy", *(name for name in names if "top_k" not in name)):
         if 0 <= metrics.get(name, math.nan) <= 1:

@@ -1,4 +1,4 @@
-"""Evaluation on the whole test set."""
+"""Evaluates a strategy on the whole test set."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from strategies.base import StepTotals, Strategy
 def evaluate(
     strategy: Strategy, dataset: TrainingData, on_batch: Callable[[], None] = lambda: None
 ) -> StepTotals:
-    """Returns the totals over the whole test set, each example seen once.
+    """Returns the totals over the whole test set, each example counted once.
 
     Args:
-        strategy: what to evaluate.
-        dataset: whose test part to take.
-        on_batch: called after each batch; what it raises ends the evaluation.
+        strategy: the strategy to evaluate.
+        dataset: the dataset with the test set.
+        on_batch: called after each batch; an exception that it raises ends the evaluation.
 
     Raises:
-        RuntimeError: the strategy saw another number of examples.
+        RuntimeError: the strategy counted another number of examples.
     """
     totals = strategy.evaluate(dataset.batches_to_evaluate(), on_batch)
     if totals.examples != dataset.num_test_examples:

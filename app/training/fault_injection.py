@@ -1,7 +1,7 @@
-"""Fault injection: makes a training wrong on purpose, to see what detects it, and how.
+"""Injects faults into a training, to test which check detects them.
 
-Each fault is one that distributed programs really have. It is injected through the observer of a
-strategy or through the data set, see `data_faults.py`: no strategy knows of it.
+Each fault occurs in real distributed programs. It is injected through the observer of a strategy or
+through the dataset (`data_faults.py`), without changes to a strategy.
 """
 
 import time
@@ -26,13 +26,13 @@ class FaultyObserver(Observer):
     """Injects a fault into the steps of a strategy.
 
     Args:
-        fault: to inject; faults of the data set are those of `inject_data_fault`.
-        strategy: built.
+        fault: the fault; `inject_data_fault` injects faults of the dataset.
+        strategy: a built strategy.
     """
 
     def __init__(self, fault: Fault, strategy: Strategy):
         self._fault, self._strategy = fault, strategy
-        self._kept: dict[int, dict[str, tf.Variable]] = {}  # Weights of the step before.
+        self._kept: dict[int, dict[str, tf.Variable]] = {}  # Weights of the previous step.
         local_ids, copy_id = strategy.local_copy_ids, fault.parameters.get("replica", 0)
         self._is_here = copy_id in local_ids
         faulty_copy = strategy.copies()[int(copy_id) - local_ids.start if self._is_here else 0]
@@ -42,7 +42,7 @@ class FaultyObserver(Observer):
         )
 
     def begin(self) -> None:
-        """Injects a fault that is there before the first step, once the state is loaded."""
+        """Injects a fault that exists before the first step; called after the state is loaded."""
         is_first = int(self._step.numpy()) == 0 == self._fault.parameters.get("step")
         if self._fault.name == "perturb_weight" and self._is_here and is_first:
             self._perturb_weight()
@@ -52,12 +52,12 @@ class FaultyObserver(Observer):
             self._strategy.syncs_batch_norm = False
             for layer in flatten_layers(self._strategy.model):
                 if isinstance(layer, keras.layers.BatchNormalization):
-                    layer.synchronized = False  # In `mirrored` it is Keras that does it.
+                    layer.synchronized = False  # In `mirrored`, Keras synchronises.
 
     def on_shard(
         self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the gradients that the replica sends in place of its own."""
+        """Returns the gradients that the replica sends instead of its own."""
         sent = self._sent(shard_id, shard, gradients)
         first = self._fault.parameters.get("step")
         if sent is gradients or not first:
@@ -68,7 +68,7 @@ class FaultyObserver(Observer):
     def _sent(
         self, shard_id: int | tf.Tensor, shard: Shard, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the gradients that the replica sends once the fault has begun."""
+        """Returns the gradients that the replica sends after the start of the fault."""
         fault, parameters = self._fault.name, self._fault.parameters
         num_parts, num_shards = self._strategy.shards_per_replica, self._strategy.num_shards
         if fault in ("drop_gradient", "lost_micro_batch"):
@@ -80,7 +80,7 @@ class FaultyObserver(Observer):
             return [g * tf.cast(parameters["factor"], g.dtype) for g in gradients]
         if fault == "divided_twice":
             return [g / tf.cast(num_parts, g.dtype) for g in gradients]
-        if fault == "mean_of_means":  # Each shard's sum over its own size, then the mean of those.
+        if fault == "mean_of_means":  # Divide each shard's sum by its own size, then average.
             share = shard.num_global_examples / (tf.size(shard.labels) * num_shards)
             return [g * tf.cast(share, g.dtype) for g in gradients]
         if fault == "bf16_all_reduce":
@@ -90,7 +90,7 @@ class FaultyObserver(Observer):
         return gradients
 
     def on_update(self, copy_id: int | tf.Tensor, summed_gradients: list[tf.Tensor]) -> None:
-        """Changes a weight of one copy after a step, as a bad memory chip would."""
+        """Changes a weight of one copy after a step, like a defective memory chip."""
         if self._fault.name != "perturb_weight" or not self._is_here:
             return
         replica, step = (int(self._fault.parameters[name]) for name in ("replica", "step"))
@@ -102,7 +102,7 @@ class FaultyObserver(Observer):
     def on_weights(
         self, device_id: int, weights: Mapping[str, tf.Tensor]
     ) -> Mapping[str, tf.Tensor]:
-        """Returns other weights than those of the step."""
+        """Returns wrong weights for the step."""
         fault, num_devices = self._fault.name, self._strategy.devices_per_replica
         if fault == "stale_stage" and device_id % num_devices == self._fault.parameters["stage"]:
             return self._those_of_the_step_before(device_id, weights)
@@ -116,7 +116,7 @@ class FaultyObserver(Observer):
         return weights
 
     def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the device's own piece in place of those of all devices."""
+        """Returns only the device's own term."""
         if self._fault.name == "forgotten_backward_sum" and len(pieces) > 1:
             return [pieces[device_id]]
         return pieces
@@ -126,13 +126,13 @@ class FaultyObserver(Observer):
         per_shard_statistics: Sequence[Sequence[np.ndarray]],
         averages: Mapping[str, np.ndarray],
     ) -> Mapping[str, np.ndarray]:
-        """Returns the statistics of shard 0 in place of the averages."""
+        """Returns the statistics of shard 0 instead of the averages."""
         if self._fault.name == "local_batch_norm":
             return dict(zip(averages, per_shard_statistics[0], strict=True))
         return averages
 
     def _keep_weights(self, stage: int) -> None:
-        """Keeps what the weights of a stage are before the first step, for each replica."""
+        """Keeps the weights of a stage before the first step, for each replica."""
         for replica_id, copy in enumerate(self._strategy.copies()):
             device_id = replica_id * self._strategy.devices_per_replica + stage
             device = self._strategy.devices[device_id]
@@ -146,7 +146,7 @@ class FaultyObserver(Observer):
     def _those_of_the_step_before(
         self, device_id: int, weights: Mapping[str, tf.Tensor]
     ) -> dict[str, tf.Tensor]:
-        """Keeps the weights for the next step, and returns those that were kept."""
+        """Keeps the weights for the next step and returns those of the previous step."""
         older = {}
         for path, weight in weights.items():
             kept = self._kept[device_id][path]
@@ -156,7 +156,7 @@ class FaultyObserver(Observer):
         return older
 
     def _exchanged(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Exchanges the ranges of elements that devices 0 and 1 keep."""
+        """Swaps the ranges of elements of devices 0 and 1."""
         flat, num_replicas = tf.reshape(tensor, [-1]), self._strategy.num_replicas
         first, second, *others = (
             flat[slice(*shard_bounds(flat.shape[0], num_replicas, r))] for r in range(num_replicas)
@@ -184,7 +184,7 @@ class FaultyObserver(Observer):
 
 
 def _first_part(variable: Any) -> tf.Variable:
-    """Returns a variable, or the first part or copy of one that several devices have."""
+    """Returns a variable; for one that is split or copied over devices, its first part or copy."""
     several = getattr(variable, "parts", None) or getattr(variable, "copies", None)
     return several[0] if several else variable
 
@@ -192,19 +192,19 @@ def _first_part(variable: Any) -> tf.Variable:
 def inject_fault(
     fault: Fault, strategy: Strategy, *, batch_sizes: Collection[int], num_steps: int
 ) -> FaultyObserver:
-    """Injects a fault into a strategy that is built and has made no step.
+    """Injects a fault into a built strategy that has not run a step.
 
     Args:
-        fault: to inject; for those of the data set, see `inject_data_fault`.
+        fault: the fault; for faults of the dataset, see `inject_data_fault`.
         strategy: its observer is replaced.
-        batch_sizes: all sizes that a global batch will have.
-        num_steps: how many steps will be made.
+        batch_sizes: all sizes of global batches.
+        num_steps: number of steps of the training.
 
     Returns:
-        The new observer of the strategy, whose `begin` is to be called before the first step.
+        The strategy's new observer, whose `begin` must be called before the first step.
 
     Raises:
-        ConfigError: the fault cannot happen here.
+        ConfigError: the fault has no effect on this training.
     """
     _check_can_happen(fault, strategy, batch_sizes)
     if fault.parameters.get("step", 0) > num_steps:
@@ -217,10 +217,10 @@ def inject_fault(
 
 
 def _check_can_happen(fault: Fault, strategy: Strategy, batch_sizes: Collection[int]) -> None:
-    """Checks that a fault makes a difference to a strategy.
+    """Checks that a fault has an effect on a strategy.
 
     Raises:
-        ConfigError: it makes none.
+        ConfigError: it has none.
     """
     numbers = {
         "parts": 1,

@@ -1,4 +1,4 @@
-"""Stops a training whose loss or weights are not finite any more."""
+"""Stops a training whose loss or weights are not finite."""
 
 import math
 
@@ -12,14 +12,14 @@ from strategies.copies import State
 def check_finite_loss(
     totals: StepTotals, description: str, strategy: Strategy, where: str, saved_step: int
 ) -> None:
-    """Checks the loss of some steps or of an evaluation.
+    """Checks the loss of steps or of an evaluation.
 
     Args:
-        totals: over the examples.
-        description: of the loss, for example "training loss".
+        totals: totals over the examples.
+        description: name of the loss, for example "training loss".
         strategy: its state names the tensor that is not finite.
         where: step and learning rate, for the message.
-        saved_step: of the last checkpoint, 0 where there is none.
+        saved_step: step of the last checkpoint; 0 without one.
 
     Raises:
         DivergedError: the loss is not finite.
@@ -34,13 +34,13 @@ def check_finite_loss(
 
 
 def check_finite_state(state: State, where: str, saved_step: int, *, is_case: bool = False) -> None:
-    """Checks the weights and the optimizer state that are about to be saved.
+    """Checks the weights and the optimizer state before they are saved.
 
     Args:
         state: arrays by name.
         where: step and learning rate, for the message.
-        saved_step: of the last checkpoint, 0 where there is none.
-        is_case: whether the learning rate is that of a case.
+        saved_step: step of the last checkpoint; 0 without one.
+        is_case: whether the learning rate is defined by a case.
 
     Raises:
         DivergedError: an array holds a number that is not finite.

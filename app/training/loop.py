@@ -1,4 +1,4 @@
-"""The training loop: epochs, evaluation, checkpoints. Of a strategy it uses the contract alone."""
+"""Runs a training: epochs, evaluation, checkpoints. Uses only the contract of a strategy."""
 
 import math
 import pathlib
@@ -31,33 +31,34 @@ from app.training.worker_sync import check_same_data, synchronize, wait_for_all
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
-# Steps go into one compiled call until it takes this long: the bar moves, the host hardly works.
+# The number of steps per compiled call grows until a call takes this long, so that the bar is
+# updated and the host is mostly idle.
 _CALL_SEC = 0.5
 
 
 class Training:
-    """One training: built and tried out; nothing is written to `run_dir` yet.
+    """Runs one training. The constructor builds and tests it, and writes nothing to `run_dir`.
 
-    `run` calls `begin`, for each epoch `step` and `end_epoch`, and `end`. So does a caller with a
-    loop of its own, a benchmark for example.
+    `run` calls `begin`, for each epoch `step` and `end_epoch`, and `end`. A caller with its own
+    loop, such as a benchmark, calls the same methods.
 
-    Where several workers train together, each of them creates a `Training` and calls the same
-    methods at the same time, except that the chief calls `run` and the others call `assist`. The
-    chief alone reads and writes the run directory.
+    With several workers, each of them creates a `Training` and calls the same methods at the same
+    time, except that the chief calls `run` and the others call `assist`. Only the chief reads and
+    writes the run directory.
 
     Args:
-        config: what to train and how.
-        devices: where.
-        dataset: on what.
-        run_dir: the run directory, locked; None for a worker that is not the chief.
-        on_progress: called whenever something was done.
-        create_verifier: creates what verifies steps while they are made; default: nothing.
+        config: options of the training.
+        devices: the devices.
+        dataset: the data.
+        run_dir: the run directory, locked; None for a worker other than the chief.
+        on_progress: called whenever there is progress.
+        create_verifier: creates the verifier of steps; by default there is none.
 
     Raises:
-        ConfigError: the strategy cannot run like this, or the fault not happen.
+        ConfigError: the strategy cannot run like this, or the fault has no effect.
         DataError: another worker has other data.
-        DeviceError: the batch cannot fit into memory.
-        AllReduceError: the all-reduce loses or repeats what replicas send.
+        DeviceError: the batch does not fit into memory.
+        AllReduceError: the all-reduce loses or repeats values of replicas.
     """
 
     def __init__(
@@ -97,13 +98,13 @@ class Training:
         self._on_progress()
 
     def start(self, *, from_scratch: bool) -> None:
-        """Restores the newest checkpoint that verifies, if there is any.
+        """Restores the newest valid checkpoint, if there is one.
 
         Args:
-            from_scratch: do not look for one.
+            from_scratch: do not look for a checkpoint.
 
         Raises:
-            CheckpointError: none verifies, or it is of another training.
+            CheckpointError: no checkpoint is valid, or it is of another training.
         """
         if self._run_dir and not from_scratch:
             self._resumed = self._state.restore(self._run_dir, has_schedule=self._spec.has_schedule)
@@ -116,17 +117,17 @@ class Training:
         return self._state.progress.epoch == self._config.epochs
 
     def run(self, log: RunLog) -> Summary:
-        """Trains the steps that are left; returns the summary, which is on disk by then.
+        """Trains the remaining steps; returns the summary, which has been written.
 
         Args:
-            log: of the run directory.
+            log: log of the run directory.
 
         Raises:
             DeviceError: memory ran out.
-            DivergedError: a loss or a weight is not finite any more.
-            DiskFullError, OutputError: something cannot be saved.
+            DivergedError: a loss or a weight is not finite.
+            DiskFullError, OutputError: a file cannot be saved.
             ReplicaDivergenceError: replicas hold different weights.
-            KeyboardInterrupt, Terminated: a signal came in; the state is saved by then.
+            KeyboardInterrupt, Terminated: a signal was received; the state has been saved.
             ValueError: there is no run directory; call `assist`.
         """
         self.begin(log)
@@ -134,20 +135,20 @@ class Training:
         return self.end()
 
     def assist(self) -> None:
-        """Trains the steps that are left as a worker that is not the chief, and writes nothing.
+        """Trains the remaining steps as a worker other than the chief, without writing files.
 
         Raises:
-            What `run` raises, but for errors of the disk.
+            The exceptions of `run`, except for errors of the disk.
         """
         self.begin(None)
         self._train()
         wait_for_all(self._workers)
 
     def begin(self, log: RunLog | None) -> None:
-        """Logs the start of the training, and where it resumes; compiles the step.
+        """Logs the start of the training and the step from which it resumes; compiles the step.
 
         Args:
-            log: of the run directory; None to write nothing.
+            log: log of the run directory; None to write nothing.
         """
         if log is not None:
             spec = self._config, self._devices, self.dataset, self.strategy, self._metadata
@@ -166,9 +167,9 @@ class Training:
             is_case=self._config.case is not None,
         )
         if self.is_finished:
-            return  # The earlier attempt was interrupted after its last checkpoint.
+            return  # The previous attempt was interrupted after its last checkpoint.
         with self._guard.naming_errors(self._is_within_epoch):
-            # Kept: the destructor of a `tf.distribute` iterator can wait for half a minute.
+            # Kept alive, because deleting a `tf.distribute` iterator can take 30 s.
             self._iterator = self.strategy.distribute(self._batches())
             start = time.monotonic()
             self._verified.compile(self.strategy, self._iterator)
@@ -179,11 +180,11 @@ class Training:
         """Trains some steps in one compiled call, and adds them to the progress of the epoch.
 
         Args:
-            num_steps: at most as many as the epoch still has.
+            num_steps: at most the remaining steps of the epoch.
 
         Raises:
             DivergedError: the loss is not finite.
-            MismatchError: the step was verified and is wrong.
+            MismatchError: the step was verified and differs from the reference.
         """
         before = self._state.progress
         totals, call_sec = self._verified.train_step(
@@ -205,7 +206,7 @@ class Training:
         return totals
 
     def end_epoch(self) -> None:
-        """Evaluates the epoch whose steps are trained, and saves it.
+        """Evaluates and saves the epoch whose steps have been trained.
 
         Raises:
             DivergedError: the loss or a weight is not finite.
@@ -235,7 +236,7 @@ class Training:
             self._on_progress()
 
     def end(self) -> Summary:
-        """Marks the run as finished; returns its summary, once every worker is done.
+        """Marks the run as finished and returns its summary, once every worker is done.
 
         Raises:
             ValueError: `begin` was given no log.
@@ -250,7 +251,7 @@ class Training:
         return self._state.progress.epoch_step < self.steps_per_epoch
 
     def _train(self) -> None:
-        """Trains the epochs that are left; after a signal it saves the state and ends."""
+        """Trains the remaining epochs; after a signal, saves the state and ends."""
         with self._bar, self._guard.naming_errors(self._is_within_epoch), signals.deferred():
             try:
                 while not self.is_finished:
@@ -266,7 +267,7 @@ class Training:
                 raise
 
     def _train_epoch(self) -> None:
-        """Trains the steps that the epoch under way still lacks."""
+        """Trains the remaining steps of the current epoch."""
         self._step_sec = math.inf
         while self._is_within_epoch():
             self.step(self._num_steps_of_next_call())
@@ -276,13 +277,13 @@ class Training:
                 self.save()
 
     def _num_steps_of_next_call(self) -> int:
-        """Returns how many steps go into the next compiled call."""
+        """Returns the number of steps of the next compiled call."""
         num_steps = self._config.steps_per_call or max(1, int(_CALL_SEC / self._step_sec))
         schedules = self._state.checkpoints, self._verified
         return min(num_steps, *(s.num_steps_before_next(self._state.progress) for s in schedules))
 
     def _batches(self) -> tf.data.Dataset:
-        """Returns the training set from the next step on, with the data fault that is injected."""
+        """Returns the training dataset from the next step on, with any injected data fault."""
 
         def batches(seed: int) -> tf.data.Dataset:
             return self._spec.batches(seed=seed, start_step=self._state.position)
@@ -293,7 +294,7 @@ class Training:
         return batches(seed)
 
     def _synchronize(self, *numbers: float) -> list[float]:
-        """Returns the largest of each number over the workers; raises what a signal asks for."""
+        """Returns the maximum of each number over the workers; raises the exception of a signal."""
         self._on_progress()
         return synchronize(self._workers, *numbers)
 

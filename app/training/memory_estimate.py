@@ -1,4 +1,4 @@
-"""How much memory a training takes, and what to say when there is not enough."""
+"""Estimates the memory of a training, and rejects batches that do not fit."""
 
 import math
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ from app.runtime.errors import DeviceError
 from app.training.tensor_lifetimes import LiveTensors, live_tensors_in_step
 from strategies.tf_private import flatten_layers, has_symbolic_output
 
-# What TensorFlow's kernels work with, and allocators round up, as seen on CPUs: LeNet with batches
-# of 256 and 4,096 took 1 % more or less than these say, ResNet-18 with 64 and 256 up to 16 % more.
+# Factors for workspace of kernels and rounding of allocators, measured on CPUs: LeNet with batches
+# of 256 and 4,096 was within 1 % of the estimate, ResNet-18 with 64 and 256 up to 16 % above.
 _WORK_BYTES, _WORK_SHARE = 16 << 20, 1.12
-# Only what is surely too much is refused: the estimate may be off by as much.
+# Reject only what certainly does not fit: the estimate may be off by this factor.
 _ACCURACY = 0.8
 
 
@@ -30,11 +30,11 @@ class StepSize(NamedTuple):
     """The size of a training step.
 
     Attributes:
-        num_copies: copies of the weights at the same time, gathered ones included.
-        num_replicas: parts of the global batch whose gradients are computed at the same time.
-        global_batch_size: examples of a step over all replicas.
+        num_copies: copies of the weights in memory at the same time, including gathered ones.
+        num_replicas: parts of the global batch whose gradients are computed in parallel.
+        global_batch_size: examples per step over all replicas.
         num_states: copies of the optimizer state; None for as many as of the weights.
-        share_alive: share of the batch whose activations are there at the same time.
+        share_alive: fraction of the batch whose activations are in memory at the same time.
     """
 
     num_copies: int
@@ -48,15 +48,15 @@ class StepSize(NamedTuple):
         """Returns the size of a step of a training.
 
         Args:
-            config: of the training.
-            num_devices: of all workers.
-            global_batch_size: of its largest batch.
+            config: options of the training.
+            num_devices: devices of all workers.
+            global_batch_size: size of its largest batch.
         """
         split = config.strategy, config, num_devices
         replicas = num_replicas(*split)
         is_sharded = has_option(config.strategy, "shard")
         return cls(
-            # Replicas that keep a part of the weights hold all of them besides in a step.
+            # Replicas that keep a part of the weights also hold all of them during a step.
             num_copies=replicas + (is_sharded and replicas > 1),
             num_replicas=replicas,
             global_batch_size=global_batch_size,
@@ -66,13 +66,13 @@ class StepSize(NamedTuple):
 
 
 class MemoryEstimate(NamedTuple):
-    """What the training of a replica takes beside the program itself.
+    """The memory of a replica's training, in addition to the program itself.
 
     Attributes:
-        weights_bytes: of the model.
-        optimizer_state_bytes: what the optimizer keeps, its momentum.
-        step_bytes: in a step, whatever the shard: gradients, and what kernels work with.
-        image_bytes: in a step, for each image of the shard: activations and their gradients.
+        weights_bytes: bytes of the model.
+        optimizer_state_bytes: bytes of the optimizer state.
+        step_bytes: bytes of a step independent of the shard: gradients, and workspace of kernels.
+        image_bytes: bytes of a step per image of the shard: activations and their gradients.
     """
 
     weights_bytes: int
@@ -82,11 +82,11 @@ class MemoryEstimate(NamedTuple):
 
     @classmethod
     def of(cls, model: keras.Model, optimizer_variables: Iterable[Any] = ()) -> "MemoryEstimate":
-        """Estimates from the graph of a step, which takes a second or two for a deep model.
+        """Estimates the memory from the graph of a step; takes 1 to 2 s for a deep model.
 
         Args:
-            model: the whole model.
-            optimizer_variables: of the whole model, or what stands for them where they are split.
+            model: the unsplit model.
+            optimizer_variables: variables of the optimizer, or unsplit views of them.
         """
         alive = live_tensors_in_step(model)
         return cls(
@@ -96,12 +96,12 @@ class MemoryEstimate(NamedTuple):
         )
 
     def total_bytes(self, size: StepSize) -> float:
-        """Returns the bytes of all copies of the weights and all examples together."""
+        """Returns the bytes of all copies of the weights and of all examples."""
         num_alive = size.share_alive * size.global_batch_size
         return self.fixed_bytes(size) + num_alive * self.image_bytes
 
     def fixed_bytes(self, size: StepSize) -> float:
-        """Returns the bytes that do not depend on the number of examples."""
+        """Returns the bytes that are independent of the number of examples."""
         num_states = size.num_copies if size.num_states is None else size.num_states
         weights_bytes = size.num_copies * self.weights_bytes
         state_bytes = num_states * self.optimizer_state_bytes
@@ -109,19 +109,19 @@ class MemoryEstimate(NamedTuple):
 
 
 def with_work(alive: LiveTensors) -> tuple[float, float]:
-    """Returns the bytes of a step, fixed and of each image, with what kernels work with."""
+    """Returns the bytes of a step, fixed and per image, including workspace of kernels."""
     return _WORK_BYTES + _WORK_SHARE * alive.fixed_bytes, _WORK_SHARE * alive.image_bytes
 
 
 def _size_bytes(variables: Iterable[Any]) -> int:
-    """Returns the bytes of variables, or of what stands for them: all have a shape and a dtype."""
+    """Returns the bytes of variables, or of objects with a shape and a dtype."""
     return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
 def _upper_bound(model: keras.Model, size: StepSize) -> float:
-    """Returns more than any step can take: all that layers compute at once, with its gradients.
+    """Returns an upper bound of the memory of a step: all outputs of layers and their gradients.
 
-    Infinity where layers are made of layers: what these compute is not to be seen from outside.
+    Infinity for nested layers, whose inner outputs are unknown.
     """
     layers = [
         layer
@@ -143,16 +143,16 @@ def check_memory(
     *,
     available: int | None,
 ) -> None:
-    """Refuses a batch that cannot fit into main memory, which all logical CPU devices share.
+    """Rejects a batch that does not fit into main memory, which all logical CPU devices share.
 
     Args:
-        model: the whole model.
+        model: the unsplit model.
         optimizer_variables: see `MemoryEstimate.of`.
-        size: of a step; all of it shares the memory.
-        available: bytes; None where nobody knows.
+        size: size of a step on this memory.
+        available: bytes; None if unknown.
 
     Raises:
-        DeviceError: a step takes more than there is.
+        DeviceError: a step needs more than is available.
     """
     if available is None or _upper_bound(model, size) <= available:
         return
@@ -168,11 +168,11 @@ def too_large(
     *,
     available: int | None,
 ) -> DeviceError:
-    """Returns what to raise where a batch does not fit, or did not.
+    """Returns the error for a batch that does not fit.
 
     Args:
         model, optimizer_variables, size: see `check_memory`.
-        available: likewise; None where the memory is that of GPUs.
+        available: bytes; None for the memory of GPUs.
     """
     estimate = MemoryEstimate.of(model, optimizer_variables)
     needed = estimate.total_bytes(size)
@@ -186,7 +186,7 @@ def too_large(
 
 
 def _advice(estimate: MemoryEstimate, size: StepSize, available: int | None) -> str:
-    """Says which batch to use instead, where one can fit at all."""
+    """Returns advice on which batch size to use, if any fits."""
     fits = size.global_batch_size // 2
     if available is not None:
         room = available - estimate.fixed_bytes(size)

@@ -1,4 +1,4 @@
-"""Refuses a batch that cannot fit into memory, before the training or when memory runs out."""
+"""Rejects a batch that does not fit into memory, before the training or when memory runs out."""
 
 import contextlib
 import math
@@ -15,13 +15,13 @@ from strategies.workers import Workers
 
 
 class MemoryGuard:
-    """Compares the memory of a training step with the memory that is free.
+    """Compares the memory of a training step with the free memory.
 
     Args:
-        strategy: built.
-        config: of the training.
-        devices: of all workers.
-        global_batch_size: of the largest batch.
+        strategy: a built strategy.
+        config: options of the training.
+        devices: devices of all workers.
+        global_batch_size: size of the largest batch.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class MemoryGuard:
         self._on_cpu = "CPU" in devices.names[0]
 
     def check(self) -> None:
-        """Checks that a step fits into main memory; says nothing about the memory of GPUs.
+        """Checks that a step fits into main memory; does not check the memory of GPUs.
 
         Raises:
             DeviceError: a step needs more than is free.
@@ -42,10 +42,10 @@ class MemoryGuard:
 
     @contextlib.contextmanager
     def naming_errors(self, is_within_epoch: Callable[[], bool]) -> Iterator[None]:
-        """Within it, running out of memory in an epoch raises the batch size that would fit.
+        """Converts out-of-memory errors of an epoch to an error with a batch size that fits.
 
         Args:
-            is_within_epoch: returns whether steps are trained, and not the test set evaluated.
+            is_within_epoch: returns whether steps are being trained, not the test set evaluated.
 
         Raises:
             DeviceError: a step ran out of memory.
@@ -59,7 +59,7 @@ class MemoryGuard:
             raise
 
     def _available_on_all_machines(self) -> int | None:
-        """Returns free bytes: the number of machines times the least that a worker has."""
+        """Returns free bytes: the number of machines times the minimum over the workers."""
         workers, cluster = self._devices.workers or Workers(), self._devices.cluster
         available = -workers.all_reduce_max(-(available_bytes() or math.inf))[0]
         if math.isinf(available):
@@ -67,8 +67,8 @@ class MemoryGuard:
         return int(available) * (cluster.num_machines if cluster else 1)
 
     def _step(self) -> dict[str, Any]:
-        """Returns what the memory of a step depends on."""
-        first = self._strategy.copies()[0]  # An optimizer of the strategy may have a part alone.
+        """Returns the arguments of the memory estimate of a step."""
+        first = self._strategy.copies()[0]  # The strategy's optimizer may hold only a part.
         return {
             "model": self._strategy.model,
             "optimizer_variables": [v for name, v in first.items() if name.startswith("optimizer")],

@@ -1,4 +1,4 @@
-"""What a model must be for every strategy to train it the same way."""
+"""Checks that all strategies can train a model equally."""
 
 import collections
 
@@ -8,10 +8,10 @@ from app.runtime.errors import ConfigError
 
 
 def check_model(model: keras.Model) -> None:
-    """Checks a model that was just built; leaves its variables as they are.
+    """Checks a newly built model; does not change its variables.
 
     Raises:
-        ConfigError: two variables have the same name, or a layer adds a loss of its own.
+        ConfigError: two variables have the same name, or a layer adds a loss.
     """
     counts = collections.Counter(variable.path for variable in model.variables)
     repeated = [path for path, count in counts.items() if count > 1]
@@ -30,10 +30,11 @@ def check_model(model: keras.Model) -> None:
 
 
 def _find_added_loss(model: keras.Model) -> keras.Layer | None:
-    """Returns the innermost layer that adds a loss in a call of the model, None where none does.
+    """Returns the innermost layer that adds a loss in a call of the model; None without one.
 
-    Regularizers of weights are found without a call. Those of activities, and what a layer adds by
-    itself, are not: hence a call with one image, as in evaluation, which changes no variable.
+    Weight regularizers are found without a call. Activity regularizers and losses added by layers
+    are not; the model is therefore called with one image in evaluation mode, which changes no
+    variable.
     """
     model(keras.ops.zeros((1, *model.input_shape[1:]), dtype=model.inputs[0].dtype), training=False)
     layer = model if model.losses else None

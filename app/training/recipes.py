@@ -1,4 +1,4 @@
-"""How a model is trained, under a name: initialisation, input scaling, optimizer, schedule."""
+"""Defines recipes: initialisation, input scaling, optimizer and schedule under a name."""
 
 import dataclasses
 import math
@@ -18,24 +18,24 @@ MIN_WARMUP_STEPS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a training consists of besides the architecture.
+    """Defines a training apart from the architecture.
 
     Attributes:
         kernel_initializer: name or configuration of a Keras initializer; biases start at 0.
         pixel_mean: subtracted from pixels of 0 to 255.
-        pixel_std: what they are divided by then.
+        pixel_std: divides the pixels after the subtraction.
         peak_learning_rate: peak learning rate at a global batch of 256.
-        label_smoothing: what part of the target is spread evenly over all classes.
+        label_smoothing: fraction of the target that is spread evenly over all classes.
         flip: whether training images are mirrored left to right, each in about every other epoch.
-        momentum: of stochastic gradient descent; Nesterov's, where it is not 0.
-        weight_decay: fraction of a weight, times the learning rate, taken off in each step.
-        warmup: fraction of all steps in which the rate rises to its peak, before it falls along a
-            cosine to 0; None for a constant rate. It rises in 100 steps at least, or in half of
-            all steps where there are fewer than 200.
-        batch_rule: how the peak grows with a global batch beyond 256: with the batch ("linear"), or
-            with its square root ("square_root"), and then the rate rises by at most a hundredth of
-            `peak_learning_rate` a step, as far as half of all steps carry it. Below 256 the peak is
-            in proportion to the batch.
+        momentum: Nesterov momentum of stochastic gradient descent; 0 for none.
+        weight_decay: fraction of a weight, times the learning rate, that each step subtracts.
+        warmup: fraction of all steps in which the learning rate rises to its peak, before a cosine
+            decay to 0; None for a constant learning rate. At least 100 steps, or half of all steps
+            if there are fewer than 200.
+        batch_rule: growth of the peak with a global batch above 256: with the batch ("linear"), or
+            with its square root ("square_root"); the latter rises by at most a hundredth of
+            `peak_learning_rate` per step, in at most half of all steps. Below 256 the peak is
+            proportional to the batch.
     """
 
     kernel_initializer: str | Mapping[str, Any]
@@ -52,10 +52,10 @@ class Recipe:
     def learning_rate(self, *, global_batch_size: int, num_steps: int) -> float:
         """Returns the peak learning rate, which grows with the global batch.
 
-        With a warm-up, a run of fewer than 200 steps has no time to rise to the full peak: its peak
-        is lower in the same proportion. (LeNet, rate 0.2: 79 steps end at 0.48 instead of 0.79, and
-        40 at 0.12 instead of 0.70 without this.) With the square root, a larger batch needs as many
-        times more steps to rise as its peak is higher.
+        With warm-up, a run of fewer than 200 steps is too short for the full peak: its peak is
+        reduced proportionally. (LeNet, learning rate 0.2: 79 steps end at 0.48 instead of 0.79, and
+        40 at 0.12 instead of 0.70 without this.) With the square root, the number of warm-up steps
+        of a larger batch grows with its peak.
 
         Reference: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017: the linear rule;
             A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014:
@@ -69,7 +69,7 @@ class Recipe:
         return learning_rate * min(1.0, num_steps / least) if least else learning_rate
 
     def steps_of_full_peak(self, global_batch_size: int) -> float:
-        """Returns how many steps a training needs for its peak not to be lowered."""
+        """Returns the number of steps from which the peak is not reduced."""
         if self.warmup is None:
             return 0.0
         growth = global_batch_size / REFERENCE_GLOBAL_BATCH_SIZE
@@ -77,11 +77,11 @@ class Recipe:
         return 2 * MIN_WARMUP_STEPS * rise
 
     def num_warmup_steps(self, learning_rate: float, num_steps: int) -> int:
-        """Returns in how many steps the rate rises to its peak, 0 for a constant rate.
+        """Returns the number of warm-up steps; 0 for a constant learning rate.
 
         Args:
             learning_rate: the peak.
-            num_steps: of the whole training.
+            num_steps: steps of the whole training.
         """
         if self.warmup is None:
             return 0
@@ -91,7 +91,7 @@ class Recipe:
         return max(round(self.warmup * num_steps), min(least, num_steps // 2))
 
     def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
-        """Creates the optimizer of a training of `num_steps` steps in all."""
+        """Creates the optimizer of a training of `num_steps` steps."""
         schedule = learning_rate
         if self.warmup is not None:
             warmup_steps = self.num_warmup_steps(learning_rate, num_steps)
@@ -116,20 +116,20 @@ class Recipe:
         num_classes: int,
         seed: int,
     ) -> keras.Model:
-        """Builds a network that takes uint8 images; its weights follow from `seed` alone.
+        """Builds a model for uint8 images, whose weights depend only on `seed`.
 
-        Every layer makes an initializer of its own from `kernel_initializer`, and takes its seed
-        from the stream that `set_random_seed` starts: two layers of one shape get other numbers,
-        and two replicas the same.
+        Every layer creates its own initializer from `kernel_initializer`, with a seed from the
+        stream that `set_random_seed` starts: two layers of one shape get different numbers, and two
+        replicas get equal numbers.
 
         Args:
-            builder: what `models.load_model_builder` returns.
-            image_shape: height, width and channels of the data set's images.
-            num_classes: of the data set.
+            builder: the result of `models.load_model_builder`.
+            image_shape: height, width and channels of the dataset's images.
+            num_classes: number of classes of the dataset.
             seed: 0 to 2³² − 1.
 
         Raises:
-            ConfigError: the network takes other images, returns another number of logits, or cannot
+            ConfigError: the model takes other images, returns another number of logits, or cannot
                 be trained by the strategies.
         """
         reset_layer_numbers()
@@ -152,12 +152,12 @@ class Recipe:
 
 
 def _check_fits(network: keras.Model, image_shape: tuple[int, int, int], num_classes: int) -> None:
-    """Raises `ConfigError` if a network does not map such images to logits of such classes."""
+    """Raises `ConfigError` if a model does not map such images to logits of such classes."""
     for kind, found, required in (
         ("input", network.input_shape, (None, *image_shape)),
         ("output", network.output_shape, (None, num_classes)),
     ):
-        # A dimension that the network leaves open is None.
+        # A dimension that the model leaves open is None.
         fits = len(found) == len(required) and all(
             f is None or f == r for f, r in zip(found, required, strict=True)
         )
@@ -168,7 +168,7 @@ def _check_fits(network: keras.Model, image_shape: tuple[int, int, int], num_cla
             )
 
 
-# The book's chapters on several GPUs.
+# From the chapters of d2l on several GPUs.
 _D2L = Recipe(
     kernel_initializer={"class_name": "RandomNormal", "config": {"stddev": 0.01}},
     pixel_mean=0.0,
@@ -186,12 +186,12 @@ _FAST = Recipe(
     warmup=0.2,
     batch_rule="square_root",  # Chosen by measurement: see `benchmarks/batch_study.py`.
 )
-# Rate and decay of David Page's ResNet-9. He adds a decay of 5e-4 to the gradient, where a momentum
-# of 0.9 multiplies it by 10.
+# Learning rate and decay of David Page's ResNet-9. He adds a decay of 5e-4 to the gradient, which
+# a momentum of 0.9 multiplies by 10.
 _FAST_RESIDUAL = dataclasses.replace(
     _FAST, peak_learning_rate=0.2, weight_decay=5e-3, label_smoothing=0.1, flip=True
 )
-# Recipe → model → how it is trained; "other" for models that are not named.
+# Recipe → model → settings; "other" for models that are not listed.
 RECIPES = {
     "d2l": {"lenet": dataclasses.replace(_D2L, peak_learning_rate=0.2), "other": _D2L},
     "fast": {
@@ -204,10 +204,10 @@ RECIPES = {
 
 
 def find_recipe(name: str, model: str) -> Recipe:
-    """Returns how a recipe trains a model.
+    """Returns a model's settings in a recipe.
 
     Args:
         name: a key of `RECIPES`.
-        model: of a model, which need not be named there.
+        model: name of a model, listed there or not.
     """
     return RECIPES[name].get(model, RECIPES[name]["other"])

@@ -14,11 +14,11 @@ from strategies.copies import Variables
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaDivergence:
-    """How far apart what each replica keeps for itself is, as BatchNorm's moving statistics are.
+    """The largest difference of per-replica variables such as BatchNorm's moving statistics.
 
     Attributes:
-        tensor: where it is largest, "" where all replicas hold the same bits.
-        absolute: the largest difference between two replicas there.
+        tensor: variable with the largest difference; "" if all replicas are bitwise identical.
+        absolute: largest difference between two replicas.
     """
 
     tensor: str
@@ -28,10 +28,10 @@ class ReplicaDivergence:
 def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
     """Compares a hash of each variable over all copies of the weights.
 
-    Trainable variables and the optimizer state have to be bitwise identical in every copy.
+    Trainable variables and the optimizer state must be bitwise identical in every copy.
 
     Raises:
-        ReplicaDivergenceError: they are not; it names the tensor and the replicas.
+        ReplicaDivergenceError: they differ; the message names the tensor and the replicas.
     """
     statistics = set(strategy.statistics_names)
     copies = [
@@ -53,7 +53,7 @@ def _differences(
     """Yields each variable that is not bitwise identical in all copies, or shards.
 
     Yields:
-        Its name, the items with identical values in groups, and the largest difference.
+        Its name, the groups of items with identical values, and the largest difference.
     """
     names = list(per_item_variables[0])
     per_item_hashes = strategy.gather([_hash(v.values()) for v in per_item_variables])
@@ -62,7 +62,7 @@ def _differences(
         for item_id, digest in enumerate(hashes):
             groups.setdefault(digest.tobytes(), []).append(item_id)
         if len(groups) > 1:
-            # Every worker knows the hashes: all of them get here for the same variable.
+            # Every worker knows the hashes, so that all of them get here for the same variable.
             own = [[variables[name].numpy()] for variables in per_item_variables]
             arrays = [array for (array,) in strategy.gather(own)]
             apart = float(np.max(np.ptp(np.asarray(arrays, np.float64), axis=0)))

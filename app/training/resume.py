@@ -1,4 +1,4 @@
-"""Where a run goes on, and what may be different when it does."""
+"""Finds the state from which a run resumes, and the changes of its configuration."""
 
 import dataclasses
 import pathlib
@@ -14,24 +14,24 @@ from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
 from app.runtime.errors import CheckpointError
 
-# Another way to make the same steps: what it trains is the same but for rounding.
+# Options that change how the steps are computed, but not the result except for rounding.
 _HOW = {
     *("strategy", "all_reduce", "bucket_mib", "deterministic", "jit_compile"),
     *(each.name for each in options_of(SplitOptions)),
     *("python", "tensorflow", "keras", "numpy"),  # Their versions.
 }
-# What the order of the examples follows from, and so the position in it.
+# Options that determine the order of the examples, and the position in it.
 _ORDER = {"seed", "global_batch_size", "last_batch", "num_train_examples", "dataset_sha256"}
 
 
 class Changes(NamedTuple):
-    """What is different from the run that is to go on, each as "name old → new".
+    """Differences from the run to resume, each as "name old → new".
 
     Attributes:
-        how: another way to the same; accepted, and told.
-        more_epochs: more of the same; accepted, and told.
-        serious: another training; accepted only with `--force_resume`.
-        names: of all that is different.
+        how: changes of how steps are computed; accepted and reported.
+        more_epochs: a larger number of epochs; accepted and reported.
+        serious: changes to another training; accepted only with `--force_resume`.
+        names: names of everything that differs.
     """
 
     how: list[str]
@@ -41,14 +41,14 @@ class Changes(NamedTuple):
 
     @property
     def keep_order(self) -> bool:
-        """Whether the examples come in the order in which they would have come."""
+        """Whether the order of the examples is unchanged."""
         return not self.names & _ORDER
 
     def check(self, run_dir: pathlib.Path, *, force: bool) -> None:
-        """Refuses serious changes, unless somebody insists on them.
+        """Rejects serious changes, unless `force` is set.
 
         Raises:
-            CheckpointError: nobody does.
+            CheckpointError: there are serious changes.
         """
         if self.serious and not force:
             raise CheckpointError(
@@ -59,7 +59,7 @@ class Changes(NamedTuple):
 
 
 def find_changes(old: dict, new: dict) -> Changes:
-    """Compares what a run was started with and what is asked for now, both plain values."""
+    """Compares the configuration of a run with the current one, both as plain values."""
     changes = Changes([], [], [], set())
     for name in {**old, **new}:
         before, now = recorded_value(old, name), new.get(name)
@@ -81,12 +81,12 @@ def find_changes(old: dict, new: dict) -> Changes:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """What a training goes on with.
+    """The state from which a training resumes.
 
     Attributes:
-        checkpoint: the state, with the progress as it is to go on.
-        found: the checkpoint as it was found, and damaged ones that are newer.
-        changes: what is different now.
+        checkpoint: the state, with the progress from which the training resumes.
+        found: the unchanged checkpoint, and damaged newer ones.
+        changes: changes of the configuration.
     """
 
     checkpoint: Checkpoint
@@ -94,11 +94,11 @@ class Resumed:
     changes: Changes
 
     def report(self, metadata: RunMetadata, *, has_schedule: bool) -> None:
-        """Says where the training goes on, and what is different.
+        """Prints the step from which the training resumes, and the changes.
 
         Args:
-            metadata: of the training that resumes.
-            has_schedule: whether the learning rate follows from the number of epochs.
+            metadata: metadata of the resuming training.
+            has_schedule: whether the learning rate depends on the number of epochs.
         """
         progress, changes = self.checkpoint.progress, self.changes
         if warning := self.found.warning():
@@ -129,17 +129,17 @@ class Resumed:
 
 
 def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata) -> Resumed | None:
-    """Finds what a training can go on with; None where nothing was saved.
+    """Finds the state from which a training resumes; None if nothing was saved.
 
-    What is different is found, not judged: see `Changes.check`.
+    Finds changes without rejecting them; see `Changes.check`.
 
     Args:
-        run_dir: the directory of the run.
-        config: what is to go on.
-        metadata: of the training that is to go on.
+        run_dir: the run directory.
+        config: options of the resuming training.
+        metadata: metadata of the resuming training.
 
     Raises:
-        CheckpointError: no checkpoint verifies, or it is beyond the epochs asked for.
+        CheckpointError: no checkpoint is valid, or it is beyond the requested epochs.
     """
     found = find_newest_checkpoint(run_dir)
     if found is None:
@@ -170,12 +170,12 @@ def _identity(metadata: RunMetadata) -> dict:
 
 
 def _with_changes(progress: Progress, changes: Changes) -> Progress:
-    """Returns the progress with a note of what is changed from here on."""
+    """Returns the progress with a record of the changes."""
     lines = [*changes.how, *changes.more_epochs, *changes.serious]
     noted = [*progress.changes, *(f"step {progress.step}: {line}" for line in lines)]
     if changes.keep_order:
         return dataclasses.replace(progress, changes=noted)
-    return Progress(  # The epoch under way begins anew.
+    return Progress(  # The current epoch starts again.
         step=progress.step, total_sec=progress.total_sec, history=progress.history, changes=noted
     )
 

@@ -1,4 +1,4 @@
-"""Loads a run from disk, for any strategy and any devices."""
+"""Loads a run from disk, for any strategy and devices."""
 
 import dataclasses
 import pathlib
@@ -17,20 +17,20 @@ from app.records.run_naming import named_path
 from app.runtime import console
 from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
 
-if TYPE_CHECKING:  # TensorFlow is imported when its devices are set up, not before.
+if TYPE_CHECKING:  # Not imported before its devices are set up.
     from strategies.base import Strategy
 
-# What the saved state stands for; everything else (strategy, devices) is free to be another.
+# Options that define the saved state; all others, such as strategy and devices, may differ.
 _KEPT = ("model", "recipe", "seed", "precision")
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint with the configuration that it can be rebuilt with.
+    """A checkpoint with a configuration to rebuild it.
 
     Attributes:
-        config: of a training with the command's own devices and strategy, and the run's model.
-        checkpoint: the newest of the run that verifies, or the best with `--checkpoint=best`.
+        config: a training with the devices and strategy of the command, and the run's model.
+        checkpoint: the newest valid checkpoint, or the best with `--checkpoint=best`.
         run_dir: the directory of the run.
     """
 
@@ -40,10 +40,10 @@ class SavedRun:
 
     @classmethod
     def open(cls, config: EvaluateConfig | PredictConfig) -> "SavedRun":
-        """Reads the run that `config.run` names.
+        """Opens the run that `config.run` names.
 
         Raises:
-            OutputError: there is no run.
+            OutputError: the run does not exist.
             CheckpointError: it has no usable checkpoint.
         """
         run_dir = named_path(config.run)
@@ -84,11 +84,11 @@ class SavedRun:
             ) from error
 
     def load_dataset(self) -> ImageDataset:
-        """Loads the images that the run was tested on.
+        """Loads the test images of the run.
 
         Raises:
-            ConfigError: they are generated, but real ones were named.
-            DataError: missing, damaged, or others than the run's.
+            ConfigError: the run has generated images, but real ones were requested.
+            DataError: the data is missing, damaged, or not the run's.
         """
         metadata = self.checkpoint.metadata
         name = metadata.dataset
@@ -111,10 +111,10 @@ class SavedRun:
         return dataset
 
     def rebuild(self, devices: Devices) -> "Strategy":
-        """Builds the strategy on `devices` and gives every replica the saved state."""
+        """Builds the strategy on `devices` and loads the saved state."""
         from app.training.strategy_builder import build_strategy, restore
 
-        # No step is made, so rate and number of steps do not matter.
+        # No step is run, so that learning rate and number of steps do not matter.
         strategy = build_strategy(
             self.config,
             devices,

@@ -1,4 +1,4 @@
-"""Writes what a run leaves: its checkpoints first, then all that follows from them."""
+"""Writes the results of a run: its checkpoints first, then the records derived from them."""
 
 import dataclasses
 import math
@@ -24,13 +24,13 @@ from strategies.base import StepTotals, Strategy
 
 
 class TrainingWriter(Protocol):
-    """What the training loop calls to have something written."""
+    """The interface through which the training loop writes results."""
 
     def begin(self, metadata: RunMetadata) -> None:
-        """Called once, before the first step, with what is trained."""
+        """Called once before the first step, with the metadata of the training."""
 
     def resume(self, resumed: Resumed) -> None:
-        """Called after `begin` where the training resumes from a checkpoint."""
+        """Called after `begin` if the training resumes from a checkpoint."""
 
     def steps(
         self,
@@ -43,22 +43,22 @@ class TrainingWriter(Protocol):
         """Called after each compiled call, with the progress after its last step."""
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
-        """Called with each state that is to be saved."""
+        """Called with each state to save."""
 
     def mismatch(self, progress: Progress) -> None:
-        """Called where a verified step ends the training, with the progress that is left."""
+        """Called if a verified step ends the training, with the remaining progress."""
 
 
 class RunWriter:
-    """What is on disk of one run.
+    """Writes the files of one run.
 
-    A checkpoint is all of a training. History, summary and figure are made from it, so whatever was
-    cut off between them is made good by the attempt that follows.
+    A checkpoint contains the complete training. History, summary and figure are derived from it, so
+    that the next attempt completes whatever an interruption left out.
 
     Args:
-        run_dir: the directory of the run, locked.
-        log: its log.
-        template: a summary with all that does not change in a run.
+        run_dir: the run directory, locked.
+        log: log of the run.
+        template: a summary with all values that do not change during a run.
     """
 
     def __init__(self, run_dir: pathlib.Path, log: RunLog, template: Summary) -> None:
@@ -66,7 +66,7 @@ class RunWriter:
         self._events, self._saving_sec = EventFile(run_dir), 0.0
 
     def begin(self, metadata: RunMetadata) -> None:
-        """Logs what is trained."""
+        """Logs the metadata of the training."""
         summary = self._summary
         self._log.start(versions=metadata.versions, command=summary.command)
         self._log.event(
@@ -86,7 +86,7 @@ class RunWriter:
         )
 
     def resume(self, resumed: Resumed) -> None:
-        """Logs where the training resumes; brings the records in line with the checkpoint."""
+        """Logs the step from which the training resumes; adapts the records to the checkpoint."""
         progress = resumed.checkpoint.progress
         self._log.event(
             "resume",
@@ -103,7 +103,7 @@ class RunWriter:
         histories.write_history(self._run_dir, progress.history)
         if not progress.epoch_step and progress.history:
             self._write_records(resumed.checkpoint, compile_sec=0.0)
-        elif resumed.found.damaged:  # These may tell of an epoch that is lost.
+        elif resumed.found.damaged:  # They may contain an epoch that is lost.
             for name in (SUMMARY_FILE, "accuracy.png", "accuracy.svg"):
                 with io_errors_as(self._run_dir / name):
                     (self._run_dir / name).unlink(missing_ok=True)
@@ -116,30 +116,30 @@ class RunWriter:
         images_per_sec: float,
         learning_rate: float,
     ) -> None:
-        """Tells TensorBoard of the steps of one call.
+        """Writes the scalars of a call's steps for TensorBoard.
 
         Args:
-            progress: after the last of them, before it is verified.
-            totals: over their examples.
-            images_per_sec: in them.
-            learning_rate: of the last of them.
+            progress: progress after the last step, before its verification.
+            totals: totals over the examples of the steps.
+            images_per_sec: throughput of the steps.
+            learning_rate: learning rate of the last step.
         """
         scalars = {
             "steps/loss": totals.loss,
             "steps/images_per_sec": images_per_sec,
             "steps/learning_rate": learning_rate,
         }
-        if not self._summary.case:  # Its correct predictions are not counted in a step.
+        if not self._summary.case:  # The correct predictions of a case's step are not counted.
             scalars["steps/accuracy"] = totals.accuracy
         if (counts := _verified_counts(progress))["verified_steps"]:
             scalars |= {f"steps/{name}": count for name, count in counts.items()}
         self._events.add(progress.step, scalars)
 
     def save(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
-        """Saves a checkpoint and, where it ends an epoch, what is to be read of that epoch.
+        """Saves a checkpoint and, at the end of an epoch, the records of the epoch.
 
         Raises:
-            DiskFullError, OutputError: something cannot be written; what was there is left.
+            DiskFullError, OutputError: a file cannot be written; existing files are unchanged.
         """
         progress, start = checkpoint.progress, time.monotonic()
         save_checkpoint(self._run_dir, checkpoint)
@@ -155,7 +155,7 @@ class RunWriter:
         self._log.event("checkpoint", step=progress.step, epoch=progress.epoch)
 
     def mismatch(self, progress: Progress) -> None:
-        """Adds the verified steps of the epoch under way to the summary, if there is one yet."""
+        """Adds the verified steps of the current epoch to the summary, if it exists."""
         summary = histories.load_summary(self._run_dir)
         if summary:
             histories.write_summary(
@@ -163,13 +163,13 @@ class RunWriter:
             )
 
     def finish(self) -> Summary:
-        """Marks the run as finished, last of all; returns its summary."""
+        """Marks the run as finished and returns its summary."""
         self._summary = dataclasses.replace(self._summary, status="finished")
         histories.write_summary(self._run_dir, self._summary)
         return self._summary
 
     def _write_records(self, checkpoint: Checkpoint, *, compile_sec: float) -> None:
-        """Writes summary and figure as they are at the end of an epoch."""
+        """Writes summary and figure at the end of an epoch."""
         progress = checkpoint.progress
         history, last = progress.history, progress.history[-1]
         accuracies = [r.test_accuracy for r in history if r.test_accuracy is not None]
@@ -194,7 +194,7 @@ class RunWriter:
 
 
 def _verified_counts(progress: Progress) -> dict[str, Any]:
-    """Returns how many steps were verified in all epochs, and how many of them were wrong."""
+    """Returns the number of verified steps of all epochs, and the number of mismatches."""
     epochs = [*progress.history, progress]
     return {
         name: sum(getattr(epoch, name) for epoch in epochs)
@@ -203,7 +203,7 @@ def _verified_counts(progress: Progress) -> dict[str, Any]:
 
 
 def _scalars(record: EpochRecord) -> dict[str, float]:
-    """Returns what TensorBoard is told of an epoch."""
+    """Returns the scalars of an epoch for TensorBoard."""
     scalars = {
         "epochs/train_loss": record.train_loss,
         "epochs/test_loss": record.test_loss,
@@ -218,7 +218,7 @@ def _scalars(record: EpochRecord) -> dict[str, float]:
 
 
 class NullRunWriter:
-    """A `TrainingWriter` that writes nothing, for a worker that is not the chief."""
+    """A `TrainingWriter` that writes nothing, for a worker other than the chief."""
 
     def begin(self, metadata: RunMetadata) -> None:
         """Does nothing."""
@@ -252,7 +252,7 @@ def create_run_writer(
     strategy: Strategy,
     metadata: RunMetadata,
 ) -> RunWriter:
-    """Creates the writer of a run; the arguments after `log` are those of `summary_template`.
+    """Creates the writer of a run; arguments after `log` are those of `summary_template`.
 
     Raises:
         ValueError: there is no run directory.
@@ -270,7 +270,7 @@ def summary_template(
     strategy: Strategy,
     metadata: RunMetadata,
 ) -> Summary:
-    """Returns a summary with all that does not change in a run; results are not there yet."""
+    """Returns a summary with all values that do not change during a run, without results."""
     results = {field.name: math.nan for field in dataclasses.fields(Summary) if field.type is float}
     accuracies = {"test_accuracy": None, "best_test_accuracy": None}
     is_case = config.case is not None

@@ -1,4 +1,4 @@
-"""Puts recipe, model and strategy together: replicas on devices, new or from a checkpoint."""
+"""Builds a strategy from recipe, model and devices, and restores checkpoints."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from strategies import STRATEGY_OPTIONS, load_strategy_class
 from strategies.base import ModelFn, OptimizerFn, Strategy
 from strategies.copies import State
 
-# Gradients of a mean loss above 64 would overflow; they are far below in any training that works.
+# Gradients of a mean loss above 64 would overflow; in a working training they are far below.
 FLOAT16_LOSS_SCALE = 1024.0
-# What Keras calls them.
+# Keras' names of the variables.
 _STEP, _LEARNING_RATE = "optimizer/iteration", "optimizer/learning_rate"
 
 
@@ -36,16 +36,16 @@ def build_strategy(
 
     Args:
         config: names the strategy, the model and the recipe.
-        devices: where the replicas go.
-        image_shape: height, width and channels of the data set's images.
-        num_classes: of the data set.
-        learning_rate: the peak.
-        num_steps: of the whole training, for schedules.
-        all_reduce: another algorithm than that of `config`.
+        devices: devices of the replicas.
+        image_shape: height, width and channels of the dataset's images.
+        num_classes: number of classes of the dataset.
+        learning_rate: peak learning rate.
+        num_steps: steps of the whole training, for schedules.
+        all_reduce: algorithm that replaces the one of `config`.
 
     Raises:
-        ConfigError: the strategy has no such all-reduce on these devices or cannot split the model
-            like this, the model has no BatchNorm to synchronize, or it does not fit the data set.
+        ConfigError: the strategy has no such all-reduce on these devices, cannot split the model,
+            the model has no BatchNorm to synchronise, or it does not fit the dataset.
     """
     recipe = find_recipe(config.recipe, config.model)
     strategy = create_strategy(
@@ -79,13 +79,13 @@ def build_strategy(
 def create_strategy(
     config: TrainConfig, devices: Devices, *, all_reduce: str | None = None, **options: Any
 ) -> Strategy:
-    """Creates the strategy of `config`, without a model yet.
+    """Creates the strategy of `config`, without building a model.
 
     Args:
-        config: names the strategy, and its own options.
-        devices: where the replicas go.
-        all_reduce: another algorithm than that of `config`.
-        **options: of every strategy: its loss.
+        config: names the strategy and its options.
+        devices: devices of the replicas.
+        all_reduce: algorithm that replaces the one of `config`.
+        **options: options of every strategy.
 
     Raises:
         ConfigError: the strategy cannot run on these devices.
@@ -101,7 +101,7 @@ def create_strategy(
 
 
 def _own_options(config: TrainConfig, all_reduce: str) -> dict[str, Any]:
-    """Returns the options that the strategy has and others have not."""
+    """Returns the options that only some strategies have."""
     options = {name: getattr(config, name) for name in STRATEGY_OPTIONS.get(config.strategy, ())}
     if has_option(config.strategy, "jit_compile"):
         options["jit_compile"] = config.jit_compile
@@ -113,7 +113,7 @@ def _own_options(config: TrainConfig, all_reduce: str) -> dict[str, Any]:
 
 
 def _build_or_refuse(strategy: Strategy, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
-    """Builds a strategy that looks inside the model.
+    """Builds a strategy that may reject the model.
 
     Raises:
         ConfigError: it cannot train this model, or not on so many devices.
@@ -121,7 +121,7 @@ def _build_or_refuse(strategy: Strategy, model_fn: ModelFn, optimizer_fn: Optimi
     try:
         strategy.build(model_fn, optimizer_fn)
     except ValueError as error:
-        if "\n" in str(error):  # Of Keras.
+        if "\n" in str(error):  # An error message of Keras.
             raise
         raise ConfigError(str(error)) from error
 
@@ -129,16 +129,17 @@ def _build_or_refuse(strategy: Strategy, model_fn: ModelFn, optimizer_fn: Optimi
 def restore(
     strategy: Strategy, checkpoint: Checkpoint, *, new_schedule_step: int | None = None
 ) -> None:
-    """Gives every replica the state of a checkpoint, and its own statistics where they fit.
+    """Loads a checkpoint into every replica, with per-shard statistics if their number fits.
 
     Args:
-        strategy: built; the same model, on as many replicas as it likes.
-        checkpoint: what to give it.
-        new_schedule_step: where the training goes on with another recipe, rate or batch: the step
-            of its schedule. The optimizer then keeps of the checkpoint what fits, and no rate.
+        strategy: a built strategy with the same model, on any number of replicas.
+        checkpoint: the checkpoint to load.
+        new_schedule_step: step of the schedule, if the training resumes with another recipe,
+            learning rate or batch. The optimizer then loads only the state that fits, without
+            learning rate.
 
     Raises:
-        CheckpointError: it is of another model.
+        CheckpointError: the checkpoint is of another model.
     """
     state = checkpoint.state
     if new_schedule_step is not None:
@@ -155,12 +156,12 @@ def restore(
 
 
 def _with_new_schedule(saved: State, own: State, step: int) -> State:
-    """Returns the saved model with an optimizer of the strategy's own making, at `step`."""
+    """Returns the saved model with the strategy's own optimizer state, at `step`."""
     model = {name: array for name, array in saved.items() if name.startswith("model/")}
     optimizer = {name: array for name, array in own.items() if name.startswith("optimizer/")}
     for name, array in optimizer.items():
         fits = name in saved and saved[name].shape == array.shape and name != _LEARNING_RATE
         optimizer[name] = saved[name] if fits else array
-    if _STEP in optimizer:  # An optimizer of a case may count another way.
+    if _STEP in optimizer:  # An optimizer of a case may count differently.
         optimizer[_STEP] = np.array(step, optimizer[_STEP].dtype)
     return {**model, **optimizer}

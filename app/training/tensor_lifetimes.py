@@ -1,4 +1,4 @@
-"""Which tensors of a training step are alive at its worst moment, and how large they are."""
+"""Computes the peak memory of a training step from the lifetimes of its tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,21 +9,20 @@ import tensorflow as tf
 from strategies.layer_calls import LayerCall, run, variables_of, with_values
 from strategies.loss import shard_loss
 
-# No dimension of a network: what it divides belongs to the images of a shard.
+# Not a dimension of a network: dimensions that it divides depend on the images of a shard.
 _NUM_IMAGES = 97
-# Kernels that hand on their input as it is. (That others may write over an input that nobody
-# needs any more saves next to nothing: oneDNN's do not, or what they could save is not at the
-# worst moment.)
+# Kernels that return their input's memory. (Kernels that may overwrite an unused input save almost
+# nothing: oneDNN's do not, or not at the peak.)
 _VIEWS = {"ExpandDims", "Identity", "ReadVariableOp", "Reshape", "Squeeze", "StopGradient"}
-_GIVEN = {"Const", "Placeholder"}  # Weights, the batch itself: there all the time.
+_GIVEN = {"Const", "Placeholder"}  # Weights and the batch, in memory all the time.
 
 
 class LiveTensors(NamedTuple):
-    """Bytes at the moment of a step at which most is alive.
+    """Bytes of the tensors that are alive at the peak of a step.
 
     Attributes:
-        fixed_bytes: whatever the shard; most of it the gradients that are there by then.
-        image_bytes: for each image of a shard.
+        fixed_bytes: bytes independent of the shard, mostly gradients.
+        image_bytes: bytes per image of a shard.
     """
 
     fixed_bytes: int
@@ -31,14 +30,14 @@ class LiveTensors(NamedTuple):
 
 
 def live_tensors_in_step(model: keras.Model) -> LiveTensors:
-    """Traces loss and gradient of a shard, computes nothing, and walks through the graph.
+    """Traces loss and gradient of a shard and computes the peak, without running the step.
 
-    A tensor is alive from the operation that makes it to the last one that reads it; gradients are
-    alive to the end. Operations are taken in the order in which they were traced.
+    A tensor is alive from the operation that creates it to the last one that reads it; gradients
+    are alive until the end. Operations run in the order of tracing.
 
     Args:
-        model: takes uint8 images `(n, height, width, channels)`; unchanged. Its variables need no
-            values: of a split model they have none.
+        model: a model for uint8 images `(n, height, width, channels)`; not changed. Its variables
+            need no values.
     """
 
     def gradients_of(
@@ -60,10 +59,10 @@ def live_tensors_in_step(model: keras.Model) -> LiveTensors:
 
 
 def live_tensors_in_stage(calls: Sequence[LayerCall]) -> LiveTensors:
-    """Does for a part of a model what `live_tensors_in_step` does for all of it.
+    """Computes the peak of a part of a model; see `live_tensors_in_step`.
 
     Args:
-        calls: of consecutive layers, where exactly one tensor goes in and one comes out.
+        calls: consecutive layer calls with a single input tensor and a single output tensor.
     """
     trainable, others = variables_of(calls)
     symbolic = next(
@@ -98,7 +97,7 @@ def _specs(variables: Iterable[keras.Variable]) -> list[tf.TensorSpec]:
 
 
 def _largest_set(graph: tf.Graph) -> list[tf.Tensor]:
-    """Returns the tensors of the worst moment."""
+    """Returns the tensors that are alive at the peak."""
     operations = graph.get_operations()
     owner = _owners(operations)
     last_use = {}
@@ -123,8 +122,8 @@ def _largest_set(graph: tf.Graph) -> list[tf.Tensor]:
 
 
 def _owners(operations: Iterable) -> dict:
-    """Returns tensor → the tensor whose memory it is."""
-    owner: dict[Any, Any] = {}  # By reference: a tensor itself has no hash.
+    """Returns tensor → the tensor whose memory it uses."""
+    owner: dict[Any, Any] = {}  # By reference: tensors are not hashable.
     for operation in operations:
         for tensor in operation.outputs:
             is_view = operation.type in _VIEWS and len(operation.inputs) > 0

@@ -1,4 +1,4 @@
-"""What the training loop knows of the data, whether they are images or those of a case."""
+"""Defines the interface of the training data, of images and of cases."""
 
 from typing import Protocol
 
@@ -10,25 +10,25 @@ class TrainingData(Protocol):
 
     @property
     def name(self) -> str:
-        """What the data are called in plots and files."""
+        """Name of the data in plots and files."""
 
     @property
     def num_train_examples(self) -> int:
-        """Number of examples of an epoch."""
+        """Number of examples per epoch."""
 
     @property
     def num_test_examples(self) -> int:
-        """Number of examples that are evaluated."""
+        """Number of evaluated examples."""
 
     @property
     def evaluates_training_data(self) -> bool:
-        """Whether there are no data to evaluate on but those of the training."""
+        """Whether there is no separate test set, so that the training data are evaluated."""
 
     def sha256(self) -> str:
         """Returns a hash of all examples, in order."""
 
     def sha256_of_test_part(self) -> str:
-        """Returns a hash of the examples that are evaluated."""
+        """Returns a hash of the evaluated examples."""
 
     def batches_to_evaluate(self) -> tf.data.Dataset:
-        """Returns the examples to evaluate in batches: finite, of known cardinality."""
+        """Returns the evaluated examples in batches: finite, of known cardinality."""

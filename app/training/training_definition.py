@@ -1,4 +1,4 @@
-"""What is trained and how, defined by the options of this program or by a user's file."""
+"""Defines the interface of a training, specified by options or by a case file."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from strategies.base import Strategy
 
 
 class StepGuard(Protocol):
-    """Names what is wrong with a step in one line."""
+    """Describes errors of a step in one line."""
 
     def check(self) -> None:
-        """Refuses a step that cannot fit into memory, as far as that is known."""
+        """Rejects a step that does not fit into memory, if that is known."""
 
     def naming_errors(
         self, is_within_epoch: Callable[[], bool]
     ) -> contextlib.AbstractContextManager[None]:
-        """Within it errors of steps and evaluations are told in one line."""
+        """Converts errors of steps and evaluations to one-line errors."""
 
 
 class TrainingDefinition(Protocol):
-    """What the training loop asks about a training; see `TrainingSpec`."""
+    """The interface of a training's specification; see `TrainingSpec`."""
 
     steps_per_epoch: int
     num_steps: int
@@ -38,33 +38,33 @@ class TrainingDefinition(Protocol):
 
     @property
     def has_schedule(self) -> bool:
-        """Whether the learning rate follows from the number of steps of the whole training."""
+        """Whether the learning rate depends on the number of steps of the whole training."""
 
     def build_strategy(self, devices: Devices) -> Strategy:
         """Builds the strategy with its model and optimizer on every device."""
 
     def create_guard(self, strategy: Strategy, devices: Devices) -> StepGuard:
-        """Creates what checks the memory of a step, and names its errors."""
+        """Creates the guard that checks the memory of a step and describes its errors."""
 
     def metadata(self, strategy: Strategy) -> RunMetadata:
         """Returns the metadata of every checkpoint of this training."""
 
     def batches(self, *, seed: int, start_step: int = 0) -> tf.data.Dataset:
-        """Returns the endless set of global batches from `start_step` on."""
+        """Returns the infinite dataset of global batches from `start_step` on."""
 
     def batch_sizes(self) -> set[int]:
-        """Returns the sizes that batches have."""
+        """Returns the sizes of batches."""
 
     def metrics(self) -> dict[str, float] | None:
-        """Returns the metrics of a case over the last evaluation; None of images."""
+        """Returns the metrics of a case over the last evaluation; None for images."""
 
 
 def load_training_data(config: TrainConfig) -> TrainingData:
-    """Loads the images, or the data of the case, that `config` asks for.
+    """Loads the images, or the data of the case, for `config`.
 
     Raises:
-        ConfigError: the file is no case.
-        DataError: data are missing, damaged, or too few.
+        ConfigError: the file is not a case.
+        DataError: data are missing, damaged, or too small.
     """
     return load_data(config) if config.case is None else CaseDataset(config)
 
@@ -73,7 +73,7 @@ def check_shards(config: TrainConfig, num_devices: int, data: TrainingData) -> N
     """Checks that no shard of a batch is empty.
 
     Raises:
-        ConfigError: one would be, or an epoch would have no step.
+        ConfigError: a shard would be empty, or an epoch would have no step.
     """
     if isinstance(data, CaseDataset):
         data.check_shards(num_devices)
@@ -82,7 +82,7 @@ def check_shards(config: TrainConfig, num_devices: int, data: TrainingData) -> N
 
 
 def define_training(config: TrainConfig, data: TrainingData) -> TrainingDefinition:
-    """Returns what is trained and how.
+    """Returns the specification of the training.
 
     Raises:
         TypeError: the data are neither images nor those of a case.

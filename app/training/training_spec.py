@@ -1,4 +1,4 @@
-"""A training as its configuration and data define it: batches, steps, rate, model, optimizer."""
+"""Specifies a training by options and data: batches, steps, learning rate, model, optimizer."""
 
 import keras
 import numpy as np
@@ -19,16 +19,16 @@ from strategies.base import Strategy
 
 
 class TrainingSpec:
-    """What is trained and how, whoever trains it.
+    """Specifies a training, independent of the strategy.
 
     Args:
-        config: the flags.
+        config: the options.
         dataset: the images.
 
     Attributes:
-        steps_per_epoch: batches of an epoch.
-        num_steps: of the whole training, which schedules depend on.
-        learning_rate: the peak.
+        steps_per_epoch: batches per epoch.
+        num_steps: steps of the whole training, for schedules.
+        learning_rate: peak learning rate.
     """
 
     def __init__(self, config: TrainConfig, dataset: ImageDataset):
@@ -46,8 +46,8 @@ class TrainingSpec:
         """Builds the strategy with its model and optimizer on every device.
 
         Args:
-            devices: where.
-            all_reduce: another algorithm than that of the configuration.
+            devices: devices of the replicas.
+            all_reduce: algorithm that replaces the one of the configuration.
         """
         return build_strategy(
             self.config,
@@ -60,7 +60,7 @@ class TrainingSpec:
         )
 
     def create_guard(self, strategy: Strategy, devices: Devices) -> MemoryGuard:
-        """Creates what compares the memory of a step with the memory that is free."""
+        """Creates the guard that compares the memory of a step with the free memory."""
         return MemoryGuard(strategy, self.config, devices, max(self.batch_sizes()))
 
     def metrics(self) -> None:
@@ -83,24 +83,24 @@ class TrainingSpec:
 
     @property
     def label_smoothing(self) -> float:
-        """What part of the target is spread evenly over all classes."""
+        """Fraction of the target that is spread evenly over all classes."""
         return self._recipe.label_smoothing
 
     @property
     def has_schedule(self) -> bool:
-        """Whether the learning rate follows from the number of steps of the whole training."""
+        """Whether the learning rate depends on the number of steps of the whole training."""
         return self._recipe.warmup is not None
 
     @property
     def flips(self) -> bool:
-        """Whether training images are mirrored now and then."""
+        """Whether training images are mirrored."""
         return self._recipe.flip
 
     def build_model(self) -> keras.Model:
         """Builds the model with its initial weights.
 
         Raises:
-            ConfigError: the model does not fit the data set.
+            ConfigError: the model does not fit the dataset.
         """
         return self._recipe.build_model(
             load_model_builder(self.config.model),
@@ -114,7 +114,7 @@ class TrainingSpec:
         return self._recipe.create_optimizer(self.learning_rate, self.num_steps)
 
     def batches(self, *, seed: int | None = None, start_step: int = 0) -> tf.data.Dataset:
-        """Returns the endless set of global batches from `start_step` on, in the seed's order."""
+        """Returns the infinite dataset of global batches from `start_step` on, ordered by seed."""
         return train_dataset(
             self.dataset.train_images,
             self.dataset.train_labels,
@@ -126,7 +126,7 @@ class TrainingSpec:
         )
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the global batch of one step, from 0, without a `tf.data` set."""
+        """Returns the global batch of a step, from 0, without `tf.data`."""
         return train_batch(
             self.dataset.train_images,
             self.dataset.train_labels,
@@ -138,7 +138,7 @@ class TrainingSpec:
         )
 
     def batch_sizes(self) -> set[int]:
-        """Returns the sizes that batches have: the global one and that of a short last batch."""
+        """Returns the sizes of batches: the global batch size and that of a short last batch."""
         size, num_examples = self.config.global_batch_size, len(self.dataset.train_images)
         rest = num_examples % size if self.config.last_batch == "keep" else 0
         return {size for size in (min(size, num_examples), rest) if size}

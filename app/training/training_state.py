@@ -1,4 +1,4 @@
-"""The state of a training, which checkpoints hold: restored, shared with other workers, saved."""
+"""Restores, broadcasts, checks and saves the state of a training."""
 
 import dataclasses
 import pathlib
@@ -28,13 +28,13 @@ class TrainingState:
     """The progress of a training, and the weights and the optimizer state of its strategy.
 
     Args:
-        config: what is trained.
-        strategy: built.
-        metadata: of the training; each checkpoint holds it.
+        config: options of the training.
+        strategy: a built strategy.
+        metadata: metadata of the training, for checkpoints.
 
     Attributes:
-        progress: how far the training is.
-        checkpoints: which checkpoint is on disk and when the next one is due.
+        progress: progress of the training.
+        checkpoints: the last checkpoint, and when the next one is due.
     """
 
     def __init__(self, config: TrainConfig, strategy: Strategy, metadata: RunMetadata) -> None:
@@ -44,21 +44,21 @@ class TrainingState:
 
     @property
     def position(self) -> int:
-        """The step that the data and the schedule are at.
+        """The step of the data and the schedule.
 
-        It is the step of the training, unless that was resumed with epochs of another length.
+        Equal to the step of the training, unless it was resumed with epochs of another length.
         """
         return self.progress.epoch * self._metadata.steps_per_epoch + self.progress.epoch_step
 
     def restore(self, run_dir: pathlib.Path, *, has_schedule: bool) -> Resumed | None:
-        """Restores the newest checkpoint of a run that verifies; returns None without any.
+        """Restores the newest valid checkpoint of a run; returns None without one.
 
         Args:
             run_dir: the run directory.
             has_schedule: whether the learning rate depends on the number of epochs.
 
         Raises:
-            CheckpointError: none verifies, or it is of another training.
+            CheckpointError: no checkpoint is valid, or it is of another training.
         """
         resumed = find_state(run_dir, self._config, self._metadata)
         if resumed is None:
@@ -75,7 +75,7 @@ class TrainingState:
         return resumed
 
     def broadcast(self, workers: Workers, resumed: Resumed | None) -> None:
-        """Gives every worker the state of the chief, who alone has restored a checkpoint."""
+        """Broadcasts the chief's state, restored from a checkpoint or not, to every worker."""
         steps_per_epoch = self._metadata.steps_per_epoch
         self.progress = broadcast_progress(workers, self.progress, steps_per_epoch)
         self.checkpoints.mark_saved(self.progress)
@@ -96,9 +96,9 @@ class TrainingState:
         """Adds the verification of a step to the progress of the epoch.
 
         Args:
-            sec: what it took.
-            verified: steps that were checked.
-            wrong: how many of them were not what they should be.
+            sec: seconds of the verification.
+            verified: number of checked steps.
+            wrong: number of mismatches.
         """
         progress = self.progress
         self.progress = dataclasses.replace(
@@ -109,8 +109,8 @@ class TrainingState:
         )
 
     def move_to_verification(self, sec: float) -> None:
-        """Counts seconds of the epoch under way as those of its verification."""
-        sec = min(sec, self.progress.epoch_sec / 2)  # What is left stays above 0.
+        """Moves seconds of the current epoch to its verification."""
+        sec = min(sec, self.progress.epoch_sec / 2)  # Keep a rest above 0.
         epoch_sec = self.progress.epoch_sec - sec
         self.progress = dataclasses.replace(self.progress, epoch_sec=epoch_sec)
         self.add_verification(sec)
@@ -121,12 +121,12 @@ class TrainingState:
         state: State | None,
         per_shard_statistics: Sequence[Sequence[np.ndarray]],
     ) -> bool:
-        """Gives every copy of every worker an earlier state; returns False where there is none.
+        """Rolls back every copy of every worker to an earlier state; returns False without one.
 
         Args:
-            progress: at that state.
+            progress: progress at that state.
             state: on the chief, the state; None for no state.
-            per_shard_statistics: on the chief, of BatchNorm.
+            per_shard_statistics: on the chief, BatchNorm statistics.
         """
         workers, strategy = self.workers, self._strategy
         (is_given,) = workers.all_reduce_max(state is not None)
@@ -142,7 +142,7 @@ class TrainingState:
         return True
 
     def check_finite(self, totals: StepTotals, description: str) -> None:
-        """Checks a loss; `description` says which, for example "training loss".
+        """Checks a loss; `description` names it, for example "training loss".
 
         Raises:
             DivergedError: it is not finite.
@@ -152,10 +152,10 @@ class TrainingState:
         )
 
     def check_replica_divergence(self, *, shown: bool) -> None:
-        """Checks the copies of the weights, and notes how far apart their statistics are.
+        """Checks that the copies of the weights are equal; records the difference of statistics.
 
         Args:
-            shown: report the statistics at the end of the first epoch.
+            shown: whether to print the difference at the end of the first epoch.
 
         Raises:
             ReplicaDivergenceError: replicas hold different weights.
@@ -171,12 +171,12 @@ class TrainingState:
         self.progress = dataclasses.replace(self.progress, statistics_apart=apart)
 
     def save(self, writer: TrainingWriter, *, compile_sec: float) -> bool:
-        """Saves a checkpoint; returns False where the last one has this state already.
+        """Saves a checkpoint; returns False if the last one has this state already.
 
         Raises:
-            DivergedError: a weight or a number of the optimizer is not finite.
+            DivergedError: a weight or an optimizer variable is not finite.
             ReplicaDivergenceError: replicas hold different weights.
-            DiskFullError, OutputError: it cannot be written.
+            DiskFullError, OutputError: the checkpoint cannot be written.
         """
         if self.checkpoints.is_saved(self.progress):
             return False

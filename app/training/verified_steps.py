@@ -1,7 +1,6 @@
-"""Verification that is on while a training runs: some steps are recorded and checked.
+"""Verifies steps during a training: chooses the steps, and handles mismatches.
 
-How a step is recorded and checked is defined in `app/verification/step_verifier.py`, above this
-layer; here is which steps those are, and what a mismatch does to the training.
+`app/verification/step_verifier.py`, in a higher layer, records and checks a step.
 """
 
 import dataclasses
@@ -22,19 +21,19 @@ from strategies.step_totals import StepTotals
 
 MISMATCH_DIRECTORY = "mismatch"
 
-# By default the ends of epochs after the first are verified at most once in so many steps: a
-# verified step takes as long as two to three others.
+# By default, ends of epochs after the first are verified at most once in so many steps: a verified
+# step takes as long as two to three others.
 _STEPS_PER_END = 200
 
 
 class StepFinding(NamedTuple):
-    """What is wrong with a step.
+    """Describes what is wrong with a step.
 
     Attributes:
         text: cause, step, kind, tensor, replica and size of the mismatch, in one line.
-        before: the state before the step as a checkpoint has it; None where copies of the weights
-            differed before the step, or on a worker that is not the chief.
-        per_shard_statistics: of BatchNorm, before the step.
+        before: state before the step, as in a checkpoint; None if copies of the weights differed
+            before the step, or on a worker other than the chief.
+        per_shard_statistics: BatchNorm statistics before the step.
     """
 
     text: str
@@ -46,19 +45,19 @@ class StepVerifier(Protocol):
     """Records and checks single steps; see `app.verification.step_verifier.StepVerifier`."""
 
     def compile(self, iterator: Any) -> None:
-        """Compiles the function of the recorded step, and trains nothing."""
+        """Compiles the function of the recorded step without training."""
 
     def keep_state(self, step: int) -> None:
-        """Keeps the weights after `step`, from which the step before the recorded one starts."""
+        """Keeps the weights after `step`, the start of the step before the recorded one."""
 
     def train_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
-        """Makes a step and records it; returns its totals and how long the call took."""
+        """Runs and records a step; returns its totals and the seconds of the call."""
 
     def check(self, position: int) -> StepFinding | None:
-        """Checks the recorded step, whose batch is that of `position` in the data, from 0."""
+        """Checks the recorded step, whose batch is at `position` in the data, from 0."""
 
     def slow_replica(self) -> str:
-        """Returns which replica others wait for in all of the last recorded steps; "" for none."""
+        """Returns the replica that was slowest in all of the last recorded steps; "" for none."""
 
     def save(self, path: pathlib.Path) -> None:
         """Writes the trace of the recorded step to a directory."""
@@ -68,22 +67,22 @@ CreateVerifier = Callable[[TrainConfig, Any, Strategy], StepVerifier | None]
 
 
 def create_no_verifier(config: TrainConfig, spec: Any, strategy: Strategy) -> None:
-    """Returns None: no step is verified."""
+    """Returns None, so that no step is verified."""
 
 
 class VerifiedSteps:
-    """Chooses the steps that are verified, and stops the training, or warns, at a mismatch.
+    """Chooses the steps to verify, and stops the training, or warns, at a mismatch.
 
     The steps are the first one, the last one of the first epoch and every N-th since the start of
-    the run. Without an N they are the first one, every 500th of an epoch and the last one of each
-    epoch, where short epochs share one, so that the cost stays low. They follow from the numbers
-    of the steps alone: a training that is resumed verifies the same ones.
+    the run. Without N they are the first one, every 500th of an epoch and the last one of each
+    epoch, which short epochs share to limit the cost. They depend only on step numbers: a resumed
+    training verifies the same steps.
 
     Args:
-        config: says how many, and what a mismatch does.
-        verifier: None where no step is verified.
-        run_dir: where the trace of a mismatch is kept; None on a worker that is not the chief.
-        steps_per_epoch: batches of an epoch.
+        config: sets the steps and the reaction to a mismatch.
+        verifier: the verifier; None to verify no step.
+        run_dir: directory for the trace of a mismatch; None on a worker other than the chief.
+        steps_per_epoch: batches per epoch.
     """
 
     def __init__(
@@ -100,13 +99,13 @@ class VerifiedSteps:
         self._step_sec = self._counted_sec = 0.0  # A usual step; the first one, if recorded.
 
     def compile(self, strategy: Strategy, iterator: Any) -> None:
-        """Compiles the step, and the function of the recorded step where there is one."""
+        """Compiles the step, and the function of the recorded step, if any."""
         strategy.train_steps(iterator, 0)
         if self._verifier:
             self._verifier.compile(iterator)
 
     def num_steps_before_next(self, progress: Progress) -> int:
-        """Returns how many steps can be made in one call; 1 where the next one is verified."""
+        """Returns how many steps fit into one call; 1 if the next one is verified."""
         to_epoch_end = self._steps_per_epoch - progress.epoch_step
         if not self._verifier:
             return to_epoch_end
@@ -116,15 +115,15 @@ class VerifiedSteps:
             to_next = min(to_epoch_end, VERIFY_EVERY - progress.epoch_step % VERIFY_EVERY)
         else:
             to_next = min(to_epoch_end, self._every - progress.step % self._every)
-        # The step before is a call of its own: the state that it starts from is kept.
+        # The previous step is a separate call, because the state before it is kept.
         return max(1, to_next - 2)
 
     def is_due(self, progress: Progress, *, steps_ahead: int = 1) -> bool:
-        """Tells whether the next step, or one of those after it, is to be verified.
+        """Returns whether the next step, or one of the steps after it, is to be verified.
 
         Args:
-            progress: before the step.
-            steps_ahead: 1 for the next one.
+            progress: progress before the step.
+            steps_ahead: number of steps to consider; 1 for only the next.
         """
         step, epoch_step = progress.step + steps_ahead, progress.epoch_step + steps_ahead
         if self._verifier is None:
@@ -141,11 +140,11 @@ class VerifiedSteps:
     def train_step(
         self, strategy: Strategy, iterator: Any, num_steps: int, state: TrainingState
     ) -> tuple[StepTotals, float]:
-        """Makes steps as `strategy.train_steps` does; a single one that is due is recorded.
+        """Runs steps as `strategy.train_steps` does; records a single step that is due.
 
         Returns:
-            The totals, and the seconds of the compiled call; of a recorded step those of a usual
-            step, where they are known: what recording adds belongs to the verification.
+            The totals, and the seconds of the compiled call; for a recorded step the seconds of a
+            usual step, if known, because the rest belongs to the verification.
         """
         progress, start = state.progress, time.monotonic()
         if self._verifier and num_steps == 1:
@@ -167,15 +166,15 @@ class VerifiedSteps:
         return totals, call_sec
 
     def check(self, before: Progress, state: TrainingState, save: Callable[[], None]) -> None:
-        """Checks the step that was just made, if it was recorded.
+        """Checks the last step, if it was recorded.
 
         Args:
-            before: the progress before the step.
-            state: of the training.
+            before: progress before the step.
+            state: state of the training.
             save: saves a checkpoint.
 
         Raises:
-            MismatchError: it is wrong, and the training is to stop.
+            MismatchError: the step is wrong, and the training is configured to stop.
         """
         if not self._verifier or state.progress.step != before.step + 1 or not self.is_due(before):
             return
@@ -190,11 +189,11 @@ class VerifiedSteps:
         if self._last_right:
             text += f"; the last verified step without a mismatch is {self._last_right}"
         trace = self._keep_trace().encode()
-        text += state.workers.broadcast(trace).decode()  # The chief keeps it.
+        text += state.workers.broadcast(trace).decode()  # The chief stores it.
         if self._config.on_mismatch == "warn":
             console.warn(text)
             return
-        counted = state.progress  # Going back to an earlier state does not undo the mismatch.
+        counted = state.progress  # Rolling back does not undo the mismatch.
         before = dataclasses.replace(
             before, verified_steps=counted.verified_steps, mismatches=counted.mismatches
         )
@@ -207,7 +206,7 @@ class VerifiedSteps:
         )
 
     def _keep_trace(self) -> str:
-        """Writes the trace of the first mismatch, and says where it is."""
+        """Writes the trace of the first mismatch; returns a text with its path."""
         if self._run_dir is None or self._verifier is None:
             return ""
         path = self._run_dir / MISMATCH_DIRECTORY
@@ -222,7 +221,7 @@ class VerifiedSteps:
         return ""
 
     def _report_slow_replica(self) -> None:
-        """Warns once of a replica that all others wait for: the numbers are right."""
+        """Warns once of a straggler, which does not affect the results."""
         if self._verifier and (slow := self._verifier.slow_replica()):
             if not self._is_slow_reported:
                 console.warn(slow)

@@ -1,6 +1,6 @@
-"""What the workers of one training tell each other outside the steps: data, progress, signals.
+"""Synchronises the workers of a training between steps: data, progress, signals.
 
-Every function is called by all workers in the same order. Without a cluster each returns at once.
+All workers call every function in the same order. Without a cluster, each returns immediately.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ def check_same_data(workers: Workers, dataset: TrainingData) -> None:
 
 
 def broadcast_progress(workers: Workers, progress: Progress, steps_per_epoch: int) -> Progress:
-    """Returns the chief's progress to every worker: the chief alone reads checkpoints."""
+    """Returns the chief's progress on every worker; only the chief reads checkpoints."""
     text = workers.broadcast(json.dumps(dataclasses.asdict(progress)).encode())
     return Progress.parse(json.loads(text), steps_per_epoch)
 
 
 def synchronize(workers: Workers, *numbers: float) -> list[float]:
-    """Exchanges, between two calls, what depends on clocks and signals.
+    """Synchronises values that depend on clocks and signals, between two calls.
 
     Returns:
-        The largest of each number over the workers.
+        The maximum of each number over the workers.
 
     Raises:
-        KeyboardInterrupt, Terminated: a signal has come in on any of them.
+        KeyboardInterrupt, Terminated: any worker has received a signal.
     """
     signal_number, *largest = workers.all_reduce_max(signals.requested(), *numbers)
     signals.check(int(signal_number))
@@ -49,5 +49,5 @@ def synchronize(workers: Workers, *numbers: float) -> list[float]:
 
 
 def wait_for_all(workers: Workers) -> None:
-    """Returns once every worker has called it, so that none ends before the chief has saved."""
+    """Waits for every worker, so that none exits before the chief has saved."""
     workers.all_reduce_max(0)

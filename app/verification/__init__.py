@@ -1,1 +1,1 @@
-"""Whether two trainings are the same."""
+"""Verifies that two trainings are the same."""

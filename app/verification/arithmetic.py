@@ -1,4 +1,4 @@
-"""What hypotheses are tested with: is an array this sum of those, within rounding?"""
+"""Tests hypotheses: whether an array is a given sum of other arrays, within rounding."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -11,7 +11,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def _to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Rounds float32 to nearest, ties to even: the upper half of the bits remains."""
+    """Rounds float32 to nearest, ties to even, and keeps the upper half of the bits."""
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return rounded.astype(np.uint32).view(np.float32).reshape(array.shape)
@@ -22,7 +22,7 @@ def _to_float16(array: np.ndarray) -> np.ndarray:
         return array.astype(np.float16).astype(array.dtype)
 
 
-# Name → how a float32 array is rounded, relative error of one rounding, smallest number.
+# Name → rounding of a float32 array, relative error of one rounding, smallest number.
 REDUCED_PRECISIONS = {
     "bfloat16": (_to_bfloat16, 2.0**-8, SMALLEST),
     "float16": (_to_float16, 2.0**-11, 2.0**-25),
@@ -36,13 +36,13 @@ def is_weighted_sum(
     *,
     rounding: Callable[[np.ndarray], np.ndarray] = lambda array: array,
 ) -> bool:
-    """Tells whether every array is Σ weight · part, as float32 computes it.
+    """Returns whether every array is Σ weight · part, computed in float32.
 
     Args:
         got: tensor → array.
-        parts: R times the same.
+        parts: R such mappings.
         weights: R numbers.
-        rounding: what is done to each part before.
+        rounding: applied to each part first.
     """
     for tensor, array in got.items():
         terms = [
@@ -56,7 +56,7 @@ def is_weighted_sum(
 
 
 def is_update(actual: Arrays, before: Arrays, expected: Arrays) -> bool:
-    """Tells whether every array is the expected update of a weight, within rounding.
+    """Returns whether every array is the expected update of a weight, within rounding.
 
     Args:
         actual: weights after the step minus weights before it.
@@ -73,7 +73,7 @@ def is_update(actual: Arrays, before: Arrays, expected: Arrays) -> bool:
 
 
 def is_reduced(got: Arrays, parts: Sequence[Arrays], name: str) -> bool:
-    """Tells whether every array is the sum of the parts, computed in a reduced precision."""
+    """Returns whether every array is the sum of the parts, computed in a reduced precision."""
     rounding, unit, smallest = REDUCED_PRECISIONS[name]
     if is_weighted_sum(got, parts, [1.0] * len(parts), rounding=rounding):
         return True
@@ -86,13 +86,13 @@ def is_reduced(got: Arrays, parts: Sequence[Arrays], name: str) -> bool:
 
 
 def has_values_of(array: np.ndarray, name: str) -> bool:
-    """Tells whether a reduced precision can hold every element as it is."""
+    """Returns whether a reduced precision represents every element exactly."""
     rounding = REDUCED_PRECISIONS[name][0]
     return np.array_equal(array, rounding(array))
 
 
 def fit(got: Arrays, parts: Sequence[Arrays]) -> np.ndarray:
-    """Returns the R weights for which Σ weight · part is nearest to `got`, over all tensors."""
+    """Returns the R weights that minimise the distance of Σ weight · part to `got`."""
     gram, projections = np.zeros((len(parts), len(parts))), np.zeros(len(parts))
     for tensor, array in got.items():
         rows = np.stack([np.asarray(part[tensor], np.float64).ravel() for part in parts])
@@ -102,11 +102,11 @@ def fit(got: Arrays, parts: Sequence[Arrays]) -> np.ndarray:
 
 
 def scaling_mistakes(sizes: Sequence[int], split: Split) -> Iterator[tuple[list[float], str]]:
-    """Yields by what each shard's gradient is too large where scaling goes wrong, and how.
+    """Yields the factor on each shard's gradient for each scaling mistake, and its description.
 
     Args:
-        sizes: examples of each shard.
-        split: of the training.
+        sizes: number of examples of each shard.
+        split: split of the training.
     """
     shards, examples = len(sizes), sum(sizes)
     counts = {
@@ -133,12 +133,12 @@ def scaling_mistakes(sizes: Sequence[int], split: Split) -> Iterator[tuple[list[
 
 
 def show_sizes(sizes: Sequence[int]) -> str:
-    """Returns the different sizes, the largest first: "4 and 3"."""
+    """Returns the distinct sizes, largest first: "4 and 3"."""
     return " and ".join(map(str, sorted(set(sizes), reverse=True)))
 
 
 def name_scaling(factor: float, split: Split, *, uncertainty: float) -> str:
-    """Returns the cause that makes gradients `factor` times as large as they should be."""
+    """Returns the cause of gradients that are too large by `factor`."""
     num_parts = split.shards_per_replica
     divided = num_parts > 1 and abs(factor * num_parts - 1) <= uncertainty
     return "divided_twice" if divided else "scaled_gradient"

@@ -38,11 +38,11 @@ def verify_with(
     """Trains the steps of a case with one strategy and compares each step with one device.
 
     Args:
-        send: receives the progress.
+        send: called with progress messages.
         config: names the case.
         devices: the devices to train on.
         strategy: one of `CASE_STRATEGIES`.
-        traces: directory for the recordings, if they are kept.
+        traces: directory for the traces, if they are kept.
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
     case = CaseFile(
@@ -92,7 +92,7 @@ class CaseCheck:
 
     Args:
         case: builds the model.
-        data: the data set of the case.
+        data: the dataset of the case.
         config: places, seed and batch size.
         training: the training to compare.
     """
@@ -159,7 +159,7 @@ class CaseCheck:
 
 
 def _not_restored(names: list[str], step: int) -> Finding:
-    """Returns the finding on variables that are not what was saved, in the step after it."""
+    """Returns the finding about variables that differ from the saved state in the next step."""
     return Finding(
         "start",
         FAULT,

@@ -1,4 +1,4 @@
-"""What `verify --case` and `--traces` print: verdicts, then the stages, then each finding."""
+"""Prints the results of `verify --case` and `--traces`: verdicts, stages, findings."""
 
 import textwrap
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _WIDTH, _INDENT = 100, 14
 
 
 def print_case(record: Mapping[str, Any]) -> None:
-    """Prints what `verify.json` says about a case or recordings."""
+    """Prints the contents of `verify.json` for a case or traces."""
     for name, run in record["strategies"].items():
         _, sentence = verdict(name, run)
         console.say(sentence)
@@ -60,7 +60,7 @@ def _cell(run: Mapping[str, Any], stage: str) -> str:
 
 
 def _print_wrapped(label: str, text: str) -> None:
-    """Prints a label and a text beside it, in lines of a width that a terminal has."""
+    """Prints a label and a text beside it, wrapped to the terminal's width."""
     lines = textwrap.wrap(text, _WIDTH - _INDENT, break_long_words=False, break_on_hyphens=False)
     if len(label) > _INDENT - 4:
         console.say(f"  {label}")

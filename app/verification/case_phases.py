@@ -1,4 +1,4 @@
-"""Phases of a case's verification: the parts of its data set to train on, and their batches.
+"""Defines the phases of a case's verification: parts of its dataset to train on, and their batches.
 
 Faults tend to appear in the first steps, a short last batch, the second epoch and after a resume.
 Each of these is a separate phase, so that the steps between them need not be trained.
@@ -24,7 +24,7 @@ Batch = list[np.ndarray]  # Leaves of inputs, targets and sample weights.
 _CHUNK_BYTES = 2**28  # Limit of the states and gradients recorded at a time.
 _SECOND_EPOCH = "the first step of the second epoch"
 _RESUMED = "the step after a save and resume"
-# A shuffled data set differs from pass to pass, and `fit` may iterate over it before training.
+# A shuffled dataset differs from pass to pass, and `fit` may iterate over it before training.
 _NUM_PASSES = 3
 
 
@@ -37,7 +37,7 @@ class Phase:
         dataset: the argument of `fit`; None for the data that the case distributes.
         epochs: number of epochs to train.
         wanted: numbers of the steps to check, from 0.
-        passes: the batches of these steps in successive passes over the data set.
+        passes: batches of these steps in successive passes over the dataset.
         names: names of these steps.
         resumes: whether the model is saved and restored before this phase.
     """
@@ -61,7 +61,7 @@ class Phase:
 
 
 class _Slice(NamedTuple):
-    """Consecutive batches of a data set."""
+    """Consecutive batches of a dataset."""
 
     start: int
     size: int
@@ -72,19 +72,19 @@ class _Slice(NamedTuple):
 
 
 class CaseData:
-    """The data set of a case, created as often as needed.
+    """Creates the dataset of a case as often as needed.
 
     Args:
-        case: defines the data set.
+        case: the case, which defines the dataset.
         global_batch_size: size of its batches.
-        num_steps: number of first steps to check, if the data set has that many.
+        num_steps: number of first steps to check, if the dataset has that many.
 
     Attributes:
         first_size: number of examples in the first batch.
-        num_batches: number of batches of an epoch; None if the data set is infinite.
+        num_batches: number of batches of an epoch; None if the dataset is infinite.
 
     Raises:
-        DataError: the data set is empty, or two calls of `data` return different batches.
+        DataError: the dataset is empty, or two calls of `data` return different batches.
     """
 
     def __init__(self, case: CaseFile, global_batch_size: int, num_steps: int):
@@ -99,7 +99,7 @@ class CaseData:
         self.num_batches = self._count()
 
     def dataset(self) -> tf.data.Dataset:
-        """Returns a newly created data set."""
+        """Returns a newly created dataset."""
         return self._case.create_data(self._size)
 
     def phases(self, places: Sequence[str], bytes_of_a_step: int) -> list[Phase]:
@@ -171,7 +171,7 @@ class CaseData:
         return Phase(place, slice_.of(self.dataset()), 1, numbers, passes, names)
 
     def _draw_passes(self, slice_: _Slice, number: int) -> list[list[Batch]]:
-        """Returns the batches of successive passes over the data set."""
+        """Returns the batches of successive passes over the dataset."""
         dataset = slice_.of(self.dataset())
         return [self._draw(dataset) for _ in range(number)]
 

@@ -67,7 +67,7 @@ class CaseRecorder(Observer):
             for replica in self._strategy.replicas:
                 optimizer = replica.optimizer
                 if optimizer.gradient_accumulation_steps:
-                    continue  # What it clips is not the sum of this step.
+                    continue  # It clips gradients other than the sum of this step.
                 hooks.hook(optimizer, "_clip_gradients", self._clipping_of(replica.replica_id))
             for number in range(max(steps) + 1):
                 if number in steps:

@@ -1,4 +1,4 @@
-"""The result of verifying a case, as its process returns it; nothing here imports TensorFlow."""
+"""Defines the result of verifying a case. Does not import TensorFlow."""
 
 import dataclasses
 from typing import Any
@@ -8,20 +8,20 @@ from app.records.case_record import FAULT
 
 @dataclasses.dataclass(frozen=True)
 class CaseResult:
-    """The result of one strategy, as it stands in `verify.json`.
+    """The result of one strategy, as in `verify.json`.
 
     Attributes:
-        reference: what the training is compared with: "training that a.py defines on one device".
-        devices: names.
+        reference: description of the reference, as in "training that a.py defines on one device".
+        devices: device names.
         simulated_devices: whether the devices share a processor.
         steps: names of the steps that were checked.
         stages: stage → "clean", "by design" or "fault", for the stages that were checked.
-        checks: stage → what is checked in it, for all stages, in their order.
-        findings: one dict for each finding of `recorders.keras_comparison`, in the order of the
-            stages: its fields and its remedy, with the names of steps in place of their numbers.
-        tolerance: how the tolerances were computed.
+        checks: stage → what it checks, for all stages, in order.
+        findings: one dict per finding of `recorders.keras_comparison`, in the order of the stages:
+            its fields and its remedy, with names of steps instead of their numbers.
+        tolerance: description of how the tolerances were computed.
         model: name of the model.
-        versions: name → version of the software that the numbers depend on.
+        versions: name → version of the software that affects the results.
     """
 
     reference: str

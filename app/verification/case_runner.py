@@ -1,4 +1,4 @@
-"""`verify --case`: compares Keras' `fit` on several devices with the case on one device."""
+"""Runs `verify --case`: compares a case on several devices with the case on one device."""
 
 import dataclasses
 import pathlib
@@ -89,7 +89,7 @@ def _verify_each(config: VerifyConfig, traces: pathlib.Path) -> dict[str, CaseRe
 
 
 def _verify_on_workers(send: Send, config: VerifyConfig, traces: pathlib.Path) -> CaseResult:
-    """Verifies a case with several processes, of which the first compares."""
+    """Verifies a case with several processes; the first one compares."""
     training = config.for_training(MULTI_WORKER, inject=None)
     shares = split_resources(config.num_workers, training)
     with WorkerGroup(shares, _verify_as_worker, config, traces) as group:
@@ -109,7 +109,7 @@ def _verify_with(
     console.forward_warnings(lambda text: send(("warning", text)))
     on_devices = "mirrored" if strategy == KERAS_FIT else strategy
     devices = device_setup.set_up(config.for_training(on_devices, inject=None))
-    from app.verification.case_check import verify_with  # It imports TensorFlow.
+    from app.verification.case_check import verify_with  # Imports TensorFlow.
 
     return verify_with(send, config, devices, strategy, traces)
 
@@ -133,7 +133,7 @@ def _write_record(
 
 
 def _setup(config: VerifyConfig, results: Mapping[str, CaseResult]) -> str:
-    """Returns what is trained, and where."""
+    """Returns a description of the training and its devices."""
     largest = max(results.values(), key=lambda result: len(result.devices))
     devices = devices_text(largest.devices, largest.simulated_devices)
     size, seed = config.global_batch_size, config.seed

@@ -1,4 +1,4 @@
-"""Recorded trainings of a case: by Keras' `fit`, or by a strategy of this project."""
+"""Records trainings of a case by Keras' `fit` or by a strategy of this project."""
 
 import abc
 import contextlib
@@ -30,13 +30,13 @@ class RecordedTraining(abc.ABC):
 
     Args:
         case: builds the model.
-        data: the data set of the case.
+        data: the dataset of the case.
         config: seed and batch size.
 
     Attributes:
         model: the model on the devices.
         num_replicas: number of its replicas.
-        splits_itself: whether the case defines a function that distributes its data set.
+        splits_itself: whether the case defines a function that distributes its dataset.
         is_compared: whether this process compares the recording; one of several workers does.
     """
 
@@ -63,19 +63,19 @@ class RecordedTraining(abc.ABC):
 
     @abc.abstractmethod
     def record(self, phase: Phase) -> Recording:
-        """Trains the data set of a phase and returns the recording of its steps to check."""
+        """Trains on the dataset of a phase and returns the recording of its steps to check."""
 
     @abc.abstractmethod
     def resume(self) -> list[str]:
         """Saves the state and restores it in a new model and optimizer.
 
         Returns:
-            The names of the variables whose values are not those that were saved.
+            The names of variables whose restored values differ from the saved ones.
         """
 
     @abc.abstractmethod
     def evaluate(self, dataset: tf.data.Dataset) -> tuple[dict[str, float], States]:
-        """Returns loss and metrics over a data set, and the state used to compute them."""
+        """Returns loss and metrics over a dataset, and the state used to compute them."""
 
     def build_unbuilt(self) -> keras.Model:
         """Builds the model with the same initial weights and the same names in each call."""
@@ -99,7 +99,7 @@ class RecordedTraining(abc.ABC):
 
 
 class FitTraining(RecordedTraining):
-    """Keras' `fit` under `tf.distribute.MirroredStrategy`, without changes."""
+    """Trains with Keras' `fit` under `tf.distribute.MirroredStrategy`, without changes."""
 
     def __init__(self, case: CaseFile, data: CaseData, config: VerifyConfig, devices: Devices):
         super().__init__(case, data, config)
@@ -126,13 +126,13 @@ class FitTraining(RecordedTraining):
             )
 
     def _distributed(self) -> Any:
-        """Returns the distributed data of the case; None if Keras distributes the data set."""
+        """Returns the distributed data of the case; None if Keras distributes the dataset."""
         if self.num_replicas == 1:
             return None
         return self._case.distribute(self._strategy, self._config.global_batch_size)
 
     def record(self, phase: Phase) -> Recording:
-        """Records `fit` on the data set of a phase."""
+        """Records `fit` on the dataset of a phase."""
         try:
             recorder = Recorder(self.model, steps=phase.wanted)
         except ValueError as error:
@@ -141,7 +141,7 @@ class FitTraining(RecordedTraining):
         def fit() -> None:
             dataset = phase.dataset or self._distributed()
             with recorder, warnings.catch_warnings():
-                # Each phase is a part of the data set, about which Keras warns.
+                # Keras warns that a phase is only a part of the dataset.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
                 self.model.fit(dataset, epochs=phase.epochs, verbose=0, shuffle=False)
 
@@ -174,7 +174,7 @@ class FitTraining(RecordedTraining):
 
 
 class StrategyTraining(RecordedTraining):
-    """A strategy of this project, which computes the loss of the whole batch."""
+    """Trains with a strategy of this project, which computes the loss of the whole batch."""
 
     def __init__(
         self, case: CaseFile, data: CaseData, config: VerifyConfig, devices: Devices, name: str
@@ -218,7 +218,7 @@ class StrategyTraining(RecordedTraining):
         return self._case.run(train, f"in a step of strategy {self._name}")
 
     def resume(self) -> list[str]:
-        """Saves and loads the state that a checkpoint holds."""
+        """Saves and loads the state of a checkpoint."""
         state, own = self._strategy.state(), self._strategy.per_shard_statistics()
         self._start()
         self._strategy.load_state(state)

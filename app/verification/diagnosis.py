@@ -1,7 +1,7 @@
-"""Why a step differs from the reference: the first hypothesis that a computation confirms.
+"""Explains a mismatch by the first hypothesis that a computation confirms.
 
-Most hypotheses predict all arrays of the mismatch, and explain it if the arrays are as predicted,
-within rounding, in every tensor; others count what was given, or what was changed.
+Most hypotheses predict all arrays of the mismatch, and hold if the arrays equal the prediction
+within rounding in every tensor; others count examples or changed values.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ UNEXPLAINED = Diagnosis(
 
 
 def explain(context: StepContext, mismatch: Measurement) -> Diagnosis:
-    """Returns the first hypothesis that explains `mismatch`, the first one of its trace."""
+    """Returns the first hypothesis that explains `mismatch`, the first mismatch of its trace."""
     tests = {
         "examples": replica_hypotheses.examples,
         "loss": replica_hypotheses.loss,
@@ -78,7 +78,7 @@ def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
 
 
 def _lost_or_repeated(split: Split, got: Arrays, sent: Sequence[Arrays]) -> Iterator[Diagnosis]:
-    """Explains a sum without one replica, one micro-batch, or one of each replica; or with two."""
+    """Explains a sum that lacks or repeats a replica, or a micro-batch of one or all replicas."""
     num, shards = split.shards_per_replica, range(split.num_shards)
     groups = {f"replica {r}": range(r * num, (r + 1) * num) for r in range(split.num_replicas)} | {
         split.name_shard(shard): range(shard, shard + 1) for shard in shards
@@ -101,7 +101,7 @@ def _lost_or_repeated(split: Split, got: Arrays, sent: Sequence[Arrays]) -> Iter
 def _mean_of_means(
     split: Split, got: Arrays, sent: Sequence[Arrays], sizes: Sequence[int]
 ) -> Iterator[Diagnosis]:
-    """Explains a mean over parts of different sizes that weighs them alike."""
+    """Explains a mean over parts of different sizes that gives them equal weight."""
     num = split.shards_per_replica
     of_replicas = [sum(sizes[i : i + num]) for i in range(0, len(sizes), num)]
     for noun, parts in (("replica", of_replicas), (split.shard_noun, sizes)):
@@ -152,7 +152,7 @@ def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
 def _changed_outside_update(
     context: StepContext, mismatch: Measurement, kind: str, tensor: str, wrong: list[int]
 ) -> Diagnosis:
-    """Says what distinguishes one replica from those that are right."""
+    """Describes the difference between one replica and the correct ones."""
     right = next(r for r in range(context.trace.num_copies) if r not in wrong)
     actual, expected = (
         context.read(mismatch, kind, r, tensor).astype(np.float64).ravel()

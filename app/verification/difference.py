@@ -1,4 +1,4 @@
-"""How far apart arrays are: in absolute terms, relative to their size, and in float32 steps."""
+"""Measures differences of arrays: absolute, relative and in ULPs of float32."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ class Difference:
     """The largest difference between two arrays of one shape.
 
     Attributes:
-        absolute: of two elements; NaN if one of them is.
-        relative: the same, over the largest magnitude in either array.
-        ulps: float32 numbers between the two elements that are farthest apart.
+        absolute: largest difference of two elements; NaN if one of them is NaN.
+        relative: `absolute` over the largest magnitude in either array.
+        ulps: float32 numbers between the two elements with the largest difference.
     """
 
     absolute: float
@@ -22,19 +22,19 @@ class Difference:
 
     @classmethod
     def between(cls, first: np.ndarray, second: np.ndarray) -> "Difference":
-        """Compares two arrays, of whatever float types, as exactly as float64 can."""
+        """Compares two arrays of any float types in float64."""
         a, b = np.asarray(first, np.float64).ravel(), np.asarray(second, np.float64).ravel()
         apart = np.abs(a - b)
         if not apart.size or not np.any(apart != 0):  # NaN is not equal to 0.
             return cls(0.0, 0.0, 0)
-        where = int(np.argmax(apart))  # The first NaN, where there is one.
+        where = int(np.argmax(apart))  # The first NaN, if there is one.
         absolute = float(apart[where])
         largest = float(max(np.max(np.abs(a)), np.max(np.abs(b))))
         return cls(absolute, absolute / (largest or 1.0), _ulps(a[where], b[where]))
 
 
 def _ulps(a: float, b: float) -> int:
-    """Counts the float32 numbers from one to the other; -1 if one of them is not finite."""
+    """Counts the float32 numbers between two numbers; -1 if one of them is not finite."""
     pair = np.array([a, b], np.float32)
     if not np.all(np.isfinite(pair)):
         return -1
@@ -48,9 +48,9 @@ class WeightDifference:
     """The largest difference between the model's arrays of two states.
 
     Attributes:
-        tensor: name of the array in which it is found, "" where all are bit-identical.
-        absolute: largest difference of two elements; NaN if one of them is.
-        relative: the same, over the largest magnitude in that array.
+        tensor: name of the array with the largest difference; "" if all are bitwise identical.
+        absolute: largest difference of two elements; NaN if one of them is NaN.
+        relative: `absolute` over the largest magnitude in that array.
     """
 
     tensor: str
@@ -59,14 +59,14 @@ class WeightDifference:
 
     @property
     def identical(self) -> bool:
-        """Whether both hold the same bits."""
+        """Whether all arrays are bitwise identical."""
         return not self.tensor
 
     @classmethod
     def between(
         cls, first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
     ) -> "WeightDifference":
-        """Compares the model's arrays of two states; optimizer slots are left out.
+        """Compares the model's arrays of two states, without optimizer state.
 
         Raises:
             ValueError: the states are of different models.

@@ -1,4 +1,4 @@
-"""One comparison of one array of one step, and how exact it had to be."""
+"""Defines the measurement of one array of one step, with its tolerance."""
 
 import dataclasses
 import math
@@ -17,21 +17,22 @@ Where = tuple[int, str, str, int]  # Step, kind, tensor and replica ID of a meas
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """How far one array of one step is from what it should be.
+    """The difference of one array of one step from the reference.
 
     Attributes:
-        step: from 1; 0 for what a training starts from.
+        step: step number, from 1; 0 for the initial state.
         kind: a key of `trace.KINDS`.
-        tensor: its name.
-        replica_id: the replica that holds it.
-        absolute: largest difference from the float64 reference; for "examples", how many are wrong.
-        relative: the same, over the largest magnitude in the array.
-        ulps: the same, in float32 steps.
-        absolute32: largest difference from the float32 reference; 0 if bit-identical to it.
-        error: compared with `limit`. Of what a replica computes, the relative error in the
-            Euclidean norm; where each element has a bound of its own, the largest share of it that
-            is used.
-        limit: how large `error` may be.
+        tensor: name of the tensor.
+        replica_id: replica that holds the array.
+        absolute: largest difference from the float64 reference; for "examples", the number of wrong
+            ones.
+        relative: `absolute` over the largest magnitude in the array.
+        ulps: `absolute` in ULPs of float32.
+        absolute32: largest difference from the float32 reference; 0 if bitwise identical.
+        error: value to compare with `limit`. For values that a replica computes, the relative error
+            in the Euclidean norm; for arrays with a bound per element, the largest ratio of
+            difference and bound.
+        limit: maximum of `error` within tolerance.
     """
 
     step: int
@@ -47,17 +48,17 @@ class Measurement:
 
     @property
     def within_tolerance(self) -> bool:
-        """Whether the array is the reference bit for bit, or differs from it by rounding alone."""
+        """Whether the array is bitwise identical to the reference or differs only by rounding."""
         return self.absolute32 == 0 or self.error <= self.limit
 
     @property
     def order(self) -> tuple[int, int]:
-        """When it was computed: the first mismatch explains those after it."""
+        """Sort key for the order of computation: the first mismatch explains the later ones."""
         return self.step, list(KINDS).index(self.kind)
 
     @property
     def excess(self) -> float:
-        """The error over what it may be, infinite for what may not differ at all."""
+        """The error over its limit; infinite if no difference is allowed."""
         if math.isnan(self.error):
             return math.inf
         if self.limit:
@@ -66,7 +67,7 @@ class Measurement:
 
     @property
     def tolerance(self) -> float:
-        """What `absolute` could be at most, were all differences scaled alike."""
+        """Upper bound of `absolute` if all differences are scaled equally."""
         return self.absolute / self.excess if self.excess else math.nan
 
     @classmethod
@@ -77,13 +78,13 @@ class Measurement:
         expected: np.ndarray,
         float32: np.ndarray | None = None,
     ) -> "Measurement":
-        """Measures an array that has to be right to the bit, or whose limit is yet to come.
+        """Measures an array that must be bitwise equal, or whose limit is computed later.
 
         Args:
             where: step, kind, tensor and replica.
-            actual: what the trace holds.
-            expected: the float64 reference.
-            float32: the float32 reference, where it is another one.
+            actual: array of the trace.
+            expected: float64 reference.
+            float32: float32 reference, if different.
         """
         difference = Difference.between(actual, expected)
         absolute32 = (
@@ -112,33 +113,33 @@ class Measurement:
 
         Args:
             where: step, kind, tensor and replica.
-            actual: what the trace holds.
-            expected: the float64 reference.
-            float32: the float32 reference.
-            bound: of the error of each element, above 0.
+            actual: array of the trace.
+            expected: float64 reference.
+            float32: float32 reference.
+            bound: bound of the error of each element, above 0.
         """
         share = float(np.max(np.abs(np.asarray(actual, np.float64) - expected) / bound))
         return dataclasses.replace(cls.of(where, actual, expected, float32), error=share, limit=1.0)
 
     @classmethod
     def counted(cls, where: Where, count: int) -> "Measurement":
-        """Returns a number of things that are wrong, none of which may be."""
+        """Returns the measurement of a number of errors, of which none is allowed."""
         return cls(*where, float(count), 0.0, 0, float(count), error=float(count), limit=0.0)
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Returns ‖actual − expected‖ / ‖expected‖; over the smallest number where `expected` is 0."""
+    """Returns ‖actual − expected‖ / ‖expected‖; over the smallest number if `expected` is 0."""
     expected = np.asarray(expected, np.float64)
     return _norm(actual - expected) / max(_norm(expected), float(SMALLEST))
 
 
 def _norm(array: np.ndarray) -> float:
-    """Returns the Euclidean norm; without BLAS, whose threads wait for a core in every call."""
+    """Returns the Euclidean norm, without BLAS, whose threads wait for a core in every call."""
     return math.sqrt(np.sum(np.square(array)))
 
 
 def first_mismatch(measurements: Sequence[Measurement]) -> Measurement | None:
-    """Returns what is out of tolerance first, and of what was computed together the worst."""
+    """Returns the first measurement out of tolerance, among simultaneous ones the worst."""
     mismatches = [m for m in measurements if not m.within_tolerance]
     if not mismatches:
         return None

@@ -1,4 +1,4 @@
-"""The trace of one step in memory: what it was given and computed, and the state around it."""
+"""Holds the trace of one step in memory: inputs, results, and the states before and after it."""
 
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ PerItemArrays = list[dict[str, np.ndarray]]
 
 
 class MemoryTrace(Trace):
-    """A trace of one step that is read and written like one on disk.
+    """A trace of one step in memory, with the interface of a trace on disk.
 
     Args:
-        step: the number of the step; the state before it belongs to the step before.
-        split: of the training.
+        step: number of the step; the state before it belongs to the previous step.
+        split: split of the training.
     """
 
     def __init__(self, step: int, split: Split):
@@ -27,7 +27,7 @@ class MemoryTrace(Trace):
         self._arrays: dict[tuple[int, str, int, str], np.ndarray] = {}
 
     def write(self, step: int, kind: str, per_replica: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Keeps arrays; one with the bits of replica 0 is left out, as in `TraceWriter.write`."""
+        """Keeps arrays; omits those bitwise identical to replica 0's, like `TraceWriter.write`."""
         tensors = self._index.setdefault((step, kind), {})
         for replica_id, arrays in enumerate(per_replica):
             for tensor, array in arrays.items():
@@ -38,14 +38,14 @@ class MemoryTrace(Trace):
                     self._arrays[step, kind, replica_id, tensor] = array
 
     def read(self, step: int, kind: str, replica_id: int, tensor: str) -> np.ndarray:
-        """Returns one array: that of replica 0 where the replica holds the same bits."""
+        """Returns one array; that of replica 0 if the replica's is bitwise identical."""
         if kind == "updates":
             return super().read(step, kind, replica_id, tensor)
         stored = self._index[step, kind][tensor]
         return self._arrays[step, kind, replica_id if replica_id in stored else 0, tensor]
 
     def is_finite(self) -> bool:
-        """Whether all numbers are."""
+        """Whether all numbers are finite."""
         return all(
             np.isfinite(array).all()
             for array in self._arrays.values()
@@ -53,7 +53,7 @@ class MemoryTrace(Trace):
         )
 
     def have_copies_differed(self) -> bool:
-        """Whether copies of the weights, or what they have in common, differ, even before."""
+        """Whether copies of the weights or other common values differ, also before the step."""
         return any(
             len(ids) > 1
             for (_, kind), tensors in self._index.items()
@@ -62,7 +62,7 @@ class MemoryTrace(Trace):
         )
 
     def kinds(self) -> Iterator[tuple[int, str, PerItemArrays]]:
-        """Yields step, kind and the arrays of each shard, or copy, of all that was written."""
+        """Yields step, kind and the arrays of each shard or copy, for all arrays."""
         for step, kind in sorted(self._index, key=lambda key: key[0]):
             tensors = self._index[step, kind]
             count = self.num_shards if kind in KINDS_OF_A_SHARD else self.num_copies
@@ -79,10 +79,10 @@ class MemoryTrace(Trace):
             )
 
     def save(self, path: pathlib.Path) -> None:
-        """Writes it to a directory, which `Trace` reads.
+        """Writes the trace to a directory, which `Trace` reads.
 
         Raises:
-            DiskFullError, OutputError: it cannot be written.
+            DiskFullError, OutputError: the trace cannot be written.
         """
         with TraceWriter(path, self.split.num_replicas) as writer:
             for step, kind, per_item in self.kinds():
@@ -90,7 +90,7 @@ class MemoryTrace(Trace):
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Tells whether two arrays hold the same bits; NaN is equal to NaN of the same bits."""
+    """Returns whether two arrays are bitwise identical, including NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))

@@ -1,4 +1,4 @@
-"""The reference for a training that goes on: several shards at the same time."""
+"""Implements a reference that computes several shards in parallel, for running trainings."""
 
 import concurrent.futures
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ from app.verification.reference import Arrays, Forward, Reference, ShardResult
 
 
 class ParallelReference(Reference):
-    """A reference whose shards are computed side by side, as replicas compute them.
+    """A reference that computes shards in parallel, as replicas do.
 
-    Weights and statistics are arguments of the compiled function, so that calls do not share any
-    variable. The results are those of `Reference`, and bitwise so without label smoothing.
+    Weights and statistics are arguments of the compiled function, so that calls share no variables.
+    The results are those of `Reference`, bitwise identical without label smoothing.
 
     Args:
-        *arguments: of `Reference`.
-        num_threads: how many shards are computed at the same time.
-        **options: of `Reference`.
+        *arguments: arguments of `Reference`.
+        num_threads: number of shards to compute in parallel.
+        **options: options of `Reference`.
     """
 
     def __init__(self, *arguments: Any, num_threads: int = 1, **options: Any):
@@ -38,7 +38,7 @@ class ParallelReference(Reference):
         )
 
     def compile(self) -> None:
-        """Traces what a shard computes."""
+        """Traces the computation of a shard."""
         self._function.get_concrete_function()
 
     def gradients(
@@ -51,7 +51,7 @@ class ParallelReference(Reference):
         per_shard_statistics: Sequence[Mapping[str, np.ndarray]] | None = None,
         forward: Forward | None = None,
     ) -> list[ShardResult]:
-        """Computes what each shard contributes; see `Reference.gradients`."""
+        """Computes the contribution of each shard; see `Reference.gradients`."""
         if forward:
             return super().gradients(
                 before, images, labels, shards, per_shard_statistics=per_shard_statistics,
@@ -79,9 +79,9 @@ class ParallelReference(Reference):
     def _loss(
         self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
     ) -> tf.Tensor:
-        """Returns the loss of `Reference`, in an order of operations that rounds as the steps do.
+        """Returns the loss of `Reference`, in the order of operations of a training step.
 
-        Another order is as exact, and nothing would be bitwise equal.
+        Another order is equally exact, but results would not be bitwise equal.
         """
         logits = tf.cast(logits, self._dtype)
         loss = tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))

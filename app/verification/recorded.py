@@ -1,4 +1,4 @@
-"""What the processes of `verify` hand back: trainings that are recorded, and traces checked."""
+"""Defines the results of `verify`'s processes: recorded trainings and checked traces."""
 
 import dataclasses
 
@@ -13,26 +13,26 @@ class Recorded:
     """A training whose trace is on disk.
 
     Attributes:
-        devices: of all workers.
-        num_replicas: parts of a batch that were trained on at the same time.
-        num_shards: parts of a batch with a gradient, and BatchNorm statistics, of their own.
-        num_copies: copies of the weights.
-        syncs_batch_norm: whether BatchNorm was to normalise over the whole batch.
-        shard_weights: sizes of the shards in proportion to each other.
-        simulated_devices: logical devices that share a processor.
-        dataset: which images.
-        dataset_sha256: of all of them.
-        learning_rate: the peak.
-        num_train_examples: how many.
-        has_batch_norm: whether the model keeps moving statistics.
-        is_reference: whether the reference itself was trained, which need not be checked.
-        effect_of_shards: how far the first gradient is from that of BatchNorm over the whole batch,
-            relative; None where nobody asked.
-        send_sec: for each step and replica, from the start of the step until it sent its last
-            gradient: seconds, and seconds of processor time.
-        versions: of what numbers depend on.
-        own_findings: of a recording by another framework, what is wrong without a comparison; it
-            explains a mismatch that has no other explanation.
+        devices: devices of all workers.
+        num_replicas: number of parts of a batch that are trained in parallel.
+        num_shards: number of parts of a batch with their own gradient and BatchNorm statistics.
+        num_copies: number of copies of the weights.
+        syncs_batch_norm: whether BatchNorm was configured to normalise over the whole batch.
+        shard_weights: relative sizes of the shards.
+        simulated_devices: whether logical devices share a processor.
+        dataset: name of the dataset.
+        dataset_sha256: hash of all images and labels.
+        learning_rate: peak learning rate.
+        num_train_examples: number of training examples.
+        has_batch_norm: whether the model has moving statistics.
+        is_reference: whether the training is the reference itself, which need not be checked.
+        effect_of_shards: relative difference of the first gradient from that of BatchNorm over the
+            whole batch; None if not computed.
+        send_sec: for each step and replica, seconds and seconds of processor time from the start of
+            the step until the replica sent its last gradient.
+        versions: versions of the software that affects the results.
+        own_findings: findings of a framework's recording without a comparison, which explain a
+            mismatch that has no other explanation.
     """
 
     devices: list[str]
@@ -55,18 +55,18 @@ class Recorded:
 
     @property
     def replica_weights(self) -> list[int]:
-        """Sizes of the replicas' parts of a batch in proportion to each other."""
+        """Relative sizes of the replicas' parts of a batch."""
         size = self.num_shards // self.num_replicas
         return [sum(self.shard_weights[i : i + size]) for i in range(0, self.num_shards, size)]
 
     @property
     def split(self) -> Split:
-        """The numbers of the training, as those of its trace."""
+        """The split of the training, equal to that of its trace."""
         return Split(self.num_replicas, self.num_shards, self.num_copies, self.syncs_batch_norm)
 
     @property
     def normalised_by(self) -> tuple[int, ...]:
-        """What BatchNorm makes part of the training: the parts of a batch that it normalises."""
+        """The sizes of the parts of a batch that BatchNorm normalises; empty without BatchNorm."""
         if not self.has_batch_norm:
             return ()
         return (1,) if self.syncs_batch_norm else tuple(self.shard_weights)
@@ -74,12 +74,12 @@ class Recorded:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What the check of a trace found.
+    """The result of checking a trace.
 
     Attributes:
-        measurements: of every array of every step, in the order in which they were computed.
-        first_mismatch: the first one out of tolerance, None where there is none.
-        diagnosis: why, None likewise.
+        measurements: measurements of every array of every step, in the order of computation.
+        first_mismatch: first measurement out of tolerance; None without one.
+        diagnosis: explanation of the first mismatch; None without one.
     """
 
     measurements: list[Measurement]

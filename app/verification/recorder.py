@@ -1,4 +1,4 @@
-"""Records what a training computes, step by step, with any strategy."""
+"""Records the steps of a training with any strategy."""
 
 import functools
 import pathlib
@@ -23,35 +23,35 @@ Check = Callable[[int, str, list[dict[str, np.ndarray]]], None]
 
 
 class StepArrays(Protocol):
-    """What takes the arrays of a step, kind by kind; see `TraceWriter.write`."""
+    """The interface that receives the arrays of a step; see `TraceWriter.write`."""
 
     def write(self, step: int, kind: str, per_replica: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Takes arrays of all replicas, or shards, of this worker."""
+        """Receives arrays of all replicas, or shards, of this worker."""
 
 
 class StepRecorder(Observer):
-    """Observes the steps of a strategy, and hands on the arrays of a step that was made.
+    """Observes the steps of a strategy and writes the arrays of the last step.
 
     Args:
-        strategy: built.
-        inner: a second observer, which may inject a fault: what a replica computed is kept before
-            that, the sums after it.
+        strategy: a built strategy.
+        inner: a second observer, which may inject a fault: a replica's results are kept before it,
+            the sums after it.
     """
 
     def __init__(self, strategy: Strategy, inner: Observer | None = None):
         self._strategy, self._inner = strategy, inner or Observer()
         self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
         self._sent: dict[int, SendTime] = {}
-        self._parts: dict[int, dict[str, np.ndarray]] = {}  # Of a device: shapes.
+        self._parts: dict[int, dict[str, np.ndarray]] = {}  # Shapes of a device's parts.
         self._trainable = [variable.path for variable in strategy.model.trainable_variables]
 
     def write_step(self, trace: StepArrays, step: int, check: Check) -> None:
-        """Writes what the step that was just made has computed, and the state after it.
+        """Writes the results of the last step, and the state after it.
 
         Args:
-            trace: where it goes.
-            step: the number of the step.
-            check: called with step, kind and arrays of each item before these are written.
+            trace: receives the arrays.
+            step: number of the step.
+            check: called with step, kind and arrays of each item before they are written.
         """
         shards = self._take("shard")
         check(step, "loss", [{"loss": loss} for *_, loss in shards])
@@ -70,11 +70,11 @@ class StepRecorder(Observer):
         self.write_states(trace, step, check)
 
     def write_states(self, trace: StepArrays, step: int, check: Check) -> None:
-        """Writes weights, optimizer state and BatchNorm statistics as they are now.
+        """Writes the current weights, optimizer state and BatchNorm statistics.
 
         Args:
-            trace: where they go.
-            step: the last step that was made.
+            trace: receives the arrays.
+            step: number of the last step.
             check: see `write_step`.
         """
         strategy = self._strategy
@@ -89,12 +89,12 @@ class StepRecorder(Observer):
         trace.write(step, "statistics", [_without_prefix(strategy.averaged_statistics())])
 
     def write_parts(self, trace: StepArrays, step: int) -> None:
-        """Writes the shapes of the parts of the weights, where devices hold parts."""
+        """Writes the shapes of the parts of the weights, if devices hold parts."""
         if self._parts:
             trace.write(step, PARTS, [self._parts[d] for d in sorted(self._parts)])
 
     def take_times(self) -> list[SendTime]:
-        """Returns when each replica of this worker sent its gradients in the last step."""
+        """Returns when this worker's replicas sent their gradients in the last step."""
         taken, self._sent = self._sent, {}
         times, num = self._in_order("times", taken), self._strategy.shards_per_replica
         return [max(times[i : i + num]) for i in range(0, len(times), num)]
@@ -102,7 +102,7 @@ class StepRecorder(Observer):
     def on_shard(
         self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Keeps examples, loss and gradients, and when they were sent."""
+        """Keeps examples, loss and gradients, and the time at which they were sent."""
         self._keep("shard", shard_id, [shard.images, shard.labels, loss])
         self._keep("gradients", shard_id, gradients)
         sent = self._inner.on_shard(shard_id, shard, loss, gradients)
@@ -118,14 +118,14 @@ class StepRecorder(Observer):
     def on_weights(
         self, device_id: int, weights: Mapping[str, tf.Tensor]
     ) -> Mapping[str, tf.Tensor]:
-        """Keeps the shapes of what a device computes with."""
+        """Keeps the shapes of the weights that a device uses."""
         self._parts[device_id] = {
             path: np.array(tensor.shape, np.int64) for path, tensor in weights.items()
         }
         return self._inner.on_weights(device_id, weights)
 
     def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the pieces of the inner observer."""
+        """Returns the terms of the inner observer."""
         return self._inner.on_pieces(device_id, pieces)
 
     def on_average(
@@ -137,7 +137,7 @@ class StepRecorder(Observer):
         return self._inner.on_average(per_shard_statistics, averages)
 
     def _keep(self, what: str, item_id: int | tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
-        """Keeps tensors of a shard or a copy, once they are computed."""
+        """Keeps tensors of a shard or a copy once they are computed."""
 
         def keep(item_id: np.ndarray, *arrays: np.ndarray) -> None:
             self._kept[what, int(item_id)] = [np.array(array) for array in arrays]
@@ -148,12 +148,12 @@ class StepRecorder(Observer):
         self._sent[int(shard_id)] = time.monotonic(), time.process_time()
 
     def _take(self, what: str) -> list[list[np.ndarray]]:
-        """Returns what was kept under this name in the last step, a list for each item."""
+        """Returns the arrays kept under a name in the last step, one list per item."""
         taken = {i: self._kept.pop((kind, i)) for kind, i in list(self._kept) if kind == what}
         return self._in_order(what, taken)
 
     def _in_order(self, what: str, taken: dict[int, T]) -> list[T]:
-        """Returns what was taken of this worker's shards, or copies, in their order."""
+        """Returns the kept values of this worker's shards, or copies, in order."""
         strategy, of_copies = self._strategy, what == "sums"
         ids = strategy.local_copy_ids if of_copies else strategy.local_shard_ids
         if set(taken) != set(ids):
@@ -170,10 +170,10 @@ class StepRecorder(Observer):
 
 
 class Recorder(StepRecorder):
-    """Records a training from its first step on, in a directory.
+    """Records a training from its first step, in a directory.
 
     Args:
-        strategy: built, and no step made: its observer is replaced by this one.
+        strategy: a built strategy that has not run a step; this object replaces its observer.
         inner: see `StepRecorder`.
     """
 
@@ -189,20 +189,20 @@ class Recorder(StepRecorder):
         path: pathlib.Path,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> list[list[SendTime]]:
-        """Trains `num_steps` steps and leaves their trace in `path`.
+        """Trains `num_steps` steps and writes their trace to `path`.
 
         Args:
-            iterator: what `strategy.distribute` returned.
-            num_steps: how many.
-            path: where the trace goes.
+            iterator: the result of `strategy.distribute`.
+            num_steps: number of steps.
+            path: directory of the trace.
             on_step: called after each step.
 
         Returns:
-            For each step and replica, when it sent the last of its gradients.
+            For each step and replica, the time at which it sent its last gradient.
 
         Raises:
             ConfigError: steps of this strategy, or of this model, cannot be checked.
-            DivergedError: something that was computed is not finite.
+            DivergedError: a computed value is not finite.
             DiskFullError: no space for the trace.
         """
         strategy = self._strategy
@@ -239,7 +239,7 @@ def _check_finite(
 
 
 def check_repeatable(model: keras.Model) -> None:
-    """Checks that a step is a function of weights and examples alone.
+    """Checks that a step is a function of only weights and examples.
 
     Raises:
         ConfigError: a layer draws random numbers in training.

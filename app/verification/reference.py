@@ -1,7 +1,7 @@
-"""What a training step should compute: one device, one example set, no strategy.
+"""Computes the expected result of a training step, on one device and without a strategy.
 
-It shares nothing with the strategies, not even how a loss is scaled: what it computes is what their
-step should have.
+Shares no code with the strategies, not even the scaling of the loss, so that it is an independent
+reference.
 """
 
 import functools
@@ -19,11 +19,11 @@ Forward = Callable[[keras.Model, tf.Tensor], tf.Tensor]
 
 
 class ShardResult(NamedTuple):
-    """What a shard contributes to a step: tensor → array.
+    """The contribution of a shard to a step: tensor → array.
 
     Attributes:
-        loss: its part in the mean loss of the global batch, a scalar.
-        gradients: of that loss.
+        loss: its part of the mean loss of the global batch, a scalar.
+        gradients: gradients of `loss`.
         statistics: BatchNorm's moving statistics after this shard.
     """
 
@@ -38,14 +38,14 @@ class Reference:
     Args:
         model_fn: builds the model.
         optimizer_fn: creates the optimizer.
-        dtype: "float64" or "float32", of every variable.
-        precision: Keras' policy for what layers compute in; None for `dtype`.
-        label_smoothing: what part of the target is spread evenly over all classes.
-        mean_of_squares: compute BatchNorm's variance as a mean of squares minus the square of the
-            mean, which is the formula of Keras' `synchronized=True`.
+        dtype: "float64" or "float32", dtype of every variable.
+        precision: Keras' dtype policy of the layers; None for `dtype`.
+        label_smoothing: fraction of the target that is spread evenly over all classes.
+        mean_of_squares: compute BatchNorm's variance as the mean of squares minus the square of the
+            mean, the formula of Keras' `synchronized=True`.
 
     Attributes:
-        initial_state: what a training starts from: weights, statistics and optimizer slots.
+        initial_state: initial weights, statistics and optimizer state.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Reference:
             v.path.partition("/")[2]: v.value for v in self._optimizer.variables
         }
         self.initial_state = _read({**self._weights, **self._statistics, **self._optimizer_state})
-        # A batch of any size, as in a strategy: of a known size, other kernels might be chosen.
+        # Of unknown batch size, as in a strategy: a known size may select other kernels.
         spec = tf.TensorSpec
         self._compiled_gradients = tf.function(
             self._shard_gradients,
@@ -90,12 +90,12 @@ class Reference:
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether a shard is normalised by itself, so that it matters which examples it holds."""
+        """Whether shards are normalised separately, so that the assignment of examples matters."""
         return bool(self._statistics)
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """Returns the tensors of each kind of state, in the order of the model."""
+        """Returns the names of the tensors of each kind of state, in the order of the model."""
         return {
             "slots": list(self._optimizer_state),
             "weights": list(self._weights),
@@ -112,20 +112,20 @@ class Reference:
         per_shard_statistics: Sequence[Mapping[str, np.ndarray]] | None = None,
         forward: Forward | None = None,
     ) -> list[ShardResult]:
-        """Computes what each shard contributes, one after another.
+        """Computes the contributions of the shards, one after another.
 
-        The gradient of the mean loss over the global batch is the sum of what its examples
-        contribute. What depends on the shards are BatchNorm's statistics: each shard is normalised
-        by its own, as each replica's is (`--batch_norm=average`).
+        The gradient of the mean loss over the global batch is the sum of the contributions. Only
+        BatchNorm depends on the shards: each shard is normalised by its own statistics, as on each
+        replica (`--batch_norm=average`).
 
         Args:
-            before: the state to start from.
+            before: state before the step.
             images: uint8 `(n, height, width, channels)`, the global batch.
             labels: integers `(n,)`.
-            shards: for each, which rows of the global batch it holds, in order.
-            per_shard_statistics: the moving statistics that each shard starts from; None for those
-                of `before`.
-            forward: computes logits from the model and images in place of the model's own call.
+            shards: for each shard, its rows of the global batch, in order.
+            per_shard_statistics: moving statistics of each shard before the step; None for those of
+                `before`.
+            forward: computes logits from the model and images instead of the model's call.
         """
         _assign(self._weights, before)
         function, results = self._compiled_gradients, []
@@ -150,7 +150,7 @@ class Reference:
         return results
 
     def update(self, before: Mapping[str, np.ndarray], sums: Mapping[str, np.ndarray]) -> Arrays:
-        """Returns weights and slots after the optimizer's step with these summed gradients."""
+        """Returns weights and optimizer state after an update with these summed gradients."""
         _assign({**self._weights, **self._optimizer_state}, before)
         self._apply([tf.cast(sums[name], self._dtype) for name in self._weights])
         return _read({**self._weights, **self._optimizer_state})

@@ -1,4 +1,4 @@
-"""Hypotheses about what a replica was given, and what it computed from that."""
+"""Tests hypotheses about the examples of a replica and its computations."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ from app.verification.verdict import Diagnosis
 
 
 def examples(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
-    """Explains examples that were given twice, or not at all, or do not belong there."""
+    """Explains examples that are repeated, missing, or from another batch."""
     images, labels = context.batch(mismatch.step)
     batch = hash_examples(images, labels)
     replicas, name = range(context.trace.num_shards), context.split.name_shard
@@ -59,7 +59,7 @@ def examples(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]
 
 
 def loss(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
-    """Explains a wrong loss; where the gradients are right, only the report of it is wrong."""
+    """Explains a wrong loss; if the gradients are right, only the reported loss is wrong."""
     if any(
         (m.step, m.kind) == (mismatch.step, "gradients") and not m.within_tolerance
         for m in context.measurements
@@ -79,7 +79,7 @@ def loss(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
 
 
 def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
-    """Explains gradients that are not those of the shards and weights; each unit by itself."""
+    """Explains gradients that do not belong to the shards and weights, for each unit separately."""
     right = [result.gradients for result in context.compute(mismatch)]
     measured = [m for m in context.measurements if (m.step, m.kind) == (mismatch.step, "gradients")]
     limits = {(m.tensor, m.replica_id): m.limit for m in measured}
@@ -92,7 +92,7 @@ def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis
         return all(
             relative_error(array, factor * expected[t]) <= limits[t, unit]
             for t, array in actual[unit].items()
-            if limits[t, unit] < 1  # Of what is nothing but rounding nothing can be told.
+            if limits[t, unit] < 1  # Rounding errors alone are not conclusive.
         )
 
     if all(is_scaled(unit, right[unit], fitted[unit]) for unit in wrong):
@@ -123,12 +123,12 @@ def gradients(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis
 def _scaled_gradient(
     split: Split, fitted: dict[int, float], sizes: list[int], *, uncertainty: float
 ) -> Diagnosis:
-    """Says by which factors gradients are too large, and what computes such factors.
+    """Names the factors of too large gradients, and their cause.
 
     Args:
-        split: of the training.
+        split: split of the training.
         fitted: unit → factor of its gradient.
-        sizes: examples of each shard.
+        sizes: number of examples of each shard.
         uncertainty: relative error of the factors.
     """
     readings = [
@@ -145,7 +145,7 @@ def _scaled_gradient(
 
 
 def _is_gradient_of_whole_batch(context: StepContext, mismatch: Measurement, limits: dict) -> bool:
-    """Whether the sum over the replicas is the gradient with the whole batch's statistics."""
+    """Returns whether the replicas' sum is the gradient with the statistics of the whole batch."""
     before, images, labels, shards = context.start(mismatch)
     (whole,) = context.reference64.gradients(before, images, labels, [np.arange(len(labels))])
     replicas = range(len(shards))

@@ -1,4 +1,4 @@
-"""What finished runs say side by side, from their records on disk alone."""
+"""Compares finished runs by their records on disk."""
 
 import dataclasses
 import itertools
@@ -12,18 +12,18 @@ from app.records.history import Summary, load_summary
 from app.runtime.errors import CheckpointError, DataError
 from app.verification.difference import WeightDifference
 
-if TYPE_CHECKING:  # With it comes TensorFlow.
+if TYPE_CHECKING:  # Imports TensorFlow.
     from strategies.copies import State
 
 
 @dataclasses.dataclass(frozen=True)
 class PairVerdict:
-    """What became of the weights of two runs that started from the same.
+    """The comparison of the final weights of two runs from equal initial weights.
 
     Attributes:
-        strategies: names of the two.
-        num_steps: optimizer steps that both made.
-        difference: between their final weights.
+        strategies: names of the strategies.
+        num_steps: optimizer steps of both runs.
+        difference: difference of their final weights.
         explanation: why the two trainings differ.
         is_unexpected: whether they should be bitwise identical.
     """
@@ -35,7 +35,7 @@ class PairVerdict:
     is_unexpected: bool = False
 
     def sentence(self) -> str:
-        """Returns what became of the weights, without the explanation."""
+        """Returns the result in words, without the explanation."""
         first, second = self.strategies
         after = f"after {self.num_steps} step" + ("s" if self.num_steps > 1 else "")
         if self.difference.identical:
@@ -78,7 +78,7 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
     """Compares the final weights of each pair of runs.
 
     Raises:
-        DataError: they were not trained on the same images.
+        DataError: the runs were trained on different images.
         CheckpointError: a run has no weights, or unusable ones.
     """
     summaries = [_load_summary(path) for path in run_dirs]
@@ -120,7 +120,7 @@ def _load_summary(run_dir: pathlib.Path) -> Summary:
 
 
 def _load_weights(run_dir: pathlib.Path, summary: Summary) -> "State":
-    """Loads the weights that a summary tells of, no others."""
+    """Loads the weights whose hash is in the summary."""
     found = find_newest_checkpoint(run_dir)
     if found is None:
         raise CheckpointError(f"{run_dir} has no checkpoint; use --overwrite")
@@ -142,7 +142,7 @@ def _draws_random_numbers(state: "State") -> bool:
 
 
 def _explain(first: Summary, second: Summary, state: "State") -> str:
-    """Returns what two trainings do differently by design; whether that is all is not measured."""
+    """Returns how two trainings differ by design, which need not be the only cause."""
     if _add_in_the_same_order(first, second):
         return (
             f"{first.strategy} and {second.strategy} add in the same order, so their weights should"
@@ -169,7 +169,7 @@ def _add_in_the_same_order(first: Summary, second: Summary) -> bool:
 
 
 def table_header(summaries: Sequence[Summary]) -> list[str]:
-    """Returns the header of `table_rows`: without accuracies where no run has any."""
+    """Returns the header of `table_rows`, without accuracies if no run has one."""
     has_accuracy, is_case = _columns(summaries)
     return [
         *("strategy", "devices"),
@@ -180,7 +180,7 @@ def table_header(summaries: Sequence[Summary]) -> list[str]:
 
 
 def _columns(summaries: Sequence[Summary]) -> tuple[bool, bool]:
-    """Returns whether runs have an accuracy, and whether they are those of a case."""
+    """Returns whether runs have an accuracy, and whether they are runs of a case."""
     has_accuracy = any(summary.test_accuracy is not None for summary in summaries)
     return has_accuracy, bool(summaries[0].case)
 
@@ -190,7 +190,7 @@ def _shown(number: float | None) -> str:
 
 
 def table_rows(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Returns a row for each run; the speed-up is over `single` where it is there."""
+    """Returns a row for each run; the speed-up is over `single`, if present."""
     has_accuracy, _ = _columns(summaries)
     single = next((s for s in summaries if s.strategy == "single"), None)
     return [

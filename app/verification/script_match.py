@@ -1,9 +1,9 @@
-"""Which variable of one recording is which of another: other names, orders and layouts of axes.
+"""Matches the variables of two recordings with different names, orders and layouts of axes.
 
-Variables are paired by a map of names, else by equal names, else by their order among those of the
-same kind, role and shape, and then with the other variables of the same layer. Names that were
-sorted have no order that means anything; there, equal values have to confirm it. Where that leaves
-a choice, nothing is paired: a wrong pair would be a wrong finding.
+Variables are paired by a map of names, else by equal names, else by their order among variables of
+the same kind, role and shape, and then with the other variables of the same layer. The order of
+sorted names has no meaning; there, equal values must confirm a pair. Ambiguous variables are not
+paired, because a wrong pair would lead to a wrong finding.
 """
 
 import collections
@@ -34,13 +34,13 @@ class Pair:
     """A variable that both recordings have.
 
     Attributes:
-        first: its name in the first recording.
-        second: its name in the second.
-        transpose: order of the second's axes that makes it the first's; None where it is the same.
+        first: name in the first recording.
+        second: name in the second recording.
+        transpose: permutation of the second's axes to those of the first; None for the same order.
         means: how the pair was found: "map", "name", "order", "values", "layer" (with another
             variable of the layer), or "state" (optimizer state, with its weight).
-        first_index: its index in `variables` of the first recording.
-        second_index: likewise.
+        first_index: index in `variables` of the first recording.
+        second_index: index in `variables` of the second recording.
     """
 
     first: str
@@ -60,14 +60,14 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Matching:
-    """The variables of two recordings in pairs.
+    """The paired variables of two recordings.
 
     Attributes:
         pairs: weights and statistics, in the order of the first recording.
         state: optimizer state of paired weights. Frameworks may define it differently: Keras' SGD
-            multiplies its momentum by the learning rate, PyTorch's does not.
-        unmatched_first: names that only the first recording has, or that could not be paired.
-        unmatched_second: likewise.
+            multiplies the velocity by the learning rate, PyTorch's does not.
+        unmatched_first: names of unpaired variables of the first recording.
+        unmatched_second: names of unpaired variables of the second recording.
     """
 
     pairs: tuple[Pair, ...]
@@ -82,21 +82,21 @@ _Fit = Callable[[Item, Item], Shape | None]
 def match_variables(first: ScriptTrace, second: ScriptTrace, names: Mapping[str, str]) -> Matching:
     """Pairs the weights, statistics and optimizer state of two recordings.
 
-    Counters of steps and seeds are left out.
+    Ignores step counters and seeds.
 
     Args:
-        first: the recording whose layouts of axes count.
-        second: the other.
-        names: names in one recording → names in the other, as far as they are known.
+        first: the recording whose layouts are used.
+        second: the other recording.
+        names: names in one recording → names in the other, where known.
 
     Raises:
-        ConfigError: `names` has a name that is in neither, or pairs variables of different shapes.
+        ConfigError: `names` has an unknown name, or pairs variables of different shapes.
     """
     return _Matcher(first, second).match(names)
 
 
 class _Matcher:
-    """Pairs the variables of two recordings, one means after the other."""
+    """Pairs the variables of two recordings with one method after the other."""
 
     def __init__(self, first: ScriptTrace, second: ScriptTrace):
         self._traces = first, second
@@ -111,7 +111,7 @@ class _Matcher:
         self._values: tuple[dict[int, np.ndarray], dict[int, np.ndarray]] | None = None
 
     def match(self, names: Mapping[str, str]) -> Matching:
-        """Returns all pairs, and what is left."""
+        """Returns all pairs, and the unpaired variables."""
         self._match_by_map(names)
         self._match_by_name(lambda item: (item.variable.kind, item.variable.name))
         self._match_by_name(lambda item: item.label)
@@ -159,7 +159,7 @@ class _Matcher:
         return None if a is None or b is None else (a, b)
 
     def _match_by_name(self, label: Callable[[Item], tuple[str, ...]]) -> None:
-        """Pairs equal names; numbered ones only if all are equal, as numbers depend on habits."""
+        """Pairs equal names; numbered ones only if all are equal, since numbering varies."""
         own, other = _by_label(self._first, label), _by_label(self._second, label)
         differing = {
             kind
@@ -172,14 +172,14 @@ class _Matcher:
                 continue
             if axes_by_any(a, b) is not None:
                 self._add(a, b, axes_by_any, "name")
-            else:  # The same layer with another shape: it is no other variable's partner.
+            else:  # The same layer with another shape has no partner.
                 self._first.remove(a)
                 self._second.remove(b)
                 self._refused[0].append(a)
                 self._refused[1].append(b)
 
     def _match_by_order(self, fit: _Fit, roles: Sequence[str] | None) -> None:
-        """Pairs variables that fit the same ones, if these are as many and fit no others."""
+        """Pairs variables that fit the same ones, if these are equally many and fit no others."""
         by_size: dict[tuple[int, ...], list[Item]] = {}
         for b in self._second:
             by_size.setdefault(_size(b), []).append(b)
@@ -206,7 +206,7 @@ class _Matcher:
     def _pairs_of_values(
         self, firsts: Sequence[Item], seconds: Sequence[Item], fit: _Fit
     ) -> list[tuple[Item, Item]]:
-        """Returns those pairs that alone have equal values before the first common step."""
+        """Returns the pairs with unique equal values before the first common step."""
         if self._values is None:
             self._values = self._read_values(self._traces[0]), self._read_values(self._traces[1])
         own, other = self._values
@@ -228,7 +228,7 @@ class _Matcher:
         return {i: x for i, x in enumerate(arrays or []) if isinstance(x, np.ndarray)}
 
     def _match_by_layer(self) -> None:
-        """Pairs variables of the same role in layers of which others were paired."""
+        """Pairs variables of the same role in layers with a paired variable."""
         own, other = ({item.index: item.layer for item in items} for items in self._all)
         links = {(own[pair.first_index], other[pair.second_index]) for pair in self._pairs}
         counts = [collections.Counter(side) for side in zip(*links, strict=True)]
@@ -242,7 +242,7 @@ class _Matcher:
                 self._add(a, near[0], axes_by_order, "layer")
 
     def _match_state(self) -> tuple[list[Pair], tuple[list[Item], list[Item]]]:
-        """Pairs the optimizer state of paired weights; returns the rest, too."""
+        """Pairs the optimizer state of paired weights; also returns the unpaired state."""
         partners = {pair.first: pair for pair in self._pairs}
         firsts, seconds = ([i for i in items if i.variable.of] for items in self._all)
         others = {(item.variable.of, slot_of(item)): item for item in seconds}
@@ -265,7 +265,7 @@ def _names(*items: Sequence[Item]) -> tuple[str, ...]:
 
 
 def _numbered(items: Sequence[Item], kind: str) -> set[str]:
-    """Returns the parts with numbers that names of a kind have."""
+    """Returns the numbered parts of names of a kind."""
     return {item.numbered for item in items if item.variable.kind == kind and item.numbered}
 
 
@@ -277,7 +277,7 @@ def _by_layer(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def _is_close(x: np.ndarray, y: np.ndarray) -> bool:
-    """Tells whether all values are equal but for rounding; a few of them mostly say no."""
+    """Returns whether all values are equal within rounding; mostly decided by a few of them."""
     few = np.array(x.flat[:1000]), np.array(y.flat[:1000])
     return bool(np.allclose(*few, 1e-5, 1e-8) and np.allclose(x, y, 1e-5, 1e-8))
 
@@ -294,6 +294,6 @@ def _pair(a: Item, b: Item, axes: Shape, means: str) -> Pair:
 def _by_label(
     items: Sequence[Item], label: Callable[[Item], tuple[str, ...]]
 ) -> dict[tuple[str, ...], Item | None]:
-    """Returns label → item, None for a label that several have."""
+    """Returns label → item; None for an ambiguous label."""
     counts = collections.Counter(map(label, items))
     return {label(item): item if counts[label(item)] == 1 else None for item in items}

@@ -1,4 +1,4 @@
-"""Variables of a recording with all that tells which variable of another recording each one is."""
+"""Reads the variables of a recording with the properties used to match them."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ from app.records.script_trace import ScriptTrace, Variable
 
 Shape = tuple[int, ...]
 
-# Names that frameworks give to the same role within a layer.
+# Names of the same role within a layer in different frameworks.
 _ROLES = {
     **dict.fromkeys(("kernel", "weight", "w", "embedding", "embeddings"), "kernel"),
     **dict.fromkeys(("gamma", "scale"), "scale"),
@@ -27,7 +27,7 @@ _SLOTS = {
     **dict.fromkeys(("average_gradient", "grad_avg"), "mean gradient"),
 }
 _COUNTERS = ("num_batches_tracked", "step", "count", "iteration", "iterations")
-# Axes of a kernel in one framework in the order of the other, where no layout tells.
+# Permutations of a kernel's axes between frameworks, used without a layout.
 _DEPTHWISE = (2, 3, 0, 1)  # (channels, 1, height, width) ↔ (height, width, channels, 1)
 _TRANSPOSES: Mapping[int, Sequence[Shape]] = {
     2: [(1, 0)],
@@ -39,15 +39,15 @@ _TRANSPOSES: Mapping[int, Sequence[Shape]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A variable with all that its partner in another recording is found by.
+    """A variable with the properties used to match it with another recording.
 
     Attributes:
-        index: its index in `variables`.
+        index: index in `variables`.
         variable: name, kind and layout.
-        shape: of its arrays; None if it has no array anywhere.
-        layer: the name of its layer.
-        prefix: the same in lower case, without what all names have in common.
-        role: what it is in its layer, for example "kernel" or "bias".
+        shape: shape of its arrays; None if it has no array.
+        layer: name of its layer.
+        prefix: the layer in lower case, without the prefix common to all names.
+        role: its role in the layer, for example "kernel" or "bias".
     """
 
     index: int
@@ -59,18 +59,18 @@ class Item:
 
     @property
     def label(self) -> tuple[str, str, str]:
-        """Kind, layer and role, as they are the same in several frameworks."""
+        """Kind, layer and role, normalised over frameworks."""
         return self.variable.kind, self.prefix, self.role
 
     @property
     def numbered(self) -> str | None:
-        """The part of the name that has a number, None where there is none."""
+        """The part of the name with a number; None without one."""
         part = self.prefix if self.role in _KNOWN_ROLES else f"{self.prefix}/{self.role}"
         return part if re.search(r"\d", part) else None
 
 
 def read_items(trace: ScriptTrace) -> list[Item]:
-    """Returns the variables of a recording but for seeds and counters of steps."""
+    """Returns the variables of a recording, without seeds and step counters."""
     shapes = _shapes(trace)
     parts = [re.split(r"[/.:]", re.sub(r":\d+$", "", v.name)) for v in trace.variables]
     items = []
@@ -90,7 +90,7 @@ def read_items(trace: ScriptTrace) -> list[Item]:
 
 
 def _with_scales(items: Sequence[Item]) -> list[Item]:
-    """Returns the items with the roles of normalisation: there PyTorch says "weight", "bias"."""
+    """Returns the items with roles of normalisation: PyTorch has "weight" and "bias"."""
     vectors = {i.index for i in items if i.role == "kernel" and len(i.shape or ()) == 1}
     scales = {i.layer for i in items if i.role == "scale" or i.index in vectors}
     found = []
@@ -108,7 +108,7 @@ def _is_counter(variable: Variable, last: str) -> bool:
 
 
 def has_order(trace: ScriptTrace, items: Sequence[Item]) -> bool:
-    """Tells whether the order of the weights means anything: JAX sorts the keys of dicts."""
+    """Returns whether the order of the weights has a meaning; JAX sorts the keys of dicts."""
     names = [re.split(r"[/.:]", i.variable.name) for i in items if i.variable.kind == "weight"]
     keys = [[(part.isdecimal(), part.zfill(9), part) for part in name] for name in names]
     children: dict[tuple[str, ...], set[str]] = {}
@@ -122,13 +122,13 @@ def has_order(trace: ScriptTrace, items: Sequence[Item]) -> bool:
 
 
 def _num_shared(prefixes: Sequence[Sequence[str]]) -> int:
-    """Returns how many first parts all names have in common, such as "model" or "params"."""
+    """Returns the number of leading parts common to all names, such as "model" or "params"."""
     columns = zip(*prefixes, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _shapes(trace: ScriptTrace) -> dict[int, Shape]:
-    """Returns index → shape of every variable that has an array anywhere."""
+    """Returns index → shape of every variable that has an array."""
     found: dict[int, Shape] = {}
     indices = {v.name: i for i, v in enumerate(trace.variables) if v.kind == "weight"}
     gradients = [indices[name] for name in trace.gradients]
@@ -148,18 +148,18 @@ def _shapes(trace: ScriptTrace) -> dict[int, Shape]:
 
 
 def slot_of(item: Item) -> str:
-    """Returns what a part of the optimizer state is, as it is the same in several frameworks."""
+    """Returns the role of an optimizer variable, normalised over frameworks."""
     return _SLOTS.get(item.variable.slot.lower(), item.variable.slot.lower())
 
 
 def has_same_role(a: Item, b: Item) -> bool:
-    """Tells whether two variables may be the same by what they are in their layers."""
+    """Returns whether the roles of two variables allow them to be the same."""
     is_known = a.role in _KNOWN_ROLES and b.role in _KNOWN_ROLES
     return a.variable.kind == b.variable.kind and (a.role == b.role or not is_known)
 
 
 def axes_by_layout(a: Item, b: Item) -> Shape | None:
-    """Returns the order of axes that both layouts imply, if the shapes then are equal."""
+    """Returns the permutation of axes implied by both layouts, if it makes the shapes equal."""
     own, other = a.variable.layout, b.variable.layout
     num_axes = len(b.shape or ())
     axes = tuple(map(other.index, own)) if _is_same_axes(a, b) else tuple(range(num_axes))
@@ -167,7 +167,7 @@ def axes_by_layout(a: Item, b: Item) -> Shape | None:
 
 
 def axes_by_order(a: Item, b: Item) -> Shape | None:
-    """Returns an order of axes with which the shapes are equal, and which no layout contradicts."""
+    """Returns a permutation of axes that makes the shapes equal and contradicts no layout."""
     if _is_same_axes(a, b):
         axes = axes_by_layout(a, b)
         return _first_fitting(a, b, [_DEPTHWISE]) if axes is None else axes
@@ -175,7 +175,7 @@ def axes_by_order(a: Item, b: Item) -> Shape | None:
 
 
 def axes_by_any(a: Item, b: Item) -> Shape | None:
-    """Returns the first usual order of axes with which the shapes are equal."""
+    """Returns the first common permutation of axes that makes the shapes equal."""
     axes, num_axes = axes_by_layout(a, b), len(b.shape or ())
     if axes is not None:
         return axes
@@ -185,7 +185,7 @@ def axes_by_any(a: Item, b: Item) -> Shape | None:
 
 
 def _is_same_axes(a: Item, b: Item) -> bool:
-    """Tells whether both layouts are known, and name the same axes."""
+    """Returns whether both layouts are known and have the same axes."""
     own, other = a.variable.layout, b.variable.layout
     return own != "" and len(set(own)) == len(own) and sorted(own) == sorted(other)
 
@@ -197,7 +197,7 @@ def _first_fitting(a: Item, b: Item, orders: Iterable[Shape]) -> Shape | None:
 
 
 def transposed_shape(item: Item, axes: Shape) -> Shape | None:
-    """Returns the shape with the axes in another order, None where it has other axes."""
+    """Returns the shape with permuted axes; None for another number of axes."""
     if item.shape is None or len(item.shape) != len(axes):
         return None
     return tuple(item.shape[axis] for axis in axes)

@@ -1,4 +1,4 @@
-"""The same training on one device, shard by shard, as a trace."""
+"""Trains on one device, shard by shard, and writes a trace."""
 
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
@@ -18,16 +18,16 @@ def train_shard_by_shard(
     path: pathlib.Path,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Trains on one device with the BatchNorm of several, and leaves the trace in `path`.
+    """Trains on one device with BatchNorm per shard, and writes the trace to `path`.
 
-    BatchNorm makes the number of shards part of the training: each is normalised with statistics of
-    its own (`--batch_norm=average`). This does the same with the shards one after another.
+    With BatchNorm, the number of shards is part of the training: each is normalised by its own
+    statistics (`--batch_norm=average`). Here the shards are computed one after another.
 
     Args:
-        reference: in float32.
+        reference: a float32 reference.
         batches: images and labels of each step.
-        shard_weights: sizes of the shards in proportion to each other.
-        path: where the trace goes.
+        shard_weights: relative sizes of the shards.
+        path: directory of the trace.
         on_step: called after each step.
     """
     state = reference.initial_state
@@ -55,13 +55,13 @@ def train_shard_by_shard(
 def effect_of_shards(
     reference: Reference, images: np.ndarray, labels: np.ndarray, trace: Trace
 ) -> float:
-    """Returns how far BatchNorm over shards carries the first gradient from that of the whole.
+    """Returns the effect of BatchNorm per shard on the first gradient, relative to the whole batch.
 
     Args:
-        reference: in float32.
+        reference: a float32 reference.
         images: uint8 `(n, height, width, channels)`, the first global batch.
         labels: integers `(n,)`.
-        trace: of the training by shards, with this batch.
+        trace: trace of the training by shards, with this batch.
 
     Returns:
         ‖by shards − whole batch‖ / ‖whole batch‖ over all tensors.

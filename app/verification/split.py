@@ -1,4 +1,4 @@
-"""Into which parts a training splits a batch, and what they are called."""
+"""Defines the parts into which a training splits a batch, and their names."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from strategies.base import Strategy
 
-# Kinds of arrays that each shard has of its own; copies of the weights have the others in common.
+# Kinds of arrays that each shard has; copies of the weights share the others.
 KINDS_OF_A_SHARD = {"examples", "loss", "gradients", "own statistics"}
 
 
 class Split(NamedTuple):
-    """The numbers of a strategy: none of them follows from another.
+    """The numbers of replicas, shards and copies of a strategy, which are independent.
 
     Attributes:
-        num_replicas: R, parts of a batch that are trained on side by side.
-        num_shards: S, parts with a loss and a gradient of their own; each replica has S / R in a
-            row.
-        num_copies: of the weights.
-        syncs_batch_norm: whether BatchNorm is to normalise all shards of a batch together.
+        num_replicas: R, parts of a batch that are trained in parallel.
+        num_shards: S, parts with their own loss and gradient; each replica has S / R consecutive
+            ones.
+        num_copies: number of copies of the weights.
+        syncs_batch_norm: whether BatchNorm is configured to normalise over all shards of a batch.
     """
 
     num_replicas: int
@@ -38,26 +38,26 @@ class Split(NamedTuple):
 
     @property
     def shards_per_replica(self) -> int:
-        """The micro-batches of each replica; 1 where its shard is in one piece."""
+        """The number of micro-batches of each replica; 1 without micro-batches."""
         return self.num_shards // self.num_replicas
 
     @property
     def units(self) -> list[list[int]]:
         """The shards that one reference computation covers.
 
-        Each shard is one, unless BatchNorm ties them together: then a shard's loss and gradient
-        depend on the examples of all of them, and their sums are compared.
+        One shard each, unless BatchNorm is synchronised: a shard's loss and gradient then depend on
+        the examples of all shards, and their sums are compared.
         """
         shards = list(range(self.num_shards))
         return [shards] if self.syncs_batch_norm else [[shard] for shard in shards]
 
     def unit_of(self, shard_id: int) -> int:
-        """Returns which of `units` a shard belongs to."""
+        """Returns the index in `units` of a shard's unit."""
         return 0 if self.syncs_batch_norm else shard_id
 
     @property
     def shard_noun(self) -> str:
-        """What a shard is called: "replica", or "micro-batch" where a replica has several."""
+        """The name of a shard: "replica", or "micro-batch" if a replica has several."""
         return "replica" if self.shards_per_replica == 1 else "micro-batch"
 
     def name_shard(self, shard_id: int) -> str:
@@ -72,7 +72,7 @@ class Split(NamedTuple):
 
         Args:
             kind: a key of `trace.KINDS`.
-            item_ids: of shards or copies.
+            item_ids: ids of shards or copies.
 
         Returns:
             "every replica", "replica 0, 2", "micro-batch 1 of replica 0".
@@ -89,7 +89,7 @@ class Split(NamedTuple):
         return ", ".join(map(self.name_shard, item_ids))
 
     def describe(self) -> str:
-        """Returns how many of what a batch is split into: "2 replicas of 4 micro-batches"."""
+        """Returns the parts of a batch in words: "2 replicas of 4 micro-batches"."""
         replicas = f"{self.num_replicas} replica{'s' * (self.num_replicas > 1)}"
         if self.shards_per_replica == 1:
             return replicas

@@ -1,4 +1,4 @@
-"""Hypotheses about trainings that split layers, tensors, weights or batches."""
+"""Tests hypotheses about trainings that split layers, tensors, weights or batches."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ IsRight = Callable[[Sequence[ShardResult]], bool]
 def gradients(
     context: StepContext, mismatch: Measurement, is_right: IsRight
 ) -> Iterator[Diagnosis]:
-    """Explains gradients that were computed from other weights, or by another backward pass.
+    """Explains gradients computed from other weights or by a wrong backward pass.
 
     Args:
-        context: of the step.
-        mismatch: the first one.
-        is_right: tells whether all gradients of the step are these, within rounding.
+        context: context of the step.
+        mismatch: the first mismatch.
+        is_right: returns whether all gradients of the step equal the given ones, within rounding.
     """
     if context.split.syncs_batch_norm:
         yield from _unsynced(context, mismatch, is_right)
@@ -46,7 +46,7 @@ def gradients(
 def _unsynced(
     context: StepContext, mismatch: Measurement, is_right: IsRight
 ) -> Iterator[Diagnosis]:
-    """Explains BatchNorm over each shard where it should be over the batch."""
+    """Explains BatchNorm per shard instead of over the batch."""
     results = context.compute(mismatch, by_unit=False)
     total = {t: np.sum([r.gradients[t] for r in results], axis=0) for t in results[0].gradients}
     if is_right([ShardResult(np.sum([r.loss for r in results]), total, {})]):
@@ -62,7 +62,7 @@ def _unsynced(
 def _other_weights(
     context: StepContext, mismatch: Measurement, is_right: IsRight
 ) -> Iterator[Diagnosis]:
-    """Explains gradients that are right for other weights than those of the step."""
+    """Explains gradients that belong to other weights than those of the step."""
     parts, split = context.trace.parts(), context.split
     before = state_before(context.trace, mismatch.step)
     of_device = _weights_of_devices(parts, split.num_replicas)
@@ -101,10 +101,10 @@ def updated_weights(
     """Explains weights that were gathered wrongly after the update.
 
     Args:
-        context: of the step.
-        mismatch: the first one.
+        context: context of the step.
+        mismatch: the first mismatch.
         before: weights before the step.
-        exact: what the update should make of them.
+        exact: expected weights after the update.
     """
     parts, num_replicas = context.trace.parts(), context.split.num_replicas
     actual = context.arrays(mismatch, "updates", mismatch.replica_id)
@@ -132,7 +132,7 @@ def _exchanged(
     a: int,
     b: int,
 ) -> Arrays:
-    """Returns arrays in which the ranges of elements of two devices are exchanged."""
+    """Returns arrays in which the ranges of elements of two devices are swapped."""
     exchanged = {}
     for name in names:
         flat = arrays[name].ravel()
@@ -146,7 +146,7 @@ def _exchanged(
 def _weights_of_devices(
     parts: Sequence[Mapping[str, tuple[int, ...]]], num_replicas: int
 ) -> list[list[str]]:
-    """Returns the weights of each device of a replica, where each has other ones: stages."""
+    """Returns the weights of each device of a replica, for a pipeline's stages."""
     of_replica = [list(part) for part in parts[: len(parts) // num_replicas]]
     names = [name for part in of_replica for name in part]
     return of_replica if len(of_replica) > 1 and len(set(names)) == len(names) else []

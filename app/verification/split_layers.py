@@ -1,6 +1,6 @@
-"""A forward pass whose backward pass forgets the sums of layerwise partitioning.
+"""Computes a layerwise-partitioned step without the sums of its backward pass.
 
-Computed on one device, for a hypothesis: what each of several devices would have is kept in lists.
+Runs on one device, to test a hypothesis: lists hold the values of the devices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ import tensorflow as tf
 from app.verification.reference import Forward
 from strategies.layer_calls import LayerCall, LayerCalls
 
-# Layers that need all channels of their input; others work on each channel by itself.
+# Layers that need all channels of their input; other layers process channels separately.
 _NEED_ALL_CHANNELS = (
     keras.layers.Conv2D,
     keras.layers.Dense,
@@ -23,11 +23,12 @@ _NEED_ALL_CHANNELS = (
 
 
 class _Value(NamedTuple):
-    """A tensor as each device sees it.
+    """A tensor as seen by each device.
 
     Attributes:
-        tensors: one for each device; the same one for all where they do not differ.
-        sizes: its channels on each device, where it is split; None where all have the whole.
+        tensors: one per device; the same object if they do not differ.
+        sizes: number of channels on each device, if split; None if all devices have the whole
+            tensor.
     """
 
     tensors: list[tf.Tensor]
@@ -35,10 +36,10 @@ class _Value(NamedTuple):
 
 
 def without_backward_sums(sizes: Mapping[str, Sequence[int]]) -> Forward:
-    """Returns a forward pass in which a gather hands each device back its own gradient alone.
+    """Returns a forward pass whose gathers return to each device only its own gradient.
 
-    The logits are those of the model. In the backward pass of a gather each device should add what
-    all devices make of its channels; here it takes what comes from its own path.
+    The logits are those of the model. In the backward pass of a gather, each device should sum the
+    gradients of all devices for its channels; here it uses only its own.
 
     Args:
         sizes: path of a weight → its output channels on each device.
@@ -70,7 +71,7 @@ def _call(call: LayerCall, inputs: Sequence[_Value], sizes: Mapping[str, Sequenc
 
 
 def _gather(value: _Value) -> list[tf.Tensor]:
-    """Returns the whole tensor for each device, of which the gradient is its own channels alone."""
+    """Returns the whole tensor for each device, with only the gradient of its own channels."""
     if value.sizes is None:
         return value.tensors
     whole, ends = value.tensors[0], np.cumsum(value.sizes)
@@ -86,7 +87,7 @@ def _gather(value: _Value) -> list[tf.Tensor]:
 def _on_each(
     function: Callable[..., tf.Tensor], per_input: Sequence[Sequence[tf.Tensor]]
 ) -> list[tf.Tensor]:
-    """Calls a function for each device; once where all of them have the same tensors."""
+    """Calls a function for each device; once if all have the same tensors."""
     if all(tensor is tensors[0] for tensors in per_input for tensor in tensors):
         return [function(*(tensors[0] for tensors in per_input))] * len(per_input[0])
     return [function(*own) for own in zip(*per_input, strict=True)]

@@ -1,10 +1,10 @@
-"""Checks single recorded steps of a training that goes on.
+"""Checks single recorded steps of a running training.
 
-Each step is first compared bit for bit with what one device computes in float32. Only what differs
-is looked at more closely: by bounds that are computed at once where there are any, else by the
-limits that earlier steps gave. Where those are exceeded, or are not there yet, the step is measured
-like a step of `verify`: against float64, with limits from other orders of summation. These follow
-from the reference alone, so that a step that is wrong cannot widen what it is compared with.
+Each step is first compared bitwise with a float32 computation on one device. Only differing arrays
+are examined further: by computed bounds where they exist, else by the limits of earlier steps. If
+these are exceeded or do not exist yet, the step is measured like a step of `verify`: against
+float64, with limits from other orders of summation. The limits depend only on the reference, so
+that a wrong step cannot widen them.
 """
 
 import dataclasses
@@ -40,16 +40,16 @@ from app.verification.verdict import Finding, StrategyVerdict
 
 Batch = tuple[np.ndarray, np.ndarray]
 
-_KEPT_STEPS = 8  # Whose spreads count for the limits.
+_KEPT_STEPS = 8  # Number of steps whose spreads determine the limits.
 
 
 class StepChecker:
     """Compares recorded steps with the reference.
 
     Args:
-        spec: of the training.
-        strategy: its name.
-        num_threads: how many shards the float32 reference computes at the same time.
+        spec: specification of the training.
+        strategy: name of the strategy.
+        num_threads: number of shards that the float32 reference computes in parallel.
     """
 
     def __init__(self, spec: TrainingSpec, strategy: str, num_threads: int):
@@ -60,13 +60,13 @@ class StepChecker:
         self._limits: dict[tuple[str, str], float] = {}  # Kind and tensor → relative error.
 
     def find(self, trace: MemoryTrace, position: int) -> Finding | None:
-        """Returns what is wrong with a step; None if it is right.
+        """Returns what is wrong with a step; None if it is correct.
 
-        A step that computed numbers that are not finite is not judged.
+        A step with results that are not finite is not checked.
 
         Args:
-            trace: of the step.
-            position: of its batch in the data, from 0.
+            trace: trace of the step.
+            position: position of its batch in the data, from 0.
         """
         batch = self._spec.batch(position)
         if self._is_as_expected(trace, batch) or not trace.is_finite():
@@ -85,7 +85,7 @@ class StepChecker:
         )
 
     def _is_as_expected(self, trace: MemoryTrace, batch: Batch) -> bool:
-        """Tells whether the step is right by the comparisons that cost little."""
+        """Returns whether the step is correct according to the cheap comparisons."""
         step = trace.first_step
         shards, wrong = find_shards(trace, step, *batch)
         if any(wrong) or trace.have_copies_differed():
@@ -101,7 +101,7 @@ class StepChecker:
         )
 
     def _is_start_right(self, trace: MemoryTrace) -> bool:
-        """Tells whether the training starts from what model, recipe and seed define."""
+        """Returns whether the initial state is that of model, recipe and seed."""
         expected = self._reference32.initial_state
         return all(
             same_bits(trace.read(0, kind, item_id, tensor), expected[tensor])
@@ -158,9 +158,10 @@ class StepChecker:
         expected: np.ndarray,
         results: list[ShardResult],
     ) -> bool:
-        """Tells whether an array is as near to the reference as those of earlier steps may be.
+        """Returns whether an array is as close to the reference as those of earlier steps.
 
-        What was nothing but rounding in an earlier step is measured by the largest gradient.
+        An array that was only rounding error in an earlier step is measured relative to the largest
+        gradient.
         """
         kind, tensor, item_id = array
         if (kind, tensor) in self._limits:
@@ -173,7 +174,7 @@ class StepChecker:
 
     @property
     def _checker(self) -> TraceChecker:
-        """What measures a step; its references are built when they are first needed."""
+        """The checker that measures a step; creates its references on first use."""
         if self._measuring is None:
             config = self._spec.config
             synchronized = None
@@ -212,15 +213,15 @@ class StepChecker:
         return dataclasses.replace(finding, where=finding.where.removeprefix("first at "))
 
     def _learn(self, samples: list[SummationSample], limited: list[Measurement]) -> None:
-        """Keeps how far rounding carried the reference in a step that is right."""
+        """Keeps the effect of rounding on the reference in a correct step."""
         self._samples = [*self._samples, samples][-_KEPT_STEPS:]
         for each in limited:
             key = each.kind, each.tensor
-            if each.limit < LARGEST_LIMIT:  # Else it is nothing but rounding, or 0.
+            if each.limit < LARGEST_LIMIT:  # Otherwise only rounding errors, or 0.
                 self._limits[key] = max(each.limit, self._limits.get(key, 0.0))
 
     def _hashes(self) -> np.ndarray:
-        """Returns the hashes of all training examples, mirrored ones too where there are any."""
+        """Returns the hashes of all training examples, including mirrored ones, if any."""
         images, labels = self._spec.dataset.train_images, self._spec.dataset.train_labels
         hashes = hash_examples(images, labels)
         if not self._spec.flips:

@@ -1,4 +1,4 @@
-"""All that hypotheses about the first mismatch are tested on."""
+"""Provides the data on which hypotheses about the first mismatch are tested."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +15,14 @@ from app.verification.verdict import Diagnosis
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """A trace, what was measured of it, and the means to compute the expected arrays.
+    """A trace, its measurements, and the means to compute the expected arrays.
 
     Attributes:
-        trace: the whole training.
-        measurements: of all of it.
+        trace: the trace of the training.
+        measurements: all measurements of the trace.
         batch: returns images and labels of the global batch of a step.
         training_hashes: returns the hashes of all training examples.
-        reference64: recomputes what is needed.
+        reference64: float64 reference.
     """
 
     trace: Trace
@@ -34,7 +34,7 @@ class StepContext:
     def start(
         self, mismatch: Measurement
     ) -> tuple[Arrays, np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Returns what the step starts from: state, images, labels and shards."""
+        """Returns the start of the step: state, images, labels and shards."""
         images, labels = self.batch(mismatch.step)
         shards, _ = find_shards(self.trace, mismatch.step, images, labels)
         return state_before(self.trace, mismatch.step), images, labels, shards
@@ -55,10 +55,10 @@ class StepContext:
         """Computes loss and gradients of each unit of the step, in float64.
 
         Args:
-            mismatch: of the step.
-            state: to start from, in place of the state before the step.
+            mismatch: a mismatch of the step.
+            state: state to start from; None for the state before the step.
             forward: see `Reference.gradients`.
-            by_unit: compute what is compared, else each shard by itself.
+            by_unit: compute the units that are compared, else each shard separately.
         """
         before, images, labels, shards = self.start(mismatch)
         rows = rows_of_units(self.trace, shards) if by_unit else shards
@@ -72,12 +72,12 @@ class StepContext:
         }
 
     def num_items(self, kind: str) -> int:
-        """Returns how many shards, or copies of the weights, have arrays of a kind."""
+        """Returns the number of shards, or copies of the weights, with arrays of a kind."""
         own = kind in KINDS_OF_A_SHARD
         return self.trace.num_shards if own else self.trace.num_copies
 
     def wrong_replicas(self, mismatch: Measurement, kind: str, tensor: str) -> list[int]:
-        """Returns the replicas whose array is wrong; a trace names those of other bits only."""
+        """Returns the replicas whose array is wrong, also those identical to replica 0."""
         measured_wrong = {
             m.replica_id for m in self.measurements
             if m.order == mismatch.order and m.tensor == mismatch.tensor and not m.within_tolerance

@@ -1,4 +1,4 @@
-"""What a step of a trace starts from: its state and its examples."""
+"""Reads the state and the examples at the start of a step of a trace."""
 
 import collections
 
@@ -9,7 +9,7 @@ from app.verification.trace import Trace, hash_examples
 
 
 def state_before(trace: Trace, step: int) -> Arrays:
-    """Returns what a step starts from: replica 0's weights and slots, and the statistics."""
+    """Returns the state before a step: replica 0's weights, optimizer state and statistics."""
     return {
         tensor: trace.read(step - 1, kind, 0, tensor)
         for kind in ("weights", "slots", "statistics")
@@ -18,7 +18,7 @@ def state_before(trace: Trace, step: int) -> Arrays:
 
 
 def statistics_before(trace: Trace, step: int) -> list[Arrays]:
-    """Returns the moving statistics that each shard of a step starts from."""
+    """Returns the moving statistics of each shard before a step."""
     kind = "own statistics"
     return [
         {t: trace.read(step - 1, kind, shard_id, t) for t in trace.tensors(step - 1, kind)}
@@ -29,13 +29,13 @@ def statistics_before(trace: Trace, step: int) -> list[Arrays]:
 def find_shards(
     trace: Trace, step: int, images: np.ndarray, labels: np.ndarray
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Finds out which rows of the global batch each shard was given.
+    """Finds the rows of the global batch in each shard.
 
-    However a strategy cuts the batch, every example has to be given out once.
+    However a strategy splits the batch, every example must occur once.
 
     Returns:
-        For each shard, its rows, in its order; and how many of its examples are wrong: of another
-        batch, or given out before. Where any is wrong the rows are those of an even cut.
+        For each shard, its rows in order; and its number of wrong examples: from another batch, or
+        repeated. If any is wrong, the rows are those of an even split.
     """
     rows_of: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
     for row, example in enumerate(hash_examples(images, labels)):

@@ -1,4 +1,4 @@
-"""Records and checks single steps of a training while it goes on; see `VerifiedSteps`."""
+"""Records and checks single steps of a running training; see `VerifiedSteps`."""
 
 import collections
 import json
@@ -25,21 +25,21 @@ from strategies.base import Strategy
 from strategies.copies import State
 from strategies.step_totals import StepTotals
 
-_STRAGGLER_STEPS = 8  # The last recorded steps in all of which a replica has to be late.
+_STRAGGLER_STEPS = 8  # Number of last recorded steps in all of which a straggler must be late.
 
 
 def create_step_verifier(
     config: TrainConfig, spec: Any, strategy: Strategy
 ) -> "StepVerifier | None":
-    """Creates what verifies steps of a training; None where none is to be, or can be.
+    """Creates the verifier of steps; None if no step is to be verified or can be.
 
     Args:
-        config: of the training.
-        spec: of the training; a `TrainingSpec` where steps can be verified.
-        strategy: built; its observer may inject a fault.
+        config: options of the training.
+        spec: specification of the training; a `TrainingSpec` if steps can be verified.
+        strategy: a built strategy; its observer may inject a fault.
 
     Raises:
-        ConfigError: `--verify_every` asks for what cannot be.
+        ConfigError: `--verify_every` is set, but the steps cannot be verified.
     """
     if config.verify_every == 0:
         return None
@@ -61,19 +61,19 @@ def create_step_verifier(
 class StepVerifier:
     """Records steps of a strategy and compares them with the reference.
 
-    Where several workers train together, each records its own replicas. The chief gathers all
-    recordings and checks them, and all workers get its result.
+    With several workers, each records its own replicas. The chief gathers and checks all
+    recordings, and broadcasts the result.
 
     Args:
-        config: of the training.
-        spec: of the training.
-        strategy: built; its observer may inject a fault.
+        config: options of the training.
+        spec: specification of the training.
+        strategy: a built strategy; its observer may inject a fault.
     """
 
     def __init__(self, config: TrainConfig, spec: TrainingSpec, strategy: Strategy):
         self._config, self._spec, self._strategy = config, spec, strategy
         self._recorder = StepRecorder(strategy, strategy.observer)
-        self._split = Split.of(strategy)  # As it should be: a fault may change what it is.
+        self._split = Split.of(strategy)  # As configured: a fault may change the actual split.
         self._checker: StepChecker | None = None
         self._older: tuple[int, State] | None = None
         self._trace = MemoryTrace(0, self._local_split())
@@ -88,13 +88,13 @@ class StepVerifier:
             self._checker = StepChecker(self._spec, self._strategy.name, num_threads)
 
     def keep_state(self, step: int) -> None:
-        """Keeps the weights after `step`, from which the step before the recorded one starts."""
+        """Keeps the weights after `step`, the start of the step before the recorded one."""
         names = [variable.path for variable in self._strategy.model.trainable_variables]
         copy = self._strategy.copies()[0]
         self._older = step, {name: copy[f"model/{name}"].numpy() for name in names}
 
     def train_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
-        """Makes a step and records it; returns its totals and how long the call took."""
+        """Runs and records a step; returns its totals and the seconds of the call."""
         self._trace = trace = MemoryTrace(step, self._local_split())
         older, self._older = self._older, None
         if older and older[0] == step - 2:
@@ -103,7 +103,7 @@ class StepVerifier:
         start, busy = time.monotonic(), time.process_time()
         totals = self._strategy.train_observed_steps(iterator, 1, self._recorder)
         call_sec = time.monotonic() - start
-        if math.isfinite(totals.loss_sum):  # Else the training ends anyway.
+        if math.isfinite(totals.loss_sum):  # Otherwise the training ends.
             self._recorder.write_parts(trace, step)
             self._recorder.write_step(trace, step, _check_nothing)
             sent = self._recorder.take_times()
@@ -111,7 +111,7 @@ class StepVerifier:
         return totals, call_sec
 
     def check(self, position: int) -> StepFinding | None:
-        """Checks the recorded step, whose batch is that of `position` in the data, from 0."""
+        """Checks the recorded step, whose batch is at `position` in the data, from 0."""
         workers = self._strategy.workers
         trace = gather_trace(self._trace, self._split, workers)
         text, state = "", None
@@ -126,7 +126,7 @@ class StepVerifier:
                 state = self._state_before(trace)
         self._trace = trace
         text = json.loads(workers.broadcast(json.dumps(text).encode()))
-        if self._config.verify_every == 1:  # Else `keep_state` is called in time.
+        if self._config.verify_every == 1:  # Otherwise `keep_state` is called in time.
             before = self._trace.first_step - 1
             names = self._trace.tensors(before, "weights")
             self._older = before, {t: self._trace.read(before, "weights", 0, t) for t in names}
@@ -136,7 +136,7 @@ class StepVerifier:
         return StepFinding(text, state, self._statistics_before(trace) if state else [])
 
     def slow_replica(self) -> str:
-        """Returns which replica others wait for in all of the last recorded steps; "" for none."""
+        """Returns the replica that was slowest in all of the last recorded steps; "" for none."""
         late = find_straggler(list(self._times), self._strategy.replica_weights)
         if late is None:
             return ""
@@ -151,7 +151,7 @@ class StepVerifier:
         self._trace.save(path)
 
     def _local_split(self) -> Split:
-        """The split of what this worker records."""
+        """The split of this worker's recording."""
         num, split = self._strategy.workers.count, self._split
         return split._replace(
             num_replicas=split.num_replicas // num,
@@ -164,7 +164,7 @@ class StepVerifier:
         self._times.append([(float(sec), float(cpu)) for (a,) in per_worker for sec, cpu in a])
 
     def _state_before(self, trace: MemoryTrace) -> State:
-        """Returns the state before the step as a checkpoint has it."""
+        """Returns the state before the step, as in a checkpoint."""
         step, state = trace.first_step - 1, {}
         for name in self._strategy.variable_names:
             _, _, tensor = name.partition("/")
@@ -175,7 +175,7 @@ class StepVerifier:
         return state
 
     def _statistics_before(self, trace: MemoryTrace) -> list[list[np.ndarray]]:
-        """Returns each shard's own BatchNorm statistics before the step; [] without any."""
+        """Returns each shard's BatchNorm statistics before the step; [] without BatchNorm."""
         step, kind = trace.first_step - 1, "own statistics"
         tensors = trace.tensors(step, kind)
         shards = range(trace.num_shards if tensors else 0)
@@ -183,4 +183,4 @@ class StepVerifier:
 
 
 def _check_nothing(step: int, kind: str, per_item: list[dict[str, np.ndarray]]) -> None:
-    """Does nothing: a loss that is not finite ends the training elsewhere."""
+    """Does nothing: the training loop handles a loss that is not finite."""

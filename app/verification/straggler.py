@@ -1,4 +1,4 @@
-"""Which replica keeps the others waiting."""
+"""Detects a straggler: a replica that the others wait for."""
 
 import dataclasses
 import statistics
@@ -10,21 +10,21 @@ from app.config.fault import MIN_STRAGGLER_STEPS
 # gradients.
 SendTime = tuple[float, float]
 
-# The others wait longer than they worked; or a good part of that, while the processor has nothing
-# to do. Logical devices share their cores: with one more replica than there are cores, the last is
-# late by as much as the work of one, but then the cores are busy.
+# The others wait longer than they worked, or a large part of that while the processor is idle.
+# Logical devices share cores: with one more replica than cores, the last one is late by the work of
+# one replica, but the cores are then busy.
 _LONG_WAIT, _IDLE_WAIT, _IDLE = 1.25, 0.25, 0.25
 _SHORTEST_WAIT_SEC = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Straggler:
-    """A replica for which all others waited in every step.
+    """A replica that all others waited for in every step.
 
     Attributes:
-        replica_id: which.
-        wait_sec: from when the last of the others had sent its gradients, median over the steps.
-        work_sec: what the others took from the start of the step, median over the steps.
+        replica_id: id of the replica.
+        wait_sec: time since the last of the others had sent its gradients, median over the steps.
+        work_sec: time of the others from the start of the step, median over the steps.
     """
 
     replica_id: int
@@ -35,15 +35,14 @@ class Straggler:
 def find_straggler(
     times: Sequence[Sequence[SendTime]], replica_weights: Sequence[int] = ()
 ) -> Straggler | None:
-    """Finds a replica for which the others had to wait in every step, by a wide margin.
+    """Finds a replica that the others had to wait for in every step, by a wide margin.
 
-    Where shards have unequal sizes, it is one by its times as they are, and by those per example,
-    too: a larger shard takes longer, and a smaller one not as much less as it has fewer examples.
+    With unequal shards, it must be late both in its times and in its times per example: a larger
+    shard takes longer, but not in proportion to its examples.
 
     Args:
-        times: for each step and replica. The first step is left out: it compiles.
-        replica_weights: sizes of the replicas' shards in proportion to each other; empty for equal
-            ones.
+        times: times for each step and replica. The first step is ignored because it compiles.
+        replica_weights: relative sizes of the replicas' shards; empty for equal sizes.
     """
     steps = times[1:]
     if len(times) < MIN_STRAGGLER_STEPS or len(steps[0]) < 2:

@@ -1,4 +1,4 @@
-"""The processes of `verify`: strategies are recorded and traces are checked, two at a time."""
+"""Runs the processes of `verify`, which record strategies and check traces, two at a time."""
 
 import contextlib
 import pathlib
@@ -22,8 +22,8 @@ class StrategyProcesses:
     """Records strategies and checks their traces; a context manager that ends all processes.
 
     Args:
-        config: of the command.
-        traces: the directory of the traces, one for each strategy.
+        config: options of the command.
+        traces: directory of the traces, one per strategy.
         progress: shows the steps of all processes together.
     """
 
@@ -32,8 +32,8 @@ class StrategyProcesses:
         self._num_steps = self._num_done = 0  # Of all processes.
         self._recordings: dict[str, Call] = {}
         self._checks: dict[str, Call] = {}
-        # Two processes fill the cores while one of them traces a graph. The memory of a GPU, and
-        # its time, which tells stragglers, each needs for itself.
+        # Two processes use the cores while one of them traces a graph. On GPUs each process needs
+        # all of the memory, and undisturbed times to detect stragglers.
         uses_gpus = config.device != "cpu" and has_device_file()
         self._server = ForkServer(
             _prepare,
@@ -65,11 +65,11 @@ class StrategyProcesses:
         )
 
     def recorded(self) -> dict[str, Recorded]:
-        """Waits for all that `record` was called for, in the order of the calls."""
+        """Waits for all recordings; returns them in the order of the calls of `record`."""
         return {name: self._server.wait(call) for name, call in self._recordings.items()}
 
     def check(self, name: str, run: Recorded) -> None:
-        """Starts to check the trace of a strategy, unless that was done before."""
+        """Starts to check the trace of a strategy, unless it was started before."""
         if name in self._checks:
             return
         config = self._config
@@ -84,7 +84,7 @@ class StrategyProcesses:
         )
 
     def checked(self) -> dict[str, Checked]:
-        """Waits for all checks; returns strategy → what was found."""
+        """Waits for all checks; returns strategy → result."""
         return {name: self._server.wait(call) for name, call in self._checks.items()}
 
     def _start(self, what: str, function: Callable[..., Any], *arguments: Any) -> Call:
@@ -105,7 +105,7 @@ def _prepare(send: Send, config: TrainConfig) -> dict[str, ImageDataset]:
     """Imports TensorFlow, for the forks of this process; another process loads the images."""
     console.forward_warnings(lambda text: send(("warning", text)))
     with ChildProcess(call_function, _load, config) as loading:
-        device_setup.keep_freed_memory()  # A check takes 9 % less processor time with it.
+        device_setup.keep_freed_memory()  # A check takes 9 % less processor time.
         device_setup.import_tensorflow(config.verbosity)
         from app.training import all_reduce_self_test, fault_injection, training_spec  # noqa: F401
         from app.verification import recorder, shard_by_shard, trace_checker  # noqa: F401
@@ -116,7 +116,7 @@ def _prepare(send: Send, config: TrainConfig) -> dict[str, ImageDataset]:
 
 
 def _load(send: Send, config: TrainConfig) -> ImageDataset:
-    """Loads the images; in a separate process, as some sources are read with TensorFlow."""
+    """Loads the images in a separate process, because some sources need TensorFlow."""
     from app.training.data_loading import load_data
 
     console.forward_warnings(lambda text: send(("warning", text)))

@@ -1,7 +1,7 @@
-"""What `verify` does in processes of their own: recording trainings, and checking their traces.
+"""Runs the tasks of `verify` in separate processes: records trainings and checks their traces.
 
-Each function is the whole life of a process. It is handed `send`, which takes `("step", n)` and
-`("warning", text)` to the process that waits; and the images, if they have been loaded before.
+Each function is the main function of a process. `send` sends `("step", n)` and `("warning", text)`
+to the parent; `dataset` has the images, if they have been loaded before.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from app.verification.recorded import Checked, Recorded
 from app.verification.split import Split
 from app.verification.straggler import SendTime
 
-if TYPE_CHECKING:  # They import TensorFlow, which `set_up` has to configure first.
+if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
     from app.data.dataset import ImageDataset
     from app.training.training_spec import TrainingSpec
     from app.verification.reference import Reference
@@ -39,10 +39,10 @@ Send = Callable[[tuple], None]
 def record_on_workers(
     send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path, num_workers: int
 ) -> Recorded:
-    """Trains `num_steps` steps with `num_workers` processes; leaves one trace in `path`.
+    """Trains `num_steps` steps with `num_workers` processes and writes one trace to `path`.
 
-    Each worker writes what its own replicas did. Their traces are put together here, by files: the
-    all-reduce that is verified has no part in it.
+    Each worker writes the arrays of its own replicas. The traces are merged by files, independent
+    of the all-reduce that is being verified.
     """
     from app.verification.trace import merge_traces
 
@@ -81,13 +81,13 @@ def record(
     *,
     dataset: "ImageDataset | None" = None,
 ) -> Recorded:
-    """Trains `num_steps` steps with `config.strategy` and leaves their trace in `path`.
+    """Trains `num_steps` steps with `config.strategy` and writes their trace to `path`.
 
     Args:
-        send: told of the progress.
-        config: of the training.
-        num_steps: how many.
-        path: of the trace.
+        send: called with progress messages.
+        config: options of the training.
+        num_steps: number of steps.
+        path: directory of the trace.
         dataset: the images; None to load them.
     """
     devices, spec = set_up(send, config, dataset)
@@ -99,7 +99,7 @@ def record(
     from app.verification.recorder import Recorder
 
     strategy = spec.build_strategy(devices)
-    split = Split.of(strategy)  # As it should be: a fault may change what it is.
+    split = Split.of(strategy)  # As configured: a fault may change the actual split.
     run_all_reduce_self_test(strategy)
     batches, observer = spec.batches(), None
     if config.fault:
@@ -138,7 +138,7 @@ def record_on_one_device(
     *,
     dataset: "ImageDataset | None" = None,
 ) -> Recorded:
-    """Records `single` with the BatchNorm of several shards, one after another."""
+    """Records `single` with the BatchNorm of several shards, computed one after another."""
     devices, spec = set_up(send, config, dataset)
     from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
     from app.verification.trace import Trace
@@ -172,10 +172,10 @@ def check(
     """Checks a trace against the reference, and explains its first mismatch.
 
     Args:
-        send: told of the progress.
-        config, path: of the training, and of its trace.
-        syncs_batch_norm: whether its BatchNorm was to normalise over the whole batch.
-        communication_dtype: in which its gradients were all-reduced.
+        send: called with progress messages.
+        config, path: options of the training, and directory of its trace.
+        syncs_batch_norm: whether its BatchNorm was configured to normalise over the whole batch.
+        communication_dtype: dtype of the gradient all-reduce.
         dataset: the images; None to load them.
     """
     _, spec = set_up(send, config, dataset)
@@ -214,18 +214,18 @@ def check(
 
 @contextlib.contextmanager
 def _lock(directory: pathlib.Path) -> Iterator[None]:
-    """Waits until no other process trains for a trace in this directory: it would disturb times."""
+    """Waits until no other process trains for a trace in this directory, to time steps alone."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # A file system without locks.
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # The kernel frees it, however a process ends.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # The kernel releases it when the process ends.
         yield
     finally:
         os.close(descriptor)
 
 
 def _reference(spec: "TrainingSpec", dtype: str, *, mean_of_squares: bool = False) -> "Reference":
-    """Builds the reference of a training; float64 is exact, whatever the precision."""
+    """Builds the reference of a training; in float64 for any precision of the training."""
     from app.verification.reference import Reference
 
     return Reference(
@@ -239,7 +239,7 @@ def _reference(spec: "TrainingSpec", dtype: str, *, mean_of_squares: bool = Fals
 
 
 def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> None:
-    """Refuses a trace that the disk has no room for, before a step is made."""
+    """Rejects a trace that does not fit on the disk, before a step is run."""
     state_bytes = sum(v.shape.num_elements() * v.dtype.size for v in strategy.copies()[0].values())
     weight_bytes = 4 * sum(math.prod(v.shape) for v in strategy.model.trainable_variables)
     # Gradients of each shard, their sum, and the state.
@@ -255,7 +255,7 @@ def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> No
 def set_up(
     send: Send, config: TrainConfig, dataset: "ImageDataset | None"
 ) -> "tuple[device_setup.Devices, TrainingSpec]":
-    """Sets up TensorFlow and loads the data; warnings go to the process that waits."""
+    """Sets up TensorFlow and loads the data; sends warnings to the parent."""
     console.forward_warnings(lambda text: send(("warning", text)))
     devices = device_setup.set_up(config)
     import tensorflow as tf
@@ -281,12 +281,12 @@ def recorded_as(
     """Returns the description of a recording.
 
     Args:
-        spec: the training.
-        devices: of the training; the reference uses the first one.
-        split: into which parts the batch was split.
-        shard_weights: sizes of the shards in proportion to each other.
-        has_batch_norm: whether the model keeps moving statistics.
-        effect_of_shards: given for the reference, see `Recorded`.
+        spec: specification of the training.
+        devices: devices of the training; the reference uses the first one.
+        split: split of the batch.
+        shard_weights: relative sizes of the shards.
+        has_batch_norm: whether the model has moving statistics.
+        effect_of_shards: for the reference; see `Recorded`.
         send_sec: see `Recorded`.
     """
     from app.runtime.versions import versions

@@ -1,4 +1,4 @@
-"""How far rounding alone can carry a result: computed from other orders of summation."""
+"""Computes the effect of rounding on a result from other orders of summation."""
 
 import collections
 import dataclasses
@@ -6,21 +6,22 @@ from collections.abc import Sequence
 
 from app.verification.measurement import UNIT_ROUNDOFF, Measurement
 
-# One order more than those that were tried may come out further than all of them.
+# Another order may have a larger error than all tested ones.
 _MARGIN = 4
-# An array this far off in any order is nothing but rounding, such as the gradient of a bias that
-# BatchNorm takes away again: it says nothing about others.
+# An array with such an error in any order is only rounding error, such as the gradient of a bias
+# that BatchNorm removes; it is not conclusive for other arrays.
 _NOTHING_BUT_ROUNDING = 0.1
-LARGEST_LIMIT = _MARGIN * _NOTHING_BUT_ROUNDING  # Of an array that is more than rounding.
+LARGEST_LIMIT = _MARGIN * _NOTHING_BUT_ROUNDING  # For an array that is more than rounding error.
 
 
 @dataclasses.dataclass(frozen=True)
 class SummationSample:
-    """A measurement whose limit follows from how far other orders of summation come out.
+    """A measurement whose limit is computed from the spread over orders of summation.
 
     Attributes:
-        measurement: without its limit.
-        spread: for each order, the relative error of the float32 from the float64 reference.
+        measurement: measurement without its limit.
+        spread: for each order, the relative error of the float32 reference from the float64
+            reference.
     """
 
     measurement: Measurement
@@ -28,15 +29,14 @@ class SummationSample:
 
 
 def with_limits(samples: Sequence[SummationSample]) -> list[Measurement]:
-    """Returns the measurements with what their error may be.
+    """Returns the measurements with their limits.
 
-    Rounding mostly costs a few units in the last place, but now and then it tips a ReLU over, or
-    many of them, where BatchNorm centres a large even area on 0. Which arrays of a pass that hits
-    is chance. So the limit is the same for all arrays of the forward pass, and for all of the
-    backward pass: four times the largest error that any order of summation had in any of them, in
-    any step. Errors are taken in the Euclidean norm, in which a few elements that were tipped over
-    do not outweigh all others. For ResNet-18 float32 is then good for a few percent; for LeNet, for
-    a few ten-thousandths at worst.
+    Rounding usually costs a few ULPs, but it can flip a ReLU, or many of them if BatchNorm centres
+    a large uniform area on 0. Which arrays of a pass are affected is random. The limit is therefore
+    the same for all arrays of the forward pass, and for all of the backward pass: four times the
+    largest error of any order of summation in any array and step. Errors are measured in the
+    Euclidean norm, where a few flipped elements do not dominate. For ResNet-18, float32 is then
+    accurate to a few percent; for LeNet, to a few ten-thousandths at worst.
     """
     largest: dict[str, float] = collections.defaultdict(lambda: float(UNIT_ROUNDOFF))
     for sample in samples:

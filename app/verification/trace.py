@@ -1,14 +1,13 @@
-"""What each step of a training computed, on disk.
+"""Reads and writes the results of each step of a training on disk.
 
-A trace is a directory with one file for each step, `step-00003.safetensors`; step 0 is the state
-before the first step. A trace of one step of a training has the step and the one before it, of
-which it holds the state alone. An array's name in a file is `KIND/REPLICA/TENSOR`, for example
-`gradients/1/conv1/kernel`. A replica's array that is bitwise identical to replica 0's is left out,
-except of "examples"; `copies/0/count` is the number of copies of the weights, `replicas/0/count`
-that of the replicas (as many as shards, where it is missing). `parts/DEVICE/TENSOR`, in step 1, is
-the shape of a device's part of a weight, where devices hold parts. The metadata entry `order` holds
-the names as a JSON list in the order of the model. Writing needs memory for the arrays of one step,
-reading for one array.
+A trace is a directory with one file for each step, `step-00003.safetensors`; step 0 is the initial
+state. A trace of a single step has the file of that step and the state of the step before it. An
+array's name in a file is `KIND/REPLICA/TENSOR`, for example `gradients/1/conv1/kernel`. A replica's
+array that is bitwise identical to replica 0's is omitted, except for "examples"; `copies/0/count`
+is the number of copies of the weights, `replicas/0/count` the number of replicas (if missing, as
+many as shards). `parts/DEVICE/TENSOR`, in step 1, is the shape of a device's part of a weight, if
+devices hold parts. The metadata entry `order` has the names as a JSON list in the order of the
+model. Writing needs memory for the arrays of one step, reading for one array.
 """
 
 import contextlib
@@ -25,8 +24,8 @@ from app.records.files import io_errors_as, open_regular, remove
 from app.runtime.errors import DataError, reason_of
 from app.verification.split import KINDS_OF_A_SHARD, Split
 
-# Everything that a step computes, in the order in which it does: the first mismatch explains those
-# after it. "updates" are not stored but taken from the weights.
+# All results of a step, in the order of computation: the first mismatch explains later ones.
+# "updates" are not stored but computed from the weights.
 KINDS = {
     "examples": "which examples a replica was given, a hash of each",
     "loss": "a replica's part in the mean loss of the global batch",
@@ -43,7 +42,7 @@ KIND_TITLES = {"slots": "optimizer state"}  # Where the name is not the field's 
 
 _STORED = [kind for kind in KINDS if kind not in ("updates", "agreement")]
 _NUM_COPIES, _NUM_REPLICAS = "copies/0/count", "replicas/0/count"
-PARTS = "parts"  # Which device holds what: no result of a step.
+PARTS = "parts"  # Parts of the weights on devices; not a result of a step.
 _NAME = re.compile(r"step-(\d{5,})\.safetensors")
 
 
@@ -51,17 +50,17 @@ class TraceWriter:
     """Writes one trace; use it in a `with` statement.
 
     Args:
-        path: the directory; replaced if it is there.
-        num_replicas: which the shards belong to; None for one each.
+        path: the directory; replaced if it exists.
+        num_replicas: number of replicas of the shards; None for one shard per replica.
 
     Raises:
         DiskFullError: no space, at any point until it is closed.
-        OutputError: any other reason why it cannot be written.
+        OutputError: the trace cannot be written for another reason.
     """
 
     def __init__(self, path: pathlib.Path, num_replicas: int | None = None):
         self._path, self._step, self._num_replicas = path, 0, num_replicas
-        self._arrays: dict[str, np.ndarray] = {}  # Of the step that is being written.
+        self._arrays: dict[str, np.ndarray] = {}  # Of the current step.
         with io_errors_as(path):
             remove(path)
             path.mkdir()
@@ -74,10 +73,10 @@ class TraceWriter:
             self._finish_step()
 
     def write(self, step: int, kind: str, per_replica: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Writes arrays of all replicas; a replica that holds replica 0's bits is left out.
+        """Writes arrays of all replicas; omits arrays bitwise identical to replica 0's.
 
-        The file of a step appears with the first call for the next step; until then the arrays
-        must not change. Of "examples" none is left out: they tell how many shards there are.
+        The file of a step is written with the first call for the next step; until then the arrays
+        must not change. "examples" are never omitted: they determine the number of shards.
         """
         if step != self._step:
             self._finish_step()
@@ -106,17 +105,17 @@ class Trace:
 
     Args:
         path: the directory.
-        syncs_batch_norm: whether BatchNorm was to normalise all shards of a batch together.
+        syncs_batch_norm: whether BatchNorm was configured to normalise over all shards.
 
     Attributes:
-        first_step: the first step that it holds: 1 but in a trace of one step of a training.
-        num_steps: the last step that it holds.
-        split: how many replicas, shards and copies of the weights there were.
-        num_shards: how many shards sent gradients.
-        num_copies: how many copies of the weights there were; 0 if it has no weights.
+        first_step: first step of the trace: 1, except in a trace of a single step.
+        num_steps: last step of the trace.
+        split: numbers of replicas, shards and copies of the weights.
+        num_shards: number of shards with gradients.
+        num_copies: number of copies of the weights; 0 if it has no weights.
 
     Raises:
-        DataError: it is damaged, or no trace.
+        DataError: the trace is damaged, or is not a trace.
     """
 
     def __init__(self, path: pathlib.Path, *, syncs_batch_norm: bool = False):
@@ -151,7 +150,7 @@ class Trace:
     def _read_errors(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # A damaged file may raise anything.
+        except Exception as error:  # A damaged file may raise any exception.
             if isinstance(error, MemoryError):
                 raise
             raise DataError(
@@ -173,14 +172,14 @@ class Trace:
         return list(self._index.get((step, kind), {}))
 
     def replicas(self, step: int, kind: str, tensor: str) -> list[int]:
-        """Returns the replicas that hold other bits than replica 0, and replica 0."""
+        """Returns replica 0, and the replicas whose array is not bitwise identical to its."""
         if kind == "updates":
             before = self.replicas(step - 1, "weights", tensor)
             return sorted({*before, *self.replicas(step, "weights", tensor)})
         return sorted(self._index[step, kind][tensor])
 
     def read(self, step: int, kind: str, replica_id: int, tensor: str) -> np.ndarray:
-        """Reads one array: that of replica 0 where the replica holds the same bits.
+        """Reads one array; that of replica 0 if the replica's is bitwise identical.
 
         Raises:
             KeyError: there is no such array.
@@ -206,7 +205,7 @@ class Trace:
         return self._open[step][0]
 
     def read_unit(self, step: int, kind: str, unit_id: int, tensor: str) -> np.ndarray:
-        """Reads an array of one of `split.units`: the sum over its shards, where it has several."""
+        """Reads an array of one of `split.units`, summed over its shards."""
         shards = self.split.units[unit_id]
         if len(shards) == 1:
             return self.read(step, kind, shards[0], tensor)
@@ -214,7 +213,7 @@ class Trace:
         return np.asarray(np.sum(parts, axis=0, dtype=np.float64))
 
     def parts(self) -> list[dict[str, tuple[int, ...]]]:
-        """Returns for each device, path of a weight → shape of its part; empty for whole copies."""
+        """Returns for each device, path of a weight → shape of its part; empty for full copies."""
         per_device: dict[int, dict[str, tuple[int, ...]]] = {}
         step = self.first_step
         for tensor in self.tensors(step, PARTS):
@@ -225,14 +224,14 @@ class Trace:
 
 
 def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
-    """Writes the trace of all replicas from those that each worker has written of its own.
+    """Writes the trace of all replicas from the traces of the workers.
 
     Args:
-        paths: worker 0's first.
-        path: where it goes.
+        paths: traces of the workers, in order of workers.
+        path: directory of the new trace.
 
     Raises:
-        DiskFullError, OutputError: it cannot be written.
+        DiskFullError, OutputError: the trace cannot be written.
     """
     with contextlib.ExitStack() as stack:
         traces = [stack.enter_context(Trace(part)) for part in paths]
@@ -244,7 +243,7 @@ def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
                 items = [
                     (t, i) for t in traces for i in range(t.num_shards if own else t.num_copies)
                 ]
-                # Averaged statistics are the same for all: each worker holds them once.
+                # Averaged statistics are the same on all workers.
                 items = items[:1] if kind == "statistics" else items
                 per_replica = [
                     {tensor: t.read(step, kind, i, tensor) for tensor in t.tensors(step, kind)}
@@ -254,7 +253,7 @@ def merge_traces(paths: Sequence[pathlib.Path], path: pathlib.Path) -> None:
 
 
 def hash_examples(images: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Returns 64 bits for each example, int64 `(n,)`: the same for the same image and label."""
+    """Returns 64 bits for each example, int64 `(n,)`, equal for equal image and label."""
     digests = [
         hashlib.blake2b(image.tobytes() + bytes([label]), digest_size=8).digest()
         for image, label in zip(images, labels, strict=True)

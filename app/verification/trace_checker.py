@@ -1,8 +1,8 @@
-"""Checks a trace step by step: is each step what it should be, given the state before it?
+"""Checks a trace step by step, each step given the state before it.
 
-Every step is compared with a step of the reference that starts from the trace's own state. So
-nothing that rounding did in earlier steps is counted again, and the first mismatch arises in its
-own step. Within a step each stage is checked given what went into it.
+Every step is compared with a step of the reference that starts from the trace's own state. Rounding
+of earlier steps therefore does not accumulate, and the first mismatch originates in its own step.
+Within a step, each stage is checked given its actual inputs.
 """
 
 import collections
@@ -23,22 +23,22 @@ from app.verification.step_start import (
 from app.verification.tolerance import SummationSample, with_limits
 from app.verification.trace import Trace
 
-# Orders of summation of the float32 reference besides that of the batch: into how many parts each
-# shard is cut, its examples permuted. BatchNorm forbids cuts: a part would be normalised by itself.
+# Orders of summation of the float32 reference besides that of the batch: number of parts of each
+# shard, with permuted examples. With BatchNorm no parts: each would be normalised separately.
 _ORDERS = (1, 2)
-_STEPS_IN_ALL_ORDERS = 3  # Later ones take turns: the limit is a maximum over all steps.
-_ROUNDINGS_OF_AN_UPDATE = 8  # SGD with Nesterov's momentum and decay rounds as often, a weight.
+_STEPS_IN_ALL_ORDERS = 3  # Later steps alternate; the limit is a maximum over all steps.
+_ROUNDINGS_OF_AN_UPDATE = 8  # Per weight of SGD with Nesterov momentum and decay.
 
 
 class TraceChecker:
     """Compares traces with the reference.
 
     Args:
-        reference64: in float64, which stands for the exact result.
-        reference32: in float32, whose orders of summation show what rounding does.
-        mean_of_squares: the same with BatchNorm's variance as a mean of squares minus the square of
-            the mean, as Keras computes it over devices: it rounds more. Needed for traces whose
-            BatchNorm is synchronized.
+        reference64: float64 reference, which represents the exact result.
+        reference32: float32 reference, whose orders of summation show the effect of rounding.
+        mean_of_squares: float32 reference with BatchNorm's variance as the mean of squares minus
+            the square of the mean, as Keras computes it over devices, with larger rounding errors.
+            Needed for traces with synchronised BatchNorm.
         communication_dtype: "float32" or "bfloat16", the dtype of the gradient all-reduce.
     """
 
@@ -61,11 +61,11 @@ class TraceChecker:
         *,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> list[Measurement]:
-        """Measures every array of every step, in the order in which it was computed.
+        """Measures every array of every step, in the order of computation.
 
         Args:
-            trace: of any strategy and split.
-            batches: the global batches that it was to train on, from the first on.
+            trace: trace of any strategy and split.
+            batches: the expected global batches, from the first.
             on_step: called after each step.
         """
         measurements = list(self.initial(trace))
@@ -83,12 +83,12 @@ class TraceChecker:
         """Measures every array of one step.
 
         Args:
-            trace: holds the step and the state before it.
-            step: its number.
-            batch: the global batch that it was to train on.
+            trace: has the step and the state before it.
+            step: number of the step.
+            batch: the expected global batch.
 
         Returns:
-            The measurements, and those whose limits `with_limits` has to find.
+            The measurements, and those whose limits `with_limits` computes.
         """
         before = state_before(trace, step)
         shards, wrong = find_shards(trace, step, *batch)
@@ -104,7 +104,7 @@ class TraceChecker:
         return measurements, samples
 
     def initial(self, trace: Trace) -> Iterator[Measurement]:
-        """Step 0: what model, recipe and seed define, on every replica."""
+        """Measures the initial state, defined by model, recipe and seed, on every replica."""
         for kind in ("slots", "weights", "own statistics"):
             for tensor in trace.tensors(0, kind):
                 for replica_id in trace.replicas(0, kind, tensor):
@@ -120,12 +120,12 @@ class TraceChecker:
         batch: tuple[np.ndarray, np.ndarray],
         shards: list[np.ndarray],
     ) -> Iterator[SummationSample]:
-        """Loss, gradients and own statistics, each shard's from the examples that it was given."""
+        """Measures loss, gradients and statistics of each shard for its actual examples."""
         per_shard = statistics_before(trace, step)
         own = [per_shard[unit[0]] for unit in trace.split.units]
         units = rows_of_units(trace, shards)
         arguments = before, *batch
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # float64 takes the other core.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # float64 uses the other core.
             future = pool.submit(
                 self.reference64.gradients, *arguments, units, per_shard_statistics=own
             )
@@ -153,7 +153,7 @@ class TraceChecker:
         units: list[np.ndarray],
         own: list[Arrays],
     ) -> Iterator[list[ShardResult]]:
-        """Yields what each unit contributes, its examples added in one order after another."""
+        """Yields the contributions of the units with their examples added in different orders."""
         generator = np.random.default_rng(step)
         for index, num_parts in enumerate(_ORDERS):
             permuted = [generator.permutation(unit) for unit in units]
@@ -171,12 +171,12 @@ class TraceChecker:
                 yield [_sum_of_parts([results.pop(0) for part in u if len(part)]) for u in parts]
 
     def summed(self, trace: Trace, step: int) -> Iterator[Measurement]:
-        """The sums that each replica got, against the gradients that were sent.
+        """Measures the sums of each replica against the gradients that were sent.
 
         Adding R numbers in any order rounds R − 1 times: the error of an element is at most
         (R − 1) · u / (1 − (R − 1) · u) times the sum of the magnitudes (Higham, "Accuracy and
-        Stability of Numerical Algorithms", section 4.2). In a reduced precision each of them is
-        rounded once more before.
+        Stability of Numerical Algorithms", section 4.2). In a reduced precision, each number is
+        first rounded once more.
         """
         unit, cast = float(UNIT_ROUNDOFF), 0
         if self._communication_dtype != "float32" and trace.num_shards > 1:
@@ -196,7 +196,7 @@ class TraceChecker:
                 yield Measurement.bounded(where, actual, total, _add_in_order(sent), bound)
 
     def updated(self, trace: Trace, step: int, before: Arrays) -> Iterator[Measurement]:
-        """Weights and slots after the step, against the optimizer's rule in float64."""
+        """Measures weights and optimizer state after the step against the rule in float64."""
         sums = {
             tensor: trace.read(step, "sums", 0, tensor) for tensor in trace.tensors(step, "sums")
         }
@@ -219,7 +219,7 @@ class TraceChecker:
 
 
 def unit_arrays(trace: Trace, step: int) -> list[tuple[str, str, int]]:
-    """Returns kind, tensor and unit, or shard, of all that is computed from examples."""
+    """Returns kind, tensor and unit, or shard, of all arrays computed from examples."""
     counts = {kind: len(trace.split.units) for kind in ("loss", "gradients")}
     counts["own statistics"] = trace.num_shards
     return [
@@ -233,7 +233,7 @@ def unit_arrays(trace: Trace, step: int) -> list[tuple[str, str, int]]:
 def pick(
     per_unit_results: list[ShardResult], trace: Trace, array: tuple[str, str, int]
 ) -> np.ndarray:
-    """Returns kind, tensor and unit, or shard, from what the reference computed."""
+    """Returns the array for kind, tensor and unit, or shard, from the results of the reference."""
     kind, tensor, item_id = array
     if kind == "own statistics":
         return per_unit_results[trace.split.unit_of(item_id)].statistics[tensor]
@@ -242,7 +242,7 @@ def pick(
 
 
 def read_of_unit(trace: Trace, where: Where) -> np.ndarray:
-    """Returns what the training computed there, of a unit or a shard."""
+    """Returns the array of the training for a unit or a shard."""
     step, kind, tensor, item_id = where
     if kind == "own statistics":
         return trace.read(step, kind, item_id, tensor)
@@ -250,7 +250,7 @@ def read_of_unit(trace: Trace, where: Where) -> np.ndarray:
 
 
 def replica_agreement(trace: Trace, step: int) -> Iterator[Measurement]:
-    """What replicas hold in common, against replica 0: it has to be the same bits."""
+    """Measures common values of replicas against replica 0; they must be bitwise identical."""
     for kind in ("sums", "slots", "weights"):
         for tensor in trace.tensors(step, kind):
             for replica_id in trace.replicas(step, kind, tensor)[1:]:
@@ -260,7 +260,7 @@ def replica_agreement(trace: Trace, step: int) -> Iterator[Measurement]:
 
 
 def averaged(trace: Trace, step: int) -> Iterator[Measurement]:
-    """The statistics that are saved, against the mean of the replicas' own."""
+    """Measures the saved statistics against the mean of the replicas' statistics."""
     for tensor in trace.tensors(step, "statistics"):
         own = [
             trace.read(step, "own statistics", replica_id, tensor)

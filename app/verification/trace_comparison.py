@@ -1,4 +1,4 @@
-"""Two traces side by side, step by step and array by array."""
+"""Compares two traces step by step and array by array."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from app.verification.trace import KINDS, Trace, have_same_bits
 
 @dataclasses.dataclass(frozen=True)
 class PairDifference:
-    """How far one array is apart in two trainings after the same number of steps.
+    """The difference of one array in two trainings after the same number of steps.
 
-    What rounding did in earlier steps is in it, and what training has made of that since.
+    Includes rounding of earlier steps and its effect on the training.
 
     Attributes:
-        step: from 0, before the first step.
+        step: step number from 0, before the first step.
         kind: a key of `trace.KINDS`.
-        tensor: its name.
-        replica_id: where it is largest; 0 for what all replicas have in common.
+        tensor: name of the tensor.
+        replica_id: replica with the largest difference; 0 for values that all replicas share.
         absolute: largest difference of two elements.
-        relative: the same, over the largest magnitude in either array.
-        ulps: the same, in float32 steps.
-        identical: whether all replicas hold the same bits in both.
+        relative: `absolute` over the largest magnitude in either array.
+        ulps: `absolute` in ULPs of float32.
+        identical: whether the arrays of all replicas are bitwise identical in both.
     """
 
     step: int
@@ -39,13 +39,13 @@ class PairDifference:
 
 
 def compare_traces(first: Trace, second: Trace) -> list[PairDifference]:
-    """Compares all that two trainings have in common.
+    """Compares all values that two trainings have in common.
 
-    Of trainings with different numbers of replicas that is the sum of the replicas' losses, and
-    what all replicas share.
+    For different numbers of replicas, these are the sum of the replicas' losses and the values that
+    all replicas share.
     """
     differences = []
-    same_before: set[str] = set()  # Weights with the same bits after the step before.
+    same_before: set[str] = set()  # Weights that were identical after the previous step.
     for step in range(min(first.num_steps, second.num_steps) + 1):
         per_kind: dict[str, list[PairDifference]] = {}
         same: set[str] = set()
@@ -70,7 +70,7 @@ def _same(where: Where) -> PairDifference:
 
 
 def _worst(first: Trace, second: Trace, where: Where) -> PairDifference | None:
-    """Compares an array of all replicas; returns None where there is nothing in common."""
+    """Compares an array of all replicas; returns None if there is nothing to compare."""
     step, kind, tensor, _ = where
     per_replica = [
         _difference((step, kind, tensor, replica_id), *arrays)
@@ -84,7 +84,7 @@ def _worst(first: Trace, second: Trace, where: Where) -> PairDifference | None:
 
 
 def first_sums_apart(first: Trace, second: Trace) -> float:
-    """Returns how far the summed gradients of the first step are apart in two trainings.
+    """Returns the difference of the summed gradients of the first step in two trainings.
 
     Returns:
         ‖first − second‖ / ‖first‖ over all tensors.
@@ -97,7 +97,7 @@ def first_sums_apart(first: Trace, second: Trace) -> float:
 
 
 def _in_common(first: Trace, second: Trace, step: int, kind: str, tensor: str) -> Iterator[tuple]:
-    """Yields a replica and the arrays of both for all that can be compared."""
+    """Yields a replica and the arrays of both trainings for everything comparable."""
     traces = first, second
     if kind not in KINDS_OF_A_SHARD:
         replicas = {r for trace in traces for r in trace.replicas(step, kind, tensor)}

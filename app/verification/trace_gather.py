@@ -1,4 +1,4 @@
-"""Puts together what each worker has recorded of a step."""
+"""Gathers the recordings of a step from all workers."""
 
 import hashlib
 import io
@@ -15,14 +15,14 @@ _COMMON = "weights", "slots", "sums"
 
 
 def gather_trace(trace: MemoryTrace, split: Split, workers: Workers) -> MemoryTrace:
-    """Returns the trace of all replicas from those of each worker; every worker calls it.
+    """Returns the trace of all replicas; every worker calls it with its own trace.
 
-    What all copies of the weights have in common is sent only where it is not what the chief has.
+    Values shared by all copies of the weights are sent only if they differ from the chief's.
 
     Args:
-        trace: of this worker.
-        split: of the training.
-        workers: which train together.
+        trace: trace of this worker.
+        split: split of the training.
+        workers: the workers of the training.
     """
     if workers.count == 1:
         return trace
@@ -56,7 +56,7 @@ def _merge(
     like: PerItemArrays,
     num_items: int,
 ) -> PerItemArrays:
-    """Returns the arrays of all items of a kind; what a worker left out is what the chief has."""
+    """Returns the arrays of all items of a kind; arrays omitted by a worker are the chief's."""
     merged = []
     for item_id in range(num_items):
         worker, local = divmod(item_id, len(like))

@@ -1,4 +1,4 @@
-"""What the checks of two traces and their comparison say together."""
+"""Combines the checks of two traces and their comparison into verdicts."""
 
 import dataclasses
 import math
@@ -14,10 +14,10 @@ from app.verification.trace_comparison import PairDifference
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong.
+    """The cause of a mismatch.
 
     Attributes:
-        cause: a short name, "unexplained" where no hypothesis holds.
+        cause: short name; "unexplained" if no hypothesis holds.
         text: one sentence with the numbers.
     """
 
@@ -30,11 +30,11 @@ NO_CAUSE = "unexplained"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be.
+    """A mismatch or a straggler.
 
     Attributes:
-        cause: a short name.
-        where: the first step, kind, tensor and replica, and by how much.
+        cause: short name.
+        where: first step, kind, tensor and replica, and size of the difference.
         text: one sentence that explains it.
     """
 
@@ -48,15 +48,15 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class StrategyVerdict:
-    """What the comparison of one training with the reference found.
+    """The result of comparing one training with the reference.
 
     Attributes:
         strategy: name of the strategy.
-        measurements: of every array of every step.
-        first_mismatch: the first one out of tolerance, None where there is none.
-        diagnosis: why, None likewise.
-        straggler: a replica for which the others wait, None where there is none.
-        split: names the shards and copies.
+        measurements: measurements of every array of every step.
+        first_mismatch: first measurement out of tolerance; None without one.
+        diagnosis: explanation of the first mismatch; None without one.
+        straggler: a replica that the others wait for; None without one.
+        split: split of the training, which names shards and copies.
     """
 
     strategy: str
@@ -68,7 +68,7 @@ class StrategyVerdict:
 
     @property
     def outcome(self) -> str:
-        """The verdict against the reference, in its words."""
+        """The verdict against the reference in words."""
         if self.first_mismatch:
             return DIFFERENT
         exact = all(measured.absolute32 == 0 for measured in self.measurements)
@@ -80,7 +80,7 @@ class StrategyVerdict:
         return not (self.first_mismatch or self.straggler)
 
     def findings(self) -> list[Finding]:
-        """Returns everything that was found."""
+        """Returns all findings."""
         found = []
         if self.first_mismatch and self.diagnosis:
             where = self._where(self.first_mismatch)
@@ -98,7 +98,7 @@ class StrategyVerdict:
         return found
 
     def _where(self, first: Measurement) -> str:
-        """Returns where the first mismatch is, and how large it is."""
+        """Returns the position and the size of the first mismatch."""
         if first.kind == "examples":
             return (
                 f"first at step {first.step}, examples of"
@@ -108,7 +108,7 @@ class StrategyVerdict:
         kind, tensor = first.kind, first.tensor
         if kind == "agreement":
             kind, _, tensor = tensor.partition("/")
-        # Of what replicas have in common, replica 0's stands for all that hold the same bits.
+        # For common values, replica 0 represents all bitwise identical replicas.
         shared = first.kind in ("sums", "slots", "updates", "weights") and not any(
             (m.order, m.tensor) == (first.order, first.tensor) and m.replica_id != first.replica_id
             for m in self.measurements
@@ -125,17 +125,17 @@ class StrategyVerdict:
 class PairVerdict:
     """Whether two trainings are the same.
 
-    They are if they start from the same weights, are given the same examples, and every step of
-    both is right but for rounding. How far rounding has carried them apart by then is another
-    matter, and shown beside it. Where BatchNorm normalises other parts of a batch in one than in
-    the other, they are two trainings by design, both of which can be right.
+    They are the same if they start from equal weights, receive the same examples, and every step of
+    both is right within rounding. The accumulated difference by rounding is reported separately. If
+    BatchNorm normalises different parts of a batch, they are two trainings by design, and both can
+    be right.
 
     Attributes:
-        strategies: names of the two.
+        strategies: names of the strategies.
         outcome: IDENTICAL, EQUAL, DIFFERENT or BY_DESIGN.
-        differences: of all that they have in common.
-        by_design: how far apart the first gradients are, relative, where BatchNorm normalises other
-            parts of a batch in one training than in the other; None where it does not.
+        differences: differences of all values that both have.
+        by_design: relative difference of the first gradients, if BatchNorm normalises different
+            parts of a batch; else None.
     """
 
     strategies: tuple[str, str]
@@ -155,8 +155,8 @@ class PairVerdict:
         """Compares two trainings by their verdicts and their differences.
 
         Args:
-            first, second: of each against the reference.
-            differences: of the two.
+            first, second: verdicts against the reference.
+            differences: differences between the two.
             by_design: see the attribute.
         """
         if all(difference.identical for difference in differences):
@@ -168,7 +168,7 @@ class PairVerdict:
         return cls((first.strategy, second.strategy), outcome, differences, by_design)
 
     def farthest_in_the_end(self) -> PairDifference:
-        """Returns where weights are farthest apart after the last step, or else anything is."""
+        """Returns the largest difference of the weights after the last step, or of any values."""
         last = max(d.step for d in self.differences)
         apart = [d for d in self.differences if d.step == last and not d.identical]
         weights = [d for d in apart if d.kind == "weights"]

@@ -1,4 +1,4 @@
-"""What `verify` found, for a person and for a program."""
+"""Writes and prints the results of `verify`."""
 
 import dataclasses
 import pathlib
@@ -25,7 +25,7 @@ def write_record(
     verdict_of: Mapping[str, StrategyVerdict],
     pair_verdicts: Sequence[PairVerdict],
 ) -> dict:
-    """Writes `verify.json`, everything that was measured, and returns it."""
+    """Writes `verify.json` with all measurements, and returns it."""
     first = next(iter(recorded.values()))
     record = {
         "command": "verify",
@@ -81,7 +81,7 @@ def _strategy_record(run: Recorded, verdict: StrategyVerdict) -> dict:
 
 
 def _as_table(rows: Sequence) -> dict[str, list]:
-    """Turns records into columns: a name is written once, not once for each record."""
+    """Converts records to columns, so that each name is written once."""
     if not rows:
         return {}
     return {
@@ -145,7 +145,7 @@ def print_verdict(
 
 
 def _print_setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> None:
-    """Prints what was trained, and with which caveats."""
+    """Prints the settings of the training and its caveats."""
     first = next(iter(recorded.values()))
     num_devices = max(len(run.devices) for run in recorded.values())
     console.say(
@@ -176,7 +176,7 @@ def _print_setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> None
 def _print_by_design(
     recorded: Mapping[str, Recorded], pair_verdicts: Sequence[PairVerdict]
 ) -> None:
-    """Says of which pairs BatchNorm makes two trainings, and how far that sets them apart."""
+    """Prints for which pairs BatchNorm makes two trainings, and the size of the effect."""
     for pair in pair_verdicts:
         if pair.by_design is not None:
             how = [_normalised(recorded[name]) for name in pair.strategies]
@@ -188,7 +188,7 @@ def _print_by_design(
 
 
 def _normalised(run: Recorded) -> str:
-    """Returns what BatchNorm normalises together."""
+    """Returns the parts that BatchNorm normalises."""
     if len(run.normalised_by) == 1:
         return "the whole batch"
     weights = run.normalised_by
@@ -225,7 +225,7 @@ def _pair_row(pair: PairVerdict) -> list[str]:
 
 
 def _groups(verdicts: Iterable[StrategyVerdict]) -> list[list[StrategyVerdict]]:
-    """Puts trainings together that hold the same bits: they share their measurements."""
+    """Groups bitwise identical trainings, which share their measurements."""
     groups: list[list[StrategyVerdict]] = []
     for verdict in verdicts:
         same = (group for group in groups if group[0].measurements is verdict.measurements)
@@ -251,7 +251,7 @@ def _group_rows(group: Sequence[StrategyVerdict]) -> list[list[str]]:
 
 
 def _kind_row(name: str, kind: str, measured: Sequence[Measurement]) -> list[str]:
-    """Shows the array that is nearest to what is allowed, or farthest beyond it."""
+    """Returns a row with the array that is closest to its tolerance, or furthest beyond it."""
     worst = max(measured, key=lambda m: (not m.within_tolerance, m.excess))
     if kind == "examples":
         return [name, f"✗ {kind}", f"{worst.absolute:.0f} wrong", "", "none", "", ""]

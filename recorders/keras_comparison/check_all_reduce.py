@@ -25,7 +25,7 @@ def check_all_reduce(context: StepContext) -> Iterator[Finding]:
         known: list[np.ndarray] = []
         tensors = list(enumerate(zip(received[r], *sent, strict=True)))
         units = [context.one.units[context.paths.index(p)] for p in context.recording.gradients]
-        # Few elements do not tell by what factors they are summed; large tensors do.
+        # A few elements do not determine the factors of the sum; large tensors do.
         for i, (got, *parts) in sorted(tensors, key=lambda item: -np.size(dense(item[1][0]))):
             if is_within(got, add(parts), sum_bound(parts, units[i])):
                 continue

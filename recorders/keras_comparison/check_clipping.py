@@ -60,7 +60,7 @@ def check_clipping(context: StepContext) -> Iterator[Finding]:
 def why_clipped(
     context: StepContext, r: int, raw: Arrays, alone: Arrays, wrong: Sequence[int]
 ) -> Iterator[Finding]:
-    """Explains gradients that are not as the optimizer clips those of the replica."""
+    """Explains gradients that are not the replica's, clipped by the optimizer."""
     clipped, num = context.per_replica("clipped")[r], len(context.replicas)
     names = context.recording.gradients
     if text := clipping_threshold([clipped[i] for i in wrong], [raw[i] for i in wrong]):
@@ -81,7 +81,7 @@ def why_clipped(
 
 
 def clipping_threshold(clipped: Arrays, raw: Arrays) -> str:
-    """Returns to which norm or value gradients were clipped, "" if to none."""
+    """Returns the norm or value to which gradients were clipped; "" if they were not."""
     arrays = [(dense(c), dense(r)) for c, r in zip(clipped, raw, strict=True)]
     largest = max(float(np.max(np.abs(c), initial=0)) for c, _ in arrays)
     if largest and all(

@@ -24,10 +24,10 @@ def compare_evaluation(
     """Compares loss and metrics of `evaluate` under a strategy with those of one device.
 
     Args:
-        logs: of `model.evaluate(..., return_dict=True)` under the strategy.
-        model: compiled by the same code, outside of the strategy's scope.
-        states: of each replica, the model's variables and then its optimizer's, in the evaluation.
-        dataset: the batches that were to be evaluated, each example once.
+        logs: result of `model.evaluate(..., return_dict=True)` under the strategy.
+        model: the model compiled by the same code, outside of the strategy's scope.
+        states: variables of the model, then of its optimizer, for each replica, in the evaluation.
+        dataset: the batches of the evaluation, each example once.
     """
 
     logs, expected = numbers(logs), numbers(_evaluate(model, states[0], dataset))
@@ -37,19 +37,19 @@ def compare_evaluation(
         if not is_float(variable) and not same_bits(np.asarray(variable), array)
     ]
     apart = {n: ratio_of(abs(logs[n] - value), abs(value)) for n, value in expected.items()}
-    allowed = MARGIN * 16 * EPS  # Of means over some thousand numbers, in another order.
+    allowed = MARGIN * 16 * EPS  # For means over some thousand numbers in another order.
     wrong = [name for name, by in apart.items() if not by <= allowed]
     if not wrong:
         return []
     text = "; ".join(f"{n} is {logs[n]:.6g}, one device has {expected[n]:.6g}" for n in wrong)
-    # A metric that is added up wrongly leaves the loss right; other examples change both.
+    # A wrongly summed metric does not affect the loss; wrong examples change both.
     status, cause = FAULT, "other_evaluation" if "loss" in wrong else "other_metric"
     if "loss" in wrong and not all(map(same_bits, states[0], states[-1])):
         local = _loss_of_local_states(model, states, dataset)
         if ratio_of(abs(logs["loss"] - local), abs(local)) <= allowed:
             status, cause = BY_DESIGN, "local_statistics"
             text += "; each replica evaluates with different moving statistics"
-    if drawn:  # Replicas, and other orders of examples, draw other numbers.
+    if drawn:  # Replicas, and other orders of examples, use different random numbers.
         status, cause = BY_DESIGN, "random_evaluation"
         text += f"; the evaluation draws random numbers from {drawn[0]}"
     by = max(apart[name] for name in wrong)
@@ -64,7 +64,7 @@ def _evaluate(
     for variable, array in zip(variables, state, strict=True):
         variable.assign(tf.cast(array, variable.dtype))
     with warnings.catch_warnings():
-        # Keras warns at the end of a data set of unknown size, such as a shard.
+        # Keras warns at the end of a dataset of unknown size, such as a shard.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return model.evaluate(batches, verbose=0, return_dict=True)
 
@@ -72,7 +72,7 @@ def _evaluate(
 def _loss_of_local_states(
     model: keras.Model, states: Sequence[Sequence[np.ndarray]], dataset: tf.data.Dataset
 ) -> float:
-    """Returns the loss of a data set whose shards are evaluated from the replicas' states."""
+    """Returns the loss of a dataset whose shards are evaluated with the replicas' states."""
     shards = shards_of(dataset, len(states))
     sizes = [sum(len(leaves(batch)[0]) for batch in shard) for shard in shards]
     losses = [
@@ -93,7 +93,7 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def shards_of(dataset: tf.data.Dataset, num_replicas: int) -> list[tf.data.Dataset]:
-    """Cuts each batch into one part for each replica, as `MirroredStrategy` does."""
+    """Splits each batch into one part per replica, as `MirroredStrategy` does."""
 
     def part(replica: int, *batch: Any) -> Any:
         size = -(-tf.shape(leaves(batch)[0])[0] // num_replicas)

@@ -10,7 +10,7 @@ from .recorder_imports import leaves
 
 
 def check_examples(context: StepContext) -> Iterator[Finding]:
-    """Checks the examples of all replicas against the batch of the data set."""
+    """Checks the examples of all replicas against the batch of the dataset."""
     if context.batch is None:
         return
     context.mark_checked()
@@ -39,7 +39,7 @@ def check_examples(context: StepContext) -> Iterator[Finding]:
 
 
 def _why_other_examples(context: StepContext, asked: Counter, given: Counter) -> tuple[str, str]:
-    """Returns cause and text for rows that were given but not asked for, or not given."""
+    """Returns cause and text for unexpected or missing rows."""
     missing, extra = asked - given, given - asked
     sizes, num = "/".join(map(str, context.sizes)), sum(asked.values())
     if extra and all(hashed in asked for hashed in extra):

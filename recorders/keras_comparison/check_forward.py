@@ -54,7 +54,7 @@ def check_forward(context: StepContext) -> Iterator[Finding]:
 
 
 def mixing(context: StepContext, off: Sequence[keras.layers.Layer]) -> float:
-    """Returns how far predictions by shard are from those of the whole batch."""
+    """Returns the distance of predictions by shard from those of the whole batch."""
     one, before = context.one, context.per_replica("before")[0]
 
     def apart() -> float:
@@ -66,7 +66,7 @@ def mixing(context: StepContext, off: Sequence[keras.layers.Layer]) -> float:
 
 
 def gradient_apart(context: StepContext) -> float:
-    """Returns how far the summed gradients of the shards are from that of the whole batch."""
+    """Returns the distance of the shards' summed gradients from the gradient of the whole batch."""
     one, before, num = context.one, context.per_replica("before")[0], sum(context.sizes)
     shards = [
         one.step(before, data, scales=(size / num, 1 / len(context.replicas))).raw
@@ -79,7 +79,7 @@ def gradient_apart(context: StepContext) -> float:
 
 
 def why_forward(context: StepContext, replica: int, allowed: float) -> tuple[str, str]:
-    """Explains predictions that are not those of the replica's own examples."""
+    """Explains predictions that differ from those for the replica's own examples."""
     one, y_pred = context.one, context.per_replica("y_pred")[replica]
     state, data = context.per_replica("before")[replica], context.data[replica]
     layers = [*one.random_layers, *one.layers_with_statistics]
@@ -103,7 +103,7 @@ def why_forward(context: StepContext, replica: int, allowed: float) -> tuple[str
 
 
 def whose_numbers(context: StepContext, r: int, allowed: float) -> int:
-    """Returns the replica whose seeds explain the predictions of replica r; r if no other's do."""
+    """Returns the replica whose seeds explain the predictions of replica r; r if none does."""
     state, data = context.per_replica("before")[r], context.data[r]
     for other in context.replicas if context.one.random_layers else ():
         result = context.one.step(context.with_seeds_of(other, state), data)

@@ -62,7 +62,7 @@ def not_finite_replicas(context: StepContext) -> tuple[int, ...]:
 
 
 def check_gradients_together(context: StepContext) -> Iterator[Finding]:
-    """Checks the sum of what the replicas send against the gradients of the whole batch."""
+    """Checks the sum of the sent gradients against the gradient of the whole batch."""
     if context.loss_is_wrong:
         return
     total = [add(gradients) for gradients in zip(*context.per_replica("raw"), strict=True)]
@@ -96,7 +96,7 @@ def why_gradients(
 def scaled_or_reduced(
     context: StepContext, r: int, actual: Arrays, expected: Arrays, left: Sequence[int]
 ) -> Iterator[Finding]:
-    """Explains gradients tensor by tensor; those with the same explanation together."""
+    """Explains gradients tensor by tensor, and groups those with the same explanation."""
     groups: dict[tuple[str, str], list[int]] = {}
     for i in left:
         limit = MARGIN * max(

@@ -41,7 +41,7 @@ def check_loss(context: StepContext) -> Iterator[Finding]:
         )  # fmt: skip
         return
     for r, (taken, own) in enumerate(zip(losses.taken, losses.own, strict=True)):
-        # Gradients are checked for the loss that each replica has, whatever it is.
+        # Gradients are checked for each replica's own loss, even if it is wrong.
         context.scales[r] = taken / own if own else 1 / num, context.regular_share(r)
     if not losses.are_right:
         context.loss_is_wrong = True
@@ -79,13 +79,13 @@ def recorded_losses(context: StepContext) -> Losses:
 
 
 def repeated_regularisation(context: StepContext, losses: Losses) -> float | None:
-    """Returns how many times too often regularisation is in the losses; None for not at all."""
+    """Returns how many times too often regularisation is in the losses; None if it is not."""
     regular = [own.loss[1] for own in context.own if own.loss]
     return losses.repeated(float(np.mean(regular))) if regular else None
 
 
 def shifted_targets(context: StepContext, r: int, losses: Losses) -> Iterator[Finding]:
-    """Checks whether a replica's loss is that of targets that belong to other inputs."""
+    """Checks whether a replica's loss is that of targets of other inputs."""
     data, arrays = context.data[r], context.arrays
     for moved in with_shifted_targets(context.one, data):
         loss = context.one.loss(arrays["before", r], moved, arrays["y_pred", r], arrays["mask", r])

@@ -1,4 +1,4 @@
-"""Checks that random layers draw different numbers on each replica."""
+"""Checks that random layers use different random numbers on each replica."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from .modes import as_replica
 
 
 def check_random_numbers(context: StepContext) -> Iterator[Finding]:
-    """Checks the seeds that random layers draw from."""
+    """Checks the seeds that random layers use."""
     seeds = sorted(seeds_drawn(context.recording))
     if not seeds or len(context.replicas) == 1:
         return
@@ -40,13 +40,13 @@ def check_random_numbers(context: StepContext) -> Iterator[Finding]:
 
 
 def looks_at_number(context: StepContext, r: int, index: int | None = None) -> bool:
-    """Tells whether random numbers of replica r depend on its number, not on the seed alone.
+    """Returns whether random numbers of replica r depend on its number, not only on the seed.
 
-    Its step with the number 0 is then another one.
+    The step then differs from the step with number 0.
 
     Args:
         r: the replica.
-        index: of a seed in the state; the layers that draw from other ones are switched off.
+        index: index of a seed in the state; layers with other seeds are switched off.
     """
     one, state = context.one, context.per_replica("before")[r]
 

@@ -27,7 +27,7 @@ def check_regularisation(context: StepContext) -> Iterator[Finding]:
         cause = "regulariser_repeated" if factor > 1 else "regulariser_missing"
         mean = float(np.mean([regular for _, regular in losses]))
         if weights and abs(taken - mean) <= allowed * max(abs(mean), TINY):
-            cause = "mean_of_means"  # Of activity regularisers.
+            cause = "mean_of_means"  # From activity regularisers.
         yield context.found(
             cause, f"the replicas add {factor:.4g} times the regularisation of one device",
             distance=apart, allowed=allowed,

@@ -9,7 +9,7 @@ from .findings import Finding
 
 
 def check_start(context: StepContext) -> Iterator[Finding]:
-    """Checks that the step starts from equal weights, and where the step before has ended."""
+    """Checks that replicas start from equal weights, and from the state after the previous step."""
     context.mark_checked()
     before = context.per_replica("before")
     for index, kind in enumerate(context.kinds):

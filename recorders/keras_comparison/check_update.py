@@ -42,10 +42,10 @@ def check_update(context: StepContext) -> Iterator[Finding]:
 
 
 def check_rows_summed_first(context: StepContext) -> Iterator[Finding]:
-    """Checks whether the update with rows of an embedding differs from that with their sums.
+    """Checks whether summing repeated rows of an embedding's gradient changes the update.
 
-    One device hands the optimizer the gradient of a table row by row, several for a token that
-    comes several times. The strategies of Lockstep send the sum of these rows.
+    On one device, the optimizer receives the gradient of a table row by row, with several rows for
+    a repeated token. Lockstep's strategies send the sum of these rows.
     """
     sums, raws = list(context.sums_of(0)), [own.raw for own in context.own]
     rows = [i for i, g in enumerate(raws[0]) if isinstance(g, Sparse)]
@@ -54,7 +54,7 @@ def check_rows_summed_first(context: StepContext) -> Iterator[Finding]:
     before, summed = context.per_replica("before")[0], list(sums)
     for i in rows:
         joined = add([raw[i] for raw in raws])
-        clipped = ratio_of(norm(sums[i]), norm(joined))  # What clipping has left of it.
+        clipped = ratio_of(norm(sums[i]), norm(joined))  # Factor of the clipping.
         values = (joined.values * clipped).astype(sums[i].dtype)
         sums[i] = joined._replace(values=values)
     expected, other = context.updated(before, summed), context.updated(before, sums)
@@ -76,7 +76,7 @@ def check_rows_summed_first(context: StepContext) -> Iterator[Finding]:
 
 
 def check_unseen_update(context: StepContext) -> Iterator[Finding]:
-    """Says that a step changes weights without the optimizer, so that little can be checked."""
+    """Reports that a step changes weights without the optimizer, so that little can be checked."""
     pairs = list(zip(context.per_replica("before"), context.per_replica("after"), strict=True))
     changed = [
         i
@@ -94,7 +94,7 @@ def check_unseen_update(context: StepContext) -> Iterator[Finding]:
 
 
 def check_skipped_update(context: StepContext) -> Iterator[Finding]:
-    """Checks a step that one device skips, or that was skipped, as gradients overflowed."""
+    """Checks a step that one device skips, or that was skipped, because gradients overflowed."""
     context.mark_checked()
     overflows = context.overflows
     if context.has("raw"):

@@ -34,7 +34,7 @@ def check_whole_batch(context: StepContext) -> Iterator[Finding]:
         return
     sums = [add(g) for g in zip(*shards, strict=True)]
     backward = max(spread.backward for spread in context.spread)
-    # The shards' gradients may cancel each other, their rounding errors do not.
+    # The shards' gradients may cancel each other, but not their rounding errors.
     sizes = [sum(map(norm, parts)) for parts in zip(*shards, strict=True)]
     limits = [
         MARGIN * max(sum(s.gradients[i] for s in context.spread), backward * size) + TINY
@@ -53,7 +53,7 @@ def check_whole_batch(context: StepContext) -> Iterator[Finding]:
             cause, text, tensors=tuple(context.recording.gradients[i] for i in wrong),
             distance=relative_norm(sums, whole), design=cause == "not_a_sum_over_examples",
         )  # fmt: skip
-        # Losses may be equal by chance where their gradients are not.
+        # Losses may be equal by chance when their gradients are not.
         is_loss = cause == "weighted_mean_of_means"
         yield dataclasses.replace(found, stage="loss") if is_loss else found
 
@@ -61,7 +61,7 @@ def check_whole_batch(context: StepContext) -> Iterator[Finding]:
 def why_not_additive(
     context: StepContext, sums: Arrays, whole: Arrays, limits: Sequence[float], wrong: Sequence[int]
 ) -> tuple[str, str]:
-    """Explains why the replicas' gradients do not add up to that of the whole batch."""
+    """Explains why the replicas' gradients do not add up to the gradient of the whole batch."""
     explained = _why_weighted(context, whole, limits, wrong) or _why_scaled(
         context, sums, whole, limits, wrong
     )
@@ -87,7 +87,7 @@ def why_not_additive(
 def _why_weighted(
     context: StepContext, whole: Arrays, limits: Sequence[float], wrong: Sequence[int]
 ) -> tuple[str, str] | None:
-    """Explains the sum by equal weights of shards that are not equal."""
+    """Explains the sum by equal weights of unequal shards."""
 
     def are_whole(candidate: Arrays) -> bool:
         return all(distance(candidate[i], whole[i]) <= limits[i] for i in wrong)
@@ -131,7 +131,7 @@ def _why_scaled(
 
 
 def weights_of_shards(context: StepContext) -> list[float]:
-    """Returns the shares of the shards' sample weights, or of their unmasked steps."""
+    """Returns the fractions of the shards' sample weights, or of their unmasked steps."""
     if not context.has("mask"):
         return []
     sums = []
@@ -143,7 +143,7 @@ def weights_of_shards(context: StepContext) -> list[float]:
 
 
 def weighted_sum(context: StepContext, weights: Sequence[float]) -> Arrays:
-    """Returns the shards' gradients, each multiplied by a weight, and summed."""
+    """Returns the sum of the shards' gradients, each multiplied by a weight."""
     before, regular = context.per_replica("before")[0], 1 / len(context.replicas)
     shares = []
     for r, (data, weight) in enumerate(zip(context.used, weights, strict=True)):

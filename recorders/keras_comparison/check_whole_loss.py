@@ -1,4 +1,4 @@
-"""Checks a loss that is computed once, from the predictions of all replicas."""
+"""Checks a loss that is computed once from the predictions of all replicas."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +11,8 @@ from .losses import Losses
 from .recorder_imports import Arrays
 from .shifted_targets import with_shifted_targets
 
-# Cause, text, loss of the whole batch, and a function that returns what each replica then computes
-# gradients from: its part of the gradient with respect to the predictions.
+# Cause, text, loss of the whole batch, and a function that returns the start of each replica's
+# backward pass: its part of the gradient with respect to the predictions.
 Hypothesis = tuple[str, str, float, Callable[[], list[Arrays | None]]]
 
 
@@ -28,7 +28,7 @@ def check_whole_loss(context: StepContext, losses: Losses) -> Iterator[Finding]:
     for name, why, loss, starts in loss_hypotheses(context, losses):
         if abs(loss - taken) <= losses.allowed * losses.size:
             context.loss_is_unknown, cause, text = False, name, why
-            context.starts = starts()  # Gradients are checked for the loss that there is.
+            context.starts = starts()  # Gradients are checked for the actual loss.
             break
     yield context.found(
         cause, f"the loss of the whole batch is {taken:.6g}: {text}",
@@ -37,7 +37,7 @@ def check_whole_loss(context: StepContext, losses: Losses) -> Iterator[Finding]:
 
 
 def loss_hypotheses(context: StepContext, losses: Losses) -> Iterator[Hypothesis]:
-    """Yields hypotheses on a wrong loss of the whole batch."""
+    """Yields hypotheses about a wrong loss of the whole batch."""
     yield from _means_of_shards(context, losses)
     yield from _shifted_targets(context)
     yield from _predictions_out_of_order(context)
@@ -68,7 +68,7 @@ def _starts_of_shards(context: StepContext, shares: Sequence[float]) -> list[Arr
 
 
 def _shifted_targets(context: StepContext) -> Iterator[Hypothesis]:
-    """Yields losses of targets that belong to the examples beside."""
+    """Yields losses of targets shifted by one example."""
     one, before = context.one, context.per_replica("before")[0]
     y_pred, masks = context.joined("y_pred"), context.joined("mask")
     for moved in with_shifted_targets(one, context.whole):
@@ -78,7 +78,7 @@ def _shifted_targets(context: StepContext) -> Iterator[Hypothesis]:
 
 
 def _predictions_out_of_order(context: StepContext) -> Iterator[Hypothesis]:
-    """Yields losses of the replicas' predictions in other orders; of many replicas, in one."""
+    """Yields losses of the replicas' predictions in other orders; one for many replicas."""
     one, before, whole = context.one, context.per_replica("before")[0], context.whole
     num = len(context.replicas)
     for order in itertools.permutations(range(num)) if num < 5 else [range(num)[::-1]]:

@@ -52,14 +52,15 @@ def compare(
 
     Args:
         record: a `Recorder` after its `with` block, or a `Recording` that was loaded.
-        model: compiled by the same code, outside of the strategy's scope; or a function that
-            builds it: the expected values are then computed in float64, where the model can be.
-        batches: the global batch of each step, as the data set defines it; none to take what the
-            replicas were given.
+        model: the model compiled by the same code, outside of the strategy's scope; or a function
+            that builds it: the expected values are then computed in float64, if the model supports
+            it.
+        batches: the global batch of each step as defined by the dataset; none to use the batches
+            that the replicas received.
         on_step: called after each step.
 
     Raises:
-        ValueError: nothing was recorded, or of another model.
+        ValueError: nothing was recorded, or another model.
     """
     if not record.steps:
         raise ValueError(
@@ -82,15 +83,15 @@ def compare(
 
 
 class Comparison:
-    """Checks the steps of a recording, one after another.
+    """Checks the steps of a recording in order.
 
     Args:
-        recording: of any number of replicas.
+        recording: a recording of any number of replicas.
         one: the same model on one device.
-        exact: the same in float64, if there is one.
+        exact: the same model in float64, if available.
 
     Attributes:
-        checked: the stages that were checked so far.
+        checked: the stages that have been checked.
     """
 
     def __init__(self, recording: Recording, one: OneDevice, exact: OneDevice | None = None):
@@ -102,8 +103,8 @@ class Comparison:
         """Yields the differences from one device in a step, stage by stage.
 
         Args:
-            position: of the step in the recording, from 0.
-            batch: the global batch that the data set defines, if it is known.
+            position: position of the step in the recording, from 0.
+            batch: the global batch defined by the dataset, if known.
         """
         context = StepContext(
             self._recording, position, self._one, self._exact, batch, self.checked
@@ -123,7 +124,7 @@ class Comparison:
 
     @property
     def tolerance(self) -> str:
-        """How the tolerances were found."""
+        """How the tolerances were computed."""
         spread = "spread over orders of summation and weights changed by one unit in the last place"
         if not self._num_in_float64:
             return spread

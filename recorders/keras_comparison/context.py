@@ -1,4 +1,4 @@
-"""A recorded step, its expected values, and what earlier stages have found out about it."""
+"""A recorded step, its expected values, and the results of earlier stages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,27 +15,27 @@ from .spread import Spread
 
 
 class StepContext:
-    """A recorded step, which the check of each stage takes.
+    """A recorded step, the argument of each stage's check.
 
     Args:
-        recording: of any number of replicas.
-        position: of the step in the recording, from 0.
+        recording: a recording of any number of replicas.
+        position: position of the step in the recording, from 0.
         one: the same model on one device.
-        exact: the same in float64, if there is one.
-        batch: the global batch that the data set defines, if it is known.
-        checked: the stages that were checked in earlier steps; new ones are added.
+        exact: the same model in float64, if available.
+        batch: the global batch defined by the dataset, if known.
+        checked: stages that were checked in earlier steps; new ones are added.
 
     Attributes:
-        stage: the stage that is checked.
-        reference: what computes gradients: `exact`, or `one` if these differ by more than rounding.
-        own, spread: for each replica, its step on one device and how far rounding carries it.
+        stage: the current stage.
+        reference: computes gradients: `exact`, or `one` if they differ by more than rounding.
+        own, spread: for each replica, its step on one device and the effect of rounding.
         num_in_float64: number of steps that were computed in float64.
         scales: for each replica, the factors of its data loss and of its regularisation.
-        starts: for each replica, the gradient with respect to its predictions, if it is given.
-        used: the examples of each replica, with the targets that it has used.
+        starts: for each replica, the gradient with respect to its predictions, if given.
+        used: the examples of each replica, with the targets that it actually used.
         in_inference: replicas that compute in inference mode.
-        drawn_as: replica → replica whose random numbers it draws.
-        loss_is_wrong, loss_is_unknown, update_is_wrong: what earlier stages have found.
+        drawn_as: replica → replica whose random numbers it uses.
+        loss_is_wrong, loss_is_unknown, update_is_wrong: results of earlier stages.
     """
 
     def __init__(
@@ -69,27 +69,27 @@ class StepContext:
         return self.recording.order == "reduce, clip"
 
     def per_replica(self, kind: str, step: int | None = None) -> list[Arrays]:
-        """Returns arrays of all replicas, in their order."""
+        """Returns arrays of all replicas, in order."""
         arrays = self.arrays if step is None else self.recording.steps[step]
         return [arrays[kind, replica] for replica in self.replicas]
 
     def joined(self, kind: str, order: Sequence[int] = ()) -> Arrays:
-        """Returns arrays of all replicas joined, in their order or another one."""
+        """Returns the concatenated arrays of all replicas, in order or in the given order."""
         arrays = [self.arrays[kind, replica] for replica in order or self.replicas]
         return [join_parts(parts) for parts in zip(*arrays, strict=True)]
 
     def has(self, kind: str) -> bool:
-        """Tells whether arrays of a kind were recorded in this step."""
+        """Returns whether arrays of a kind were recorded in this step."""
         return (kind, 0) in self.arrays
 
     @property
     def follows(self) -> bool:
-        """Whether the step before was recorded, too."""
+        """Whether the previous step was recorded, too."""
         numbers = self.recording.numbers
         return self.position > 0 and numbers[self.position - 1] == self.number - 1
 
     def earlier(self, kind: str) -> list[Arrays] | None:
-        """Returns arrays of all replicas in the last step before that has them."""
+        """Returns arrays of all replicas in the last earlier step that has them."""
         for step in reversed(self.recording.steps[: self.position]):
             if all((kind, replica) in step for replica in self.replicas):
                 return [step[kind, replica] for replica in self.replicas]
@@ -127,13 +127,13 @@ class StepContext:
 
     @property
     def synchronizes(self) -> bool:
-        """Whether BatchNorm takes the statistics of all replicas, so that none works alone."""
+        """Whether BatchNorm uses the statistics of all replicas, which are then dependent."""
         layers = self.one.layers_with_statistics
         is_one = len(self.replicas) == 1
         return not is_one and any(getattr(layer, "synchronized", False) for layer in layers)
 
     def without(self, layers: Sequence[keras.layers.Layer], function: Callable[[], Any]) -> Any:
-        """Returns what `function` does while these layers work as in inference."""
+        """Calls a function with these layers in inference mode."""
         one, exact = self.one, self.exact
         if exact is None:
             return one.without(layers, function)
@@ -145,7 +145,7 @@ class StepContext:
     def near(
         self, replica: int, actual: Arrays, expected: Arrays, scale: float = 1.0
     ) -> list[bool]:
-        """Tells of each gradient whether it is as expected, within rounding."""
+        """Returns for each gradient whether it is as expected, within rounding."""
         spread = self.spread[replica]
         return [
             distance(a, e) <= MARGIN * max(abs(scale) * own, spread.backward * norm(e)) + TINY
@@ -153,7 +153,7 @@ class StepContext:
         ]
 
     def with_seeds_of(self, other: int, state: Arrays) -> Arrays:
-        """Returns a state with the seeds that another replica starts from."""
+        """Returns a state with the initial seeds of another replica."""
         theirs = self.per_replica("before")[other]
         return [
             seed if kind == "seed" else array
@@ -162,16 +162,16 @@ class StepContext:
 
     @property
     def modal_layers(self) -> list[keras.layers.Layer]:
-        """The layers that work in another way in inference."""
+        """The layers that behave differently in inference."""
         return [*self.one.random_layers, *self.one.layers_with_statistics]
 
     def times_own(self, r: int) -> float:
-        """Returns how large the gradients of a replica are, over those that were computed of it."""
+        """Returns the factor of a replica's gradients over the computed ones."""
         num = len(self.replicas) if self.has("loss") else 1
         return self.scales[r][0] * (1 if self.recording.whole_loss else num)
 
     def regular_share(self, r: int) -> float:
-        """Returns which part of the regularisation of one device a replica adds."""
+        """Returns the fraction of one device's regularisation that a replica adds."""
         own = self.own[r].loss
         if not own or not own[1]:
             return 1 / len(self.replicas)
@@ -179,7 +179,7 @@ class StepContext:
 
     @property
     def kind_sent(self) -> str:
-        """The kind of gradients that go into the all-reduce."""
+        """The kind of the gradients before the all-reduce."""
         return "clipped" if self.has("clipped") and not self.clips_sum else "raw"
 
     def updated(self, state: Arrays, sums: Arrays, **changes: Any) -> Arrays:

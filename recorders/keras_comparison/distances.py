@@ -1,4 +1,4 @@
-"""Distances between arrays, and sums, factors and bits of gradients."""
+"""Computes distances, sums, factors and bits of arrays and gradients."""
 
 import collections
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def add(values: Sequence[Any]) -> Any:
 
 
 def distance(actual: Any, expected: Any) -> float:
-    """Returns ‖actual − expected‖, infinite where shapes or the places of NaN and inf differ."""
+    """Returns ‖actual − expected‖; infinite for different shapes or positions of NaN and inf."""
     a, b = dense(actual), dense(expected)
     if a.shape != b.shape:
         return np.inf
@@ -50,7 +50,7 @@ def norm(value: Any) -> float:
 
 
 def is_finite(values: Arrays) -> bool:
-    """Tells whether no element is NaN or infinite."""
+    """Returns whether no element is NaN or infinite."""
     return all(bool(np.all(np.isfinite(dense(value)))) for value in values)
 
 
@@ -71,9 +71,9 @@ def factor_of(actual: Sequence[Any], expected: Sequence[Any]) -> float:
 def two_factors_of(
     actual: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> tuple[float, float] | None:
-    """Returns (a, b) with `a * first + b * second` nearest to `actual`.
+    """Returns (a, b) with `a * first + b * second` closest to `actual`.
 
-    NaN for b where `second` is 0 everywhere, None where both vectors are nearly parallel.
+    b is NaN if `second` is 0 everywhere; returns None if both vectors are nearly parallel.
     """
     sizes = norm(first), norm(second)
     if not sizes[1]:
@@ -110,12 +110,12 @@ def total_norm(values: Arrays) -> float:
 
 
 def is_far(actual: Any, expected: Any, allowed: float = 1e-5) -> bool:
-    """Tells whether the relative distance is larger than allowed."""
+    """Returns whether the relative distance is larger than allowed."""
     return distance(actual, expected) > allowed * norm(expected) + TINY
 
 
 def is_within(actual: Any, expected: Any, bounds: np.ndarray) -> bool:
-    """Tells whether each element is as near as its bound, or is not finite in both."""
+    """Returns whether each element is within its bound, or not finite in both."""
     a, e = dense(actual), dense(expected)
     if a.shape != e.shape:
         return False
@@ -130,7 +130,7 @@ def bytes_of(value: Any) -> bytes:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Tells whether two arrays are bitwise identical."""
+    """Returns whether two arrays are bitwise identical."""
     return bytes_of(a) == bytes_of(b)
 
 
@@ -140,6 +140,6 @@ def join_parts(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def row_hashes(arrays: Arrays) -> collections.Counter:
-    """Counts the rows of arrays that belong together."""
+    """Counts the rows of corresponding arrays."""
     rows = zip(*([np.asarray(row).tobytes() for row in array] for array in arrays), strict=True)
     return collections.Counter(hash(row) for row in rows)

@@ -1,4 +1,4 @@
-"""Variables that should have equal bits on all replicas."""
+"""Finds variables that should be bitwise identical on all replicas."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from .recorder_imports import Arrays
 def other_bits(
     context: StepContext, per_replica: list[Arrays], index: int, when: str
 ) -> Iterator[Finding]:
-    """Yields a finding if replicas have other values of a variable than replica 0."""
+    """Yields a finding if a variable of other replicas differs from that of replica 0."""
     first = per_replica[0][index]
     other = [r for r in context.replicas if not same_bits(per_replica[r][index], first)]
     if other:

@@ -1,4 +1,4 @@
-"""The gradients that a replica should compute."""
+"""Computes the expected gradients of a replica."""
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +14,7 @@ def expected_gradients(
     context: StepContext, r: int, *, state: Arrays | None = None, data: Arrays | None = None,
     scales: tuple[float, float] | None = None, starts: Arrays | None = None,
 ) -> Arrays:  # fmt: skip
-    """Returns what a replica should send: gradients of its part in the loss that it has."""
+    """Returns the expected gradients of a replica: those of its part of its actual loss."""
     layers = context.modal_layers if r in context.in_inference else []
     has_loss = context.has("loss")
     if r in context.drawn_as:
@@ -48,7 +48,7 @@ def expected_gradients(
 def regular_gradients(
     context: StepContext, state: Arrays, data: Arrays | None = None
 ) -> Arrays | None:
-    """Returns the gradients of `model.losses`, None where there are none."""
+    """Returns the gradients of `model.losses`; None for variables without any."""
     if not context.one.model.losses:
         return None
     one, x = context.one, context.one.unpack(data or context.whole)[0]

@@ -1,4 +1,4 @@
-"""The expected values of a step, before its stages are checked."""
+"""Computes the expected values of a step, before its stages are checked."""
 
 import numpy as np
 
@@ -27,7 +27,7 @@ def compute_expected(context: StepContext) -> None:
 
 
 def compute_together(context: StepContext) -> None:
-    """Computes the whole batch at once, and splits its predictions into those of the replicas."""
+    """Computes the whole batch at once, and splits its predictions by replica."""
     state, data = context.per_replica("before")[0], context.whole
     whole = context.one.step(state, data)
     spread = repeated_spread(context, whole, state, data, (1.0, 1.0))
@@ -45,7 +45,7 @@ def starts_of_the_whole(context: StepContext) -> list[Arrays | None]:
 def starts_of(
     context: StepContext, data: Arrays, y_pred: Arrays, masks: Arrays
 ) -> list[Arrays | None]:  # fmt: skip
-    """Returns the rows of each replica of the gradient with respect to the predictions."""
+    """Returns the replicas' rows of the gradient with respect to the predictions."""
     before = context.per_replica("before")[0]
     gradients = context.one.loss_gradients(before, data, y_pred, masks)
     ends = np.cumsum(context.sizes)[:-1]

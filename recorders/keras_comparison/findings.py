@@ -35,7 +35,7 @@ class Finding:
         text: one sentence with the numbers.
         steps: numbers of the steps with this difference, from 0.
         replicas: the replicas with this difference; empty for all replicas together.
-        tensors: paths of the variables concerned; empty if no variable is.
+        tensors: paths of the affected variables; empty if no variable is.
         distance: the largest relative difference.
         allowed: the largest relative difference that rounding can cause.
     """
@@ -101,7 +101,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One sentence that says whether this is the training of one device."""
+        """One sentence with the result of the comparison with one device."""
         faults, by_design = (
             ", ".join(
                 dict.fromkeys(f.cause.replace("_", " ") for f in self.findings if f.status == s)
@@ -136,7 +136,7 @@ class Report:
 
 
 def merged_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Puts findings of the same cause together over steps, replicas and tensors."""
+    """Merges findings of the same cause over steps, replicas and tensors."""
     merged: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         merged.setdefault((finding.stage, finding.cause), []).append(finding)
@@ -159,5 +159,5 @@ def number_of(noun: str, number: int) -> str:
 
 
 def count(name: str, numbers: Sequence[int]) -> str:
-    """Returns a noun with the numbers of what it names."""
+    """Returns a noun with the given numbers."""
     return f"{name}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

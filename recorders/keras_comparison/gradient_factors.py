@@ -1,4 +1,4 @@
-"""Finds the factors of the replicas' gradients where a step does not show its loss."""
+"""Finds the factors of the replicas' gradients for steps without a recorded loss."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from .expected_gradients import regular_gradients
 
 
 def factors_that_fit(context: StepContext) -> list[float]:
-    """Returns the replicas' factors; where none fits, the median of those that do."""
+    """Returns the replicas' factors; if none fits, the median of those that do."""
     factors, fits = factors_sent(context), []
     for r, factor in enumerate(factors):
         actual, expected = (
@@ -31,10 +31,10 @@ def factors_that_fit(context: StepContext) -> list[float]:
 
 
 def factors_sent(context: StepContext) -> list[float]:
-    """Returns the factor of each replica's gradients over those of its examples.
+    """Returns the factor of each replica's gradients relative to those of its examples.
 
-    Where a step does not show its loss, this is the one thing that tells; the sum over the
-    replicas says whether it is right. The median over the tensors: some may be wrong.
+    Without a recorded loss there is no other information; the sum over the replicas shows whether
+    the factor is right. The median over the tensors, because some may be wrong.
     """
     found = []
     for raw, own in zip(context.per_replica("raw"), context.own, strict=True):
@@ -49,8 +49,8 @@ def factors_sent(context: StepContext) -> list[float]:
 def two_factors(context: StepContext, r: int, factor: float) -> tuple[float, float]:
     """Returns the factors of a replica's data loss and of its regularisation.
 
-    They are taken to be one, unless two of them explain more tensors: a step may divide the
-    data loss by the global batch, and the regularisation by the number of replicas.
+    They are equal unless two factors explain more tensors: a step may divide the data loss by the
+    global batch, and the regularisation by the number of replicas.
     """
     actual, own = context.per_replica("raw")[r], context.own[r].raw
     regular = regular_gradients(context, context.per_replica("before")[r], context.data[r])
@@ -67,7 +67,7 @@ def two_factors(context: StepContext, r: int, factor: float) -> tuple[float, flo
     if not any(fits):
         return factor, factor
     usual = np.median([fit[0] for fit in fits if fit])
-    # Wrong tensors do not determine the factors of the others.
+    # Wrong tensors do not affect the factors of the others.
     chosen = [
         three for three, fit in zip(arrays, fits, strict=True)
         if fit and abs(fit[0] - usual) <= 1e-3 * abs(usual)

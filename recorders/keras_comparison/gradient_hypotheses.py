@@ -9,11 +9,11 @@ from .expected_gradients import expected_gradients
 from .recorder_imports import Arrays
 from .shifted_targets import with_shifted_targets
 
-Hypothesis = tuple[str, str, Callable[[], Arrays]]  # Cause, text, gradients a replica would send.
+Hypothesis = tuple[str, str, Callable[[], Arrays]]  # Cause, text, gradients to send.
 
 
 def gradient_hypotheses(context: StepContext, r: int) -> Iterator[Hypothesis]:
-    """Yields hypotheses on wrong gradients of replica r."""
+    """Yields hypotheses about wrong gradients of replica r."""
     zeros = [scaled_by(g, 0.0) for g in context.per_replica("raw")[r]]
     yield "frozen", "0", lambda: zeros
     yield from _of_the_step_before(context, r)
@@ -35,7 +35,7 @@ def gradient_hypotheses(context: StepContext, r: int) -> Iterator[Hypothesis]:
 
 
 def _of_the_step_before(context: StepContext, r: int) -> Iterator[Hypothesis]:
-    """Yields gradients of the step before, and of its weights."""
+    """Yields gradients of the previous step, and of its weights."""
     if old := context.earlier("raw"):
         yield "stale_gradient", "those of the previous step", lambda: old[r]
     if context.follows:

@@ -7,12 +7,12 @@ from .recorder_imports import Recording
 
 
 def is_seed_of(layer: keras.layers.Layer, variable: keras.Variable) -> bool:
-    """Tells whether a variable is a seed of a layer."""
+    """Returns whether a variable is a seed of a layer."""
     return any(generator.state is variable for generator in layer._seed_generators)
 
 
 def leaf_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns the layers that consist of no other layers."""
+    """Returns the layers that contain no other layers."""
     return [layer for layer in model._flatten_layers(include_self=False) if not layer._layers]
 
 
@@ -22,7 +22,7 @@ def unit_of(dtype: str) -> float:
 
 
 def seeds_drawn(recording: Recording) -> set[int]:
-    """Returns which variables of a recording are seeds that a step has drawn from."""
+    """Returns the indices of the variables that are seeds used by a step."""
     return {
         index
         for step in recording.steps

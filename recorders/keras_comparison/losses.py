@@ -1,4 +1,4 @@
-"""Data losses of a step, and explanations of a wrong sum of them."""
+"""Computes the data losses of a step, and explains a wrong sum."""
 
 import dataclasses
 
@@ -12,13 +12,13 @@ class Losses:
     """Data losses of a step, without regularisation.
 
     Attributes:
-        taken: for each replica, as recorded.
-        own: for each replica, as one device has it for the recorded predictions.
-        whole: of the global batch, likewise.
+        taken: for each replica, the recorded loss.
+        own: for each replica, the loss of the recorded predictions on one device.
+        whole: the loss of the global batch on one device.
         plain: `own` without weights and masks.
-        plain_whole: `whole`, likewise.
-        sizes: examples of each replica.
-        allowed: relative distance that rounding may make.
+        plain_whole: `whole` without weights and masks.
+        sizes: number of examples of each replica.
+        allowed: relative distance that rounding can cause.
     """
 
     taken: list[float]
@@ -31,7 +31,7 @@ class Losses:
 
     @property
     def size(self) -> float:
-        """What distances are relative to: of numbers that are not NaN or infinite."""
+        """The reference size of relative distances, from the finite losses."""
         whole, *taken = (abs(x) if np.isfinite(x) else 0.0 for x in (self.whole, *self.taken))
         return max(whole, sum(taken), TINY)
 
@@ -47,20 +47,20 @@ class Losses:
 
     @property
     def odd(self) -> list[int]:
-        """The replicas whose loss is no share of the loss of their own examples."""
+        """The replicas whose loss is not a fraction of the loss of their own examples."""
         shares = [s for s, own in enumerate(self.own) if not self.is_share(s, own)]
-        # A custom step may weigh its examples in any way, as long as the sum is right.
+        # A custom step may weight its examples in any way, if the sum is right.
         regular = len(shares) == len(self.own) and self._near(sum(self.taken), self.whole)
         return [] if regular else shares
 
     def is_share(self, r: int, loss: float) -> bool:
-        """Tells whether a replica has taken this loss: once, or its part of the batch."""
+        """Returns whether a replica's loss equals this loss, or its part of the batch."""
         shares = 1.0, 1 / len(self.own), self.sizes[r] / sum(self.sizes)
         return any(self._near(self.taken[r], share * loss) for share in shares)
 
     @property
     def common_factor(self) -> float | None:
-        """By what all replicas have multiplied their part in the loss; None where it differs."""
+        """The common factor of all replicas' parts of the loss; None if they differ."""
         num = len(self.own)
         if not all(self.own) or not np.isfinite(self.own).all():
             return None
@@ -72,10 +72,10 @@ class Losses:
         """Returns how many times too often regularisation is in the replicas' data losses.
 
         Args:
-            regular: what it is on one device.
+            regular: regularisation on one device.
 
         Returns:
-            None where it does not explain each replica's loss; -1 where it is missing.
+            None if it does not explain each replica's loss; -1 if it is missing.
         """
         if not regular:
             return None
@@ -105,7 +105,7 @@ class Losses:
         return abs(mean - self.plain_whole) <= self.allowed * max(abs(self.plain_whole), TINY)
 
     def why(self) -> tuple[str, str]:
-        """Returns cause and text of a sum that is not the loss of the whole batch."""
+        """Returns cause and text of a sum that differs from the loss of the whole batch."""
         if explained := self._why_means():
             return explained
         num, taken, whole, factor = len(self.own), sum(self.taken), self.whole, self.common_factor

@@ -1,4 +1,4 @@
-"""Modes in which a model on one device computes a step."""
+"""Modes of a model on one device."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Lets Keras build and run models in float64 in a `with` block."""
+    """Makes Keras build and run models in float64 in a `with` block."""
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -22,6 +22,6 @@ def in_float64() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_replica(number: int) -> Iterator[None]:
-    """Lets a step on one device see the number of a replica, in a group that is still of one."""
+    """Runs a step on one device with the number of a replica, in a group of one."""
     with tf.distribute.ReplicaContext(tf.distribute.get_strategy(), number):
         yield

@@ -1,4 +1,4 @@
-"""Imports from the recorder: beside this folder in a user's script, or in the same package."""
+"""Imports the recorder, beside this folder in a user's script or in the same package."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The reference: the user's model on one device, without a strategy."""
+"""Implements the reference: the user's model on one device, without a strategy."""
 
 import contextlib
 import dataclasses
@@ -28,13 +28,13 @@ from .tensors import from_json, to_numpy, to_tf
 
 @dataclasses.dataclass
 class StepResult:
-    """A training step on one device, without the update.
+    """The result of a training step on one device, without the update.
 
     Attributes:
         y_pred: leaves of the predictions, if the step calls `compute_loss`.
-        loss: of the data, and regularisation, likewise.
+        loss: data loss and regularisation, if the step calls `compute_loss`.
         raw: gradients before clipping.
-        after: all variables after it; only statistics and seeds have changed.
+        after: all variables after the step; only statistics and seeds have changed.
     """
 
     y_pred: Arrays
@@ -44,15 +44,15 @@ class StepResult:
 
 
 class OneDevice:
-    """The definition of a training: a compiled model without a strategy, and its `train_step`.
+    """Computes steps of a compiled model and its `train_step` on one device, without a strategy.
 
     Args:
-        model: compiled, made outside of any strategy's scope.
-        recording: whose states and examples it takes.
-        is_float64: it was built `in_float64`.
+        model: a compiled model, created outside of any strategy's scope.
+        recording: provides states and examples.
+        is_float64: whether the model was built `in_float64`.
 
     Raises:
-        ValueError: it is another model than the one that was recorded.
+        ValueError: the recording is of another model.
     """
 
     def __init__(self, model: keras.Model, recording: Recording, is_float64: bool = False):
@@ -101,12 +101,12 @@ class OneDevice:
 
     @property
     def unit(self) -> float:
-        """The largest step between numbers near 1 in what the layers compute in."""
+        """The largest distance between numbers near 1 in the layers' compute dtypes."""
         return max([EPS, *(unit_of(layer.compute_dtype) for layer in leaf_layers(self.model))])
 
     @property
     def units(self) -> list[float]:
-        """The same of each variable."""
+        """The same for each variable's dtype."""
         return [unit_of(variable.dtype) for variable in self.state]
 
     def load(self, state: Arrays) -> None:
@@ -124,8 +124,8 @@ class OneDevice:
             state: all variables.
             data: leaves of the examples.
             scales: factors of the data loss and of regularisation.
-            starts: what the backward pass starts from, in place of the gradient of the data loss
-                with respect to each prediction.
+            starts: start of the backward pass, instead of the gradient of the data loss with
+                respect to each prediction.
         """
         got = StepResult([], None, [], [])
 
@@ -163,14 +163,14 @@ class OneDevice:
             state: all variables.
             data: leaves of the examples.
             y_pred: leaves of the predictions.
-            masks: one for each of them; scalars for none.
-            weighted: take sample weights and masks into account.
+            masks: one mask per prediction; scalars for none.
+            weighted: apply sample weights and masks.
         """
         predictions = [tf.constant(array) for array in y_pred]
         return float(self._loss_of(state, data, predictions, masks, weighted))
 
     def loss_gradients(self, state: Arrays, data: Arrays, y_pred: Arrays, masks: Arrays) -> Arrays:
-        """Returns the gradient of that loss with respect to each of the predictions."""
+        """Returns the gradient of that loss with respect to each prediction."""
         predictions = [tf.constant(array) for array in y_pred]
         with tf.GradientTape() as tape:
             tape.watch(predictions)
@@ -199,7 +199,7 @@ class OneDevice:
         return tf.reduce_sum(loss) - tf.cast(regularisation(self.model), loss.dtype)
 
     def clip(self, gradients: Arrays) -> Arrays:
-        """Returns gradients as the optimizer clips them."""
+        """Returns gradients after the optimizer's clipping."""
         return [to_numpy(g) for g in self.optimizer._clip_gradients(list(map(to_tf, gradients)))]
 
     def update(
@@ -209,11 +209,11 @@ class OneDevice:
         """Returns all variables after the optimizer's update with these gradients.
 
         Args:
-            state: before it.
-            sums: gradients of the weights that `Recording.gradients` names.
-            clips: clip them first.
-            rate: a factor of the learning rate.
-            decays: weight decay is with the changed learning rate, too.
+            state: all variables before the update.
+            sums: gradients of the weights named by `Recording.gradients`.
+            clips: clip the gradients first.
+            rate: factor of the learning rate.
+            decays: whether the factor also applies to weight decay.
         """
         self.load(state)
         names = self._recording.gradients
@@ -232,7 +232,7 @@ class OneDevice:
         return self._read()
 
     def without(self, layers: Sequence[keras.layers.Layer], function: Callable[[], Any]) -> Any:
-        """Returns what `function` does while these layers work as in inference."""
+        """Calls a function with these layers in inference mode."""
 
         def inference(inner: Callable, *args: Any, **kwargs: Any) -> Any:
             return inner(*args, **{**kwargs, "training": False})
@@ -247,13 +247,13 @@ class OneDevice:
         self, state: Arrays, data: Arrays, scales: tuple[float, float],
         starts: Arrays | None = None,
     ) -> StepResult | None:  # fmt: skip
-        """Runs a step with layers in float32 that compute in bfloat16 or float16.
+        """Runs a step with float32 layers instead of bfloat16 or float16 layers.
 
-        Random layers stay as they are, they would draw other numbers; and so do layers that are
-        made of them, as an LSTM with dropout is.
+        Random layers are not changed, because they would use other random numbers; neither are
+        layers that contain them, such as an LSTM with dropout.
 
         Returns:
-            The step; None where layers cannot be in float32.
+            The step; None if layers do not support float32.
         """
 
         def is_random(layer: keras.layers.Layer) -> bool:
@@ -271,7 +271,7 @@ class OneDevice:
             for layer in layers:
                 layer.dtype_policy = "float32"
             return self.step(state, data, scales=scales, starts=starts)
-        except Exception:  # Of the user's code, which may be made for another dtype.
+        except Exception:  # From the user's code, which may require another dtype.
             return None
         finally:
             for layer, policy in zip(layers, policies, strict=True):

@@ -1,4 +1,4 @@
-"""How to fix the faults: one sentence for each cause."""
+"""Lists the remedies: one sentence for each cause."""
 
 REMEDIES = {
     "same_random_numbers": "use a different seed on each replica: derive it from"

@@ -1,4 +1,4 @@
-"""Computes a step on one device, and repeats it with other rounding."""
+"""Computes a step on one device, and repeats it with different rounding."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ def measure(
     context: StepContext, state: Arrays, data: Arrays, scales: tuple[float, float],
     starts: Arrays | None = None,
 ) -> tuple[StepResult, Spread]:  # fmt: skip
-    """Returns a step on one device, in float64 if it can be, and the spread of float32."""
+    """Returns a step on one device, in float64 if possible, and the effect of float32 rounding."""
     own = context.one.step(state, data, scales=scales, starts=starts)
     spread = repeated_spread(context, own, state, data, scales, starts)
     if context.exact is None:
@@ -27,7 +27,7 @@ def measure(
     forward = relative_distance(own.y_pred, exact.y_pred)
     backward = relative_norm(own.raw, exact.raw)
     if forward > MARGIN * spread.forward or backward > MARGIN * spread.backward:
-        context.reference = context.one  # Something else than rounding: the code asks for dtypes.
+        context.reference = context.one  # The code depends on dtypes.
         return own, spread
     context.num_in_float64 += 1
     apart = [distance(a, e) for a, e in zip(own.raw, exact.raw, strict=True)]
@@ -40,7 +40,7 @@ def repeated_spread(
     context: StepContext, own: StepResult, state: Arrays, data: Arrays, scales: tuple[float, float],
     starts: Arrays | None = None,
 ) -> Spread:  # fmt: skip
-    """Repeats a step in another order, and from weights one unit in the last place off."""
+    """Repeats a step in another order, and with weights changed by one ULP."""
     one, generator = context.one, np.random.default_rng(context.position)
     repeated = []
     for _ in range(2):
@@ -61,7 +61,7 @@ def repeated_spread(
         result.y_pred = [p[back] for p in result.y_pred]
         if not is_another_step(result, own, repeated, one.unit):
             repeated.append(result)
-    # A sum in bfloat16 may stop growing at the same number in all of these repetitions.
+    # A bfloat16 sum may saturate at the same number in all of these repetitions.
     fine = one.step_in_float32(state, data, scales, starts) if one.unit > EPS else None
     if fine and not is_another_step(fine, own, repeated, one.unit):
         repeated.append(fine)

@@ -1,4 +1,4 @@
-"""Examples whose targets belong to other inputs."""
+"""Shifts targets relative to inputs."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""How far rounding carries a step: distances of its repetitions."""
+"""Measures the effect of rounding on a step from its repetitions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from .reference_model import StepResult
 
 @dataclasses.dataclass
 class Spread:
-    """How far rounding carries the forward and the backward pass of a shard.
+    """The effect of rounding on the forward and the backward pass of a shard.
 
     Attributes:
-        forward: relative, of predictions and loss.
-        backward: relative, of gradients as a whole.
-        gradients: absolute, of each gradient.
+        forward: relative distance of predictions and loss.
+        backward: relative distance of all gradients.
+        gradients: absolute distance of each gradient.
     """
 
     forward: float
@@ -45,7 +45,7 @@ def spread_of(own: StepResult, repeated: Sequence[StepResult], unit: float) -> S
     for result in repeated:
         for a, b in zip(result.y_pred, own.y_pred, strict=True):
             forward = max(forward, ratio_of(distance(a, b), norm(b)))
-        if len(result.raw) != len(own.raw):  # Of a step that overflowed.
+        if len(result.raw) != len(own.raw):  # From a step that overflowed.
             continue
         apart = [distance(a, b) for a, b in zip(result.raw, own.raw, strict=True)]
         gradients = [max(a, b) for a, b in zip(gradients, apart, strict=True)]
@@ -59,17 +59,17 @@ def spread_of(own: StepResult, repeated: Sequence[StepResult], unit: float) -> S
 def is_another_step(
     result: StepResult, own: StepResult, near: Sequence[StepResult], unit: float
 ) -> bool:
-    """Tells whether a step depends on the order of its examples by more than rounding.
+    """Returns whether a step depends on the order of its examples by more than rounding.
 
     Args:
-        result: of the examples in another order.
-        own: of the step.
-        near: of the step from weights that are one unit in the last place off.
+        result: the step with the examples in another order.
+        own: the step.
+        near: the step with weights changed by one ULP.
         unit: the smallest relative distance that counts.
     """
 
     def apart(other: StepResult) -> tuple[float, float]:
-        if len(other.raw) != len(own.raw):  # Of a step that overflowed.
+        if len(other.raw) != len(own.raw):  # From a step that overflowed.
             return relative_distance(other.y_pred, own.y_pred), 0.0
         return relative_distance(other.y_pred, own.y_pred), relative_norm(other.raw, own.raw)
 

@@ -1,4 +1,4 @@
-"""Explanations of a wrong sum of gradients."""
+"""Explains a wrong sum of gradients."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .tensor_explanations import why_tensor
 
 
 def sum_bound(parts: Sequence[Any], unit: float = EPS) -> np.ndarray:
-    """Returns how far the order of summation may carry each element, in a dtype of this unit."""
+    """Returns the bound of each element's error by the order of summation, for a dtype's unit."""
     size = np.sum([np.abs(dense(part)) for part in parts], axis=0)
     return (len(parts) + 1) * unit * size + TINY
 
@@ -23,13 +23,13 @@ def why_sum(
     before: Sequence[tuple],
     known: list[np.ndarray],
 ) -> tuple[str, str, tuple[int, ...]]:
-    """Explains a sum that is none: cause, text, and replicas if others than the one that has it.
+    """Explains a wrong sum: cause, text, and replicas if other than the one that has it.
 
     Args:
-        r: the replica that has it, None where all have it.
+        r: the replica with the sum; None if all have it.
         got: the sum.
-        parts: what each replica has sent.
-        before: sums of the step before, and how far rounding may carry them.
+        parts: the gradients that each replica sent.
+        before: sums of the previous step, and their possible rounding errors.
         known: factors of the replicas in the sums of other tensors; new ones are added.
     """
     num, sums, bound = len(parts), dense(got), sum_bound(parts)
@@ -54,7 +54,7 @@ def why_sum(
 
 
 def why_factors(r: int | None, factors: np.ndarray) -> tuple[str, str, tuple[int, ...]]:
-    """Explains a sum of the replicas' gradients times these factors."""
+    """Explains a sum of the replicas' gradients with these factors."""
     num = len(factors)
     if np.allclose(factors, 1 / num, rtol=1e-3):
         text = f"the gradients are averaged over {num} replicas, not summed"
@@ -75,7 +75,7 @@ def why_factors(r: int | None, factors: np.ndarray) -> tuple[str, str, tuple[int
 
 
 def reduced_sums(parts: Sequence[Any]) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yields (cause, text, sum) of gradients that are sent in fewer bits."""
+    """Yields (cause, text, sum) for gradients that are sent in a lower precision."""
     arrays = [dense(part) for part in parts]
 
     def rounded(array: np.ndarray, dtype: tf.DType) -> np.ndarray:
@@ -101,7 +101,7 @@ def reduced_sums(parts: Sequence[Any]) -> Iterator[tuple[str, str, np.ndarray]]:
 
 
 def sum_of_some(sums: np.ndarray, rows: np.ndarray, bound: np.ndarray) -> str:
-    """Tells whether each element is the sum of some replicas' elements, "" if not."""
+    """Returns in words whether each element is the sum of some replicas' elements; "" if not."""
     flat, limit, num = sums.ravel(), bound.ravel(), len(rows)
     if num > 8:
         return ""

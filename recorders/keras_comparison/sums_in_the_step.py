@@ -22,7 +22,7 @@ from .rounding import measure
 
 
 def sums_in_the_step(context: StepContext) -> bool:
-    """Tells whether the step sums gradients: they are equal, of examples that differ."""
+    """Returns whether the step sums gradients: they are equal although the examples differ."""
     raw, data = context.per_replica("raw"), context.used
     elsewhere = context.synchronizes or context.recording.whole_loss
     if elsewhere or context.in_inference or not any(map(norm, raw[0])):
@@ -37,14 +37,14 @@ def sums_in_the_step(context: StepContext) -> bool:
             return False
         factor = factor_of(raw[0], own)
         scaled = [scaled_by(g, factor) for g in own]
-        # Of one replica's examples only, or of a loss that does not depend on examples.
+        # Gradients of one replica's examples, or of a loss that does not depend on examples.
         if np.isfinite(factor) and all(context.near(r, raw[0], scaled, factor)):
             return False
     return bool(context.modal_layers) or context.loss_is_wrong or is_of_the_whole(context)
 
 
 def is_of_the_whole(context: StepContext) -> bool:
-    """Tells whether the replicas' gradients together are some multiple of the whole batch's."""
+    """Returns whether the replicas' gradients together are a multiple of the whole batch's."""
     total, whole, limits = total_and_whole(context)
     factor = factor_of(total, whole)
     return len(total) == len(whole) and all(
@@ -54,7 +54,7 @@ def is_of_the_whole(context: StepContext) -> bool:
 
 
 def total_and_whole(context: StepContext) -> tuple[Arrays, Arrays, list[float]]:
-    """Returns the sum of what is sent, the whole batch's gradients, and the tolerances."""
+    """Returns the sum of the sent gradients, the whole batch's gradients, and the tolerances."""
     state = context.per_replica("before")[0]
     data = [np.concatenate(parts) for parts in zip(*context.used, strict=True)]
     whole, spread = measure(context, state, data, (1.0, 1.0))
@@ -66,7 +66,7 @@ def total_and_whole(context: StepContext) -> tuple[Arrays, Arrays, list[float]]:
 
 
 def check_sums_in_the_step(context: StepContext) -> Iterator[Finding]:
-    """Checks gradients that the step has summed, where the whole batch is comparable."""
+    """Checks gradients that the step has summed, if the whole batch is comparable."""
     if context.modal_layers or context.loss_is_wrong:
         return
     context.mark_checked()

@@ -1,4 +1,4 @@
-"""Explanations of one wrong gradient."""
+"""Explains one wrong gradient."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .distances import EPS, dense, factor_of, ratio_of
 
 
 def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
-    """Explains one wrong gradient without those of other replicas and tensors."""
+    """Explains one wrong gradient independently of other replicas and tensors."""
     a, e = dense(actual), dense(expected)
     if a.shape != e.shape:
         return "unexplained", f"the gradient has shape {a.shape}, not {e.shape}"
@@ -48,7 +48,7 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
 
 
 def has_short_mantissa(array: np.ndarray, bits: int) -> bool:
-    """Tells whether the last `bits` bits of the mantissa are 0 in all numbers, as float32."""
+    """Returns whether the last `bits` bits of all float32 mantissas are 0."""
     numbers = array.astype(np.float32)
     return bool(np.all(numbers == array)) and not np.any(
         numbers.view(np.uint32) & ((1 << bits) - 1)

@@ -1,4 +1,4 @@
-"""Conversions between recorded arrays and tensors, and between nests and their descriptions."""
+"""Converts recorded arrays and tensors, and nests and their descriptions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def to_tf(gradient: Any) -> Any:
 
 
 def to_numpy(gradient: Any) -> Any:
-    """Returns a gradient as it is recorded."""
+    """Returns a gradient in the recorded form."""
     if not isinstance(gradient, tf.IndexedSlices):
         return np.array(to_numpy_dtype(gradient))
     values, indices = np.array(to_numpy_dtype(gradient.values)), gradient.indices.numpy()

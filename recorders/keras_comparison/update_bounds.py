@@ -1,4 +1,4 @@
-"""How far rounding carries the optimizer's update."""
+"""Computes the effect of rounding on the optimizer's update."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from .recorder_imports import Arrays, Sparse
 
 
 def rounding_bounds(context: StepContext, before: Arrays, sums: Arrays) -> Arrays:
-    """Returns how far rounding may carry each element of the optimizer's update.
+    """Returns the possible rounding error of each element of the optimizer's update.
 
-    The update is repeated from gradients and states that are one unit in the last place off.
+    Repeats the update from gradients and states changed by one ULP.
     """
     generator, units = np.random.default_rng(context.position), context.one.units
     units_of_sums = [units[context.paths.index(path)] for path in context.recording.gradients]
@@ -32,7 +32,7 @@ def rounding_bounds(context: StepContext, before: Arrays, sums: Arrays) -> Array
             return array * (1 + unit * generator.choice([-1, 1], array.shape)).astype(array.dtype)
 
         kinds = zip(before, context.kinds, units, strict=True)
-        # A schedule's step and a factor that is multiplied up stay what they are.
+        # Step counters of schedules and accumulated factors are not changed.
         state = [near(a, u) if kind != "seed" and a.ndim else a for a, kind, u in kinds]
         moved_on = context.updated(state, list(map(near, sums, units_of_sums)))
         for i, array in enumerate(moved_on):

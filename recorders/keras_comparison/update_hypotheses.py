@@ -1,4 +1,4 @@
-"""Explanations of a wrong update."""
+"""Explains a wrong update."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from .recorder_imports import Arrays
 def why_update(
     context: StepContext, r: int, expected: Arrays, bounds: Arrays, wrong: Sequence[int]
 ) -> Iterator[Finding]:
-    """Explains an update that is not that of the optimizer."""
+    """Explains an update that differs from the optimizer's."""
     before, after, paths = (
         context.per_replica("before")[r],
         context.per_replica("after")[r],
@@ -38,7 +38,7 @@ def why_update(
             distance=apart,
         )  # fmt: skip
         if context.kinds[left[0]] == "optimizer state" or cause != "changed_on_its_own":
-            # A wrong weight may come from its wrong state: one explanation for both.
+            # A wrong weight may result from a wrong state: one explanation for both.
             left = [i for i in left if i not in explained and context.kinds[i] == "weight"]
         else:
             left = [i for i in left if i not in explained]
@@ -47,7 +47,7 @@ def why_update(
 def why_weights(
     context: StepContext, r: int, expected: Arrays, bounds: Arrays, wrong: Sequence[int]
 ) -> tuple[str, str, list[int]]:
-    """Returns cause, text and the variables that they explain: as many as one cause can."""
+    """Returns cause, text and the explained variables, as many as one cause explains."""
     after = context.per_replica("after")[r]
     tried = [*update_hypotheses(context, r), *changes_of_update(context, r, expected, wrong)]
     for cause, text, compute in tried:
@@ -76,7 +76,7 @@ def why_weights(
 def update_hypotheses(
     context: StepContext, r: int
 ) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
-    """Yields (cause, text, all variables that the optimizer would then leave)."""
+    """Yields (cause, text, all variables after the optimizer's update under the hypothesis)."""
     num = len(context.replicas)
     before, sums = context.per_replica("before")[r], context.sums_of(r)
     yield "not_updated", "the weights do not change", lambda: before
@@ -99,7 +99,7 @@ def update_hypotheses(
 def changes_of_update(
     context: StepContext, r: int, expected: Arrays, wrong: Sequence[int]
 ) -> Iterator[tuple[str, str, Callable[[], Arrays]]]:
-    """Yields hypotheses with a number that is fitted: another learning rate, a decay."""
+    """Yields hypotheses with a fitted number: another learning rate, a decay."""
     before, after = context.per_replica("before")[r], context.per_replica("after")[r]
     sums = context.sums_of(r)
     twices = [context.updated(before, sums, rate=2.0, decays=decays) for decays in (True, False)]

@@ -1,1 +1,1 @@
-"""The networks of this program as cases; `--case=lenet` is the file `case_lenet.py`."""
+"""The built-in models as cases; `--case=lenet` is the file `case_lenet.py`."""

@@ -1,4 +1,4 @@
-"""LeNet on Fashion-MNIST as a case: `--case=lenet`; `lenet:d2l` with the textbook's recipe."""
+"""Defines LeNet on Fashion-MNIST as a case: `--case=lenet`; `lenet:d2l` with the recipe `d2l`."""
 
 import keras
 

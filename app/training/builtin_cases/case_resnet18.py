@@ -1,4 +1,4 @@
-"""ResNet-18 on Fashion-MNIST as a case: `--case=resnet18`; `resnet18:d2l` as in the textbook."""
+"""Defines ResNet-18 on Fashion-MNIST as a case: `--case=resnet18`; `resnet18:d2l`."""
 
 import keras
 

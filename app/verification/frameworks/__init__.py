@@ -1,1 +1,1 @@
-"""Runs the programs of other frameworks, and reads what they recorded."""
+"""Runs the programs of other frameworks and reads their recordings."""

@@ -1,6 +1,6 @@
-"""The files that a program of another framework trains from: weights and batches.
+"""Writes the weights and batches from which a program of another framework trains.
 
-The functions with a `send` argument are each the whole life of a process.
+Functions with a `send` argument run in a separate process.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ START_FILE, BATCHES_FILE = "start.npz", "batches.npz"
 
 @dataclasses.dataclass(frozen=True)
 class TrainingFiles:
-    """The files of a training, and what was written to them.
+    """The files of a training, and their contents.
 
     Attributes:
-        start: initial weights and statistics, by the names of Keras.
+        start: initial weights and statistics, by Keras name.
         batches: images, labels and the order of the examples of each epoch.
-        recorded: a recording with all that does not depend on the framework.
-        steps_per_epoch: batches of an epoch.
+        recorded: a recording with everything that is independent of the framework.
+        steps_per_epoch: batches per epoch.
     """
 
     start: pathlib.Path
@@ -39,15 +39,15 @@ def write_training_files(
     """Writes initial weights, images and orders of a training to `folder`.
 
     Args:
-        send: takes `("warning", text)`.
-        config: the training.
-        num_steps: how many steps are trained; None for all epochs.
-        folder: where the files go.
+        send: called with `("warning", text)`.
+        config: options of the training.
+        num_steps: number of steps to train; None for all epochs.
+        folder: output folder.
     """
     from app.verification.tasks import recorded_as, set_up
 
     devices, spec = set_up(send, config, None)
-    from app.data.input_pipeline import epoch_order  # It imports TensorFlow.
+    from app.data.input_pipeline import epoch_order  # Imports TensorFlow.
 
     model = spec.build_model()
     num_epochs = config.epochs if num_steps is None else -(-num_steps // spec.steps_per_epoch)

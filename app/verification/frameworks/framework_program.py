@@ -1,4 +1,4 @@
-"""Runs the program of a framework in an interpreter that has the framework."""
+"""Runs the program of a framework with a Python interpreter that has the framework."""
 
 import collections
 import os
@@ -12,18 +12,18 @@ from app.runtime.run_context import start_thread
 from app.runtime.subprocesses import Subprocess, child_environment, output_of
 
 _ROOT = pathlib.Path(__file__).parents[3]
-_ENVIRONMENT = _ROOT / ".venv-bench"  # Made by `make frameworks`.
+_ENVIRONMENT = _ROOT / ".venv-bench"  # Created by `make frameworks`.
 _IMPORT_TIMEOUT_SEC = 120.0
 
 
 def find_interpreters(names: Sequence[str]) -> dict[str, str]:
     """Returns framework → the Python interpreter that runs it.
 
-    `LOCKSTEP_TORCH_PYTHON` and `LOCKSTEP_JAX_PYTHON` name interpreters; otherwise it is the one
+    `LOCKSTEP_TORCH_PYTHON` and `LOCKSTEP_JAX_PYTHON` name the interpreters; the default is the one
     that `make frameworks` installs.
 
     Raises:
-        ConfigError: there is none, or it cannot import the framework.
+        ConfigError: the interpreter does not exist, or cannot import the framework.
     """
     return {name: _find_interpreter(name, FRAMEWORKS[name]) for name in names}
 
@@ -55,20 +55,20 @@ def run_program(
     num_replicas: int,
     on_line: Callable[[str], None],
 ) -> None:
-    """Runs the program of a framework until its training ends.
+    """Runs the program of a framework to the end of its training.
 
     Args:
-        name: of the framework, a key of `FRAMEWORKS`.
+        name: name of the framework, a key of `FRAMEWORKS`.
         python: interpreter.
-        config: the training.
-        learning_rate: of each step.
-        files: flag → file that is read or written.
-        *flags: further ones.
-        num_replicas: processes or devices.
+        config: options of the training.
+        learning_rate: learning rate of each step.
+        files: flag → file that the program reads or writes.
+        *flags: further flags.
+        num_replicas: number of processes or devices.
         on_line: called with each line that the program prints.
 
     Raises:
-        FrameworkFailedError: it fails.
+        FrameworkFailedError: the program failed.
     """
     framework = FRAMEWORKS[name]
     command = [
@@ -80,7 +80,7 @@ def run_program(
         *flags,
     ]
     process = Subprocess(command, child_environment(PYTHONUNBUFFERED="1"), is_piped=True)
-    errors: collections.deque[bytes] = collections.deque(maxlen=1)  # The last line says why.
+    errors: collections.deque[bytes] = collections.deque(maxlen=1)  # The last line has the reason.
     reading = start_thread(errors.extend, process.stderr)
     try:
         for line in process.stdout:

@@ -1,4 +1,4 @@
-"""Records the training of another framework, as the trace of a strategy."""
+"""Records the training of another framework as the trace of a strategy."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from app.verification.recorded import Recorded
 from app.verification.recordings.trace_verification import verify_alone
 from app.verification.verdict import Diagnosis
 
-_ABSENT = ("momentum", "weight_decay", "dampening", "nesterov")  # From plain gradient descent.
+_ABSENT = ("momentum", "weight_decay", "dampening", "nesterov")  # From plain SGD.
 _STEP = re.compile(r"step (\d+)")
 
 
@@ -28,9 +28,9 @@ class FrameworkRecorder:
     """Records trainings of frameworks, all from the same files.
 
     Args:
-        config: of the command.
+        config: options of the command.
         interpreters: framework → the Python interpreter that runs it.
-        folder: for files that are needed while it records.
+        folder: folder for temporary files of the recording.
     """
 
     def __init__(self, config: VerifyConfig, interpreters: Mapping[str, str], folder: pathlib.Path):
@@ -40,15 +40,15 @@ class FrameworkRecorder:
     def record(
         self, name: str, path: pathlib.Path, on_message: Callable[[tuple], None]
     ) -> Recorded:
-        """Trains with a framework and leaves the trace of the steps in `path`.
+        """Trains with a framework and writes the trace of the steps to `path`.
 
         Args:
             name: a key of `FRAMEWORKS`.
-            path: where the trace goes.
+            path: directory of the trace.
             on_message: called with `("step", n)` and `("warning", text)`.
 
         Raises:
-            DataError: the program did not record all that belongs to a step.
+            DataError: the recording of a step is incomplete.
             FrameworkFailedError: the program failed.
         """
         config = self._config.for_training(name, inject=None)
@@ -72,7 +72,7 @@ class FrameworkRecorder:
         )
 
     def remove_files(self) -> None:
-        """Removes the files that the frameworks were trained from; the traces stay."""
+        """Removes the files that the frameworks were trained from; keeps the traces."""
         if self._files is not None:
             self._files.start.unlink()
             self._files.batches.unlink()
@@ -134,10 +134,9 @@ def _record(
 
 
 def findings_of(script: ScriptTrace) -> list[Diagnosis]:
-    """Returns what is wrong with a recording without a comparison.
+    """Returns the findings of a recording without a comparison, earliest step first.
 
-    Its optimizer has to be that of the recipe, and each step has to follow from what was recorded.
-    The earliest step comes first.
+    Its optimizer must be that of the recipe, and each step must follow from the recorded arrays.
     """
     findings = []
     for group in script.settings(0, 0):

@@ -1,9 +1,9 @@
 """Converts the recording of another framework to the trace of a strategy.
 
-Names and layouts become those of Keras. A gradient becomes the replica's part in the gradient of
-the mean loss over the global batch: where the all-reduce averages over R replicas, that is 1 / R of
-what was recorded. Under `jit` with shardings, gradients of replicas do not exist: then the whole
-batch is one shard, whose gradient is the sum.
+Names and layouts become those of Keras. A gradient becomes the replica's part of the gradient of
+the mean loss over the global batch: if the all-reduce averages over R replicas, 1 / R of the
+recorded gradient. With JAX's `jit` and shardings, replicas have no gradients of their own; the
+whole batch is then one shard, whose gradient is the sum.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ from app.verification.trace import TraceWriter, hash_examples
 Arrays = dict[str, np.ndarray]
 Batch = tuple[np.ndarray, np.ndarray]  # Images and labels.
 
-# Axes of a layout of another framework, in the order of Keras.
+# Axes of another framework's layout, in the order of Keras.
 _AXES = {"OIHW": (2, 3, 1, 0), "OI": (1, 0)}
 _KERAS_NAMES = {"running_mean": "moving_mean", "running_var": "moving_variance"}
 
@@ -32,21 +32,21 @@ def convert_trace(
     labels: ImageLabels,
     path: pathlib.Path,
 ) -> list[int]:
-    """Writes the trace of a recording whose steps follow each other from 0 on.
+    """Writes the trace of a recording with consecutive steps from 0.
 
     Args:
         script: the recording.
-        names: weights and statistics, as Keras names them, in the order of the model.
+        names: Keras names of weights and statistics, in the order of the model.
         batches: images and labels of each step.
-        labels: of the training set. A recording of PyTorch has the arguments of the model, images
-            without labels; another label shows in the loss.
-        path: where the trace goes.
+        labels: labels of the training set. A recording of PyTorch has the arguments of the model,
+            images without labels; a wrong label shows in the loss.
+        path: directory of the trace.
 
     Returns:
         The number of examples of each shard in the first step.
 
     Raises:
-        DataError: the recording lacks something, or the weights change between two steps.
+        DataError: the recording is incomplete, or weights change between two steps.
     """
     if list(script.steps) != list(range(len(script.steps))):
         raise DataError(f"{script.name}: steps {script.steps} do not follow each other from 0 on")
@@ -89,7 +89,7 @@ def _check_same(
     before: Mapping[str, list[Arrays]],
     after: Mapping[str, list[Arrays]],
 ) -> None:
-    """Checks that a step starts from the state after the one before it."""
+    """Checks that a step starts from the state after the previous step."""
     for kind, replicas in before.items():
         for replica_id, arrays in enumerate(replicas):
             for name, array in arrays.items():
@@ -101,15 +101,15 @@ def _check_same(
 
 
 class _Reader:
-    """Reads arrays of a recording under the names of Keras.
+    """Reads arrays of a recording by Keras name.
 
     Args:
         script: the recording.
-        names: weights and statistics, in the order of the model.
-        labels: of the training set.
+        names: Keras names of weights and statistics, in the order of the model.
+        labels: labels of the training set.
 
     Attributes:
-        has_shards: whether each replica's gradients were recorded.
+        has_shards: whether the recording has the gradients of each replica.
     """
 
     def __init__(self, script: ScriptTrace, names: Sequence[str], labels: ImageLabels):
@@ -141,7 +141,7 @@ class _Reader:
         """Returns uint8 images `(n, height, width, channels)` and labels `(n,)` of each shard.
 
         Args:
-            position: of the step.
+            position: position of the step.
             batch: images and labels of the global batch.
         """
         data = [self._arrays(position, "data", r) for r in range(self._script.num_replicas)]
@@ -155,12 +155,12 @@ class _Reader:
         return [(np.concatenate(images), np.concatenate(labels))]
 
     def losses(self, position: int) -> list[Arrays]:
-        """Returns the part of each shard in the mean loss of the global batch."""
+        """Returns each shard's part of the mean loss of the global batch."""
         losses = [self._arrays(position, "loss", r)[0] for r in range(self._num_shards)]
         return [{"loss": self._part(loss)} for loss in losses]
 
     def gradients(self, position: int) -> list[Arrays]:
-        """Returns the gradients of these parts, of each shard."""
+        """Returns the gradients of these parts, for each shard."""
         if not self.has_shards:
             return self.sums(position)[:1]
         return [
@@ -169,9 +169,9 @@ class _Reader:
         ]
 
     def sums(self, position: int) -> list[Arrays]:
-        """Returns the gradients after the all-reduce, of each replica.
+        """Returns the gradients after the all-reduce, for each replica.
 
-        Without an all-reduce, they are what each replica's optimizer applies.
+        Without an all-reduce, returns the gradients that each replica's optimizer applies.
         """
         replicas = range(self._script.num_replicas)
         is_reduced = self._script.shapes(position, "sums", 0) is not None
@@ -217,9 +217,9 @@ class _Reader:
 
 
 def _keras_name(variable: Variable, variables: Sequence[Variable]) -> str:
-    """Returns `conv1/kernel` for PyTorch's `conv1.weight`.
+    """Returns the Keras name of a variable: `conv1/kernel` for PyTorch's `conv1.weight`.
 
-    Names of JAX are those of Keras; a recording puts `state/` before those of statistics.
+    JAX programs use Keras names; a recording prefixes statistics with `state/`.
     """
     layer, separator, name = variable.name.rpartition(".")
     if not separator:
@@ -239,7 +239,7 @@ def _as_keras(array: np.ndarray, variable: Variable) -> np.ndarray:
 
 
 def _as_bytes(images: np.ndarray, script: ScriptTrace) -> np.ndarray:
-    """Returns the uint8 images that were divided by 255."""
+    """Returns uint8 images from recorded images that were divided by 255."""
     if images.dtype != np.uint8:
         pixels = np.rint(images.astype(np.float64) * 255)
         if np.max(np.abs(images * 255.0 - pixels), initial=0) > 1e-3 or pixels.min() < 0:

@@ -1,7 +1,7 @@
-"""Trains all epochs with another framework, and writes the directory of a run.
+"""Trains all epochs with another framework, and writes a run directory.
 
 The directory has a history, a summary, a figure and a checkpoint like that of a strategy, so that
-`report`, `evaluate` and `predict` read it, too.
+`report`, `evaluate` and `predict` can read it.
 """
 
 import dataclasses
@@ -43,18 +43,18 @@ def train_with_framework(
     own_run: pathlib.Path,
     run_dir: pathlib.Path,
 ) -> None:
-    """Trains with a framework, unless a finished run is there.
+    """Trains with a framework, unless the run is already finished.
 
     Args:
-        name: of the framework, a key of `FRAMEWORKS`.
-        python: an interpreter that has it.
-        config: of the comparison.
-        files: what the framework trains from.
-        own_run: the finished run of a strategy: the same training.
-        run_dir: where the run goes.
+        name: name of the framework, a key of `FRAMEWORKS`.
+        python: interpreter with the framework.
+        config: options of the comparison.
+        files: files that the framework trains from.
+        own_run: finished run of a strategy with the same training.
+        run_dir: output directory of the run.
 
     Raises:
-        DataError: the program did not write what it should.
+        DataError: the program did not write its results.
         FrameworkFailedError: the program failed.
     """
     fields = {**load_run_config(own_run), "strategy": name}
@@ -90,14 +90,14 @@ def train_with_framework(
 
 
 class _Run:
-    """What a program has trained, in the form of a run of a strategy.
+    """The results of a program, in the form of a run of a strategy.
 
     Args:
-        name: of the framework.
-        num_replicas: of its training.
-        own_run: the run of a strategy with the same training.
-        results: what the program measured.
-        weights: weights and statistics at the end.
+        name: name of the framework.
+        num_replicas: number of replicas of its training.
+        own_run: run of a strategy with the same training.
+        results: measurements of the program.
+        weights: final weights and statistics.
     """
 
     def __init__(

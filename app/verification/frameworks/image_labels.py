@@ -1,4 +1,4 @@
-"""The labels of images, where a recording has the images only."""
+"""Finds the labels of images, for recordings without labels."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ class ImageLabels:
     """Finds labels by the bytes of an image.
 
     Args:
-        images: uint8 `(n, height, width, channels)`, of the training set.
+        images: uint8 `(n, height, width, channels)`, the training set.
         labels: integers `(n,)`.
     """
 
@@ -24,10 +24,11 @@ class ImageLabels:
     def of_batch(self, shards: Iterable[np.ndarray], batch: tuple) -> list[np.ndarray]:
         """Returns the labels `(n,)` of the images of each shard.
 
-        An image that is in the batch several times, with other labels, gets them in their order.
+        Labels of an image that occurs several times with different labels are returned in their
+        order.
 
         Args:
-            shards: images.
+            shards: images of each shard.
             batch: images and labels of the global batch.
         """
         in_batch = _labels_of(*batch)

@@ -1,1 +1,1 @@
-"""Verification of recordings of users' own scripts, from any framework; needs NumPy alone."""
+"""Verifies recordings of users' scripts, from any framework; needs only NumPy."""

@@ -1,4 +1,4 @@
-"""Finds dense kernels whose rows are in another order: channels flattened first or last."""
+"""Finds dense kernels with reordered rows, because channels are flattened first or last."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ from app.verification.recordings.step_pair import StepPair
 from app.verification.recordings.trace_arrays import distance, norm
 
 _MOST_CHANNELS = 4096
-# Other logits scale the examples of a batch in another way, so that rows agree in their size only.
+# A different loss scales the examples of a batch, so that rows agree only in their size.
 _ALIKE, _MORE_ALIKE = 0.5, 0.3
 _BY_CHANCE = 6  # Times 1 / sqrt(n), the standard deviation of a correlation of n random values.
 
@@ -17,10 +17,10 @@ _BY_CHANCE = 6  # Times 1 / sqrt(n), the standard deviation of a correlation of 
 def reordered_rows(
     pair: StepPair, first: Named, second: Named, wrong: Sequence[str], allowed: Callable
 ) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Yields an explanation of other gradients by the order of the flattened axes.
+    """Yields an explanation of different gradients by the order of the flattened axes.
 
-    Rows of a dense kernel's gradient are either equal in another order, or, if the kernel itself is
-    not reordered and the loss is another one, of similar size in that order.
+    Rows of a dense kernel's gradient are equal in another order; or, if the kernel itself is not
+    reordered and the loss differs, of similar size in that order.
     """
     layouts = {variable.name: variable.layout for variable in pair.first.trace.variables}
     for name in wrong:
@@ -50,7 +50,7 @@ def reordered_rows(
 
 
 def _orders(count: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields numbers of channels, and the rows as they are with the channels elsewhere."""
+    """Yields numbers of channels, and the row order with the channels on the other side."""
     rows = np.arange(count)
     for channels in range(2, min(count, _MOST_CHANNELS)):
         if count % channels == 0:

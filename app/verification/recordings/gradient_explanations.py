@@ -26,7 +26,7 @@ Explanation = tuple[str, str, Sequence[str]]  # A key of `REMEDIES`, a sentence,
 def explanations(
     pair: StepPair, first: Named, second: Named, wrong: Sequence[str], allowed: Allowed
 ) -> Iterator[Explanation]:
-    """Yields what explains the difference: cause, sentence and weights, the surest first."""
+    """Yields explanations (cause, sentence and weights), the most certain first."""
     apart = distances_of(second, first)
 
     def explains(predicted: Named, slack: float = 4.0) -> bool:
@@ -45,7 +45,7 @@ def explanations(
 
 
 def explanations_by_settings(pair: StepPair, wrong: Sequence[str]) -> Iterator[Explanation]:
-    """Yields the settings of layers that differ: each of them may be a cause."""
+    """Yields the settings of layers that differ, each a possible cause."""
     for cause, text in (*local_statistics(pair), *other_settings(pair)):
         yield cause, text, wrong
 
@@ -94,17 +94,18 @@ def _example_weights(step: RecordedStep) -> list[np.ndarray]:
 def _mean_of_means(
     pair: StepPair, first: Named, wrong: Sequence[str], allowed: Allowed
 ) -> Iterator[Explanation]:
-    """Explains gradients by replicas that count equally and should not.
+    """Explains gradients by replicas that are averaged with equal weight.
 
-    They have other numbers of examples, or sample weights or masks with other sums: the gradient of
-    the whole batch is then another weighted sum of what the replicas send.
+    Replicas may have different numbers of examples, or different sums of sample weights or masks;
+    the gradient of the whole batch is then another weighted sum of the sent gradients.
     """
     step = pair.second
     sent = [pair.in_first(step.gradients("raw", replica)) for replica in step.replicas]
     if len(sent) < 2 or not all(name in own for own in sent for name in first):
         return
     is_mean = step.trace.reduction == "mean"
-    # Synchronized layers send gradients to other replicas: only weights behind them show it.
+    # Synchronized layers send gradients to other replicas; only the weights after them are
+    # conclusive.
     is_coupled = any(kind_of(layer) == "batchnorm" for layer in step.trace.layers)
 
     def fitting(shares: Sequence[float]) -> list[str]:
@@ -148,7 +149,7 @@ def _mean_of_means(
 def _best_shares(
     sent: Sequence[Sequence[np.ndarray]], expected: Sequence[np.ndarray]
 ) -> list[float]:
-    """Returns the coefficients with which what is sent adds up to what is expected, nearest."""
+    """Returns the coefficients with which the sent gradients are closest to the expected one."""
     columns = [np.concatenate([a.astype(np.float64).ravel() for a in own]) for own in sent]
     target = np.concatenate([array.astype(np.float64).ravel() for array in expected])
     shares, *_ = np.linalg.lstsq(np.stack(columns, axis=1), target, rcond=None)
@@ -162,7 +163,7 @@ def _regularised(
     wrong: Sequence[str],
     explains: Callable[..., bool],
 ) -> Iterator[Explanation]:
-    """Explains gradients by λ · weight that only one of the losses adds."""
+    """Explains gradients by a term λ · weight that only one of the losses adds."""
     weights, _ = pair.states("before")
     differences = [second[n].astype(np.float64) - first[n].astype(np.float64) for n in wrong]
     decay = factor(differences, [weights[name] for name in wrong if name in weights])
@@ -183,9 +184,9 @@ def _regularised(
 
 
 def decays_equally(pair: StepPair, first: Named, second: Named, allowed: Allowed) -> bool:
-    """Returns whether weight decay in the loss of one script is in the optimizer of the other.
+    """Returns whether one script has in its loss the weight decay of the other's optimizer.
 
-    Then gradient + λ · weight is the same in both, and nothing clips the gradient without decay.
+    Gradient + λ · weight is then the same in both, if the gradient without decay is not clipped.
     """
     applied = pair.applied()
     if applied is None or not all(

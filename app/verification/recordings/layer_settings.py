@@ -1,4 +1,4 @@
-"""Explains other gradients by the layers of two scripts: their settings and statistics."""
+"""Explains different gradients by the settings and statistics of the layers of two scripts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ KINDS = ("batchnorm", "layernorm", "conv", "dropout")
 
 
 def local_statistics(pair: StepPair) -> Iterator[Cause]:
-    """Yields a cause if BatchNorm normalises each replica's examples apart."""
+    """Yields a cause if BatchNorm normalises each replica's examples separately."""
     for step, which in ((pair.second, "second"), (pair.first, "first")):
         if step.trace.num_replicas > 1 and (count := num_local_norms(step)):
             yield (
@@ -36,9 +36,9 @@ def num_local_norms(step: RecordedStep) -> int:
 
 
 def other_settings(pair: StepPair) -> Iterator[Cause]:
-    """Yields causes for settings of layers that differ: read from the recordings, not computed.
+    """Yields causes for settings of layers that differ, read from the recordings.
 
-    A setting is left out if the next BatchNorm sees the same batch in both recordings.
+    Omits a setting if the next BatchNorm receives the same batch in both recordings.
     """
     layers = [_compared(step) for step in (pair.first, pair.second)]
     differences: dict[str, list[str]] = {}
@@ -60,7 +60,7 @@ def other_settings(pair: StepPair) -> Iterator[Cause]:
 
 
 def _compared(step: RecordedStep) -> list[Layer]:
-    """Returns the layers with settings; a convolution has the padding of the layer before it."""
+    """Returns the layers with settings; a convolution gets the padding of the layer before it."""
     found: list[Layer] = []
     before: Any = None
     for layer in step.trace.layers:
@@ -78,7 +78,7 @@ def _compared(step: RecordedStep) -> list[Layer]:
 
 
 def _same_kind(first: Sequence[Layer], second: Sequence[Layer]) -> Iterator[tuple[Layer, Layer]]:
-    """Yields pairs of layers, by their order among those of a kind that are equally many."""
+    """Yields pairs of layers of one kind, in order, if both scripts have equally many."""
     for kind in KINDS:
         a, b = ([layer for layer in each if kind_of(layer) == kind] for each in (first, second))
         if len(a) == len(b):
@@ -86,7 +86,7 @@ def _same_kind(first: Sequence[Layer], second: Sequence[Layer]) -> Iterator[tupl
 
 
 def _has_no_effect(pair: StepPair, layers: Sequence[Layer], layer: Layer) -> bool:
-    """Returns whether the BatchNorm behind a layer sees the same batch in both recordings."""
+    """Returns whether the BatchNorm behind a layer receives the same batch in both recordings."""
     later = layers[[each is layer for each in layers].index(True) + 1 :]
     norms = [each for each in later if kind_of(each) == "batchnorm"]
     if not norms:
@@ -99,13 +99,13 @@ def _has_no_effect(pair: StepPair, layers: Sequence[Layer], layer: Layer) -> boo
 
 
 def kind_of(layer: Any) -> str:
-    """Returns "norm", "conv", … for layers of any framework; "" for others."""
+    """Returns "norm", "conv", … for layers of any framework; "" for other layers."""
     name = str(layer.get("class", "")).lower()
     return next((kind for kind in KINDS if kind in name), "")
 
 
 def _canonical(layer: Any, setting: str) -> Any:
-    """Returns a setting in one form for all frameworks; None if the layer has none."""
+    """Returns a setting in a form common to all frameworks; None if the layer has none."""
     value = layer.get(setting)
     if value is None:
         return None
@@ -125,7 +125,7 @@ def _canonical(layer: Any, setting: str) -> Any:
 
 
 def _shown(layer: Layer, setting: str) -> str:
-    """Returns a setting as the script has it, and what it means."""
+    """Returns a setting as in the script, and its meaning."""
     value = layer.get(setting)
     if setting == "padding":
         text = repr(value) if isinstance(value, str) else str(value).replace(" ", "")
@@ -140,7 +140,7 @@ def _is_none(padding: Any) -> bool:
 
 
 def _amounts(padding: Any, *, is_torch: bool) -> list[list[int]]:
-    """Returns [before, after] for each axis, of n, [n, m], [[a, b], [c, d]] or nn.ZeroPad2d."""
+    """Returns [before, after] for each axis, for n, [n, m], [[a, b], [c, d]] or nn.ZeroPad2d."""
     values = list(padding) if isinstance(padding, list | tuple) else [padding or 0] * 2
     if is_torch and len(values) == 4:  # Left, right, top, bottom.
         values = [values[2:], values[:2]]

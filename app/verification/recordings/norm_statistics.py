@@ -1,4 +1,4 @@
-"""The mean and variance of a batch that BatchNorm added to its moving statistics in a step."""
+"""Computes the batch statistics that BatchNorm added to its moving statistics in a step."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ class MovingStatistic:
     """A moving statistic in a step of two recordings, in float64.
 
     Attributes:
-        name: in the first recording.
+        name: name in the first recording.
         is_variance: whether it is a variance, not a mean.
-        before: in both recordings.
-        after: in the first and the second one.
-        shares: with which weight each recording adds the statistic of the batch, 0.1 for a momentum
-            of 0.1 in PyTorch and 0.9 in Keras; None if its layer does not say.
+        before: values before the step in both recordings.
+        after: values after the step in both recordings.
+        shares: weight with which each recording adds the statistic of the batch, 0.1 for a momentum
+            of 0.1 in PyTorch and 0.9 in Keras; None if its layer does not record it.
     """
 
     name: str
@@ -46,7 +46,7 @@ class MovingStatistic:
 
     @property
     def rounding(self) -> float:
-        """By how much the statistics of the batch may differ by rounding, in norm."""
+        """Norm of the difference of the batch statistics that rounding can cause."""
         assert self.shares is not None
         sizes = max(map(norm, (self.before, *self.after)))
         return 8 * EPS * sizes / min(self.shares) + TINY

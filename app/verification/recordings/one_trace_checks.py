@@ -1,4 +1,4 @@
-"""Checks of one recording that need no model: what must hold within any training."""
+"""Checks one recording without a reference: properties of any correct training."""
 
 import itertools
 from collections import Counter
@@ -27,14 +27,14 @@ from app.verification.recordings.trace_arrays import (
 from app.verification.recordings.trace_finding import TraceFinding, fault
 from app.verification.recordings.update_check import check_update
 
-_SCALED = 1e-5  # How far from a common factor the elements of a clipped gradient may be.
+_SCALED = 1e-5  # Relative deviation of a clipped gradient's elements from a common factor.
 _CAUSES_OF_DIVERGENCE = ("start", "all-reduce", "clipping", "update")
 _DIFFERENT_PART = 0.9
-_SAME_PART = 0.5  # Replicas that share more than this part of their examples are a fault.
+_SAME_PART = 0.5  # Replicas that share a larger part of their examples are a fault.
 
 
 def check_step(step: RecordedStep) -> Iterator[tuple[str, list[TraceFinding]]]:
-    """Checks one step; yields each stage that could be checked, with what was found in it."""
+    """Checks one step; yields each stage that could be checked, with its findings."""
     several = step.trace.num_replicas > 1
     has_states = step.has("before") and step.has("after")
     earlier: list[TraceFinding] = []
@@ -49,7 +49,7 @@ def check_step(step: RecordedStep) -> Iterator[tuple[str, list[TraceFinding]]]:
 def _before_agreement(
     step: RecordedStep, *, several: bool, has_states: bool
 ) -> Iterator[tuple[str, list[TraceFinding]]]:
-    """Checks all stages but the last one."""
+    """Checks all stages except the last."""
     if several and has_states:
         yield "start", list(_equal_states(step, "before"))
     if several and step.has("data"):
@@ -69,7 +69,7 @@ def _before_agreement(
 
 
 def check_steps_together(steps: Sequence[RecordedStep]) -> Iterator[TraceFinding]:
-    """Checks that no two steps draw the same random numbers."""
+    """Checks that no two steps use the same random numbers."""
     for earlier, later in itertools.combinations(steps, 2):
         for replica in later.replicas:
             if not _draws(earlier, replica) or not _draws(later, replica):
@@ -96,7 +96,7 @@ def repeated_batches(steps: Sequence[RecordedStep]) -> list[tuple[int, int]]:
 
 
 def rows_of(arrays: Sequence[np.ndarray] | None) -> Counter[bytes]:
-    """Counts equal examples, by the bytes of their first array: the inputs."""
+    """Counts equal examples by the bytes of their first array, the inputs."""
     if not arrays:
         return Counter()
     return Counter(np.ascontiguousarray(row).tobytes() for row in arrays[0])
@@ -114,9 +114,9 @@ def _equal_states(
     """Finds replicas whose weights or optimizer state differ from those of replica 0.
 
     Args:
-        step: to check.
-        when: "before" or "after" it.
-        causes: what was found in the step already, and explains the difference.
+        step: the step to check.
+        when: "before" or "after" the step.
+        causes: earlier findings of the step that explain the difference.
     """
     first = step.state(when, 0, WEIGHT, STATE)
     for replica in step.replicas[1:]:
@@ -168,7 +168,7 @@ def _different_examples(step: RecordedStep) -> Iterator[TraceFinding]:
     for first, second in itertools.combinations(step.replicas, 2):
         shared = (rows[first] & rows[second]).total()
         size = min(rows[first].total(), rows[second].total())
-        # In data with few different examples, replicas share many of them.
+        # In data with few distinct examples, replicas share many of them.
         are_different = all(
             len(rows[r]) >= _DIFFERENT_PART * rows[r].total() for r in (first, second)
         )
@@ -183,11 +183,11 @@ def _different_examples(step: RecordedStep) -> Iterator[TraceFinding]:
 
 
 def _draws(step: RecordedStep, replica: int) -> bool:
-    """Returns whether a replica draws random numbers in the step.
+    """Returns whether a replica uses random numbers in the step.
 
     A generator that no layer uses may have the same state on all replicas, as after one
     `manual_seed`. Without its state after the step, the random layers decide; a recording without
-    layers has keys that the script hands to its step.
+    layers has the keys that the script passes to its step.
     """
     before, after = step.arrays("random", replica), step.arrays("random_after", replica)
     if before is None or after is not None:
@@ -196,7 +196,7 @@ def _draws(step: RecordedStep, replica: int) -> bool:
 
 
 def _random_states(step: RecordedStep) -> Iterator[list[TraceFinding]]:
-    """Finds replicas that draw the same random numbers; yields nothing if none are drawn."""
+    """Finds replicas that use the same random numbers; yields nothing if none are used."""
     seeds = [step.state("before", replica, SEED) for replica in step.replicas]
     later = [step.state("after", replica, SEED) for replica in step.replicas]
     drawn = [
@@ -234,7 +234,7 @@ def _finite_loss(step: RecordedStep) -> Iterator[TraceFinding]:
 
 
 def _clipping(step: RecordedStep) -> Iterator[TraceFinding]:
-    """Finds replicas that clip and replicas that do not, and clipping before the sum."""
+    """Finds clipping on only some replicas, and clipping before the sum."""
     source = "raw" if step.trace.order == CLIPPED_FIRST else "sums"
     factors = []
     for replica in step.replicas:
@@ -272,7 +272,7 @@ def _clipping(step: RecordedStep) -> Iterator[TraceFinding]:
 
 
 def _common_factor(after: Named, before: Named) -> float:
-    """Returns by which factor gradients were scaled, 1 where no bit has changed."""
+    """Returns the factor by which gradients were scaled; 1 if they are bitwise identical."""
     if all(same_bits(after[name], before[name]) for name in before):
         return 1.0
     found = factor(list(after.values()), list(before.values()))

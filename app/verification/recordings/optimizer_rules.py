@@ -1,7 +1,7 @@
-"""The updates of SGD, Adam and AdamW in float64, in the forms of PyTorch, Keras and Optax.
+"""Computes the updates of SGD, Adam and AdamW in float64, as in PyTorch, Keras and Optax.
 
-The three frameworks name the same optimizers and compute different updates. A `Rule` holds every
-setting on which the forms differ, so that any of them is a `Rule`, and a wrong one is found by
+The three frameworks have optimizers with the same names and different updates. A `Rule` has every
+setting in which they differ, so that it can express each of them, and a wrong update is found by
 changing one setting at a time.
 
 References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`; `keras.optimizers.SGD`,
@@ -28,16 +28,16 @@ class Rule:
 
     Attributes:
         family: "SGD" or "Adam".
-        learning_rate: of this step.
-        momentum: of SGD.
-        dampening: of SGD in PyTorch.
-        nesterov: whether SGD looks ahead.
+        learning_rate: learning rate of this step.
+        momentum: momentum of SGD.
+        dampening: dampening of SGD in PyTorch.
+        nesterov: whether SGD uses Nesterov momentum.
         velocity: what the velocity of SGD sums, `OF_GRADIENTS` (PyTorch, Optax) or `OF_UPDATES`
-            (Keras: it contains the learning rates of the past).
+            (Keras: it contains the learning rates of earlier steps).
         weight_decay: λ.
         decay_placement: `IN_GRADIENT` or `IN_WEIGHTS`.
-        beta_1, beta_2: of Adam.
-        epsilon: of Adam.
+        beta_1, beta_2: decay rates of Adam.
+        epsilon: epsilon of Adam.
         epsilon_placement: where epsilon is added: to the root `AFTER_CORRECTION` of the bias
             (PyTorch, Optax) or `BEFORE_CORRECTION` (Keras), or `UNDER_ROOT`.
         corrects_bias: whether Adam corrects the bias of its moments.
@@ -63,9 +63,9 @@ class Slots:
     """The optimizer state of one weight before a step, in float64.
 
     Attributes:
-        velocity: of SGD, as the rule's `velocity` says; None for zero.
-        first_moment, second_moment: of Adam; None for zero.
-        number: of the update, from 1; None if it is not recorded.
+        velocity: velocity of SGD, as defined by the rule's `velocity`; None for zero.
+        first_moment, second_moment: moments of Adam; None for zero.
+        number: number of the update, from 1; None if it is not recorded.
     """
 
     velocity: np.ndarray | None = None
@@ -75,11 +75,11 @@ class Slots:
 
 
 def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule | None:
-    """Returns the rule of a recorded optimizer, None for one that is not known here.
+    """Returns the rule of a recorded optimizer; None for an unknown one.
 
     Args:
         optimizer: "class" and "framework", as in the trace.
-        settings: those of a weight's group in one step.
+        settings: settings of a weight's parameter group in one step.
     """
     framework = str(optimizer.get("framework", ""))
     family = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam"}.get(
@@ -107,9 +107,9 @@ def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule |
 
 
 class Sized(NamedTuple):
-    """A computed array, and the sum of the sizes of all terms that were added to get it.
+    """A computed array, and the sum of the magnitudes of all terms added to get it.
 
-    Rounding is bounded by the latter.
+    The sum of magnitudes bounds the rounding error.
     """
 
     value: np.ndarray
@@ -120,10 +120,10 @@ def updated(rule: Rule, weight: np.ndarray, gradient: np.ndarray, slots: Slots) 
     """Applies a rule to one weight, in float64.
 
     Args:
-        rule: that of the optimizer.
-        weight: before the step, any shape.
-        gradient: as the optimizer applies it, of the same shape.
-        slots: the optimizer state before the step.
+        rule: rule of the optimizer.
+        weight: weight before the step, of any shape.
+        gradient: gradient that the optimizer applies, of the same shape.
+        slots: optimizer state before the step.
 
     Returns:
         "weight" and the names of the `Slots` that the rule has → value after the step.
@@ -187,7 +187,7 @@ def _adam(rule: Rule, gradient: Sized, slots: Slots) -> tuple[Sized, dict[str, S
         root = (np.sqrt(second) + rule.epsilon) / np.sqrt(second_left)
     else:
         root = np.sqrt(second / second_left) + rule.epsilon
-    root = np.where(root == 0, 1.0, root)  # Of a gradient that is 0, with an epsilon of 0.
+    root = np.where(root == 0, 1.0, root)  # For a gradient of 0 with an epsilon of 0.
     scale = rule.learning_rate / first_left / root
     rounded = 1.0
     if rule.corrects_bias:

@@ -9,7 +9,7 @@ from app.verification.recordings.one_trace_checks import repeated_batches
 from app.verification.recordings.recorded_step import RecordedStep
 from app.verification.recordings.trace_finding import TraceFinding, fault
 
-_CLOSE = 1e-4  # Of inputs that were scaled in float32.
+_CLOSE = 1e-4  # For inputs that were scaled in float32.
 
 Rows = Counter[bytes]
 
@@ -17,7 +17,7 @@ Rows = Counter[bytes]
 def compare_examples(
     pairs: Sequence[tuple[RecordedStep, RecordedStep]],
 ) -> dict[int, list[TraceFinding]] | None:
-    """Compares the inputs of each step; the order within a step and the replica do not matter.
+    """Compares the inputs of each step, ignoring the order within a step and the replica.
 
     Args:
         pairs: the same step in the first and second recording.
@@ -49,7 +49,7 @@ def compare_examples(
 
 
 def inputs_of(step: RecordedStep) -> np.ndarray | None:
-    """Returns the inputs of all replicas as rows `(N, features)`, channels last; None without."""
+    """Returns all inputs as rows `(N, features)`, channels last; None if not recorded."""
     parts = []
     for replica in step.replicas:
         data, count = step.arrays("data", replica), step.micro_batches(replica)
@@ -75,7 +75,7 @@ def _why(
     numbers: Sequence[int],
     repeated: dict[int, int],
 ) -> tuple[str, str]:
-    """Returns the cause of other examples in a step, and a sentence."""
+    """Returns the cause of different examples in a step, and a sentence."""
     (first, second), number = rows[index], numbers[index]
     size, other_size = first.total(), second.total()
     usual, other_usual = (each.total() for each in rows[0])
@@ -124,7 +124,7 @@ def _why(
 
 
 def _scaling(first: np.ndarray, second: np.ndarray) -> tuple[float, float] | None:
-    """Returns a and b if the second inputs are a · first + b in any order, else None."""
+    """Returns a and b if the second inputs are a · first + b in any order; else None."""
     if first.shape != second.shape:
         return None
     first, second = first.astype(np.float64), second.astype(np.float64)

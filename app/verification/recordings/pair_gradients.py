@@ -1,4 +1,4 @@
-"""Compares the gradients of a step in two recordings, and explains a difference by computation."""
+"""Compares the gradients of a step in two recordings, and explains differences by computation."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def compare_gradients(pair: StepPair, allowed: Allowed) -> list[TraceFinding] | 
 def _why(
     pair: StepPair, first: Named, second: Named, wrong: Sequence[str], allowed: Allowed
 ) -> list[TraceFinding]:
-    """Returns the first computed cause that explains the difference, else all settings that may."""
+    """Returns the first computed cause that explains the difference, else all possible settings."""
     for cause, text, tensors in explanations(pair, first, second, wrong, allowed):
         status = FAULT
         if cause == "regularisation_in_the_loss" and decays_equally(pair, first, second, allowed):
@@ -51,7 +51,7 @@ def _why(
         return [TraceFinding(*where, tensors=tuple(tensors))]
     found = []
     for cause, text, tensors in explanations_by_settings(pair, wrong):
-        # If neither script synchronizes BatchNorm, that is a choice.
+        # If neither script synchronizes BatchNorm, it is by design.
         is_choice = cause == "local_statistics" and all(
             map(num_local_norms, (pair.first, pair.second))
         )
@@ -72,7 +72,7 @@ def _why(
 
 
 def compare_clipping(pair: StepPair, allowed: Allowed) -> list[TraceFinding] | None:
-    """Compares the factors by which gradients are clipped, where the gradients agree."""
+    """Compares the clipping factors of gradients that agree."""
     both, applied = pair.gradients(), pair.applied()
     if both is None or applied is None:
         return None

@@ -13,8 +13,8 @@ from app.verification.recordings.trace_finding import TraceFinding, fault
 def compare_losses(pair: StepPair, allowed: float) -> list[TraceFinding] | None:
     """Compares the loss of the whole batch: the sum, mean or weighted mean of the replicas' losses.
 
-    Scripts report a loss in different forms, which say nothing of the training: any form of one
-    recording may agree with any of the other.
+    Scripts report losses in different forms, which do not affect the training: any form of one
+    recording may agree with any form of the other.
 
     Returns:
         The findings; None if a recording has no loss.
@@ -37,12 +37,12 @@ def compare_losses(pair: StepPair, allowed: float) -> list[TraceFinding] | None:
 
 
 def _losses(step: RecordedStep) -> list[float]:
-    """Returns the loss of the whole batch in the forms that a script may mean."""
+    """Returns the loss of the whole batch in each form that a script may report."""
     recorded = [step.arrays("loss", replica) for replica in step.replicas]
     if not all(recorded):
         return []
     losses = [float(np.asarray(arrays[0], np.float64).sum()) for arrays in recorded if arrays]
-    # The second array of Keras is the regularisation, which is a part of the first.
+    # Keras' second array is the regularisation, a part of the first.
     parts = [float(np.sum(arrays[1])) for arrays in recorded if arrays and len(arrays) > 1]
     found = _of_whole(step, losses)
     if len(parts) == len(losses) and any(parts):

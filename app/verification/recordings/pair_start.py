@@ -1,4 +1,4 @@
-"""Compares the states from which a step starts in two recordings."""
+"""Compares the states before a step in two recordings."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ from app.verification.recordings.step_pair import StepPair
 from app.verification.recordings.trace_arrays import norm, relative_distances
 from app.verification.recordings.trace_finding import TraceFinding, fault
 
-_LARGE = 100  # Elements from which on the spread of initial values says something.
-_OTHER_SPREAD = 0.2  # More than the spread of so many random values differs by chance.
+_LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
+_OTHER_SPREAD = 0.2  # Larger than random deviations for that number.
 
 
 def compare_starts(pair: StepPair, *, is_first: bool) -> list[TraceFinding] | None:
@@ -15,10 +15,10 @@ def compare_starts(pair: StepPair, *, is_first: bool) -> list[TraceFinding] | No
 
     Args:
         pair: the step.
-        is_first: whether it is the first one; later ones may start elsewhere by rounding.
+        is_first: whether it is the first step; later states may differ by rounding.
 
     Returns:
-        The findings; None where other starts are no fault: later steps that were not replayed.
+        The findings; None if differences are no fault: later steps that were not replayed.
     """
     if pair.starts_equally:
         return []

@@ -12,17 +12,17 @@ from app.verification.recordings.trace_arrays import distance, factor, norm, rel
 from app.verification.recordings.trace_finding import TraceFinding
 
 _CLOSE = 1e-4
-_OTHER_SHARE = 1e-3  # A momentum of a person is a short number.
+_OTHER_SHARE = 1e-3  # Momentum settings are short numbers.
 
-Explained = tuple[str, str, str, Sequence[MovingStatistic]]  # Status, cause, sentence.
+Explained = tuple[str, str, str, Sequence[MovingStatistic]]  # Status, cause, sentence, statistics.
 
 
 def compare_statistics(pair: StepPair, allowed: float) -> list[TraceFinding] | None:
-    """Compares the statistics after a step that starts from the same ones.
+    """Compares the statistics after a step that starts from equal ones.
 
     Args:
         pair: the step, with equal states before it.
-        allowed: relative difference that rounding can cause, in the change of a statistic.
+        allowed: relative difference that rounding can cause in the change of a statistic.
 
     Returns:
         The findings; None if a recording has no statistics.
@@ -48,7 +48,7 @@ def compare_statistics(pair: StepPair, allowed: float) -> list[TraceFinding] | N
 
 
 def _causes(pair: StepPair, wrong: Sequence[MovingStatistic]) -> Iterator[Explained]:
-    """Yields what explains other statistics."""
+    """Yields explanations of different statistics."""
     if not wrong:
         return
     if all(each.shares for each in wrong):
@@ -60,7 +60,7 @@ def _causes(pair: StepPair, wrong: Sequence[MovingStatistic]) -> Iterator[Explai
 
 
 def _by_batches(pair: StepPair, wrong: Sequence[MovingStatistic]) -> Iterator[Explained]:
-    """Yields what explains statistics of layers whose momentum is known."""
+    """Yields explanations for statistics of layers with a known momentum."""
     shares = [each.shares or (1.0, 1.0) for each in wrong]
     others = [
         each
@@ -76,7 +76,7 @@ def _by_batches(pair: StepPair, wrong: Sequence[MovingStatistic]) -> Iterator[Ex
         yield FAULT, "other_batch_norm_momentum", text, others
     left = [each for each in wrong if not each.has_equal_batch()]
     means = {_layer_of(each) for each in left if not each.is_variance}
-    # Of a layer with another mean, the batch itself is another one.
+    # If the mean of a layer differs, its batch differs.
     variances = [each for each in left if each.is_variance and _layer_of(each) not in means]
     unbiased = _unbiased(pair, variances)
     if unbiased is not None:
@@ -93,7 +93,7 @@ def _layer_of(statistic: MovingStatistic) -> str:
 
 
 def _scale_of(statistics: Sequence[MovingStatistic]) -> float:
-    """Returns by which factor the changes differ."""
+    """Returns the factor between the changes."""
     return factor([each.changes[1] for each in statistics], [s.changes[0] for s in statistics])
 
 

@@ -1,4 +1,4 @@
-"""Compares the optimizer's rules of two recordings, by the effect of each setting that differs."""
+"""Compares the optimizer rules of two recordings by the effect of each different setting."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from app.verification.recordings.trace_arrays import TINY
 from app.verification.recordings.trace_finding import TraceFinding, fault
 from app.verification.recordings.update_check import Update, updates_of
 
-_NO_EFFECT = 1e-6  # Relative to the change; an update rounds by this much.
+_NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
 _SMALL_PART = 1e-2
 _CAUSES = {
     "decay_placement": "weight_decay_placement",
@@ -22,13 +22,13 @@ _CAUSES = {
 
 
 def compare_rules(pair: StepPair) -> list[TraceFinding] | None:
-    """Finds settings of the optimizers that differ and change the update of this step.
+    """Finds different optimizer settings that change the update of this step.
 
-    Each setting of the first recording's rule takes the place of that of the second, and the
-    second recording's step is computed again.
+    Each setting of the first recording's rule replaces that of the second, and the second
+    recording's step is recomputed.
 
     Returns:
-        The findings; None if a rule is not known.
+        The findings; None if a rule is unknown.
     """
     first, second = updates_of(pair.first, 0), updates_of(pair.second, 0)
     if first is None or second is None:
@@ -64,7 +64,7 @@ def _differences(pair: StepPair, named: list[tuple[Rule, Update]]) -> Iterator[T
             update.name: _effect(update, field.name, getattr(rule, field.name))
             for rule, update in named
         }
-        # Relative to an update of rounding alone, as of a bias before BatchNorm, it is huge.
+        # Relative to an update of only rounding errors, as of a bias before BatchNorm, it is huge.
         of_large = max(effects[name] for name in _large(named))
         effect = of_large if of_large > _NO_EFFECT else max(effects.values())
         if effect <= _NO_EFFECT:
@@ -76,23 +76,23 @@ def _differences(pair: StepPair, named: list[tuple[Rule, Update]]) -> Iterator[T
             text += f": {y / x:.6g} times as large"
         cause = _CAUSES.get(field.name, f"other_{field.name}")
         finding = fault("update", cause, text, pair.number, distance=effect)
-        # Each framework has one place for epsilon, which no setting changes.
+        # Each framework has a fixed placement of epsilon, without a setting.
         is_choice = cause == "epsilon_placement"
         yield dataclasses.replace(finding, status=BY_DESIGN) if is_choice else finding
 
 
 def _large(named: list[tuple[Rule, Update]]) -> list[str]:
-    """Returns the names of the weights with gradients that are not small beside the largest."""
+    """Returns the names of the weights whose gradients are not small relative to the largest."""
     sizes = {update.name: _norm(update.gradient) for _, update in named}
     return [name for name, size in sizes.items() if size >= _SMALL_PART * max(sizes.values())]
 
 
 def _effect(update: Update, setting: str, value: object) -> float:
-    """Returns how much a setting changes an update, relative to its norm."""
+    """Returns the change of an update by a setting, relative to its norm."""
     other = dataclasses.replace(update.rule, **{setting: value})  # type: ignore[arg-type]
     usual = update.expected_change(update.rule)
     if setting == "decay_placement" and len(state := update.expected_state(update.rule)):
-        # With momentum, decay in the gradient shows in the next steps, through the state.
+        # With momentum, decay in the gradient affects the next steps, through the state.
         changed = [x - y for x, y in zip(update.expected_state(other), state, strict=True)]
         of_state = max(map(_norm, changed)) / max(*map(_norm, state), TINY)
         if of_state > _NO_EFFECT:
@@ -109,7 +109,7 @@ def _norm(array: np.ndarray) -> float:
 
 
 def _velocity(pair: StepPair, named: list[tuple[Rule, Update]]) -> Iterator[TraceFinding]:
-    """Reports the two forms of momentum where the learning rate has changed, and they differ."""
+    """Reports different forms of momentum, if the learning rate has changed."""
     if not any(rule.momentum for rule, _ in named):
         return
     rates = {

@@ -1,4 +1,4 @@
-"""One recorded step of a script, with its arrays by name."""
+"""Provides the arrays of one recorded step of a script by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ Named = dict[str, np.ndarray]
 
 CLIPPED_FIRST = "clip, reduce"
 WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
-# Role → the names that PyTorch, Keras and Optax have for it.
+# Role → its names in PyTorch, Keras and Optax.
 _SLOTS: dict[str, dict[str, tuple[str, ...]]] = {
     "SGD": {"velocity": ("momentum_buffer", "momentum", "trace")},
     "Adam": {
@@ -27,11 +27,11 @@ class RecordedStep:
     """One step of a trace.
 
     Args:
-        trace: of a script.
-        position: of the step among the recorded ones, from 0.
+        trace: a recording of a script.
+        position: position of the step among the recorded steps, from 0.
 
     Attributes:
-        number: of the step, as the script counts it, from 0.
+        number: number of the step in the script, from 0.
     """
 
     def __init__(self, trace: ScriptTrace, position: int):
@@ -41,7 +41,7 @@ class RecordedStep:
 
     @property
     def replicas(self) -> range:
-        """The numbers of the replicas."""
+        """The replica ids."""
         return range(self.trace.num_replicas)
 
     def arrays(self, kind: str, replica: int) -> list[np.ndarray] | None:
@@ -58,7 +58,7 @@ class RecordedStep:
         return self._read[key]
 
     def release(self) -> None:
-        """Frees the arrays that were read; they are read again when they are needed."""
+        """Frees the arrays that were read; they are read again on demand."""
         self._read.clear()
 
     def has(self, kind: str) -> bool:
@@ -83,7 +83,7 @@ class RecordedStep:
         return {name: array for name, array in pairs if array is not None}
 
     def gradients_of_all(self, kind: str) -> list[Named] | None:
-        """Returns name → gradient for each replica, of the weights that have one on all of them."""
+        """Returns name → gradient for each replica, for weights with a gradient on all of them."""
         found = [self.gradients(kind, replica) for replica in self.replicas]
         known = [gradients for gradients in found if gradients is not None]
         if len(known) < len(found):
@@ -102,10 +102,9 @@ class RecordedStep:
         return next((gradients for gradients in found if gradients is not None), None)
 
     def whole(self) -> Named | None:
-        """Returns the gradients of the whole batch before they are clipped.
+        """Returns the gradients of the whole batch before clipping.
 
-        The sum of what the replicas send comes before the one that they receive, which is checked
-        on its own.
+        Prefers the sum of the sent gradients to the received one, which is checked separately.
         """
         if self.trace.num_replicas > 1:
             if (sent := self.reduced("raw")) is not None:
@@ -117,7 +116,7 @@ class RecordedStep:
         return next((gradients for gradients in found if gradients is not None), None)
 
     def reduced(self, kind: str) -> Named | None:
-        """Returns the sum or mean over the replicas of what each sends, in float64."""
+        """Returns the sum or mean of the sent values over the replicas, in float64."""
         sent = self.gradients_of_all(kind)
         if sent is None or not self.trace.reduction:
             return None
@@ -137,29 +136,29 @@ class RecordedStep:
         return sum(len(data[i * leaves]) for i in range(count))
 
     def micro_batches(self, replica: int) -> int:
-        """Returns over how many forward passes a replica accumulates."""
+        """Returns the number of forward passes whose gradients a replica accumulates."""
         return self.trace.micro_batches(self._position, replica)
 
     @property
     def has_random_layers(self) -> bool:
-        """Whether a layer draws random numbers in training."""
+        """Whether a layer uses random numbers in training."""
         return any(
             "dropout" in str(layer.get("class", "")).lower() and layer.get("rate", 1) != 0
             for layer in self.trace.layers
         )
 
     def settings(self, replica: int) -> list[Mapping[str, Any]]:
-        """Returns the settings of the optimizer's groups."""
+        """Returns the settings of the optimizer's parameter groups."""
         return list(self.trace.settings(self._position, replica))
 
     def settings_of(self, weight: str, replica: int) -> Mapping[str, Any]:
-        """Returns the settings of the group that a weight is in; nothing if it is in none."""
+        """Returns the settings of a weight's parameter group; empty without one."""
         groups = self.settings(replica)
         named = [group for group in groups if weight in group.get("weights", ())]
         return (named or [group for group in groups if "weights" not in group] or [{}])[0]
 
     def rule(self, weight: str, replica: int) -> Rule | None:
-        """Returns the optimizer's rule for a weight; None if it is not known."""
+        """Returns the optimizer's rule for a weight; None if unknown."""
         return rule_of(self.trace.optimizer, self.settings_of(weight, replica))
 
     def slots(self, when: str, weight: str, family: str, replica: int) -> Slots | None:
@@ -167,9 +166,9 @@ class RecordedStep:
 
         Args:
             when: "before" or "after" the step.
-            weight: its name.
-            family: of the optimizer, "SGD" or "Adam".
-            replica: whose state.
+            weight: name of the weight.
+            family: family of the optimizer, "SGD" or "Adam".
+            replica: replica id.
         """
         state, after = self._all(when, replica), self._all("after", replica)
         if state is None or after is None:
@@ -192,7 +191,7 @@ class RecordedStep:
 
 
 def _whole(array: Array | None) -> np.ndarray | None:
-    """Returns a gradient of rows as that of the whole table."""
+    """Converts a gradient of rows to a dense gradient."""
     if isinstance(array, Rows):
         return array.dense()
     return None if array is None else np.asarray(array)

@@ -1,4 +1,4 @@
-"""Checks the all-reduce of a recorded step, and says what it computed instead of the sum."""
+"""Checks the all-reduce of a recorded step, and explains a wrong sum."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from app.verification.recordings.trace_arrays import (
 from app.verification.recordings.trace_finding import TraceFinding, fault
 
 _BFLOAT16_EPS = 2.0**-8
-_CLOSE = 1e-5  # A hypothesis explains a sum that is this close to what it predicts.
+_CLOSE = 1e-5  # Relative distance up to which a hypothesis explains a sum.
 
 
 def check_reduction(step: RecordedStep) -> list[TraceFinding] | None:
-    """Compares what each replica receives with the sum or mean of what the replicas send.
+    """Compares the values that each replica receives with the sum or mean of the sent values.
 
     The bound is that of a float32 sum in any order: R · eps · Σ |term|.
 
     Returns:
-        The findings; None if the step does not show what was sent.
+        The findings; None if the sent values are not recorded.
     """
     sent = step.gradients_of_all("clipped" if step.trace.order == CLIPPED_FIRST else "raw")
     if sent is None or not all(all_finite(list(own.values())) for own in sent):
@@ -54,7 +54,7 @@ def check_reduction(step: RecordedStep) -> list[TraceFinding] | None:
 
 
 def _receive_their_own(sent: Sequence[Named], received: Sequence[Named]) -> list[str]:
-    """Returns the names of gradients that differ between replicas, and that no replica sums."""
+    """Returns the names of gradients that differ between replicas and are the sum on none."""
     return [
         name
         for name in received[0]
@@ -72,7 +72,7 @@ def _is_sum(received: np.ndarray, parts: Sequence[np.ndarray], reduction: str) -
 
 
 def _without_reduction(step: RecordedStep, sent: Sequence[Named]) -> list[TraceFinding] | None:
-    """Returns what is found where no all-reduce was seen: replicas that apply what they sent."""
+    """Returns findings if no all-reduce was recorded: replicas that apply what they sent."""
     applied = [step.applied(replica) for replica in step.replicas]
     if any(gradients is None for gradients in applied):
         return None
@@ -102,7 +102,7 @@ def _without_reduction(step: RecordedStep, sent: Sequence[Named]) -> list[TraceF
 
 
 def _is_multiple(applied: np.ndarray, sent: np.ndarray) -> bool:
-    """Returns whether a gradient is that which was sent, clipped or not."""
+    """Returns whether a gradient is the sent one, clipped or not."""
     scale = factor([applied], [sent])
     if not np.isfinite(scale):
         return not np.any(applied)
@@ -116,7 +116,7 @@ def _explain(
     sent: Sequence[Named],
     received: Named,
 ) -> TraceFinding:
-    """Says which other sum a replica has received."""
+    """Describes the sum that a replica received instead."""
     actual = [received[name] for name in wrong]
     terms = [[own[name].astype(np.float64) for name in wrong] for own in sent]
     count, is_mean = len(terms), step.trace.reduction == "mean"

@@ -1,4 +1,4 @@
-"""The same step in two recordings, with the arrays of the second in the layout of the first."""
+"""Pairs a step of two recordings, with the second's arrays in the layout of the first."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from app.verification.recordings.recorded_step import STATISTIC, WEIGHT, Named, 
 from app.verification.recordings.trace_arrays import relative_distances
 from app.verification.script_match import Matching
 
-_SAME_START = 1e-7  # Relative; transposed copies of a state are equal, and so is 0.
+_SAME_START = 1e-7  # Relative; states that are only transposed have a distance of 0.
 
 
 class StepPair:
@@ -16,8 +16,8 @@ class StepPair:
 
     Args:
         first: the step in the recording that is the reference.
-        second: the step in the other one.
-        matching: which variable of the second is which of the first.
+        second: the step in the other recording.
+        matching: pairs of variables of both recordings.
     """
 
     def __init__(self, first: RecordedStep, second: RecordedStep, matching: Matching):
@@ -36,11 +36,11 @@ class StepPair:
         self.second.release()
 
     def in_second(self, name: str) -> str:
-        """Returns the name in the second recording of a variable of the first; "" without."""
+        """Returns the second recording's name of a variable of the first; "" without one."""
         return self._names.get(name, "")
 
     def in_first(self, named: Named | None) -> Named:
-        """Returns arrays of the second recording under the names and in the layout of the first."""
+        """Returns arrays of the second recording with the names and layouts of the first."""
         found = {}
         for name, array in (named or {}).items():
             if (pair := self._transposed.get(name)) is not None:
@@ -50,7 +50,7 @@ class StepPair:
         return found
 
     def states(self, when: str, replica: int = 0) -> tuple[Named, Named]:
-        """Returns weights and statistics of both recordings, of one replica of the second."""
+        """Returns weights and statistics of both recordings; of one replica of the second."""
         first = self.first.state(when, 0, WEIGHT, STATISTIC)
         second = self.in_first(self.second.state(when, replica, WEIGHT, STATISTIC))
         return {name: first[name] for name in first if name in second}, second
@@ -65,7 +65,7 @@ class StepPair:
         return self.start_distance() <= _SAME_START
 
     def gradients(self) -> tuple[Named, Named] | None:
-        """Returns the whole batch's gradients before clipping, in both; None if not recorded."""
+        """Returns the gradients of the whole batch before clipping; None if not recorded."""
         first, second = self.first.whole(), self.in_first(self.second.whole())
         if not first or not second:
             return None
@@ -73,7 +73,7 @@ class StepPair:
         return {name: first[name] for name in names}, {name: second[name] for name in names}
 
     def applied(self) -> tuple[Named, Named] | None:
-        """Returns the gradients that replica 0 applies, in both; None if not recorded."""
+        """Returns the gradients that replica 0 applies in both; None if not recorded."""
         first, second = self.first.applied(0), self.in_first(self.second.applied(0))
         if not first or not second:
             return None

@@ -1,4 +1,4 @@
-"""Comparisons of the arrays of a trace, in float64."""
+"""Compares the arrays of a trace, in float64."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,8 +7,8 @@ import numpy as np
 EPS = float(np.finfo(np.float32).eps)
 TINY = float(np.finfo(np.float32).tiny)
 _BFLOAT16_EPS = 2.0**-7
-# Below this part of the largest array's norm, an array is measured by that norm: its gradient may
-# be rounding error alone, as that of a bias before BatchNorm.
+# Arrays with a norm below this fraction of the largest are measured relative to the largest norm:
+# the gradient may be rounding error, as that of a bias before BatchNorm.
 _SMALL_PART = 1e-2
 
 
@@ -18,12 +18,12 @@ def norm(array: np.ndarray) -> float:
 
 
 def total_norm(arrays: Sequence[np.ndarray]) -> float:
-    """Returns the norm of all arrays together."""
+    """Returns the norm of all arrays concatenated."""
     return float(np.sqrt(sum(norm(array) ** 2 for array in arrays)))
 
 
 def relative_distances(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> list[float]:
-    """Returns for each array how far it is from the expected one, relative to its norm."""
+    """Returns for each array its distance from the expected one, relative to its norm."""
     sizes = [norm(array) for array in expected]
     least = _SMALL_PART * max(sizes, default=0.0)
     return [
@@ -41,7 +41,7 @@ def distances_of(
 
 
 def distance(actual: np.ndarray, expected: np.ndarray, size: float) -> float:
-    """Returns the norm of the difference over a size; infinite for NaN and other shapes."""
+    """Returns the norm of the difference over `size`; infinite for NaN and different shapes."""
     if actual.shape != expected.shape:
         return float("inf")
     apart = norm(actual.astype(np.float64) - expected.astype(np.float64))
@@ -54,7 +54,7 @@ def same_bits(first: np.ndarray, second: np.ndarray) -> bool:
 
 
 def unit_of(array: np.ndarray) -> float:
-    """Returns the relative rounding error of an array's dtype, of bfloat16 in float32 too."""
+    """Returns the relative rounding error of an array's dtype, or of bfloat16 stored as float32."""
     if array.dtype == np.float32 and array.size:
         bits = np.ascontiguousarray(array).view(np.uint32)
         return _BFLOAT16_EPS if not np.any(bits & 0xFFFF) and np.any(bits) else EPS
@@ -62,7 +62,7 @@ def unit_of(array: np.ndarray) -> float:
 
 
 def factor(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Returns the c for which c · expected is closest to actual, over all arrays together."""
+    """Returns the c for which c · expected is closest to actual, over all arrays."""
     pairs = [
         (a.astype(np.float64).ravel(), e.astype(np.float64).ravel())
         for a, e in zip(actual, expected, strict=True)
@@ -72,5 +72,5 @@ def factor(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> floa
 
 
 def all_finite(arrays: Sequence[np.ndarray]) -> bool:
-    """Returns whether no array has NaN or an infinite value."""
+    """Returns whether no array contains NaN or infinity."""
     return all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.kind == "f")

@@ -1,4 +1,4 @@
-"""What the verification of a recording finds: stages, causes and remedies."""
+"""Defines the findings of a recording's verification: stages, causes and remedies."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -103,18 +103,18 @@ REMEDIES = {
 
 @dataclasses.dataclass(frozen=True)
 class TraceFinding:
-    """A difference, in one stage.
+    """A difference in one stage.
 
     Attributes:
         stage: a key of `STAGES`.
         status: `BY_DESIGN` or `FAULT`.
         cause: a key of `REMEDIES`.
         text: one sentence with the numbers.
-        steps: numbers of the steps with this difference, as the script counts them, from 0.
-        replicas: the replicas with this difference; empty for all replicas together.
-        tensors: names of the weights concerned; empty if no weight is.
-        distance: the largest relative difference.
-        allowed: the largest relative difference that rounding can cause.
+        steps: numbers of the steps with this difference in the script, from 0.
+        replicas: replicas with this difference; empty for all replicas together.
+        tensors: names of the affected weights; empty without any.
+        distance: largest relative difference.
+        allowed: largest relative difference that rounding can cause.
     """
 
     stage: str
@@ -159,7 +159,7 @@ def merged(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
 def explained_by(
     gradients: list[TraceFinding] | None, others: list[TraceFinding] | None, unexplained: str
 ) -> list[TraceFinding] | None:
-    """Returns findings with the cause of other gradients, where that is known and theirs is not."""
+    """Returns findings with the cause of different gradients, if it is known and theirs is not."""
     if not gradients or not others or gradients[0].cause == "unexplained_gradient":
         return others
     (found, *_) = gradients

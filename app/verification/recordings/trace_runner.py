@@ -1,4 +1,4 @@
-"""`verify --traces`: verifies recordings of users' scripts and reports what was found."""
+"""Runs `verify --traces`: verifies recordings of users' scripts and reports the findings."""
 
 import dataclasses
 import pathlib
@@ -26,10 +26,10 @@ from app.verification.recordings.trace_verification import (
 
 
 def verify_traces(config: VerifyConfig) -> dict[str, CaseResult]:
-    """Verifies each recording for itself, and all further ones against the first.
+    """Verifies each recording on its own, and all further ones against the first.
 
     Returns:
-        Name of a recording → result.
+        Name of the recording → result.
 
     Raises:
         DataError: a recording is damaged, or has nothing in common with the first.
@@ -91,7 +91,7 @@ def _verify(
 
 
 def _short_names(traces: Sequence[ScriptTrace]) -> list[str]:
-    """Returns file names, with as many of their folders as tell them apart."""
+    """Returns file names, with as many parent folders as needed to distinguish them."""
     paths = [pathlib.Path(trace.name).absolute() for trace in traces]
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         short = [str(pathlib.Path(*path.parts[-count:])) for path in paths]
@@ -123,7 +123,7 @@ def _result(report: TraceReport, reference: str, tolerance: str) -> CaseResult:
 
 
 def _about(report: TraceReport) -> str:
-    """Returns what a recording is of, and what could not be compared."""
+    """Returns a description of a recording, and what could not be compared."""
     trace = report.trace
     version = f"{trace.framework} {trace.versions.get(trace.framework, '')}".rstrip()
     count = f"{trace.num_replicas} replica{'s' * (trace.num_replicas > 1)}"

@@ -1,4 +1,4 @@
-"""Verifies recordings: each for itself, and the second against the first."""
+"""Verifies recordings: each on its own, and the second against the first."""
 
 import dataclasses
 import statistics
@@ -34,24 +34,24 @@ from app.verification.script_match import Matching, match_variables
 DEFAULT_TOLERANCE = 1e-4
 # One permutation underestimates the largest effect of rounding.
 _MARGIN = 8
-# Gradients from inputs of another scale are further apart than this.
+# Gradients from inputs of another scale differ by more than this.
 _NEAR = 0.1
-# A larger effect is a fault that the permuted recording has, too, and not rounding in float32.
+# A larger effect is a fault that the permuted recording also has, not float32 rounding.
 _MOST_BY_ROUNDING = 1e-2
-_KERNELS = 64  # Units in the last place by which two right kernels of two frameworks differ.
+_KERNELS = 64  # ULPs by which correct kernels of two frameworks differ.
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceReport:
-    """What was found in a recording.
+    """The result of verifying a recording.
 
     Attributes:
         trace: the recording.
         stages: stage → "clean", "by design" or "fault", for the stages that were checked.
-        findings: in the order of the stages.
-        skipped: numbers of the steps whose gradients were not compared with those of the first
-            recording, because they start from another state.
-        unmatched: names of weights that no weight of the other recording matches.
+        findings: findings in the order of the stages.
+        skipped: numbers of the steps whose gradients were not compared with the first recording,
+            because they start from another state.
+        unmatched: names of weights without a match in the other recording.
     """
 
     trace: ScriptTrace
@@ -68,11 +68,11 @@ class TraceReport:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """Which relative difference of gradients is rounding.
+    """The relative difference of gradients that rounding can cause.
 
     Attributes:
         of_weight: name of the weight in the first recording → relative difference.
-        usual: for weights without one.
+        usual: relative difference for other weights.
         text: how it was computed.
     """
 
@@ -86,10 +86,10 @@ class Tolerance:
 
 
 def between_frameworks(tolerance: Tolerance, first: ScriptTrace, second: ScriptTrace) -> Tolerance:
-    """Returns a tolerance that is not below the difference of kernels of two frameworks.
+    """Returns a tolerance of at least the difference of kernels of two frameworks.
 
-    Permuting the examples changes the order of sums over the examples; another framework sums
-    pixels and channels in another order, too.
+    Permuting the examples changes the order of sums over examples; another framework also sums
+    pixels and channels in another order.
     """
     if first.framework == second.framework or not tolerance.of_weight:
         return tolerance
@@ -102,13 +102,13 @@ def between_frameworks(tolerance: Tolerance, first: ScriptTrace, second: ScriptT
 
 
 class _Stages:
-    """Findings by stage; a stage without a finding is clean once it was checked."""
+    """Collects findings by stage; a checked stage without findings is clean."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[TraceFinding]] = {}
 
     def add(self, stage: str, findings: Iterable[TraceFinding] | None) -> None:
-        """Adds what was found in a stage; None if it could not be checked."""
+        """Adds the findings of a stage; None if it could not be checked."""
         if findings is not None:
             self._found.setdefault(stage, []).extend(findings)
 
@@ -118,7 +118,7 @@ class _Stages:
         return {step for each in found if each.status == FAULT for step in each.steps}
 
     def found_in(self, step: int, stage: str) -> list[TraceFinding]:
-        """Returns what was found in a stage of a step."""
+        """Returns the findings of a stage in a step."""
         return [each for each in self._found.get(stage, ()) if step in each.steps]
 
     def report(self, trace: ScriptTrace, **more: tuple) -> TraceReport:
@@ -133,7 +133,7 @@ class _Stages:
 
 
 def verify_alone(trace: ScriptTrace) -> TraceReport:
-    """Checks one recording without any other."""
+    """Checks one recording on its own."""
     stages = _Stages()
     _check_alone(trace, stages)
     return stages.report(trace)
@@ -146,13 +146,13 @@ def verify_against(
     tolerance: Tolerance,
     on_step: Callable[[], None] = lambda: None,
 ) -> TraceReport:
-    """Checks a recording, and compares it with the first one, step by step.
+    """Checks a recording, and compares it with the first, step by step.
 
     Args:
         first: the reference.
         second: the recording to check.
         names: name of a weight in the second recording → name in the first.
-        tolerance: of the gradients.
+        tolerance: tolerance of the gradients.
         on_step: called after each step.
 
     Raises:
@@ -190,16 +190,17 @@ def verify_against(
 def _is_converted_inside(
     pair: StepPair, others: Sequence[TraceFinding], tolerance: Tolerance
 ) -> bool:
-    """Returns whether inputs of another scale or layout give about equal gradients.
+    """Returns whether inputs of another scale or layout give approximately equal gradients.
 
-    One of the models then scales or transposes its inputs, and what is left has another cause.
+    One of the models then scales or transposes its inputs, and a remaining difference has another
+    cause.
     """
     is_form = others[0].cause in ("other_normalisation", "other_layout")
     return is_form and compare_gradients(pair, lambda name: max(tolerance(name), _NEAR)) == []
 
 
 def _compare_computation(pair: StepPair, stages: _Stages, tolerance: Tolerance) -> None:
-    """Compares what the two recordings compute from the same state and examples."""
+    """Compares the results of two recordings from the same state and examples."""
     gradients = compare_gradients(pair, tolerance)
     losses = compare_losses(pair, max(tolerance.usual, 1e-5))
     statistics = compare_statistics(pair, max(1e-4, tolerance.usual))
@@ -211,7 +212,7 @@ def _compare_computation(pair: StepPair, stages: _Stages, tolerance: Tolerance) 
 def _but_decay_in_loss(
     rules: list[TraceFinding] | None, stages: _Stages, number: int
 ) -> list[TraceFinding] | None:
-    """Leaves out another weight decay where one script has it in its loss, by as much."""
+    """Omits a different weight decay that one script has in its loss, with the same value."""
     in_loss = [
         each
         for each in stages.found_in(number, "gradients")
@@ -242,7 +243,7 @@ def pairs_of(first: ScriptTrace, second: ScriptTrace, matching: Matching) -> lis
     """Returns the steps that two recordings have in common.
 
     Raises:
-        DataError: there is none, or no weight matches.
+        DataError: there is no common step, or no weight matches.
     """
     if not matching.pairs:
         raise DataError(
@@ -265,7 +266,7 @@ def pairs_of(first: ScriptTrace, second: ScriptTrace, matching: Matching) -> lis
 
 
 def given_tolerance(value: float | None) -> Tolerance:
-    """Returns the tolerance of a flag, or the default one."""
+    """Returns the tolerance of a flag, or the default."""
     if value is not None:
         return Tolerance({}, value, f"{value:g}, given by --tolerance")
     text = (
@@ -278,10 +279,10 @@ def given_tolerance(value: float | None) -> Tolerance:
 def computed_tolerance(
     first: ScriptTrace, permuted: ScriptTrace, names: Mapping[str, str]
 ) -> Tolerance:
-    """Computes the tolerance from a recording with permuted examples: another order of the sums.
+    """Computes the tolerance from a recording with permuted examples: another order of sums.
 
     Raises:
-        DataError: no step of it starts from a state of the first recording.
+        DataError: none of its steps starts from a state of the first recording.
     """
     matching = match_variables(first, permuted, names)
     spread: dict[str, float] = {}
@@ -301,7 +302,8 @@ def computed_tolerance(
             f"{permuted.name}: no step starts from the state of {first.name}; record it with"
             " replay= and the same steps"
         )
-    # Where examples are summed in more precision, permuting them has no effect, and says nothing.
+    # If examples are summed in higher precision, permuting them has no effect and is not
+    # conclusive.
     usual = statistics.median([far for far in spread.values() if far] or [EPS])
     of_weight = {
         name: min(_MARGIN * max(far, usual, EPS), _MOST_BY_ROUNDING)

@@ -1,4 +1,4 @@
-"""Checks the update of each weight against the optimizer's rule, and explains a mismatch."""
+"""Checks the update of each weight against the optimizer's rule, and explains mismatches."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -26,12 +26,12 @@ class Update:
     """The recorded update of one weight.
 
     Attributes:
-        name: of the weight.
-        rule: that its optimizer should follow.
-        before, after: the weight, any shape.
-        gradient: as applied.
-        slots: the optimizer state before the step.
-        slots_after: the same after it.
+        name: name of the weight.
+        rule: rule of its optimizer.
+        before, after: the weight, of any shape.
+        gradient: the applied gradient.
+        slots: optimizer state before the step.
+        slots_after: optimizer state after the step.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Update:
     slots_after: Slots
 
     def follows(self, rule: Rule) -> bool:
-        """Returns whether weight and state after the step are what a rule gives, but rounding."""
+        """Returns whether weight and state after the step follow from a rule, within rounding."""
         expected = updated(rule, self.before, self.gradient, self.slots)
         unit = unit_of(self.after)
         for name, (value, size) in expected.items():
@@ -58,17 +58,17 @@ class Update:
         return self.after.astype(np.float64) - self.before.astype(np.float64)
 
     def expected_change(self, rule: Rule) -> np.ndarray:
-        """Returns the change of the weight that a rule gives, in float64."""
+        """Returns the change of the weight by a rule, in float64."""
         return updated(rule, self.before, self.gradient, self.slots)["weight"].value - self.before
 
     def expected_state(self, rule: Rule) -> list[np.ndarray]:
-        """Returns the optimizer state after the step that a rule gives."""
+        """Returns the optimizer state after the step by a rule."""
         expected = updated(rule, self.before, self.gradient, self.slots)
         return [sized.value for name, sized in expected.items() if name != "weight"]
 
 
 def updates_of(step: RecordedStep, replica: int) -> list[Update] | None:
-    """Returns the updates of all weights with a gradient; None if a rule or state is not known."""
+    """Returns the updates of all weights with a gradient; None if a rule or state is unknown."""
     gradients = step.applied(replica)
     if gradients is None or not all_finite(list(gradients.values())):
         return None
@@ -86,7 +86,7 @@ def updates_of(step: RecordedStep, replica: int) -> list[Update] | None:
 
 
 def check_update(step: RecordedStep) -> list[TraceFinding] | None:
-    """Checks the updates of all replicas; returns None if the rule is not known."""
+    """Checks the updates of all replicas; returns None if the rule is unknown."""
     found = []
     for replica in step.replicas:
         if (updates := updates_of(step, replica)) is None:
@@ -113,7 +113,7 @@ def _why(wrong: Sequence[Update]) -> tuple[str, str]:
 
 
 def _hypotheses(wrong: Sequence[Update]) -> Iterator[tuple[str, str, list[Rule]]]:
-    """Yields causes, sentences and the rules that the updates would follow."""
+    """Yields causes, sentences and the rules that would explain the updates."""
 
     def rules(**changes: object) -> list[Rule]:
         return [dataclasses.replace(update.rule, **changes) for update in wrong]  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def _hypotheses(wrong: Sequence[Update]) -> Iterator[tuple[str, str, list[Rule]]
     yield "bias_not_corrected", "the bias is not corrected", rules(corrects_bias=False)
     for place in (AFTER_CORRECTION, BEFORE_CORRECTION, UNDER_ROOT):
         yield "epsilon_placement", f"epsilon is added {place}", rules(epsilon_placement=place)
-    # Last: in a first step with momentum, Nesterov is a larger learning rate, too.
+    # Last: in a first step with momentum, Nesterov is equivalent to a larger learning rate.
     if (scale := _factor_of_change(wrong)) is not None:
         scaled = [
             dataclasses.replace(u.rule, learning_rate=u.rule.learning_rate * scale) for u in wrong
@@ -155,7 +155,7 @@ def _hypotheses(wrong: Sequence[Update]) -> Iterator[tuple[str, str, list[Rule]]
 
 
 def _factor_of_change(wrong: Sequence[Update]) -> float | None:
-    """Returns by which factor the changes differ from those of the rule, without weight decay."""
+    """Returns the factor between the changes and those of the rule, without weight decay."""
     pairs = [
         (update.change().ravel(), update.expected_change(update.rule).ravel()) for update in wrong
     ]
@@ -163,6 +163,6 @@ def _factor_of_change(wrong: Sequence[Update]) -> float | None:
     scale = sum(float(actual @ expected) for actual, expected in pairs) / size if size else np.nan
     if not np.isfinite(scale) or scale <= 0:
         return None
-    # The factor of a person is a short number; the change itself is rounded.
+    # Configured factors are short numbers; the change itself is rounded.
     rounded = float(f"{scale:.4g}")
     return rounded if abs(rounded - scale) < 1e-5 * scale else scale
