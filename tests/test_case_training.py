@@ -1,4 +1,4 @@
-"""`train --case` and `compare --case`: somebody's own model and data in our loop and records."""
+"""`train --case` and `compare --case`: the user's own model and data in our loop and records."""
 
 import dataclasses
 import json

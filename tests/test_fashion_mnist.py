@@ -170,7 +170,7 @@ def test_the_connection_is_given_up(monkeypatch):
         with pytest.raises(OSError):
             data_sources.check_connection(url)
     with pytest.raises(OSError):
-        data_sources.check_connection(url)  # Nobody listens any more.
+        data_sources.check_connection(url)  # The server is stopped.
 
 
 def test_a_damaged_prepared_directory_is_refused(tmp_path):

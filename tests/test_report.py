@@ -104,7 +104,7 @@ def page(everything):
 
 def test_the_table_has_the_numbers_of_the_records(everything, page):
     rows = page.rows("Every training with its result")
-    names = ["compared/single", "compared/manual", "compared/mirrored", "generated", "spoiled"]
+    names = ["compared/single", "compared/manual", "compared/mirrored", "generated", "faulty"]
     assert sorted(rows) == sorted([*names, "begun", "stopped"])
     for name in names:
         summary, row = load_summary(everything / name), rows[name]
@@ -118,17 +118,17 @@ def test_the_table_has_the_numbers_of_the_records(everything, page):
         assert summary.weights_sha256.startswith(row["weights"]) and len(row["weights"]) == 12
     assert rows["compared/manual"]["devices"] == "2 GPUs"
     assert rows["generated"]["devices"] == "2 simulated CPUs"
-    assert [rows[n]["status"] for n in ("generated", "spoiled", "begun", "stopped")] == [
+    assert [rows[n]["status"] for n in ("generated", "faulty", "begun", "stopped")] == [
         "finished", "injected fault", "no epoch finished", "mismatch",
     ]  # fmt: skip
     assert "It ended at a verified step: manual has a mismatch: lost gradient, step 1." in page.text
 
 
 def test_the_curves_have_the_numbers_of_the_history(everything, page):
-    rows = [row for row in page.tables["Accuracy and loss after each epoch"] if row[0] == "spoiled"]
-    (record,) = load_history(everything / "spoiled")
+    rows = [row for row in page.tables["Accuracy and loss after each epoch"] if row[0] == "faulty"]
+    (record,) = load_history(everything / "faulty")
     fields = ("test_accuracy", "train_accuracy", "test_loss", "train_loss")
-    assert rows == [["spoiled", "1", *(f"{getattr(record, field):.4f}" for field in fields)]]
+    assert rows == [["faulty", "1", *(f"{getattr(record, field):.4f}" for field in fields)]]
     looks = {(a["class"], a["stroke-width"]) for a in page.named("polyline")}
     assert len(looks) >= 5  # In the legend: that many runs have a curve.
     assert "begun: no epoch is finished, so there is nothing to draw yet." in page.text
@@ -195,7 +195,7 @@ def test_weights_verdicts_and_what_sets_a_pair_apart(page):
     assert pairs["single – manual"]["apart by"] == "0.25"
     assert pairs["manual – mirrored"]["weights"] == "bit-identical"
     assert "single – manual: So." in page.text and "Not so." not in " ".join(page.text)
-    same = page.rows("Trainings that ended with the same bits in every weight")
+    same = page.rows("Trainings with bitwise identical weights")
     assert list(same) == ["compared/manual, compared/mirrored"]
 
 
@@ -253,7 +253,7 @@ def test_settings_that_differ_are_marked_and_changes_told(everything):
 def test_what_must_not_be_missed_comes_first(page):
     told = dict(zip(page.banners[::2], page.banners[1::2], strict=True))
     assert (
-        "spoiled" in told["injected fault: drop_gradient:replica=1; the result is wrong on purpose"]
+        "faulty" in told["injected fault: drop_gradient:replica=1; the result is wrong on purpose"]
     )
     assert "generated" in told[DATASET_CAVEATS["synthetic"]]
     assert "generated" in told[TIMING_CAVEAT] and "compared" not in told[TIMING_CAVEAT]

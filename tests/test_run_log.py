@@ -156,7 +156,7 @@ WRONG = {
     "finished too early": (lambda lines: lines[:5] + lines[7:8], "finished after epoch [1] of [2]"),
     "a new start": (
         lambda lines: [*lines[:11], lines[3] | {"step": 30, "epoch": 1}],
-        "began anew, though step 20 was saved",
+        "started from scratch, although step 20 was saved",
     ),
     "work from nowhere": (put(11, step=30), "resumed at step 30, but 20 was saved last"),
     "an epoch that is not saved": (lambda lines: lines[:4] + lines[5:], "without its checkpoint"),

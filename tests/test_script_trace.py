@@ -638,7 +638,7 @@ WRONG = [
     ({"framework": ""}, "framework of 'about' is '', and a name is required"),
     ({"framework": "a\nb"}, r"has the text 'a\nb' in 'about'; names"),
     ({"framework": "\ud800"}, r"has the text '\ud800' in 'about'"),
-    ({"framework": "x" * 3000}, "in 'about'; names and other texts have to be printable"),
+    ({"framework": "x" * 3000}, "in 'about'; names and other texts must be printable"),
     ({"\x1b[31m": 1}, r"has the text '\x1b[31m'"),
     ({"versions": {"torch": 2}}, "versions.torch of 'about' is 2, and a text is required"),
     ({"versions": ["torch"]}, "versions of 'about' is a list of 1, and an object"),

@@ -22,7 +22,7 @@ class Caveat:
     text: str
 
 
-# Axes of comparison; everything else has to be equal. `scaling` compares numbers of devices, strong
+# Axes of comparison; everything else must be equal. `scaling` compares numbers of devices, strong
 # with a fixed global batch, weak with a fixed batch per device.
 AXES = ("strong scaling", "weak scaling", "strategy", "precision")
 
