@@ -127,7 +127,7 @@ def open_job(
     values = parser.parse_args()
     for name in {"num_devices", shards_flag}:
         if getattr(values, name) < 1:
-            parser.error(f"--{name}={getattr(values, name)}: at least 1 is required; use 1 or more")
+            parser.error(f"--{name}={getattr(values, name)} must be at least 1")
     num_shards = getattr(values, shards_flag)
     if values.global_batch_size < 1 or values.global_batch_size % num_shards:
         parser.error(
@@ -213,7 +213,7 @@ def training_handlers(
 
     def steps(num_steps: int) -> dict:
         if num_steps < 1:
-            raise ValueError(f"num_steps={num_steps}: at least 1 is required")
+            raise ValueError(f"num_steps={num_steps} must be at least 1")
         if prepare:
             prepare(num_steps)
         start = time.perf_counter()

@@ -83,7 +83,7 @@ sys.addaudithook(_audit)
 
 
 @contextlib.contextmanager
-def guarded(folder: pathlib.Path, *expected: type[LockstepError], advice: str = " — "):
+def guarded(folder: pathlib.Path, *expected: type[LockstepError], advice: str = "; "):
     """Within it only `expected` may be raised, nothing hang, and nothing change elsewhere."""
     global _guarded
 

@@ -81,7 +81,7 @@ def test_damaged_files_are_refused(folder, change, found):
     with pytest.raises(DataError) as refusal:
         load(folder)
     message = str(refusal.value)
-    assert found in message and str(path) in message and " — " in message
+    assert found in message and str(path) in message and "; " in message
     assert not isinstance(refusal.value, DataMissingError)
 
 

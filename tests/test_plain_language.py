@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from plain_language import WORDS, check, files, findings, text_of
 
 

@@ -90,14 +90,14 @@ def _from_tf_config(text: str, source: str) -> Cluster:
         shown = json.dumps(value) if not isinstance(value, str) else value
         shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
         return ConfigError(
-            f"TF_CONFIG: {key} must be {required}, got {shown}; correct the variable, or unset"
-            " it and use launch"
+            f"TF_CONFIG: {key} {shown}{required and f', not {required}'}; correct the variable,"
+            " or unset it and use launch"
         )
 
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refuse("is not JSON:", text, "a JSON object") from error
+        raise refuse("is not JSON:", text, "") from error
     if not isinstance(config, dict):
         raise refuse("is", config, "a JSON object")
     jobs, task = config.get("cluster"), config.get("task")

@@ -84,9 +84,7 @@ def int_of(value: Any, key: str, low: int, high: int) -> int:
 def wrong_value(key: str, value: Any, required: str) -> TraceError:
     """Returns the error for a missing or invalid value."""
     found = "is missing" if value is None else f"is {shown(value)}"
-    return TraceError(
-        f"{shown(key)[1:-1]} of 'about' must be {required}, got {found}; record it again"
-    )
+    return TraceError(f"{shown(key)[1:-1]} of 'about' {found}, must be {required}; record it again")
 
 
 def shown(value: Any) -> str:
