@@ -131,8 +131,8 @@ def open_job(
     num_shards = getattr(values, shards_flag)
     if values.global_batch_size < 1 or values.global_batch_size % num_shards:
         parser.error(
-            f"--global_batch_size={values.global_batch_size}: a multiple of"
-            f" --{shards_flag}={num_shards} is required, for equal shards; use one"
+            f"--global_batch_size={values.global_batch_size} must be a multiple of"
+            f" --{shards_flag}={num_shards}, for equal shards"
         )
     if check and (error := check(values)):
         parser.error(error)
@@ -268,5 +268,5 @@ def _answer(line: str, handlers: Mapping[str, Callable[..., dict]]) -> dict:
         handler = handlers[request.pop("do")]
         inspect.signature(handler).bind(**request)
     except (ValueError, TypeError, AttributeError, KeyError):
-        return {"error": f'{line.strip()} — {{"do": one of {", ".join(handlers)}}} is required'}
+        return {"error": f'{line.strip()} must be {{"do": one of {", ".join(handlers)}}}'}
     return handler(**request)

@@ -243,8 +243,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--rounds={options.rounds} must be at least 1; use 5 or more")
     if not options.data_dir:
         sys.exit(
-            "error: --data_dir is missing and $FASHION_MNIST_DIR is not set — the folder with the"
-            " four files of Fashion-MNIST is required; name it"
+            "error: --data_dir is missing and $FASHION_MNIST_DIR is not set; pass the folder with"
+            " the four files of Fashion-MNIST"
         )
 
 
