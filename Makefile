@@ -12,12 +12,13 @@
 #              docs/BENCHMARKS.md: 42 minutes; ARGS=--quick: 4 minutes
 # make frameworks  installs PyTorch and JAX apart, for the programs in frameworks/: some minutes
 # make docs    writes docs/options.md from the options in app/config
+# make recording  records the commands of the README into docs/recording.svg: a minute
 # make setup   makes .venv with everything that the program needs
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: setup train test test-all mutations zoo zoo-optimizers soak fuzz lint bench frameworks docs
-.PHONY: clean
+.PHONY: recording clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -72,6 +73,9 @@ $(BIN)/.installed-dev: $(BIN)/.installed requirements-dev.txt
 	@touch $@
 
 frameworks: .venv-bench/.installed
+
+recording: $(BIN)/.installed
+	$(BIN)/python docs/recording.py
 
 docs: $(BIN)/.installed
 	$(BIN)/python -m app.cli.option_page

@@ -127,12 +127,12 @@ def open_job(
     values = parser.parse_args()
     for name in {"num_devices", shards_flag}:
         if getattr(values, name) < 1:
-            parser.error(f"--{name}={getattr(values, name)}: at least 1 is required; use 1 or more")
+            parser.error(f"--{name}={getattr(values, name)} must be at least 1")
     num_shards = getattr(values, shards_flag)
     if values.global_batch_size < 1 or values.global_batch_size % num_shards:
         parser.error(
-            f"--global_batch_size={values.global_batch_size}: a multiple of"
-            f" --{shards_flag}={num_shards} is required, for equal shards; use one"
+            f"--global_batch_size={values.global_batch_size} must be a multiple of"
+            f" --{shards_flag}={num_shards}, for equal shards"
         )
     if check and (error := check(values)):
         parser.error(error)
@@ -213,7 +213,7 @@ def training_handlers(
 
     def steps(num_steps: int) -> dict:
         if num_steps < 1:
-            raise ValueError(f"num_steps={num_steps}: at least 1 is required")
+            raise ValueError(f"num_steps={num_steps} must be at least 1")
         if prepare:
             prepare(num_steps)
         start = time.perf_counter()
@@ -268,5 +268,5 @@ def _answer(line: str, handlers: Mapping[str, Callable[..., dict]]) -> dict:
         handler = handlers[request.pop("do")]
         inspect.signature(handler).bind(**request)
     except (ValueError, TypeError, AttributeError, KeyError):
-        return {"error": f'{line.strip()} — {{"do": one of {", ".join(handlers)}}} is required'}
+        return {"error": f'{line.strip()} must be {{"do": one of {", ".join(handlers)}}}'}
     return handler(**request)

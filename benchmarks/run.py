@@ -240,11 +240,11 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     if options.rounds is None:
         options.rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
     if options.rounds < 1:
-        parser.error(f"--rounds={options.rounds}: at least 1 is required; use 5 or more")
+        parser.error(f"--rounds={options.rounds} must be at least 1; use 5 or more")
     if not options.data_dir:
         sys.exit(
-            "error: --data_dir is missing and $FASHION_MNIST_DIR is not set — the folder with the"
-            " four files of Fashion-MNIST is required; name it"
+            "error: --data_dir is missing and $FASHION_MNIST_DIR is not set; pass the folder with"
+            " the four files of Fashion-MNIST"
         )
 
 

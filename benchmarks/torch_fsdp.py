@@ -22,7 +22,7 @@ FLAGS = {**RECIPE_FLAG, "shard": {"choices": ["gradients", "weights"], "default"
 def check_flags(flags: argparse.Namespace) -> str | None:
     """Returns the error in the flags, or None."""
     if flags.num_devices < 2:
-        return f"--num_devices={flags.num_devices}: at least 2 are required to shard; use 2 or more"
+        return f"--num_devices={flags.num_devices} must be at least 2 to shard"
     return None
 
 

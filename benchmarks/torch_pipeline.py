@@ -34,7 +34,7 @@ FLAGS = {
 def check_flags(flags: argparse.Namespace) -> str | None:
     """Returns the error in a combination of flags, or None."""
     if flags.num_devices not in CUTS:
-        return f"--num_devices={flags.num_devices}: a stage for each device is required; use 2 or 3"
+        return f"--num_devices={flags.num_devices} must be 2 or 3, a stage for each device"
     if flags.schedule == "1f1b" and flags.micro_batches < flags.num_devices:
         return (
             f"--micro_batches={flags.micro_batches}: PyTorch's 1F1B requires as many as the"

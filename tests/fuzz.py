@@ -1,6 +1,6 @@
 """Bad input without end: `make fuzz`.
 
-Each target is a Hypothesis test: damaged or made-up input has to be accepted as what it is, or
+Each target is a Hypothesis test: damaged or made-up input must be accepted as what it is, or
 refused by one of our errors, whose line can be printed. Anything else is a finding: another
 exception, more than some seconds, a file changed elsewhere, a process or a pickle started.
 """
@@ -83,7 +83,7 @@ sys.addaudithook(_audit)
 
 
 @contextlib.contextmanager
-def guarded(folder: pathlib.Path, *expected: type[LockstepError], advice: str = " — "):
+def guarded(folder: pathlib.Path, *expected: type[LockstepError], advice: str = "; "):
     """Within it only `expected` may be raised, nothing hang, and nothing change elsewhere."""
     global _guarded
 

@@ -19,7 +19,7 @@ def add(send, a, b):
 
 
 def refuse(send):
-    raise DiskFullError("no space — some is required; make room")
+    raise DiskFullError("no space; make room")
 
 
 def fail(send):

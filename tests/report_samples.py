@@ -61,7 +61,7 @@ def write_mismatch(path):
     """Leaves the log of a training that a verified step has ended."""
     log = RunLog(path)
     log.start(versions={}, command="train")
-    log.stop(9, error="manual has a mismatch: lost gradient, step 1 — find the cause")
+    log.stop(9, error="manual has a mismatch: lost gradient, step 1; find the cause")
     log.close()
 
 
@@ -129,9 +129,7 @@ def write_verification(path, *, fault=None):
             "manual",
             measured(0.25, 1e-9) + [false] * bool(fault),
             false if fault else None,
-            Diagnosis("lost_gradient", "the sum does not contain the gradient of replica 1")
-            if fault
-            else None,
+            Diagnosis("lost_gradient", "the sum is without replica 1") if fault else None,
             None,
             split,
         ),
@@ -287,7 +285,7 @@ def write_everything(folder):
         folder / "generated", dataset="synthetic", simulated_devices=True, devices=CPUS,
         changes=["recipe d2l → fast"], weights_sha256="dd" * 32,
     )  # fmt: skip
-    write_training(folder / "spoiled", injected_fault="drop_gradient:replica=1", num_epochs=1)
+    write_training(folder / "faulty", injected_fault="drop_gradient:replica=1", num_epochs=1)
     write_config(folder / "begun", Config.of())
     write_config(folder / "stopped", Config.of())
     write_mismatch(folder / "stopped")

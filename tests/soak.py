@@ -2,7 +2,7 @@
 
 Each cycle starts the same command and ends it somehow: SIGKILL or SIGTERM at a random moment, a
 kill or a full disk at a random fault point, or a SIGKILL after the newest checkpoint was truncated.
-Whatever came before, the finished run has to have the weights of one that nobody disturbed.
+Whatever came before, the finished run must have the weights of an undisturbed one.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class SoakError(Exception):
 
 
 class Soak:
-    """A job that is cut off and resumed.
+    """A job that is killed and resumed.
 
     Args:
         folder: where everything goes.

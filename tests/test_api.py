@@ -138,7 +138,7 @@ def test_the_example_trains_and_verifies(
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("a — b"), TrainingFailedError("manual", 7), LockstepError("x")]
+    "error", [ConfigError("a; b"), TrainingFailedError("manual", 7), LockstepError("x")]
 )
 def test_errors_travel_between_processes(error):
     other = pickle.loads(pickle.dumps(error))

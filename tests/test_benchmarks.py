@@ -196,10 +196,10 @@ print(json.dumps({{**dataclasses.asdict(recipe), "rates": rates}}))
     [
         ("torch_pipeline.py", ["--num_devices=4"], "--num_devices=4: a stage for each device"),
         ("torch_pipeline.py", ["--micro_batches=1"], "--micro_batches=1: PyTorch's 1F1B requires"),
-        ("torch_pipeline.py", ["--micro_batches=3"], "a multiple of --micro_batches=3 is required"),
-        ("torch_pipeline.py", ["--micro_batches=0"], "--micro_batches=0: at least 1 is required"),
-        ("torch_fsdp.py", ["--num_devices=1"], "--num_devices=1: at least 2 are required to shard"),
-        ("torch_ddp.py", ["--num_devices=0"], "--num_devices=0: at least 1 is required"),
+        ("torch_pipeline.py", ["--micro_batches=3"], "must be a multiple of --micro_batches=3"),
+        ("torch_pipeline.py", ["--micro_batches=0"], "--micro_batches=0 must be at least 1"),
+        ("torch_fsdp.py", ["--num_devices=1"], "--num_devices=1 must be at least 2 to shard"),
+        ("torch_ddp.py", ["--num_devices=0"], "--num_devices=0 must be at least 1"),
         ("torch_ddp.py", ["--model=resnet18", "--recipe=fast"], "--recipe=fast: not available"),
         ("jax_devices.py", ["--recipe=fast"], "unrecognized arguments: --recipe=fast"),
     ],
@@ -245,7 +245,7 @@ def test_missing_data_gets_one_line():
     ("flags", "text"),
     [
         (["--quick", "--only=memory"], "--only=memory: not a part of --quick; use one of lenet"),
-        (["--rounds=0"], "--rounds=0: at least 1 is required"),
+        (["--rounds=0"], "--rounds=0 must be at least 1"),
     ],
 )
 def test_flags_that_do_not_go_together_get_one_line(flags, text):

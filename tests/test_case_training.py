@@ -1,4 +1,4 @@
-"""`train --case` and `compare --case`: somebody's own model and data in our loop and records."""
+"""`train --case` and `compare --case`: the user's own model and data in our loop and records."""
 
 import dataclasses
 import json
@@ -457,7 +457,7 @@ def test_train_tells_what_it_trains_and_prints_the_result_again(write, tmp_path)
     for command in ("evaluate", "predict"):
         refused = run_here(command, f"--run={tmp_path / 'run'}", "--device=cpu")
         assert refused.returncode == 5
-        assert f"is a training of a case — its model is code, which {command}" in refused.stderr
+        assert f"is a training of a case, whose model is code that {command}" in refused.stderr
 
 
 def test_compare_sets_strategies_side_by_side(write, tmp_path):

@@ -433,8 +433,7 @@ def test_a_checkpoint_of_the_format_before_is_refused_in_a_line(tmp_path):
         find_newest_checkpoint(tmp_path)
     assert str(refusal.value) == (
         f"{path}: does not verify (format version 2, which another version of this program wrote;"
-        " this one reads 3) — one that does is required; train again into another directory, or"
-        " use --overwrite"
+        " this one reads 3); train in another directory, or use --overwrite"
     )
 
 

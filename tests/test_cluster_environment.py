@@ -34,13 +34,13 @@ def test_a_chief_comes_first():
     [
         ("not json", "is not JSON: not json"),
         ("[" * 100_000, "is not JSON"),
-        ("[1]", "is [1] — a JSON object"),
+        ("[1]", "is [1], not a JSON object"),
         ('{"task": {}}', "cluster is null"),
         ('{"cluster": {"worker": ["a:1"]}}', "task is null"),
         ('{"cluster": {"ps": ["a:1"]}, "task": {}}', "cluster has the job ps"),
         ('{"cluster": {"worker": []}, "task": {}}', "cluster.worker is []"),
         ('{"cluster": {"worker": "a:1"}, "task": {}}', "cluster.worker is a:1"),
-        ('{"cluster": {"worker": ["a"]}, "task": {}}', "cluster.worker[0] is a — host:port"),
+        ('{"cluster": {"worker": ["a"]}, "task": {}}', "cluster.worker[0] is a, not host:port"),
         ('{"cluster": {"worker": ["a:1", 7]}, "task": {}}', "cluster.worker[1] is 7"),
         ('{"cluster": {"worker": ["a:0"]}, "task": {}}', "cluster.worker[0] is a:0"),
         ('{"cluster": {"worker": ["a:65536"]}, "task": {}}', "cluster.worker[0] is a:65536"),
@@ -59,11 +59,11 @@ def test_a_bad_key_is_named(text, named):
 @pytest.mark.parametrize(
     ("kind", "index", "named"),
     [
-        ("worker", 2, "task.index is 2 — 0 to 1"),
+        ("worker", 2, "task.index is 2, not 0 to 1"),
         ("worker", -1, "task.index is -1"),
         ("worker", True, "task.index is true"),
         ("worker", "0", "task.index is 0"),
-        ("ps", 0, "task.type is ps — one of worker"),
+        ("ps", 0, "task.type is ps, not one of worker"),
         (["worker"], 0, "task.type is"),
     ],
 )

@@ -77,7 +77,7 @@ def test_hash_sees_images_labels_and_order():
 
 
 def test_a_subset_larger_than_the_set_is_refused():
-    with pytest.raises(DataError, match="--num_train_examples=201 — the set has 200"):
+    with pytest.raises(DataError, match="--num_train_examples=201 must be at most 200"):
         with_train_subset(small(), 201, seed=0)
     assert with_train_subset(small(), None, seed=0).sha256() == small().sha256()
 
@@ -86,7 +86,7 @@ def test_auto_falls_back_with_a_warning_but_not_from_a_named_folder(monkeypatch,
     from app.data import dataset_loader
 
     def missing(data_dir, *, allow_unverified):
-        raise dataset_loader.DataMissingError("nowhere — required; get it")
+        raise dataset_loader.DataMissingError("nowhere; get it")
 
     monkeypatch.setattr(dataset_loader, "load_fashion_mnist", missing)
     monkeypatch.setattr(dataset_loader, "generate_synthetic", small)
@@ -105,7 +105,7 @@ def test_auto_does_not_replace_damaged_data(monkeypatch):
     from app.data import dataset_loader
 
     def damaged(data_dir, *, allow_unverified):
-        raise DataError("damaged — required; get it")
+        raise DataError("damaged; get it")
 
     monkeypatch.setattr(dataset_loader, "load_fashion_mnist", damaged)
     with pytest.raises(DataError, match="damaged"):

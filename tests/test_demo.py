@@ -67,7 +67,7 @@ def cells(output, first):
     return [line.split() for line in output.splitlines() if line.split()[:1] == [first]]
 
 
-# What the book prints.
+# What d2l prints.
 
 
 @pytest.mark.parametrize("algorithm", MANUAL_ALGORITHMS)
@@ -226,7 +226,7 @@ def test_pipeline_shows_the_schedule_and_is_manual_bit_for_bit(prepared, data, c
     assert "= 2/5 = 40% of the time" in output
     assert sum(row[-1].endswith("%") for name in CPUS for row in cells(output, name)) == 3
     assert_counted(output)
-    assert "weights hold the same bits" in " ".join(output.split())
+    assert "are bitwise identical" in " ".join(output.split())
 
 
 def assert_counted(output):
@@ -259,7 +259,7 @@ def test_sharded_keeps_a_part_and_is_manual_bit_for_bit(prepared, data, capsys):
         assert sum(int(row[column].replace(",", "")) for row in rows) == 4 * 129_068
     assert_counted(output)
     assert {row[2] for row in cells(output, "in")} == {f"{2 * 2 * 4 * 129_068:,}"}
-    assert "optimizer state hold the same bits" in " ".join(output.split())
+    assert "optimizer state are bitwise identical" in " ".join(output.split())
 
 
 def test_order_finds_a_number_with_two_sums():
@@ -305,7 +305,7 @@ def test_train_has_the_d2l_table_beside_ours(data, small_lenet, capsys, monkeypa
     assert "1 epoch of a subset of 100 images" in output
     # 64 images a second on one device and 128 on two, which have a batch twice as large.
     assert "938 projected" in output and "469 projected" in output
-    assert "the book's, TensorFlow, by hand, 10 epochs" in output and "5.1" in output
+    assert "d2l, TensorFlow, by hand, 10 epochs" in output and "5.1" in output
     assert output.count("(simulated devices: timing is not scaling)") == 3
 
 

@@ -160,7 +160,7 @@ def test_a_process_that_has_its_devices_already_gives_those():
     tf.config.list_logical_devices()  # From here on they are fixed.
     prepared = device_setup.set_up(Config.of(device="cpu", num_devices=3))
     assert prepared.names == CPUS[:3] and prepared.simulated
-    told = "5 CPU devices asked for — .* this one has 4 CPU devices; use a new process, or call app"
+    told = "5 CPU devices requested, but this process has 4 CPU devices .*; use a new process"
     with pytest.raises(DeviceError, match=told):
         device_setup.set_up(Config.of(device="cpu", num_devices=5))
 

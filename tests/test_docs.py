@@ -279,7 +279,7 @@ def test_images_are_there_and_told_in_words(page):
 
 @each_page
 def test_commands_are_ones(page, copy):
-    """What is refused at once has to be shown with that refusal."""
+    """What is refused at once must be shown with that refusal."""
     text = page.read_text(encoding="utf-8")
     lines = [found[1] for line in sh_lines(text) if (found := re.match(PROGRAM, line))]
     result = subprocess.run(

@@ -81,7 +81,7 @@ def test_damaged_files_are_refused(folder, change, found):
     with pytest.raises(DataError) as refusal:
         load(folder)
     message = str(refusal.value)
-    assert found in message and str(path) in message and " — " in message
+    assert found in message and str(path) in message and "; " in message
     assert not isinstance(refusal.value, DataMissingError)
 
 
@@ -170,7 +170,7 @@ def test_the_connection_is_given_up(monkeypatch):
         with pytest.raises(OSError):
             data_sources.check_connection(url)
     with pytest.raises(OSError):
-        data_sources.check_connection(url)  # Nobody listens any more.
+        data_sources.check_connection(url)  # The server is stopped.
 
 
 def test_a_damaged_prepared_directory_is_refused(tmp_path):

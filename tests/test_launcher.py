@@ -45,7 +45,7 @@ def test_who_is_to_blame(workers, index, exit_code, what):
 
 
 def test_only_a_taken_port_is_tried_again_at_once():
-    taken = "error: port 1 of 127.0.0.1:1: Address already in use — a free port is required"
+    taken = "error: port 1 of 127.0.0.1:1: Address already in use; stop the process"
     assert worker_failure.is_port_in_use(Failure(0, 2, "", ["hello", taken]))
     assert not worker_failure.is_port_in_use(Failure(0, 2, "", ["error: --seed=-1"]))
     assert not worker_failure.is_port_in_use(Failure(0, 138, "", [taken]))

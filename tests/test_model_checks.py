@@ -107,7 +107,7 @@ def test_manual_and_mirrored_train_unnamed_layers_bit_for_bit(tmp_path, images, 
 
 
 def with_layer(layer):
-    """Returns the builder of a model with this layer, made anew each time, in a nested model."""
+    """Returns the builder of a model with this layer, built again each time, in a nested model."""
 
     def build_network(*, image_shape, num_classes, kernel_initializer="glorot_uniform"):
         images = keras.Input(image_shape)

@@ -27,7 +27,7 @@ def wait_until_gone(pid):
     deadline = time.monotonic() + 20
     while pathlib.Path(f"/proc/{pid}/stat").exists():
         state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state == "Z":  # Whoever has adopted it has not looked yet.
+        if state == "Z":  # Its new parent has not waited for it yet.
             return
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -16,11 +16,12 @@ from app.config.framework_options import FRAMEWORKS
 from app.records import files
 from app.records import history as histories
 from app.records.event_file import EventFile
+from app.records.event_reader import load_steps
 from app.records.files import write_atomically, write_json
 from app.records.history import EpochRecord, Summary
 from app.records.run_directory import load_run_config, open_run_directory
 from app.report.accuracy_plot import plot_accuracy
-from app.report.one_epoch_plot import draw_one_epoch, load_steps
+from app.report.one_epoch_plot import draw_one_epoch
 from app.runtime.errors import CheckpointError, DiskFullError, OutputError
 from conftest import ROOT
 from strategies import STRATEGIES

@@ -53,7 +53,7 @@ def interrupt(log):
 
 
 def test_statuses_follow_the_exit_code(tmp_path):
-    for error in (DivergedError("x — y"), KeyboardInterrupt(), ZeroDivisionError()):
+    for error in (DivergedError("x; y"), KeyboardInterrupt(), ZeroDivisionError()):
 
         def fail(log, error=error):
             raise error
@@ -80,7 +80,7 @@ def test_what_a_kill_left_is_ended_by_the_next_attempt(tmp_path):
 
 def test_a_refused_start_leaves_no_line(tmp_path):
     with pytest.raises(OutputError), open_run_log(tmp_path):
-        raise OutputError("refused — for a test")
+        raise OutputError("refused for a test")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,7 +156,7 @@ WRONG = {
     "finished too early": (lambda lines: lines[:5] + lines[7:8], "finished after epoch [1] of [2]"),
     "a new start": (
         lambda lines: [*lines[:11], lines[3] | {"step": 30, "epoch": 1}],
-        "began anew, though step 20 was saved",
+        "started from scratch, although step 20 was saved",
     ),
     "work from nowhere": (put(11, step=30), "resumed at step 30, but 20 was saved last"),
     "an epoch that is not saved": (lambda lines: lines[:4] + lines[5:], "without its checkpoint"),

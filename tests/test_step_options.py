@@ -1,4 +1,4 @@
-"""How gradients are exchanged, and what layers compute in, changes no training but by rounding."""
+"""Options of the all-reduce and of precision change a training only within rounding."""
 
 import keras
 import numpy as np
@@ -68,14 +68,14 @@ def test_a_strategy_is_given_its_own_options_and_no_others(monkeypatch):
 
     def record(self, devices, **options):
         given[self.name] = {**options}
-        raise ValueError("that is all; go on")
+        raise ValueError("that is all; continue")
 
     for name in STRATEGIES:
         own = type(name, (Unable,), {"name": name, "__init__": record})
         monkeypatch.setattr(f"{__name__}.Unable_{name}", own, raising=False)
         monkeypatch.setitem(STRATEGIES, name, f"{__name__}:Unable_{name}")
     for name in ("manual", "sharded", "pipeline", "tensor"):
-        with pytest.raises(ConfigError, match=r"^that is all; go on$"):
+        with pytest.raises(ConfigError, match=r"^that is all; continue$"):
             build(name)
     common = {"workers", "label_smoothing", "loss_scale"}
     all_reduce = {"all_reduce", "bucket_mib", "communication_dtype"}

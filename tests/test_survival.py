@@ -160,7 +160,7 @@ def test_a_comparison_that_is_killed_leaves_no_training_behind(tmp_path, small_p
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert stop["status"] == "terminated"
-    with open_run_directory(tmp_path / "c", {}):  # Nobody holds it any more.
+    with open_run_directory(tmp_path / "c", {}):  # The lock is released.
         pass
 
 

@@ -41,7 +41,7 @@ def test_replicas_are_one_device(one_device, name, options):
     np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
     for state, expected in zip(own_states, states, strict=True):
         assert_close(state, expected, 2e-5)
-    # The moving statistics, too, of which every replica has the same bits.
+    # The moving statistics too, which are bitwise identical on every replica.
     assert strategy.per_shard_statistics() == []
 
 

@@ -152,7 +152,7 @@ def test_a_damaged_trace_is_refused_in_a_line(tmp_path, damage):
     if damage is os.rmdir:
         empty(tmp_path / "a")
     damage(tmp_path / "a")
-    with pytest.raises(DataError, match=r"a: is no whole trace \(.+\) — .*; record it again"):
+    with pytest.raises(DataError, match=r"a: not a complete trace \(.+\); record it again"):
         Trace(tmp_path / "a")
 
 

@@ -204,7 +204,7 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, strategy, num_repl
     if fault == "mean_of_means" and num_replicas == 3:
         num_replicas = 4  # 15 divides by 3.
     case = Case(images, small_resnet if fault == "local_batch_norm" else small_network)
-    # A copy of the weights has to be there to differ.
+    # A copy of the weights must be there to differ.
     has_parts = strategy == "sharded" and fault == "perturb_weight"
     options = {"shard": "gradients"} if has_parts else {}
     trace, _ = case.record(
@@ -243,7 +243,7 @@ def test_factors_are_named(case, tmp_path):
     assert "1.7 times" in case.check(trace).diagnosis.text
 
 
-# --- Faults of strategies that somebody else might write -----------------------------------------
+# --- Faults of strategies of other authors -------------------------------------------------------
 
 
 class NoAllReduce(ManualStrategy):
@@ -360,7 +360,7 @@ def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
         (
             lambda shard, gradients: [tf.square(g) for g in gradients],
             "unexplained",
-            "none of these",
+            "no known cause",
         ),
     ],
 )
@@ -418,7 +418,7 @@ def test_another_learning_rate_is_found_at_the_start(images, tmp_path):
     strategy_verdict = case.check(trace)
     assert strategy_verdict.diagnosis.cause == "initial_state"
     assert (
-        "optimizer variables" in strategy_verdict.diagnosis.text
+        "optimizer state" in strategy_verdict.diagnosis.text
         and "learning_rate" in strategy_verdict.diagnosis.text
     )
 

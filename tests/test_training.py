@@ -78,7 +78,7 @@ def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
 
 
 def train(dataset, run_dir, **options):
-    """Makes a training and runs it with its log, which has to be right however it ends."""
+    """Makes a training and runs it with its log, which must be right however it ends."""
     loop = make(dataset, run_dir, **options)
     try:
         with open_run_log(run_dir) as log:
@@ -397,7 +397,7 @@ def test_weights_of_another_step_are_not_compared(dataset, tmp_path):
 def test_more_epochs_of_a_schedule_are_not_what_they_would_have_been(dataset, tmp_path, capsys):
     train(dataset, tmp_path, epochs=1)
     make(dataset, tmp_path, epochs=2)
-    assert "WARNING: epochs 1 → 2: the learning rate goes on along" in capsys.readouterr().err
+    assert "WARNING: epochs 1 → 2: the learning rate follows" in capsys.readouterr().err
 
 
 FORCED = {
@@ -417,10 +417,10 @@ def test_another_configuration_needs_to_be_forced(dataset, tmp_path, name, capsy
     options |= {**FORCED[name], "force_resume": True}
     loop = make(dataset, tmp_path, **options)
     told = capsys.readouterr().err
-    assert f"as --force_resume asks for: {name}" in told
+    assert f"--force_resume: from here on it is another training: {name}" in told
     # The schedule is where the data are: both begin the epoch anew where its order is another.
     begins_anew = name in ("seed", "global_batch_size")
-    assert ("epoch 2 begins anew" in told) == begins_anew
+    assert ("epoch 2 starts again" in told) == begins_anew
     steps_per_epoch = 10 if name == "global_batch_size" else 5
     position = steps_per_epoch + (0 if begins_anew else 3)
     assert loop.strategy.state()["optimizer/iteration"] == position

@@ -202,5 +202,5 @@ def test_gpus_are_shared_out(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,GPU-abc")
     config = dataclasses.replace(CONFIG, device="auto", num_devices=1)
     assert [share.gpus for share in split_resources(3, config)] == [("3",), ("1",), ("GPU-abc",)]
-    with pytest.raises(DeviceError, match="3 GPUs — 4 are required"):
+    with pytest.raises(DeviceError, match="needs 4 GPUs, found 3"):
         split_resources(2, dataclasses.replace(config, num_devices=2))

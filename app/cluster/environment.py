@@ -90,14 +90,14 @@ def _from_tf_config(text: str, source: str) -> Cluster:
         shown = json.dumps(value) if not isinstance(value, str) else value
         shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
         return ConfigError(
-            f"TF_CONFIG: {key} {shown} — {required} is required; correct the variable, or unset it"
-            " and use launch"
+            f"TF_CONFIG: {key} {shown}{required and f', not {required}'}; correct the variable,"
+            " or unset it and use launch"
         )
 
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refuse("is not JSON:", text, "a JSON object") from error
+        raise refuse("is not JSON:", text, "") from error
     if not isinstance(config, dict):
         raise refuse("is", config, "a JSON object")
     jobs, task = config.get("cluster"), config.get("task")
@@ -137,9 +137,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Cluster:
     def number(name: str) -> int:
         value = environ.get(name, "")
         if not re.fullmatch("[0-9]{1,9}", value):
-            raise ConfigError(
-                f"{name}={value} — a whole number is required; start the workers with srun"
-            )
+            raise ConfigError(f"{name}={value} is not a whole number; start the workers with srun")
         return int(value)
 
     index, count = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS")
@@ -148,10 +146,10 @@ def _from_slurm(environ: Mapping[str, str]) -> Cluster:
     per_host = _expand_counts(tasks)
     if len(per_host) != len(hosts) or sum(per_host) != count or index >= count:
         raise ConfigError(
-            f"SLURM_STEP_TASKS_PER_NODE={tasks} on SLURM_STEP_NODELIST="
-            f"{environ['SLURM_STEP_NODELIST']} with SLURM_STEP_NUM_TASKS={count} and"
-            f" SLURM_PROCID={index} — numbers that belong together are required; start the workers"
-            " with srun, which sets all of them"
+            f"SLURM_STEP_TASKS_PER_NODE={tasks} on"
+            f" SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']} does not fit"
+            f" SLURM_STEP_NUM_TASKS={count} and SLURM_PROCID={index}; start the workers with"
+            " srun, which sets all of them"
         )
     job = number("SLURM_JOB_ID") if environ.get("SLURM_JOB_ID") else 0
     first = _FIRST_SLURM_PORT + job * _TASKS_OF_A_JOB % _NUM_SLURM_PORTS
@@ -187,8 +185,8 @@ def _expand_hosts(text: str) -> list[str]:
 
 def _bad_hosts(text: str) -> ConfigError:
     return ConfigError(
-        f"SLURM_STEP_NODELIST={text} — names such as node[01-04],gpu7 are required; give TF_CONFIG"
-        " instead"
+        f"SLURM_STEP_NODELIST={text} is not a list of hosts such as node[01-04],gpu7; set"
+        " TF_CONFIG instead"
     )
 
 

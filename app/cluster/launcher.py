@@ -69,8 +69,8 @@ class Launcher:
             if number > most:
                 raise PeerLostError(
                     f"worker {failure.index} {failure.what}, after {console.count(most, 'restart')}"
-                    " (--max_restarts) — every worker has to finish; mend what it said above and"
-                    " run the same command again: it goes on from the last checkpoint, if any"
+                    " (--max_restarts); fix the error above and run the same command again to"
+                    " resume from the last checkpoint"
                 )
             pause_sec = min(2.0 ** (number - 1), _LONGEST_PAUSE_SEC)
             console.warn(

@@ -82,9 +82,8 @@ def _meet(cluster: Cluster, timeout_sec: float) -> None:
             names = _names(cluster, sorted(missing))
             if waited_sec >= timeout_sec:
                 raise PeerLostError(
-                    f"--start_timeout_sec={timeout_sec}: {names} did not come —"
-                    " every worker is required, with the same list of addresses; start it, or see"
-                    " in its own last line why it ended, and run the same command again"
+                    f"--start_timeout_sec={timeout_sec}: timed out waiting for {names}; check that"
+                    " it runs with the same list of addresses, then run the same command again"
                 )
             if waited_sec >= (num_lines + 1) * _SEC_BETWEEN_LINES:
                 num_lines += 1
@@ -113,8 +112,8 @@ def _answering(address: str) -> Iterator[None]:
             listener.listen()
         except OSError as error:
             raise ConfigError(
-                f"port {port} of {address}: {reason_of(error)} — a free port is required for this"
-                " worker; end what uses it, or name another port on every worker"
+                f"port {port} of {address}: {reason_of(error)}; stop the process that uses the"
+                " port, or give another port on every worker"
             ) from error
 
         def accept() -> None:
@@ -178,8 +177,8 @@ def _ended_after(timeout_sec: float) -> Iterator[None]:
     lock: no thread of ours could end it.
     """
     text = (
-        f"error: --start_timeout_sec={timeout_sec}: a worker came and was lost again — every worker"
-        " is required; run the same command again\n"
+        f"error: --start_timeout_sec={timeout_sec}: a worker connected and was lost; run the same"
+        " command again\n"
     )
     command = [sys.executable, "-IS", "-c", _WATCHER, str(os.getpid()), str(timeout_sec), text]
     watcher = Subprocess(command, child_environment(), is_silent=True)
@@ -219,8 +218,8 @@ def _check_same(cluster: Cluster, posted: Sequence[str]) -> None:
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ConfigError(
-            f"workers differ ({'; '.join(differing[:3])}{more}) — the same flags, devices and"
-            " versions are required on every worker; start all of them with one command"
+            f"workers differ ({'; '.join(differing[:3])}{more}); start all of them with the"
+            " same flags, devices and versions"
         )
 
 
@@ -244,6 +243,6 @@ def _lost(cluster: Cluster, text: str) -> PeerLostError:
     known = sorted(task for task in tasks if task < len(cluster.addresses))
     who = _names(cluster, known) if known else "a worker"
     return PeerLostError(
-        f"worker {cluster.index} has lost {who} — every worker is required in every step; start all"
-        " of them again with the same command: it goes on from the last checkpoint"
+        f"worker {cluster.index} lost the connection to {who}; start all workers again with"
+        " the same command to resume from the last checkpoint"
     )

@@ -58,8 +58,8 @@ def _share_gpus(num_workers: int, options: DeviceOptions) -> list[tuple[str, ...
         needed = each * num_workers or num_workers
         each_asked = f" with {asked} each" if asked else ""
         raise DeviceError(
-            f"--num_workers={num_workers}{each_asked} on {len(gpus)} GPUs — {needed} are"
-            " required, as each worker has its own; use fewer workers, or --device=cpu"
+            f"--num_workers={num_workers}{each_asked} needs {needed} GPUs, found {len(gpus)};"
+            " use fewer workers, or --device=cpu"
         )
     return [tuple(gpus[i * each : (i + 1) * each]) for i in range(num_workers)]
 

@@ -111,7 +111,8 @@ def _report(
     verdicts = compare_weights(run_dirs)
     first = summaries[0]
     console.say()
-    for line in verdict_lines(verdicts):
+    lines = verdict_lines(verdicts)
+    for line in lines:
         console.say(line)
     if not all(verdict.difference.identical for verdict in verdicts):
         console.say(f"To check that this is all: {shown_command(_verify_words(config))}")
@@ -133,6 +134,7 @@ def _report(
     write_json(
         out_dir / "compare.json",
         {
+            "verdict": lines[0],
             "runs": [dataclasses.asdict(summary) for summary in summaries],
             "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
         },

@@ -76,7 +76,7 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
     try:
         summary = load_summary(path)
     except OutputError as error:  # The summary is rebuilt from the checkpoint.
-        console.warn(str(error).partition(" — ")[0])
+        console.warn(error.problem)
         return None
     if summary is None or summary.status != "finished" or summary.epochs != config.epochs:
         return None

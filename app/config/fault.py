@@ -64,7 +64,7 @@ FAULT_KINDS: dict[str, _Kind] = {
         "a replica takes its shard from another order of examples", {"replica": 1}, "replicas"
     ),
     "perturb_weight": _Kind(
-        "a weight of a replica changes by itself", {"replica": 1, "step": 3}, "copies"
+        "a weight of one replica changes outside of the update", {"replica": 1, "step": 3}, "copies"
     ),
     "local_batch_norm": _Kind(
         "moving statistics are not averaged: replica 0's own are saved", {}, "shards"
@@ -111,13 +111,13 @@ FAULT_KINDS: dict[str, _Kind] = {
         ("tensor",),
     ),
     "wrong_shard": _Kind(
-        "gathered weights have the parts of devices 0 and 1 exchanged",
+        "gathered weights have the parts of devices 0 and 1 swapped",
         {},
         "replicas",
         ("sharded",),
     ),
     "unsynced_batch_norm": _Kind(
-        "BatchNorm normalises each replica's shard by itself in spite of --batch_norm=sync",
+        "BatchNorm normalises each replica's shard separately despite --batch_norm=sync",
         {},
         "replicas",
         _SYNCS_BATCH_NORM,

@@ -71,8 +71,7 @@ def find_data_source(data_dir: str | None, environ: Mapping[str, str] = os.envir
         return _find(data_dir, environ)
     except PermissionError as error:
         raise DataError(
-            f"{error.filename}: {reason_of(error)} — a folder that can be read is required; check"
-            " its permissions"
+            f"{error.filename}: {reason_of(error)}; check the permissions of the folder"
         ) from error
 
 
@@ -152,10 +151,7 @@ def _find_in(folder: pathlib.Path, named_by: str) -> DataSource:
     if is_prepared(folder):
         return DataSource(PREPARED, folder, named_by)
     what = "no such folder" if not folder.is_dir() else f"{', '.join(missing)} missing there"
-    raise DataMissingError(
-        f"{named_by}={folder}: {what} — the four Fashion-MNIST files (.gz or unpacked)"
-        f" are required; {HOW_TO_GET}"
-    )
+    raise DataMissingError(f"{named_by}={folder}: {what}; {HOW_TO_GET}")
 
 
 def _folder(name: str) -> pathlib.Path:
@@ -164,9 +160,7 @@ def _folder(name: str) -> pathlib.Path:
         folder.is_dir()
         return folder
     except (OSError, RuntimeError, ValueError) as error:
-        raise DataMissingError(
-            f"{name}: not a folder ({error}) — a folder with the data is required; {HOW_TO_GET}"
-        ) from error
+        raise DataMissingError(f"{name}: not a folder ({error}); {HOW_TO_GET}") from error
 
 
 def _find_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:

@@ -34,14 +34,14 @@ def load_dataset(
     try:
         dataset = load_fashion_mnist(data_dir, allow_unverified=allow_unverified)
         if dataset.name == "unverified":
-            warn("UNVERIFIED images, not those of Fashion-MNIST: as --allow_unverified_data allows")
+            warn("UNVERIFIED images, not those of Fashion-MNIST (--allow_unverified_data)")
         return dataset
     except DataMissingError as error:
         if name == "fashion_mnist" or data_dir:
             raise
         warn(
             "GENERATED images in place of Fashion-MNIST: accuracies are not comparable."
-            f" {str(error).split(' — ')[0]}. For the real data, {HOW_TO_GET}"
+            f" {error.problem}. For the real data, {HOW_TO_GET}"
         )
         return generate_synthetic()
 
@@ -56,7 +56,7 @@ def with_train_subset(dataset: ImageDataset, num_examples: int | None, seed: int
         return dataset
     if num_examples > len(dataset.train_images):
         raise DataError(
-            f"--num_train_examples={num_examples} — the set has {len(dataset.train_images)};"
-            " use at most as many"
+            f"--num_train_examples={num_examples} must be at most {len(dataset.train_images)},"
+            " the size of the training set"
         )
     return dataset.with_train_subset(num_examples, seed)

@@ -86,17 +86,13 @@ def _read(path: pathlib.Path) -> bytes:
             start = file.read(16)
         what = "a web page" if start.lstrip().startswith(b"<") else f"it starts with {start[:4]!r}"
         raise DataError(
-            f"{path}: not an intact gzip file ({error}; {what}) — the original file is required;"
-            " get it again"
+            f"{path}: not an intact gzip file ({error}, {what}); download it again"
         ) from error
     except (EOFError, zlib.error) as error:
-        raise DataError(
-            f"{path}: cut short or damaged ({error}) — the original file is required; get it again"
-        ) from error
+        raise DataError(f"{path}: truncated or damaged ({error}); download it again") from error
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}) — a readable file is required;"
-            " check its permissions"
+            f"{path}: cannot be read ({error.strerror}); check its permissions"
         ) from error
 
 
@@ -114,20 +110,20 @@ def _parse_idx(content: bytes, path: pathlib.Path, *, is_images: bool) -> np.nda
         raise DataError(
             f"{path}: starts with {content[:4].hex() or 'nothing'}"
             + (f", which marks {other}" if swapped else "")
-            + f" — {magic:08x}, the mark of {kind}, is required;"
-            + (" the files are swapped, rename them" if swapped else " get it again")
+            + f", not with {magic:08x}, which marks {kind}; "
+            + ("the files are swapped, rename them" if swapped else "download it again")
         )
     shape = struct.unpack(f">{header_bytes // 4 - 1}I", content[4:header_bytes])
     if shape[1:] != ((28, 28) if is_images else ()) or not 0 < shape[0] <= _MAX_EXAMPLES:
         raise DataError(
-            f"{path}: header says {' x '.join(map(str, shape))} — up to {_MAX_EXAMPLES} images of"
-            " 28 x 28, or labels for them, are required; get it again"
+            f"{path}: the header says {' x '.join(map(str, shape))}, not up to {_MAX_EXAMPLES}"
+            " images of 28 x 28 or labels for them; download it again"
         )
     expected_bytes = int(np.prod(shape))
     if len(content) - header_bytes != expected_bytes:
         raise DataError(
-            f"{path}: {len(content) - header_bytes} bytes after the header — {expected_bytes}, as"
-            " the header says, are required; get it again"
+            f"{path}: {len(content) - header_bytes} bytes after the header, which says"
+            f" {expected_bytes}; download it again"
         )
     array = np.frombuffer(content, np.uint8, offset=header_bytes)
     if is_images:
@@ -135,7 +131,8 @@ def _parse_idx(content: bytes, path: pathlib.Path, *, is_images: bool) -> np.nda
     if array.max() > 9:
         index = int(np.argmax(array > 9))
         raise DataError(
-            f"{path}: label {array[index]} at index {index} — 0 to 9 is required; get it again"
+            f"{path}: label {array[index]} at index {index} is not between 0 and 9; download it"
+            " again"
         )
     return array
 
@@ -154,16 +151,15 @@ def _assemble(
     for images, labels in (names[:2], names[2:]):
         if len(arrays[images]) != len(arrays[labels]):
             raise DataError(
-                f"{sources[images]}: {len(arrays[images])} images, but {sources[labels]}:"
-                f" {len(arrays[labels])} labels — one label for each image is required;"
-                " get both again"
+                f"{sources[images]} has {len(arrays[images])} images, but {sources[labels]} has"
+                f" {len(arrays[labels])} labels; download both again"
             )
     others = [name for name in names if hashes[name] != SHA256[name]]
     if others and not allow_unverified:
         name = others[0]
         raise DataError(
-            f"{sources[name]}: its content has SHA-256 {hashes[name][:12]}… — Fashion-MNIST has"
-            f" {SHA256[name][:12]}…; get it again, or accept it with --allow_unverified_data"
+            f"{sources[name]}: SHA-256 is {hashes[name][:12]}…, that of Fashion-MNIST is"
+            f" {SHA256[name][:12]}…; download it again, or accept it with --allow_unverified_data"
         )
     name = "unverified" if others else "fashion_mnist"
     return ImageDataset(name, *(arrays[name] for name in names))
@@ -185,8 +181,8 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
             examples = tfds.as_numpy(builder.as_dataset(split=split, batch_size=-1))
         except Exception as error:  # Damaged records raise various exceptions.
             raise DataError(
-                f"{tfds_dir}/fashion_mnist: cannot be read ({reason_of(error)}) — a directory"
-                " that TFDS prepared is required; remove it and let it be prepared again"
+                f"{tfds_dir}/fashion_mnist: cannot be read ({reason_of(error)}); delete it, so that"
+                " TFDS prepares it again"
             ) from error
         hasher = Hasher(split)
         written_order = sorted(range(len(examples["label"])), key=hasher.hash_key)
@@ -220,7 +216,7 @@ def _prepare(source: DataSource) -> None:
         except OSError as error:
             raise DataMissingError(
                 f"Fashion-MNIST is in none of {', '.join(source.looked)} and cannot be downloaded"
-                f" ({reason_of(error)}) — the data is required; {HOW_TO_GET}"
+                f" ({reason_of(error)}); {HOW_TO_GET}"
             ) from error
     try:
         builder.download_and_prepare(
@@ -229,6 +225,6 @@ def _prepare(source: DataSource) -> None:
     except Exception as error:  # Various exceptions: checksum, disk, broken connection.
         origin_url = builder.URL if source.kind == TO_DOWNLOAD else manual_dir(source.folder)
         raise DataError(
-            f"{source.folder}: cannot be prepared from {origin_url} ({reason_of(error)}) — the"
-            f" original files and a disk with room are required; mend that, or {HOW_TO_GET}"
+            f"{source.folder}: cannot be prepared from {origin_url} ({reason_of(error)}); check"
+            f" the files and the free disk space, or {HOW_TO_GET}"
         ) from error

@@ -30,20 +30,20 @@ def load_image_files(paths: Sequence[str]) -> tuple[list[str], np.ndarray]:
     names, images = [], []
     for path in map(pathlib.Path, paths):
         if path.suffix.lower() not in (".png", ".npy"):
-            raise DataError(f"{path} — a .png or .npy file is required; convert it")
+            raise DataError(f"{path} is neither a .png nor a .npy file; convert it")
         try:
             if path.exists() and not path.is_file():
                 raise ValueError("not a file")
             pixels = _load_npy(path) if path.suffix.lower() == ".npy" else _load_png(path)
         except Exception as error:  # A damaged file may raise any exception.
             raise DataError(
-                f"{path}: {reason_of(error)} — a readable {path.suffix} image file is required;"
-                " check the path and the file"
+                f"{path}: not a readable {path.suffix} image ({reason_of(error)}); check the path"
+                " and the file"
             ) from error
         if pixels.dtype != np.uint8 or pixels.size == 0 or not _is_image_shape(pixels.shape):
             raise DataError(
-                f"{path}: {pixels.dtype} {' x '.join(map(str, pixels.shape))} — uint8 images of"
-                " 28 x 28 are required, light garments on black; resize or convert it"
+                f"{path} must hold uint8 images of 28 x 28, light garments on black, got"
+                f" {pixels.dtype} {' x '.join(map(str, pixels.shape))}; resize or convert it"
             )
         pixels = pixels.reshape(-1, *IMAGE_SHAPE)
         images.append(pixels)

@@ -19,8 +19,8 @@ def run(config: DemoConfig) -> None:
     names = prepared.names
     default = "reduce_to_one" if config.all_reduce == "auto" else config.all_reduce
     presentation.begin(
-        "After an all-reduce every device holds the sum of what all of them held. Device i starts"
-        " with a tensor full of i + 1, as in the book.",
+        "After an all-reduce, every device has the sum of the tensors of all devices."
+        " Device i starts with a tensor of i + 1, as in d2l.",
         prepared,
     )
     before = tensors_to_add(names)
@@ -41,13 +41,13 @@ def run(config: DemoConfig) -> None:
     results = {name: functions[name](before, names) for name in ALL_REDUCE_ALGORITHMS["manual"]}
     _compare_costs(prepared, results)
     presentation.end(
-        "A training step does this with the gradients: each device brings the gradient of its own"
-        " shard, and goes on with the sum of all of them. So all make the same update.",
-        "The algorithms differ in who talks to whom. reduce_to_one is the book's: one device"
-        " receives everything and sends everything back: simple, and a bottleneck with many"
-        " devices. ring and direct keep what a connection carries below twice a device's bytes,"
-        " however many devices there are; ring pays with steps. tree takes few steps of whole"
-        " tensors.",
+        "A training step does this with the gradients: each device contributes the"
+        " gradient of its shard and receives the sum. So all devices make the same update.",
+        "The algorithms differ in which devices communicate. reduce_to_one, that of d2l,"
+        " is simple: one device receives all tensors and sends the sum to all, which is a"
+        " bottleneck with many devices. ring and direct send less than twice a device's"
+        " bytes over each connection, however many devices there are; ring needs more"
+        " steps. tree takes few steps with whole tensors.",
         then=[
             f"demo allreduce --device=cpu --num_devices={_MANY} --all_reduce=ring",
             "demo replicate",

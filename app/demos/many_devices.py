@@ -147,18 +147,18 @@ def print_times(samples: list[Sample]) -> None:
         simulated=simulated,
     )
     presentation.end(
-        "Within one training all devices hold the same bits, always. Between two trainings the"
-        " last digits differ, for more shards mean sums in another order, and training enlarges"
-        " that: early steps can nearly double it each time. The curves of accuracy meet all the"
-        " same; verify tells rounding from an error, step by step.",
+        "Within one training, the weights of all devices are always bitwise identical. Two"
+        " trainings differ in the last digits: with more shards, sums are added in another"
+        " order, and training amplifies that (early steps can nearly double it). The"
+        " accuracy curves coincide nevertheless; verify tells rounding from an error, step"
+        " by step.",
         *(
             [
-                "The times say nothing of 16 real devices: these share"
-                f" {console.count(samples[0].facts.cores, 'core')}. What grows here is what every"
-                " device costs besides its images: a copy of each operation, and the exchange. On"
-                " real devices that same cost meets a shard that has become small: with 16 images"
-                " on each there is hardly any work left to share out. More devices want a larger"
-                " batch."
+                "The times do not predict 16 real devices: these share"
+                f" {console.count(samples[0].facts.cores, 'core')}. What grows here is the cost"
+                " of a device besides its images: a copy of each operation, and the all-reduce."
+                " Real devices have the same cost, and a smaller shard: with 16 images on each,"
+                " there is little work left to divide. More devices need a larger batch."
             ]
             if simulated
             else []

@@ -35,9 +35,9 @@ def show(send: Callable, config: DemoConfig) -> None:
     from app.training.training_spec import load_data
 
     presentation.begin(
-        "Computers round every sum. So (a + b) + c need not be a + (b + c), and an all-reduce that"
-        " adds in another order gives other last digits. Here with the gradients of LeNet's first"
-        f" step, and with what {_STEPS} steps make of it.",
+        "Every sum is rounded, so (a + b) + c can differ from a + (b + c), and an"
+        " all-reduce that adds in another order gives other last digits. This shows it for"
+        f" the gradients of LeNet's first step and for the weights after {_STEPS} steps.",
         prepared,
     )
     training = demo_setup.training(config, recipe="fast", epochs=1)
@@ -52,12 +52,13 @@ def show(send: Callable, config: DemoConfig) -> None:
         rows,
     )
     presentation.end(
-        "All of these sums are right, each within rounding, and within one training all devices get"
-        " the very same one: the replicas stay equal. But two trainings that add in other orders"
-        " part, a little more with every step, for training enlarges small differences.",
-        "manual and mirrored agree to the last bit where both add in the same order, and only"
-        " there. So a difference in the last digits alone proves no error, and verify computes how"
-        " large rounding can be before it calls anything different.",
+        "All of these sums are correct within rounding, and within one training all"
+        " devices receive the same sum, so the replicas stay equal. But two trainings that"
+        " add in different orders diverge slowly, because training amplifies small"
+        " differences.",
+        "manual and mirrored are bitwise identical only if both add in the same order. So"
+        " a difference in the last digits is no proof of an error: verify computes how"
+        " large rounding can be before it reports a mismatch.",
         then=[
             "verify --strategies=manual,mirrored --num_devices=4 --device=cpu --steps=5",
             "demo allreduce",
@@ -92,7 +93,7 @@ def find_order_dependent_element(gradients: list[list[np.ndarray]]) -> list[np.f
 def _show_one_number(gradients: list[list[np.ndarray]], names: list[str]) -> None:
     found = find_order_dependent_element(gradients)
     if found is None:
-        presentation.say("Of the first three devices both sums of every element are equal here.")
+        presentation.say("For the first three devices, both sums of every element are equal here.")
         return
     a, b, c = found
     rows = [

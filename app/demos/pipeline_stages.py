@@ -19,8 +19,8 @@ def run(config: DemoConfig) -> None:
     dataset = load_data(training)
     num = len(prepared.names)
     presentation.begin(
-        "The layers of LeNet are cut into a stage for each device. The batch is split into"
-        f" {num} micro-batches, which follow one another through the stages.",
+        "The layers of LeNet are cut into one stage for each device. The batch is split"
+        f" into {num} micro-batches, which pass through the stages one after another.",
         prepared,
     )
     pipeline, train_pipeline = split_training.build(
@@ -32,12 +32,13 @@ def run(config: DemoConfig) -> None:
     manual, train_manual = split_training.build(training, prepared, dataset, "manual")
     losses = train_pipeline(), train_manual()
     apart = split_training.difference(pipeline, manual)
-    verdict = "hold the same bits" if apart.identical else f"differ by {apart.absolute:.3g}"
+    verdict = "are bitwise identical" if apart.identical else f"differ by {apart.absolute:.3g}"
     presentation.end(
-        f"{split_training.NUM_STEPS} steps: mean loss {losses[0]:.6f} here, {losses[1]:.6f} with"
-        f" {num} replicas of `manual`; their {pipeline.model.count_params():,} weights {verdict}."
-        " A micro-batch is to a pipeline what a shard is to data parallelism: its own loss, over"
-        " the count of the whole batch, and gradients that are added in order.",
+        f"{split_training.NUM_STEPS} steps: mean loss {losses[0]:.6f} here, {losses[1]:.6f}"
+        f" with {num} replicas of `manual`; their {pipeline.model.count_params():,} weights"
+        f" {verdict}. A micro-batch plays the role of a shard in data parallelism: it has"
+        " its own loss, divided by the size of the whole batch, and its gradients are added"
+        " in order.",
         then=[
             f"verify --strategies=pipeline,manual --num_devices={num} --micro_batches={num}",
             "demo pipeline --device=cpu --num_devices=4",

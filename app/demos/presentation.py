@@ -29,7 +29,7 @@ def begin(text: str, devices: Devices | None = None) -> None:
     """Prints the purpose of the experiment and its devices."""
     say(text)
     if devices:
-        simulated = f" — {TIMING_CAVEAT}" if devices.simulated else ""
+        simulated = f" ({TIMING_CAVEAT})" if devices.simulated else ""
         names = ", ".join(devices.names[:4]) + (", …" if len(devices.names) > 4 else "")
         say(f"{console.count(len(devices.names), 'device')}: {names}{simulated}")
     console.say()

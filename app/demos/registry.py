@@ -47,7 +47,7 @@ def _experiment(
 # In the order of the two chapters of d2l, then the answers to their exercises.
 EXPERIMENTS = {
     "allreduce": _experiment(
-        "every device gets the sum of what all devices hold", "seconds", {"all_reduce"}
+        "every device gets the sum of the tensors of all devices", "seconds", {"all_reduce"}
     ),
     "split_batch": _experiment(
         "which rows of a batch go to which device, and how the loss is scaled",
@@ -60,7 +60,7 @@ EXPERIMENTS = {
         {"all_reduce", *_DATA},
     ),
     "train": _experiment(
-        "LeNet and ResNet-18 on one device and on two: the book's table and yours",
+        "LeNet and ResNet-18 on one device and on two: the table of d2l and yours",
         "4 minutes",
         {"all_reduce", "epochs", "num_train_examples", *_DATA},
         module="textbook_table",
@@ -88,25 +88,25 @@ EXPERIMENTS = {
         module="split_prediction",
     ),
     "pipeline": _experiment(
-        "layers on several devices: stages, schedules, and the same bits as data parallelism",
+        "layers on several devices: stages and schedules, bitwise identical to data parallelism",
         "15 seconds",
         _DATA,
         module="pipeline_stages",
     ),
     "tensor": _experiment(
-        "channels of each layer on several devices, and the sum that nobody misses",
+        "channels of each layer on several devices, and the sum in the backward pass",
         "15 seconds",
         _DATA,
         module="tensor_parts",
     ),
     "sharded": _experiment(
-        "one part of weights and optimizer state on each device: what is kept, what is sent",
+        "one part of weights and optimizer state on each device: what is stored and sent",
         "15 seconds",
         _DATA,
         module="sharded_state",
     ),
     "order": _experiment(
-        "(a + b) + c is not a + (b + c): what the order of the exchange changes",
+        "(a + b) + c is not a + (b + c): the effect of the summation order",
         "half a minute",
         _DATA,
         num_devices=4,
@@ -125,7 +125,7 @@ def check_options(name: str, given: Iterable[str]) -> None:
         if name in EXPERIMENTS and option not in EXPERIMENTS[name].options:
             owners = [other for other, e in EXPERIMENTS.items() if option in e.options]
             raise ConfigError(
-                f"--{option} with demo {name} — it is an option of"
+                f"--{option} is not an option of demo {name}, only of"
                 f" {', '.join(f'demo {owner}' for owner in owners)}; leave it out"
             )
 
@@ -139,18 +139,17 @@ def find_experiment(config: DemoConfig) -> Experiment:
     name = config.experiment
     if name not in EXPERIMENTS:
         nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.5)
-        proposal = f"did you mean {nearest[0]}?" if nearest else "demo alone lists them"
+        proposal = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(
-            f"{name!r} is not an experiment — one of {', '.join(EXPERIMENTS)} is required;"
-            f" {proposal}"
+            f"{name!r} is not an experiment; choose one of {', '.join(EXPERIMENTS)}{proposal}"
         )
     experiment = EXPERIMENTS[name]
     asked = config.num_devices or config.num_gpus
     if asked and asked < experiment.least_devices:
         flag = "num_devices" if config.num_devices else "num_gpus"
         raise ConfigError(
-            f"--{flag}={asked} with demo {name} — {experiment.least_devices} devices or more are"
-            f" required to show anything; use --{flag}={experiment.num_devices}"
+            f"demo {name} needs at least {experiment.least_devices} devices, got"
+            f" --{flag}={asked}; use --{flag}={experiment.num_devices}"
         )
     return experiment
 

@@ -24,8 +24,8 @@ def run(config: DemoConfig) -> None:
     training = demo_setup.training(config)
     dataset = load_data(training)
     presentation.begin(
-        "Every device has a full copy of LeNet. One training step, with a shard of its own for each"
-        f" device, seen in one small tensor, {_TENSOR}: a number for each class, of which"
+        "Every device has a full copy of LeNet. This shows one training step, with one"
+        f" shard for each device, in one small tensor, {_TENSOR}: one number for each class;"
         f" {', '.join(CLASS_NAMES[:_SHOWN])} are shown.",
         prepared,
     )
@@ -42,13 +42,12 @@ def run(config: DemoConfig) -> None:
         ["moment", "on", _TENSOR, "devices agree?"],
         rows,
     )
-    verdict = "hold the same bits" if whole.identical else f"differ by {whole.absolute:.3g}"
+    verdict = "are bitwise identical" if whole.identical else f"differ by {whole.absolute:.3g}"
     _read_gradient(spec, prepared.names, moments[2][1])
     presentation.end(
-        f"After the step the whole models, {strategy.model.count_params():,} weights on each of"
-        f" {console.count(len(prepared.names), 'device')}, {verdict}. Weights are"
-        " copied once, before the first step, and never again: equal weights and equal sums make"
-        " equal updates.",
+        f"After the step all {strategy.model.count_params():,} weights on each of"
+        f" {console.count(len(prepared.names), 'device')} {verdict}. Weights are copied"
+        " once, before the first step: equal weights and equal sums give equal updates.",
         then=[
             "verify --strategies=manual,mirrored --steps=5    (checks every step like this)",
             "demo replicate --device=cpu --num_devices=4 --all_reduce=ring",
@@ -94,8 +93,9 @@ def _read_gradient(spec: "TrainingSpec", names: list[str], per_replica_gradients
 
     _, labels = next(spec.batches().as_numpy_iterator())
     presentation.say(
-        "This gradient can be read. The network expects each class in a tenth of the images at"
-        " first; it is told how many more that is than there are, over the size of the whole batch:"
+        "This gradient has a simple form. At first the network predicts each class for a"
+        " tenth of the images; the gradient is the predicted number minus the true number"
+        " of each class, divided by the size of the whole batch:"
     )
     for replica_id, (name, gradient) in enumerate(zip(names, per_replica_gradients, strict=True)):
         start, end = shard_bounds(len(labels), len(names), replica_id)

@@ -40,9 +40,10 @@ def run(config: DemoConfig) -> None:
     dataset = load_data(variants[0].training)
     epochs = variants[0].training.epochs
     presentation.begin(
-        f"Each device keeps a shard of {variants[0].training.global_batch_size}, so"
-        f" {len(prepared.names)} devices have a batch {len(prepared.names)} times as large, and an"
-        " epoch that many times fewer steps. Is it still the same training?",
+        f"Each device has a shard of {variants[0].training.global_batch_size}, so"
+        f" {len(prepared.names)} devices have a batch {len(prepared.names)} times as large,"
+        f" and an epoch has {len(prepared.names)} times fewer steps. Is it still the same"
+        " training?",
         prepared,
     )
     console.say(
@@ -70,19 +71,19 @@ def _row(variant: Variant, steps_per_epoch: int, accuracies: list[float]) -> lis
 
 def _conclude() -> None:
     presentation.end(
-        "A gradient averaged over more examples is a better one, not a longer one: with the same"
-        " rate each step goes as far as before, and an epoch has fewer of them. So in as many"
-        " epochs the training gets less far (last row).",
-        "A rate that grows with the batch makes up for it (middle row): the book takes 0.2 at 512"
-        " for ResNet-18 where it took 0.1 at 256. Not from the first epoch on, though, and only"
-        " while the larger rate still works: the nearer it comes to the largest one that does, the"
-        f" less it brings. {_LEARNING_RATE} was chosen here because it shows the rule; at 0.03"
-        " and 0.1 that was seen to help in part, and with the book's own LeNet, batch and rate"
-        " doubled, to harm.",
+        "A gradient averaged over more examples is more exact, not larger: with the same"
+        " learning rate each step goes as far as before, and an epoch has fewer steps. So"
+        " the training makes less progress in the same number of epochs (last row).",
+        "A learning rate that grows with the batch makes up for it (middle row): d2l uses"
+        " 0.2 at batch 512 for ResNet-18 and 0.1 at 256. This works after the first epoch"
+        " only, and while the larger rate is stable: the closer to the largest stable rate,"
+        f" the smaller the gain. {_LEARNING_RATE} is used here because it shows the rule; at"
+        " 0.03 and 0.1 the larger rate helped in part, and with the LeNet of d2l, batch and"
+        " rate doubled, it was worse.",
         then=[
             "demo scale --learning_rate=0.1",
             "demo scale --num_devices=4 --device=cpu",
-            "--batch_size=512 --lr=0.4 --num_devices=2 --device=cpu    (the book's LeNet, doubled)",
+            "--batch_size=512 --lr=0.4 --num_devices=2 --device=cpu    (the LeNet of d2l, doubled)",
             "demo many_devices",
         ],
     )

@@ -21,9 +21,9 @@ def run(config: DemoConfig) -> None:
     dataset = load_data(training)
     num = len(prepared.names)
     presentation.begin(
-        "As in data parallelism each device trains on its own part of the batch. But it keeps one"
-        f" part in {num} of the weights and of the optimizer state, gathers the weights before each"
-        " step and drops them after it.",
+        "As in data parallelism, each device trains on its own part of the batch. But it"
+        f" stores only one part in {num} of the weights and of the optimizer state, gathers"
+        " the weights before each step and drops them after it.",
         prepared,
     )
     sharded, train_sharded = split_training.build(training, prepared, dataset, "sharded")
@@ -33,12 +33,12 @@ def run(config: DemoConfig) -> None:
     split_training.show_traffic(manual, training.global_batch_size)
     losses = train_sharded(), train_manual()
     apart = split_training.difference(sharded, manual)
-    verdict = "hold the same bits" if apart.identical else f"differ by {apart.absolute:.3g}"
+    verdict = "are bitwise identical" if apart.identical else f"differ by {apart.absolute:.3g}"
     presentation.end(
         f"{split_training.NUM_STEPS} steps with momentum: mean loss {losses[0]:.6f} here,"
-        f" {losses[1]:.6f} in `manual`; weights and optimizer state {verdict}. A reduce-scatter and"
-        " an all-gather are an all-reduce, cut in two: between the halves each device updates its"
-        " own part.",
+        f" {losses[1]:.6f} in `manual`; weights and optimizer state {verdict}. A"
+        " reduce-scatter and an all-gather are the two halves of an all-reduce: between"
+        " them each device updates its own part.",
         then=[
             f"verify --strategies=sharded,manual --num_devices={num} --recipe=fast --steps=3",
             "train --strategy=sharded --shard=optimizer --num_devices=2    (ZeRO-1)",

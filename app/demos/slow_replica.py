@@ -32,8 +32,8 @@ def run(config: DemoConfig) -> None:
     dataset = load_data(training)
     slow = len(prepared.names) - 1
     presentation.begin(
-        f"One device, {prepared.names[slow]}, is made to take about twice as long for its shard as"
-        " the others. What does that cost the training?",
+        f"One device, {prepared.names[slow]}, is made to take about twice as long for its"
+        " shard as the others. This shows what that costs.",
         prepared,
     )
     plain, plain_iterator = demo_setup.create(training, prepared, dataset)[1:]
@@ -152,22 +152,24 @@ def _show_division(prepared: Devices, shards: list[int], send_secs: list[float])
         for name, shard, sec, size in zip(prepared.names, shards, send_secs, sizes, strict=True)
     ]
     presentation.show(
-        "until each device sends its gradient, and a division of the batch that would end together",
+        "until each device sends its gradient, and shards with which all would send at the"
+        " same time",
         ["on", "images", "sends after, ms", "then waits, ms", "images/s", "better", "after, ms"],
         rows,
         simulated=prepared.simulated,
     )
     presentation.end(
-        "The all-reduce needs everybody's gradient, so a step takes as long as its slowest device:"
-        " all others wait, in every step. A slow device among many costs the speed of many.",
-        f"Divided by the measured rates, {' and '.join(map(str, sizes))} images in place of"
-        f" {' and '.join(map(str, shards))}, all would send after"
-        f" {1000 * after_sec:.0f} ms in place of {1000 * last:.0f}: {last / after_sec:.2f} times as"
-        " fast. (That is computed, not run, and takes time to be proportional to the shard; the"
-        " delay injected here is a fixed one.) The result would be the same: each loss is divided"
-        " by the size of the whole batch, so uneven shards are exact.",
+        "The all-reduce needs the gradients of all devices, so a step takes as long as the"
+        " slowest one: all others wait in every step. One slow device slows down all of"
+        " them.",
+        f"With the batch divided by the measured speeds, {' and '.join(map(str, sizes))}"
+        f" images instead of {' and '.join(map(str, shards))}, all devices would send after"
+        f" {1000 * after_sec:.0f} ms instead of {1000 * last:.0f}: {last / after_sec:.2f}"
+        " times as fast. (This is computed, not run, and assumes that time is proportional"
+        " to the shard; the delay injected here is fixed.) The result would be the same:"
+        " each loss is divided by the size of the whole batch, so uneven shards are exact.",
         then=[
-            "verify --inject=slow_replica --steps=5    (names the one that all wait for)",
+            "verify --inject=slow_replica --steps=5    (names the straggler)",
             "demo split_batch",
         ],
     )

@@ -14,8 +14,8 @@ def run(config: DemoConfig) -> None:
     """Splits d2l's batch of 0 to 19 over the devices."""
     prepared = demo_setup.set_up(config)
     presentation.begin(
-        f"A batch of {_NUM_ROWS} examples, the rows 0 to 19 of the book, is cut into one shard for"
-        " each device: as equal as can be, in order, every row once.",
+        f"A batch of {_NUM_ROWS} examples, rows 0 to 19 as in d2l, is split into one shard"
+        " for each device: as equal as possible, in order, every row once.",
         prepared,
     )
     asked = config.num_devices or config.num_gpus
@@ -24,10 +24,10 @@ def run(config: DemoConfig) -> None:
         _show_shards(shards)
     _print_scaling(shards)
     presentation.end(
-        "So no device may divide by the size of its own shard. Each divides its sum by the number"
-        " of examples of the whole batch, and the all-reduce adds: exact for uneven shards too, and"
-        " for the short batch at the end of an epoch. strategies/loss.py is the one place that"
-        " does so.",
+        "So no device may divide by the size of its own shard. Each device divides its sum"
+        " by the size of the whole batch, and the all-reduce adds: that is exact for uneven"
+        " shards too, and for the short batch at the end of an epoch. strategies/loss.py is"
+        " the only place that does this.",
         then=[
             "demo split_batch --device=cpu --num_devices=4",
             "verify --inject=mean_of_means --batch_size=257 --steps=5    (finds this very mistake)",
@@ -76,10 +76,10 @@ def _print_scaling(shards: list) -> None:
         f" Their mean is {everyone.mean():g}. The mean of the devices' own means"
         f" ({', '.join(means)}) is {np.mean(with_examples):.4g}"
         + (
-            ": right only because these shards are equal."
+            ": correct only because these shards have equal sizes."
             if len(sizes) == 1
-            else ": wrong, for an example of a small shard counts more than others."
+            else ": wrong, because an example of a small shard has more weight."
         )
-        + " Each device's sum over the count of the whole batch"
+        + " Each device's sum divided by the size of the whole batch"
         f" ({' + '.join(f'{part:g}' for part in parts)}) adds up to {sum(parts):g}."
     )

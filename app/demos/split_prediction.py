@@ -33,8 +33,8 @@ def run(config: DemoConfig) -> None:
     )
     dataset = load_data(training)
     presentation.begin(
-        "A prediction needs no exchange: each device classifies its own part of the images, and the"
-        " parts are put together in order.",
+        "A prediction needs no communication: each device classifies its part of the"
+        " images, and the parts are concatenated in order.",
         prepared,
     )
     many, one = train_then_copy(training, prepared, dataset)
@@ -70,7 +70,7 @@ def train_then_copy(
     """
     spec, many, iterator = demo_setup.create(training, prepared, dataset)
     with StepProgress(spec.num_steps) as progress:
-        progress.start("training a little, so that there is something to predict", spec.num_steps)
+        progress.start("training briefly, so that there is a model to predict with", spec.num_steps)
         demo_setup.make_steps(many, iterator, spec.num_steps, progress)
     console.say()
     _, one, _ = demo_setup.create(training, demo_setup.first(prepared, 1), dataset)
@@ -114,14 +114,14 @@ def _compare_all(many: "Strategy", one: "Strategy", dataset: "ImageDataset") -> 
     accuracy = np.mean(probabilities.argmax(axis=1) == dataset.test_labels)
     apart = np.abs(probabilities - expected).max()
     presentation.end(
-        f"All {len(images):,} test images: the same class on {many.num_replicas} devices as on one"
-        f" for {num_classes:,} of them (accuracy {accuracy:.4f}), the same bits for {num_same:,};"
-        f" the largest difference of a probability is {apart:.2g}."
-        " Where logits are a little apart, a matrix product with another number of rows has added"
-        " up in another order: rounding, and no error.",
-        "A device whose shard is empty gets one blank image, whose result is dropped: some kernels"
-        " refuse to work on nothing. In training that would not do, for BatchNorm would see the"
-        " blank: there a batch smaller than the number of devices is refused.",
+        f"All {len(images):,} test images: the same class on {many.num_replicas} devices as"
+        f" on one for {num_classes:,} of them (accuracy {accuracy:.4f}), bitwise identical"
+        f" logits for {num_same:,}; the largest difference of a probability is {apart:.2g}."
+        " Where logits differ slightly, a matrix product with another number of rows added"
+        " in another order: that is rounding, not an error.",
+        "A device with an empty shard gets one blank image, whose result is dropped: some"
+        " kernels fail on empty input. In training this would change BatchNorm's"
+        " statistics, so a batch smaller than the number of devices is refused there.",
         then=[
             "--recipe=fast --epochs=1 --out=runs/first",
             "predict --run=runs/first --num_devices=4 --device=cpu",

@@ -21,8 +21,9 @@ def run(config: DemoConfig) -> None:
     training = demo_setup.training(config)
     dataset = load_data(training)
     presentation.begin(
-        "Each device computes some of the channels of every layer of LeNet, from all images. Where"
-        " a layer needs all channels of its input, the devices send each other their own.",
+        "Each device computes some of the channels of every layer of LeNet, for all"
+        " images. If a layer needs all channels of its input, the devices send their"
+        " channels to each other.",
         prepared,
     )
     tensor, train_tensor = split_training.build(training, prepared, dataset, "tensor")
@@ -35,10 +36,10 @@ def run(config: DemoConfig) -> None:
     losses = train_tensor(), train_single()
     apart = split_training.difference(tensor, single)
     presentation.end(
-        f"{split_training.NUM_STEPS} steps: mean loss {losses[0]:.6f} here, {losses[1]:.6f} on one"
-        f" device; weights differ by {apart.absolute:.1e} at most: rounding, as the gradient of a"
-        " gathered channel is added over the devices. A part of a layer itself has the same bits"
-        " as in the whole layer.",
+        f"{split_training.NUM_STEPS} steps: mean loss {losses[0]:.6f} here, {losses[1]:.6f}"
+        f" on one device; weights differ by at most {apart.absolute:.1e}: rounding, because"
+        " the gradient of a gathered channel is added over the devices. The channels that a"
+        " device computes are bitwise identical to those of the whole layer.",
         then=[
             "verify --strategies=tensor,single --num_devices=2 --steps=3",
             "demo tensor --device=cpu --num_devices=4",

@@ -43,9 +43,10 @@ def run(config: DemoConfig) -> None:
     """
     epochs = config.epochs
     presentation.begin(
-        "The book trains LeNet, then ResNet-18, on one GPU and on two. Here LeNet is trained for"
-        f" {console.count(epochs, 'epoch')} (the book's: {textbook_figures.EPOCHS}) on one device"
-        " and on several, each in a process of its own; then the speed of both models is measured."
+        "d2l trains LeNet, then ResNet-18, on one GPU and on two. Here LeNet is trained"
+        f" for {console.count(epochs, 'epoch')} (in d2l: {textbook_figures.EPOCHS}) on one"
+        " device and on several, each in its own process; then the speed of both models is"
+        " measured."
     )
     trainings = lenet_trainings(config)
     runs = [_train(training, number) for number, training in enumerate(trainings, start=1)]
@@ -104,8 +105,8 @@ def print_results(runs: Sequence[Run], samples: Sequence[Sample]) -> None:
     console.say()
     _show_beside_the_textbook(_title(runs[0].summary), map(_lenet_row, runs), "lenet", simulated)
     _show_beside_the_textbook(
-        "ResNet-18, measured for some steps but not trained, sec/epoch projected to"
-        f" {NUM_TRAIN_EXAMPLES:,} images; the book's: batch 256 on one GPU, 512 on two",
+        "ResNet-18, timed for some steps but not trained, sec/epoch extrapolated to"
+        f" {NUM_TRAIN_EXAMPLES:,} images; in d2l: batch 256 on one GPU, 512 on two",
         map(_resnet_row, resnets),
         "resnet18",
         simulated,
@@ -166,28 +167,28 @@ def _conclude(runs: Sequence[Run], resnets: Sequence[Sample]) -> None:
     first, last = runs[0].summary, runs[-1].summary
     if last.num_replicas == 1:
         presentation.say(
-            "This machine has one device that TensorFlow can train on, so there was nothing to"
-            " compare; --device=cpu --num_devices=2 takes logical CPU devices."
+            "TensorFlow can train on one device of this machine only, so nothing was compared;"
+            " --device=cpu --num_devices=2 uses logical CPU devices."
         )
     sec = textbook_figures.EPOCHS * NUM_TRAIN_EXAMPLES / interval.median(resnets[-1].rates).value
     needed = f"{sec / 3600:.1f} hours" if sec > 3600 else f"{sec / 60:.0f} minutes"
     accuracies = [s.test_accuracy for s in (first, last) if s.test_accuracy is not None]
     apart = abs(accuracies[0] - accuracies[-1])
     presentation.end(
-        f"Accuracy: with the same batch, one device and {last.num_replicas} make the same training"
-        f" but for rounding (here {apart:.4f} apart after"
-        f" {console.count(first.epochs, 'epoch')}). Your accuracies are to be held against the"
-        f" book's only with --epochs={textbook_figures.EPOCHS}.",
-        "Speed: in the book, LeNet is slower by hand on two GPUs than on one: a step of so small a"
-        " network is over before the second GPU pays for the exchange. ResNet-18 has more work in"
-        " each step, and a batch twice as large on two."
+        f"Accuracy: with the same batch, one device and {last.num_replicas} devices make"
+        f" the same training within rounding (here {apart:.4f} apart after"
+        f" {console.count(first.epochs, 'epoch')}). Your accuracies are comparable with"
+        f" those of d2l only with --epochs={textbook_figures.EPOCHS}.",
+        "Speed: in d2l, LeNet trained by hand is slower on two GPUs than on one: a step of"
+        " so small a network ends before a second GPU makes up for the all-reduce."
+        " ResNet-18 has more work in each step, and on two GPUs a batch twice as large."
         + (
             " Your devices share one processor: they show that it works, and nothing of speed."
             if last.simulated_devices
             else ""
         ),
         then=[
-            f"demo train --epochs={textbook_figures.EPOCHS}    (the book's number of epochs)",
+            f"demo train --epochs={textbook_figures.EPOCHS}    (the number of epochs of d2l)",
             "--model=resnet18 --batch_size=512 --num_devices=2"
             f"    (all of ResNet-18's: about {needed} here)",
             f"predict --run={runs[-1].path}",
@@ -205,7 +206,7 @@ def _ratio(sample: Sample, everything: Sequence[Sample]) -> str:
 def _textbook_rows(model: str) -> list[list[str]]:
     return [
         [
-            f"the book's, {figure.program}, {textbook_figures.EPOCHS} epochs",
+            f"d2l, {figure.program}, {textbook_figures.EPOCHS} epochs",
             f"its {console.count(figure.num_gpus, 'GPU')}",
             f"{figure.accuracy:.2f}",
             f"{figure.epoch_sec:g}",

@@ -105,10 +105,9 @@ def _take_devices(kind: str, num_devices: int) -> Devices:
     names = [f"/device:{kind}:{i}" for i in range(len(tf.config.list_logical_devices(kind)))]
     if len(names) < num_devices:
         raise DeviceError(
-            f"{console.count(num_devices, f'{kind} device')} asked for — TensorFlow's devices are"
-            " fixed for the life of a process, and this one has"
-            f" {console.count(len(names), f'{kind} device')}; use a new process, or call app.run,"
-            " which starts one for each command"
+            f"{console.count(num_devices, f'{kind} device')} requested, but this process has"
+            f" {console.count(len(names), f'{kind} device')} and TensorFlow cannot change that;"
+            " use a new process, or call app.run, which starts one for each command"
         )
     return Devices(
         names[:num_devices],
@@ -147,8 +146,8 @@ def import_tensorflow(verbosity: int) -> Any:
         return _import_quietly(verbosity)
     except ImportError as error:
         raise DeviceError(
-            f"TensorFlow cannot be loaded ({reason_of(error)}) — an installation as in BUILD.md,"
-            " and a gigabyte of memory, are required; install it again, or lift the limit"
+            f"TensorFlow cannot be loaded ({reason_of(error)}); install it again as in"
+            " BUILD.md, or lift the memory limit"
         ) from error
 
 
@@ -183,14 +182,14 @@ def _check_gpus(config: TrainConfig, gpus: list, wanted: int | None) -> None:
 
         why = why_no_gpu(is_cuda_build=bool(tf.sysconfig.get_build_info().get("is_cuda_build")))
         raise DeviceError(
-            f"--device=gpu — TensorFlow sees no GPU here: {why};"
-            f" use --device=cpu --num_devices={wanted or DEFAULT_LOGICAL_CPUS}"
+            f"--device=gpu: TensorFlow sees no GPU ({why}); use --device=cpu"
+            f" --num_devices={wanted or DEFAULT_LOGICAL_CPUS}"
         )
     if gpus and wanted and wanted > len(gpus):
         raise DeviceError(
-            f"{console.count(wanted, 'device')} asked for — TensorFlow sees"
-            f" {console.count(len(gpus), 'GPU')};"
-            f" use --num_gpus={len(gpus)}, or --device=cpu --num_devices={wanted}"
+            f"{console.count(wanted, 'device')} requested, but TensorFlow sees"
+            f" {console.count(len(gpus), 'GPU')}; use --num_gpus={len(gpus)}, or --device=cpu"
+            f" --num_devices={wanted}"
         )
 
 

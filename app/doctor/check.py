@@ -36,8 +36,7 @@ class Check:
     @classmethod
     def of_error(cls, what: str, error: LockstepError) -> "Check":
         """Returns the check for an error that a training would exit with."""
-        value, _, advice = str(error).partition(" — ")
-        return cls(what, value, ERROR, advice, error)
+        return cls(what, error.problem, ERROR, error.advice, error)
 
     @property
     def exit_code(self) -> int:

@@ -47,14 +47,13 @@ def check_data(
         connect: raises `OSError` unless a server answers in time.
     """
     if config.dataset == "synthetic":
-        return [Check(_WHAT, "not needed: --dataset=synthetic makes images by itself", NOTE)]
+        return [Check(_WHAT, "not needed: --dataset=synthetic generates images", NOTE)]
     try:
         source = find_data_source(config.data_dir, environ)
     except DataMissingError as error:
         if config.data_dir or config.dataset == "fashion_mnist":
             return [Check.of_error(_WHAT, error)]
-        told, _, advice = str(error).partition(" — ")
-        return [Check(_WHAT, f"{told}: {_GENERATED}", WARNING, advice)]
+        return [Check(_WHAT, f"{error.problem}: {_GENERATED}", WARNING, error.advice)]
     except DataError as error:
         return [Check.of_error(_WHAT, error)]
     unusable = [
@@ -71,7 +70,7 @@ def check_tfds(environ: Mapping[str, str] = os.environ) -> Check:
     try:
         folder = tfds_folder(environ)
     except DataMissingError as error:
-        return Check("TFDS", str(error).partition(" — ")[0], NOTE)
+        return Check("TFDS", error.problem, NOTE)
     if is_prepared(folder):
         return Check("TFDS", f"{folder}: prepared", NOTE)
     files = "with files" if any(manual_dir(folder).glob("*")) else "without files"
@@ -86,8 +85,7 @@ def _check_source(config: DoctorConfig, source: DataSource, connect: Connect) ->
             return _check_prepared(config, source)
     except TimeoutError:
         error = DataError(
-            f"{source.folder}: not read within {_LOAD_TIMEOUT_SEC} s — a disk that answers is"
-            " required; choose another --data_dir"
+            f"{source.folder}: not read within {_LOAD_TIMEOUT_SEC} s; choose another --data_dir"
         )
         return Check.of_error(_WHAT, error)
     except LockstepError as error:
@@ -139,9 +137,7 @@ def _check_download(config: DoctorConfig, source: DataSource, connect: Connect) 
         connect(DOWNLOAD_URL, _CONNECT_TIMEOUT_SEC)
     except OSError as error:
         told = f"nowhere here, and {host} does not answer"
-        missing = DataMissingError(
-            f"{told} ({_reason(error)}) — the data is required; {HOW_TO_GET}"
-        )
+        missing = DataMissingError(f"{told} ({_reason(error)}); {HOW_TO_GET}")
         if config.dataset == "fashion_mnist":
             return Check.of_error(_WHAT, missing)
         value = f"{told}: {_GENERATED}, and accuracies are not comparable"

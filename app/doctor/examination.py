@@ -146,10 +146,7 @@ def _examine_once(
     except LockstepError as raised:
         error = raised
     except RuntimeError as raised:  # TensorFlow raises various exceptions.
-        error = DeviceError(
-            f"{stage} failed ({reason_of(raised)}) — a TensorFlow that works is required; see"
-            " --verbosity=1"
-        )
+        error = DeviceError(f"{stage} failed ({reason_of(raised)}); see --verbosity=1")
     if findings.devices and stage in strategies:
         findings.self_tests[stage] = error
         return True
@@ -160,12 +157,11 @@ def _examine_once(
 def _hung(stage: str) -> DeviceError:
     if stage in STRATEGY_NAMES:
         return DeviceError(
-            f"the exchange of {stage} did not end within {TIMEOUT_SEC:g} s — an all-reduce that"
-            f" ends is required; {_NCCL_ADVICE}"
+            f"the all-reduce of {stage} did not end within {TIMEOUT_SEC:g} s; {_NCCL_ADVICE}"
         )
     return DeviceError(
-        f"{stage} did not end within {TIMEOUT_SEC:g} s — a driver and a TensorFlow that answer are"
-        " required; see whether nvidia-smi answers, or use --device=cpu"
+        f"{stage} did not end within {TIMEOUT_SEC:g} s; check whether nvidia-smi answers,"
+        " or use --device=cpu"
     )
 
 
@@ -234,9 +230,6 @@ def _run_self_test(
     except LockstepError as error:
         return error
     except Exception as error:  # TensorFlow and NCCL raise various exceptions.
-        return DeviceError(
-            f"the exchange of {name} failed ({reason_of(error)}) — an all-reduce that works is"
-            f" required; {_NCCL_ADVICE}"
-        )
+        return DeviceError(f"the all-reduce of {name} failed ({reason_of(error)}); {_NCCL_ADVICE}")
     sec, num_replicas = time.monotonic() - start, strategy.num_replicas
     return SelfTestResult(name, strategy.algorithm, sec, num_replicas)

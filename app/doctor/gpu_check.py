@@ -107,7 +107,7 @@ def _check_gpu(devices: DevicesSeen, seen: Seen | None, index: int) -> Check:
 def check_all_reduce(findings: Findings) -> list[Check]:
     """Reports the result of each strategy's all-reduce self-test."""
     if findings.devices and len(findings.devices.names) == 1:
-        return [Check("all-reduce", "one replica: nothing is exchanged", NOTE)]
+        return [Check("all-reduce", "one replica: no all-reduce", NOTE)]
     checks = []
     for name, result in findings.self_tests.items():
         if isinstance(result, SelfTestResult):

@@ -47,10 +47,7 @@ def _try(there: pathlib.Path) -> None:
 
 
 def _unusable(name: str, error: OSError) -> OutputError:
-    return OutputError(
-        f"--out={name}: {reason_of(error)} — a directory that can be made and written to is"
-        " required; choose another place with --out"
-    )
+    return OutputError(f"--out={name}: {reason_of(error)}; choose another directory with --out")
 
 
 def _check_room(path: pathlib.Path, free_bytes: int) -> Check:
@@ -58,11 +55,11 @@ def _check_room(path: pathlib.Path, free_bytes: int) -> Check:
     shown = f"{path}: can be written, {free_bytes / 1e9:,.1f} GB free"
     if free_bytes < lenet:
         error = DiskFullError(
-            f"{path}: {free_bytes:,} bytes are free — {lenet:,} are required for checkpoints of"
-            " LeNet; make room, or choose another place with --out"
+            f"{path}: {free_bytes:,} bytes are free, but checkpoints of LeNet take {lenet:,};"
+            " make room, or choose another directory with --out"
         )
         return Check.of_error("output", error)
     if free_bytes < resnet:
-        advice = f"{resnet:,} bytes are required for checkpoints of ResNet-18; LeNet has room"
+        advice = f"checkpoints of ResNet-18 take {resnet:,} bytes; LeNet has room"
         return Check("output", shown, WARNING, advice)
     return Check("output", f"{shown}; checkpoints take 3 MB (LeNet) to 270 MB (ResNet-18)")

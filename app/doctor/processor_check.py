@@ -94,7 +94,7 @@ def _check_features(processor: Processor) -> Check:
         measured = "on two cores like that a step of LeNet took 18.9 ms in place of 31.1"
         return Check("features", f"{shown}: {flag} pays ({measured})")
     if "amx_bf16" in has:
-        return Check("features", f"{shown}: {flag} should pay; benchmark tells")
+        return Check("features", f"{shown}: {flag} should be faster; benchmark measures it")
     if has:
         told = f"{shown}; no avx512_bf16 or amx_bf16, so {flag} should not pay; keep float32"
         return Check("features", told, NOTE)
@@ -111,5 +111,5 @@ def _check_memory(available: int | None) -> Check:
         return Check("memory", f"{shown}; how much is free is not known", NOTE)
     shown += f", {available / 2**30:.1f} available"
     if available < _LEAST_MEMORY_BYTES:
-        return Check("memory", shown, WARNING, "2 GiB are required for LeNet; end other programs")
+        return Check("memory", shown, WARNING, "LeNet needs 2 GiB; end other programs")
     return Check("memory", shown)

@@ -23,7 +23,7 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
     shown = f"{platform.python_version()} ({sys.executable})"
     if _OLDEST <= version <= _NEWEST:
         return Check("Python", shown)
-    return Check("Python", shown, WARNING, "3.11, 3.12 or 3.13 is required; use one of them")
+    return Check("Python", shown, WARNING, "needs 3.11, 3.12 or 3.13; use one of them")
 
 
 def check_packages(
@@ -71,9 +71,7 @@ def install_all(requirements: pathlib.Path = REQUIREMENTS) -> str:
 
 
 def _missing(name: str, pinned: str, requirements: pathlib.Path) -> Check:
-    error = DeviceError(
-        f"{name} is not installed — {name}=={pinned} is required; {install_all(requirements)}"
-    )
+    error = DeviceError(f"{name}=={pinned} is not installed; {install_all(requirements)}")
     return dataclasses.replace(Check.of_error(name, error), value="not installed")
 
 

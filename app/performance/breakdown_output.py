@@ -111,7 +111,7 @@ def _print_all_reduce(breakdown: StepTimeBreakdown, facts: Facts) -> None:
         for n, time in breakdown.gradient_all_reduce.items()
     ]
     console.print_table(
-        f"the all-reduce by itself: {facts.all_reduce}, with nothing else going on",
+        f"the all-reduce alone: {facts.all_reduce}, without computation",
         ["devices", "bytes of each", "ms", "bus GB/s"],
         rows,
     )

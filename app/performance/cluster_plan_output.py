@@ -54,10 +54,10 @@ def print_cluster(plan: TrainingPlan, compute: LinearCost, samples: Sequence[Sam
     print_table("the same batch on each device", lambda n: shard * n * per_worker)
     print_table(f"the same global batch, {batch:,}", lambda n: batch)
     console.say(
-        "predicted, not measured: step = compute + the faster exchange; efficiency: compute's part"
-        " of it, to what it would be with the exchange behind the backward pass (--bucket_mib);"
-        " time of a device: a straight line through what was measured; speed-up: against one"
-        " device with the same global batch"
+        "predicted, not measured: step = compute + the fastest all-reduce; efficiency:"
+        " share of computation in it, to its share if the all-reduce overlapped with the"
+        " backward pass (--bucket_mib); time of a device: a straight line through the"
+        " measurements; speed-up: over one device with the same global batch"
     )
 
 

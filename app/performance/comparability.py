@@ -22,7 +22,7 @@ class Caveat:
     text: str
 
 
-# Axes of comparison; everything else has to be equal. `scaling` compares numbers of devices, strong
+# Axes of comparison; everything else must be equal. `scaling` compares numbers of devices, strong
 # with a fixed global batch, weak with a fixed batch per device.
 AXES = ("strong scaling", "weak scaling", "strategy", "precision")
 
@@ -67,8 +67,8 @@ def _marks(first: Sample, second: Sample, axis: str) -> Iterator[Caveat]:
         cores = min(a.cores, b.cores)
         yield Caveat(
             False,
-            f"simulated devices: {max(counts)} share {cores} cores, which one device has to itself;"
-            " ideal is 1, and this is no scaling",
+            f"simulated devices: {max(counts)} share {cores} cores, all of which one device"
+            " would use; ideal is 1, and this is not scaling",
         )
     algorithms = {a.all_reduce, b.all_reduce} - {"none"}
     if axis == "strategy" and len(algorithms) == 2:

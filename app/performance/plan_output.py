@@ -47,7 +47,7 @@ def print_training_plan(plan: TrainingPlan) -> None:
 def _parameters(plan: TrainingPlan) -> str:
     size = f"{plan.num_parameters:,}; {mib(plan.gradient_bytes)} of gradients"
     dtype = plan.config.communication_dtype
-    return size if plan.split else f"{size} in {dtype} for each device to exchange"
+    return size if plan.split else f"{size} in {dtype} for each device to all-reduce"
 
 
 def _shards(plan: TrainingPlan, batch: int) -> str:
@@ -121,7 +121,7 @@ def _print_all_reduces(plan: TrainingPlan) -> None:
         for name, (messages, size_bytes) in plan.all_reduces().items()
     ]
     console.print_table(
-        "The exchange of a step, by algorithm",
+        "The all-reduce of a step, by algorithm",
         ["--all_reduce", "messages in a row", "through the busiest connection", "in an epoch"],
         rows,
     )

@@ -177,6 +177,6 @@ def _check_memory(num_missing: int, largest_bytes: int) -> None:
     if num_missing and available is not None and available < needed:
         missing = "1 more process" if num_missing == 1 else f"{num_missing} more processes"
         raise DeviceError(
-            f"{available / 2**20:,.0f} MiB of memory are left for {missing} —"
-            f" {needed / 2**20:,.0f} MiB are required for each; measure fewer cases at once"
+            f"{available / 2**20:,.0f} MiB of memory are free for {missing}, but each needs"
+            f" {needed / 2**20:,.0f} MiB; measure fewer cases at once"
         )

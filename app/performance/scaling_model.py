@@ -55,7 +55,7 @@ class ScalingModel:
             ValueError: fewer than two different counts.
         """
         if len(set(counts)) < 2:
-            raise ValueError(f"two different numbers of devices are required, got {list(counts)}")
+            raise ValueError(f"needs two different numbers of devices, got {list(counts)}")
         terms = np.array([_terms(r, pairwise) for r in counts])
         rows = terms / np.asarray(secs, np.float64)[:, np.newaxis]
         fixed, each, more = least_squares(rows, np.ones(len(rows)))
@@ -77,7 +77,7 @@ class ScalingModel:
         """
         if len(set(counts)) < MIN_COUNTS:
             raise ValueError(
-                f"{MIN_COUNTS} different numbers of devices are required to hold out one, got"
+                f"needs {MIN_COUNTS} different numbers of devices to hold out one, got"
                 f" {list(counts)}"
             )
         *fitted, (largest, measured_sec) = sorted(zip(counts, secs, strict=True))

@@ -71,7 +71,7 @@ def terms_of(strategy: Strategy, num_examples: int) -> list[Term]:
         kept = kept if strategy.splits_gradients else "optimizer"
         return [*sharded_terms(sizes, num_replicas, kept), *sync_terms(calls, num_replicas)]
     if strategy.name not in ALL_REDUCE_ALGORITHMS and strategy.num_devices > 1:
-        raise NoFormulaError(f"nobody has written it for the strategy {strategy.name}")
+        raise NoFormulaError(f"there is no formula for the strategy {strategy.name}")
     if num_replicas == 1 or strategy.algorithm == "none":
         return []
     if calls and strategy.name == "mirrored":

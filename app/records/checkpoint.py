@@ -146,8 +146,7 @@ def checkpoint_paths(run_dir: pathlib.Path) -> list[pathlib.Path]:
         return []
     except OSError as error:
         raise OutputError(
-            f"{parent}: {reason_of(error)} — checkpoints that can be read are required; check its"
-            " permissions"
+            f"{parent}: {reason_of(error)}; check the permissions of the checkpoints"
         ) from error
     named = [(_NAME.fullmatch(name), parent / name) for name in names]
     return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
@@ -157,8 +156,8 @@ def _parent(run_dir: pathlib.Path) -> pathlib.Path:
     parent = run_dir / "checkpoints"
     if parent.is_symlink():
         raise OutputError(
-            f"{parent} is a symbolic link — a directory is required, for nothing is written"
-            " outside of --out; move what it leads to here"
+            f"{parent} is a symbolic link, and nothing is written outside of --out; move the"
+            " directory that it points to here"
         )
     return parent
 
@@ -181,12 +180,11 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
             raise
         if isinstance(error, OSError) and error.errno not in _MEANS_DAMAGE:
             raise OutputError(
-                f"{path}: cannot be read ({reason_of(error)}) — a checkpoint that can be read is"
-                " required; mend that, and run the same command again"
+                f"{path}: cannot be read ({reason_of(error)}); fix that and run the same command"
+                " again"
             ) from error
         raise CheckpointError(
-            f"{path}: does not verify ({reason_of(error)}) — one that does is required; choose"
-            " another"
+            f"{path}: does not verify ({reason_of(error)}); choose another checkpoint"
         ) from error
 
 

@@ -56,8 +56,8 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | No
     path, reason = damaged[0]
     others = f", as all {len(damaged)} here do not" if len(damaged) > 1 else ""
     raise CheckpointError(
-        f"{path}: does not verify ({reason}){others} — one that does is required;"
-        " train again into another directory, or use --overwrite"
+        f"{path}: does not verify ({reason}){others}; train in another directory, or use"
+        " --overwrite"
     )
 
 

@@ -6,6 +6,7 @@ Reference: the framing of TFRecord files (`tensorflow/core/lib/io/record_writer.
 """
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import struct
@@ -16,6 +17,7 @@ from app.records.files import open_regular
 
 _STEPS = "steps/"  # Tags with this prefix are written after each compiled call.
 _MOST_POINTS = 300
+_FEWEST_POINTS = 3  # Of a curve.
 _MOST_BYTES_PER_READ = 4 << 20
 _LARGEST_RECORD_BYTES = 1 << 16
 _HEAD_BYTES, _TAIL_BYTES = 12, 4  # Length with its checksum; checksum of the data.
@@ -35,6 +37,12 @@ class StepScalars:
     step: int
     time: float
     values: dict[str, float]
+
+
+def middle_steps(points: Sequence[StepScalars]) -> list[float]:
+    """Returns the middle of the steps of each call: where its mean belongs on an axis of steps."""
+    last_steps = [0, *(point.step for point in points)]
+    return [(before + 1 + last) / 2 for before, last in itertools.pairwise(last_steps)]
 
 
 class EventReader:
@@ -99,6 +107,14 @@ class EventReader:
             pairs = zip(self.points[::2], self.points[1::2], strict=True)
             self.points = [_mean(pair) for pair in pairs]
             self._calls_per_point *= 2
+
+
+def load_steps(run_dir: pathlib.Path) -> list[StepScalars]:
+    """Returns the scalars of a run over its steps, in order; none where too few are recorded."""
+    reader = EventReader(run_dir)
+    reader.update()
+    points = [point for point in reader.points if "steps/loss" in point.values]
+    return points if len(points) >= _FEWEST_POINTS else []
 
 
 def _mean(points: Sequence[StepScalars]) -> StepScalars:
@@ -171,7 +187,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, bytes]]:
             size = {1: 8, 5: 4}[wire_type]
         content = message[position : position + size]
         if len(content) != size:
-            raise ValueError("a field that is cut off")
+            raise ValueError("a truncated field")
         position += size
         yield number, 0, content
 

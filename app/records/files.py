@@ -95,13 +95,9 @@ def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = Non
         if file_system.f_files and not file_system.f_favail:
             free += ", but no file more can be made there"
         return DiskFullError(
-            f"{path}: {error.strerror}, {needed}{free} — space for it is required;"
-            " make room, then run the same command again"
+            f"{path}: {error.strerror}, {needed}{free}; make room, then run the same command again"
         )
-    return OutputError(
-        f"{path}: {error.strerror} — a place that can be written to is required; give another one"
-        " with --out"
-    )
+    return OutputError(f"{path}: {error.strerror}; choose another directory with --out")
 
 
 def _existing(path: pathlib.Path) -> pathlib.Path:

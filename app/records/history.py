@@ -239,6 +239,6 @@ def _load(path: pathlib.Path, parse: Callable[[], Parsed]) -> Parsed:
         return parse()
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise OutputError(
-            f"{path}: not readable as {path.name} ({reason_of(error)}) — a file that a run wrote is"
-            " required; use --overwrite to start anew"
+            f"{path}: not readable as {path.name} ({reason_of(error)}); use --overwrite to"
+            " start from scratch"
         ) from error

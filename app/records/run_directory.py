@@ -83,9 +83,8 @@ class RunDirectory:
         ]
         if changes:
             raise CheckpointError(
-                f"--out={self.path} holds a run of another configuration ({'; '.join(changes)})"
-                " — the same one is required to go on with it; choose another directory,"
-                " or --overwrite to start anew"
+                f"--out={self.path} contains a run with other settings ({'; '.join(changes)});"
+                " choose another directory, or --overwrite to start from scratch"
             )
 
     def start(self, *, overwrite: bool) -> None:
@@ -146,8 +145,7 @@ def open_log(path: pathlib.Path) -> None:
         if error.errno == errno.ENOSPC:
             raise write_error(path / LOG_FILE, error) from error
         raise OutputError(
-            f"{path / LOG_FILE}: {error.strerror} — a log that can be written is required;"
-            " choose another --out"
+            f"{path / LOG_FILE}: {error.strerror}; choose another directory with --out"
         ) from error
 
 
@@ -211,8 +209,7 @@ def load_run_config(path: pathlib.Path) -> dict:
         return config
     except (OSError, ValueError) as error:
         raise OutputError(
-            f"{path}: not the directory of a run ({CONFIG_FILE}: {reason_of(error)})"
-            " — one that train made is required; see runs/"
+            f"{path}: not the directory of a run ({CONFIG_FILE}: {reason_of(error)}); see runs/"
         ) from error
 
 
@@ -229,8 +226,8 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             raise write_error(path / LOCK_FILE, error) from error
         raise OutputError(
-            f"--out={path}: {reason_of(error)} — a directory that can be made and written to is"
-            " required; choose another place"
+            f"--out={path}: {reason_of(error)}; choose a directory that can be created and"
+            " written to"
         ) from error
     with open(descriptor, "r+", encoding="utf-8") as lock:
         try:
@@ -240,8 +237,8 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
                 raise
             lock.seek(0)
             raise OutputError(
-                f"--out={path} is in use by process {lock.read().strip() or 'unknown'}"
-                " — a directory of its own is required for each run; wait, or choose another"
+                f"--out={path} is in use by process {lock.read().strip() or 'unknown'}; wait, or"
+                " choose another directory"
             ) from error
         with contextlib.suppress(OSError):  # The disk is full; the lock is held nevertheless.
             os.ftruncate(descriptor, 0)
@@ -258,8 +255,7 @@ def check_not_foreign(path: pathlib.Path) -> None:
     """
     if _is_foreign(path):
         raise OutputError(
-            f"--out={path} holds files that no run of this program made — a new directory,"
-            " or that of a run, is required; choose another name"
+            f"--out={path} contains files that this program did not write; choose a new directory"
         )
 
 

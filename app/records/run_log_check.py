@@ -9,7 +9,7 @@ from app.records.run_log import STATUSES
 from app.records.run_log_reader import Attempt, parse_events, split_attempts
 from app.runtime.errors import reason_of
 
-CUT_OFF = "the last line is cut off"
+CUT_OFF = "the last line is truncated"
 _TRAINING = {"epoch", "checkpoint"}
 
 
@@ -66,7 +66,7 @@ def _check_attempt(
     if names[: len(in_order)] != in_order[: len(names)] or not set(training) <= _TRAINING:
         problems.append(f"order of events: {', '.join(names[:4])} …")
     elif training and in_order[-1] != "resume" and saved > (0, 0):
-        problems.append(f"began anew, though step {saved[0]} was saved")
+        problems.append(f"started from scratch, although step {saved[0]} was saved")
     at = 0, 0  # Current step and epoch of this attempt.
     for event, following in itertools.zip_longest(attempt.events, attempt.events[1:]):
         if event["event"] not in {"resume", *_TRAINING}:

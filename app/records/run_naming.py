@@ -30,5 +30,5 @@ def named_path(name: str) -> pathlib.Path:
         return pathlib.Path(name).expanduser()
     except RuntimeError as error:
         raise OutputError(
-            f"{name}: {reason_of(error)} — a directory is required; write its path in full"
+            f"{name}: {reason_of(error)}; write the path of the directory in full"
         ) from error

@@ -48,8 +48,8 @@ def check_tree(root: Any) -> None:
 def _check_text(text: str) -> None:
     if len(text) > _MAX_TEXT or not text.isprintable():
         raise TraceError(
-            f"has the text {shown(text)} in 'about'; names and other texts have to be printable,"
-            f" of at most {_MAX_TEXT:,} characters"
+            f"has the text {shown(text)} in 'about'; names and other texts must be printable"
+            f" and have at most {_MAX_TEXT:,} characters"
         )
 
 
@@ -84,9 +84,7 @@ def int_of(value: Any, key: str, low: int, high: int) -> int:
 def wrong_value(key: str, value: Any, required: str) -> TraceError:
     """Returns the error for a missing or invalid value."""
     found = "is missing" if value is None else f"is {shown(value)}"
-    return TraceError(
-        f"{shown(key)[1:-1]} of 'about' {found}, and {required} is required; record it again"
-    )
+    return TraceError(f"{shown(key)[1:-1]} of 'about' {found}, must be {required}; record it again")
 
 
 def shown(value: Any) -> str:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from app.records.event_reader import load_steps
 from app.records.history import (
     EpochRecord,
     Summary,
     load_history,
     load_required_summary,
 )
-from app.report.one_epoch_plot import draw_one_epoch, load_steps
+from app.report.one_epoch_plot import draw_one_epoch
 from app.report.plot_style import (
     LOOKS,
     Look,

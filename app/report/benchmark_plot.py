@@ -107,7 +107,7 @@ def _colour(case: dict) -> str:
 
 def _title(record: dict) -> str:
     dataset = record["cases"][0]["dataset"]
-    title = f"{record['common']} — {dataset_title(dataset)}"
+    title = f"{record['common']}; {dataset_title(dataset)}"
     title += f" on {record['machine']['processor']}"
     if any(case["simulated_devices"] for case in record["cases"]):
         title += "\nsimulated devices share its cores: timing is not scaling"

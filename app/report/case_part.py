@@ -43,13 +43,13 @@ def case_part(record: Record) -> Part:
         return Part(record.label, blocks, [], {})
     with reading(record.path / "verify.json"):
         runs = found["strategies"]
-        blocks = [Heading(record.label), *_verdicts(found), Text(_setup(found)), _stages(runs)]
+        blocks = [Heading(record.label), Text(_setup(found)), _stages(runs)]
         blocks += [
             Facts(each.title, each.facts, _MARKS[each.status])
             for each in explanations(runs, _MOST_TENSORS)
         ]
         blocks.append(Text(f"Tolerances: {one_line(_longest(runs)['tolerance'])}."))
-        return Part(record.label, blocks, [], _environment(runs))
+        return Part(record.label, blocks, [], _environment(runs), verdicts=_verdicts(found))
 
 
 def _verdicts(found: dict) -> list[Items]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from app.records.event_reader import middle_steps
 from app.records.history import EpochRecord
 from app.report.charts import Figure, Look, line_chart
 from app.report.page_parts import Table, Text, number
@@ -16,13 +17,16 @@ _CURVES = {
 
 
 def curves(runs: Sequence[Run]) -> list:
-    """Returns a figure with accuracy and loss over the epochs, and its numbers."""
-    drawn = [run for run in runs if run.history]
+    """Returns figures with accuracy and loss over epochs, or over steps, and their numbers."""
+    over_steps = [run for run in runs if run.steps]
+    drawn = [run for run in runs if run.history and not run.steps]
     blocks: list = [
         Text(f"{run.label}: no epoch is finished, so there is nothing to draw yet.")
         for run in runs
         if not run.history
     ]
+    if over_steps:
+        blocks.append(_curves_over_steps(over_steps))
     if not drawn:
         return blocks
     shown = _drawn_curves(drawn)
@@ -52,6 +56,37 @@ def curves(runs: Sequence[Run]) -> list:
     note = "Training values are means over the epoch, test values are those after it."
     title = "Accuracy and loss over the epochs"
     return [*blocks, Figure(title, charts, legend, [table], note)]
+
+
+def _curves_over_steps(runs: Sequence[Run]) -> Figure:
+    """Returns a figure of runs of one epoch, which would be one point over the epochs."""
+    tags = {"steps/loss": ("training loss", ".3g"), "steps/accuracy": ("training accuracy", ".2f")}
+    series = {
+        tag: {
+            run.label: [
+                (round(step), point.values.get(tag))
+                for step, point in zip(middle_steps(run.steps), run.steps, strict=True)
+            ]
+            for run in runs
+            if any(tag in point.values for point in run.steps)
+        }
+        for tag in tags
+    }
+    charts = [
+        line_chart(title, series[tag], x_label="step", form=form)
+        for tag, (title, form) in tags.items()
+        if series[tag]
+    ]
+    rows = [
+        [run.label, str(point.step), *(number(point.values.get(tag), ".4f") for tag in tags)]
+        for run in runs
+        for point in run.steps
+    ]
+    header = ["run", "up to step", *(title for title, _ in tags.values())]
+    table = Table("Means over the steps of each compiled call", header, "lrrr", rows)
+    legend = [(Look.of(index), run.label) for index, run in enumerate(runs)]
+    note = "Means over the steps of a compiled call. Test accuracies are in the table of results."
+    return Figure("Loss and accuracy over the steps, one epoch", charts, legend, [table], note)
 
 
 def _drawn_curves(runs: Sequence[Run]) -> dict[str, tuple[str, str, float]]:

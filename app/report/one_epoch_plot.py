@@ -1,27 +1,16 @@
 """Draws the figure of one-epoch runs: loss and accuracy over steps instead of epochs."""
 
-import itertools
 import math
-import pathlib
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from app.records.event_reader import EventReader, StepScalars
+from app.records.event_reader import StepScalars, middle_steps
 from app.records.history import EpochRecord, Summary
 from app.report.plot_style import LOOKS, Look, label_axes, scale_accuracy, set_title
 
-_FEWEST_POINTS = 3  # Of a curve.
 _TRAIN, _TEST = Look("#D55E00", "-", "", 1.8), Look("#0072B2", "", "o", 4.0)
-
-
-def load_steps(run_dir: pathlib.Path) -> list[StepScalars]:
-    """Returns the scalars of a run over its steps, in order; empty if too few are recorded."""
-    reader = EventReader(run_dir)
-    reader.update()
-    points = [point for point in reader.points if "steps/loss" in point.values]
-    return points if len(points) >= _FEWEST_POINTS else []
 
 
 def draw_one_epoch(
@@ -69,9 +58,8 @@ def draw_one_epoch(
 
 def _draw_curve(axes: Axes, points: list[StepScalars], tag: str, look: Look, name: str) -> None:
     """Draws the means over the steps of each compiled call, at the middle of these steps."""
-    last_steps = [0, *(point.step for point in points)]
     axes.plot(
-        [(before + 1 + last) / 2 for before, last in itertools.pairwise(last_steps)],
+        middle_steps(points),
         [point.values.get(tag, math.nan) for point in points],
         look.line,
         color=look.colour,

@@ -20,7 +20,14 @@ from app.report.page_parts import (
     differing,
 )
 from app.report.record_finder import Record, find_records
-from app.report.runs_part import Run, same_weights, speed, summary_table, verdicts
+from app.report.runs_part import (
+    Run,
+    comparison_verdict,
+    same_weights,
+    speed,
+    summary_table,
+    verdicts,
+)
 from app.report.speed_part import benchmark_part, explain_part
 from app.report.templates import create_environment
 from app.report.verification_part import verify_part
@@ -63,11 +70,11 @@ def _check_replaceable(path: pathlib.Path) -> None:
         return
     if path.is_dir():
         raise OutputError(
-            f"{path} is a directory — the name of a file is required; write {path / REPORT_FILE}"
+            f"{path} is a directory; give the name of a file, for example {path / REPORT_FILE}"
         )
     raise OutputError(
-        f"{path} is no report of this program — nothing else is replaced; move it away, or give"
-        " another name with --out"
+        f"{path} exists and is no report of this program; move it away, or give another"
+        " name with --out"
     )
 
 
@@ -97,10 +104,12 @@ def _page(records: Sequence[Record]) -> dict:
     measured = [benchmark_part(record) for record in records if record.kind == "benchmark"]
     explained = [explain_part(record) for record in records if record.kind == "explain"]
     parts = [run.part() for run in runs] + verified + measured + explained
+    compared = [record for record in records if record.kind == "compare"]
     sections = [
+        Section("verdict", "Verdict", _verdicts(compared, parts)),
         Section("results", "Results", [summary_table(runs)] if runs else []),
         Section("curves", "Accuracy and loss", curves(runs) if runs else []),
-        Section("weights", "Are the weights the same?", _weights(records, runs)),
+        Section("weights", "Are the weights the same?", _weights(compared, runs)),
         Section("verification", "Step by step", _blocks(verified)),
         Section("speed", "Speed", [*speed(runs), *_blocks(measured)]),
         Section("explained", "Where the time goes", _blocks(explained)),
@@ -122,6 +131,11 @@ def _page(records: Sequence[Record]) -> dict:
     }
 
 
+def _verdicts(compared: Sequence[Record], parts: Sequence[Part]) -> list:
+    of_comparisons = [item for record in compared for item in comparison_verdict(record)]
+    return of_comparisons + [item for part in parts for item in part.verdicts]
+
+
 def _blocks(parts: Sequence[Part]) -> list:
     return [block for part in parts for block in part.blocks]
 
@@ -135,8 +149,7 @@ def _banners(parts: Sequence[Part]) -> list[tuple[str, list[str]]]:
     return list(banners.items())
 
 
-def _weights(records: Sequence[Record], runs: Sequence[Run]) -> list:
-    compared = [record for record in records if record.kind == "compare"]
+def _weights(compared: Sequence[Record], runs: Sequence[Run]) -> list:
     return [block for record in compared for block in verdicts(record)] + same_weights(runs)
 
 

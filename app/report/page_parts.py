@@ -127,6 +127,7 @@ class Part:
         caveats: caveats of its results.
         environment: name → value of what its numbers depend on.
         changes: changes of flags on resuming.
+        verdicts: the verdict in one or several sentences.
     """
 
     label: str
@@ -134,6 +135,7 @@ class Part:
     caveats: Sequence[str]
     environment: dict[str, str]
     changes: Sequence[str] = ()
+    verdicts: Sequence[Items] = ()
 
 
 def number(value: float | None, form: str = ",.0f", unit: str = "") -> str:

@@ -58,8 +58,8 @@ def reading(path: pathlib.Path) -> Iterator[None]:
         yield
     except (*_ERRORS, RecursionError) as error:
         raise OutputError(
-            f"{path}: not readable as {path.name} ({reason_of(error)}) — a file that a run wrote is"
-            " required; make it anew with --overwrite, or leave this directory out"
+            f"{path}: not readable as {path.name} ({reason_of(error)}); write it again with"
+            " --overwrite, or leave this directory out"
         ) from error
 
 
@@ -86,9 +86,9 @@ def find_records(directories: Sequence[pathlib.Path]) -> list[Record]:
 def _stands_for(directory: pathlib.Path) -> list[tuple[pathlib.Path, str, dict]]:
     if not directory.is_dir():
         raise OutputError(
-            f"{directory}: no such directory — that of a run is required; see runs/"
+            f"{directory} does not exist; give the directory of a run, see runs/"
             if not directory.exists()
-            else f"{directory}: not a directory — that of a run is required; see runs/"
+            else f"{directory} is not a directory; give the directory of a run, see runs/"
         )
     if _is_run(directory):
         return list(_run_and_its_own(directory))
@@ -125,8 +125,7 @@ def _runs_in(path: pathlib.Path) -> list[pathlib.Path]:
         return runs
     except OSError as error:
         raise OutputError(
-            f"{path}: {reason_of(error)} — a directory that can be read is required;"
-            " choose another one"
+            f"{path}: {reason_of(error)}; choose a directory that can be read"
         ) from error
 
 

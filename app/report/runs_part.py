@@ -11,10 +11,21 @@ from app.records.caveats import (
     dataset_title,
     injected_fault_caveat,
 )
+from app.records.event_reader import StepScalars, load_steps
 from app.records.history import EpochRecord, Summary, load_history, load_summary
 from app.records.run_log_reader import load_attempts
 from app.report.charts import Figure, bar_chart
-from app.report.page_parts import Cell, Part, Table, Text, count, devices_text, number, whole
+from app.report.page_parts import (
+    Cell,
+    Items,
+    Part,
+    Table,
+    Text,
+    count,
+    devices_text,
+    number,
+    whole,
+)
 from app.report.record_finder import Record, reading
 
 _SHORT_HASH = 12
@@ -30,6 +41,7 @@ class Run:
         summary: its summary; None before the end of the first epoch.
         history: the finished epochs.
         mismatch: the step and cause of the mismatch that ended it; "" without one.
+        steps: scalars over the steps of a run of one epoch.
     """
 
     label: str
@@ -37,6 +49,7 @@ class Run:
     summary: Summary | None
     history: list[EpochRecord]
     mismatch: str = ""
+    steps: Sequence[StepScalars] = ()
 
     @classmethod
     def load(cls, record: Record) -> "Run":
@@ -52,7 +65,9 @@ class Run:
         if summary:
             with reading(record.path / "summary.json"):
                 _check_texts(summary.devices + summary.changes + list(summary.versions.values()))
-        return cls(record.label, record.config, summary, history, _find_mismatch(record.path))
+        mismatch = _find_mismatch(record.path)
+        steps = load_steps(record.path) if len(history) == 1 else ()
+        return cls(record.label, record.config, summary, history, mismatch, steps)
 
     def part(self) -> Part:
         """Returns the caveats and the environment of the run."""
@@ -96,7 +111,7 @@ def _find_mismatch(run_dir: pathlib.Path) -> str:
     stop = attempts[-1].stop if attempts else None
     if stop is None or stop["status"] != "mismatch":
         return ""
-    return str(stop.get("error", "")).partition(" — ")[0]
+    return str(stop.get("error", "")).rpartition("; ")[0]
 
 
 def _check_texts(values: Sequence) -> None:
@@ -119,12 +134,11 @@ def summary_table(runs: Sequence[Run]) -> Table:
     """Returns a row for each run, with the numbers of its `summary.json`."""
     noun = "examples" if any(run.summary and run.summary.case for run in runs) else "images"
     header = (
-        *("run", "strategy", "replicas", "devices", "test accuracy", "best", "recipe", "epochs"),
-        *("sec/epoch", f"{noun}/s", "status", "verification", "model", noun, "batch"),
-        *("learning rate", "weights"),
+        *("run", "strategy", "model", "recipe", "devices", "test accuracy", "best", "epochs"),
+        *("sec/epoch", f"{noun}/s", "status", "verified steps", "weights"),
     )
     rows = [_summary_row(run) for run in runs]
-    return Table("Every training with its result", header, "llrlrrllrrllllrrl", rows)
+    return Table("Every training with its result", header, "lllllrrlrrlll", rows)
 
 
 def _summary_row(run: Run) -> list[Cell | str]:
@@ -135,26 +149,30 @@ def _summary_row(run: Run) -> list[Cell | str]:
     return [
         run.label,
         s.strategy,
-        whole(s.num_replicas),
+        s.model,
+        s.recipe or "–",
         Cell(devices_text(s.devices, s.simulated_devices), title=", ".join(s.devices)),
         f"loss {s.test_loss:.4f}" if s.test_accuracy is None else number(s.test_accuracy, ".4f"),
         number(s.best_test_accuracy, ".4f"),
-        s.recipe or "–",
         f"{len(run.history)} of {s.epochs}",
         number(s.epoch_sec, ".2f"),
         number(s.images_per_sec),
         Cell("injected fault", "bad") if s.injected_fault else status,
-        Cell(s.verified_line() or "–", "bad" if s.mismatches else ""),
-        s.model,
-        f"{dataset_title(s.dataset)}, {s.num_train_examples:,}",
-        whole(s.global_batch_size),
-        number(s.learning_rate, "g"),
+        _verified(s),
         Cell(s.weights_sha256[:_SHORT_HASH], title=s.weights_sha256),
     ]
 
 
 def _unfinished(run: Run, text: str) -> Cell:
     return Cell("mismatch", "bad", run.mismatch) if run.mismatch else Cell(text, "differs")
+
+
+def _verified(summary: Summary) -> Cell:
+    if not summary.verified_steps:
+        return Cell("–")
+    wrong = summary.mismatches
+    mismatches = f", {wrong:,} mismatch{'es' * (wrong > 1)}" if wrong else ""
+    return Cell(f"{whole(summary.verified_steps)}{mismatches}", "bad" if wrong else "")
 
 
 def _row_without_result(run: Run) -> list[Cell | str]:
@@ -165,14 +183,12 @@ def _row_without_result(run: Run) -> list[Cell | str]:
 
     return [
         run.label,
-        *shown("strategy", "num_replicas"),
+        *shown("strategy", "model", "recipe"),
         *["–"] * 3,
-        *shown("recipe"),
         f"0 of {asked.get('epochs', '–')}",
         *["–"] * 2,
         _unfinished(run, "no epoch finished"),
         "–",
-        *shown("model", "dataset", "global_batch_size", "learning_rate"),
         "–",
     ]
 
@@ -225,13 +241,13 @@ def same_weights(runs: Sequence[Run]) -> list:
         return []
     same = {digest: labels for digest, labels in groups.items() if len(labels) > 1}
     if not same:
-        return [Text("No two of these trainings ended with the same bits in all weights.")]
+        return [Text("No two of these trainings have bitwise identical weights.")]
     rows: list[list[Cell | str]] = [
         [", ".join(labels), count(len(labels), "run"), Cell(digest[:_SHORT_HASH], title=digest)]
         for digest, labels in same.items()
     ]
     header = ["trainings", "how many", "SHA-256 of the weights"]
-    return [Table("Trainings that ended with the same bits in every weight", header, "lrl", rows)]
+    return [Table("Trainings with bitwise identical weights", header, "lrl", rows)]
 
 
 def verdicts(record: Record) -> list:
@@ -251,18 +267,38 @@ def verdicts(record: Record) -> list:
                 pair = " – ".join(verdict["strategies"])
                 explanations.setdefault(verdict["explanation"], []).append(pair)
     header = ["pair", "steps", "weights", "apart by", "relative", "in"]
-    table = Table(f"{record.label}: the weights of each pair", header, "lrlrrl", rows)
+    table = Table(f"{record.label}: final weights of each pair", header, "lrlrrl", rows)
     return [table, *(Text(f"{', '.join(of)}: {text}") for text, of in explanations.items())]
+
+
+def comparison_verdict(record: Record) -> list[Items]:
+    """Returns the verdict of a comparison in one sentence; none if it is not finished.
+
+    Raises:
+        OutputError: its record is damaged.
+    """
+    compared = record.load("compare.json") or {}
+    with reading(record.path / "compare.json"):
+        if not compared.get("verdict"):
+            return []
+        wrong = any(verdict.get("is_unexpected") for verdict in compared["verdicts"])
+        return [Items([f"{record.label}: {compared['verdict']}"], "bad" if wrong else "good")]
 
 
 def _verdict_row(verdict: dict) -> list[Cell | str]:
     first, second = verdict["strategies"]
     difference = verdict["difference"]
     same = difference["tensor"] == ""
+    if same:
+        outcome = Cell("bit-identical", "good")
+    elif verdict.get("is_unexpected", False):
+        outcome = Cell("different, not expected", "bad")
+    else:
+        outcome = Cell("different, as expected")
     return [
         f"{first} – {second}",
         whole(verdict["num_steps"]),
-        Cell("bit-identical", "good") if same else Cell("not the same bits", "differs"),
+        outcome,
         "0" if same else number(difference["absolute"], ".2g"),
         "0" if same else number(difference["relative"], ".2g"),
         "" if same else str(difference["tensor"]),

@@ -34,9 +34,9 @@ def benchmark_part(record: Record) -> Part:
         cases = found["cases"]
         rounds = count(len(cases[0]["blocks"]), "round")
         setup = (
-            f"{found['common']} — {dataset_title(cases[0]['dataset'])} on"
-            f" {found['machine']['processor']}."
-            f" Medians of {rounds} with 95 % intervals; warm-up is left out."
+            f"{found['common']}; {dataset_title(cases[0]['dataset'])} on"
+            f" {found['machine']['processor']}. Medians of {rounds} with 95 % intervals, without"
+            " warm-up."
         )
         blocks = [Heading(record.label), Text(setup), *_caveat_items(found["caveats"])]
         blocks += [_throughput(cases), *_comparisons(found)]
@@ -65,7 +65,7 @@ def explain_part(record: Record) -> Part:
         blocks += [_step(found["parts"]), _step_profile(found["step_profile"])]
         if "gradient_all_reduce" in found:
             blocks += [_all_reduce(found, first), _predictions(found, first)]
-            blocks.append(Text(_what_follows(found, facts)))
+            blocks.append(Text(_what_follows(found, first)))
         else:
             blocks.append(throughput(found, simulated=first["simulated_devices"]))
         if "split" in found:  # Older records have no "split".
@@ -198,7 +198,7 @@ def _all_reduce(found: dict, facts: dict) -> Table:
         [str(n), whole(time["size_bytes"]), number(1e3 * time["sec"], ".3f")]
         for n, time in found["gradient_all_reduce"].items()
     ]
-    caption = f"The all-reduce by itself: {facts['all_reduce']}, with nothing else going on"
+    caption = f"The all-reduce alone: {facts['all_reduce']}, without computation"
     return Table(caption, ["devices", "bytes of each", "ms"], "lrr", rows)
 
 

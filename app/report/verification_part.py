@@ -36,14 +36,25 @@ def verify_part(record: Record) -> Part:
         return Part(record.label, blocks, [], {})
     with reading(record.path / "verify.json"):
         strategies = found["strategies"]
-        blocks = [Heading(record.label), Text(verdict_sentence(found)), *_findings(strategies)]
-        blocks.append(Text(_setup(found)))
+        blocks = [Heading(record.label), *_findings(strategies), Text(_setup(found))]
         pairs = [(tuple(map(str, p["strategies"])), str(p["outcome"])) for p in found["pairs"]]
         blocks += map(Text, outcome_sentences(pairs))
         blocks += [_pairs(found["pairs"])] * bool(found["pairs"])
         blocks += [_outcomes(strategies), *_shards(strategies), *_shares(found)]
         blocks += _apart(found["pairs"])
-        return Part(record.label, blocks, _caveats(found), _environment(found))
+        return Part(
+            record.label,
+            blocks,
+            _caveats(found),
+            _environment(found),
+            verdicts=[_verdict_item(record, found)],
+        )
+
+
+def _verdict_item(record: Record, found: dict) -> Items:
+    has_findings = any(run["findings"] for run in found["strategies"].values())
+    sentence = f"{record.label}: {verdict_sentence(found)}"
+    return Items([sentence], "bad" if has_findings else "good")
 
 
 def _setup(found: dict) -> str:

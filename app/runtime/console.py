@@ -163,7 +163,7 @@ def report_bug(error: Exception) -> int:
         _write(sys.stderr, text.rstrip())
     first_line = (str(error).splitlines() or [""])[0]
     where = f"the traceback is in {log_file}" if log_file else "the traceback is above"
-    _write(sys.stderr, f"error: a bug ({type(error).__name__}: {first_line}) — {where}")
+    _write(sys.stderr, f"error: a bug ({type(error).__name__}: {first_line}); {where}")
     return 1
 
 

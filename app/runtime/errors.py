@@ -1,15 +1,26 @@
 """Defines the exceptions that end a command, each with its exit code.
 
-A message has two parts: what is wrong, with the value received; what to do.
+A message says what is wrong, with the value received; then, after a semicolon, what to do.
 """
 
 _MAX_REASON = 160
 
 
 class LockstepError(Exception):
-    """A failure reported in one line; any other exception is a bug (exit code 1)."""
+    """A failure that is reported in one line; any other exception is a bug (exit code 1)."""
 
     exit_code = 1
+
+    @property
+    def problem(self) -> str:
+        """What is wrong: the message without the advice."""
+        return str(self).rpartition("; ")[0] or str(self)
+
+    @property
+    def advice(self) -> str:
+        """What to do, the part after the last semicolon; "" without one."""
+        problem, _, advice = str(self).rpartition("; ")
+        return advice if problem else ""
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         """Makes the exception picklable, for any arguments of its class."""

@@ -43,9 +43,8 @@ def run_all_reduce_self_test(strategy: Strategy) -> None:
             if not np.array_equal(got, expected):
                 chosen = strategy.algorithm != strategy.default_all_reduce()
                 raise AllReduceError(
-                    f"all-reduce {strategy.algorithm} of {strategy.name} on {num_replicas}"
-                    f" replicas ({dtype}): {explain(got, replica_id, num_replicas)} — every"
-                    " gradient has to be in the sum once;"
+                    f"all-reduce {strategy.algorithm} of {strategy.name} on {num_replicas} replicas"
+                    f" ({dtype}) is wrong: {explain(got, replica_id, num_replicas)};"
                     f" {'use --all_reduce=auto' if chosen else 'fix its all-reduce'}"
                 )
 

@@ -209,8 +209,8 @@ def inject_fault(
     _check_can_happen(fault, strategy, batch_sizes)
     if fault.parameters.get("step", 0) > num_steps:
         raise ConfigError(
-            f"--inject={fault} in a training of {num_steps} steps — a step that is made is"
-            f" required; use step={num_steps} or less"
+            f"--inject={fault}: the training has only {num_steps} steps; use step={num_steps}"
+            " or less"
         )
     strategy.observer = observer = FaultyObserver(fault, strategy)
     return observer
@@ -236,25 +236,21 @@ def _check_can_happen(fault: Fault, strategy: Strategy, batch_sizes: Collection[
     ):
         sizes = " and ".join(map(str, sorted(batch_sizes, reverse=True)))
         raise ConfigError(
-            f"--inject={fault} with batches of {sizes} in {strategy.num_shards} shards — shards"
-            " of different sizes are required, or the mean of means is the mean; use"
-            f" --global_batch_size={max(batch_sizes) + 1}"
+            f"--inject={fault} changes nothing with batches of {sizes} in {strategy.num_shards}"
+            f" equal shards; use --global_batch_size={max(batch_sizes) + 1}"
         )
     if fault.name == "local_batch_norm" and not strategy.statistics_names:
-        raise ConfigError(
-            f"--inject={fault} with a model without BatchNorm — moving statistics are required;"
-            " use --model=resnet18"
-        )
+        raise ConfigError(f"--inject={fault} needs a model with BatchNorm; use --model=resnet18")
     syncs = strategy.syncs_batch_norm
     if fault.name == "local_batch_norm" and syncs:
         raise ConfigError(
-            f"--inject={fault} with --batch_norm=sync — statistics that differ between replicas"
-            " are required; use --batch_norm=average"
+            f"--inject={fault} needs statistics that differ between replicas, got"
+            " --batch_norm=sync; use --batch_norm=average"
         )
     if fault.name == "unsynced_batch_norm" and not syncs:
         raise ConfigError(
-            f"--inject={fault} without --batch_norm=sync — statistics of the whole batch are"
-            " required; use --batch_norm=sync --model=resnet18"
+            f"--inject={fault} needs statistics of the whole batch; use --batch_norm=sync"
+            " --model=resnet18"
         )
 
 

@@ -29,7 +29,7 @@ def check_finite_loss(
         cause = f"{name} is not finite" if name else "all weights are finite"
         objective = strategy.objective
         if objective and objective.has_own_train_step and not name:
-            cause += '; a train_step has to return its loss as {"loss": loss}'
+            cause += '; a train_step must return its loss as {{"loss": loss}}'
         raise _error(f"{description} {totals.loss}, {cause}", where, saved_step, bool(objective))
 
 
@@ -52,10 +52,7 @@ def check_finite_state(state: State, where: str, saved_step: int, *, is_case: bo
 def _error(problem: str, where: str, saved_step: int, is_case: bool) -> DivergedError:
     smaller = "learning rate in the file of the case" if is_case else "--learning_rate"
     kept = f"; the checkpoint of step {saved_step} is kept" if saved_step else ""
-    return DivergedError(
-        f"{problem} at {where} — a finite loss and finite weights are required; use a smaller"
-        f" {smaller}{kept}"
-    )
+    return DivergedError(f"{problem} at {where}; use a smaller {smaller}{kept}")
 
 
 def _first_not_finite(state: State) -> str | None:

@@ -179,10 +179,9 @@ def too_large(
     there = f", {available / 2**30:.1f} are free" if available is not None else ""
     per_replica = f"{-(-size.global_batch_size // size.num_replicas):,} images"
     return DeviceError(
-        f"out of memory: --global_batch_size={size.global_batch_size}, which is {per_replica} on"
-        f" each of {console.count(size.num_replicas, 'replica')}, takes {needed / 2**30:.1f} GiB by"
-        f" estimate{there} — memory for a step is required;"
-        f" {_advice(estimate, size, available)}"
+        f"out of memory: --global_batch_size={size.global_batch_size}, which is"
+        f" {per_replica} on each of {console.count(size.num_replicas, 'replica')}, takes an"
+        f" estimated {needed / 2**30:.1f} GiB{there}; {_advice(estimate, size, available)}"
     )
 
 

@@ -80,8 +80,7 @@ def _describe(name: str, groups: list[list[int]], apart: float) -> str:
     others = [replica for group in groups if group is not largest for replica in group]
     who = f"replica {', '.join(map(str, sorted(others)))}"
     return (
-        f"{name.partition('/')[2]} on {who} is not what replica"
-        f" {', '.join(map(str, largest))} hold{'s' * (len(largest) == 1)}, by {apart:.3g} — after"
-        " each step all replicas have to hold the same bits; run verify with the same flags to"
-        " find the first mismatch"
+        f"{name.partition('/')[2]} on {who} differs from replica"
+        f" {', '.join(map(str, largest))} by {apart:.3g}, but must be bitwise identical; run"
+        " verify with the same flags to find the first mismatch"
     )

@@ -52,10 +52,9 @@ class Changes(NamedTuple):
         """
         if self.serious and not force:
             raise CheckpointError(
-                f"--out={run_dir} holds a run of another configuration"
-                f" ({'; '.join(self.serious)}) — the same one is required to go on with it; choose"
-                " another directory, --force_resume to go on with the new values, or --overwrite"
-                " to start anew"
+                f"--out={run_dir} contains a run with other settings ({'; '.join(self.serious)});"
+                " choose another directory, --force_resume to resume with the new values, or"
+                " --overwrite to start from scratch"
             )
 
 
@@ -108,23 +107,24 @@ class Resumed:
         console.say(f"resuming after epoch {progress.epoch}{within}, step {progress.step}")
         if changes.serious:
             console.warn(
-                "this is another training from here on, as --force_resume asks for:"
-                f" {'; '.join(changes.serious)}"
+                f"--force_resume: from here on it is another training: {'; '.join(changes.serious)}"
             )
             if progress.epoch_step < self.found.checkpoint.progress.epoch_step:
-                console.warn(f"epoch {progress.epoch + 1} begins anew: its examples are others now")
+                console.warn(
+                    f"epoch {progress.epoch + 1} starts again with the examples of the new settings"
+                )
         before, now = self.found.checkpoint.metadata.num_shards, metadata.num_shards
         how = [*changes.how, *([f"shards of a batch {before} → {now}"] if before != now else [])]
         if how:
             console.say(
                 f"{'; '.join(how)}: global batch {metadata.config['global_batch_size']} and"
-                f" learning rate {metadata.learning_rate:g} stay, so it is the same training but"
-                " for rounding and BatchNorm's shards"
+                f" learning rate {metadata.learning_rate:g} stay, so the training is the same"
+                " within rounding and BatchNorm's shards"
             )
         if changes.more_epochs and has_schedule:
             console.warn(
-                f"{changes.more_epochs[0]}: the learning rate goes on along the schedule of the new"
-                " number, which is not what training them from the start would give"
+                f"{changes.more_epochs[0]}: the learning rate follows the schedule of the new"
+                " number of epochs; a run from scratch would give another result"
             )
 
 
@@ -145,8 +145,8 @@ def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata
     if found is None:
         if (run_dir / HISTORY_FILE).exists():
             raise CheckpointError(
-                f"{run_dir}: a history, but no checkpoint — the checkpoints of the run are required"
-                " to go on with it; restore them, or use --overwrite"
+                f"{run_dir} has a history, but no checkpoint; restore the checkpoints, or use"
+                " --overwrite"
             )
         return None
     saved = found.checkpoint
@@ -154,8 +154,8 @@ def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata
     begun = saved.progress.epoch + (saved.progress.epoch_step > 0)
     if begun > config.epochs:
         raise CheckpointError(
-            f"--epochs={config.epochs} — epoch {begun} of it is begun already; use"
-            f" --epochs={begun} or more, or another directory"
+            f"--epochs={config.epochs}: epoch {begun} has already started; use --epochs={begun}"
+            " or more, or another directory"
         )
     progress = _with_changes(saved.progress, changes)
     return Resumed(dataclasses.replace(saved, progress=progress), found, changes)

@@ -50,27 +50,25 @@ class SavedRun:
         run_config = load_run_config(run_dir)
         if run_config.get("command") == "verify":
             raise OutputError(
-                f"--run={run_dir} is a verification, which keeps no weights — a training is"
-                " required; name a run of train"
+                f"--run={run_dir} is a verification, which has no weights; give the directory of a"
+                " training"
             )
         if run_config.get("case"):
             raise OutputError(
-                f"--run={run_dir} is a training of a case — its model is code, which"
-                f" {config.command} does not run; run the command that trained it again, which"
-                " prints its result"
+                f"--run={run_dir} is a training of a case, whose model is code that"
+                f" {config.command} does not run; run the training command again to see its result"
             )
         if "," in str(run_config.get("strategy")):
             first = str(run_config["strategy"]).split(",")[0]
             raise OutputError(
-                f"--run={run_dir} is a comparison — one of its runs is required;"
-                f" for example --run={run_dir / first}"
+                f"--run={run_dir} is a comparison; give one of its runs, for example"
+                f" --run={run_dir / first}"
             )
         find = find_best_checkpoint if config.checkpoint == "best" else find_newest_checkpoint
         found = find(run_dir)
         if found is None:
             raise CheckpointError(
-                f"{run_dir}: no checkpoint — a run that has saved one is required;"
-                " finish it with the command that started it"
+                f"{run_dir} has no checkpoint; finish the run with the command that started it"
             )
         if warning := found.warning():
             console.warn(warning)
@@ -82,8 +80,7 @@ class SavedRun:
             return cls(training_config(config, config.strategy, **kept), found.checkpoint, run_dir)
         except (ConfigError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{found.path}: of a training that is unknown here ({error}) — one of this program"
-                " is required; choose another run"
+                f"{found.path}: not a training of this program ({error}); choose another run"
             ) from error
 
     def load_dataset(self) -> ImageDataset:
@@ -97,8 +94,8 @@ class SavedRun:
         name = metadata.dataset
         if name == "synthetic" and self.config.data_dir:
             raise ConfigError(
-                f"--data_dir={self.config.data_dir} with a run on generated images — no data is"
-                " read for it; leave the flag out"
+                f"--data_dir={self.config.data_dir} has no effect on a run with generated images;"
+                " leave the flag out"
             )
         dataset = load_dataset(
             name,
@@ -108,8 +105,8 @@ class SavedRun:
         )
         if dataset.sha256_of_test_part() != metadata.test_part_sha256:
             raise DataError(
-                f"the test images found are not those of {self.run_dir} (its data set:"
-                f" {name}) — the same images are required; name their folder with --data_dir"
+                f"the test images found are not those of {self.run_dir} (its data set: {name});"
+                " give their folder with --data_dir"
             )
         return dataset
 

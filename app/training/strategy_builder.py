@@ -150,8 +150,8 @@ def restore(
             strategy.load_per_shard_statistics(checkpoint.per_shard_statistics)
     except ValueError as error:
         raise CheckpointError(
-            f"checkpoint of step {checkpoint.progress.step}: {error} — one of the same model is"
-            " required; choose another run"
+            f"checkpoint of step {checkpoint.progress.step}: {error}; choose a run of the same"
+            " model"
         ) from error
 
 

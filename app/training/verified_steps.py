@@ -202,8 +202,7 @@ class VerifiedSteps:
         kept = state.checkpoints.saved_step
         what = f"the state after step {kept}" if kept else "no state"
         raise MismatchError(
-            f"{text}; {what} is saved — every step has to be what one device computes; find the"
-            " cause, or train on with --on_mismatch=warn"
+            f"{text}; {what} is saved; find the cause, or resume with --on_mismatch=warn"
         )
 
     def _keep_trace(self) -> str:

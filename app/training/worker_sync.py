@@ -23,9 +23,8 @@ def check_same_data(workers: Workers, dataset: TrainingData) -> None:
     for index, other in enumerate(workers.gather(digest.encode())):
         if other.decode() != digest:
             raise DataError(
-                f"worker {workers.index} has data {dataset.name} with SHA-256"
-                f" {digest[:12]}…, worker {index} {other.decode()[:12]}… — the same data are"
-                " required on every worker; give each the same files"
+                f"worker {workers.index} has data {dataset.name} with SHA-256 {digest[:12]}…, but"
+                f" worker {index} has {other.decode()[:12]}…; use the same files on every worker"
             )
 
 

@@ -165,7 +165,7 @@ def _changed_outside_update(
     )
     return Diagnosis(
         "changed_outside_update",
-        f"replica {mismatch.replica_id} has changed outside update, outside of the update:"
+        f"replica {mismatch.replica_id} changed outside of the update:"
         f" {np.count_nonzero(actual != expected)} of {actual.size} elements of {tensor}, number"
         f" {at} by {actual[at] - expected[at]:.6g}; {when}",
     )

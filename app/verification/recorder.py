@@ -163,8 +163,8 @@ class StepRecorder(Observer):
             )
             raise ConfigError(
                 f"strategy {strategy.name} reported the {what} of {items} {found} instead of"
-                f" {', '.join(map(str, ids))}; its train_step has to call self.{method} for each,"
-                " see docs/add_a_strategy.md"
+                f" {', '.join(map(str, ids))}; its train_step must call self.{method} for each, see"
+                " docs/add_a_strategy.md"
             )
         return [taken[item_id] for item_id in ids]
 
@@ -234,8 +234,7 @@ def _check_finite(
             if not np.isfinite(array).all():
                 raise DivergedError(
                     f"{kind} of {tensor} on {split.name_items(kind, [item_id])} is not finite at"
-                    f" step {step} —"
-                    " finite numbers are required; use a smaller --learning_rate, or fewer --steps"
+                    f" step {step}; use a smaller --learning_rate, or fewer --steps"
                 )
 
 
@@ -248,8 +247,8 @@ def check_repeatable(model: keras.Model) -> None:
     seeds = [v.path for v in model.variables if not np.issubdtype(np.dtype(v.dtype), np.floating)]
     if seeds:
         raise ConfigError(
-            f"model {model.name} draws random numbers in training ({seeds[0]}) — a step that only"
-            " depends on weights and examples is required; leave layers such as Dropout out"
+            f"model {model.name} draws random numbers in training ({seeds[0]}), so a step"
+            " cannot be repeated; leave out layers such as Dropout"
         )
 
 

@@ -32,7 +32,7 @@ class PairVerdict:
     num_steps: int
     difference: WeightDifference
     explanation: str
-    is_unexpected: bool
+    is_unexpected: bool = False
 
     def sentence(self) -> str:
         """Returns the result in words, without the explanation."""
@@ -63,11 +63,15 @@ def _summarize(verdicts: Sequence[PairVerdict], apart: Sequence[PairVerdict]) ->
         return "All trainings end with bitwise identical weights."
     if any(verdict.is_unexpected for verdict in apart):
         return "Weights differ that should be bitwise identical."
-    identical = len(verdicts) - len(apart)
-    some = f"{identical} of {len(verdicts)} pairs are bitwise identical; " if identical else ""
-    return (
-        f"{some}the other weights differ, as expected." if some else "Weights differ, as expected."
+    same = [verdict.strategies for verdict in verdicts if verdict.difference.identical]
+    if not same:
+        return "The trainings end with different weights, as expected."
+    names = (
+        f"{len(same)} of {len(verdicts)} pairs"
+        if len(same) > 2
+        else "; ".join(" and ".join(pair) for pair in same)
     )
+    return f"{names} end with bitwise identical weights; the others differ, as expected."
 
 
 def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
@@ -81,32 +85,37 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
     if len({summary.dataset_sha256 for summary in summaries}) > 1:
         found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
         raise DataError(
-            f"trained on different images: {found} — the same are required; name the data set"
-            " with --dataset and use --overwrite"
+            f"trained on different images: {found}; give the data set with --dataset and use"
+            " --overwrite"
         )
     runs = [
         (summary, _load_weights(path, summary))
         for summary, path in zip(summaries, run_dirs, strict=True)
     ]
     return [
-        PairVerdict(
-            strategies=(first.strategy, second.strategy),
-            num_steps=first.steps,
-            difference=WeightDifference.between(first_state, second_state),
-            explanation=_explain(first, second, first_state),
-            is_unexpected=_add_in_the_same_order(first, second),
-        )
+        _compare(first, second, first_state, second_state)
         for (first, first_state), (second, second_state) in itertools.combinations(runs, 2)
     ]
+
+
+def _compare(
+    first: Summary, second: Summary, first_state: "State", second_state: "State"
+) -> PairVerdict:
+    difference = WeightDifference.between(first_state, second_state)
+    return PairVerdict(
+        strategies=(first.strategy, second.strategy),
+        num_steps=first.steps,
+        difference=difference,
+        explanation=_explain(first, second, first_state),
+        is_unexpected=not difference.identical and _add_in_the_same_order(first, second),
+    )
 
 
 def _load_summary(run_dir: pathlib.Path) -> Summary:
     """Loads the summary of a run that has finished an epoch."""
     summary = load_summary(run_dir)
     if summary is None:
-        raise CheckpointError(
-            f"{run_dir}: no finished epoch — the weights of every run are required; use --overwrite"
-        )
+        raise CheckpointError(f"{run_dir} has no finished epoch; use --overwrite")
     return summary
 
 
@@ -114,15 +123,12 @@ def _load_weights(run_dir: pathlib.Path, summary: Summary) -> "State":
     """Loads the weights whose hash is in the summary."""
     found = find_newest_checkpoint(run_dir)
     if found is None:
-        raise CheckpointError(
-            f"{run_dir}: no checkpoint — the weights of every run are required; use --overwrite"
-        )
+        raise CheckpointError(f"{run_dir} has no checkpoint; use --overwrite")
     state = found.checkpoint.state
     if weights_sha256(state) != summary.weights_sha256:
         raise CheckpointError(
             f"{found.warning() or found.path}: not the weights of step {summary.steps}, which"
-            f" {run_dir}/summary.json tells of — those are required; restore them, or use"
-            " --overwrite"
+            f" {run_dir}/summary.json names; restore them, or use --overwrite"
         )
     return state
 

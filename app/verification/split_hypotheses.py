@@ -55,8 +55,7 @@ def _unsynced(
         yield Diagnosis(
             "unsynced_batch_norm",
             f"BatchNorm normalises each shard of {' or '.join(map(str, sizes))} examples"
-            f" separately, not all {len(labels)} of the batch together, which --batch_norm=sync"
-            " asks for",
+            f" separately; --batch_norm=sync asks for all {len(labels)} of the batch together",
         )
 
 

@@ -98,6 +98,6 @@ class StepContext:
 
 WHOLE_BATCH_NORM = Diagnosis(
     "whole_batch_norm",
-    "BatchNorm normalises over the whole global batch, as one device does, not over each shard"
-    " by itself",
+    "BatchNorm normalises over the whole global batch, as one device does, not over"
+    " each shard separately",
 )

@@ -48,7 +48,7 @@ def create_step_verifier(
         try:
             check_repeatable(strategy.model)
         except ConfigError as error:
-            reason = str(error).partition(" — ")[0]
+            reason = error.problem
     if not reason:
         return StepVerifier(config, spec, strategy)
     if config.verify_every:

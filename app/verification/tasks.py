@@ -223,9 +223,8 @@ def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> No
     free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise DiskFullError(
-            f"--steps={num_steps}: a trace of {needed:,} bytes in {path.parent}, {free:,} are free"
-            " — room for the trace of each strategy is required; use fewer --steps or another"
-            " --out"
+            f"--steps={num_steps} needs {needed:,} bytes in {path.parent} for the trace of each"
+            f" strategy, {free:,} are free; use fewer --steps or another --out"
         )
 
 

@@ -154,8 +154,7 @@ class Trace:
             if isinstance(error, MemoryError):
                 raise
             raise DataError(
-                f"{self._path}: is no whole trace ({reason_of(error)}) — a directory with a file of"
-                " arrays for each step is required; record it again"
+                f"{self._path}: not a complete trace ({reason_of(error)}); record it again"
             ) from error
 
     def __enter__(self) -> "Trace":

@@ -194,7 +194,7 @@ def print_outcome(outcome: Outcome) -> None:
     old, new = (" ".join(text.split()) for text in (mutation.old, mutation.new))
     print(
         f"| {mutation.number} | {mutation.file}:{outcome.line_number} | `{old}` → `{new}` |"
-        f" {outcome.noticed_by or 'NOBODY'} | {outcome.sec:.0f} |",
+        f" {outcome.noticed_by or 'NO TEST'} | {outcome.sec:.0f} |",
         flush=True,
     )
 

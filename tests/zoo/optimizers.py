@@ -140,7 +140,7 @@ def search(model: str, optimizer: str, dtype: str, seed: int) -> str:
 
 
 def search_or_explain(pair: str, seed: int) -> str:
-    """Searches a pair; where that raises, says so, and the other pairs go on."""
+    """Searches a pair; where that raises, reports it and continues."""
     model, optimizer, dtype = pair.split("/")
     try:
         return search(model, optimizer, dtype, seed)

@@ -133,7 +133,7 @@ def examine(name: str) -> Row:
 
 
 def _examine_or_explain(name: str) -> Row:
-    """Examines a case; where that raises, the row says so, and the other cases go on."""
+    """Examines a case; where that raises, the row says so, and the others continue."""
     try:
         return examine(name)
     except Exception as error:

@@ -2,7 +2,7 @@
 
 Reported for the replicated mode of TensorFlow's benchmarks, in contrast to Horovod's: the update is
 as many times too large as there are replicas, like a larger learning rate. In a custom
-`train_step`, the mean over the replica's examples has to be divided by the number of replicas.
+`train_step`, the mean over the replica's examples must be divided by the number of replicas.
 """
 
 import keras
