@@ -1,4 +1,4 @@
-"""Four logical CPU devices for every test, made before TensorFlow starts, and small helpers."""
+"""Creates four logical CPU devices before TensorFlow starts, and defines common fixtures."""
 
 import os
 import pathlib
@@ -32,8 +32,8 @@ keep_order_of_summation()
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
-# Corners of a matrix whose neighbours are in `make test`, and tests in processes of their own whose
-# subject has a quicker test in this process. `make test-all` runs all of them.
+# Corner cases whose neighbours are in `make test`, and tests in separate processes whose subject
+# has a faster test in this process. `make test-all` runs all of them.
 _ONLY_IN_TEST_ALL = re.compile(
     r"""
     test_strategies\.py::(
@@ -85,7 +85,7 @@ _ONLY_IN_TEST_ALL = re.compile(
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
+@pytest.hookimpl(tryfirst=True)  # Before `-m` selects tests.
 def pytest_collection_modifyitems(items):
     for item in items:
         if _ONLY_IN_TEST_ALL.search(item.nodeid):
@@ -119,7 +119,7 @@ def small_data(tmp_path_factory):
 
 
 def copy_program(folder: pathlib.Path) -> None:
-    """Copies the program as it is cloned, so that it can be changed, and its runs/ are not ours."""
+    """Copies the program as cloned, so that it can be changed, and its runs/ are separate."""
     shutil.copy(ROOT / "main.py", folder)
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("app", "models", "recorders", "strategies", "examples"):
@@ -128,13 +128,13 @@ def copy_program(folder: pathlib.Path) -> None:
 
 @pytest.fixture
 def small_lenet(monkeypatch):
-    """Trains a dense layer in place of LeNet, in this process: half the time goes into LeNet."""
+    """Trains a dense layer instead of LeNet in this process; LeNet takes half of the time."""
     monkeypatch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
 
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """A machine without GPUs, whatever this one has."""
+    """A machine without GPUs, also if this one has GPUs."""
     listed = tf.config.list_physical_devices
     monkeypatch.setattr(
         tf.config, "list_physical_devices", lambda kind=None: [] if kind == "GPU" else listed(kind)
@@ -143,7 +143,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture(scope="session")
 def small_program(tmp_path_factory):
-    """The folder of a copy of the program that trains a dense layer in place of LeNet."""
+    """The folder of a copy of the program that trains a dense layer instead of LeNet."""
     folder = tmp_path_factory.mktemp("small program")
     copy_program(folder)
     shutil.copy(ROOT / "tests" / "dense_network.py", folder / "models" / "lenet.py")
@@ -151,7 +151,7 @@ def small_program(tmp_path_factory):
 
 
 def program_environment(**changes) -> dict[str, str]:
-    """Returns a user's environment: what silences TensorFlow here is not in it."""
+    """Returns a user's environment, without the variables that silence TensorFlow here."""
     inherited = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
     return {**inherited, **changes}
 
@@ -159,7 +159,7 @@ def program_environment(**changes) -> dict[str, str]:
 def run_main(
     *arguments, env=None, timeout=240, cwd=ROOT, program=ROOT
 ) -> subprocess.CompletedProcess:
-    """Runs the program as a user does, output captured; asserts nothing."""
+    """Runs the program as a user does, with captured output; asserts nothing."""
     return subprocess.run(
         [sys.executable, str(program / "main.py"), *map(str, arguments)],
         capture_output=True,
@@ -172,11 +172,11 @@ def run_main(
 
 
 def run_ok(*arguments, **options) -> subprocess.CompletedProcess:
-    """Runs the program and asserts that it ends with 0."""
+    """Runs the program and asserts that it exits with 0."""
     return assert_ok(run_main(*arguments, **options))
 
 
 def assert_ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
-    """Asserts that a run of the program ended with 0; returns it."""
+    """Asserts that a run of the program exited with 0; returns it."""
     assert result.returncode == 0, result.stdout + result.stderr
     return result

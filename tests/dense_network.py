@@ -1,4 +1,4 @@
-"""The smallest architecture that a recipe can train; it can take LeNet's place in `models/`."""
+"""Small networks that can replace LeNet in `models/`."""
 
 import keras
 
@@ -15,7 +15,7 @@ def build_dense_network(
 def build_three_dense_layers(
     *, image_shape, num_classes, kernel_initializer="glorot_uniform"
 ) -> keras.Model:
-    """Builds the smallest network that a pipeline can cut into three stages."""
+    """Builds the smallest network that can be cut into three pipeline stages."""
     images = keras.Input(image_shape)
     x = keras.layers.Flatten()(images)
     for name, units in (("first", 12), ("second", 12), ("logits", num_classes)):
@@ -29,7 +29,7 @@ build_lenet = build_dense_network
 def build_conv_norm_network(
     *, image_shape, num_classes, kernel_initializer="glorot_uniform"
 ) -> keras.Model:
-    """Builds a network with BatchNorm: shards have statistics of their own."""
+    """Builds a network with BatchNorm, so that shards have their own statistics."""
     images = keras.Input(image_shape)
     x = keras.layers.Conv2D(4, 5, strides=4, kernel_initializer=kernel_initializer, name="conv")(
         images
@@ -42,7 +42,7 @@ def build_conv_norm_network(
 def build_dropout_network(
     *, image_shape, num_classes, kernel_initializer="glorot_uniform"
 ) -> keras.Model:
-    """Builds a network that draws random numbers in training."""
+    """Builds a network that uses random numbers in training."""
     images = keras.Input(image_shape)
     x = keras.layers.Dropout(0.5, seed=1)(keras.layers.Flatten()(images))
     logits = keras.layers.Dense(num_classes, kernel_initializer=kernel_initializer, name="logits")

@@ -1,8 +1,8 @@
-"""Bad input without end: `make fuzz`.
+"""Tests the program with endless bad input: `make fuzz`.
 
-Each target is a Hypothesis test: damaged or made-up input must be accepted as what it is, or
-refused by one of our errors, whose line can be printed. Anything else is a finding: another
-exception, more than some seconds, a file changed elsewhere, a process or a pickle started.
+Each target is a Hypothesis test: damaged or crafted input must be accepted as it is, or rejected
+with one of the program's errors, in a printable line. Everything else is a finding: another
+exception, more than some seconds, a changed file elsewhere, a started process or a pickle.
 """
 
 import argparse
@@ -63,7 +63,7 @@ _NEVER = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen
 
 
 def _audit(event: str, arguments: tuple) -> None:
-    """Sees everything that Python does to the system; within a target it forbids what P7 does."""
+    """Receives Python's audit events; within a target, raises an error for forbidden ones."""
     if _guarded is None:
         return
     if event in _NEVER:
@@ -84,7 +84,7 @@ sys.addaudithook(_audit)
 
 @contextlib.contextmanager
 def guarded(folder: pathlib.Path, *expected: type[LockstepError], advice: str = "; "):
-    """Within it only `expected` may be raised, nothing hang, and nothing change elsewhere."""
+    """Checks that only `expected` is raised, nothing hangs, and nothing changes elsewhere."""
     global _guarded
 
     def hang(*_):
@@ -98,7 +98,7 @@ def guarded(folder: pathlib.Path, *expected: type[LockstepError], advice: str = 
         _outcomes["accepted"] += 1
     except expected as error:
         assert len(str(error)) < 2000, f"a line of {len(str(error))} characters"
-        if isinstance(error, ConfigError):  # It names the flag, or repeats the word that is wrong.
+        if isinstance(error, ConfigError):  # It names the flag, or repeats the wrong word.
             assert re.search(r"--\w|'.*'|report needs|TF_CONFIG", str(error)), f"unclear: {error}"
         else:
             assert advice in str(error), f"no advice in {error}"
@@ -122,7 +122,7 @@ _EDIT = st.tuples(
 
 
 def _edited(content: bytes, edits) -> bytes:
-    """Returns `content` with some places changed; early ones, where headers are, more often."""
+    """Returns `content` with some bytes changed, more often in the header."""
     for kind, place, data in edits:
         at = int(place**3 * len(content))
         if kind == "overwrite":
@@ -174,12 +174,12 @@ def _apply(content: bytes, edit) -> bytes:
 
 
 def fuzz_idx(edits):
-    """Files of the data set that are not compressed."""
+    """Uncompressed files of the dataset."""
     _load({name: _apply(c, edits.get(name, [])) for name, c in _FILES.items()}, "")
 
 
 def fuzz_gzip(inner, outer):
-    """Compressed ones, damaged before or after they were compressed."""
+    """Compressed files, damaged before or after compression."""
     contents = {}
     for number, (name, content) in enumerate(_FILES.items()):
         damaged = _apply(content, inner.get(name, [])) if number % 2 else content
@@ -204,7 +204,7 @@ _JSON = st.recursive(
 
 
 def _replaced(value, place: float, new, remove: bool):
-    """Returns a JSON value with one of its nodes replaced, or removed."""
+    """Returns a JSON value with one node replaced or removed."""
     nodes = []
 
     def collect(node, parent, key):
@@ -227,7 +227,7 @@ _NODES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), _JSON, st.boolean
 
 
 def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
-    """Checkpoints that were damaged, or made up with hashes that are right."""
+    """Checkpoints that are damaged, or crafted with valid hashes."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         progress = Progress(
@@ -280,7 +280,7 @@ _WORD = st.one_of(
 
 
 def fuzz_flags(command, words):
-    """Command lines."""
+    """Random command lines."""
     for name in flags.FLAGS:
         flags.FLAGS[name].unparse()
     output = io.StringIO()
@@ -298,7 +298,7 @@ def fuzz_flags(command, words):
 
 
 def fuzz_config(nodes, edits, link):
-    """`config.json` of a run, as `train` and `evaluate` read it."""
+    """`config.json` of a run, as read by `train` and `evaluate`."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         fields = Config.of().result_fields()
@@ -390,7 +390,7 @@ def _read_all(path: pathlib.Path) -> None:
 
 
 def fuzz_trace(compressed, ranks, nodes, about_edits, members, fields, edits, directory_edits):
-    """Recordings of scripts: damaged, truncated, or made up."""
+    """Recordings of scripts: damaged, truncated, or crafted."""
     description = dict(_TRACE, replicas=[0]) if ranks else _TRACE
     contents = {name: _npy(array) for name, array in arrays(1, description["replicas"]).items()}
     value = json.loads(json.dumps(description))
@@ -436,7 +436,7 @@ def fuzz_trace(compressed, ranks, nodes, about_edits, members, fields, edits, di
 
 
 _EDITS = st.lists(_EDIT, max_size=2)
-# Target → what it is called with, and what that is drawn from.
+# Target → function and strategies of its arguments.
 TARGETS = {
     "idx": (fuzz_idx, {"edits": _FILE_EDITS}),
     "gzip": (fuzz_gzip, {"inner": _FILE_EDITS, "outer": _FILE_EDITS}),
@@ -480,8 +480,8 @@ TARGETS = {
 
 
 def prepare() -> None:
-    """Does once what the program does at its start."""
-    from absl import app as absl_app  # It defines flags of its own.
+    """Runs the program's start-up code once."""
+    from absl import app as absl_app  # It defines its own flags.
 
     assert absl_app
     if "model" not in flags.FLAGS:
@@ -489,10 +489,10 @@ def prepare() -> None:
 
 
 def run(target: str, *, max_examples: int, seed: int | None = None) -> collections.Counter:
-    """Runs a target on some examples; returns how many were accepted and refused.
+    """Runs a target on some examples; returns how many were accepted and rejected.
 
     Raises:
-        What Hypothesis reports: the smallest input that breaks a promise.
+        The smallest input that fails, as reported by Hypothesis.
     """
     prepare()
     _outcomes.clear()
@@ -516,7 +516,7 @@ def run(target: str, *, max_examples: int, seed: int | None = None) -> collectio
 
 
 def main() -> int:
-    """Fuzzes the targets that were named for some minutes each; returns the exit code."""
+    """Fuzzes the given targets for some minutes each; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("targets", nargs="*", default=list(TARGETS))
     parser.add_argument("--minutes", type=float, default=10)

@@ -1,4 +1,4 @@
-"""Files in the format of Fashion-MNIST's."""
+"""Writes files in the format of Fashion-MNIST."""
 
 import pathlib
 import struct

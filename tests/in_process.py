@@ -1,6 +1,6 @@
-"""The program inside the process of the tests: none of the seconds that TensorFlow takes to start.
+"""Runs the program inside the test process, without the start-up time of TensorFlow.
 
-For what a process does by itself (its streams, signals, exit code, end) there is `run_main`.
+`run_main` tests what a separate process does: streams, signals, exit code and end.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from app.verification import strategy_processes
 
 
 def parse_here(*arguments) -> Config:
-    """Returns the config of a command line; raises what is wrong with it."""
+    """Returns the config of a command line; raises its errors."""
     _forget_flags()
     return flags.parse_config(["main.py", *arguments])
 
 
 def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
-    """Runs the program, with the processes that it would start as threads; asserts nothing."""
+    """Runs the program, with threads instead of child processes; asserts nothing."""
     main, argv = _import_main(), ["main.py", *map(str, arguments)]
     with (
         threads_as_processes() as patch,
@@ -54,14 +54,14 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
 
 
 def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
-    """Runs the program as `run_here` does and asserts that it ends with 0."""
+    """Runs the program as `run_here` does and asserts that it exits with 0."""
     result = run_here(*arguments, **options)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
 
 class _Captured(io.TextIOWrapper):
-    """A stream with an encoding, as that of a process has one."""
+    """A stream with an encoding, like that of a process."""
 
     def __init__(self):
         super().__init__(io.BytesIO(), encoding="utf-8")
@@ -72,7 +72,7 @@ class _Captured(io.TextIOWrapper):
 
 
 class ThreadAsProcess:
-    """A `processes.ChildProcess` that is a thread with a `RunContext` of its own."""
+    """A `processes.ChildProcess` implemented by a thread with its own `RunContext`."""
 
     def __init__(self, function, *arguments, **options):
         self._call = function, arguments
@@ -85,7 +85,7 @@ class ThreadAsProcess:
         return self
 
     def __exit__(self, *exception):
-        self._to_function.put(None)  # It is told to end.
+        self._to_function.put(None)  # Tells it to end.
         self._thread.join(60)
 
     def _run(self):
@@ -110,7 +110,7 @@ class ThreadAsProcess:
 
 
 class ThreadCall:
-    """A `fork_server.Call` that a thread has answered."""
+    """A `fork_server.Call` answered by a thread."""
 
     def __init__(self, result, error):
         self.is_done, self._result, self._error = True, result, error
@@ -122,7 +122,7 @@ class ThreadCall:
 
 
 class ThreadServer:
-    """A `fork_server.ForkServer` whose calls are threads of this process, one after another."""
+    """A `fork_server.ForkServer` whose calls run in this process, one after another."""
 
     def __init__(self, prepare, *arguments, max_calls, max_running, on_message):
         self._prepare = functools.partial(prepare, on_message, *arguments)
@@ -152,7 +152,7 @@ class ThreadServer:
 
 
 def train_here(words, run_dir) -> int:
-    """Takes the place of `train_in_child_process`."""
+    """Replaces `train_in_child_process`."""
     result = run_here(*words, f"--out={run_dir}")
     sys.stdout.write(result.stdout)
     sys.stderr.write(result.stderr)
@@ -161,10 +161,10 @@ def train_here(words, run_dir) -> int:
 
 @contextlib.contextmanager
 def threads_as_processes():
-    """Within it the processes that a command would start are threads of this one."""
-    tf.config.list_logical_devices()  # From here on their number is fixed, and no command's.
+    """Replaces the child processes of a command with threads of this process."""
+    tf.config.list_logical_devices()  # Fixes the number of devices before a command does.
     with pytest.MonkeyPatch.context() as patch:
-        # Of several threads, each would direct all others' files into its own.
+        # Several threads would each direct the files of all others into their own directory.
         patch.setattr(RunContext, "use_temporary_directory", lambda self: None)
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
@@ -176,7 +176,7 @@ def threads_as_processes():
 
 
 def _import_main() -> types.ModuleType:
-    """Imports `main.py`, which changes how its process takes a SIGINT: not so that of the tests."""
+    """Imports `main.py`, and restores the SIGINT handler of the tests."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         return importlib.import_module("main")
@@ -185,7 +185,7 @@ def _import_main() -> types.ModuleType:
 
 
 def _forget_flags() -> None:
-    """Makes the flags ready for another command line."""
+    """Resets the flags for another command line."""
     if "strategy" not in flags.FLAGS:
         flags.define_flags()
     flags.FLAGS.unparse_flags()

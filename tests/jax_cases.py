@@ -80,7 +80,7 @@ def pmap_step(params, velocity, x, y, key):
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def jit_step(name, state, examples, *, key):
-    """Adam; the state is one object, the batch a dictionary, the key a keyword argument."""
+    """Trains with Adam; the state is one object, the batch a dictionary, the key a keyword."""
     params, moments, stats = state
     loss, grads = jax.value_and_grad(loss_fn)(params, examples["x"], examples["y"], key)
     grads = lockstep_jax.keep("sums", grads)
@@ -125,7 +125,7 @@ def jit_loop(step, sharded):
 
 
 def record(directory, name, step, run=loop, **options):
-    """Returns what a training with the recorder ends with, or the message of its error."""
+    """Returns the final values of a recorded training, or the message of its error."""
     options = {
         "arguments": ARGUMENTS,
         "outputs": OUTPUTS,
@@ -158,7 +158,7 @@ def case_shard_map(directory):
 
 
 def write_torch_trace(directory):
-    """Writes what PyTorch would record of the same weights: transposed, with other names."""
+    """Writes a recording of the same weights in PyTorch's form: transposed, with other names."""
     with np.load(directory / "one.npz") as one:
         about = json.loads(str(one["about"]))
         about |= {"framework": "torch", "variables": []}

@@ -1,4 +1,4 @@
-"""Compiled Keras models of all kinds, and their trainings with our strategies."""
+"""Compiled Keras models of all kinds, and their trainings with the project's strategies."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -182,7 +182,7 @@ MODELS = {
 
 
 class Training(NamedTuple):
-    """A strategy with a built model, and its data set of 3 batches."""
+    """A strategy with a built model, and its dataset of 3 batches."""
 
     strategy: Strategy
     objective: KerasObjective

@@ -1,9 +1,9 @@
-"""Runs several commands one after another in one process and prints what each has left there.
+"""Runs several commands one after another in one process and prints the state that each leaves.
 
     python tests/one_process.py OUT_DIR [NUM_TRAIN_EXAMPLES]
 
-`tests/test_one_process.py` runs it in a process of its own and checks what it prints, as JSON, on
-its last line. The images are those of `$FASHION_MNIST_DIR`.
+`tests/test_one_process.py` runs it in a separate process and checks its last line, as JSON. The
+images are those of `$FASHION_MNIST_DIR`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _STEP_OF_SIGNAL = 3
 
 
 class Tee(io.StringIO):
-    """Keeps what is printed, and prints it."""
+    """Prints text and stores it."""
 
     def write(self, text):
         sys.__stdout__.write(text)
@@ -35,7 +35,7 @@ class Tee(io.StringIO):
 
 
 def state_of_process():
-    """Returns everything that a command could leave in the process."""
+    """Returns all state that a command could leave in the process."""
     wakeup_fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup_fd)
     children = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/children")]
@@ -120,7 +120,7 @@ def commands(out, num_examples):
 
 
 def run_all(out, num_examples):
-    """Returns for each command its exit code, what it printed, its log, and what it left."""
+    """Returns for each command its exit code, its output, its log, and the state that it left."""
     results = {}
     for name, config, has_signal in commands(out, num_examples):
         print(f"\n== {name}: {config.command}", flush=True)

@@ -1,4 +1,4 @@
-"""Measurements made up for tests: nothing here starts a process."""
+"""Measurements for tests, without starting processes."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ def make_sample(
     global_batch_size=256,
     **facts,
 ):
-    """Returns a point with these measurements; real devices unless said otherwise."""
+    """Returns a sample with these measurements; on real devices by default."""
     config = Config.of(
         strategy=strategy,
         model=model,

@@ -1,4 +1,4 @@
-"""On which devices a strategy keeps its variables, and computes products of matrices."""
+"""Finds the devices on which a strategy places its variables and matrix products."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""What tests run in processes of their own: nothing here imports TensorFlow."""
+"""Functions that tests run in separate processes. Does not import TensorFlow."""
 
 import os
 import pathlib
@@ -95,7 +95,7 @@ def warn_and_keep(send):
 
 
 class Stubborn:
-    """Taking it apart takes an hour."""
+    """An object whose destructor takes an hour."""
 
     def __del__(self):
         time.sleep(3600)

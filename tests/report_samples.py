@@ -1,4 +1,4 @@
-"""Records made up for tests of reports, as every command leaves them: nothing is trained here."""
+"""Records for tests of reports, as written by every command, without training."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def write_config(path, config, **more):
 
 
 def write_training(path, *, num_epochs=4, **changes):
-    """Leaves what `train` leaves; returns its summary."""
+    """Writes the files of `train`; returns its summary."""
     summary = make_summary(**{**HONEST, **changes})
     write_config(path, Config.of(), strategy=summary.strategy)
     write_history(path, make_history(num_epochs))
@@ -58,7 +58,7 @@ def write_training(path, *, num_epochs=4, **changes):
 
 
 def write_mismatch(path):
-    """Leaves the log of a training that a verified step has ended."""
+    """Writes the log of a training that a verified step ended."""
     log = RunLog(path)
     log.start(versions={}, command="train")
     log.stop(9, error="manual has a mismatch: lost gradient, step 1; find the cause")
@@ -66,7 +66,7 @@ def write_mismatch(path):
 
 
 def write_running(path, *, num_epochs=1, steps=(2, 5, 10, 12, 15), **config):
-    """Leaves what a training has left that is in its second epoch of four, ten steps each."""
+    """Writes the files of a training in its second epoch of four, with ten steps each."""
     write_config(path, Config.of(), **config)
     log = RunLog(path)
     log.start(versions={}, command="train")
@@ -110,7 +110,7 @@ def write_comparison(path):
 
 
 def write_verification(path, *, fault=None):
-    """Leaves what `verify` leaves, of two steps of two strategies; a fault is found in one."""
+    """Writes the files of `verify` for two steps of two strategies; one has a fault."""
     config = Config.of("verify", strategies=("manual", "mirrored"), steps=2, inject=fault)
     write_config(path, config, command="verify")
 
@@ -166,7 +166,7 @@ LOCAL = {
 
 
 def case_run(*findings, replicas=2, **changes):
-    """Returns what `verify.json` holds for a strategy of a case."""
+    """Returns the entry of `verify.json` for a strategy of a case."""
     stages = dict.fromkeys(CHECKS, "clean") | {f["stage"]: f["status"] for f in findings}
     if replicas == 1:
         del stages["start"]
@@ -180,7 +180,7 @@ def case_run(*findings, replicas=2, **changes):
 
 
 def write_case(path, runs=None, **changes):
-    """Leaves what `verify --case` leaves; with one clean strategy, one by design and one fault."""
+    """Writes the files of `verify --case`: a clean strategy, one by design, one with a fault."""
     runs = runs or {
         "single": case_run(replicas=1),
         "mirrored": case_run(LOCAL),
@@ -200,7 +200,7 @@ def write_case(path, runs=None, **changes):
 
 
 def write_measured_cases(path):
-    """Leaves what `benchmark` leaves: two devices half again as fast as one."""
+    """Writes the files of `benchmark`: two devices are 1.5 times as fast as one."""
     config = Config.of("benchmark")
     write_config(path, config, command="benchmark")
     cases = [make_sample("single", 1, (1.5,) * 5), make_sample("manual", 2, (1.0,) * 5)]
@@ -208,7 +208,7 @@ def write_measured_cases(path):
 
 
 def write_explained_step(path):
-    """Leaves what `explain` leaves."""
+    """Writes the files of `explain`."""
     config = Config.of("explain")
     write_config(path, config, command="explain")
     third = Interval(0.001, 0.0005, 0.002)
@@ -248,7 +248,7 @@ TRAFFIC = Traffic(
 
 
 def write_explained_pipeline(path):
-    """Leaves what `explain` leaves of a pipeline with two stages and three micro-batches."""
+    """Writes the files of `explain` for a pipeline with two stages and three micro-batches."""
     config = Config.of("explain", strategy="pipeline", micro_batches=3)
     write_config(path, config, command="explain")
     third = Interval(0.001, 0.0005, 0.002)
@@ -279,7 +279,7 @@ def write_explained_pipeline(path):
 
 
 def write_everything(folder):
-    """Leaves a run of every kind in a folder, with all that a reader must not miss."""
+    """Writes a run of every kind to a folder, with all caveats."""
     write_comparison(folder / "compared")
     write_training(
         folder / "generated", dataset="synthetic", simulated_devices=True, devices=CPUS,

@@ -1,4 +1,4 @@
-"""Recordings of a small training that NumPy computes: right ones, and ones with a fault."""
+"""Recordings of a small training computed with NumPy: correct ones, and ones with a fault."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_of(step: int) -> np.ndarray:
-    """Returns the numbers of the examples of a step; each epoch has another order."""
+    """Returns the indices of the examples of a step; each epoch has another order."""
     epoch, number = divmod(step, STEPS_PER_EPOCH)
     order = np.random.default_rng(100 + epoch).permutation(NUM_EXAMPLES)
     return order[number * BATCH : (number + 1) * BATCH]
@@ -34,7 +34,7 @@ def split_evenly(rows: np.ndarray, replica: int, count: int) -> np.ndarray:
 
 
 def mean_of(sent: Sequence[Arrays]) -> list[Arrays]:
-    """Returns for each replica the mean of what all send."""
+    """Returns the mean of the sent values for each replica."""
     count = np.float32(len(sent))
     return [[sum(parts) / count for parts in zip(*sent, strict=True)] for _ in sent]
 
@@ -98,8 +98,8 @@ class Script:
     norm_momentum: float = 0.1
     unbiased: bool = False
     local_norm: bool = False
-    sums_loss: bool = False  # In place of the mean over the examples.
-    weighted: bool = True  # Each replica counts by its examples, as it should.
+    sums_loss: bool = False  # Instead of the mean over the examples.
+    weighted: bool = True  # Replicas are weighted by their examples, as is correct.
     update: Callable | None = None
     kinds: Sequence[str] = ("data", "loss", "raw", "sums", "clipped", "before", "after")
     change: Callable = lambda step, kind, replica, arrays: arrays

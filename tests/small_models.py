@@ -1,4 +1,4 @@
-"""Models that are trained in milliseconds, and strategies that have built them."""
+"""Models that train in milliseconds, and strategies that have built them."""
 
 import keras
 
@@ -10,12 +10,12 @@ from strategies import load_strategy_class
 
 
 def build_network(name):
-    """The architecture of that name, for Fashion-MNIST."""
+    """Builds the model of that name for Fashion-MNIST."""
     return load_model_builder(name)(image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES)
 
 
 def small_network():
-    """A convolution and a dense layer: both kinds of gradient, in milliseconds."""
+    """Builds a convolution and a dense layer, which have both kinds of gradient."""
     return keras.Sequential(
         [
             keras.Input(IMAGE_SHAPE, dtype="uint8"),
@@ -29,7 +29,7 @@ def small_network():
 
 
 def deep_network():
-    """Enough layers and channels for four stages, and for four parts of each layer: 5, 9 and 10."""
+    """Builds enough layers and channels for four stages and four parts per layer: 5, 9 and 10."""
     return keras.Sequential(
         [
             keras.Input(IMAGE_SHAPE, dtype="uint8"),
@@ -45,7 +45,7 @@ def deep_network():
 
 
 def deep_norm_network():
-    """The same depth with BatchNorm, for what depends on the shards."""
+    """Builds the same depth with BatchNorm, for tests of the split into shards."""
     return keras.Sequential(
         [
             keras.Input(IMAGE_SHAPE, dtype="uint8"),
@@ -61,7 +61,7 @@ def deep_norm_network():
 
 
 def small_resnet():
-    """One residual block: what BatchNorm does, without 18 layers of it."""
+    """Builds one residual block, for BatchNorm without 18 layers."""
     network = build_resnet(
         name="one_block",
         image_shape=IMAGE_SHAPE,
@@ -74,7 +74,7 @@ def small_resnet():
 
 
 def build_normalised_network(*, image_shape, num_classes, kernel_initializer="glorot_uniform"):
-    """The smallest one in which replicas keep statistics of their own."""
+    """Builds the smallest model with per-replica statistics."""
     images = keras.Input(image_shape)
     normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Flatten()(images))
     logits = keras.layers.Dense(num_classes, kernel_initializer=kernel_initializer, name="logits")

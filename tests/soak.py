@@ -1,8 +1,8 @@
-"""Kills a small training at random and resumes it, over and over: `make soak`.
+"""Kills a small training at random and resumes it repeatedly: `make soak`.
 
-Each cycle starts the same command and ends it somehow: SIGKILL or SIGTERM at a random moment, a
-kill or a full disk at a random fault point, or a SIGKILL after the newest checkpoint was truncated.
-Whatever came before, the finished run must have the weights of an undisturbed one.
+Each cycle starts the same command and ends it by SIGKILL or SIGTERM at a random moment, by a kill
+or a full disk at a random fault point, or by a SIGKILL after the newest checkpoint was truncated.
+The finished run must have the weights of an undisturbed one.
 """
 
 import argparse
@@ -37,21 +37,21 @@ TRAIN = (
     *("--checkpoint_every=3", "--steps_per_call=1"),
 )
 TIMEOUT_SEC = 120
-# Of the whole run after its start-up, about: the moments to choose from.
+# Approximate duration of the run after its start-up, from which the moments are drawn.
 TRAINING_SEC = 2.5
 KINDS = ("SIGKILL", "SIGTERM", "kill at", "disk full at", "truncated")
 
 
 class SoakError(Exception):
-    """A promise that was not kept."""
+    """A check that failed."""
 
 
 class Soak:
-    """A job that is killed and resumed.
+    """A training that is killed and resumed.
 
     Args:
-        folder: where everything goes.
-        seed: of all that is random.
+        folder: folder for all files.
+        seed: seed of all random choices.
     """
 
     def __init__(self, folder: pathlib.Path, seed: int):
@@ -65,7 +65,7 @@ class Soak:
         self._run_dir, self._truncated = folder / "run", None
 
     def cycle(self) -> str:
-        """Starts the job, ends it somehow, and checks what it left; returns what was done."""
+        """Starts the training, ends it, and checks its files; returns what was done."""
         kind = self._random.choice(KINDS)
         intact = checkpoint_paths(self._run_dir)
         if kind == "truncated" and len(intact) < 2:
@@ -82,7 +82,7 @@ class Soak:
         return told
 
     def finish(self) -> None:
-        """Lets the job run to its end, undisturbed, and checks it."""
+        """Lets the training finish, and checks it."""
         code = self._run(self._run_dir).wait(TIMEOUT_SEC)
         self._check(code == 0, f"the last run ended with {code}")
         self._check_finished()
@@ -103,7 +103,7 @@ class Soak:
         number = signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL
         started_after = _size(self._run_dir / RUN_LOG_FILE)
         process = self._run(self._run_dir)
-        if self._random.random() < 0.9:  # Else while it starts.
+        if self._random.random() < 0.9:  # Otherwise during start-up.
             while process.poll() is None and _size(self._run_dir / RUN_LOG_FILE) == started_after:
                 time.sleep(0.01)
         delay_sec = self._random.uniform(0, TRAINING_SEC)
@@ -115,11 +115,11 @@ class Soak:
         return f"{kind} after {delay_sec:.2f} s", code
 
     def _check_left(self) -> None:
-        """Checks what lies on the disk after a cycle."""
+        """Checks the files after a cycle."""
         paths = checkpoint_paths(self._run_dir)
         self._check(len(paths) <= NUM_NEWEST_KEPT + 2, f"{len(paths)} checkpoints")
         for path in paths:
-            if path != self._truncated:  # It lies there until the run has got as far as to read it.
+            if path != self._truncated:  # It exists until the run reaches its step.
                 load_checkpoint(path)
         if (self._run_dir / RUN_LOG_FILE).exists():
             self._check_log()
@@ -155,7 +155,7 @@ class Soak:
 
     @property
     def laps(self) -> int:
-        """How often the job was finished."""
+        """How often the training was finished."""
         return self._laps
 
 
@@ -168,7 +168,7 @@ def _truncate(path: pathlib.Path) -> None:
 
 
 def _write_data(folder: pathlib.Path) -> None:
-    """Writes a part of Fashion-MNIST, where there is any, else of the generated images."""
+    """Writes a part of Fashion-MNIST, if available, else of the generated images."""
     folder.mkdir()
     real = pathlib.Path(os.environ.get("FASHION_MNIST_DIR") or "/nonexistent")
     generated = generate_synthetic(num_train=NUM_TRAIN, num_test=NUM_TEST)
@@ -186,7 +186,7 @@ def _write_data(folder: pathlib.Path) -> None:
 
 
 def main() -> int:
-    """Runs the cycles that were asked for; returns the exit code."""
+    """Runs the requested cycles; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))

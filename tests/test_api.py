@@ -1,4 +1,4 @@
-"""The commands, called from Python."""
+"""Tests the commands called from Python."""
 
 import contextlib
 import os
@@ -37,9 +37,11 @@ def training(small_data, out, **options):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Lets `run` use a thread in place of a process."""
+    """Makes `run` use a thread instead of a process."""
     monkeypatch.setattr("app.api.ChildProcess", ThreadAsProcess)
-    monkeypatch.setattr("app.api.signals.handled", contextlib.nullcontext)  # Of the main thread.
+    monkeypatch.setattr(
+        "app.api.signals.handled", contextlib.nullcontext
+    )  # For the main thread only.
     with threads_as_processes():
         yield
 
@@ -48,7 +50,7 @@ def here(monkeypatch):
 def trained(small_data, small_program, tmp_path_factory):
     out = tmp_path_factory.mktemp("library") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(small_program)  # A process that is started finds its modules there.
+        patch.syspath_prepend(small_program)  # For child processes.
         return out, run(training(small_data, out, epochs=2))
 
 

@@ -1,4 +1,4 @@
-"""The comparison with other programs: what is asked of them, and what is made of the answers."""
+"""Tests the comparison with other programs: requests, and the evaluation of answers."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Checkpoints: round trip, what is kept, what is refused, and every point of a write cut off."""
+"""Tests checkpoints: round trip, retention, rejected files, and interruptions at every point."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""Where the cluster comes from, and what is refused before TensorFlow sees it."""
+"""Tests how the cluster is read from the environment, and errors before TensorFlow starts."""
 
 import json
 import socket

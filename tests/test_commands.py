@@ -1,4 +1,4 @@
-"""The program as a user runs it, end to end: mostly in this process, some in one of their own."""
+"""Tests the program end to end, mostly in this process, some in a separate one."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Options: each defined once; what is refused before anything is loaded; arithmetic of shards."""
+"""Tests the options: definitions, errors before loading, and the arithmetic of shards."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The textbook's experiments: its numbers exactly, and every experiment from end to end."""
+"""Tests the experiments of `demo`: exact numbers of d2l, and every experiment end to end."""
 
 import dataclasses
 import importlib

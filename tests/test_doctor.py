@@ -1,4 +1,4 @@
-"""`doctor`: each check with a machine that is pretended, and the command on the one that is."""
+"""Tests `doctor`: each check on a simulated machine, and the command on the actual one."""
 
 import dataclasses
 import importlib.machinery

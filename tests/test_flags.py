@@ -1,4 +1,4 @@
-"""The command line: help, choices and refusals, all before TensorFlow is imported."""
+"""Tests the command line: help, choices and errors, all before TensorFlow is imported."""
 
 import importlib.metadata
 import platform

@@ -1,4 +1,4 @@
-"""The fork server: results, messages, and every way in which a fork ends."""
+"""Tests the fork server: results, messages, and every way in which a fork ends."""
 
 import os
 import pathlib

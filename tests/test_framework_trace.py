@@ -1,4 +1,4 @@
-"""Recordings of other frameworks become traces of strategies, to the bit."""
+"""Tests the conversion of other frameworks' recordings to traces of strategies, bitwise."""
 
 import json
 

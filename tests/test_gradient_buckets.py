@@ -1,4 +1,4 @@
-"""Buckets: what is in them, in which order, and that everything comes out as it went in."""
+"""Tests gradient buckets: contents, order, and round trip."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The order of examples: complete, seeded, resumable, the same for everybody."""
+"""Tests the order of examples: complete, seeded, resumable, equal for every strategy."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Medians, ratios and their intervals."""
+"""Tests medians, ratios and their intervals."""
 
 import numpy as np
 import pytest

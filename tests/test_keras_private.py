@@ -1,4 +1,4 @@
-"""The private APIs of Keras that compiled models need: they exist, and do what we rely on."""
+"""Tests the private Keras APIs for compiled models: they exist and behave as expected."""
 
 import keras
 import numpy as np

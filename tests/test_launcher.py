@@ -1,4 +1,4 @@
-"""Which worker is to blame, and what is said of it; without any process."""
+"""Tests how the launcher finds and reports a failed worker, without processes."""
 
 import types
 
@@ -9,7 +9,7 @@ from app.cluster.worker_process import Failure
 
 
 class Worker:
-    """What `find_culprit` asks of a worker."""
+    """The attributes of a worker that `find_culprit` uses."""
 
     def __init__(self, index, exit_code, *, is_stopped=False, killed=False):
         self.index, self.exit_code, self.is_stopped = index, exit_code, is_stopped

@@ -1,4 +1,4 @@
-"""`report --watch`: the page of a training in progress, and who is answered."""
+"""Tests `report --watch`: the page of a training in progress, and the server's access checks."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""The recorder of Keras' `fit`: what is clean stays clean, and faults are named where they are."""
+"""Tests the recorder of Keras' `fit`: no findings on correct trainings, and named faults."""
 
 import ast
 import collections

@@ -1,4 +1,4 @@
-"""Memory: what does not fit is refused before the first step, with a batch that does."""
+"""Tests the memory estimate: batches that do not fit are rejected, with a batch size that does."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Names of unnamed layers, and models that no strategy can train as they are meant."""
+"""Tests names of unnamed layers, and models that strategies cannot train equally."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""No module of `app` keeps state: commands of one process would see each other in it."""
+"""Checks that no module of `app` holds state, which would be shared between commands."""
 
 import ast
 import re

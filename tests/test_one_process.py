@@ -1,4 +1,4 @@
-"""Several commands one after another in one process: none sees, or keeps, what another one did."""
+"""Tests several commands in one process: none sees or keeps the state of another."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: M micro-batches are M replicas, bit for bit, on K stages."""
+"""Tests pipeline parallelism: M micro-batches are bitwise identical to M replicas, on K stages."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Processes that this program starts: results, messages, and every way in which they end."""
+"""Tests the child processes of the program: results, messages, and all ways in which they end."""
 
 import os
 import pathlib

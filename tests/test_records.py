@@ -1,4 +1,4 @@
-"""History, run directories, figures: whole or not there, and read back as written."""
+"""Tests history, run directories and figures: atomic writes, and reading back."""
 
 import dataclasses
 import errno

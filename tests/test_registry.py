@@ -1,4 +1,4 @@
-"""The tables of models and strategies: what they lead to, and what importing them costs."""
+"""Tests the tables of models and strategies: their entries, and the cost of importing them."""
 
 import subprocess
 import sys

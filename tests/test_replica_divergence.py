@@ -1,4 +1,4 @@
-"""The self-test of the all-reduce, and the divergence check of replicas while they train."""
+"""Tests the all-reduce self-test, and the divergence check of replicas during training."""
 
 import itertools
 

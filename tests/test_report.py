@@ -1,4 +1,4 @@
-"""`report.html`: the records' own numbers, one file that asks for nothing, refused where due."""
+"""Tests `report.html`: its numbers, that it is self-contained, and its errors."""
 
 import dataclasses
 import html

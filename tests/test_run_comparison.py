@@ -1,4 +1,4 @@
-"""What `compare` says of two runs."""
+"""Tests the comparison of two runs."""
 
 import numpy as np
 import pytest

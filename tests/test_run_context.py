@@ -1,4 +1,4 @@
-"""The state of a command: seen by what it calls, and gone afterwards."""
+"""Tests the state of a command: visible to its functions, and restored afterwards."""
 
 import os
 import pathlib

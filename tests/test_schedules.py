@@ -1,4 +1,4 @@
-"""Pipeline schedules: complete, possible, as short as theory says, and remembering no more."""
+"""Tests pipeline schedules: complete, valid, of theoretical length and memory."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Recordings of training scripts: what is written is read, anything else is refused in a line."""
+"""Tests recordings of training scripts: valid ones are read, others rejected in one line."""
 
 import dataclasses
 import io
@@ -631,8 +631,8 @@ WRONG = [
     ({"replicas": [0, NAN]}, "replicas[1] of 'about' is nan"),
     ({"replicas": 2}, "replicas of 'about' is 2, must be a list"),
     ({"steps": []}, "steps of 'about' is a list of 0, must be at least one number"),
-    ({"steps": [3, 1]}, "steps of 'about' is a list of 2, must be at least one number, in ascending"),
-    ({"steps": [0, 1.5]}, "steps[1] of 'about' is 1.5"),
+    ({"steps": [3, 1]}, "steps of 'about' is a list of 2, must be at least one number, in
+    ascending"), ({"steps": [0, 1.5]}, "steps[1] of 'about' is 1.5"),
     ({"steps": [-1, 0]}, "steps[0] of 'about' is -1"),
     ({"steps": None}, "steps of 'about' is missing, must be a list"),
     ({"framework": ""}, "framework of 'about' is '', must be a name"),
@@ -652,16 +652,16 @@ WRONG = [
     ({"gradients": ["m/kernel"]}, "names 'm/kernel' in 'gradients' of 'about', which is no"),
     ({"gradients": ["dense/bias"] * 3}, "gradients of 'about' is a list of 3, must be each weight"),
     ({"gradients": [1]}, "gradients[0] of 'about' is 1"),
-    ({"reduction": "average"}, "reduction of 'about' is 'average', must be one of '', 'sum', 'mean'"),
-    ({"reduction": []}, "reduction of 'about' is a list of 0"),
-    ({"order": "clip"}, "order of 'about' is 'clip', must be one of 'reduce, clip', 'clip, reduce'"),
-    ({"optimizer": "SGD"}, "optimizer of 'about' is 'SGD', must be an object"),
-    ({"settings": []}, "settings of 'about' is a list of 0, must be one list of groups for each of 2"),
-    ({"settings": [{}, {}]}, "settings[0] of 'about' is an object, must be a list"),
+    ({"reduction": "average"}, "reduction of 'about' is 'average', must be one of '', 'sum',
+    'mean'"), ({"reduction": []}, "reduction of 'about' is a list of 0"),
+    ({"order": "clip"}, "order of 'about' is 'clip', must be one of 'reduce, clip', 'clip,
+    reduce'"), ({"optimizer": "SGD"}, "optimizer of 'about' is 'SGD', must be an object"),
+    ({"settings": []}, "settings of 'about' is a list of 0, must be one list of groups for each of
+    2"), ({"settings": [{}, {}]}, "settings[0] of 'about' is an object, must be a list"),
     ({"settings": [[], [1]]}, "settings[1][0] of 'about' is 1, must be an object"),
-    (group(learning_rate="0.1"), "settings[0][0].learning_rate of 'about' is '0.1', must be a number"),
-    (group(momentum=True), "settings[0][0].momentum of 'about' is True, must be a number"),
-    (group(nesterov=1), "settings[0][0].nesterov of 'about' is 1, must be true or false"),
+    (group(learning_rate="0.1"), "settings[0][0].learning_rate of 'about' is '0.1', must be a
+    number"), (group(momentum=True), "settings[0][0].momentum of 'about' is True, must be a
+    number"), (group(nesterov=1), "settings[0][0].nesterov of 'about' is 1, must be true or false"),
     (group(weights="all"), "settings[0][0].weights of 'about' is 'all', must be a list"),
     (group(weights=["x"]), "names 'x' in 'settings' of 'about', which is no weight"),
     ({"layers": {}}, "layers of 'about' is an object, must be a list"),

@@ -1,4 +1,4 @@
-"""Sharded state: every bit as in `manual`, and each device holds one part of it."""
+"""Tests sharded state: bitwise identical to `manual`, with one part on each device."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What `plan` and `explain` say of a split training: numbers worked out by hand."""
+"""Tests `plan` and `explain` for split trainings, with numbers computed by hand."""
 
 import dataclasses
 import itertools

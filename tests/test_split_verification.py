@@ -1,4 +1,4 @@
-"""Verification where shards, copies of the weights and devices are not the same number."""
+"""Tests verification with different numbers of shards, copies of the weights and devices."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A step taken apart: from measurements made up by a law, the law comes out again."""
+"""Tests the step-time breakdown with measurements generated from a known model."""
 
 import pytest
 

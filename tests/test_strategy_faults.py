@@ -1,4 +1,4 @@
-"""Faults in our own strategies: `compare` finds each in a recording, and names it."""
+"""Tests faults in the project's strategies: `compare` finds and names each in a recording."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""Draws bugs at random, as entries for `mutations.toml`, so that not all are made for the tests.
+"""Draws random bugs as entries for `mutations.toml`, independent of the tests.
 
     python tests/mutations/draw.py PLACE COUNT [--seed=17]
 

@@ -1,10 +1,10 @@
-"""Breaks one line of the program at a time and counts how many of these bugs the tests notice.
+"""Breaks one line of the program at a time and counts how many of these bugs the tests detect.
 
     python tests/mutations/run.py [--only=3,17] [--jobs=1] [--first_only]
 
 Each mutation of `mutations.toml` is made in a copy of the repository. The test files that are most
-likely to notice it run first, then the rest of `make test`; both stop at the first failure. A test
-that also fails in the unchanged copy notices nothing. Exits with 1 if fewer than 95 % are noticed,
+likely to detect it run first, then the rest of `make test`; both stop at the first failure. A test
+that also fails in the unchanged copy does not count. Exits with 1 if fewer than 95 % are detected,
 or if a mutation does not fit the program.
 """
 
@@ -67,7 +67,7 @@ class Mutation:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the tests made of a mutation; `noticed_by` is empty where they noticed nothing."""
+    """The result of testing a mutation; `noticed_by` is empty if no test failed."""
 
     mutation: Mutation
     line_number: int
@@ -94,7 +94,7 @@ def load_mutations() -> list[Mutation]:
 
 
 def first_tests(file: str, first: dict[str, list[str]]) -> tuple[str, ...]:
-    """Returns the test files that run first for a mutated file: those of the first pattern."""
+    """Returns the test files to run first for a mutated file: those of the first pattern."""
     names = next((names for pattern, names in first.items() if fnmatch.fnmatch(file, pattern)), [])
     return tuple(f"tests/test_{name}.py" for name in names)
 
@@ -125,7 +125,7 @@ def run_tests(copy: pathlib.Path, *arguments: str) -> list[str]:
         return ["the tests ended all at once"]
     finally:
         with contextlib.suppress(OSError):
-            os.killpg(process.pid or 0, signal.SIGKILL)  # What it has started ends, too.
+            os.killpg(process.pid or 0, signal.SIGKILL)  # Its child processes end, too.
         process.join()
     if exit_code not in (0, 1, 2):  # Passed, failed, or a file that cannot be imported.
         sys.exit(f"error: pytest ended with exit code {exit_code} for {' '.join(arguments)}")
@@ -149,7 +149,7 @@ def _run_pytest(
 
 
 class _Failures:
-    """A plugin of pytest that notes what fails."""
+    """A pytest plugin that records failures."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -164,7 +164,7 @@ class _Failures:
 
 
 def try_mutation(mutation: Mutation, *, first_only: bool) -> Outcome:
-    """Makes one mutation in a copy of its own and runs the tests until one fails."""
+    """Makes one mutation in a separate copy and runs the tests until one fails."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutation") as folder:
         copy = copy_repository(pathlib.Path(folder))
@@ -179,7 +179,7 @@ def try_mutation(mutation: Mutation, *, first_only: bool) -> Outcome:
 
 
 def failing_anyway(outcomes: list[Outcome]) -> set[str]:
-    """Returns those of the noticing tests that fail in an unchanged copy, too."""
+    """Returns the failing tests that also fail in an unchanged copy."""
     tests = sorted({o.noticed_by for o in outcomes if "::" in o.noticed_by})
     if not tests:
         return set()

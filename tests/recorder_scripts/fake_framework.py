@@ -1,4 +1,4 @@
-"""Takes the place of a framework's program: it trains nothing, and writes what it starts from.
+"""Replaces the program of a framework: does not train, and writes its initial state.
 
 `$FAKE_FRAMEWORK` says what goes wrong: "fail", "no results" or "other weights".
 """

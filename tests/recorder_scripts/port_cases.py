@@ -1,4 +1,4 @@
-"""What differs by default between port_torch.py and port_keras.py, and what verify finds."""
+"""Lists the default differences between port_torch.py and port_keras.py, and verify's findings."""
 
 import dataclasses
 
@@ -76,7 +76,7 @@ DIFFERENCES = {
             ("gradients", "other_padding"),
             ("statistics", "other_padding"),
         ),
-        by_design=(),  # Every BatchNorm has another batch.
+        by_design=(),  # Every BatchNorm has a different batch.
     ),
     "class_weights": PortCase(
         (WEIGHTS,),

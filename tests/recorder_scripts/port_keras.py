@@ -67,7 +67,7 @@ def build_optimizer(options):
 
 
 class WeightedMean(keras.losses.Loss):
-    """The mean of PyTorch: divided by the sum of the weights of the classes."""
+    """A mean like PyTorch's: divided by the sum of the class weights."""
 
     def call(self, y_true, y_pred):
         weights = tf.gather(tf.linspace(0.5, 2.0, 10), tf.cast(tf.reshape(y_true, [-1]), tf.int32))

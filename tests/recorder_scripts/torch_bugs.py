@@ -3,7 +3,7 @@
 BUGS = {
     "no_set_epoch": {"        sampler.set_epoch(epoch)\n": ""},
     "bypassed_ddp": {"cross_entropy(model(x), y)": "cross_entropy(model.module(x), y)"},
-    "unequal_shards": {  # The first process is given three quarters of each batch.
+    "unequal_shards": {  # The first process gets three quarters of each batch.
         "DistributedSampler(data, num_processes, rank)": "DistributedSampler(data, 1, 0)",
         "DataLoader(data, BATCH_SIZE // num_processes, ": "DataLoader(data, BATCH_SIZE, ",
         "            optimizer.zero_grad()\n": "            cut = len(x) * 3 // 4\n"

@@ -1,4 +1,4 @@
-"""Trainings that `test_torch_recorder.py` has recorded, in an interpreter that has PyTorch.
+"""Trainings for `test_torch_recorder.py`, run by an interpreter with PyTorch.
 
 `python torch_cases.py FOLDER one` writes traces of one process to FOLDER, and prints results as
 JSON; `two` trains with two processes.
@@ -33,7 +33,7 @@ def batch(step, shard=0, num_shards=1, size=12):
 
 
 def train(model, optimizer, path=None, num_steps=4, shards=(0, 1), **options):
-    """Trains, recorded if there is a path, and returns the final bits."""
+    """Trains, with a recording if there is a path, and returns the final bits."""
     record = lockstep_torch.record(path, model, optimizer, **options) if path else None
     with record or contextlib.nullcontext():
         for step in range(num_steps):
@@ -127,7 +127,7 @@ def case_other_optimizer():
 
 
 def case_port():
-    """Replays a trace that has the layouts of Keras."""
+    """Replays a trace with Keras' layouts."""
     model = network()
     train(model, adamw(model), "port.npz", steps=[0], replay="keras.npz")
     names = {"0.weight": "conv/kernel", "5.weight": "dense/kernel"}
