@@ -34,5 +34,5 @@ def load_model_builder(name: str) -> "Callable[..., keras.Model]":
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(f'MODELS["{name}"] = "{target}": {error}') from error
     if not callable(builder):
-        raise ImportError(f'MODELS["{name}"] must be "module:builder", got "{target}"')
+        raise ImportError(f'MODELS["{name}"] = "{target}": must be "module:builder"')
     return builder

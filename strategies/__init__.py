@@ -58,5 +58,5 @@ def load_strategy_class(name: str) -> "type[Strategy]":
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(f'STRATEGIES["{name}"] = "{target}": {error}') from error
     if not isinstance(strategy_class, type):
-        raise ImportError(f'STRATEGIES["{name}"] must be "module:class", got "{target}"')
+        raise ImportError(f'STRATEGIES["{name}"] = "{target}": must be "module:class"')
     return strategy_class

@@ -121,9 +121,9 @@ def test_slurm_variables_that_do_not_fit_are_named(changes):
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, "without a cluster"),
+        ({}, "found no cluster"),
         ({"TF_CONFIG": "{}"}, "TF_CONFIG: cluster is null"),
-        ({"SLURM_PROCID": "0"}, "without a cluster"),
+        ({"SLURM_PROCID": "0"}, "found no cluster"),
     ],
 )
 def test_the_program_refuses_at_once(environment, expected):
@@ -155,4 +155,4 @@ def test_who_is_missing_is_told_until_the_time_is_up(tmp_path):
     assert result.returncode == 138
     missing = ", ".join(f"worker {i} (127.0.0.1:{ports[i]})" for i in (1, 2))
     assert f"waiting for {missing}, 10 s of 12 s" in result.stdout
-    assert f"error: --start_timeout_sec=12: {missing} did not come" in result.stderr
+    assert f"error: --start_timeout_sec=12: timed out waiting for {missing}; check" in result.stderr

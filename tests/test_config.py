@@ -516,6 +516,14 @@ def test_a_record_that_is_older_than_an_option_has_its_default():
     assert find_changes(old, synchronized).serious == ["batch_norm average → sync"]
 
 
+def test_changes_show_the_values_that_were_used():
+    old = Config.of(recipe="fast").result_fields()
+    new = Config.of(recipe="fast", learning_rate=0.1).result_fields()
+    assert find_changes(old, new, {"learning_rate": 0.2}).serious == ["learning_rate 0.2 → 0.1"]
+    assert find_changes(old, new).serious == ["learning_rate default → 0.1"]
+    assert find_changes(new, old).serious == ["learning_rate 0.1 → default"]
+
+
 def options_of_a_split():
     return {each.name for each in options_of(SplitOptions)}
 

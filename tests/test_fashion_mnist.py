@@ -65,7 +65,7 @@ def damage_middle(content):
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (truncate, "cut short or damaged"),
+        (truncate, "truncated or damaged"),
         (flip_crc, "CRC"),
         (damage_middle, "damaged"),
         (lambda content: b"<!DOCTYPE html><html>not found</html>", "a web page"),

@@ -3,7 +3,9 @@
 import pytest
 
 from app.runtime import time_left
+from app.runtime.progress_bar import TrainingProgress
 from app.runtime.time_left import TimeLeft, duration_text
+from strategies.base import StepTotals
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,18 @@ def test_the_time_left_is_estimated_without_the_first_call(monkeypatch):
     now = iter([100.0, 110.0, 130.0, 200.0])  # Compiling took the time before the first one.
     monkeypatch.setattr(time_left.time, "monotonic", lambda: next(now))
     left = TimeLeft(70)
-    assert left.after(10) == ""
-    assert left.after(20) == ", 50 s left"
-    assert left.after(40) == ", 30 s left"
-    assert left.after(70) == ""
+    assert left.after(10) is None
+    assert left.after(20) == 50.0
+    assert left.after(40) == 30.0
+    assert left.after(70) is None
+
+
+def test_a_long_training_prints_its_duration_as_soon_as_it_is_known(monkeypatch, capsys):
+    now = iter(range(0, 10_000, 2))
+    monkeypatch.setattr(time_left.time, "monotonic", lambda: float(next(now)))
+    with TrainingProgress(10, 100) as progress:
+        for step in (1, 2, 3):
+            progress.step(step, StepTotals(2.0, 1, 2), 100.0)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("epoch 1/10  loss 1.000  accuracy 0.500  100 images/s  step 2/1000, ")
+    assert line.endswith(" min left")

@@ -159,7 +159,7 @@ def test_a_damaged_trace_is_refused_in_a_line(tmp_path, damage):
 def test_damage_that_comes_later_is_told_as_well(tmp_path):
     trace = write_trace(tmp_path / "a")
     cut(tmp_path / "a")
-    with pytest.raises(DataError, match="is no whole trace"):
+    with pytest.raises(DataError, match="not a complete trace"):
         trace.read(2, "weights", 0, "a/kernel")
 
 

@@ -68,7 +68,9 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
     if config.overwrite or not run_directory.is_started:
         return None
     path = run_directory.path
-    changes = find_changes(run_directory.load_config(), run_directory.config)
+    changes = find_changes(
+        run_directory.load_config(), run_directory.config, run_directory.used_values()
+    )
     if (
         "model" not in changes.names or "command" in changes.names
     ):  # Rejected later, with the tensors that do not fit.

@@ -45,6 +45,19 @@ _LEFTOVER = re.compile(
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 
+def shown_setting(value: object, used: object = None) -> str:
+    """Returns a setting as a refusal shows it.
+
+    Args:
+        value: of the configuration; None for the default.
+        used: the value of the default where it is known.
+    """
+    if value is None:
+        return "default" if used is None else f"{used:g}" if isinstance(used, float) else str(used)
+    text = str(value)
+    return f"{text[:12]}…" if len(text) == 64 else text
+
+
 class RunDirectory:
     """A run directory that is locked by this process.
 
@@ -69,6 +82,16 @@ class RunDirectory:
         """Reads the configuration of the run that was started here."""
         return load_run_config(self.path)
 
+    def used_values(self) -> dict:
+        """Returns the values that the run chose for options without one, by option.
+
+        A comparison has them in the directories of its runs. Empty before the first epoch.
+        """
+        for path in (self.path, *sorted(self.path.glob("*/"))):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return {"learning_rate": float(read_json(path / "summary.json")["learning_rate"])}
+        return {}
+
     def check_same_run(self) -> None:
         """Checks that a run that was started here has this configuration.
 
@@ -76,8 +99,10 @@ class RunDirectory:
             CheckpointError: it has another one.
         """
         old, new = self.load_config() if self.is_started else self.config, self.config
+        used = self.used_values()
         changes = [
-            f"{name} {recorded_value(old, name)} → {new.get(name)}"
+            f"{name} {shown_setting(recorded_value(old, name), used.get(name))} →"
+            f" {shown_setting(new.get(name))}"
             for name in {**old, **new}
             if (recorded_value(old, name) if name in new else old[name]) != new.get(name)
         ]

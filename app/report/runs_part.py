@@ -28,7 +28,7 @@ from app.report.page_parts import (
 )
 from app.report.record_finder import Record, reading
 
-_SHORT_HASH = 12
+_SHORT_HASH = 8
 
 
 @dataclasses.dataclass(frozen=True)

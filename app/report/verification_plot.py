@@ -20,6 +20,7 @@ from app.report.tolerance_shares import (
     shares,
 )
 
+_TITLE_COLUMNS, _NOTE_COLUMNS = 110, 140
 _RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"
 
 
@@ -39,7 +40,7 @@ def _draw(record: dict) -> Figure:
         if any(key[0] == kind and is_mismatch(each[key]) for each in lines for key in each)
     ]  # fmt: skip
     rows = distinct_trainings(strategies)
-    size = 2.6 * len(kinds) + 0.8, 2.3 * len(rows) + 1.2
+    size = 2.6 * len(kinds) + 0.8, 2.3 * len(rows) + 1.5
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(rows), len(kinds), sharex=True, sharey=True, squeeze=False)
     for row, (names, measured) in zip(panels, rows, strict=True):
@@ -52,7 +53,11 @@ def _draw(record: dict) -> Figure:
         axes.set_title({**PANELS, **MISMATCH_PANELS}[kind], fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("step")
-    figure.suptitle("\n".join(_title(record)), fontsize=9, ha="left", x=0.01, linespacing=1.4)
+    figure.suptitle(
+        "\n".join(_title(record)), fontsize=11, weight="bold", ha="left", x=0.01, linespacing=1.4
+    )
+    notes = "\n".join(_notes(record))
+    figure.supxlabel(notes, fontsize=9, color="0.25", ha="left", x=0.01, linespacing=1.4)
     return figure
 
 
@@ -80,24 +85,29 @@ def _draw_panel(axes: Axes, measured: dict, kind: str, num_steps: int) -> None:
 
 
 def _title(record: dict) -> list[str]:
-    dataset = dataset_title(record["dataset"])
-    num_devices = max(len(run["devices"]) for run in record["strategies"].values())
+    """Returns the injected fault, the verdict and the findings."""
     lines = [f"INJECTED FAULT: {record['injected_fault']}"] if record["injected_fault"] else []
     lines.append(verdict_sentence(record))
-    outcomes = [(tuple(pair["strategies"]), pair["outcome"]) for pair in record["pairs"]]
-    lines += outcome_sentences(outcomes)
     for name, run in record["strategies"].items():
         for finding in run["findings"]:
-            cause = finding["cause"].replace("_", " ")
-            text = f"{name}: {cause}, {finding['where']}: {finding['text']}"
-            lines += textwrap.wrap(text, 120)
-    return [
-        *lines,
-        f"{record['model']} on {dataset}, recipe {record['recipe']}, batch"
+            text = f"{name}: {finding['where']}: {finding['text']}"
+            lines += textwrap.wrap(text, _TITLE_COLUMNS)
+    return lines
+
+
+def _notes(record: dict) -> list[str]:
+    """Returns the outcome of each pair, the setup, and how to read the figure."""
+    outcomes = [(tuple(pair["strategies"]), pair["outcome"]) for pair in record["pairs"]]
+    num_devices = max(len(run["devices"]) for run in record["strategies"].values())
+    setup = (
+        f"{record['model']} on {dataset_title(record['dataset'])}, recipe {record['recipe']}, batch"
         f" {record['global_batch_size']}, {num_devices} device{'s' * (num_devices > 1)},"
-        f" {record['precision']}",
-        "each step compared with one device in float64, a line for each tensor and replica; green:"
-        " what rounding allows (at its upper edge is expected",
-        "for a sum of two gradients: it has one rounding, and one is allowed); values below 1e-4"
-        " are drawn on the lower edge",
-    ]
+        f" {record['precision']}; each step is compared with one device in float64."
+    )
+    legend = (
+        "A line for each tensor and replica, values below 1e-4 on the lower edge. Green: what"
+        " rounding allows; a sum of two gradients is expected at its upper edge, as it has one"
+        " rounding and one is allowed."
+    )
+    pairs = "; ".join(outcome_sentences(outcomes))
+    return [line for text in (pairs, setup, legend) for line in textwrap.wrap(text, _NOTE_COLUMNS)]

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from app.runtime import console
-from app.runtime.time_left import TimeLeft
+from app.runtime.time_left import TimeLeft, duration_text
 
 if TYPE_CHECKING:  # Both take time that a flag error should not cost.
     from rich import progress
@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # Both take time that a flag error should not cost.
     from strategies.base import StepTotals
 
 _SEC_BETWEEN_LINES = 15
+_LONG_SEC = 60  # Of a training whose duration is printed as soon as it is known.
 # If it names a file descriptor, progress is written there for the parent process, which has the
 # terminal: one line of JSON per state of the bar.
 PROGRESS_VARIABLE = "LOCKSTEP_PROGRESS_FD"
@@ -66,7 +67,7 @@ class TrainingProgress:
         self._epochs, self._steps_per_epoch, self._shown = epochs, steps_per_epoch, shown
         self._is_case, self._unit = is_case, "examples/s" if is_case else "images/s"
         self._total = epochs * steps_per_epoch
-        self._time_left = TimeLeft(self._total)
+        self._time_left, self._is_estimated = TimeLeft(self._total), False
         self._parent = int(os.environ.get(PROGRESS_VARIABLE, -1)) if shown else -1
         has_bar = shown and self._parent < 0 and sys.stdout.isatty()
         self._bar = Bar(self._total) if has_bar else None
@@ -102,10 +103,13 @@ class TrainingProgress:
             f"  {images_per_sec:,.0f} {self._unit}"
         )
         self._update(step, status)
-        time_left = self._time_left.after(step)
+        left_sec = self._time_left.after(step)
         is_due = time.monotonic() > self._last_line + _SEC_BETWEEN_LINES
+        if left_sec and not self._is_estimated:  # The first estimate of a long training, at once.
+            is_due, self._is_estimated = is_due or left_sec > _LONG_SEC, True
         if self._shown and not self._bar and self._parent < 0 and is_due:
-            console.say(f"{status}  step {step}/{self._total}{time_left}")
+            left = f", {duration_text(left_sec)} left" if left_sec else ""
+            console.say(f"{status}  step {step}/{self._total}{left}")
             self._last_line = time.monotonic()
 
     def evaluating(self) -> None:

@@ -28,13 +28,12 @@ class TimeLeft:
         self._total = total
         self._first: tuple[int, float] | None = None
 
-    def after(self, step: int) -> str:
-        """Returns ", 12 min left" after a step; "" after the first call."""
+    def after(self, step: int) -> float | None:
+        """Returns the seconds that are left after a step; None after the first call."""
         now = time.monotonic()
         if self._first is None:
             self._first = step, now
         first_step, first_time = self._first
         if step <= first_step or step >= self._total:
-            return ""
-        sec_per_step = (now - first_time) / (step - first_step)
-        return f", {duration_text(sec_per_step * (self._total - step))} left"
+            return None
+        return (now - first_time) / (step - first_step) * (self._total - step)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from app.config import TrainConfig
@@ -10,6 +11,7 @@ from app.config.split_options import SplitOptions, recorded_value
 from app.records.checkpoint import Checkpoint
 from app.records.checkpoint_search import CheckpointSearchResult, find_newest_checkpoint
 from app.records.history import HISTORY_FILE
+from app.records.run_directory import shown_setting
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
 from app.runtime.errors import CheckpointError
@@ -58,18 +60,24 @@ class Changes(NamedTuple):
             )
 
 
-def find_changes(old: dict, new: dict) -> Changes:
-    """Compares the configuration of a run with the current one, both as plain values."""
+def find_changes(old: dict, new: dict, used: Mapping[str, object] | None = None) -> Changes:
+    """Compares the configuration of a run with the current one, both as plain values.
+
+    Args:
+        old, new: the two configurations.
+        used: option → value that the run chose for it, if its configuration has none.
+    """
     changes = Changes([], [], [], set())
     for name in {**old, **new}:
         before, now = recorded_value(old, name), new.get(name)
         if before == now:
             continue
         changes.names.add(name)
-        line = f"{name} {_shown(before)} → {_shown(now)}"
+        chosen = used.get(name) if used else None
+        line = f"{name} {shown_setting(before, chosen)} → {shown_setting(now)}"
         if name == "case_sha256" and before and now:
             file = pathlib.Path(new["case"]).name
-            line = f"{file} has changed, SHA-256 {_shown(before)} → {_shown(now)}"
+            line = f"{file} has changed, SHA-256 {shown_setting(before)} → {shown_setting(now)}"
         if name in _HOW:
             changes.how.append(line)
         elif name == "epochs" and isinstance(before, int) and now is not None and before < now:
@@ -178,8 +186,3 @@ def _with_changes(progress: Progress, changes: Changes) -> Progress:
     return Progress(  # The current epoch starts again.
         step=progress.step, total_sec=progress.total_sec, history=progress.history, changes=noted
     )
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return f"{text[:12]}…" if len(text) == 64 else text
