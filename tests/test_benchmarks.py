@@ -194,7 +194,7 @@ print(json.dumps({{**dataclasses.asdict(recipe), "rates": rates}}))
 @pytest.mark.parametrize(
     ("program", "flags", "error"),
     [
-        ("torch_pipeline.py", ["--num_devices=4"], "--num_devices=4: a stage for each device"),
+        ("torch_pipeline.py", ["--num_devices=4"], "--num_devices=4 must be 2 or 3"),
         ("torch_pipeline.py", ["--micro_batches=1"], "--micro_batches=1: PyTorch's 1F1B requires"),
         ("torch_pipeline.py", ["--micro_batches=3"], "must be a multiple of --micro_batches=3"),
         ("torch_pipeline.py", ["--micro_batches=0"], "--micro_batches=0 must be at least 1"),

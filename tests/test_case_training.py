@@ -419,7 +419,7 @@ def test_a_training_step_of_its_own_has_to_report_its_loss(write, tmp_path):
     first, last = load_history(tmp_path / "run")
     assert last.train_loss < first.train_loss and summary.steps == 8
     case = write(OWN_STEP.replace('{"loss": loss}', "{}"))
-    with pytest.raises(DivergedError, match=r"a train_step has to return its loss as \{"):
+    with pytest.raises(DivergedError, match=r"a train_step must return its loss as \{"):
         train(case, tmp_path / "silent")
 
 

@@ -233,7 +233,7 @@ def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path, small_pr
     assert result.returncode == 7
     told, last = result.stderr.splitlines()[-2:]
     assert "learning rate 1e+30" in told
-    assert last.startswith("error: the training with manual ended with exit code 7")
+    assert last.startswith("error: the training with manual failed with exit code 7")
     assert not (tmp_path / "c" / "mirrored").exists()
 
 

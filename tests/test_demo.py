@@ -111,7 +111,7 @@ def test_split_batch_shows_why_the_count_is_global(prepared, capsys):
     assert "Their mean is 9.5. The mean of the devices' own means (4.5, 12, 17) is 11.17" in output
     assert "(2.25 + 3 + 4.25) adds up to 9.5" in output
     four = " ".join(run(config_of("split_batch", num_devices=4), capsys).split())
-    assert "is 9.5: right only because these shards are equal" in four
+    assert "is 9.5: correct only because these shards have equal sizes" in four
 
 
 def test_weights_are_equal_after_the_update_and_gradients_before_are_not(
@@ -332,9 +332,9 @@ def test_every_experiment_names_commands_that_there_are(capsys):
     ("experiment", "options", "told"),
     [
         ("alreduce", {}, "did you mean allreduce?"),
-        ("xyz", {}, "demo alone lists them"),
-        ("order", {"num_devices": 2}, "3 devices or more"),
-        ("allreduce", {"num_gpus": 1}, "--num_gpus=1 with demo allreduce"),
+        ("xyz", {}, "is not an experiment; choose one of"),
+        ("order", {"num_devices": 2}, "needs at least 3 devices"),
+        ("allreduce", {"num_gpus": 1}, "got --num_gpus=1"),
     ],
 )
 def test_what_an_experiment_does_not_take_is_refused(experiment, options, told):
@@ -345,8 +345,8 @@ def test_what_an_experiment_does_not_take_is_refused(experiment, options, told):
 @pytest.mark.parametrize(
     ("experiment", "option", "told"),
     [
-        ("allreduce", "epochs", "option of demo train, demo scale"),
-        ("split_batch", "all_reduce", "--all_reduce with demo split_batch"),
+        ("allreduce", "epochs", "only of demo train, demo scale"),
+        ("split_batch", "all_reduce", "--all_reduce is not an option of demo split_batch"),
     ],
 )
 def test_what_an_option_means_nothing_to_refuses_it(experiment, option, told):

@@ -246,7 +246,7 @@ def test_batch_job_is_tried_again_only_so_often(submit):
 def test_batch_job_is_given_up(submit):
     result, called = submit((138, 138), SLURM_RESTART_COUNT="10")
     assert result.returncode == 138
-    assert "given up" in result.stderr and "scontrol" not in called
+    assert "giving up" in result.stderr and "scontrol" not in called
 
 
 def test_batch_script_starts_the_program_as_it_is_meant(submit):

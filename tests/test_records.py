@@ -222,7 +222,7 @@ class TestRunDirectory:
     @pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
     def test_the_directory_of_something_else_is_left_alone(self, tmp_path, name):
         (tmp_path / name).write_text('{"important": true}')
-        with pytest.raises(OutputError, match="no run of this program"):
+        with pytest.raises(OutputError, match="files that this program did not write"):
             start(tmp_path, {}, overwrite=True)
         assert [p.name for p in tmp_path.iterdir()] == [name]
 

@@ -113,7 +113,7 @@ def test_a_weight_that_differs_is_named_with_its_replicas(name):
     with pytest.raises(ReplicaDivergenceError) as caught:
         check_replica_divergence(strategy)
     text = str(caught.value)
-    assert "logits/kernel on replica 2 is not what replica 0, 1 hold, by 0.25" in text
+    assert "logits/kernel on replica 2 differs from replica 0, 1 by 0.25" in text
     assert caught.value.exit_code == 9
 
 

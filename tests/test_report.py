@@ -386,13 +386,13 @@ class TestRefusals:
         page = report(tmp_path / "run", out=tmp_path / "real.html")
         (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
         assert page.headings
-        with pytest.raises(OutputError, match=r"link\.html is no report"):
+        with pytest.raises(OutputError, match=r"link\.html exists and is no report"):
             write_report([tmp_path / "run"], tmp_path / "link.html")
 
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("nowhere", "no such directory"),
+            ("nowhere", "does not exist"),
             ("file", "not a directory"),
             ("empty", "not the directory of a run"),
         ],

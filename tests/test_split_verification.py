@@ -113,9 +113,9 @@ def test_other_shards_with_batch_norm_are_another_training(images, tmp_path):
 
 
 NEW_CAUSES = [
-    ("lost_micro_batch", "pipeline", "without micro-batch 1:"),
-    ("lost_micro_batch", "pipeline 2 × 2", "without micro-batch 1 of every replica"),
-    ("lost_micro_batch", "accumulation", "without micro-batch 1:"),
+    ("lost_micro_batch", "pipeline", "gradient of micro-batch 1"),
+    ("lost_micro_batch", "pipeline 2 × 2", "gradient of micro-batch 1 of every replica"),
+    ("lost_micro_batch", "accumulation", "gradient of micro-batch 1"),
     ("lost_micro_batch:micro_batch=0", "accumulation 2 × 2", "micro-batch 0 of every replica"),
     ("lost_micro_batch", "mirrored accumulation", "micro-batch 1 of every replica"),
     ("divided_twice", "accumulation", "4 is the number of micro-batches"),
@@ -157,7 +157,7 @@ def test_statistics_of_one_s_own_shard_are_named(images, tmp_path, name):
     trace, _ = case.record(create_synced(name), tmp_path / "t", fault=fault)
     verdict = case.check(trace)
     assert verdict.diagnosis.cause == "unsynced_batch_norm"
-    assert "not all 15 of the batch" in verdict.diagnosis.text
+    assert "asks for all 15 of the batch" in verdict.diagnosis.text
     assert verdict.first_mismatch.step == 1
     assert "every replica" in verdict.findings()[0].where
 
@@ -168,10 +168,10 @@ def test_statistics_of_one_s_own_shard_are_named(images, tmp_path, name):
         ("scale_gradient", "tensor", "2 times"),
         ("scale_gradient", "pipeline", "2 times"),
         ("scale_gradient", "accumulation", "2 times"),
-        ("drop_gradient", "pipeline 2 × 2", "without replica 1"),
-        ("drop_gradient", "tensor 2 × 2", "without replica 1"),
-        ("drop_gradient", "accumulation 2 × 2", "without replica 1"),
-        ("drop_gradient", "weighted", "without replica 1"),
+        ("drop_gradient", "pipeline 2 × 2", "gradient of replica 1"),
+        ("drop_gradient", "tensor 2 × 2", "gradient of replica 1"),
+        ("drop_gradient", "accumulation 2 × 2", "gradient of replica 1"),
+        ("drop_gradient", "weighted", "gradient of replica 1"),
         ("mean_of_means", "pipeline", "micro-batches' means"),
         ("mean_of_means", "accumulation", "micro-batches' means"),
         ("mean_of_means", "weighted", "replicas' means"),
@@ -199,7 +199,7 @@ def test_statistics_of_the_first_micro_batch_are_named(images, tmp_path, split):
     case, fault = Case(images, small_resnet), Fault.parse("local_batch_norm")
     trace, _ = case.record(create(split), tmp_path / "t", fault=fault)
     diagnosis = case.check(trace).diagnosis
-    assert diagnosis.cause == "local_batch_norm" and "each micro-batch" in diagnosis.text
+    assert diagnosis.cause == "local_batch_norm" and "every micro-batch" in diagnosis.text
 
 
 def test_every_fault_is_in_these_tests():
@@ -214,7 +214,7 @@ def test_every_fault_is_in_these_tests():
         ("stale_stage", "tensor", "only in pipeline"),
         ("stale_stage:stage=2", "pipeline", "at least 3 devices of a replica"),
         ("wrong_shard", "tensor", "only in sharded"),
-        ("unsynced_batch_norm", "sharded", "without --batch_norm=sync"),
+        ("unsynced_batch_norm", "sharded", "needs statistics of the whole batch"),
         ("local_batch_norm", "tensor", "at least 2 shards"),
         ("drop_gradient", "pipeline", "at least 2 replicas"),
         ("perturb_weight", "sharded", "at least 2 copies"),

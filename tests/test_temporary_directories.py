@@ -135,7 +135,7 @@ def test_the_directory_of_another_user_is_left_alone(tmp_path, monkeypatch, caps
 
 def test_no_place_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(DiskFullError, match="name one with TMPDIR"):
+    with pytest.raises(DiskFullError, match="set TMPDIR to another directory"):
         TemporaryDirectory()
 
 

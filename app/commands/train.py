@@ -33,14 +33,13 @@ def run(config: TrainConfig) -> Summary | None:
         _assist(config)
         return None
     path = named_path(config.out or default_out(config.strategy, config.model_label(config.model)))
-    if config.fault:
-        console.warn(injected_fault_caveat(str(config.fault)))
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
         console.set_overwriting(config.overwrite)
         summary = _find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
+            _warn_of_fault(config)
             if config.strategy == "multi_worker":  # The other workers wait for the chief.
                 _announce_to_others(device_setup.set_up(config), _FINISHED)
         else:
@@ -190,8 +189,14 @@ def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Tr
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
     shown = "replicas on" if num_replicas == num_devices else split
     console.say(f"{shown} {', '.join(prepared.names)}")
+    _warn_of_fault(config)
     if prepared.simulated:
         console.say("simulated devices: they share one processor, timing is not scaling")
+
+
+def _warn_of_fault(config: TrainConfig) -> None:
+    if config.fault:
+        console.warn(injected_fault_caveat(str(config.fault)))
 
 
 def _report_stall(config: TrainConfig, path: pathlib.Path, log: RunLog) -> None:

@@ -1,6 +1,5 @@
 """Prints the parts of an experiment: introduction, tables, conclusions and next commands."""
 
-import shlex
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,7 @@ def end(*lessons: str, then: Iterable[str] = ()) -> None:
         say(lesson)
     console.say()
     for number, words in enumerate(then):
-        console.say(f"{'Try:' if number == 0 else '    '} {shown_command(shlex.split(words))}")
+        console.say(f"{'Try:' if number == 0 else '    '} {shown_command([])} {words}")
 
 
 def numbers(array: ArrayLike, digits: int = 4) -> str:

@@ -29,7 +29,7 @@ def check_finite_loss(
         cause = f"{name} is not finite" if name else "all weights are finite"
         objective = strategy.objective
         if objective and objective.has_own_train_step and not name:
-            cause += '; a train_step must return its loss as {{"loss": loss}}'
+            cause += '; a train_step must return its loss as {"loss": loss}'
         raise _error(f"{description} {totals.loss}, {cause}", where, saved_step, bool(objective))
 
 
