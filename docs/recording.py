@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "recording.svg"
-_COLUMNS, _ROWS = 100, 22
-_CHARACTER_WIDTH, _LINE_HEIGHT, _MARGIN = 8.4, 19, 16
+_COLUMNS, _ROWS = 116, 19
+_CHARACTER_WIDTH, _LINE_HEIGHT, _MARGIN = 7.85, 18, 16
 _TYPING_SEC, _SEC_BETWEEN_LINES, _PAUSE_SEC = 1.2, 0.18, 4.5
 _PROGRAM = ".venv/bin/python main.py"
 _SCENES = (
@@ -28,7 +28,7 @@ _SCENES = (
     "verify --strategies=manual --steps=5 --num_devices=2 --inject=drop_gradient:replica=1",
 )
 _STYLE = """
-  text { font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; }
+  text { font: 13px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; }
   text { white-space: pre; }
   .line { fill: #d7dde4; opacity: 0; animation: TOTALs linear infinite; }
   .command { fill: #ffffff; font-weight: bold; } .quiet { fill: #8b98a5; }

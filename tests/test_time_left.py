@@ -24,10 +24,11 @@ def test_a_duration_has_one_or_two_units(seconds, text):
 
 
 def test_the_time_left_is_estimated_without_the_first_call(monkeypatch):
-    now = iter([100.0, 110.0, 130.0, 200.0])  # Compiling took the time before the first one.
+    now = iter([100.0, 102.0, 110.0, 130.0, 200.0])  # Compiling took the time before.
     monkeypatch.setattr(time_left.time, "monotonic", lambda: next(now))
     left = TimeLeft(70)
     assert left.after(10) is None
+    assert left.after(11) is None
     assert left.after(20) == 50.0
     assert left.after(40) == 30.0
     assert left.after(70) is None

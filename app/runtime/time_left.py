@@ -2,6 +2,8 @@
 
 import time
 
+_LEAST_SEC = 3.0  # Of the pace from which the rest is estimated: single steps vary.
+
 
 def duration_text(seconds: float) -> str:
     """Returns "45 s", "12 min", "3 h 05 min" or "2 d 4 h"."""
@@ -29,11 +31,11 @@ class TimeLeft:
         self._first: tuple[int, float] | None = None
 
     def after(self, step: int) -> float | None:
-        """Returns the seconds that are left after a step; None after the first call."""
+        """Returns the seconds that are left after a step; None while the pace is unknown."""
         now = time.monotonic()
         if self._first is None:
             self._first = step, now
         first_step, first_time = self._first
-        if step <= first_step or step >= self._total:
+        if now - first_time < _LEAST_SEC or step >= self._total:
             return None
         return (now - first_time) / (step - first_step) * (self._total - step)
