@@ -21,7 +21,7 @@ def verdict_sentence(record: Mapping[str, Any]) -> str:
         return f"Not the same training: {'; '.join(found)}."
     steps = f"{record['steps']} step{'s' * (record['steps'] > 1)}"
     identical = all(run["outcome"] == IDENTICAL for run in runs.values())
-    how = "bit for bit" if identical else "within rounding"
+    how = "in float32 bit for bit" if identical else "within rounding"
     match = f"{steps} of {_joined(list(runs))} match one device {how}"
     late = [f"{name} has a straggler" for name, run in runs.items() if run["findings"]]
     if any(pair["outcome"] == BY_DESIGN for pair in record["pairs"]):
