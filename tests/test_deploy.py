@@ -109,6 +109,10 @@ def test_every_claim_and_mount_has_its_volume():
     assert mounts[ENVIRONMENT["FASHION_MNIST_DIR"]]["readOnly"] is True
     assert "emptyDir" in volumes[mounts[ENVIRONMENT["HOME"]]["name"]]
     assert "emptyDir" in volumes[mounts["/tmp"]["name"]]
+    folder, _, key = ENVIRONMENT["LOCKSTEP_SECRET_FILE"].rpartition("/")
+    secret = volumes[mounts[folder]["name"]]["secret"]["secretName"]
+    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    assert f"create secret generic {secret} --from-literal={key}=" in text
 
 
 def test_pod_may_do_no_more_than_it_has_to():

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import pathlib
 import re
+import secrets
 from collections.abc import Mapping
 
-from app.runtime.errors import ConfigError
+from app.runtime.errors import ConfigError, reason_of
 from app.runtime.run_context import PART_VARIABLE
 from app.runtime.shown_command import shown_command
 
@@ -14,6 +16,9 @@ SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 10_000
 _TASKS_OF_A_JOB = 64  # Keeps the ports of consecutive jobs apart.
 _LARGEST_PORT = 65_535
+SECRET_VARIABLE, SECRET_FILE_VARIABLE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
+_SHORTEST_SECRET, _LONGEST_SECRET = 16, 4096
+_RANDOM_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +29,13 @@ class Cluster:
         addresses: "host:port" of each worker, the chief first.
         index: index of this process in `addresses`.
         source: name of the variables that define the cluster, for messages.
+        secret: what a process must know to join; empty admits every process of this program.
     """
 
     addresses: tuple[str, ...]
     index: int
     source: str = ""
+    secret: bytes = dataclasses.field(default=b"", repr=False)
 
     @property
     def is_chief(self) -> bool:
@@ -50,6 +57,11 @@ class Cluster:
         """Whether several workers share a machine, so that times do not show scaling."""
         return self.num_machines < len(self.addresses)
 
+    def as_environment(self) -> dict[str, str]:
+        """Returns the environment variables in which `find_cluster` finds this cluster."""
+        environment = {"TF_CONFIG": self.as_tf_config()}
+        return environment | ({SECRET_VARIABLE: self.secret.decode()} if self.secret else {})
+
     def as_tf_config(self) -> str:
         """Returns the TF_CONFIG value from which `find_cluster` creates this cluster."""
         task = {"type": "worker", "index": self.index}
@@ -64,13 +76,51 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
     """
     if environ.get("TF_CONFIG"):
         source = "launch" if PART_VARIABLE in environ else "TF_CONFIG"
-        return _from_tf_config(environ["TF_CONFIG"], source)
+        cluster = _from_tf_config(environ["TF_CONFIG"], source)
+        return dataclasses.replace(cluster, secret=find_secret(environ))
     if all(environ.get(name) for name in SLURM_VARIABLES):
-        return _from_slurm(environ)
+        return dataclasses.replace(_from_slurm(environ), secret=find_secret(environ))
     raise ConfigError(
         "--strategy=multi_worker found no cluster: neither TF_CONFIG nor SLURM's variables are set;"
         f" on one machine use: {shown_command(['launch', '--num_workers=2'])}"
     )
+
+
+def find_secret(environ: Mapping[str, str]) -> bytes:
+    """Reads the secret that all workers share; empty without one.
+
+    It is the text of LOCKSTEP_SECRET, or of the file that LOCKSTEP_SECRET_FILE names.
+
+    Raises:
+        ConfigError: the file cannot be read, or the secret is too short.
+    """
+    text, source = environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE
+    if not text and environ.get(SECRET_FILE_VARIABLE):
+        path = pathlib.Path(environ[SECRET_FILE_VARIABLE])
+        source = f"{SECRET_FILE_VARIABLE}={path}"
+        try:
+            if path.exists() and not path.is_file():  # Kubernetes mounts a link to a file.
+                raise ValueError("not a file")
+            with open(path, "rb") as file:
+                text = file.read(_LONGEST_SECRET + 1).decode()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{source}: {reason_of(error)}; name a file with the secret of the cluster"
+            ) from error
+    elif not text:
+        return b""
+    secret = text.strip().encode()
+    if not _SHORTEST_SECRET <= len(secret) <= _LONGEST_SECRET:
+        raise ConfigError(
+            f"{source} must have {_SHORTEST_SECRET} to {_LONGEST_SECRET} characters, got"
+            f" {len(secret)}; generate one with: openssl rand -hex 32"
+        )
+    return secret
+
+
+def new_secret() -> bytes:
+    """Returns a random secret for the workers of one start."""
+    return secrets.token_hex(_RANDOM_BYTES).encode()
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from app.cluster.environment import Cluster
+from app.cluster.environment import Cluster, new_secret
 from app.cluster.resource_split import WorkerResources, find_free_ports
 from app.cluster.worker_failure import (
     RETRY_FROM,
@@ -90,8 +90,9 @@ class Launcher:
             temporary = stack.enter_context(TemporaryDirectory())
             stack.callback(_end, workers)
             addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(self._shares)))
+            secret = new_secret()
             for index, share in enumerate(self._shares):
-                cluster = Cluster(addresses, index)
+                cluster = Cluster(addresses, index, secret=secret)
                 environment = child_environment(TMPDIR=temporary)
                 command = self._command()
                 workers.append(

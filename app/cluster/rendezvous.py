@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from app.cluster.environment import Cluster, host_and_port
+from app.cluster import peer_proof
+from app.cluster.environment import SECRET_VARIABLE, Cluster, host_and_port
 from app.config import TrainConfig
 from app.runtime import console, signals
 from app.runtime.errors import ConfigError, PeerLostError, reason_of
@@ -22,6 +23,8 @@ from strategies.multi_worker import default_all_reduce
 
 _SEC_BETWEEN_LINES = 10.0
 _PROBE_SEC = 0.5
+_MOST_CONNECTIONS = 64  # At the same time, without a proof yet.
+_MOST_DROPPED_LINES = 10
 # Names of the exceptions that TensorFlow raises in a worker whose peer is lost; names, so that
 # TensorFlow is not imported for them.
 _LOST = ("UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError")
@@ -65,7 +68,7 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: TrainConfig) ->
 
 
 def _meet(cluster: Cluster, timeout_sec: float) -> None:
-    """Waits until every worker listens at its address.
+    """Waits until this worker and every other one have proved to each other that they are workers.
 
     TensorFlow's own call would wait without a message or a timeout, and block the process. Only the
     first connected worker prints.
@@ -76,14 +79,16 @@ def _meet(cluster: Cluster, timeout_sec: float) -> None:
     """
     start = time.monotonic()
     num_lines = 0
-    with _answering(cluster.address), _probing(cluster) as missing:
-        while missing:
+    # A worker leaves once it has reached all others and all have reached it: from then on
+    # TensorFlow's server answers at its address.
+    with _answering(cluster) as not_seen, _probing(cluster) as (not_reached, refused):
+        while missing := not_reached | not_seen:
             waited_sec = time.monotonic() - start
             names = _names(cluster, sorted(missing))
             if waited_sec >= timeout_sec:
                 raise PeerLostError(
-                    f"--start_timeout_sec={timeout_sec}: timed out waiting for {names}; check that"
-                    " it runs with the same list of addresses, then run the same command again"
+                    f"--start_timeout_sec={timeout_sec}: timed out waiting for {names}"
+                    + _advice(cluster, missing & refused)
                 )
             if waited_sec >= (num_lines + 1) * _SEC_BETWEEN_LINES:
                 num_lines += 1
@@ -92,14 +97,61 @@ def _meet(cluster: Cluster, timeout_sec: float) -> None:
             time.sleep(_PROBE_SEC)
 
 
+def _advice(cluster: Cluster, refused: set[int]) -> str:
+    """Returns what to do about workers that did not come; `refused` did, with another secret."""
+    if refused:
+        return (
+            f", as the process at {cluster.addresses[min(refused)]} does not know the secret of"
+            f" this cluster; set the same {SECRET_VARIABLE} for every worker"
+        )
+    return "; check that it runs with the same list of addresses, then run the same command again"
+
+
 @contextlib.contextmanager
-def _answering(address: str) -> Iterator[None]:
-    """Accepts connections at this worker's address and does nothing else with them.
+def _answering(cluster: Cluster) -> Iterator[set[int]]:
+    """Admits the other workers at this worker's address, and drops all other connections.
+
+    Yields:
+        The set of workers not admitted yet, which shrinks.
 
     Raises:
         ConfigError: another process listens there already; TensorFlow would share the port with it.
     """
-    _, port = host_and_port(address)
+    _, port = host_and_port(cluster.address)
+    not_seen = {i for i in range(len(cluster.addresses)) if i != cluster.index}
+    connections = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+    dropped: set[str] = set()
+
+    def admit(connection: socket.socket, host: str) -> None:
+        with connection:
+            try:
+                not_seen.discard(peer_proof.admit(connection, cluster.secret))
+            except (OSError, peer_proof.StrangerError) as error:
+                if host not in dropped and len(dropped) < _MOST_DROPPED_LINES:
+                    dropped.add(host)
+                    console.warn(f"dropped a connection from {host}: {error}")
+            finally:
+                connections.release()
+
+    def accept(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # The socket is closed.
+            while True:
+                connection, (host, *_) = listener.accept()
+                if connections.acquire(blocking=False):  # A slow one must not delay the others.
+                    start_thread(admit, connection, host)
+                else:
+                    connection.close()
+
+    with _listening(port, cluster.address) as listener:
+        thread = start_thread(accept, listener)
+        yield not_seen
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        thread.join(2 * _PROBE_SEC)
+
+
+@contextlib.contextmanager
+def _listening(port: int, address: str) -> Iterator[socket.socket]:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with contextlib.ExitStack() as stack:
@@ -115,47 +167,38 @@ def _answering(address: str) -> Iterator[None]:
                 f"port {port} of {address}: {reason_of(error)}; stop the process that uses the"
                 " port, or give another port on every worker"
             ) from error
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):  # The socket is closed.
-                while True:
-                    connection, _ = listener.accept()
-                    with connection:
-                        connection.settimeout(_PROBE_SEC)
-                        with contextlib.suppress(OSError):
-                            connection.recv(1)  # Wait for the other side to close first.
-
-        thread = start_thread(accept, name="answering")
-        yield
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)
-        thread.join(2 * _PROBE_SEC)
+        yield listener
 
 
 @contextlib.contextmanager
-def _probing(cluster: Cluster) -> Iterator[set[int]]:
+def _probing(cluster: Cluster) -> Iterator[tuple[set[int], set[int]]]:
     """Tries to reach every other worker, each in a separate thread.
 
     Yields:
-        The set of workers not reached yet, which shrinks. A slow name server delays only one
-        worker.
+        The set of workers not reached yet, which shrinks, and those at whose address a process
+        without the secret answers. A slow name server delays only one worker.
     """
-    missing = {i for i in range(len(cluster.addresses)) if i != cluster.index}
+    not_reached = {i for i in range(len(cluster.addresses)) if i != cluster.index}
+    refused: set[int] = set()
     ended = threading.Event()
 
     def probe(index: int) -> None:
         address = host_and_port(cluster.addresses[index])
         while not ended.is_set():
             with contextlib.suppress(OSError):
-                socket.create_connection(address, timeout=_PROBE_SEC).close()
-                missing.discard(index)
-                return
+                try:
+                    with socket.create_connection(address, timeout=_PROBE_SEC) as connection:
+                        peer_proof.ask(connection, cluster.secret, cluster.index)
+                    not_reached.discard(index)
+                    return
+                except peer_proof.StrangerError:
+                    refused.add(index)
             ended.wait(_PROBE_SEC)
 
-    for index in list(missing):
+    for index in list(not_reached):
         start_thread(probe, index)
     try:
-        yield missing
+        yield not_reached, refused
     finally:
         ended.set()
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from app.cluster.environment import Cluster
+from app.cluster.environment import Cluster, new_secret
 from app.cluster.resource_split import WorkerResources, find_free_ports
 from app.runtime.errors import DeviceError, PeerLostError
 from app.runtime.function_call import Channel
@@ -32,6 +32,7 @@ class WorkerGroup:
         self, shares: Sequence[WorkerResources], function: Callable[..., Any], *arguments: Any
     ):
         addresses = tuple(f"127.0.0.1:{port}" for port in find_free_ports(len(shares)))
+        secret = new_secret()
         self._processes = [
             ChildProcess(
                 _be_worker,
@@ -39,7 +40,7 @@ class WorkerGroup:
                 share,
                 function,
                 *arguments,
-                environment=_environment(Cluster(addresses, index), share),
+                environment=_environment(Cluster(addresses, index, secret=secret), share),
             )
             for index, share in enumerate(shares)
         ]
@@ -109,7 +110,7 @@ class WorkerGroup:
 
 def _environment(cluster: Cluster, share: WorkerResources) -> dict[str, str]:
     """Returns the environment variables with a worker's cluster and GPUs."""
-    environment = {"TF_CONFIG": cluster.as_tf_config()}
+    environment = cluster.as_environment()
     if share.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
     return environment

@@ -61,7 +61,7 @@ class WorkerProcess:
         self._last_lines: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
         environment = {
             **environment,
-            "TF_CONFIG": cluster.as_tf_config(),
+            **cluster.as_environment(),
             PART_VARIABLE: "1",
         }
         if share.gpus is not None:
