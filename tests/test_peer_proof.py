@@ -97,7 +97,7 @@ def test_workers_meet_although_strangers_keep_connecting(capsys):
     met = in_thread(rendezvous._meet, first, 20)
     with contextlib.ExitStack() as stack:
         idle = []
-        while len(idle) < 40:  # They connect and say nothing.
+        while len(idle) < 3 * rendezvous._MOST_CONNECTIONS:  # They connect and say nothing.
             with contextlib.suppress(ConnectionRefusedError):
                 idle.append(stack.enter_context(socket.create_connection(address, timeout=5)))
         stranger = stack.enter_context(socket.create_connection(address, timeout=5))
@@ -108,7 +108,31 @@ def test_workers_meet_although_strangers_keep_connecting(capsys):
         assert met() is None
         assert time.monotonic() - start < 10
     told = capsys.readouterr().err
-    assert "dropped a connection from" in told and "not a worker of this program" in told
+    assert told.count("dropped a connection from 127.0.0.1: ") == 1  # Once for each host.
+
+
+def test_thousands_of_connections_keep_no_worker_out():
+    first, second = clusters(SECRET, SECRET)
+    address = rendezvous.host_and_port(first.address)
+    ended = threading.Event()
+
+    def flood():
+        count = 0
+        while not ended.is_set():
+            with contextlib.suppress(OSError):
+                with socket.create_connection(address, timeout=1) as connection:
+                    connection.sendall(peer_proof._GREETING)
+                count += 1
+        return count
+
+    met = in_thread(rendezvous._meet, first, 20)
+    floods = [in_thread(flood) for _ in range(2)]
+    time.sleep(1)
+    start = time.monotonic()
+    assert rendezvous._meet(second, 20) is None and met() is None
+    assert time.monotonic() - start < 10
+    ended.set()
+    assert sum(wait() for wait in floods) > 100
 
 
 def test_a_worker_with_another_secret_does_not_join():

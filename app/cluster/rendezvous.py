@@ -23,6 +23,7 @@ from strategies.multi_worker import default_all_reduce
 
 _SEC_BETWEEN_LINES = 10.0
 _PROBE_SEC = 0.5
+_PAUSE_SEC = 0.05
 _MOST_CONNECTIONS = 64  # At the same time, without a proof yet.
 _MOST_DROPPED_LINES = 10
 # Names of the exceptions that TensorFlow raises in a worker whose peer is lost; names, so that
@@ -119,7 +120,8 @@ def _answering(cluster: Cluster) -> Iterator[set[int]]:
     """
     _, port = host_and_port(cluster.address)
     not_seen = {i for i in range(len(cluster.addresses)) if i != cluster.index}
-    connections = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+    unproven: dict[socket.socket, None] = {}  # The oldest first.
+    lock, ended = threading.Lock(), threading.Event()
     dropped: set[str] = set()
 
     def admit(connection: socket.socket, host: str) -> None:
@@ -131,20 +133,34 @@ def _answering(cluster: Cluster) -> Iterator[set[int]]:
                     dropped.add(host)
                     console.warn(f"dropped a connection from {host}: {error}")
             finally:
-                connections.release()
+                with lock:
+                    unproven.pop(connection, None)
+
+    def make_room() -> None:
+        """Drops the oldest connection: a worker needs milliseconds to prove itself."""
+        with lock:
+            oldest = next(iter(unproven))
+            unproven.pop(oldest)
+        with contextlib.suppress(OSError):  # The other side may have closed it.
+            oldest.shutdown(socket.SHUT_RDWR)
 
     def accept(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # The socket is closed.
-            while True:
+        while not ended.is_set():
+            try:
                 connection, (host, *_) = listener.accept()
-                if connections.acquire(blocking=False):  # A slow one must not delay the others.
-                    start_thread(admit, connection, host)
-                else:
-                    connection.close()
+            except OSError:  # No file descriptor is left, or the socket is shut down.
+                ended.wait(_PAUSE_SEC)
+                continue
+            with lock:
+                unproven[connection] = None
+            if len(unproven) > _MOST_CONNECTIONS:
+                make_room()
+            start_thread(admit, connection, host.removeprefix("::ffff:"))
 
     with _listening(port, cluster.address) as listener:
         thread = start_thread(accept, listener)
         yield not_seen
+        ended.set()
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
         thread.join(2 * _PROBE_SEC)
