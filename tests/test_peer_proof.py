@@ -8,8 +8,14 @@ import time
 
 import pytest
 
-from app.cluster import peer_proof, rendezvous
-from app.cluster.environment import Cluster, find_cluster, find_secret, new_secret
+from app.cluster import meeting, peer_proof
+from app.cluster.environment import (
+    Cluster,
+    find_cluster,
+    find_secret,
+    host_and_port,
+    new_secret,
+)
 from app.cluster.resource_split import find_free_ports
 from app.runtime.errors import ConfigError, PeerLostError
 
@@ -93,17 +99,17 @@ def clusters(*secrets):
 
 def test_workers_meet_although_strangers_keep_connecting(capsys):
     first, *others = clusters(*[SECRET] * 3)
-    address = rendezvous.host_and_port(first.address)
-    met = in_thread(rendezvous._meet, first, 20)
+    address = host_and_port(first.address)
+    met = in_thread(meeting.meet, first, 20)
     with contextlib.ExitStack() as stack:
         idle = []
-        while len(idle) < 3 * rendezvous._MOST_CONNECTIONS:  # They connect and say nothing.
+        while len(idle) < 3 * meeting._MOST_CONNECTIONS:  # They connect and say nothing.
             with contextlib.suppress(ConnectionRefusedError):
                 idle.append(stack.enter_context(socket.create_connection(address, timeout=5)))
         stranger = stack.enter_context(socket.create_connection(address, timeout=5))
         stranger.sendall(b"GET / HTTP/1.1\r\n" * 4)
         start = time.monotonic()
-        for wait in [in_thread(rendezvous._meet, cluster, 20) for cluster in others]:
+        for wait in [in_thread(meeting.meet, cluster, 20) for cluster in others]:
             assert wait() is None
         assert met() is None
         assert time.monotonic() - start < 10
@@ -113,7 +119,7 @@ def test_workers_meet_although_strangers_keep_connecting(capsys):
 
 def test_thousands_of_connections_keep_no_worker_out():
     first, second = clusters(SECRET, SECRET)
-    address = rendezvous.host_and_port(first.address)
+    address = host_and_port(first.address)
     ended = threading.Event()
 
     def flood():
@@ -125,18 +131,18 @@ def test_thousands_of_connections_keep_no_worker_out():
                 count += 1
         return count
 
-    met = in_thread(rendezvous._meet, first, 20)
+    met = in_thread(meeting.meet, first, 20)
     floods = [in_thread(flood) for _ in range(2)]
     time.sleep(1)
     start = time.monotonic()
-    assert rendezvous._meet(second, 20) is None and met() is None
+    assert meeting.meet(second, 20) is None and met() is None
     assert time.monotonic() - start < 10
     ended.set()
     assert sum(wait() for wait in floods) > 100
 
 
 def test_a_worker_with_another_secret_does_not_join():
-    waits = [in_thread(rendezvous._meet, cluster, 3) for cluster in clusters(SECRET, OTHER)]
+    waits = [in_thread(meeting.meet, cluster, 3) for cluster in clusters(SECRET, OTHER)]
     for wait in waits:
         error = wait()
         assert isinstance(error, PeerLostError)
