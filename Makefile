@@ -14,11 +14,12 @@
 # make docs    writes docs/options.md from the options in app/config
 # make recording  records the commands of the README into docs/recording.svg: a minute
 # make setup   makes .venv with everything that the program needs
+# make lock    writes requirements.lock from requirements.txt
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: setup train test test-all mutations zoo zoo-optimizers soak fuzz lint bench frameworks docs
-.PHONY: recording clean
+.PHONY: recording lock clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -55,12 +56,16 @@ bench: $(BIN)/.installed .venv-bench/.installed
 
 setup: $(BIN)/.installed
 
-$(BIN)/.installed: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python %d.%d — 3.11 or newer is required; use make PYTHON=python3.11" % sys.version_info[:2])'
+$(BIN)/.installed: requirements.lock
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python must be 3.11 or newer, got %d.%d; use make PYTHON=python3.11" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing TensorFlow and what else is needed into .venv: once, a minute or two"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $<
 	@touch $@
+
+lock: $(BIN)/.installed-dev
+	@echo "# Every package with the hashes of its files, for Python 3.11 to 3.13; from requirements.txt by: make lock" > requirements.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header requirements.txt >> requirements.lock
 
 $(BIN)/.installed-dev: $(BIN)/.installed requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt

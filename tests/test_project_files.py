@@ -34,6 +34,17 @@ def tool(command):
     return [word for word in command.split() if not word.startswith("-") and word != "."]
 
 
+def test_the_lock_file_has_every_pinned_package_and_a_hash_for_each():
+    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    entries = re.findall(
+        r"^([\w.-]+==\S+)(?: ;[^\n\\]*)? \\\n((?:    --hash=\S+.*\n)+)", text, re.M
+    )
+    locked = {name.lower().replace("_", "-") for name, hashes in entries if "sha256:" in hashes}
+    pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
+    assert {name.lower().replace("_", "-") for name in pinned} <= locked
+    assert len(entries) == len(re.findall(r"^[\w.-]+==", text, re.M)) > 50
+
+
 def test_the_workflow_runs_ci_on_every_supported_python():
     job = load_yaml(".github/workflows/test.yml")["jobs"]["test"]
     assert job["strategy"]["matrix"]["python-version"] == ["3.11", "3.12", "3.13"]
