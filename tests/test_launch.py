@@ -13,6 +13,7 @@ import time
 import pytest
 
 from app.records.history import load_summary
+from app.runtime.shown_command import shown_python
 from conftest import program_environment
 from in_process import run_here_ok
 
@@ -133,7 +134,7 @@ def test_a_stop_is_passed_on_and_all_of_them_save(undisturbed, small_program, sm
         launcher.send_signal(signal.SIGTERM)
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 143, text
-    assert "the state is saved; resume with: python" in text
+    assert f"the state is saved; resume with: {shown_python()}" in text
     assert "launch" in text.splitlines()[-1]
     with launched(small_program, small_data, out) as launcher:
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)

@@ -38,7 +38,7 @@ def test_each_command_ends_as_in_a_process_of_its_own(results):
         "one device": 0, "three devices": 6,
     }  # fmt: skip
     told = results["three devices"]["printed"]
-    assert len(told) == 1 and told[0].startswith("error: 3 CPU devices asked for")
+    assert len(told) == 1 and told[0].startswith("error: 3 CPU devices requested")
     assert "use a new process" in told[0]
 
 

@@ -17,6 +17,7 @@ from app.records.run_log_check import check_log
 from app.records.run_log_reader import load_attempts
 from app.runtime.errors import OutputError
 from app.runtime.run_context import RunContext
+from app.runtime.shown_command import shown_python
 from conftest import program_environment, run_main, run_ok
 from in_process import run_here
 
@@ -90,7 +91,7 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(
     if signal_number == signal.SIGINT:
         return  # What follows is the same for both.
     words = shlex.split(last.partition("resume with: ")[2])
-    assert words[0] == "python" and words[-1] == f"--out={run_dir}"
+    assert words[0] == shown_python() and words[-1] == f"--out={run_dir}"
     resumed = run_ok(*words[2:], program=small_program)
     assert f"step {attempt.events[-1]['step']}\n" in resumed.stdout
     assert load_summary(run_dir).weights_sha256 == whole_run.weights_sha256
@@ -135,7 +136,7 @@ def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path, small
     wait_for_checkpoint(process, tmp_path / "c" / "manual")
     process.send_signal(signal.SIGTERM)
     code, last = end(process)
-    assert code == 143 and "the state is saved; resume with: python " in last
+    assert code == 143 and f"the state is saved; resume with: {shown_python()} " in last
     (attempt,) = load_attempts(tmp_path / "c" / "manual")
     assert attempt.stop["status"] == "terminated"
     assert not (tmp_path / "c" / "mirrored").exists()
