@@ -41,7 +41,7 @@ _STYLE = """
   rect { fill: var(--ground); stroke: var(--quiet); }
   text { font: 13px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; }
   text { white-space: pre; }
-  .line { fill: var(--text); opacity: 0; animation: TOTALs linear infinite; }
+  .line { fill: var(--text); opacity: 0; animation: TOTALs linear START infinite; }
   .command { fill: var(--strong); font-weight: bold; } .quiet { fill: var(--quiet); }
   .good { fill: var(--good); } .bad { fill: var(--bad); }
   @media (prefers-reduced-motion: reduce) {
@@ -134,7 +134,9 @@ def render(scenes: Sequence[tuple[str, Sequence[Line]]]) -> str:
             )
     width = round(_COLUMNS * _CHARACTER_WIDTH + 2 * _MARGIN)
     height = _LINE_HEIGHT * (_ROWS + 1) + 2 * _MARGIN
-    style = _STYLE.replace("TOTAL", f"{total:.1f}") + "\n".join(frames)
+    # It starts near its end: the first picture is the last scene, not an empty terminal.
+    style = _STYLE.replace("TOTAL", f"{total:.1f}").replace("START", f"{2 - total:.1f}s")
+    style += "\n".join(frames)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'

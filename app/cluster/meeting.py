@@ -70,51 +70,69 @@ def _answering(cluster: Cluster) -> Iterator[set[int]]:
         ConfigError: another process listens there already; TensorFlow would share the port with it.
     """
     _, port = host_and_port(cluster.address)
-    not_seen = {i for i in range(len(cluster.addresses)) if i != cluster.index}
-    unproven: dict[socket.socket, None] = {}  # The oldest first.
-    lock, ended = threading.Lock(), threading.Event()
-    dropped: set[str] = set()
-
-    def admit(connection: socket.socket, host: str) -> None:
-        with connection:
-            try:
-                not_seen.discard(peer_proof.admit(connection, cluster.secret))
-            except (OSError, peer_proof.StrangerError) as error:
-                if host not in dropped and len(dropped) < _MOST_DROPPED_LINES:
-                    dropped.add(host)
-                    console.warn(f"dropped a connection from {host}: {error}")
-            finally:
-                with lock:
-                    unproven.pop(connection, None)
-
-    def make_room() -> None:
-        """Drops the oldest connection: a worker needs milliseconds to prove itself."""
-        with lock:
-            oldest = next(iter(unproven))
-            unproven.pop(oldest)
-        with contextlib.suppress(OSError):  # The other side may have closed it.
-            oldest.shutdown(socket.SHUT_RDWR)
-
-    def accept(listener: socket.socket) -> None:
-        while not ended.is_set():
-            try:
-                connection, (host, *_) = listener.accept()
-            except OSError:  # No file descriptor is left, or the socket is shut down.
-                ended.wait(_PAUSE_SEC)
-                continue
-            with lock:
-                unproven[connection] = None
-            if len(unproven) > _MOST_CONNECTIONS:
-                make_room()
-            start_thread(admit, connection, host.removeprefix("::ffff:"))
-
     with _listening(port, cluster.address) as listener:
-        thread = start_thread(accept, listener)
-        yield not_seen
-        ended.set()
+        admission = _Admission(cluster, listener)
+        thread = start_thread(admission.accept)
+        yield admission.not_seen
+        admission.ended.set()
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
         thread.join(2 * _PROBE_SEC)
+
+
+class _Admission:
+    """Accepts connections, each in a thread of its own, and admits workers.
+
+    Args:
+        cluster: the workers.
+        listener: of this worker.
+
+    Attributes:
+        not_seen: workers that are not admitted yet.
+        ended: set when no more connections are accepted.
+    """
+
+    def __init__(self, cluster: Cluster, listener: socket.socket) -> None:
+        self._secret, self._listener = cluster.secret, listener
+        self._unproven: dict[socket.socket, None] = {}  # The oldest first.
+        self._lock = threading.Lock()
+        self._dropped: set[str] = set()
+        self.not_seen = {i for i in range(len(cluster.addresses)) if i != cluster.index}
+        self.ended = threading.Event()
+
+    def accept(self) -> None:
+        """Accepts connections until `ended` is set."""
+        while not self.ended.is_set():
+            try:
+                connection, (host, *_) = self._listener.accept()
+            except OSError:  # No file descriptor is left, or the socket is shut down.
+                self.ended.wait(_PAUSE_SEC)
+                continue
+            with self._lock:
+                self._unproven[connection] = None
+            if len(self._unproven) > _MOST_CONNECTIONS:
+                self._make_room()
+            start_thread(self._admit, connection, host.removeprefix("::ffff:"))
+
+    def _make_room(self) -> None:
+        """Drops the oldest connection: a worker needs milliseconds to prove itself."""
+        with self._lock:
+            oldest = next(iter(self._unproven))
+            self._unproven.pop(oldest)
+        with contextlib.suppress(OSError):  # The other side may have closed it.
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def _admit(self, connection: socket.socket, host: str) -> None:
+        with connection:
+            try:
+                self.not_seen.discard(peer_proof.admit(connection, self._secret))
+            except (OSError, peer_proof.StrangerError) as error:
+                if host not in self._dropped and len(self._dropped) < _MOST_DROPPED_LINES:
+                    self._dropped.add(host)
+                    console.warn(f"dropped a connection from {host}: {error}")
+            finally:
+                with self._lock:
+                    self._unproven.pop(connection, None)
 
 
 @contextlib.contextmanager
