@@ -108,15 +108,15 @@ class _Admission:
             except OSError:  # No file descriptor is left, or the socket is shut down.
                 self.ended.wait(_PAUSE_SEC)
                 continue
-            with self._lock:
-                self._unproven[connection] = None
-            if len(self._unproven) > _MOST_CONNECTIONS:
-                self._make_room()
+            self._make_room_for(connection)
             start_thread(self._admit, connection, host.removeprefix("::ffff:"))
 
-    def _make_room(self) -> None:
-        """Drops the oldest connection: a worker needs milliseconds to prove itself."""
+    def _make_room_for(self, connection: socket.socket) -> None:
+        """Drops the oldest connection of too many: a worker needs milliseconds to prove itself."""
         with self._lock:
+            self._unproven[connection] = None
+            if len(self._unproven) <= _MOST_CONNECTIONS:
+                return
             oldest = next(iter(self._unproven))
             self._unproven.pop(oldest)
         with contextlib.suppress(OSError):  # The other side may have closed it.
