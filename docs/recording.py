@@ -78,6 +78,8 @@ def record(words: str, out: pathlib.Path) -> list[Line]:
     expected = 9 if "--inject" in words else 0
     if result.returncode != expected:
         raise subprocess.CalledProcessError(result.returncode, command, result.stdout)
+    if "GENERATED images" in result.stdout:
+        sys.exit("error: Fashion-MNIST was not found; set FASHION_MNIST_DIR")
     printed = result.stdout.replace(str(out), "runs/…")
     lines = [
         Line(part, _kind(line))

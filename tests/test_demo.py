@@ -92,7 +92,7 @@ def test_allreduce_shows_before_and_after_on_each_device(prepared, capsys):
     assert cells(output, "/device:CPU:1") == [["/device:CPU:1", "[[2.", "2.]]", "[[3.", "3.]]"]]
     # Steps and bytes, for two devices and for eight, of LeNet's 129,068 numbers of 4 bytes.
     row = ["[[3.", "3.]]", "2", "516,272", "14", "903,476"]
-    assert cells(output, "ring")[-1] == ["ring", *row]
+    assert ["ring", *row] in cells(output, "ring")
     assert "simulated devices: timing is not scaling" in output
 
 
@@ -246,7 +246,7 @@ def test_tensor_shows_what_a_forgotten_sum_does(prepared, data, capsys):
     assert loss[-1] == loss[-2]  # Right without the sum; the gradients are not.
     assert int(cells(output, "conv1/kernel")[0][-1].rstrip("%")) > 50
     assert cells(output, "logits/kernel")[0][-1] == "0%"
-    apart = float(output.partition("weights differ by at most ")[2].split()[0])
+    apart = float(" ".join(output.split()).partition("weights differ by at most ")[2].split(":")[0])
     assert 0 <= apart < 1e-7
 
 
