@@ -147,6 +147,8 @@ def test_a_worker_with_another_secret_does_not_join():
         error = wait()
         assert isinstance(error, PeerLostError)
         assert "does not know the secret" in str(error) and "LOCKSTEP_SECRET" in str(error)
+    names = {thread.name for thread in threading.enumerate()}
+    assert not any("accept" in name for name in names)  # It ends with the meeting.
 
 
 def test_the_secret_comes_from_a_variable_or_a_file(tmp_path):

@@ -34,6 +34,13 @@ def test_the_time_left_is_estimated_without_the_first_call(monkeypatch):
     assert left.after(70) is None
 
 
+def test_a_step_that_is_reported_again_gives_no_estimate(monkeypatch):
+    now = iter([100.0, 110.0])
+    monkeypatch.setattr(time_left.time, "monotonic", lambda: next(now))
+    left = TimeLeft(70)
+    assert left.after(10) is None and left.after(10) is None
+
+
 def test_a_long_training_prints_its_duration_as_soon_as_it_is_known(monkeypatch, capsys):
     now = iter(range(0, 10_000, 2))
     monkeypatch.setattr(time_left.time, "monotonic", lambda: float(next(now)))

@@ -73,15 +73,17 @@ def _answering(cluster: Cluster) -> Iterator[set[int]]:
     with _listening(port, cluster.address) as listener:
         admission = _Admission(cluster, listener)
         thread = start_thread(admission.accept)
-        yield admission.not_seen
-        admission.ended.set()
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)
-        thread.join(2 * _PROBE_SEC)
+        try:
+            yield admission.not_seen
+        finally:  # Also after a timeout: else the thread would retry on the closed socket.
+            admission.ended.set()
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            thread.join(2 * _PROBE_SEC)
 
 
 class _Admission:
-    """Accepts connections, each in a thread of its own, and admits workers.
+    """Accepts connections, each in a separate thread, and admits workers.
 
     Args:
         cluster: the workers.

@@ -1,7 +1,7 @@
 """Defines the style of figures: curves, axes, titles and output files.
 
 Colours are those of Okabe and Ito, which the colour-blind can tell apart; every curve has a line
-style and a marker of its own as well, so that it can be told in grey and where curves coincide.
+style and a marker too, so that curves can be distinguished in grey and where they coincide.
 """
 
 import dataclasses

@@ -36,6 +36,6 @@ class TimeLeft:
         if self._first is None:
             self._first = step, now
         first_step, first_time = self._first
-        if now - first_time < _LEAST_SEC or step >= self._total:
+        if now - first_time < _LEAST_SEC or not first_step < step < self._total:
             return None
         return (now - first_time) / (step - first_step) * (self._total - step)
