@@ -57,7 +57,8 @@ def run(config: Config) -> int:
         fault = fault_points.arm(os.environ)
         if fault:
             console.warn(f"{fault_points.VARIABLE}={fault}: this run is made to fail")
-        importlib.import_module(f"app.commands.{config.command}").run(config)
+        with signals.unmasked():
+            importlib.import_module(f"app.commands.{config.command}").run(config)
         return 0
     except errors.LockstepError as error:
         return console.report_error(error)

@@ -46,7 +46,7 @@ def run(config: Config) -> Any:
 def _run(channel: Channel, config: Config) -> tuple[bool, Any]:
     """Runs a command in the new process; returns whether it finished, and its result."""
     try:
-        with signals.handled():
+        with signals.handled(), signals.unmasked():
             return True, importlib.import_module(f"app.commands.{config.command}").run(config)
     except Terminated:
         return False, None

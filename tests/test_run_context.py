@@ -1,5 +1,6 @@
 """Tests the state of a command: visible to its functions, and restored afterwards."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -130,6 +131,38 @@ def test_a_signal_is_that_of_one_command(number, raised):
             assert signal.set_wakeup_fd(-1) == theirs.fileno()
         finally:
             signal.set_wakeup_fd(before_fd)
+
+
+@contextlib.contextmanager
+def nested():
+    """Fails when it is left by an exception, as the stacks of TensorFlow's graphs do."""
+    try:
+        yield
+    finally:
+        raise AssertionError("Nesting violated")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_that_becomes_another_error_on_its_way_is_raised_itself(number):
+    raised = KeyboardInterrupt if number == signal.SIGINT else Terminated
+    with RunContext(), signals.handled():
+        with pytest.raises(raised), signals.unmasked(), nested():
+            raise_signal(number)
+        with pytest.raises(AssertionError), signals.unmasked(), nested():
+            pass  # An error after the interruption, and without it, is an error.
+
+
+def test_an_error_while_a_deferred_interruption_is_handled_is_an_error():
+    def fail():
+        try:
+            raise_signal(signal.SIGTERM)
+            signals.check()
+        except Terminated:
+            raise OSError("the state cannot be saved") from None
+
+    with RunContext(), signals.handled(), signals.deferred():
+        with pytest.raises(OSError, match="cannot be saved"), signals.unmasked():
+            fail()
 
 
 def test_ignored_signals_stay_ignored():

@@ -16,6 +16,7 @@ from typing import Any
 from app.records.files import read_text, write_error
 from app.records.run_directory import RUN_LOG_FILE
 from app.records.run_log_reader import Attempt, parse_events, split_attempts
+from app.runtime import signals
 from app.runtime.errors import (
     INTERRUPTED_EXIT_CODE,
     TERMINATED_EXIT_CODE,
@@ -143,7 +144,8 @@ def open_run_log(run_dir: pathlib.Path) -> Iterator[RunLog]:
     """Opens the log of a run and writes `run_stop` when the attempt ends."""
     log = RunLog(run_dir)
     try:
-        yield log
+        with signals.unmasked():
+            yield log
         log.stop(0)
     except LockstepError as error:
         log.stop(error.exit_code, error=str(error))

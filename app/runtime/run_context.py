@@ -34,6 +34,7 @@ class RunContext:
         is_part: whether another process prints the command that resumes the run.
         forward_warning: called with each warning instead of printing it; None to print it.
         requested_signal: first signal that asked the command to stop; None without one.
+        interruption: exception that the signal's handler raised; None before, or if deferred.
         defers_signals: whether signals raise only when `signals.check` is called.
         pass_fault_point: called with the name of each fault point; None if no fault is armed.
     """
@@ -47,6 +48,7 @@ class RunContext:
         self.is_part = PART_VARIABLE in os.environ
         self.forward_warning: Callable[[str], None] | None = None
         self.requested_signal: signal.Signals | None = None
+        self.interruption: BaseException | None = None
         self.defers_signals = False
         self.pass_fault_point: Callable[[str], None] | None = None
         self._temporary: TemporaryDirectory | None = None

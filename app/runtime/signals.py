@@ -90,6 +90,22 @@ def deferred() -> Iterator[None]:
         context.defers_signals = False
 
 
+@contextlib.contextmanager
+def unmasked() -> Iterator[None]:
+    """Raises the interruption itself if it has become another error on its way.
+
+    A signal can interrupt Python anywhere, also while TensorFlow enters or leaves a graph, whose
+    clean-up then fails and replaces the exception: "Nesting violated for default stack".
+    """
+    try:
+        yield
+    except Exception as error:
+        context = run_context.current()
+        if context is None or context.interruption not in _chain(error):
+            raise
+        raise context.interruption from None
+
+
 def requested() -> int:
     """Returns the number of the first signal received; 0 without one."""
     context = run_context.current()
@@ -108,7 +124,19 @@ def check(number: int | None = None) -> None:
     """
     number = requested() if number is None else number
     if number:
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+        raise _interruption(number)
+
+
+def _interruption(number: int) -> KeyboardInterrupt | Terminated:
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those during whose handling it was raised."""
+    earlier: BaseException | None = error
+    while earlier is not None:
+        yield earlier
+        earlier = earlier.__cause__ or earlier.__context__
 
 
 def _handle(context: run_context.RunContext, number: int, frame: types.FrameType | None) -> None:
@@ -116,7 +144,8 @@ def _handle(context: run_context.RunContext, number: int, frame: types.FrameType
         return
     context.requested_signal = signal.Signals(number)
     if not context.defers_signals:
-        check(number)
+        context.interruption = _interruption(number)
+        raise context.interruption
 
 
 def _watch(ours: socket.socket) -> None:
