@@ -101,9 +101,10 @@ def unmasked() -> Iterator[None]:
         yield
     except Exception as error:
         context = run_context.current()
-        if context is None or context.interruption not in _chain(error):
+        interruption = context and context.interruption
+        if interruption is None or interruption not in _chain(error):
             raise
-        raise context.interruption from None
+        raise interruption from None
 
 
 def requested() -> int:
