@@ -101,7 +101,7 @@ def unmasked() -> Iterator[None]:
         yield
     except Exception as error:
         context = run_context.current()
-        interruption = context and context.interruption
+        interruption = context.interruption if context else None
         if interruption is None or interruption not in _chain(error):
             raise
         raise interruption from None
