@@ -58,7 +58,7 @@ class Soak:
         self._folder, self._random = folder, random.Random(seed)
         self._data_dir = folder / "data"
         self._laps, self.counts = 0, dict.fromkeys(KINDS, 0)
-        _write_data(self._data_dir)
+        write_data(self._data_dir)
         whole = folder / "undisturbed"
         self._check(self._run(whole).wait(TIMEOUT_SEC) == 0, "the undisturbed run failed")
         self.weights_sha256 = load_summary(whole).weights_sha256
@@ -167,7 +167,7 @@ def _truncate(path: pathlib.Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _write_data(folder: pathlib.Path) -> None:
+def write_data(folder: pathlib.Path) -> None:
     """Writes a part of Fashion-MNIST, if available, else of the generated images."""
     folder.mkdir()
     real = pathlib.Path(os.environ.get("FASHION_MNIST_DIR") or "/nonexistent")

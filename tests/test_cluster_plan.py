@@ -1,5 +1,8 @@
 """Predictions of clusters, on numbers worked out by hand."""
 
+import dataclasses
+import math
+
 import pytest
 
 from app.config import Config
@@ -48,12 +51,32 @@ def test_a_step_is_compute_and_the_faster_all_reduce():
     assert step.num_replicas == 8
     assert step.compute_sec == pytest.approx(0.012)  # 2 ms and 100 images of 0.1 ms.
     assert step.all_reduce_sec == step.hierarchical_sec < step.ring_sec
-    assert step.step_sec == pytest.approx(0.02323)
-    assert step.efficiency == pytest.approx(0.012 / 0.02323)
+    # After each call of 21 steps, half a second, 14 messages without content.
+    assert step.message_sec == pytest.approx(0.014)
+    step_sec = 0.02323 + 0.014 / 21
+    assert step.step_sec == pytest.approx(step_sec)
+    assert step.efficiency == pytest.approx(0.012 / step_sec)
     # 8 ms of the backward pass can hide as much of the exchange.
-    assert step.best_efficiency == pytest.approx(0.012 / 0.01523)
-    assert step.images_per_sec == pytest.approx(800 / 0.02323)
-    assert step.speed_up == pytest.approx(0.082 / 0.02323)
+    assert step.best_efficiency == pytest.approx(0.012 / (step_sec - 0.008))
+    assert step.images_per_sec == pytest.approx(800 / step_sec)
+    assert step.speed_up == pytest.approx(0.082 / step_sec)
+
+
+def test_over_grpc_each_message_is_requested_and_there_is_one_ring():
+    links = dataclasses.replace(LINKS, is_grpc=True)
+    assert ring(2, 1, SIZE_BYTES, links) == pytest.approx(2 * (0.002 + 0.004))
+    assert hierarchical(2, 4, SIZE_BYTES, links) == math.inf
+    step = predict(
+        LinearCost(0.002, 0.0001),
+        dataclasses.replace(links, latency_sec=0.1),
+        num_workers=2,
+        devices_per_worker=1,
+        global_batch_size=20,
+        size_bytes=SIZE_BYTES,
+    )
+    # 3 ms, and 2 · (200 ms + 4 ms); synchronising takes 400 ms, so a call takes ten times as long.
+    assert step.message_sec == pytest.approx(0.4)
+    assert step.step_sec == pytest.approx(0.411 + 0.4 / 9)
 
 
 @pytest.mark.parametrize(

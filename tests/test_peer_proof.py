@@ -65,6 +65,54 @@ def test_another_secret_is_noticed_on_both_sides(pair, ours, theirs):
     assert isinstance(admitted(), OSError | peer_proof.StrangerError)
 
 
+def test_a_worker_that_does_not_know_that_it_is_admitted_connects_again(pair):
+    """The network lost the last message: this worker must keep answering."""
+
+    def admit():
+        peer_proof.admit(pair[0], SECRET)
+        peer_proof.wait_until_seen(pair[0])
+
+    admitted = in_thread(admit)
+    with pytest.raises(OSError):
+        peer_proof.ask(Deaf(pair[1]), SECRET, 1)
+    pair[1].close()
+    assert isinstance(admitted(), OSError)
+
+
+class Deaf:
+    """A connection that is lost before the last byte is received."""
+
+    def __init__(self, connection):
+        self._connection = connection
+
+    def recv(self, num_bytes):
+        if num_bytes == len(peer_proof._ADMITTED):
+            raise TimeoutError
+        return self._connection.recv(num_bytes)
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+
+def test_a_worker_that_has_joined_is_not_reported_as_a_stranger(capsys):
+    """TensorFlow of a worker that has met all others connects where others still wait."""
+    first, second, _ = clusters(SECRET, SECRET, SECRET)
+    met = in_thread(meeting.meet, first, 3)
+    deadline = time.monotonic() + 3
+    while True:  # Until it listens.
+        with contextlib.suppress(OSError):
+            with socket.create_connection(host_and_port(first.address)) as connection:
+                peer_proof.ask(connection, SECRET, second.index)
+            break
+        assert time.monotonic() < deadline
+    with socket.create_connection(host_and_port(first.address)) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    assert isinstance(met(), PeerLostError)
+    assert "dropped" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"lockstep"])
 def test_whatever_else_is_sent_is_refused(pair, sent):
     admitted = in_thread(peer_proof.admit, pair[0], SECRET)

@@ -98,7 +98,8 @@ class _Admission:
         self._secret, self._listener = cluster.secret, listener
         self._unproven: dict[socket.socket, None] = {}  # The oldest first.
         self._lock = threading.Lock()
-        self._dropped: set[str] = set()
+        self._known: set[str] = set()  # Hosts that are admitted, or dropped and reported.
+        self._num_lines = 0
         self.not_seen = {i for i in range(len(cluster.addresses)) if i != cluster.index}
         self.ended = threading.Event()
 
@@ -127,14 +128,20 @@ class _Admission:
     def _admit(self, connection: socket.socket, host: str) -> None:
         with connection:
             try:
-                self.not_seen.discard(peer_proof.admit(connection, self._secret))
+                index = peer_proof.admit(connection, self._secret)
             except (OSError, peer_proof.StrangerError) as error:
-                if host not in self._dropped and len(self._dropped) < _MOST_DROPPED_LINES:
-                    self._dropped.add(host)
+                if host not in self._known and self._num_lines < _MOST_DROPPED_LINES:
+                    self._known.add(host)
+                    self._num_lines += 1
                     console.warn(f"dropped a connection from {host}: {error}")
+                return
             finally:
                 with self._lock:
                     self._unproven.pop(connection, None)
+            self._known.add(host)  # Its TensorFlow may connect before all workers have met.
+            with contextlib.suppress(OSError):  # It connects again.
+                peer_proof.wait_until_seen(connection)
+                self.not_seen.discard(index)
 
 
 @contextlib.contextmanager

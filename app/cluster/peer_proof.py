@@ -17,8 +17,9 @@ _GREETING = b"lockstep rendezvous 1\n"
 _CHALLENGE_BYTES, _INDEX_BYTES = 32, 4
 _DIGEST = "sha256"
 _DIGEST_BYTES = 32
-_ADMITTED = b"\x01"
+_ADMITTED, _SEEN = b"\x01", b"\x02"
 _DEADLINE_SEC = 3.0
+_LONGEST_PARTITION_SEC = 120.0
 
 
 class StrangerError(Exception):
@@ -52,6 +53,18 @@ def admit(connection: socket.socket, secret: bytes) -> int:
     return int.from_bytes(theirs[_CHALLENGE_BYTES:])
 
 
+def wait_until_seen(connection: socket.socket) -> None:
+    """Waits until an admitted worker knows that it is admitted.
+
+    Without that knowledge it would connect again, to a worker that answers no more. TCP repeats
+    what a network loses, so that this takes as long as the network is cut.
+
+    Raises:
+        OSError: it has ended, or has connected again.
+    """
+    _receive(connection, len(_SEEN), time.monotonic() + _LONGEST_PARTITION_SEC)
+
+
 def ask(connection: socket.socket, secret: bytes, index: int) -> None:
     """Asks another worker for admission, and checks that it is one.
 
@@ -75,6 +88,7 @@ def ask(connection: socket.socket, secret: bytes, index: int) -> None:
     connection.sendall(_respond(secret, b"asks", theirs, ours))
     if _receive(connection, len(_ADMITTED), deadline) != _ADMITTED:
         raise StrangerError("it does not admit this worker")
+    connection.sendall(_SEEN)
 
 
 def _respond(secret: bytes, role: bytes, challenge: bytes, own: bytes) -> bytes:

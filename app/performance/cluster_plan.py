@@ -1,8 +1,10 @@
 """Predicts a step on a cluster: compute is measured, the all-reduce is calculated."""
 
 import dataclasses
+import math
 
 from app.performance.all_reduce_model import LinearCost
+from app.training.call_length import num_steps_of_call
 
 # Latency of a message between devices of one machine; NCCL's model has 3 to 7 µs.
 _DEVICE_LATENCY_SEC = 5e-6
@@ -18,11 +20,19 @@ class Links:
         bytes_per_sec: bandwidth of a machine's network, in one direction.
         latency_sec: latency of a message between machines.
         device_bytes_per_sec: bandwidth of a device's link within its machine, in one direction.
+        is_grpc: whether TensorFlow's collectives send over gRPC, as between CPUs, instead of NCCL.
+            Each message is then requested by its receiver, and the only algorithm is one ring.
     """
 
     bytes_per_sec: float
     latency_sec: float
     device_bytes_per_sec: float
+    is_grpc: bool = False
+
+    @property
+    def message_latency_sec(self) -> float:
+        """Latency of a message with its request, if it has one."""
+        return self.latency_sec * (2 if self.is_grpc else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +45,11 @@ class ClusterStep:
         global_batch_size: examples per step.
         compute_sec: seconds of one device for its shard.
         ring_sec: seconds of an all-reduce with one ring through all devices.
-        hierarchical_sec: seconds of an all-reduce with rings within and between machines.
+        hierarchical_sec: seconds of an all-reduce with rings within and between machines; infinite
+            if the collectives have none.
         one_device_sec: seconds of one device for the whole batch.
+        message_sec: seconds of an all-reduce of a few numbers: after each call of several steps the
+            workers exchange totals, and what they agree on.
     """
 
     num_workers: int
@@ -46,6 +59,7 @@ class ClusterStep:
     ring_sec: float
     hierarchical_sec: float
     one_device_sec: float
+    message_sec: float = 0.0
 
     @property
     def num_replicas(self) -> int:
@@ -60,7 +74,8 @@ class ClusterStep:
     @property
     def step_sec(self) -> float:
         """Seconds of a step whose all-reduce starts after the backward pass."""
-        return self.compute_sec + self.all_reduce_sec
+        step_sec = self.compute_sec + self.all_reduce_sec
+        return step_sec + self.message_sec / num_steps_of_call(step_sec, self.message_sec)
 
     @property
     def overlapped_sec(self) -> float:
@@ -101,7 +116,7 @@ def ring(num_workers: int, devices_per_worker: int, size_bytes: float, links: Li
     r = num_workers * devices_per_worker
     spans = num_workers > 1
     rate = links.bytes_per_sec if spans else links.device_bytes_per_sec
-    latency = links.latency_sec if spans else _DEVICE_LATENCY_SEC
+    latency = links.message_latency_sec if spans else _DEVICE_LATENCY_SEC
     return 2 * (r - 1) * (latency + size_bytes / r / rate)
 
 
@@ -112,13 +127,15 @@ def hierarchical(
 
     The first rings leave each device with 1/D of its machine's sum; the D rings between machines
     share the network, which carries 2 (W − 1) / W of the gradients, as with one ring, in fewer
-    messages.
+    messages. Infinite over gRPC, where TensorFlow has no such algorithm.
 
     Reference: X. Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision",
     2018, section 4.
     """
     w, d = num_workers, devices_per_worker
     within = 2 * (d - 1) * (_DEVICE_LATENCY_SEC + size_bytes / d / links.device_bytes_per_sec)
+    if links.is_grpc:
+        return math.inf
     between = 2 * (w - 1) * (links.latency_sec + size_bytes / w / links.bytes_per_sec)
     return within + between
 
@@ -150,6 +167,7 @@ def predict(
         ring(num_workers, devices_per_worker, size_bytes, links),
         hierarchical(num_workers, devices_per_worker, size_bytes, links),
         compute.sec(global_batch_size),
+        ring(num_workers, devices_per_worker, 0, links),
     )
 
 

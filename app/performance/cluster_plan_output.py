@@ -1,5 +1,6 @@
 """Prints the plan of a cluster."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,10 +30,17 @@ def print_cluster(plan: TrainingPlan, compute: LinearCost, samples: Sequence[Sam
     batch, per_worker = plan.batch, config.num_devices_planned
     console.say()
     _print_setting(config, samples, size_bytes)
+    is_grpc = "CPU" in samples[0].facts.devices[0]
+    if is_grpc:
+        console.say(
+            "between CPUs, TensorFlow sends over gRPC: the receiver requests each message, which"
+            " takes two latencies, and the only algorithm is one ring; GPUs use NCCL"
+        )
     links = Links(
         config.bandwidth_gbps * 1e9 / 8,
         config.latency_us * 1e-6,
         config.device_bandwidth_gbps * 1e9 / 8,
+        is_grpc=is_grpc,
     )
 
     def print_table(title: str, batch_of: Callable[[int], int]) -> None:
@@ -83,7 +91,7 @@ def _row(step: ClusterStep) -> list[str]:
         f"{step.global_batch_size:,}",
         f"{step.compute_sec * 1e3:.2f}",
         f"{step.ring_sec * 1e3:.2f}",
-        f"{step.hierarchical_sec * 1e3:.2f}",
+        f"{step.hierarchical_sec * 1e3:.2f}" if math.isfinite(step.hierarchical_sec) else "–",
         f"{step.step_sec * 1e3:.2f}",
         f"{step.images_per_sec:,.0f}",
         f"{step.efficiency:.0%} to {step.best_efficiency:.0%}",

@@ -16,6 +16,7 @@ from app.runtime.errors import MismatchError, Terminated
 from app.runtime.fault_points import fault_point
 from app.runtime.progress_bar import TrainingProgress
 from app.training.all_reduce_self_test import run_all_reduce_self_test
+from app.training.call_length import num_steps_of_call
 from app.training.data_faults import inject_data_fault
 from app.training.epoch_progress import after_epoch, epoch_totals
 from app.training.evaluation import evaluate
@@ -30,10 +31,6 @@ from app.training.verified_steps import CreateVerifier, VerifiedSteps, create_no
 from app.training.worker_sync import check_same_data, synchronize, wait_for_all
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
-
-# The number of steps per compiled call grows until a call takes this long, so that the bar is
-# updated and the host is mostly idle.
-_CALL_SEC = 0.5
 
 
 class Training:
@@ -95,6 +92,7 @@ class Training:
         self._resumed: Resumed | None = None
         self._writer = TrainingWriter()
         self._compile_sec, self._step_sec = 0.0, math.inf
+        self._network_sec = self._shortest_network_sec = 0.0
         self._on_progress()
 
     def start(self, *, from_scratch: bool) -> None:
@@ -271,14 +269,25 @@ class Training:
         self._step_sec = math.inf
         while self._is_within_epoch():
             self.step(self._num_steps_of_next_call())
-            is_due = self._state.checkpoints.is_due(self._state.progress)
-            self._step_sec, is_save_due = self._synchronize(self._step_sec, is_due)
-            if is_save_due:
+            if self._agree():
                 self.save()
+
+    def _agree(self) -> bool:
+        """Agrees with the other workers on the length of calls; returns whether to save."""
+        start = time.monotonic()
+        is_due = self._state.checkpoints.is_due(self._state.progress)
+        self._step_sec, is_save_due, negative_sec = self._synchronize(
+            self._step_sec, is_due, -self._network_sec
+        )
+        self._shortest_network_sec = -negative_sec  # The others waited for the last worker, too.
+        self._network_sec = time.monotonic() - start
+        return bool(is_save_due)
 
     def _num_steps_of_next_call(self) -> int:
         """Returns the number of steps of the next compiled call."""
-        num_steps = self._config.steps_per_call or max(1, int(_CALL_SEC / self._step_sec))
+        num_steps = self._config.steps_per_call or num_steps_of_call(
+            self._step_sec, self._shortest_network_sec
+        )
         schedules = self._state.checkpoints, self._verified
         return min(num_steps, *(s.num_steps_before_next(self._state.progress) for s in schedules))
 
