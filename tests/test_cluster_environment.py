@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from app.cluster import rendezvous, resource_split
 from app.cluster.environment import find_cluster
 from app.cluster.resource_split import find_free_ports
 from app.runtime.errors import ConfigError
@@ -143,6 +144,40 @@ def test_a_port_in_use_is_named(tmp_path):
         )
     assert result.returncode == 2
     assert f"error: port {port} of 127.0.0.1:{port}: Address already in use" in result.stderr
+
+
+def test_ports_are_not_those_that_the_kernel_gives_away():
+    ports = find_free_ports(8)
+    assert len(set(ports)) == 8
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert max(ports) < server.getsockname()[1]
+    with socket.create_server(("", ports[0])):
+        assert not resource_split._is_free(ports[0])
+
+
+LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-11111111-aaaa)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22222222-bbbb)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "uuids"),
+    [
+        (["1"], ["GPU-22222222-bbbb"]),
+        (["0", "1"], ["GPU-11111111-aaaa", "GPU-22222222-bbbb"]),
+        (["GPU-2222"], ["GPU-22222222-bbbb"]),
+        (["GPU-33333333-cccc", "7"], ["GPU-33333333-cccc"]),  # Not listed: of no use if a number.
+    ],
+)
+def test_gpus_are_known_by_their_uuids(monkeypatch, names, uuids):
+    monkeypatch.setattr(resource_split, "output_of", lambda command, timeout_sec: LISTED)
+    assert resource_split.gpu_uuids(names) == uuids
+
+
+def test_workers_that_share_a_gpu_are_refused():
+    rendezvous._check_own_gpus([["GPU-1", "GPU-2"], ["GPU-3"], [], []])
+    with pytest.raises(ConfigError, match="workers 0 and 2 share GPU-2; give each worker its own"):
+        rendezvous._check_own_gpus([["GPU-1", "GPU-2"], ["GPU-3"], ["GPU-2"]])
 
 
 def test_who_is_missing_is_told_until_the_time_is_up(tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from app.cluster.environment import Cluster
 from app.cluster.meeting import meet, names_of
+from app.cluster.resource_split import gpu_uuids, visible_gpus
 from app.config import TrainConfig
 from app.runtime import console, signals
 from app.runtime.errors import ConfigError, PeerLostError
@@ -53,9 +54,12 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: TrainConfig) ->
         workers = ClusterWorkers(cluster.addresses, cluster.index, local_devices, all_reduce)
     signals.reinstall()
     with naming_lost_peers(cluster):
-        posted = workers.post(json.dumps(_settings(config, local_devices)))
+        gpus = _gpus_of(local_devices)
+        posted = workers.post(json.dumps([_settings(config, local_devices), gpus]))
         workers.post("read")  # Every worker has read the others' settings before any of them exits.
-        _check_same(cluster, posted)
+        settings, per_worker_gpus = zip(*(json.loads(text) for text in posted), strict=True)
+        _check_same(settings)
+        _check_own_gpus(per_worker_gpus)
     return workers
 
 
@@ -97,13 +101,36 @@ def _settings(config: TrainConfig, local_devices: Sequence[str]) -> dict:
     return {**flags, **case, "devices": f"{len(local_devices)} {kind}", **own}
 
 
-def _check_same(cluster: Cluster, posted: Sequence[str]) -> None:
+def _gpus_of(local_devices: Sequence[str]) -> list[str]:
+    """Returns the UUIDs of this worker's GPUs, as far as they are known."""
+    if "GPU" not in local_devices[0]:
+        return []
+    return gpu_uuids(visible_gpus()[: len(local_devices)])
+
+
+def _check_own_gpus(per_worker: Sequence[Sequence[str]]) -> None:
+    """Refuses workers that share a GPU.
+
+    Raises:
+        ConfigError: two workers use the same GPU.
+    """
+    users: dict[str, int] = {}
+    for index, uuids in enumerate(per_worker):
+        for uuid in uuids:
+            if users.setdefault(uuid, index) != index:
+                raise ConfigError(
+                    f"workers {users[uuid]} and {index} share {uuid}; give each worker its own GPUs"
+                    " with CUDA_VISIBLE_DEVICES, or start them with launch"
+                )
+
+
+def _check_same(per_worker: Sequence[dict]) -> None:
     """Refuses workers that would not make the same steps.
 
     Raises:
         ConfigError: some have other flags, devices or versions than the chief.
     """
-    chief, *others = (json.loads(text) for text in posted)
+    chief, *others = per_worker
     differing = [
         f"{name}: worker 0 has {chief.get(name)}, worker {index} has {other.get(name)}"
         for index, other in enumerate(others, start=1)

@@ -1,9 +1,13 @@
 """Splits the cores, GPUs and ports of this machine among workers."""
 
 import contextlib
+import itertools
 import os
 import pathlib
+import random
+import re
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from app.config.distribution_options import DeviceOptions
@@ -11,6 +15,8 @@ from app.runtime.errors import DeviceError
 from app.runtime.subprocesses import output_of
 
 _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
+_PORT_RANGE = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT, _USUAL_FIRST_EPHEMERAL_PORT = 10_240, 32_768
 
 
 class WorkerResources(NamedTuple):
@@ -77,6 +83,20 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, line in enumerate(listed.splitlines()) if line.startswith("GPU ")]
 
 
+def gpu_uuids(names: Sequence[str]) -> list[str]:
+    """Returns the UUIDs of GPUs that CUDA names by UUID or by number, as far as the driver tells.
+
+    A UUID is the same in every container of a machine; a number is not.
+    """
+    try:
+        listed = output_of(["nvidia-smi", "-L"], timeout_sec=30)
+    except OSError:
+        listed = ""
+    known = dict(re.findall(r"^GPU (\d+): .*\(UUID: (\S+)\)", listed, re.MULTILINE))
+    uuids = [next((u for u in known.values() if u.startswith(name)), name) for name in names]
+    return [uuid for uuid in (known.get(u, u) for u in uuids) if not uuid.isdecimal()]
+
+
 def _cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
@@ -84,9 +104,29 @@ def _cores() -> list[int]:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Returns loopback ports that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in sockets]
+    """Returns ports that are free now, and that the kernel gives to no other process.
+
+    They are below the range from which it takes ports for connections: one of that range could be
+    taken before the worker listens.
+    """
+    first = _first_ephemeral_port()
+    candidates = iter(
+        random.SystemRandom().sample(range(_LOWEST_PORT, first), first - _LOWEST_PORT)
+    )
+    return list(itertools.islice(filter(_is_free, candidates), count))
+
+
+def _first_ephemeral_port() -> int:
+    """Returns the first port that the kernel may choose itself."""
+    with contextlib.suppress(OSError, ValueError):
+        first = int(_PORT_RANGE.read_text(encoding="utf-8").split()[0])
+        if first > 2 * _LOWEST_PORT:
+            return first
+    return _USUAL_FIRST_EPHEMERAL_PORT
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener, contextlib.suppress(OSError):
+        listener.bind(("", port))
+        return True
+    return False
