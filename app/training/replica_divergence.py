@@ -57,16 +57,19 @@ def _differences(
     """
     names = list(per_item_variables[0])
     per_item_hashes = strategy.gather([_hash(v.values()) for v in per_item_variables])
+    different: dict[str, list[list[int]]] = {}
     for name, hashes in zip(names, zip(*per_item_hashes, strict=True), strict=True):
         groups: dict[bytes, list[int]] = {}
         for item_id, digest in enumerate(hashes):
             groups.setdefault(digest.tobytes(), []).append(item_id)
         if len(groups) > 1:
-            # Every worker knows the hashes, so that all of them get here for the same variable.
-            own = [[variables[name].numpy()] for variables in per_item_variables]
-            arrays = [array for (array,) in strategy.gather(own)]
-            apart = float(np.max(np.ptp(np.asarray(arrays, np.float64), axis=0)))
-            yield name, list(groups.values()), apart
+            different[name] = list(groups.values())
+    if different:  # Every worker knows the hashes, so that all of them get here.
+        own = [[variables[name].numpy() for name in different] for variables in per_item_variables]
+        per_item_arrays = strategy.gather(own)
+        for index, (name, groups_of) in enumerate(different.items()):
+            arrays = np.asarray([arrays[index] for arrays in per_item_arrays], np.float64)
+            yield name, groups_of, float(np.max(np.ptp(arrays, axis=0)))
 
 
 def _hash(variables: Iterable[tf.Variable]) -> list[np.ndarray]:
