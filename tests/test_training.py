@@ -26,6 +26,7 @@ from app.runtime.errors import (
     DeviceError,
     DiskFullError,
     DivergedError,
+    MismatchError,
     ReplicaDivergenceError,
     Terminated,
 )
@@ -189,6 +190,21 @@ def test_steps_per_call_do_not_change_the_result(dataset, tmp_path, monkeypatch)
         results.append(train(dataset, tmp_path / str(call_sec), epochs=1))
     assert results[0].weights_sha256 == results[1].weights_sha256
     assert results[0].train_loss == results[1].train_loss
+
+
+@pytest.mark.parametrize("part", ["train_images", "train_labels", "test_images"])
+def test_an_example_that_changes_in_memory_is_found(dataset, tmp_path, part):
+    changed = getattr(dataset, part).copy()
+    own = dataclasses.replace(dataset, **{part: changed})
+    loop = make(own, tmp_path)
+    with open_run_log(tmp_path) as log, pytest.raises(MismatchError) as caught:
+        loop.begin(log)
+        changed[7] ^= 1
+        loop.step(loop.steps_per_epoch)
+        loop.end_epoch()
+    example = "a test example" if part == "test_images" else "training example 7"
+    assert f"{example} has changed in memory since it was loaded" in str(caught.value)
+    assert checkpoint_paths(tmp_path) == []
 
 
 def test_checkpoints_come_by_the_clock_where_no_steps_are_given(dataset, tmp_path, monkeypatch):

@@ -17,9 +17,29 @@ def num_steps_per_epoch(num_examples: int, global_batch_size: int, last_batch: s
     return full + (1 if rest and last_batch == "keep" else 0)
 
 
+Examples = tuple[np.ndarray | tf.Tensor, np.ndarray | tf.Tensor]
+
+
+def keep_in_memory(
+    images: np.ndarray | tf.Tensor, labels: np.ndarray | tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns copies of the examples, from which `train_dataset` reads."""
+    with tf.device("/device:CPU:0"):
+        return tf.constant(images), tf.constant(labels, tf.int32)
+
+
+def find_changed(examples: Examples, others: Examples) -> int | None:
+    """Returns the first example that differs between two copies in memory; None without one."""
+    for ours, theirs in zip(examples, others, strict=True):
+        a, b = np.asarray(ours), np.asarray(theirs)
+        if not np.array_equal(a, b):
+            return int(np.argmax((a != b).reshape(len(a), -1).any(axis=1)))
+    return None
+
+
 def train_dataset(
-    images: np.ndarray,
-    labels: np.ndarray,
+    images: np.ndarray | tf.Tensor,
+    labels: np.ndarray | tf.Tensor,
     *,
     seed: int,
     global_batch_size: int,
@@ -109,13 +129,14 @@ def eval_dataset(
     return _gather(indices, images, labels)
 
 
-def _gather(indices: tf.data.Dataset, images: np.ndarray, labels: np.ndarray) -> tf.data.Dataset:
+def _gather(
+    indices: tf.data.Dataset, images: np.ndarray | tf.Tensor, labels: np.ndarray | tf.Tensor
+) -> tf.data.Dataset:
     """Converts a dataset of index batches to batches of images and labels.
 
     The indices may come with flags of the images to mirror.
     """
-    with tf.device("/device:CPU:0"):
-        images, labels = tf.constant(images), tf.constant(labels, tf.int32)
+    images, labels = keep_in_memory(images, labels)  # Tensors are not copied again.
 
     def gather(i: tf.Tensor, flipped: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
         rows = tf.gather(images, i)

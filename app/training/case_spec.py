@@ -102,6 +102,9 @@ class CaseSpec:
             raise ValueError(f"the data of a case follow from seed {self._config.seed}, not {seed}")
         return self._dataset.train_batches(start_step=start_step)
 
+    def check_examples(self) -> None:
+        """Does nothing: the case provides its batches anew in each epoch."""
+
     def batch_sizes(self) -> set[int]:
         """Returns the sizes of batches."""
         return set(self._dataset.train.sizes)

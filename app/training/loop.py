@@ -208,10 +208,12 @@ class Training:
 
         Raises:
             DivergedError: the loss or a weight is not finite.
+            MismatchError: an example has changed in memory.
             ReplicaDivergenceError: replicas hold different weights.
         """
         self._bar.evaluating()
         self._state.check_replica_divergence(shown=self._workers.is_chief)
+        self._spec.check_examples()
         start = time.monotonic()
         test = evaluate(self.strategy, self.dataset, self._after_test_batch)
         evaluation_sec = time.monotonic() - start

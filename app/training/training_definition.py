@@ -52,6 +52,9 @@ class TrainingDefinition(Protocol):
     def batches(self, *, seed: int, start_step: int = 0) -> tf.data.Dataset:
         """Returns the infinite dataset of global batches from `start_step` on."""
 
+    def check_examples(self) -> None:
+        """Checks that no example in memory has changed, if the examples are kept there."""
+
     def batch_sizes(self) -> set[int]:
         """Returns the sizes of batches."""
 

@@ -6,9 +6,16 @@ import tensorflow as tf
 
 from app.config import TrainConfig
 from app.data.dataset import ImageDataset
-from app.data.input_pipeline import num_steps_per_epoch, train_batch, train_dataset
+from app.data.input_pipeline import (
+    find_changed,
+    keep_in_memory,
+    num_steps_per_epoch,
+    train_batch,
+    train_dataset,
+)
 from app.devices.device_setup import Devices
 from app.records.run_metadata import RunMetadata
+from app.runtime.errors import MismatchError
 from app.runtime.versions import versions
 from app.training.data_loading import load_data as load_data  # Exported.
 from app.training.memory_guard import MemoryGuard
@@ -37,6 +44,8 @@ class TrainingSpec:
             len(dataset.train_images), config.global_batch_size, config.last_batch
         )
         self.num_steps = config.epochs * self.steps_per_epoch
+        self._examples: tuple[tf.Tensor, tf.Tensor] | None = None  # Copies that are trained on.
+        self._test_part_sha256 = dataset.sha256_of_test_part()
         self._recipe = find_recipe(config.recipe, config.model)
         self.learning_rate = config.learning_rate or self._recipe.learning_rate(
             global_batch_size=config.global_batch_size, num_steps=self.num_steps
@@ -115,14 +124,35 @@ class TrainingSpec:
 
     def batches(self, *, seed: int | None = None, start_step: int = 0) -> tf.data.Dataset:
         """Returns the infinite dataset of global batches from `start_step` on, ordered by seed."""
+        if self._examples is None:
+            self._examples = keep_in_memory(self.dataset.train_images, self.dataset.train_labels)
         return train_dataset(
-            self.dataset.train_images,
-            self.dataset.train_labels,
+            *self._examples,
             seed=self.config.seed if seed is None else seed,
             global_batch_size=self.config.global_batch_size,
             last_batch=self.config.last_batch,
             start_step=start_step,
             flip=self.flips,
+        )
+
+    def check_examples(self) -> None:
+        """Checks that no example in memory has changed since the start.
+
+        Raises:
+            MismatchError: one has; names its index.
+        """
+        data = self.dataset
+        loaded = data.train_images, data.train_labels
+        changed = find_changed(self._examples, loaded) if self._examples else None
+        if changed is not None:
+            what = f"training example {changed}"
+        elif data.sha256_of_test_part() != self._test_part_sha256:
+            what = "a test example"
+        else:
+            return
+        raise MismatchError(
+            f"{what} has changed in memory since it was loaded; test the memory of this machine,"
+            " then run the same command again to resume from the last checkpoint"
         )
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
