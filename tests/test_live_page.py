@@ -19,8 +19,10 @@ import pytest
 
 import report_samples
 import test_report
+from app.records.check_value import without_check
 from app.records.event_file import EVENTS_FILE, EventFile
 from app.records.event_reader import EventReader
+from app.records.files import read_json
 from app.records.history import load_history
 from app.report.live_page import LivePage
 from app.report.live_run import LiveRun, find_newest_run
@@ -174,7 +176,9 @@ class TestPage:
         path = run_dir / "log.jsonl"
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
-        path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {ended.pid}'))
+        events = [without_check(json.loads(line)) for line in path.read_text().splitlines()]
+        events[0]["pid"] = ended.pid
+        path.write_text("".join(json.dumps(event) + "\n" for event in events))
         assert "Stopped without a last message, at step 15 of 40" in text_of(run_dir)
 
     def test_lines_that_are_not_complete_yet_are_left_out(self, run_dir):
@@ -209,7 +213,7 @@ class TestPage:
     def test_a_case_has_examples_and_no_accuracy(self, tmp_path):
         log = report_samples.write_running(tmp_path, steps=(), case="my_case.py")
         EventFile(tmp_path).add(3, {"steps/loss": 1.5, "steps/images_per_sec": 8.0})
-        history = json.loads((tmp_path / "history.jsonl").read_text())
+        history = read_json(tmp_path / "history.jsonl")
         history |= {"train_accuracy": None, "test_accuracy": None}
         (tmp_path / "history.jsonl").write_text(json.dumps(history))
         page = shown(tmp_path)

@@ -17,7 +17,7 @@ from app.records import files
 from app.records import history as histories
 from app.records.event_file import EventFile
 from app.records.event_reader import load_steps
-from app.records.files import write_atomically, write_json
+from app.records.files import read_json, write_atomically, write_json
 from app.records.history import EpochRecord, Summary
 from app.records.run_directory import load_run_config, open_run_directory
 from app.report.accuracy_plot import plot_accuracy
@@ -62,7 +62,7 @@ class TestFiles:
 
         with pytest.raises(KeyboardInterrupt):
             write_atomically(path, fail, size_bytes=4)
-        assert json.loads(path.read_text()) == {"a": 1}
+        assert read_json(path) == {"a": 1}
         assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
 
     def test_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
@@ -341,3 +341,24 @@ class TestPlots:
         )
         subprocess.run([sys.executable, "-c", script, str(run_dir)], cwd=ROOT, check=True)
         assert (run_dir / "accuracy.png").exists()
+
+
+@pytest.mark.parametrize("record", [{}, {"a": [1, 0.1, None], "b": {"c": "ü\ud800"}}, {"n": 1e999}])
+def test_every_changed_character_of_a_record_is_noticed_or_changes_nothing(tmp_path, record):
+    path = tmp_path / "record.json"
+    write_json(path, record)
+    assert read_json(path) == record
+    content = path.read_bytes()
+    noticed = 0
+    for position in range(len(content)):
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << bit
+            path.write_bytes(damaged)
+            try:
+                found = read_json(path)
+            except ValueError:
+                noticed += 1
+            else:  # A blank, or the name of the check value.
+                assert {name: found.get(name) for name in record} == record
+    assert noticed > 4 * len(content)

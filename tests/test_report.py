@@ -16,6 +16,7 @@ import pytest
 
 import report_samples
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT
+from app.records.files import read_json
 from app.records.history import load_history, load_summary
 from app.report.page import REPORT_FILE, write_report
 from app.runtime.errors import OutputError
@@ -447,7 +448,7 @@ def test_whatever_a_record_holds_it_is_shown_or_refused(
     run = tmp_path / "run"
     shutil.copytree(everything / name, run)
     path = run / f"{kind}.json"
-    record, out = json.loads(path.read_text()), tmp_path / REPORT_FILE
+    record, out = read_json(path), tmp_path / REPORT_FILE
     tried = list(itertools.product(leaves(record), (None, "x", -1.5, [], {"a": 1})))
     refused = shown = 0
     for where, other in random.Random(0).sample(tried, min(len(tried), num_tries)):

@@ -8,9 +8,10 @@ import os
 import pathlib
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from app.records.check_value import with_check, without_check
 from app.runtime.errors import DiskFullError, LockstepError, OutputError
 from app.runtime.fault_points import fault_point
 
@@ -81,9 +82,9 @@ def write_file(path: pathlib.Path, content: str | bytes) -> None:
     write_atomically(path, write, size_bytes=len(data))
 
 
-def write_json(path: pathlib.Path, value: object) -> None:
-    """Writes `value` as indented JSON, atomically."""
-    write_file(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+    """Writes a record as indented JSON with a check value, atomically."""
+    write_file(path, json.dumps(with_check(value), indent=2) + "\n")
 
 
 def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = None) -> LockstepError:
@@ -154,14 +155,14 @@ def read_text(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> str:
 
 
 def read_json(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> Any:
-    """Reads a JSON file of at most `max_bytes`.
+    """Reads a JSON file of at most `max_bytes`, without its check value.
 
     Raises:
         OSError: see `open_regular`.
-        ValueError: it holds anything else.
+        ValueError: it holds anything else, or has changed since it was written.
     """
     try:
-        return json.loads(read_text(path, max_bytes))
+        return without_check(json.loads(read_text(path, max_bytes)))
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deeply") from error
 

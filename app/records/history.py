@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from app.records.check_value import with_check, without_check
 from app.records.files import read_json, read_text, write_file, write_json
 from app.runtime.errors import OutputError, reason_of
 
@@ -152,8 +153,8 @@ class Summary:
 
 def write_history(run_dir: pathlib.Path, history: list[EpochRecord]) -> None:
     """Writes all epochs so far, one line each; replaces the file atomically."""
-    text = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in history)
-    write_file(run_dir / HISTORY_FILE, text)
+    lines = [json.dumps(with_check(dataclasses.asdict(record))) + "\n" for record in history]
+    write_file(run_dir / HISTORY_FILE, "".join(lines))
 
 
 def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
@@ -168,7 +169,8 @@ def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
     return _load(
         path,
         lambda: [
-            checked_record(EpochRecord, json.loads(line)) for line in read_text(path).splitlines()
+            checked_record(EpochRecord, without_check(json.loads(line)))
+            for line in read_text(path).splitlines()
         ],
     )
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from app.records.check_value import with_check
 from app.records.files import read_text, write_error
 from app.records.run_directory import RUN_LOG_FILE
 from app.records.run_log_reader import Attempt, parse_events, split_attempts
@@ -125,7 +126,8 @@ class RunLog:
 
     def _write(self, name: str, fields: dict) -> None:
         elapsed_sec = round(time.monotonic() - self._start, 3)
-        line = json.dumps({"event": name, "elapsed_sec": elapsed_sec, **fields}) + "\n"
+        event = {"event": name, "elapsed_sec": elapsed_sec, **fields}
+        line = json.dumps(with_check(event)) + "\n"
         size_bytes = os.fstat(self._descriptor).st_size
         try:
             fault_point("log")

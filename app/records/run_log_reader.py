@@ -5,6 +5,7 @@ import json
 import pathlib
 from typing import Any
 
+from app.records.check_value import without_check
 from app.records.files import read_text
 from app.records.run_directory import RUN_LOG_FILE
 
@@ -44,7 +45,7 @@ def parse_events(text: str) -> tuple[list[dict], list[str]]:
     events, problems = [], []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            event = json.loads(line)
+            event = without_check(json.loads(line))
             for name, kind in ({"event": str} | _FIELDS[event["event"]]).items():
                 if not isinstance(event[name], kind):
                     raise TypeError(f"{name} is {event[name]!r:.80}")

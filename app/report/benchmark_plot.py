@@ -1,11 +1,11 @@
 """Draws the two figures of a benchmark from `benchmark.json`."""
 
-import json
 import pathlib
 
 from matplotlib.figure import Figure
 
 from app.records.caveats import dataset_title
+from app.records.files import read_json
 from app.report.charts import draw_bars
 from app.report.plot_style import save_figure
 
@@ -24,7 +24,7 @@ def plot_benchmark(path: pathlib.Path, out_dir: pathlib.Path) -> list[str]:
     Returns:
         The names of the files.
     """
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = read_json(path)
     names = ["throughput"]
     save_figure(_draw_throughput(record), out_dir, "throughput")
     scaling = [c for c in record["comparisons"] if c["axis"].endswith("scaling") and c["speed_up"]]

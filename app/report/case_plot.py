@@ -1,6 +1,5 @@
 """Draws the figure of `verify --case` and `--traces` from `verify.json`."""
 
-import json
 import pathlib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from app.records.case_record import (
     stages_of,
     verdict,
 )
+from app.records.files import read_json
 from app.report.plot_style import save_figure
 
 # Status → background, text colour and symbol; the symbol is sufficient without colours.
@@ -43,7 +43,7 @@ Rows = list[tuple[str, list[tuple[str, list[str]]]]]  # Stage; status and lines 
 
 def plot_case(path: pathlib.Path) -> None:
     """Draws `verify.png` and `verify.svg` into the directory that holds `verify.json`."""
-    record = json.loads((path / "verify.json").read_text(encoding="utf-8"))
+    record = read_json(path / "verify.json")
     # Names are a user's: a `$` is not a formula, and a font may lack characters.
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")

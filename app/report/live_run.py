@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from app.records.check_value import without_check
 from app.records.event_reader import StepScalars
 from app.records.files import open_regular, read_text
 from app.records.history import HISTORY_FILE, EpochRecord, checked_record
@@ -181,7 +182,7 @@ def _load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
     records: list[EpochRecord] = []
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         for line in read_text(run_dir / HISTORY_FILE).splitlines():
-            records.append(checked_record(EpochRecord, json.loads(line)))
+            records.append(checked_record(EpochRecord, without_check(json.loads(line))))
     return records
 
 

@@ -1,11 +1,11 @@
 """Draws the figure of a pipeline's schedule from `explain.json`."""
 
-import json
 import pathlib
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from app.records.files import read_json
 from app.report.plot_style import save_figure
 from app.report.schedule_chart import Pass, draw_passes, passes_in_slots, passes_in_time
 
@@ -23,7 +23,7 @@ def plot_schedule(path: pathlib.Path, out_dir: pathlib.Path) -> list[str]:
     Returns:
         The names of the files.
     """
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = read_json(path)
     save_figure(_draw(record), out_dir, _NAME)
     return [f"{_NAME}.png", f"{_NAME}.svg"]
 

@@ -1,6 +1,5 @@
 """Draws the figure of `verify` from `verify.json`."""
 
-import json
 import pathlib
 import textwrap
 
@@ -9,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from app.records.caveats import dataset_title
+from app.records.files import read_json
 from app.records.pair_outcomes import outcome_sentences, verdict_sentence
 from app.report.plot_style import save_figure
 from app.report.tolerance_shares import (
@@ -26,7 +26,7 @@ _RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"
 
 def plot_verification(path: pathlib.Path) -> None:
     """Draws `verify.png` and `verify.svg` into the directory that holds `verify.json`."""
-    record = json.loads((path / "verify.json").read_text(encoding="utf-8"))
+    record = read_json(path / "verify.json")
     figure = _draw(record)
     save_figure(figure, path, "verify")
 
