@@ -207,6 +207,15 @@ def test_an_example_that_changes_in_memory_is_found(dataset, tmp_path, part):
     assert checkpoint_paths(tmp_path) == []
 
 
+def test_a_changed_example_is_named_where_it_causes_another_error(dataset, tmp_path):
+    loop = make(dataset, tmp_path)
+    with open_run_log(tmp_path) as log, pytest.raises(MismatchError, match="training example 7 "):
+        loop.begin(log)
+        _, labels = loop._spec._examples
+        np.asarray(memoryview(labels))[7] = 34  # The loss has no such class.
+        loop._train()
+
+
 def test_checkpoints_come_by_the_clock_where_no_steps_are_given(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr("app.training.checkpoint_schedule._CHECKPOINT_SEC", 0.0)
     train(dataset, tmp_path, epochs=1, steps_per_call=2)

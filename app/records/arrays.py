@@ -6,11 +6,13 @@ complete.
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
 import pathlib
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -24,6 +26,7 @@ DTYPES = {
     **{"U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
 }
 _ORDER = "order"  # The library sorts by dtype and name; the metadata keep the order.
+_CHECK_VALUES = "crc32"  # Of each array's bytes, in the metadata.
 
 
 def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -40,8 +43,10 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     mode = path.stat().st_mode  # The library makes the file readable only by its owner.
     # The library writes the buffer as it is in memory, ignoring strides.
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    check_values = {name: zlib.crc32(array.data) for name, array in in_order.items()}
+    metadata = {_ORDER: json.dumps(list(arrays)), _CHECK_VALUES: json.dumps(check_values)}
     with _os_errors():
-        save_file(in_order, path, metadata={_ORDER: json.dumps(list(arrays))})
+        save_file(in_order, path, metadata=metadata)
     path.chmod(mode)
 
 
@@ -81,6 +86,29 @@ def array_names(arrays: safe_open) -> list[str]:
     return order
 
 
+def read_array(arrays: safe_open, name: str) -> np.ndarray:
+    """Reads one array.
+
+    Raises:
+        SafetensorError: there is no such array.
+        ValueError: the array has changed since it was written.
+    """
+    array = arrays.get_tensor(name)
+    text = (arrays.metadata() or {}).get(_CHECK_VALUES)
+    if text is not None and _check_values(text).get(name) != zlib.crc32(array.data):
+        raise ValueError(f"{name:.80} does not match its check value")
+    return array
+
+
+@functools.lru_cache(maxsize=8)
+def _check_values(text: str) -> dict[str, int]:
+    """Parses the check values of a file, which are needed for each of its arrays."""
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"{_CHECK_VALUES} in its metadata is not an object")
+    return values
+
+
 def read_arrays(file: io.BufferedReader) -> dict[str, np.ndarray]:
     """Reads all arrays of a file, in the order of writing.
 
@@ -88,7 +116,7 @@ def read_arrays(file: io.BufferedReader) -> dict[str, np.ndarray]:
         OSError, SafetensorError, ValueError: see `open_arrays` and `array_names`.
     """
     with open_arrays(file) as arrays:
-        return {name: arrays.get_tensor(name) for name in array_names(arrays)}
+        return {name: read_array(arrays, name) for name in array_names(arrays)}
 
 
 @contextlib.contextmanager

@@ -262,8 +262,10 @@ class Training:
                 self.save()
                 wait_for_all(self._workers)
                 raise
-            except MismatchError:
-                self._writer.mismatch(self._state.progress)
+            except Exception as error:
+                if isinstance(error, MismatchError):
+                    self._writer.mismatch(self._state.progress)
+                self._spec.check_examples()  # A changed example may be the cause of any error.
                 raise
 
     def _train_epoch(self) -> None:

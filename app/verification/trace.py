@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from safetensors import safe_open
 
-from app.records.arrays import array_names, open_arrays, write_arrays
+from app.records.arrays import array_names, open_arrays, read_array, write_arrays
 from app.records.files import io_errors_as, open_regular, remove
 from app.runtime.errors import DataError, reason_of
 from app.verification.split import KINDS_OF_A_SHARD, Split
@@ -191,7 +191,7 @@ class Trace:
         stored = self._index[step, kind][tensor]
         name = f"{kind}/{replica_id if replica_id in stored else 0}/{tensor}"
         with self._read_errors():
-            return self._opened(step).get_tensor(name)
+            return read_array(self._opened(step), name)
 
     def _opened(self, step: int) -> safe_open:
         """Returns the file of a step; the files of the last two steps are kept open."""
