@@ -112,3 +112,25 @@ def prepare(send, number):
 
 def tell_prepared(send, *, number):
     return os.getpid(), os.getppid(), number
+
+
+def prepare_training(send):
+    """Imports what a training needs."""
+    import main
+    from app.cli import flags
+    from app.commands import train as command  # noqa: F401
+    from app.training import loop  # noqa: F401
+    from app.verification import step_verifier  # noqa: F401
+
+    flags.define_flags()
+    return {"main": main}
+
+
+def train(send, argv, output, data_dir, main):
+    """Runs a training whose output is written to a file; returns its exit code."""
+    with open(output, "w", encoding="utf-8") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ["FASHION_MNIST_DIR"] = data_dir
+    sys.argv = argv
+    return main.main(main.parse(argv))

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import struct
+import sys
 import tracemalloc
 
 import numpy as np
@@ -16,10 +17,12 @@ from safetensors.numpy import save as file_bytes
 
 from app.records import arrays as array_files
 from app.records import checkpoint as checkpoints
+from app.records import files
+from app.records import run_directory as run_directories
 from app.records.arrays import read_arrays, write_arrays
-from app.records.checkpoint import Checkpoint, save_checkpoint
+from app.records.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
-from app.records.files import open_regular
+from app.records.files import open_regular, write_json
 from app.records.history import EpochRecord
 from app.records.run_directory import open_run_directory
 from app.records.run_metadata import Progress, RunMetadata
@@ -489,10 +492,17 @@ def replace_one(run_dir, fault):
         save(run_dir, 10, history=[record(1)])
 
 
+def cannot_exchange(monkeypatch):
+    """A system without an atomic exchange of two names."""
+    monkeypatch.setattr(files, "_exchange", lambda path, other: False)
+
+
 @pytest.mark.parametrize(
     ("point", "epoch"), [("before_rename", 0), ("between", 0), ("after_rename", 1)]
 )
-def test_a_kill_between_two_of_one_step_leaves_one(tmp_path, point, epoch):
+def test_a_kill_between_two_of_one_step_leaves_one(tmp_path, point, epoch, monkeypatch):
+    if point == "between":
+        cannot_exchange(monkeypatch)
     context = multiprocessing.get_context("fork")
     process = context.Process(target=replace_one, args=(tmp_path, f"checkpoint.{point}:1:kill"))
     process.start()
@@ -503,13 +513,63 @@ def test_a_kill_between_two_of_one_step_leaves_one(tmp_path, point, epoch):
     assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == epoch
 
 
-def test_a_full_disk_between_two_of_one_step_leaves_the_first(tmp_path):
+def test_a_full_disk_between_two_of_one_step_leaves_the_first(tmp_path, monkeypatch):
+    cannot_exchange(monkeypatch)
     save(tmp_path, 10)
     with RunContext(), pytest.raises(DiskFullError):
         fault_points.arm({fault_points.VARIABLE: "checkpoint.between:1:enospc"})
         save(tmp_path, 10, history=[record(1)])
     assert names(tmp_path) == ["step-00000010"]
     assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no renameat2")
+def test_a_reader_sees_a_complete_checkpoint_while_it_is_replaced(tmp_path):
+    """A second process replaces the only checkpoint again and again."""
+    path, other = save(tmp_path, 10), tmp_path / "other"
+    write_json(other, {})
+    if not files._exchange(other, other):
+        pytest.skip("the file system cannot exchange names")
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=replace_repeatedly, args=(tmp_path, 150))
+    process.start()
+    epochs = set()
+    while process.is_alive():
+        assert path.is_dir() and names(tmp_path)[-1] == path.name
+        epochs.add(load_checkpoint(path).progress.epoch)
+        found = find_newest_checkpoint(tmp_path)
+        assert not found.damaged and not find_best_checkpoint(tmp_path).damaged
+    process.join()
+    assert process.exitcode == 0 and epochs == {0, 1}
+    assert names(tmp_path) == [path.name]
+
+
+def replace_repeatedly(run_dir, times):
+    """Replaces the checkpoint of step 10; runs in a process of its own."""
+    for number in range(times):
+        save(run_dir, 10, history=[record(1)] * (number % 2))
+
+
+def test_a_discarded_checkpoint_loses_its_name_on_disk_before_its_files(tmp_path, monkeypatch):
+    """Else a power cut could leave the name with some of the files."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    done = []
+    monkeypatch.setattr(checkpoints, "fsync", lambda path: done.append(f"fsync {path.name}"))
+    monkeypatch.setattr(checkpoints, "remove", lambda path: done.append(f"remove {path.name}"))
+    save(tmp_path, 4)
+    assert done[-2:] == ["fsync checkpoints", "remove .step-00000001.tmp"]
+
+
+def test_names_of_a_killed_attempt_are_synced_by_the_next(tmp_path, monkeypatch):
+    """It resumes from them, so that a power cut must not lose them."""
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 7)
+    (tmp_path / "run" / "config.json").write_text('{"written_by": "lockstep"}')
+    synced = []
+    monkeypatch.setattr(run_directories, "fsync", lambda path: synced.append(path.name))
+    with open_run_directory(tmp_path / "run", {}):
+        assert synced == ["checkpoints", "run", tmp_path.name]
 
 
 @pytest.mark.parametrize("point", POINTS)

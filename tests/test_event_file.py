@@ -4,7 +4,9 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from app.records import event_file
 from app.records.event_file import EVENTS_FILE, EventFile
+from app.records.files import temporary_path
 from app.runtime.errors import DiskFullError, OutputError
 
 
@@ -95,6 +97,16 @@ def test_nothing_is_written_through_a_link(tmp_path):
     write(tmp_path / "run", [1], resume_at=1)
     assert other.read_text() == "mine"
     assert len(read(tmp_path / "run")["steps/loss"]) == 1
+
+
+def test_what_was_added_is_synced_and_a_rewritten_file_before_its_name(tmp_path, monkeypatch):
+    synced, path = [], tmp_path / EVENTS_FILE
+    monkeypatch.setattr(event_file, "fsync", lambda at: synced.append((at, path.exists())))
+    EventFile(tmp_path).sync()  # Nothing was added.
+    events = write(tmp_path, [1])
+    assert synced == [(temporary_path(path), False), (tmp_path, True)]
+    events.sync()
+    assert synced[2:] == [(path, True)]
 
 
 def test_a_full_disk_is_told(tmp_path):

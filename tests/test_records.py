@@ -15,9 +15,10 @@ import pytest
 from app.config.framework_options import FRAMEWORKS
 from app.records import files
 from app.records import history as histories
+from app.records import run_directory as run_directories
 from app.records.event_file import EventFile
 from app.records.event_reader import load_steps
-from app.records.files import read_json, write_atomically, write_json
+from app.records.files import publish_directory, read_json, write_atomically, write_json
 from app.records.history import EpochRecord, Summary
 from app.records.run_directory import load_run_config, open_run_directory
 from app.report.accuracy_plot import plot_accuracy
@@ -52,6 +53,18 @@ def make_history(num_epochs):
 
 
 class TestFiles:
+    def test_a_published_directory_is_on_the_disk_before_its_name(self, tmp_path, monkeypatch):
+        temporary, path = tmp_path / "temporary", tmp_path / "traces"
+        (temporary / "manual").mkdir(parents=True)
+        (temporary / "manual" / "step-00001.safetensors").write_text("arrays")
+        done = []
+        monkeypatch.setattr(files, "fsync", lambda at: done.append((at.name, path.exists())))
+        publish_directory(temporary, path)
+        assert done == [
+            *(("temporary", False), ("manual", False), ("step-00001.safetensors", False)),
+            (tmp_path.name, True),
+        ]
+
     def test_a_failed_write_leaves_the_old_file_and_nothing_else(self, tmp_path):
         path = tmp_path / "file.json"
         write_json(path, {"a": 1})
@@ -159,6 +172,25 @@ class TestRunDirectory:
         assert not start(tmp_path, {"seed": 1}, overwrite=True)
         assert {p.name for p in tmp_path.iterdir()} == {".lock", "config.json", "my notes.txt"}
         assert load_run_config(tmp_path)["seed"] == 1
+
+    def test_overwrite_syncs_each_removal_that_the_next_depends_on(self, tmp_path, monkeypatch):
+        """Else a power cut could leave records of two runs, or a named part of a checkpoint."""
+        start(tmp_path, {"seed": 0})
+        (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+        (tmp_path / "summary.json").write_text("{}")
+        done, remove = [], run_directories.remove
+        monkeypatch.setattr(
+            run_directories, "remove", lambda path: (done.append(path.name), remove(path))
+        )
+        monkeypatch.setattr(run_directories, "fsync", lambda path: done.append("sync"))
+        monkeypatch.setattr(
+            run_directories, "write_json", lambda path, value: done.append(path.name)
+        )
+        start(tmp_path, {"seed": 1}, overwrite=True)
+        done = done[done.index("summary.json") :]
+        removed = files.temporary_path(tmp_path / "checkpoints.removed").name
+        assert done[:4] == ["summary.json", "sync", "sync", removed]
+        assert done[-2:] == ["sync", "config.json"]
 
     def test_overwrite_cut_off_leaves_no_finished_run(self, tmp_path, monkeypatch):
         start(tmp_path, {"seed": 0})

@@ -7,9 +7,10 @@ import os
 import pytest
 
 from app.records.check_value import without_check
+from app.records import run_log as run_logs
 from app.records.run_log import open_run_log
 from app.records.run_log_check import CUT_OFF, check_log
-from app.records.run_log_reader import load_attempts
+from app.records.run_log_reader import last_saved_step, load_attempts
 from app.runtime import fault_points
 from app.runtime.errors import DiskFullError, DivergedError, OutputError, Terminated
 from app.runtime.run_context import RunContext
@@ -77,6 +78,45 @@ def test_what_a_kill_left_is_ended_by_the_next_attempt(tmp_path):
     attempt(tmp_path, lambda log: resume(log, 10, 1), lambda log: epoch(log, 2))
     assert check_log(tmp_path) == []
     assert [a.stop["status"] for a in load_attempts(tmp_path)] == ["killed", "finished"]
+
+
+@pytest.mark.parametrize(
+    "rest", [b"\0" * 70, b'{"event": "ep' + b"\0" * 9, b"\xff\n\xfe\n{}", b'\0\0\0": 2}\n', b"7\n"]
+)
+def test_what_a_power_cut_left_of_a_line_is_removed_by_the_next_attempt(tmp_path, rest):
+    """Zeros or other bytes, also several lines of them, or the end of the line alone."""
+    attempt(tmp_path, lambda log: epoch(log, 1))
+    path = tmp_path / "log.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + rest)
+    assert check_log(tmp_path) != []
+    attempt(tmp_path, lambda log: resume(log, 10, 1), lambda log: epoch(log, 2))
+    assert check_log(tmp_path) == []
+    assert [a.stop["status"] for a in load_attempts(tmp_path)] == ["killed", "finished"]
+
+
+def test_damage_within_the_log_is_kept_and_the_attempts_are_counted(tmp_path):
+    attempt(tmp_path, lambda log: epoch(log, 1))
+    path = tmp_path / "log.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"\xff\n" + b"".join(lines[1:]))
+    attempt(tmp_path, lambda log: resume(log, 10, 1))
+    content = path.read_bytes()
+    assert b"\xff\n" in content and b'"attempt": 2' in content
+    assert "cannot be read" in check_log(tmp_path)[0]
+
+
+def test_the_name_of_a_new_log_is_synced(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(run_logs, "fsync", synced.append)
+    attempt(tmp_path)
+    assert synced == [tmp_path]
+
+
+def test_the_last_saved_step_is_that_of_the_log(tmp_path):
+    assert last_saved_step(tmp_path) == 0
+    attempt(tmp_path, lambda log: epoch(log, 1), lambda log: epoch(log, 2))
+    assert last_saved_step(tmp_path) == 20
 
 
 def test_a_refused_start_leaves_no_line(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -394,6 +395,20 @@ def test_fewer_epochs_than_are_begun_are_refused(dataset, tmp_path):
     train_until(dataset, tmp_path, "step:9:raise", **options)
     with pytest.raises(CheckpointError, match="epoch 2 has already started"):
         make(dataset, tmp_path, epochs=1, force_resume=True)
+
+
+@pytest.mark.parametrize("lost", ["checkpoints", "checkpoints and history"])
+def test_saved_work_that_is_lost_is_not_silently_trained_again(dataset, tmp_path, lost):
+    train_until(dataset, tmp_path, "step:4:raise", checkpoint_every=3)
+    for path in checkpoint_paths(tmp_path):
+        shutil.rmtree(path)
+    (tmp_path / "history.jsonl").unlink(missing_ok=True)
+    told = r"has a log of the checkpoint of step \d+, but no checkpoint; restore"
+    if lost == "checkpoints":
+        (tmp_path / "history.jsonl").write_text("")
+        told = "has a history, but no checkpoint; restore"
+    with pytest.raises(CheckpointError, match=told):
+        train(dataset, tmp_path, checkpoint_every=3)
 
 
 def test_a_finished_run_of_fewer_epochs_is_not_the_result(dataset, tmp_path):

@@ -14,7 +14,8 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -38,6 +39,8 @@ _MEANS_DAMAGE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, None),
 }
 _NAME = re.compile(r"step-(\d{8,12})")
+_MAX_READS = 5  # Of a checkpoint that a running training replaces.
+_Read = TypeVar("_Read")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,18 +104,24 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
     write_atomically(path, write, size_bytes=size_bytes, points="checkpoint")
     best = checkpoint.progress.best_epoch
     kept = {_name(best.step)} if best else set()
-    for other in checkpoint_paths(run_dir)[:-NUM_NEWEST_KEPT]:
-        if other.name not in kept:
-            _discard(other)
+    others = checkpoint_paths(run_dir)[:-NUM_NEWEST_KEPT]
+    if discarded := [other for other in others if other.name not in kept]:
+        _discard(discarded)
 
 
-def _discard(path: pathlib.Path) -> None:
-    """Removes a checkpoint; renames it first, so that its name never refers to a partial one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with io_errors_as(path):
-        fault_point("checkpoint.before_delete")
-        remove(temporary)
-        remove(path.rename(temporary))
+def _discard(paths: list[pathlib.Path]) -> None:
+    """Removes checkpoints; renames them first, so that a name never refers to a partial one."""
+    parent = paths[0].parent
+    with io_errors_as(parent):
+        temporaries = []
+        for path in paths:
+            temporary = path.with_name(f".{path.name}.tmp")
+            fault_point("checkpoint.before_delete")
+            remove(temporary)
+            temporaries.append(path.rename(temporary))
+        fsync(parent)
+        for temporary in temporaries:
+            remove(temporary)
 
 
 def _describe(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:
@@ -174,7 +183,7 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
         OutputError: it cannot be read, for a reason that may be temporary.
     """
     try:
-        return _load(path)
+        return _unless_replaced(path, _load)
     except Exception as error:  # A crafted or damaged file may raise any exception.
         if isinstance(error, MemoryError):
             raise
@@ -188,8 +197,29 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
         ) from error
 
 
+def _unless_replaced(path: pathlib.Path, read: Callable[[pathlib.Path], _Read]) -> _Read:
+    """Calls `read`, again if a running training has replaced the checkpoint meanwhile."""
+    for _ in range(_MAX_READS - 1):
+        identity = _identity(path)
+        try:
+            return read(path)
+        except Exception:
+            if _identity(path) == identity:
+                raise
+    return read(path)
+
+
+def _identity(path: pathlib.Path) -> tuple[int, ...] | None:
+    """Returns values that change if a checkpoint is replaced; None if it does not exist."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
 def _load(path: pathlib.Path) -> Checkpoint:
-    metadata, progress, manifest = load_manifest(path)
+    metadata, progress, manifest = _load_manifest(path)
     counts = manifest["per_shard_statistics"]
     if len(counts) > _MAX_REPLICAS:
         raise ValueError(f"{len(counts)} replicas")
@@ -208,6 +238,10 @@ def load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
     Raises:
         The exceptions that `load_checkpoint` converts to `CheckpointError`.
     """
+    return _unless_replaced(path, _load_manifest)
+
+
+def _load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
     if path.is_symlink():
         raise ValueError("a symbolic link")
     manifest = read_json(path / _MANIFEST_FILE)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from app.records.files import remove, temporary_path, write_error
+from app.records.files import fsync, remove, temporary_path, write_error
 from app.runtime.errors import reason_of
 
 # TensorBoard reads any file with "tfevents" in its name.
@@ -50,8 +50,18 @@ class EventFile:
             if missing:
                 self.add(last_step, missing)
 
+    def sync(self) -> None:
+        """Flushes what was added to disk, so that a power cut does not lose it.
+
+        Raises:
+            DiskFullError, OutputError: the file cannot be written.
+        """
+        if self._writer is not None:
+            with self._failures_as_warnings():
+                fsync(self._path)
+
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds scalars at a step and flushes them to disk.
+        """Adds scalars at a step and writes them to the file.
 
         Raises:
             DiskFullError, OutputError: the file cannot be written.
@@ -78,7 +88,9 @@ class EventFile:
                 for event in events or [first]:
                     self._writer.write(event.SerializeToString())
                 self._writer.flush()
+                fsync(temporary)
                 os.replace(temporary, self._path)
+                fsync(self._path.parent)
             except BaseException:
                 remove(temporary)
                 raise

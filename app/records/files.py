@@ -1,6 +1,7 @@
 """Writes files atomically, and reads files without trusting their content."""
 
 import contextlib
+import ctypes
 import errno
 import io
 import json
@@ -16,6 +17,10 @@ from app.runtime.errors import DiskFullError, LockstepError, OutputError
 from app.runtime.fault_points import fault_point
 
 _MAX_JSON_BYTES = 64 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# Of Linux: <fcntl.h>, <linux/fs.h>.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
 def write_atomically(
@@ -45,16 +50,18 @@ def write_atomically(
     try:
         write(temporary)
         fault_point(f"{points}.before_fsync")
-        for written in [temporary, *sorted(temporary.rglob("*"))]:
-            fsync(written)
+        _fsync_tree(temporary)
         fault_point(f"{points}.before_rename")
-        if temporary.is_dir() and path.is_dir():  # Not atomic; see `recover_replaced`.
-            remove(replaced)
-            path.rename(replaced)
-            fault_point(f"{points}.between")
-        os.replace(temporary, path)
+        replaces_directory = temporary.is_dir() and path.is_dir()
+        if not (replaces_directory and _exchange(temporary, path)):
+            if replaces_directory:  # Not atomic; see `recover_replaced`.
+                remove(replaced)
+                path.rename(replaced)
+                fault_point(f"{points}.between")
+            os.replace(temporary, path)
         fault_point(f"{points}.after_rename")
         fsync(path.parent)
+        remove(temporary)  # After an exchange, the previous directory.
         remove(replaced)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -64,6 +71,36 @@ def write_atomically(
         if isinstance(error, OSError):
             raise write_error(path, error, size_bytes) from error
         raise
+
+
+def _exchange(path: pathlib.Path, other: pathlib.Path) -> bool:
+    """Exchanges two names atomically; returns False if the system cannot.
+
+    Raises:
+        OSError: it fails for another reason.
+    """
+    renameat2 = getattr(_LIBC, "renameat2", None)
+    if renameat2 is None:
+        return False
+    names = os.fsencode(path), os.fsencode(other)
+    if not renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def publish_directory(temporary: pathlib.Path, path: pathlib.Path) -> None:
+    """Renames a complete directory to `path`, which does not exist, durably.
+
+    Raises:
+        DiskFullError, OutputError: it cannot be written.
+    """
+    with io_errors_as(path):
+        _fsync_tree(temporary)
+        temporary.rename(path)
+        fsync(path.parent)
 
 
 def write_file(path: pathlib.Path, content: str | bytes) -> None:
@@ -116,9 +153,14 @@ def replaced_path(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f".{path.name}.replaced")
 
 
-def recover_replaced(parent: pathlib.Path) -> None:
-    """Restores directories that a crash left renamed before their replacement had their name."""
-    for replaced in parent.glob(".step-*.replaced"):
+def recover_replaced(parent: pathlib.Path, names: str) -> None:
+    """Restores directories that a crash left renamed before their replacement had their name.
+
+    Args:
+        parent: their parent.
+        names: pattern of their names.
+    """
+    for replaced in parent.glob(f".{names}.replaced"):
         path = parent / replaced.name.removeprefix(".").removesuffix(".replaced")
         if path.exists():
             remove(replaced)
@@ -141,17 +183,26 @@ def open_regular(path: pathlib.Path) -> io.BufferedReader:
 
 
 def read_text(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> str:
+    """Reads a record of at most `max_bytes` as text.
+
+    Raises:
+        OSError, ValueError: see `read_bytes`; or the file is not UTF-8.
+    """
+    return read_bytes(path, max_bytes).decode()
+
+
+def read_bytes(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
     """Reads a record of at most `max_bytes`.
 
     Raises:
         OSError: see `open_regular`.
-        ValueError: the file is not regular, is larger than `max_bytes`, or is not UTF-8.
+        ValueError: the file is not regular, or is larger than `max_bytes`.
     """
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > max_bytes:
             raise ValueError(f"{path.name} is larger than {max_bytes:,} bytes")
-        return file.read(size_bytes).decode()
+        return file.read(size_bytes)
 
 
 def read_json(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> Any:
@@ -203,6 +254,12 @@ def make_directory(path: pathlib.Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         fsync(made.parent)
+
+
+def _fsync_tree(path: pathlib.Path) -> None:
+    """Flushes a file, or a directory with everything in it."""
+    for written in [path, *sorted(path.rglob("*"))]:
+        fsync(written)
 
 
 def fsync(path: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from app.config.split_options import recorded_value
 from app.records.event_file import EVENTS_FILE
 from app.records.files import (
+    fsync,
     io_errors_as,
     make_directory,
     read_json,
@@ -31,7 +32,7 @@ RUN_LOG_FILE = "log.jsonl"
 # first: without it, the run is not finished.
 _RECORDS = (
     *("summary.json", "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg"),
-    *(RUN_LOG_FILE, EVENTS_FILE),
+    *(RUN_LOG_FILE, EVENTS_FILE, "mismatch"),
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
     *("throughput.png", "throughput.svg", "speedup.png", "speedup.svg", "explain.json"),
     "report.html",
@@ -39,7 +40,7 @@ _RECORDS = (
 # Temporary files of an interrupted write.
 _LEFTOVER = re.compile(
     r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy|throughput|speedup)"
-    rf"\.(?:jsonl?|png|svg)|report\.html|traces|checkpoints|{re.escape(EVENTS_FILE)})"
+    rf"\.(?:jsonl?|png|svg)|report\.html|traces|mismatch|checkpoints|{re.escape(EVENTS_FILE)})"
     r"(?:\.removed)?\.\d+\.tmp"
 )
 _WRITTEN_BY = {"written_by": "lockstep"}
@@ -121,6 +122,9 @@ class RunDirectory:
         if overwrite:
             for name in _RECORDS:
                 self.remove(name)
+                if name == _RECORDS[0]:
+                    self._sync()
+            self._sync()  # Before the new configuration.
         if not self.is_started or self.load_config() != self.config:
             write_json(self.path / CONFIG_FILE, self.config)
 
@@ -135,7 +139,13 @@ class RunDirectory:
             if path.is_dir() and not path.is_symlink():
                 # Not the name at which its successor may be waiting.
                 path = path.rename(temporary_path(path.with_name(f"{name}.removed")))
+                fsync(self.path)
             remove(path)
+
+    def _sync(self) -> None:
+        """Flushes the names in the directory to disk."""
+        with io_errors_as(self.path):
+            fsync(self.path)
 
 
 @contextlib.contextmanager
@@ -200,16 +210,25 @@ def _is_empty(path: pathlib.Path) -> bool:
 
 
 def _clear_leftovers(path: pathlib.Path) -> None:
-    """Removes temporary files of ended processes; the lock is free, so that none is in use."""
+    """Removes temporary files of ended processes; the lock is free, so that none is in use.
+
+    Then flushes the names that these processes have created, because they may have been killed
+    before that: this attempt depends on them.
+    """
     checkpoints = path / "checkpoints"
     with io_errors_as(path):
+        recover_replaced(path, "mismatch")
         for leftover in path.iterdir():
             if _LEFTOVER.fullmatch(leftover.name):
                 remove(leftover)
         if checkpoints.is_dir() and not checkpoints.is_symlink():
-            recover_replaced(checkpoints)
+            recover_replaced(checkpoints, "step-*")
             for leftover in checkpoints.glob(".step-*.tmp"):
                 remove(leftover)
+            fsync(checkpoints)
+        fsync(path)
+    with contextlib.suppress(OSError):  # It may not be readable.
+        fsync(path.parent)
 
 
 def _remove_unless_started(path: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.records.check_value import with_check
-from app.records.files import read_text, write_error
+from app.records.files import fsync, read_bytes, write_error
 from app.records.run_directory import RUN_LOG_FILE
 from app.records.run_log_reader import Attempt, parse_events, split_attempts
 from app.runtime import signals
@@ -69,6 +69,7 @@ class RunLog:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._descriptor = os.open(self._path, flags, 0o644)
+            fsync(self._path.parent)
         except OSError as error:
             raise write_error(self._path, error) from error
         attempts = self._earlier_attempts()
@@ -111,18 +112,21 @@ class RunLog:
             os.close(self._descriptor)
 
     def _earlier_attempts(self) -> list[Attempt]:
-        """Reads the earlier attempts, and removes an incomplete last line."""
+        """Reads the earlier attempts, and removes what a kill or a power cut left of a line.
+
+        `run_log_check.check_log` reports other damage; nothing depends on it.
+        """
         try:
-            text = read_text(self._path)
-        except (
-            OSError,
-            ValueError,
-        ):  # Damaged: `run_log_check.check_log` reports it. Nothing depends on it.
+            data = read_bytes(self._path)
+        except (OSError, ValueError):
             return []
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            os.ftruncate(self._descriptor, len(whole.encode()))
-        return split_attempts(parse_events(whole)[0])
+        lines = data.splitlines(keepends=True)
+        while lines and not _is_complete(lines[-1]):
+            lines.pop()
+        whole = b"".join(lines)
+        if whole != data:
+            os.ftruncate(self._descriptor, len(whole))
+        return split_attempts(parse_events(whole.decode(errors="replace"))[0])
 
     def _write(self, name: str, fields: dict) -> None:
         elapsed_sec = round(time.monotonic() - self._start, 3)
@@ -139,6 +143,14 @@ class RunLog:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, size_bytes)
             raise write_error(self._path, error, len(line)) from error
+
+
+def _is_complete(line: bytes) -> bool:
+    """Returns whether a line of the log is a JSON object with its end of line."""
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 @contextlib.contextmanager

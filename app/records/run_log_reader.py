@@ -40,6 +40,17 @@ def load_attempts(run_dir: pathlib.Path) -> list[Attempt]:
     return split_attempts(parse_events(read_text(run_dir / RUN_LOG_FILE))[0])
 
 
+def last_saved_step(run_dir: pathlib.Path) -> int:
+    """Returns the step of the last checkpoint that the log reports as saved; 0 without one."""
+    try:
+        attempts = load_attempts(run_dir)
+    except (OSError, ValueError):
+        return 0
+    events = [event for attempt in attempts for event in attempt.events]
+    steps = [event["step"] for event in events if event["event"] == "checkpoint"]
+    return steps[-1] if steps else 0
+
+
 def parse_events(text: str) -> tuple[list[dict], list[str]]:
     """Returns the events, and the errors of invalid lines."""
     events, problems = [], []

@@ -12,6 +12,7 @@ from app.records.checkpoint import Checkpoint
 from app.records.checkpoint_search import CheckpointSearchResult, find_newest_checkpoint
 from app.records.history import HISTORY_FILE
 from app.records.run_directory import shown_setting
+from app.records.run_log_reader import last_saved_step
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
 from app.runtime.errors import CheckpointError
@@ -151,9 +152,11 @@ def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata
     """
     found = find_newest_checkpoint(run_dir)
     if found is None:
-        if (run_dir / HISTORY_FILE).exists():
+        has_history = (run_dir / HISTORY_FILE).exists()
+        if has_history or (saved_step := last_saved_step(run_dir)):
+            what = "a history" if has_history else f"a log of the checkpoint of step {saved_step}"
             raise CheckpointError(
-                f"{run_dir} has a history, but no checkpoint; restore the checkpoints, or use"
+                f"{run_dir} has {what}, but no checkpoint; restore the checkpoints, or use"
                 " --overwrite"
             )
         return None

@@ -145,6 +145,7 @@ class RunWriter(TrainingWriter):
             DiskFullError, OutputError: a file cannot be written; existing files are unchanged.
         """
         progress, start = checkpoint.progress, time.monotonic()
+        self._events.sync()
         save_checkpoint(self._run_dir, checkpoint)
         self._saving_sec += time.monotonic() - start
         if progress.history and not progress.epoch_step:

@@ -12,7 +12,7 @@ from app.config import VerifyConfig
 from app.config.names import KERAS_FIT, MULTI_WORKER
 from app.devices import device_setup
 from app.records.case_record import FAULT, verdict
-from app.records.files import temporary_path, write_json
+from app.records.files import publish_directory, temporary_path, write_json
 from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
@@ -60,7 +60,7 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
             run_directory.start(overwrite=config.overwrite)
             run_directory.remove("traces")
             if config.keep_traces:
-                traces.rename(path / "traces")
+                publish_directory(traces, path / "traces")
         finally:
             shutil.rmtree(traces, ignore_errors=True)
         record = _write_record(path, config, results)

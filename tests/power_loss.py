@@ -1,0 +1,524 @@
+"""Cuts the power of a small training at each of its file operations: `make power-loss`.
+
+`strace` records a training that is killed, terminated, resumed, prolonged and overwritten. For each
+prefix of its operations, `crash_states` lists what may be on disk after a power cut. In each of
+these directories every record must be complete, and every checkpoint must exist that the log
+reported. In a sample, the same command must finish with the weights of the recorded training.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import process_functions
+from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.event_file import EVENTS_FILE
+from app.records.event_reader import EventReader
+from app.records.history import HISTORY_FILE, SUMMARY_FILE, load_history, load_summary
+from app.records.run_directory import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    RUN_LOG_FILE,
+    load_run_config,
+    open_run_directory,
+)
+from app.records.run_log import RunLog
+from app.records.run_log_check import check_log
+from app.report.page import write_report
+from app.runtime.errors import LockstepError
+from app.runtime.fault_points import VARIABLE
+from app.runtime.fork_server import ForkServer
+from app.runtime.run_context import RunContext
+from crash_states import Disk, Operation, Tree, parse_operations, record_operations
+from soak import TRAIN, write_data
+
+EPOCHS, STEPS_PER_EPOCH = 3, 10
+TIMEOUT_SEC = 240
+RUN = "run"
+# Files that are written in place; all others appear under their names when they are complete.
+IN_PLACE = {LOCK_FILE, LOG_FILE, RUN_LOG_FILE, EVENTS_FILE}
+REFUSED_EXIT_CODE = 4
+_MOST_KEPT_OF_A_CLASS = 50
+_FIRST_REMOVED = Operation("remove", f"{RUN}/{SUMMARY_FILE}")  # By an attempt that overwrites.
+# Step and epoch of a checkpoint.
+Saved = tuple[int, int]
+NOTHING: Saved = (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One recorded command.
+
+    Attributes:
+        name: what happens to it.
+        flags: its flags, besides those of all attempts.
+        overwrites: whether it also has the flag `--overwrite`.
+        kill_at_sync: the call of `fsync` at which it is killed; 0 for none.
+        is_terminated: whether it gets SIGTERM in the evaluation of an epoch.
+        is_cut: whether the next attempt starts in one of the directories after a power cut in it,
+            and not in what it has left.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    overwrites: bool = False
+    kill_at_sync: int = 0
+    is_terminated: bool = False
+    is_cut: bool = False
+
+
+def attempts(chooser: random.Random) -> list[Attempt]:
+    """Returns the attempts of one recording."""
+    first, longer = (f"--epochs={EPOCHS}",), (f"--epochs={EPOCHS + 1}",)
+    other = (*first, "--seed=1")
+    return [
+        Attempt("killed", first, kill_at_sync=chooser.randint(1, 30)),
+        Attempt("killed again", first, kill_at_sync=chooser.randint(1, 30)),
+        Attempt("cut", first, is_cut=True),
+        Attempt("terminated", first, is_terminated=True),
+        Attempt("finished", first),
+        Attempt("prolonged", longer, is_cut=True),
+        Attempt("prolonged again", longer),
+        Attempt("overwritten", other, overwrites=True),
+        Attempt("overwritten again", other, overwrites=True, kill_at_sync=chooser.randint(1, 12)),
+        Attempt("finished again", other),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A directory after a power cut.
+
+    Attributes:
+        attempt: the attempt in which the power was cut.
+        operation: number of operations of the attempt before it.
+        tree: what is on disk.
+        reported: the newest checkpoint that the log has reported.
+        logged: the newest one whose line in the log was synced.
+        is_replaced: whether the attempt has begun to remove the files of an earlier run.
+    """
+
+    attempt: Attempt
+    operation: int
+    tree: Tree
+    reported: Saved
+    logged: Saved
+    is_replaced: bool
+
+
+class Recorder:
+    """Records the attempts of one training.
+
+    Args:
+        folder: folder for all files.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder, self.root = folder, folder / "root"
+        self.root.mkdir()
+        self.data_dir = folder / "data"
+        write_data(self.data_dir)
+        self.weights: dict[tuple[str, ...], str] = {}  # Flags → `weights_sha256` at the end.
+
+    def record(self, attempt: Attempt) -> list[Operation]:
+        """Runs an attempt and returns its operations."""
+        output = self._folder / "recording"
+        overwrite = ["--overwrite"] if attempt.overwrites else []
+        command = [sys.executable, str(ROOT / "main.py"), *TRAIN, *attempt.flags, *overwrite]
+        environment = {**os.environ, "FASHION_MNIST_DIR": str(self.data_dir)}
+        if attempt.is_terminated:
+            environment[VARIABLE] = "evaluate:1:delay=2"
+        run_dir = self.root / RUN
+        process = record_operations(
+            [*command, f"--out={run_dir}"], self.root, environment, output, attempt.kill_at_sync
+        )
+        if attempt.is_terminated:
+            _terminate_in_evaluation(run_dir, process.poll)
+        code = process.wait(TIMEOUT_SEC)
+        expected = -signal.SIGKILL if attempt.kill_at_sync else 143 * attempt.is_terminated
+        if code != expected:
+            told = output.with_suffix(".txt").read_text(encoding="utf-8")
+            raise RuntimeError(f"{attempt} ended with {code}, not {expected}\n{told[-2000:]}")
+        if code == 0:
+            self.weights[attempt.flags] = load_summary(run_dir).weights_sha256
+        return parse_operations(output, self.root)
+
+
+def _terminate_in_evaluation(run_dir: pathlib.Path, poll: Callable[[], int | None]) -> None:
+    """Sends SIGTERM after the last step of an epoch, before the epoch is saved."""
+    reader = EventReader(run_dir)
+    reader.update()
+    before = reader.latest.step if reader.latest else 0
+    while poll() is None:
+        reader.update()
+        step = reader.latest.step if reader.latest else 0
+        if step > before and step % STEPS_PER_EPOCH == 0:
+            os.kill(int((run_dir / LOCK_FILE).read_text(encoding="ascii")), signal.SIGTERM)
+            return
+        time.sleep(0.002)
+
+
+class Campaign:
+    """Replays a recorded training and checks the directories after power cuts.
+
+    Args:
+        folder: folder for all files.
+        seed: seed of all random choices.
+        num_attempts: number of attempts to record; None for all.
+
+    Attributes:
+        problems: kind → what is wrong, and the first state where it is.
+        counts: numbers of what was done.
+    """
+
+    def __init__(self, folder: pathlib.Path, seed: int, num_attempts: int | None = None) -> None:
+        self._folder, self._random = folder, random.Random(seed)
+        self._recorder, self._disk = Recorder(folder), Disk({})
+        self._attempts = attempts(self._random)[:num_attempts]
+        self._published: dict[str, set[frozenset]] = collections.defaultdict(set)
+        self._checker = Checker(folder / "scratch", self._disk.contents)
+        self._classes: dict[Any, list[State]] = collections.defaultdict(list)
+        self.problems: dict[str, tuple[str, State]] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def check_states(self) -> None:
+        """Records the attempts, and checks each state that a power cut may leave."""
+        reported, logged, is_replaced = NOTHING, NOTHING, False
+        for attempt in self._attempts:
+            operations = self._recorder.record(attempt)
+            seen: dict[Any, State] = {}
+            is_replaced = is_replaced and not attempt.overwrites
+            for number, operation in enumerate(operations, start=1):
+                self._disk.apply(operation)
+                self._publish(operation)
+                if attempt.overwrites and operation == _FIRST_REMOVED:
+                    reported, logged, is_replaced = NOTHING, NOTHING, True
+                if operation.path == f"{RUN}/{RUN_LOG_FILE}":
+                    reported = max(reported, _reported(operation.data))
+                    logged = reported if operation.kind == "sync" else logged
+                self.counts["prefixes"] += 1
+                for tree in self._disk.states(self._random):
+                    self.counts["states"] += 1
+                    key = (frozenset(tree.items()), reported, logged, is_replaced)
+                    if key not in seen:
+                        seen[key] = State(attempt, number, tree, *key[1:])
+                        self._check(seen[key])
+            self._compare_with_directory()
+            if attempt.is_cut:
+                state = self._random.choice(list(seen.values()))
+                reported, logged, is_replaced = state.reported, state.logged, state.is_replaced
+                self._cut(state.tree)
+
+    def run_sample(self, num_runs: int) -> None:
+        """Runs the same command in a state of each class, in random order, up to a number."""
+        groups = [self._classes[key] for key in sorted(self._classes, key=repr)]
+        self._random.shuffle(groups)
+        chosen = [self._random.choice(group) for group in groups]
+        chosen += [self._random.choice(group) for group in groups * (num_runs // len(groups))]
+        with ForkServer(
+            process_functions.prepare_training,
+            **{"max_calls": num_runs, "max_running": 2, "on_message": print},
+        ) as forks:
+            calls = []
+            for number, state in enumerate(chosen[:num_runs]):
+                run_dir = self._folder / f"sample {number}" / RUN
+                self._write(state.tree, run_dir.parent)
+                self._check_report(state, run_dir)
+                argv = ["main.py", *TRAIN, *state.attempt.flags, f"--out={run_dir}"]
+                output = self._folder / f"sample {number}.txt"
+                data_dir = str(self._recorder.data_dir)
+                call = forks.start(process_functions.train, argv, str(output), data_dir)
+                calls.append((call, state, run_dir, output))
+                if len(calls) > 2:
+                    self._check_run(forks, *calls.pop(0))
+            for each in calls:
+                self._check_run(forks, *each)
+
+    def _cut(self, tree: Tree) -> None:
+        """Replaces the recorded directory by one after a power cut."""
+        root, contents = self._recorder.root, self._disk.contents
+        shutil.rmtree(root)
+        self._disk = Disk(contents)
+        self._disk.load(tree, contents)
+        self._write(tree, root)
+
+    def _publish(self, operation: Operation) -> None:
+        """Notes the content that a file or a directory gets with its final name."""
+        if operation.kind in ("rename", "exchange") and _is_final(operation.target):
+            tree = self._disk.tree(operation.target)
+            self._published[operation.target].add(frozenset(tree.items()))
+
+    def _check(self, state: State) -> None:
+        self.counts["distinct states"] += 1
+        facts, found = self._checker.facts(state.tree)
+        problems = [*found, *self._incomplete(state.tree), *_unkept(state, facts)]
+        for problem in problems:
+            self._report(problem, state)
+        shown = {name: fact for name, fact in facts.items() if name != "events"}
+        group = self._classes[state.attempt.name, repr(shown)]
+        if len(group) < _MOST_KEPT_OF_A_CLASS:
+            group.append(state)
+
+    def _incomplete(self, tree: Tree) -> Iterator[str]:
+        """Yields files and directories whose content is not that of their final names."""
+        units: dict[str, dict[str, str | None]] = collections.defaultdict(dict)
+        for path, content in tree.items():
+            parts = path.split("/")
+            length = 3 if parts[1:2] == ["checkpoints"] else 2
+            unit, rest = "/".join(parts[:length]), "/".join(parts[length:])
+            if len(parts) < length or not _is_final(unit):
+                continue
+            if rest or content is not None:
+                units[unit][rest] = content
+            else:
+                units[unit] = units[unit]  # A directory.
+        for unit, content in units.items():
+            if frozenset(content.items()) not in self._published[unit]:
+                yield f"{unit} is not complete"
+
+    def _compare_with_directory(self) -> None:
+        """Checks that the replayed operations give the real directory."""
+        root, tree = self._recorder.root, self._disk.tree()
+        found = {str(p.relative_to(root)): p.is_dir() or p.read_bytes() for p in root.rglob("*")}
+        replayed = {
+            path: content is None or self._disk.contents[content] for path, content in tree.items()
+        }
+        if found != replayed:
+            differing = {p for p in found | replayed if found.get(p) != replayed.get(p)}
+            raise RuntimeError(f"the recording is not complete: {sorted(differing)}")
+
+    def _write(self, tree: Tree, root: pathlib.Path) -> None:
+        root.mkdir(exist_ok=True)
+        for path, content in tree.items():
+            target = root / path
+            if content is None:
+                target.mkdir()
+            else:
+                target.write_bytes(self._disk.contents[content])
+
+    def _check_run(self, forks, call, state, run_dir, output) -> None:
+        """Checks the result of a command that was run after a power cut."""
+        code, told = forks.wait(call), output.read_text(encoding="utf-8", errors="replace")
+        self.counts["runs"] += 1
+        last, problem = told.rstrip().rpartition("\n")[2], ""
+        if code == REFUSED_EXIT_CODE and state.is_replaced and state.reported == NOTHING:
+            self.counts["refused runs"] += 1
+            if not last.startswith("error: "):
+                problem = "refused without a line"
+        elif code != 0:
+            problem = f"the command ended with {code}: {last}"
+        else:
+            summary, history = load_summary(run_dir), load_history(run_dir)
+            left = [p.name for p in run_dir.rglob(".*") if p.name != LOCK_FILE]
+            if summary.weights_sha256 != self._recorder.weights.get(state.attempt.flags):
+                problem = "the command ended with other weights"
+            elif summary.status != "finished" or len(history) != summary.epochs:
+                problem = "the command did not finish the records"
+            elif left or (logged := check_log(run_dir)):
+                problem = f"the command left {left or logged}"
+        if problem:
+            self._report(problem, state)
+        else:
+            shutil.rmtree(run_dir.parent)
+
+    def _check_report(self, state: State, run_dir: pathlib.Path) -> None:
+        """Checks that `report` accepts the records, if the run was started."""
+        if f"{RUN}/{CONFIG_FILE}" in state.tree:
+            try:
+                write_report([run_dir], self._folder / "report.html")
+            except Exception as error:
+                self._report(f"report: {type(error).__name__}: {error}", state)
+
+    def _report(self, problem: str, state: State) -> None:
+        """Notes a problem; those that differ only in numbers count as one."""
+        self.counts["problems"] += 1
+        key = re.sub(r"[\d.]+|(?<=byte )0x..", "#", f"{state.attempt.name}: {problem}")
+        self.problems.setdefault(key, (problem, state))
+
+
+def _is_final(path: str) -> bool:
+    """Returns whether a file or directory has its name only when it is complete."""
+    name = path.rpartition("/")[2]
+    return not name.startswith(".") and name not in {*IN_PLACE, RUN, "checkpoints"}
+
+
+def _reported(line: bytes) -> Saved:
+    """Returns the checkpoint that a line of the log reports as saved or resumed."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return NOTHING
+    if event["event"] not in ("checkpoint", "resume"):
+        return NOTHING
+    return event["step"], event["epoch"]
+
+
+def _unkept(state: State, facts: dict[str, Any]) -> Iterator[str]:
+    """Yields what was reported and is not on disk, and records of different runs."""
+    newest, seed, damaged = facts["checkpoints"] or (NOTHING, None, 0)
+    if newest < state.reported:
+        yield f"checkpoint {state.reported} was reported, the newest is {newest}"
+    if (facts[RUN_LOG_FILE] or NOTHING) < state.logged:
+        yield f"the log lacks the checkpoint {state.logged}"
+    if damaged:
+        yield f"{damaged} damaged checkpoints"
+    config, summary = facts[CONFIG_FILE], facts[SUMMARY_FILE]
+    if summary and summary["seed"] != config["seed"]:
+        yield "configuration and summary of different runs"
+    if seed is not None and seed != config["seed"]:
+        yield "configuration and checkpoint of different runs"
+    if summary and summary["status"] == "finished" and newest[1] < summary["epochs"]:
+        yield f"finished after {summary['epochs']} epochs, but the newest checkpoint is {newest}"
+    # While the files of an earlier run are removed, its history without checkpoints is refused.
+    is_refused = state.is_replaced and facts["checkpoints"] is None
+    if (facts[HISTORY_FILE] or 0) > newest[1] and not is_refused:
+        yield f"a history of {facts[HISTORY_FILE]} epochs, but the newest checkpoint is {newest}"
+    missing = set(range(1, state.reported[0] + 1)) - set(facts["events"])
+    if missing:
+        yield f"the event file lacks steps before the checkpoint {state.reported}"
+
+
+class Checker:
+    """Reads the records of a directory after a power cut with the program's own functions.
+
+    Equal records are read once.
+
+    Args:
+        scratch: folder for copies.
+        contents: SHA-256 → content.
+    """
+
+    def __init__(self, scratch: pathlib.Path, contents: dict[str, bytes]) -> None:
+        self._scratch, self._contents = scratch, contents
+        self._known: dict[Any, tuple[Any, str]] = {}
+
+    def facts(self, tree: Tree) -> tuple[dict[str, Any], list[str]]:
+        """Returns what the records say, by name, and the errors of reading them."""
+        facts: dict[str, Any] = {}
+        problems = []
+        tree = {path.partition("/")[2]: content for path, content in tree.items()}
+        tree.pop("", None)
+        parts = {name: {name: tree[name]} for name in READERS if name in tree}
+        parts["checkpoints"] = {p: c for p, c in tree.items() if p.startswith("checkpoints")}
+        names = {p: "" if c is not None and p != CONFIG_FILE else c for p, c in tree.items()}
+        parts["names"] = names
+        for name, read in READERS.items():
+            facts[name] = None
+            if part := parts.get(name):
+                facts[name], problem = self._read(name, read, part)
+                problems += [problem] if problem else []
+        facts["events"] = facts.pop(EVENTS_FILE) or ()
+        return facts, problems
+
+    def _read(self, name: str, read: Callable, part: Tree) -> tuple[Any, str]:
+        key = name, frozenset(part.items())
+        if key not in self._known:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.mkdir()
+            for path, content in part.items():
+                if content is None:
+                    (self._scratch / path).mkdir()
+                else:
+                    (self._scratch / path).write_bytes(self._contents.get(content, b""))
+            try:
+                self._known[key] = read(self._scratch), ""
+            except Exception as error:
+                kind = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
+                self._known[key] = None, f"{name}: {kind}{error}".replace(str(self._scratch), "")
+        return self._known[key]
+
+
+def _read_checkpoints(run_dir: pathlib.Path) -> tuple[Saved, int, int] | None:
+    found = find_newest_checkpoint(run_dir)
+    if found is None:
+        return None
+    progress, metadata = found.checkpoint.progress, found.checkpoint.metadata
+    return (progress.step, progress.epoch), metadata.config["seed"], len(found.damaged)
+
+
+def _read_log(run_dir: pathlib.Path) -> Saved:
+    """Starts the next attempt in the log, and checks it; returns the newest checkpoint in it."""
+    log = RunLog(run_dir)
+    log.start(versions={})
+    log.close()
+    if problems := check_log(run_dir):
+        raise ValueError(f"{problems}")
+    lines = (run_dir / RUN_LOG_FILE).read_bytes().splitlines()
+    return max(map(_reported, lines))
+
+
+def _read_summary(run_dir: pathlib.Path) -> dict[str, Any] | None:
+    summary = load_summary(run_dir)
+    return {name: getattr(summary, name) for name in ("status", "epochs", "seed")}
+
+
+def _read_steps(run_dir: pathlib.Path) -> frozenset[int]:
+    reader = EventReader(run_dir)
+    reader.update()
+    return frozenset(point.step for point in reader.points if "steps/loss" in point.values)
+
+
+def _open(run_dir: pathlib.Path) -> None:
+    with RunContext(), open_run_directory(run_dir, {}):
+        pass
+
+
+# Name of a record, or "names" for the names of all → function that reads it.
+READERS: dict[str, Callable[[pathlib.Path], Any]] = {
+    "checkpoints": _read_checkpoints,
+    CONFIG_FILE: lambda run_dir: {"seed": load_run_config(run_dir)["seed"]},
+    RUN_LOG_FILE: _read_log,
+    HISTORY_FILE: lambda run_dir: len(load_history(run_dir)),
+    SUMMARY_FILE: _read_summary,
+    EVENTS_FILE: _read_steps,
+    "names": _open,
+}
+
+
+def main() -> int:
+    """Checks recordings of several seeds; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cycles", type=int, default=3, help="recordings")
+    parser.add_argument("--runs", type=int, default=60, help="resumed trainings of each recording")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
+    parser.add_argument("--keep", type=pathlib.Path, help="keep the files in this folder")
+    options = parser.parse_args()
+    print(f"power loss: {options.cycles} recordings, --seed={options.seed}", flush=True)
+    start, failed, total = time.monotonic(), False, collections.Counter()
+    for seed in range(options.seed, options.seed + options.cycles):
+        with tempfile.TemporaryDirectory(prefix="power-", dir=options.keep) as folder:
+            campaign = Campaign(pathlib.Path(folder).resolve(), seed)
+            campaign.check_states()
+            if options.runs:
+                campaign.run_sample(options.runs)
+            total += campaign.counts
+            print(f"--seed={seed}: {dict(campaign.counts)}", flush=True)
+            for problem, state in campaign.problems.values():
+                where = f"{state.attempt.name}, operation {state.operation}"
+                print(f"  {where}: {problem}", flush=True)
+            failed = failed or bool(campaign.problems)
+    minutes = (time.monotonic() - start) / 60
+    counts = ", ".join(f"{count:,} {name}" for name, count in total.items())
+    verdict = "problems found" if failed else "all states held"
+    print(f"power loss: {verdict}, --seed={options.seed}: {counts}; {minutes:.1f} min")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
