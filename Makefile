@@ -6,6 +6,7 @@
 # make zoo-optimizers  trains right models with every optimizer of Keras, to see whether one is called
 #              wrong: half an hour
 # make soak    kills and resumes a small training 200 times: half an hour
+# make power-loss  cuts the power of a small training at each of its file operations: half an hour
 # make fuzz    tries damaged input of six kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
 # make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
@@ -18,8 +19,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all mutations zoo zoo-optimizers soak fuzz lint bench frameworks docs
-.PHONY: recording lock clean
+.PHONY: setup train test test-all mutations zoo zoo-optimizers soak power-loss fuzz lint bench frameworks
+.PHONY: docs recording lock clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -47,6 +48,9 @@ zoo-optimizers: $(BIN)/.installed-dev
 
 soak: $(BIN)/.installed-dev
 	$(BIN)/python tests/soak.py $(ARGS)
+
+power-loss: $(BIN)/.installed-dev
+	$(BIN)/python tests/power_loss.py $(ARGS)
 
 fuzz: $(BIN)/.installed-dev
 	$(BIN)/python tests/fuzz.py $(ARGS)

@@ -53,9 +53,13 @@ TIMEOUT_SEC = 240
 RUN = "run"
 # Files that are written in place; all others appear under their names when they are complete.
 IN_PLACE = {LOCK_FILE, LOG_FILE, RUN_LOG_FILE, EVENTS_FILE}
+VERIFY = (
+    *("verify", "--strategies=single,manual", "--device=cpu", "--num_devices=2", "--recipe=fast"),
+    *("--allow_unverified_data", "--global_batch_size=50"),
+)
 REFUSED_EXIT_CODE = 4
 _MOST_KEPT_OF_A_CLASS = 50
-_FIRST_REMOVED = Operation("remove", f"{RUN}/{SUMMARY_FILE}")  # By an attempt that overwrites.
+_FIRST_REMOVED = f"{RUN}/{SUMMARY_FILE}", f"{RUN}/checkpoints"  # By an attempt that overwrites.
 # Step and epoch of a checkpoint.
 Saved = tuple[int, int]
 NOTHING: Saved = (0, 0)
@@ -67,7 +71,9 @@ class Attempt:
 
     Attributes:
         name: what happens to it.
-        flags: its flags, besides those of all attempts.
+        flags: its flags, besides those of all attempts of the command.
+        command: its words and the flags of all attempts.
+        exit_code: its exit code.
         overwrites: whether it also has the flag `--overwrite`.
         kill_at_sync: the call of `fsync` at which it is killed; 0 for none.
         is_terminated: whether it gets SIGTERM in the evaluation of an epoch.
@@ -77,14 +83,16 @@ class Attempt:
 
     name: str
     flags: tuple[str, ...]
+    command: tuple[str, ...] = TRAIN
+    exit_code: int = 0
     overwrites: bool = False
     kill_at_sync: int = 0
     is_terminated: bool = False
     is_cut: bool = False
 
 
-def attempts(chooser: random.Random) -> list[Attempt]:
-    """Returns the attempts of one recording."""
+def training(chooser: random.Random) -> list[Attempt]:
+    """Returns the attempts of a training."""
     first, longer = (f"--epochs={EPOCHS}",), (f"--epochs={EPOCHS + 1}",)
     other = (*first, "--seed=1")
     return [
@@ -98,6 +106,26 @@ def attempts(chooser: random.Random) -> list[Attempt]:
         Attempt("overwritten", other, overwrites=True),
         Attempt("overwritten again", other, overwrites=True, kill_at_sync=chooser.randint(1, 12)),
         Attempt("finished again", other),
+    ]
+
+
+def mismatch(chooser: random.Random) -> list[Attempt]:
+    """Returns a training that ends with the trace of a mismatch, and one that has none."""
+    step = chooser.randint(2, STEPS_PER_EPOCH)
+    flags = f"--epochs={EPOCHS}", f"--inject=drop_gradient:replica=1,step={step}"
+    return [
+        Attempt("mismatch", (*flags, "--verify_every=1"), exit_code=9),
+        Attempt("mismatch replaced", (*flags, "--verify_every=1"), exit_code=9),
+        Attempt("mismatch overwritten", flags[:1], overwrites=True),
+    ]
+
+
+def verification(_: random.Random) -> list[Attempt]:
+    """Returns two verifications that keep their traces, the second in place of the first."""
+    flags = "--keep_traces", "--steps=2"
+    return [
+        Attempt("verified", flags, VERIFY),
+        Attempt("verified again", flags, VERIFY, overwrites=True),
     ]
 
 
@@ -140,7 +168,8 @@ class Recorder:
         """Runs an attempt and returns its operations."""
         output = self._folder / "recording"
         overwrite = ["--overwrite"] if attempt.overwrites else []
-        command = [sys.executable, str(ROOT / "main.py"), *TRAIN, *attempt.flags, *overwrite]
+        words = [*attempt.command, *attempt.flags, *overwrite]
+        command = [sys.executable, str(ROOT / "main.py"), *words]
         environment = {**os.environ, "FASHION_MNIST_DIR": str(self.data_dir)}
         if attempt.is_terminated:
             environment[VARIABLE] = "evaluate:1:delay=2"
@@ -151,11 +180,12 @@ class Recorder:
         if attempt.is_terminated:
             _terminate_in_evaluation(run_dir, process.poll)
         code = process.wait(TIMEOUT_SEC)
-        expected = -signal.SIGKILL if attempt.kill_at_sync else 143 * attempt.is_terminated
+        expected = 143 if attempt.is_terminated else attempt.exit_code
+        expected = -signal.SIGKILL if attempt.kill_at_sync else expected
         if code != expected:
             told = output.with_suffix(".txt").read_text(encoding="utf-8")
             raise RuntimeError(f"{attempt} ended with {code}, not {expected}\n{told[-2000:]}")
-        if code == 0:
+        if code == 0 and attempt.command == TRAIN:
             self.weights[attempt.flags] = load_summary(run_dir).weights_sha256
         return parse_operations(output, self.root)
 
@@ -180,14 +210,21 @@ class Campaign:
     Args:
         folder: folder for all files.
         seed: seed of all random choices.
-        num_attempts: number of attempts to record; None for all.
+        attempts: function that returns the attempts to record.
+        num_attempts: number of them; None for all.
 
     Attributes:
         problems: kind → what is wrong, and the first state where it is.
         counts: numbers of what was done.
     """
 
-    def __init__(self, folder: pathlib.Path, seed: int, num_attempts: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        seed: int,
+        attempts: Callable[[random.Random], list[Attempt]] = training,
+        num_attempts: int | None = None,
+    ) -> None:
         self._folder, self._random = folder, random.Random(seed)
         self._recorder, self._disk = Recorder(folder), Disk({})
         self._attempts = attempts(self._random)[:num_attempts]
@@ -207,7 +244,7 @@ class Campaign:
             for number, operation in enumerate(operations, start=1):
                 self._disk.apply(operation)
                 self._publish(operation)
-                if attempt.overwrites and operation == _FIRST_REMOVED:
+                if attempt.overwrites and _begins_to_remove(operation):
                     reported, logged, is_replaced = NOTHING, NOTHING, True
                 if operation.path == f"{RUN}/{RUN_LOG_FILE}":
                     reported = max(reported, _reported(operation.data))
@@ -221,7 +258,8 @@ class Campaign:
                         self._check(seen[key])
             self._compare_with_directory()
             if attempt.is_cut:
-                state = self._random.choice(list(seen.values()))
+                early = [each for each in seen.values() if each.reported[1] < EPOCHS - 1]
+                state = self._random.choice(early or list(seen.values()))
                 reported, logged, is_replaced = state.reported, state.logged, state.is_replaced
                 self._cut(state.tree)
 
@@ -350,6 +388,11 @@ class Campaign:
         self.counts["problems"] += 1
         key = re.sub(r"[\d.]+|(?<=byte )0x..", "#", f"{state.attempt.name}: {problem}")
         self.problems.setdefault(key, (problem, state))
+
+
+def _begins_to_remove(operation: Operation) -> bool:
+    """Returns whether an attempt that overwrites removes what makes a run of the directory."""
+    return operation.kind in ("remove", "rename") and operation.path in _FIRST_REMOVED
 
 
 def _is_final(path: str) -> bool:
@@ -497,18 +540,18 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=3, help="recordings")
     parser.add_argument("--runs", type=int, default=60, help="resumed trainings of each recording")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
-    parser.add_argument("--keep", type=pathlib.Path, help="keep the files in this folder")
     options = parser.parse_args()
     print(f"power loss: {options.cycles} recordings, --seed={options.seed}", flush=True)
     start, failed, total = time.monotonic(), False, collections.Counter()
     for seed in range(options.seed, options.seed + options.cycles):
-        with tempfile.TemporaryDirectory(prefix="power-", dir=options.keep) as folder:
-            campaign = Campaign(pathlib.Path(folder).resolve(), seed)
-            campaign.check_states()
-            if options.runs:
-                campaign.run_sample(options.runs)
+        for attempts in (mismatch, verification, training):
+            with tempfile.TemporaryDirectory(prefix="power-") as folder:
+                campaign = Campaign(pathlib.Path(folder).resolve(), seed, attempts)
+                campaign.check_states()
+                if options.runs and attempts == training:
+                    campaign.run_sample(options.runs)
             total += campaign.counts
-            print(f"--seed={seed}: {dict(campaign.counts)}", flush=True)
+            print(f"{attempts.__name__}, --seed={seed}: {dict(campaign.counts)}", flush=True)
             for problem, state in campaign.problems.values():
                 where = f"{state.attempt.name}, operation {state.operation}"
                 print(f"  {where}: {problem}", flush=True)
