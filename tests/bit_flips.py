@@ -318,7 +318,7 @@ class Disk:
 
     def _log(self) -> object:
         if problems := check_log(self._run):
-            raise OutputError("; ".join(problems))
+            raise OutputError(f"log.jsonl: {'; '.join(problems)}")
         return [dataclasses.asdict(attempt) for attempt in load_attempts(self._run)]
 
     def _trace(self) -> object:

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from app.records.check_value import without_check
 from app.records import run_log as run_logs
+from app.records.check_value import without_check
 from app.records.run_log import open_run_log
 from app.records.run_log_check import CUT_OFF, check_log
 from app.records.run_log_reader import last_saved_step, load_attempts

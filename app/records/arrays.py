@@ -42,7 +42,10 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     path.touch(exist_ok=False)
     mode = path.stat().st_mode  # The library makes the file readable only by its owner.
     # The library writes the buffer as it is in memory, ignoring strides.
-    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    in_order = {
+        name: np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+        for name, array in arrays.items()
+    }
     check_values = {name: zlib.crc32(array.data) for name, array in in_order.items()}
     metadata = {_ORDER: json.dumps(list(arrays)), _CHECK_VALUES: json.dumps(check_values)}
     with _os_errors():
