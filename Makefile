@@ -6,6 +6,9 @@
 # make zoo-optimizers  trains right models with every optimizer of Keras, to see whether one is called
 #              wrong: half an hour
 # make soak    kills and resumes a small training 200 times: half an hour
+# make soak-cluster  kills, freezes and cuts off workers in networks of their own, 100 times: an hour
+# make network-faults  trains in slow, lossy and cut networks: half an hour
+# make bit-flips  flips 1,000 bits in memory and on disk: two minutes
 # make power-loss  cuts the power of a small training at each of its file operations: half an hour
 # make fuzz    tries damaged input of six kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
@@ -20,7 +23,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: setup train test test-all mutations zoo zoo-optimizers soak power-loss fuzz lint bench frameworks
-.PHONY: docs recording lock clean
+.PHONY: soak-cluster network-faults bit-flips docs recording lock clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -48,6 +51,15 @@ zoo-optimizers: $(BIN)/.installed-dev
 
 soak: $(BIN)/.installed-dev
 	$(BIN)/python tests/soak.py $(ARGS)
+
+soak-cluster: $(BIN)/.installed-dev
+	$(BIN)/python tests/soak_cluster.py $(ARGS)
+
+network-faults: $(BIN)/.installed-dev
+	$(BIN)/python tests/network_faults.py $(ARGS)
+
+bit-flips: $(BIN)/.installed-dev
+	$(BIN)/python tests/bit_flips.py $(ARGS)
 
 power-loss: $(BIN)/.installed-dev
 	$(BIN)/python tests/power_loss.py $(ARGS)

@@ -4,6 +4,7 @@ Workers communicate through the same collectives as training. Before the collect
 the key-value store of TensorFlow's coordination service.
 """
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -19,7 +20,9 @@ IMPLEMENTATIONS = {
     "nccl": _Communication.NCCL,
 }
 _SHORT_BYTES = 1000  # A message of up to this size takes one collective, a longer one two.
-_HEARTBEAT_SEC = 10
+# A worker without a heartbeat for so long is lost; a network may be cut for less.
+_HEARTBEAT_SEC = 20
+_LEAVE_SEC = 10.0  # After which a worker does not wait for another one to leave.
 # Each strategy of a process numbers its groups of devices from somewhere else: groups of different
 # sizes under one number would break every collective after.
 _KEY_BASES = itertools.count(start=0, step=100_000)
@@ -109,6 +112,23 @@ class ClusterWorkers(Workers):
         prefix = f"lockstep/{next(self._num_posted)}"
         tf_private.post_key_value(f"{prefix}/{self.index}", text)
         return [tf_private.wait_for_key_value(f"{prefix}/{i}") for i in range(self.count)]
+
+    def leave(self) -> None:
+        """Waits until no worker needs another one, so that each can end; gives up soon.
+
+        A worker that has the result of a collective may still have to send it on. The chief leaves
+        last, because it keeps what is posted.
+        """
+        others = [index for index in range(self.count) if index != self.index]
+        with contextlib.suppress(tf.errors.OpError):  # A worker is lost: it needs no other one.
+            tf_private.post_key_value(f"lockstep/done/{self.index}", "")
+            for index in others:
+                tf_private.wait_for_key_value(f"lockstep/done/{index}", _LEAVE_SEC)
+            if not self.is_chief:
+                tf_private.post_key_value(f"lockstep/left/{self.index}", "")
+                return
+            for index in others:
+                tf_private.wait_for_key_value(f"lockstep/left/{index}", _LEAVE_SEC)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Returns the messages of all workers, in order of workers."""

@@ -205,9 +205,17 @@ def post_key_value(key: str, text: str) -> None:
     private(_context(), "set_config_key_value")(key, text)
 
 
-def wait_for_key_value(key: str) -> str:
-    """Waits until a worker has stored a text under a key, and returns the text."""
-    return private(_context(), "get_config_key_value")(key)
+def wait_for_key_value(key: str, timeout_sec: float = 0.0) -> str:
+    """Waits until a worker has stored a text under a key, and returns the text.
+
+    Args:
+        key: the key.
+        timeout_sec: longest time to wait; 0 for no limit.
+
+    Raises:
+        tf.errors.OpError: there is no text in time, or a worker is lost.
+    """
+    return private(_context(), "get_config_key_value")(key, int(1000 * timeout_sec))
 
 
 def _context() -> Any:

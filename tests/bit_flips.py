@@ -44,6 +44,7 @@ from models import MODELS
 from strategies.observer import Observer, Shard
 
 REPLICAS = 2
+PREFETCHED = 4  # Batches that the input pipeline may have prepared.
 # A flip in a gradient is within rounding if it changes the sum by at most this part of its terms: a
 # sum of two numbers is rounded once.
 ROUNDING = 2.0**-23
@@ -170,6 +171,9 @@ class Memory:
                 variable.assign(values[name])
         if self._undo:
             self._undo()
+            for _ in range(PREFETCHED):  # They may have the changed example.
+                next(self._iterator)
+                self._step += 1
         left = _said(self._spec.check_examples) or self._compare_replicas()
         assert left == "", f"the flip was not undone: {left}"
         return Outcome(expected, found, bool(found), expected in found, harmless)

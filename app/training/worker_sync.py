@@ -49,5 +49,6 @@ def synchronize(workers: Workers, *numbers: float) -> list[float]:
 
 
 def wait_for_all(workers: Workers) -> None:
-    """Waits for every worker, so that none exits before the chief has saved."""
+    """Waits for every worker, so that none exits before the chief has saved, or needs another."""
     workers.all_reduce_max(0)
+    workers.leave()
