@@ -355,7 +355,11 @@ class Campaign:
         code, told = forks.wait(call), output.read_text(encoding="utf-8", errors="replace")
         self.counts["runs"] += 1
         last, problem = told.rstrip().rpartition("\n")[2], ""
-        if code == REFUSED_EXIT_CODE and state.is_replaced and state.reported == NOTHING:
+        # With `--overwrite`: before its files are removed, the earlier run has other settings;
+        # afterwards, there may be parts of its records.
+        may_refuse = state.attempt.overwrites and not state.is_replaced
+        may_refuse = may_refuse or (state.is_replaced and state.reported == NOTHING)
+        if code == REFUSED_EXIT_CODE and may_refuse:
             self.counts["refused runs"] += 1
             if not last.startswith("error: "):
                 problem = "refused without a line"

@@ -106,6 +106,19 @@ def test_damage_within_the_log_is_kept_and_the_attempts_are_counted(tmp_path):
     assert "cannot be read" in check_log(tmp_path)[0]
 
 
+def test_lines_of_a_killed_attempt_are_synced_before_others_follow(tmp_path, monkeypatch):
+    attempt(tmp_path)
+    size_bytes, synced, fsync = (tmp_path / "log.jsonl").stat().st_size, [], os.fsync
+
+    def record_size(descriptor):
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(run_logs.os, "fsync", record_size)
+    attempt(tmp_path)
+    assert size_bytes in synced and synced[-1] > size_bytes
+
+
 def test_the_name_of_a_new_log_is_synced(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(run_logs, "fsync", synced.append)

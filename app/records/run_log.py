@@ -70,9 +70,10 @@ class RunLog:
         try:
             self._descriptor = os.open(self._path, flags, 0o644)
             fsync(self._path.parent)
+            attempts = self._earlier_attempts()
+            os.fsync(self._descriptor)  # Of a killed attempt; else a later line may outlive it.
         except OSError as error:
             raise write_error(self._path, error) from error
-        attempts = self._earlier_attempts()
         if attempts and attempts[-1].stop is None:
             self._write("run_stop", {"status": STATUSES[None], "exit_code": None})
         self._write(
