@@ -42,7 +42,7 @@ def parse(argv: list[str]) -> Config:
 
 def main(config: Config) -> int:
     """Runs the command and returns its exit code; restores the state of the process."""
-    with RunContext(), signals.handled():
+    with RunContext(), signals.deferred(), signals.handled():
         exit_code = run(config)
         if isinstance(config, TrainConfig) and config.has_workers:
             # Shutting down TensorFlow's cluster can take 30 s, and waits for workers that have
@@ -57,7 +57,7 @@ def run(config: Config) -> int:
         fault = fault_points.arm(os.environ)
         if fault:
             console.warn(f"{fault_points.VARIABLE}={fault}: this run is made to fail")
-        with signals.unmasked():
+        with signals.unmasked(), signals.raised():
             importlib.import_module(f"app.commands.{config.command}").run(config)
         return 0
     except errors.LockstepError as error:

@@ -1,8 +1,9 @@
-"""Kills a small training at random and resumes it repeatedly: `make soak`.
+"""Disturbs small trainings of each strategy at random and resumes them: `make soak`.
 
-Each cycle starts the same command and ends it by SIGKILL or SIGTERM at a random moment, by a kill
-or a full disk at a random fault point, or by a SIGKILL after the newest checkpoint was truncated.
-The finished run must have the weights of an undisturbed one.
+Each cycle draws a strategy and a failure: a signal, a fault point, a damaged checkpoint, a limit of
+memory or disk, a jump of the clock, or a second start. Afterwards the files must be complete, the
+exit code and the last line right, and nothing may be left behind. A finished training must have the
+weights of an undisturbed one.
 """
 
 import argparse
@@ -10,14 +11,14 @@ import gzip
 import os
 import pathlib
 import random
-import signal
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 
@@ -27,144 +28,175 @@ from app.records.checkpoint import NUM_NEWEST_KEPT, checkpoint_paths, load_check
 from app.records.history import load_history, load_summary
 from app.records.run_directory import RUN_LOG_FILE
 from app.records.run_log_check import CUT_OFF, check_log
-from app.runtime.fault_points import POINTS, VARIABLE
+from forked_program import adopt_orphans, wait_for_orphans
 from idx_files import write_idx
+from soak_failures import FAILURES, NEED_MOUNTS, Ended, Site, SoakError
+from soak_places import enter_mount_namespace
 
-NUM_TRAIN, NUM_TEST, EPOCHS = 500, 200, 6
+NUM_TRAIN, NUM_TEST, EPOCHS = 500, 200, 4
+STRATEGIES = ("single", "manual", "mirrored", "pipeline", "tensor", "sharded")
 TRAIN = (
-    *("--strategy=manual", "--device=cpu", "--num_devices=2", "--recipe=fast", "--deterministic"),
-    *("--allow_unverified_data", "--global_batch_size=50", f"--epochs={EPOCHS}"),
-    *("--checkpoint_every=3", "--steps_per_call=1"),
+    *("--device=cpu", "--recipe=fast", "--deterministic", "--allow_unverified_data"),
+    *("--global_batch_size=50", f"--epochs={EPOCHS}", "--checkpoint_every=3"),
+    "--steps_per_call=1",
 )
-TIMEOUT_SEC = 120
-# Approximate duration of the run after its start-up, from which the moments are drawn.
-TRAINING_SEC = 2.5
-KINDS = ("SIGKILL", "SIGTERM", "kill at", "disk full at", "truncated")
-
-
-class SoakError(Exception):
-    """A check that failed."""
+PROCESS_SHARE = 0.05
+_ORPHANS_SEC = 10
+# How the last line begins, by exit code.
+_LAST_LINE = {130: "interrupted", 143: "terminated"}
 
 
 class Soak:
-    """A training that is killed and resumed.
+    """Trainings that are disturbed and resumed. This process must not use TensorFlow.
 
     Args:
         folder: folder for all files.
         seed: seed of all random choices.
+        strategies: strategies to draw from.
+        process_share: share of trainings that start a new process instead of a fork.
+        has_mounts: whether this process may mount file systems.
     """
 
-    def __init__(self, folder: pathlib.Path, seed: int):
-        self._folder, self._random = folder, random.Random(seed)
-        self._data_dir = folder / "data"
-        self._laps, self.counts = 0, dict.fromkeys(KINDS, 0)
-        write_data(self._data_dir)
-        whole = folder / "undisturbed"
-        self._check(self._run(whole).wait(TIMEOUT_SEC) == 0, "the undisturbed run failed")
-        self.weights_sha256 = load_summary(whole).weights_sha256
-        self._run_dir, self._truncated = folder / "run", None
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        seed: int,
+        *,
+        strategies: tuple[str, ...] = STRATEGIES,
+        process_share: float = PROCESS_SHARE,
+        has_mounts: bool = False,
+    ):
+        adopt_orphans()
+        self._random = random.Random(seed)
+        self._kinds = [kind for kind in FAILURES if has_mounts or kind not in NEED_MOUNTS]
+        self.counts = {name: dict.fromkeys(self._kinds, 0) for name in strategies}
+        write_data(folder / "data")
+        self._shared_memory = _names(pathlib.Path("/dev/shm")) if has_mounts else None
+        self.sites: dict[str, Site] = {}
+        self._weights: dict[str, str] = {}
+        for name in strategies:
+            devices = [] if name == "single" else ["--num_devices=2"]
+            self.sites[name] = Site(
+                folder / name,
+                [f"--strategy={name}", *devices, *TRAIN],
+                folder / "data",
+                self._random,
+                process_share=process_share,
+                has_mounts=has_mounts,
+            )
+            self._train_undisturbed(name)
 
     def cycle(self) -> str:
-        """Starts the training, ends it, and checks its files; returns what was done."""
-        kind = self._random.choice(KINDS)
-        intact = checkpoint_paths(self._run_dir)
-        if kind == "truncated" and len(intact) < 2:
-            kind = "SIGKILL"
-        self.counts[kind] += 1
-        if kind in ("kill at", "disk full at"):
-            told, code = self._fail_at_point(kind)
-        else:
-            told, code = self._fail_at_moment(kind, intact)
-        if code == 0:
-            self._check_finished()
-            told += ", after it had finished"
-        self._check_left()
+        """Starts a training, disturbs it, and checks what it leaves; returns what was done."""
+        kind, names = self._random.choice(self._kinds), list(self.sites)
+        if kind == "truncated":  # It needs an earlier checkpoint.
+            several = [n for n in names if len(checkpoint_paths(self.sites[n].run_dir)) > 1]
+            names = several or names
+        name = self._random.choice(names)
+        site = self.sites[name]
+        newest = [p for p in checkpoint_paths(site.run_dir) if p != site.truncated][-1:]
+        self.counts[name][kind] += 1
+        told = f"{name}: {kind}"
+        try:
+            ended = FAILURES[kind](site)
+            told = f"{name}: {ended.told}, exit code {ended.code}"
+            self._check_end(site, ended)
+            self._check_left(site)
+            now = checkpoint_paths(site.run_dir)
+            if site.truncated not in (*newest, *now):
+                _check(not newest or (now and now[-1] >= newest[0]), f"{newest[:1]} is lost")
+            if ended.code == 0:
+                self._check_finished(name)
+                told += ", finished"
+        except Exception as error:
+            outputs = sorted(site.temporary.parent.glob("output*.txt"))
+            shown = [p.read_text(encoding="utf-8", errors="replace")[-2000:] for p in outputs]
+            raise SoakError("\n".join([f"{told}: {error!r}", *shown])) from error
         return told
 
     def finish(self) -> None:
-        """Lets the training finish, and checks it."""
-        code = self._run(self._run_dir).wait(TIMEOUT_SEC)
-        self._check(code == 0, f"the last run ended with {code}")
-        self._check_finished()
+        """Lets all trainings finish, and checks them."""
+        for name, site in self.sites.items():
+            code = site.finish(site.start())
+            _check(code == 0, f"the last run of {name} ended with {code}")
+            self._check_left(site)
+            self._check_finished(name)
 
-    def _fail_at_point(self, kind: str) -> tuple[str, int]:
-        action = "kill" if kind == "kill at" else "enospc"
-        points = [p for p in POINTS if action == "kill" or p.partition(".")[2] or p == "log"]
-        fault = f"{self._random.choice(points)}:{self._random.randint(1, 6)}:{action}"
-        code = self._run(self._run_dir, fault).wait(TIMEOUT_SEC)
-        expected = -signal.SIGKILL if action == "kill" else 8
-        self._check(code in (0, expected), f"{fault} ended with {code}")
-        return f"{kind} {fault.rpartition(':')[0]}", code
+    def close(self) -> None:
+        """Removes the mounts."""
+        for site in self.sites.values():
+            if site.disk:
+                site.disk.close()
 
-    def _fail_at_moment(self, kind: str, intact: list[pathlib.Path]) -> tuple[str, int]:
-        if kind == "truncated":
-            self._truncated = intact[-1]
-            _truncate(self._random.choice(sorted(intact[-1].iterdir())))
-        number = signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL
-        started_after = _size(self._run_dir / RUN_LOG_FILE)
-        process = self._run(self._run_dir)
-        if self._random.random() < 0.9:  # Otherwise during start-up.
-            while process.poll() is None and _size(self._run_dir / RUN_LOG_FILE) == started_after:
-                time.sleep(0.01)
-        delay_sec = self._random.uniform(0, TRAINING_SEC)
-        time.sleep(delay_sec)
-        process.send_signal(number)
-        code = process.wait(TIMEOUT_SEC)
-        expected = (0, 143, -signal.SIGTERM) if kind == "SIGTERM" else (0, -signal.SIGKILL)
-        self._check(code in expected, f"{kind} ended with {code}")
-        return f"{kind} after {delay_sec:.2f} s", code
+    def _train_undisturbed(self, name: str) -> None:
+        site, start = self.sites[name], time.monotonic()
+        code = site.finish(site.start())
+        sec = time.monotonic() - start
+        site.startup_sec = site.recovery_sec.pop() if site.recovery_sec else sec
+        site.steps_sec = sec - site.startup_sec
+        output = (site.temporary.parent / "output.txt").read_text(encoding="utf-8")
+        _check(code == 0, f"the undisturbed run of {name} ended with {code}\n{output}")
+        self._weights[name] = load_summary(site.run_dir).weights_sha256
+        self._check_left(site)
+        site.next_run()
 
-    def _check_left(self) -> None:
-        """Checks the files after a cycle."""
-        paths = checkpoint_paths(self._run_dir)
-        self._check(len(paths) <= NUM_NEWEST_KEPT + 2, f"{len(paths)} checkpoints")
+    def _check_end(self, site: Site, ended: Ended) -> None:
+        """Checks exit code and last line."""
+        _check(ended.code in ended.expected, f"exit code {ended.code}, not {ended.expected}")
+        output = (site.temporary.parent / "output.txt").read_text(encoding="utf-8")
+        _check("Traceback" not in output, "a traceback")
+        lines = output.splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        if 0 < ended.code < 128:
+            _check(len(errors) == 1 and lines[-1] == errors[0], f"error lines: {errors}")
+            _check("; " in lines[-1], "no advice")
+        else:
+            _check(not errors, f"error lines: {errors}")
+        beginning = _LAST_LINE.get(ended.code, "")
+        _check(not beginning or lines[-1].startswith(beginning), f"last line {lines[-1:]}")
+        names = _names(site.temporary)
+        # The next run removes what a killed one has left.
+        _check(len(names) <= (ended.code < 0), f"left in TMPDIR after {ended.code}: {names}")
+
+    def _check_left(self, site: Site) -> None:
+        """Checks the files of the run, and that nothing else is left."""
+        left = wait_for_orphans(_ORPHANS_SEC)
+        _check(not left, f"processes left: {left}")
+        if self._shared_memory is not None:
+            found = _names(pathlib.Path("/dev/shm"))
+            _check(found == self._shared_memory, f"/dev/shm: {found}")
+        paths = checkpoint_paths(site.run_dir)
+        _check(len(paths) <= NUM_NEWEST_KEPT + 2, f"{len(paths)} checkpoints")
         for path in paths:
-            if path != self._truncated:  # It exists until the run reaches its step.
+            if path != site.truncated:  # It exists until the run reaches its step.
                 load_checkpoint(path)
-        if (self._run_dir / RUN_LOG_FILE).exists():
-            self._check_log()
+        if (site.run_dir / RUN_LOG_FILE).exists():
+            problems = [p for p in check_log(site.run_dir) if p != CUT_OFF]
+            _check(not problems, f"{RUN_LOG_FILE}: {problems}")
 
-    def _check_log(self) -> None:
-        problems = [p for p in check_log(self._run_dir) if p != CUT_OFF]
-        self._check(not problems, f"{RUN_LOG_FILE}: {problems}")
-
-    def _check_finished(self) -> None:
-        summary, history = load_summary(self._run_dir), load_history(self._run_dir)
-        self._check(summary.status == "finished", f"status {summary.status}")
-        self._check(summary.weights_sha256 == self.weights_sha256, "other weights")
-        self._check([r.epoch for r in history] == list(range(1, EPOCHS + 1)), "a torn history")
-        left = [p for p in self._run_dir.rglob(".*") if p.name != ".lock"]
-        self._check(not left, f"left behind: {left}")
-        self._check_log()
-        self._laps += 1
-        self._run_dir = self._folder / f"run {self._laps}"
-
-    def _run(self, run_dir: pathlib.Path, fault: str = "") -> subprocess.Popen:
-        with open(self._folder / "output.txt", "w", encoding="utf-8") as output:
-            return subprocess.Popen(
-                [sys.executable, str(ROOT / "main.py"), *TRAIN, f"--out={run_dir}"],
-                stdout=output,
-                stderr=output,
-                env={**os.environ, "FASHION_MNIST_DIR": str(self._data_dir), VARIABLE: fault},
-            )
-
-    def _check(self, holds: bool, what: str) -> None:
-        if not holds:
-            output = (self._folder / "output.txt").read_text(encoding="utf-8", errors="replace")
-            raise SoakError(f"{self._run_dir}: {what}\n{output[-2000:]}")
+    def _check_finished(self, name: str) -> None:
+        site = self.sites[name]
+        summary, history = load_summary(site.run_dir), load_history(site.run_dir)
+        _check(summary.status == "finished", f"status {summary.status}")
+        _check(summary.weights_sha256 == self._weights[name], "other weights")
+        _check([r.epoch for r in history] == list(range(1, EPOCHS + 1)), "a torn history")
+        left = [p for p in site.run_dir.rglob(".*") if p.name != ".lock"]
+        _check(not left, f"left behind: {left}")
+        site.next_run()
 
     @property
     def laps(self) -> int:
-        """How often the training was finished."""
-        return self._laps
+        """How often a training was finished, after the undisturbed ones."""
+        return sum(site.laps - 1 for site in self.sites.values())
 
 
-def _size(path: pathlib.Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _check(holds: object, what: str) -> None:
+    if not holds:
+        raise SoakError(what)
 
 
-def _truncate(path: pathlib.Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+def _names(path: pathlib.Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
 
 
 def write_data(folder: pathlib.Path) -> None:
@@ -192,25 +224,37 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     options = parser.parse_args()
     print(f"soak: {options.cycles} cycles, --seed={options.seed}", flush=True)
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        soak = Soak(pathlib.Path(folder), options.seed)
-        for number in range(1, options.cycles + 1):
-            try:
-                told = soak.cycle()
-            except Exception as error:
-                print(f"cycle {number} of {options.cycles}, --seed={options.seed}: {error}")
-                return 1
-            print(f"cycle {number}: {told}", flush=True)
-        soak.finish()
+    has_mounts, start = enter_mount_namespace(), time.monotonic()
+    if not has_mounts:
+        print(f"skipped, because they need root: {', '.join(NEED_MOUNTS)}")
+    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
+        soak = Soak(pathlib.Path(folder), options.seed, has_mounts=has_mounts)
+        try:
+            for number in range(1, options.cycles + 1):
+                print(f"cycle {number}: {soak.cycle()}", flush=True)
+            soak.finish()
+        except SoakError as error:
+            print(f"failed: cycle {number} of {options.cycles}, --seed={options.seed}: {error}")
+            return 1
+        finally:
+            soak.close()
+    _print_counts(soak)
     minutes = (time.monotonic() - start) / 60
-    counts = ", ".join(f"{kind} {count}" for kind, count in soak.counts.items())
     print(
-        f"soak: {options.cycles} of {options.cycles} cycles held, --seed={options.seed}; {counts};"
-        f" finished {soak.laps} times with weights_sha256 {soak.weights_sha256[:16]}…;"
-        f" {minutes:.1f} min"
+        f"soak: {options.cycles} of {options.cycles} cycles held, --seed={options.seed};"
+        f" finished {soak.laps} times with the weights of an undisturbed run; {minutes:.1f} min"
     )
     return 0
+
+
+def _print_counts(soak: Soak) -> None:
+    """Prints a table of the failures by strategy, and the times to recovery."""
+    names = list(soak.counts)
+    print(f"{'':22}" + "".join(f"{name:>10}" for name in names))
+    for kind in soak.counts[names[0]]:
+        print(f"{kind:22}" + "".join(f"{soak.counts[name][kind]:10}" for name in names))
+    medians = [statistics.median(soak.sites[n].recovery_sec or [float("nan")]) for n in names]
+    print(f"{'seconds to a new step':22}" + "".join(f"{median:10.1f}" for median in medians))
 
 
 if __name__ == "__main__":

@@ -609,6 +609,15 @@ class TestFaultPoints:
                 fault_points.fault_point("step")
             fault_points.fault_point("step")
 
+    def test_a_slow_disk_stays_slow(self, monkeypatch):
+        slept = []
+        monkeypatch.setattr(fault_points.time, "sleep", slept.append)
+        with RunContext():
+            fault_points.arm({fault_points.VARIABLE: "history.made:2:slow"})
+            for point in ("history.made", "log", "history.made", "step", "log", "history.made"):
+                fault_points.fault_point(point)
+        assert len(slept) == 3
+
     def test_the_next_command_does_not_see_it(self):
         with RunContext():
             fault_points.arm({fault_points.VARIABLE: "step:1:raise"})

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -99,12 +100,16 @@ def test_manual_and_mirrored_are_the_same_training(runs):
     assert summaries[0].weights_sha256 == summaries[1].weights_sha256
 
 
-def test_a_finished_run_prints_its_result_again(runs):
+def test_a_finished_run_prints_its_result_again(runs, tmp_path, monkeypatch):
     folder, printed = runs
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "lockstep-killed"  # Killed after it had written its summary.
+    left.mkdir()
+    (left / ".lockstep-temporary").touch()
     before = (folder / "manual" / "summary.json").stat().st_mtime_ns
     again = run_here_ok(*ON_CPUS, *SMALL, f"--out={folder}/manual")
     assert again.stdout.splitlines()[-1] == printed["manual"].stdout.splitlines()[-1]
-    assert "already finished" in again.stdout
+    assert "already finished" in again.stdout and not left.exists()
     assert (folder / "manual" / "summary.json").stat().st_mtime_ns == before
 
 

@@ -5,6 +5,7 @@ import os
 import pathlib
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -150,6 +151,34 @@ def test_an_interruption_that_becomes_another_error_on_its_way_is_raised_itself(
             raise_signal(number)
         with pytest.raises(AssertionError), signals.unmasked(), nested():
             pass  # An error after the interruption, and without it, is an error.
+
+
+class Interrupted:
+    """Receives a signal while its destructor runs, which cannot raise."""
+
+    def __del__(self):
+        raise_signal(signal.SIGTERM)
+
+
+def test_an_interruption_within_a_destructor_is_raised_after_it(capsys):
+    before = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+    with RunContext(), signals.handled(), pytest.raises(Terminated):
+        Interrupted()
+        time.sleep(10)
+        pytest.fail("it was dropped")
+    assert capsys.readouterr().err == ""
+    assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == before
+
+
+def test_signals_before_and_after_a_command_do_not_raise_there():
+    with RunContext(), signals.deferred(), signals.handled():
+        raise_signal(signal.SIGTERM)
+        with pytest.raises(Terminated), signals.raised():
+            pytest.fail("the command must not start")
+    with RunContext(), signals.deferred(), signals.handled():
+        with signals.raised():
+            pass
+        raise_signal(signal.SIGTERM)
 
 
 def test_an_error_while_a_deferred_interruption_is_handled_is_an_error():

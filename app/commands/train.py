@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import tempfile
 from typing import TYPE_CHECKING
 
 from app.cluster.environment import find_cluster
@@ -15,6 +16,7 @@ from app.records.run_log import RunLog, open_run_log
 from app.records.run_naming import default_out, named_path
 from app.runtime import console, watchdog
 from app.runtime.errors import CheckpointError, OutputError, StalledError
+from app.runtime.temporary_directories import remove_stale_directories
 from app.training.resume import find_changes
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ def run(config: TrainConfig) -> Summary | None:
         summary = _find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
+            remove_stale_directories(pathlib.Path(tempfile.gettempdir()))  # Of a killed attempt.
             _warn_of_fault(config)
             if config.strategy == "multi_worker":  # The other workers wait for the chief.
                 _announce_to_others(device_setup.set_up(config), _FINISHED)

@@ -1,7 +1,7 @@
 """Defines points at which a test can make the program fail: `LOCKSTEP_FAULT=POINT:N:ACTION`.
 
-The action happens when the point is passed for the Nth time. Without the variable, passing a point
-does nothing.
+The action happens when the point is passed for the Nth time; `slow` also at each later point that
+writes a file. Without the variable, passing a point does nothing.
 """
 
 import errno
@@ -26,6 +26,7 @@ POINTS = (
     *_OF_THE_LOOP,
 )
 _DELAY_SEC = 3600.0
+_SLOW_SEC = 0.2
 
 
 def _kill() -> None:
@@ -45,20 +46,24 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "raise": _raise,
     "delay": lambda: time.sleep(_DELAY_SEC),
     "enospc": _fill_disk,
+    "slow": lambda: time.sleep(_SLOW_SEC),
 }
+_OF_A_DISK = ("enospc", "slow")
 
 
 class _Armed:
     """The armed point, and how many more times it must be passed."""
 
-    def __init__(self, point: str, count: int, action: Callable[[], None]):
-        self._point, self._left, self._action = point, count, action
+    def __init__(self, point: str, count: int, action: str, perform: Callable[[], None]):
+        self._point, self._left = point, count
+        self._perform, self._remains = perform, action == "slow"
 
     def pass_point(self, point: str) -> None:
-        if point == self._point:
-            self._left -= 1
-            if self._left == 0:
-                self._action()
+        self._left -= point == self._point
+        if (point == self._point and self._left == 0) or (
+            self._remains and self._left <= 0 and point not in _OF_THE_LOOP
+        ):
+            self._perform()
 
 
 def arm(environ: Mapping[str, str]) -> str | None:
@@ -86,15 +91,15 @@ def arm(environ: Mapping[str, str]) -> str | None:
             f"{VARIABLE}={text} must be POINT:N:ACTION, with a point of {', '.join(POINTS)} and an"
             f" action of {', '.join(ACTIONS)}; unset it to train"
         )
-    if action == "enospc" and point in _OF_THE_LOOP:
+    if action in _OF_A_DISK and point in _OF_THE_LOOP:
         raise ConfigError(
-            f"{VARIABLE}={text}: enospc needs a point that writes a file, not one of"
+            f"{VARIABLE}={text}: {action} needs a point that writes a file, not one of"
             f" {', '.join(_OF_THE_LOOP)}; choose another point"
         )
     perform = ACTIONS[action]
     if seconds:
         perform = _delay(text, action, seconds)
-    context.pass_fault_point = _Armed(point, int(count), perform).pass_point
+    context.pass_fault_point = _Armed(point, int(count), action, perform).pass_point
     return text
 
 

@@ -10,8 +10,9 @@ import functools
 import os
 import signal
 import socket
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from app.runtime import console, run_context
 from app.runtime.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, Terminated
@@ -23,6 +24,7 @@ STOP_REQUEST = signal.SIGUSR1
 # SIGHUP of a closed terminal comes from the kernel, and often also from the shell.
 HANG_UP = signal.SIGHUP
 _PR_SET_PDEATHSIG = 1
+_REPEAT_SEC = 0.01
 _LIBC = ctypes.CDLL(None)  # Loaded here, because a forked child should not load libraries.
 
 
@@ -49,6 +51,7 @@ def handled() -> Iterator[None]:
             signal.signal(number, handler)
             if previous is not None:  # Set by Python.
                 stack.callback(signal.signal, number, previous)
+        _repeat_dropped(context, stack)
         yield
 
 
@@ -88,6 +91,18 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         context.defers_signals = False
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Raises signals within the block, around which they are deferred."""
+    context = run_context.required()
+    context.defers_signals = False
+    try:
+        check()
+        yield
+    finally:
+        context.defers_signals = True
 
 
 @contextlib.contextmanager
@@ -147,6 +162,30 @@ def _handle(context: run_context.RunContext, number: int, frame: types.FrameType
     if not context.defers_signals:
         context.interruption = _interruption(number)
         raise context.interruption
+
+
+def _repeat_dropped(context: run_context.RunContext, stack: contextlib.ExitStack) -> None:
+    """Raises an interruption again that Python has dropped, because a destructor was running.
+
+    Python reports such an exception to `sys.unraisablehook`, and continues.
+    """
+    report: Callable[[sys.UnraisableHookArgs], object] = sys.unraisablehook
+
+    def repeat(dropped: "sys.UnraisableHookArgs") -> None:
+        if dropped.exc_value is None or dropped.exc_value is not context.interruption:
+            report(dropped)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, _REPEAT_SEC)
+
+    def raise_again(number: int, frame: types.FrameType | None) -> None:
+        if context.interruption and not context.defers_signals:
+            raise context.interruption
+
+    previous = signal.signal(signal.SIGALRM, raise_again) or signal.SIG_DFL
+    stack.callback(signal.signal, signal.SIGALRM, previous)
+    stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+    stack.callback(setattr, sys, "unraisablehook", report)
+    sys.unraisablehook = repeat
 
 
 def _watch(ours: socket.socket) -> None:
