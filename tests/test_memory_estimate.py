@@ -144,5 +144,16 @@ def test_a_container_s_limit_counts_and_its_cached_files_do_not(monkeypatch):
     assert free_memory.available_bytes() == 1_500_000
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert free_memory.available_bytes() == 8000 * 1024
+    own, outer = "/sys/fs/cgroup/memory/jobs/7", "/sys/fs/cgroup/memory/jobs"
+    files["/proc/self/cgroup"] = "2:memory:/jobs/7\n1:cpu:/other\n0::/\n"
+    for group, limit in ((own, 9_000_000), (outer, 7_000_000)):  # The smaller one counts.
+        files[f"{group}/memory.limit_in_bytes"] = f"{limit}\n"
+        files[f"{group}/memory.usage_in_bytes"] = "5000000\n"
+        files[f"{group}/memory.stat"] = (
+            "inactive_file 1\ntotal_inactive_file 300000\ntotal_active_file 200000\n"
+        )
+    assert free_memory.available_bytes() == 2_500_000
+    files[f"{outer}/memory.limit_in_bytes"] = "1000000\n"
+    assert free_memory.available_bytes() == 0
     files.clear()
     assert free_memory.available_bytes() is None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -279,6 +280,34 @@ class TestRunDirectory:
             holder.join(60)
         start(tmp_path / "run", {})
         assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
+
+    def test_a_lock_file_that_was_removed_is_not_the_lock(self, tmp_path, monkeypatch):
+        """A run that has not started removes its lock file while another one waits for it."""
+        flock, path = fcntl.flock, tmp_path / "run"
+        calls = []
+
+        def remove_first(*arguments):
+            if not calls:
+                (path / ".lock").unlink()
+            calls.append(arguments)
+            flock(*arguments)
+
+        monkeypatch.setattr(fcntl, "flock", remove_first)
+        with open_run_directory(path, {}), pytest.raises(OutputError, match="in use by process"):
+            start(path, {})
+
+    def test_a_directory_in_use_does_not_name_its_last_user(self, tmp_path, monkeypatch):
+        (tmp_path / ".lock").write_text(str(2**22 + 1))  # No process has this id.
+        with open(tmp_path / ".lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
+            def write(_):
+                os.ftruncate(lock.fileno(), 0)
+                os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
+
+            monkeypatch.setattr("app.records.run_directory.time.sleep", write)
+            with pytest.raises(OutputError, match=f"in use by process {os.getpid()};"):
+                start(tmp_path, {})
 
 
 class TestPlots:

@@ -8,7 +8,9 @@ import os
 import pathlib
 import re
 import stat
+import time
 from collections.abc import Iterator
+from typing import TextIO
 
 from app.config.split_options import recorded_value
 from app.records.event_file import EVENTS_FILE
@@ -25,6 +27,7 @@ from app.records.files import (
 )
 from app.runtime import console
 from app.runtime.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
+from app.runtime.subprocesses import is_running
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 RUN_LOG_FILE = "log.jsonl"
@@ -43,6 +46,8 @@ _LEFTOVER = re.compile(
     rf"\.(?:jsonl?|png|svg)|report\.html|traces|mismatch|checkpoints|{re.escape(EVENTS_FILE)})"
     r"(?:\.removed)?\.\d+\.tmp"
 )
+# How often the process id of the holder of a lock is read.
+_HOLDER_ATTEMPTS, _HOLDER_PERIOD_SEC = 20, 0.05
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 
@@ -260,12 +265,35 @@ def load_run_config(path: pathlib.Path) -> dict:
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
     """Creates the directory if necessary and locks its lock file."""
+    while True:
+        with open(_open_lock_file(path), "r+", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                raise OutputError(
+                    f"--out={path} is in use by process {_find_holder(lock)}; wait, or choose"
+                    " another directory"
+                ) from error
+            if not _is_same_file(lock, path / LOCK_FILE):
+                continue  # Removed by its last holder, whose run had not started.
+            with contextlib.suppress(OSError):  # The disk is full; the lock is held nevertheless.
+                os.ftruncate(lock.fileno(), 0)
+                os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
+            yield
+            return
+
+
+def _open_lock_file(path: pathlib.Path) -> int:
+    """Creates the directory and its lock file if necessary; returns a descriptor of the file."""
     try:
         make_directory(path)
         check_not_foreign(path)
         descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, f"{LOCK_FILE} is not a regular file")
+        return descriptor
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise write_error(path / LOCK_FILE, error) from error
@@ -273,21 +301,25 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
             f"--out={path}: {reason_of(error)}; choose a directory that can be created and"
             " written to"
         ) from error
-    with open(descriptor, "r+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            lock.seek(0)
-            raise OutputError(
-                f"--out={path} is in use by process {lock.read().strip() or 'unknown'}; wait, or"
-                " choose another directory"
-            ) from error
-        with contextlib.suppress(OSError):  # The disk is full; the lock is held nevertheless.
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
+
+
+def _find_holder(lock: TextIO) -> str:
+    """Returns the process id in a lock file, which its holder writes after it has locked it."""
+    text = ""
+    for _ in range(_HOLDER_ATTEMPTS):
+        lock.seek(0)
+        text = lock.read().strip()
+        if text.isdecimal() and is_running(int(text)):
+            break
+        time.sleep(_HOLDER_PERIOD_SEC)
+    return text or "unknown"
+
+
+def _is_same_file(file: TextIO, path: pathlib.Path) -> bool:
+    """Returns whether an open file is the one at `path`."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    return False
 
 
 def check_not_foreign(path: pathlib.Path) -> None:

@@ -61,7 +61,8 @@ class MemoryGuard:
     def _available_on_all_machines(self) -> int | None:
         """Returns free bytes: the number of machines times the minimum over the workers."""
         workers, cluster = self._devices.workers or Workers(), self._devices.cluster
-        available = -workers.all_reduce_max(-(available_bytes() or math.inf))[0]
+        free = available_bytes()
+        available = -workers.all_reduce_max(-math.inf if free is None else -free)[0]
         if math.isinf(available):
             return None
         return int(available) * (cluster.num_machines if cluster else 1)
