@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 from app.records.history import load_summary
 from cluster_run import PORT, ClusterRun
 from network import Link, Network, unavailable
-from soak import TIMEOUT_SEC, write_data
+from soak import write_data
+from soak_failures import TIMEOUT_SEC
 
 EPOCHS = 3
 FLAGS = (

@@ -27,7 +27,8 @@ from app.runtime.fault_points import POINTS, VARIABLE
 from cluster_run import ClusterRun
 from network import Link, Network, unavailable
 from network_faults import LOST, Cluster, FaultError, check
-from soak import TIMEOUT_SEC, write_data
+from soak import write_data
+from soak_failures import TIMEOUT_SEC
 
 COUNTS = (2, 3, 4)
 LINK = Link(latency_sec=0.005)
