@@ -65,7 +65,7 @@ class Outcome:
     """What was seen of a flip.
 
     Attributes:
-        what: what has to be named.
+        what: what must be named.
         found: what was said.
         is_noticed: whether anything was said.
         is_named: whether it names the place.
