@@ -1,6 +1,7 @@
 """What workers say to each other, and that their parts of a batch are disjoint and complete."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -33,13 +34,27 @@ def run_group(function, *arguments, num_workers=2):
 def work(channel, config):
     """Runs in each worker: one start of TensorFlow for all that is asked of them."""
     prepared = device_setup.set_up(config)
-    return talk(prepared, config), normalise(prepared)
+    return talk(prepared, config), normalise(prepared), leave(prepared.workers)
 
 
 @pytest.fixture(scope="module")
 def per_worker():
     """What each of two workers with two replicas returns from `work`."""
     return run_group(work, CONFIG)
+
+
+def leave(workers):
+    """Returns how long the chief waits for a worker that does not leave; then both leave."""
+    from strategies import collective_cluster
+
+    collective_cluster._LEAVE_SEC = 0.5
+    start = time.monotonic()
+    if workers.is_chief:
+        workers.leave()
+    alone_sec = time.monotonic() - start
+    workers.all_reduce_max(0)
+    workers.leave()
+    return alone_sec
 
 
 def talk(prepared, config):
@@ -84,7 +99,7 @@ def talk(prepared, config):
 
 @pytest.mark.e2e
 def test_workers_talk_and_split_every_batch(per_worker):
-    (chief, ids, seen), (other, other_ids, other_seen) = (talked for talked, _ in per_worker)
+    (chief, ids, seen), (other, other_ids, other_seen) = (talked for talked, *_ in per_worker)
     assert (ids, other_ids) == ([0, 1], [2, 3])
     for said in (chief, other):
         assert said["short"] == [b"worker 0", b"worker 1"]
@@ -99,6 +114,12 @@ def test_workers_talk_and_split_every_batch(per_worker):
     for step, (first, second) in enumerate(zip(seen, other_seen, strict=True)):
         batch = [example for shard in (*first, *second) for example in shard]
         assert batch == list(range(20 * step, min(20 * step + 20, 50)))
+
+
+@pytest.mark.e2e
+def test_no_worker_waits_long_for_one_that_does_not_leave(per_worker):
+    (_, _, chief_sec), (_, _, other_sec) = per_worker
+    assert 0.4 < chief_sec < 20 and other_sec < 0.4
 
 
 def train_with_batch_norm(strategy):
@@ -148,7 +169,7 @@ def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
     from strategies import load_strategy_class
 
     expected = train_with_batch_norm(load_strategy_class("manual")(CPUS))
-    for _, results in per_worker:
+    for _, results, _ in per_worker:
         totals, own, state, evaluated, logits, after_reading, averaged, given_back, divergence = (
             results
         )
