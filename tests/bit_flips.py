@@ -9,6 +9,7 @@ import argparse
 import collections
 import ctypes
 import dataclasses
+import math
 import pathlib
 import random
 import shutil
@@ -37,6 +38,7 @@ from app.runtime.run_context import RunContext
 from app.training.loop import Training
 from app.training.replica_divergence import check_replica_divergence
 from app.training.training_spec import TrainingSpec
+from app.verification.measurement import SMALLEST
 from app.verification.step_verifier import StepVerifier, create_step_verifier
 from app.verification.trace import Trace
 from conftest import CPUS
@@ -99,13 +101,13 @@ class FlippingObserver(Observer):
     def clear(self) -> None:
         self._mask.assign(0)
 
-    def is_within_rounding(self) -> bool:
-        """Returns whether the flip has changed the sum by no more than its rounding."""
+    def change(self) -> float:
+        """Returns by how much the flip has changed the sum, relative to its terms."""
         terms = np.array([term.numpy() for term in self._terms])
         right = terms[int(self._where.numpy()[0])]
         bits = right.view(np.int32) ^ self._mask.numpy()
         change = abs(float(bits.view(np.float32)) - float(right))
-        return change <= ROUNDING * float(np.abs(terms).sum())
+        return max(0.0, change - SMALLEST) / (float(np.abs(terms).sum()) or 1.0)
 
     def on_shard(
         self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
@@ -164,7 +166,7 @@ class Memory:
             found = str(error)
         # As at the end of an epoch; an error is explained by changed examples.
         found = _said(self._spec.check_examples) or found or self._compare_replicas()
-        harmless = kind == "gradients" and self._observer.is_within_rounding()
+        change = self._observer.change() if kind == "gradients" else math.inf
         self._observer.clear()
         for copy, values in zip(self._strategy.copies(), before, strict=True):
             for name, variable in copy.items():
@@ -176,7 +178,8 @@ class Memory:
                 self._step += 1
         left = _said(self._spec.check_examples) or self._compare_replicas()
         assert left == "", f"the flip was not undone: {left}"
-        return Outcome(expected, found, bool(found), expected in found, harmless)
+        what = f"{expected}, a change of {change:.3g}"
+        return Outcome(what, found, bool(found), expected in found, change <= ROUNDING)
 
     def _train_step(self) -> str:
         self._step += 1
