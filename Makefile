@@ -5,7 +5,8 @@
 # make zoo     rebuilds bugs that others reported, to see whether each is found and named: five minutes
 # make zoo-optimizers  trains right models with every optimizer of Keras, to see whether one is called
 #              wrong: half an hour
-# make soak    kills and resumes a small training 200 times: half an hour
+# make soak    disturbs small trainings of every strategy 200 times, and resumes them: a quarter of an
+#              hour
 # make soak-cluster  kills, freezes and cuts off workers in networks of their own, 100 times: an hour
 # make network-faults  trains in slow, lossy and cut networks: half an hour
 # make bit-flips  flips 1,000 bits in memory and on disk: two minutes

@@ -83,7 +83,8 @@ class Program:
 
     def wait_for_first_step(self, timeout_sec: float) -> None:
         """Waits for the first step or the end of a fork."""
-        select.select([self._end, self._first_step], [], [], timeout_sec)
+        if self._code is None:
+            select.select([self._end, self._first_step], [], [], timeout_sec)
 
     def read_first_step_sec(self) -> float | None:
         """Returns the time from the start to the first step of an ended fork, once."""
@@ -121,6 +122,7 @@ def _run(words, output, environment, prepare, first_step) -> None:
         signals.end_with_parent(signal.SIGKILL)
         # As in a new process: until a command starts, SIGINT ends it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         for number in (1, 2):
             os.dup2(descriptor, number)

@@ -11,10 +11,12 @@ import gzip
 import os
 import pathlib
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -53,7 +55,6 @@ class Soak:
         folder: folder for all files.
         seed: seed of all random choices.
         strategies: strategies to draw from.
-        process_share: share of trainings that start a new process instead of a fork.
         has_mounts: whether this process may mount file systems.
     """
 
@@ -61,10 +62,9 @@ class Soak:
         self,
         folder: pathlib.Path,
         seed: int,
+        strategies: Sequence[str],
         *,
-        strategies: tuple[str, ...] = STRATEGIES,
-        process_share: float = PROCESS_SHARE,
-        has_mounts: bool = False,
+        has_mounts: bool,
     ):
         adopt_orphans()
         self._random = random.Random(seed)
@@ -81,9 +81,13 @@ class Soak:
                 [f"--strategy={name}", *devices, *TRAIN],
                 folder / "data",
                 self._random,
-                process_share=process_share,
+                process_share=PROCESS_SHARE,
                 has_mounts=has_mounts,
             )
+
+    def train_undisturbed(self) -> None:
+        """Trains with each strategy once, for its weights and times."""
+        for name in self.sites:
             self._train_undisturbed(name)
 
     def cycle(self) -> str:
@@ -96,6 +100,8 @@ class Soak:
         site = self.sites[name]
         newest = [p for p in checkpoint_paths(site.run_dir) if p != site.truncated][-1:]
         self.counts[name][kind] += 1
+        for output in site.temporary.parent.glob("output*.txt"):
+            output.unlink()
         told = f"{name}: {kind}"
         try:
             ended = FAILURES[kind](site)
@@ -221,15 +227,19 @@ def main() -> int:
     """Runs the requested cycles; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cycles", type=int, default=200)
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Removes mounts and files.
     print(f"soak: {options.cycles} cycles, --seed={options.seed}", flush=True)
+    names = options.strategies.split(",")
     has_mounts, start = enter_mount_namespace(), time.monotonic()
     if not has_mounts:
         print(f"skipped, because they need root: {', '.join(NEED_MOUNTS)}")
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
-        soak = Soak(pathlib.Path(folder), options.seed, has_mounts=has_mounts)
+        soak, number = Soak(pathlib.Path(folder), options.seed, names, has_mounts=has_mounts), 0
         try:
+            soak.train_undisturbed()
             for number in range(1, options.cycles + 1):
                 print(f"cycle {number}: {soak.cycle()}", flush=True)
             soak.finish()

@@ -1,13 +1,16 @@
-"""Five of the cycles of `make soak`."""
+"""Some of the cycles of `make soak`, whose process forks itself and adopts orphans."""
+
+import subprocess
+import sys
 
 import pytest
 
-from soak import Soak
+from conftest import ROOT
 
 
 @pytest.mark.slow
-def test_a_training_that_is_interrupted_again_and_again_ends_with_the_same_weights(tmp_path):
-    soak = Soak(tmp_path, seed=3)
-    told = [soak.cycle() for _ in range(5)]
-    soak.finish()
-    assert len(told) == 5 and sum(soak.counts.values()) == 5 and soak.laps
+def test_trainings_that_are_disturbed_again_and_again_end_with_the_same_weights(tmp_path):
+    command = [sys.executable, ROOT / "tests" / "soak.py", "--cycles=6", "--strategies=manual"]
+    done = subprocess.run([*command, "--seed=3"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 of 6 cycles held" in done.stdout.splitlines()[-1]
