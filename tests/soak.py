@@ -45,7 +45,7 @@ TRAIN = (
 PROCESS_SHARE = 0.05
 _ORPHANS_SEC = 10
 # How the last line begins, by exit code.
-_LAST_LINE = {130: "interrupted", 143: "terminated"}
+_LAST_LINE = {130: ("interrupted", "a second"), 143: ("terminated", "a second")}
 
 
 class Soak:
@@ -55,6 +55,7 @@ class Soak:
         folder: folder for all files.
         seed: seed of all random choices.
         strategies: strategies to draw from.
+        kinds: failures to draw from.
         has_mounts: whether this process may mount file systems.
     """
 
@@ -63,12 +64,13 @@ class Soak:
         folder: pathlib.Path,
         seed: int,
         strategies: Sequence[str],
+        kinds: Sequence[str],
         *,
         has_mounts: bool,
     ):
         adopt_orphans()
         self._random = random.Random(seed)
-        self._kinds = [kind for kind in FAILURES if has_mounts or kind not in NEED_MOUNTS]
+        self._kinds = [kind for kind in kinds if has_mounts or kind not in NEED_MOUNTS]
         self.counts = {name: dict.fromkeys(self._kinds, 0) for name in strategies}
         write_data(folder / "data")
         self._shared_memory = _names(pathlib.Path("/dev/shm")) if has_mounts else None
@@ -228,16 +230,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--kinds", default=",".join(FAILURES))
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Removes mounts and files.
     print(f"soak: {options.cycles} cycles, --seed={options.seed}", flush=True)
-    names = options.strategies.split(",")
+    choices = options.strategies.split(","), options.kinds.split(",")
     has_mounts, start = enter_mount_namespace(), time.monotonic()
     if not has_mounts:
         print(f"skipped, because they need root: {', '.join(NEED_MOUNTS)}")
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
-        soak, number = Soak(pathlib.Path(folder), options.seed, names, has_mounts=has_mounts), 0
+        soak, number = Soak(pathlib.Path(folder), options.seed, *choices, has_mounts=has_mounts), 0
         try:
             soak.train_undisturbed()
             for number in range(1, options.cycles + 1):
@@ -247,8 +250,8 @@ def main() -> int:
             print(f"failed: cycle {number} of {options.cycles}, --seed={options.seed}: {error}")
             return 1
         finally:
+            _print_counts(soak)
             soak.close()
-    _print_counts(soak)
     minutes = (time.monotonic() - start) / 60
     print(
         f"soak: {options.cycles} of {options.cycles} cycles held, --seed={options.seed};"

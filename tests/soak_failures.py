@@ -165,6 +165,20 @@ def _sigint(site: Site) -> Ended:
     return _send(signal.SIGINT, site)
 
 
+def _two_signals(site: Site) -> Ended:
+    """Sends a second signal, at which the program leaves at once."""
+    program = site.start()
+    moment = site.wait_for_moment(program)
+    numbers = [site.random.choice((signal.SIGTERM, signal.SIGINT)) for _ in range(2)]
+    delay_sec = site.random.choice((0, 0.01, 0.3)) * site.random.random()
+    program.signal(numbers[0])
+    program.wait(delay_sec)
+    program.signal(numbers[1])
+    code = site.finish(program)
+    told = f"{numbers[0].name}, {numbers[1].name} {1000 * delay_sec:.0f} ms later, after {moment}"
+    return Ended(told, code, (0, *_CODES[numbers[0]], *_CODES[numbers[1]]))
+
+
 def _at_point(site: Site, points: list[str], action: str, expected: int) -> Ended:
     fault = f"{site.random.choice(points)}:{site.random.randint(1, 6)}:{action}"
     return Ended(fault, site.finish(site.start(fault=fault)), (0, expected))
@@ -217,7 +231,7 @@ def _slow_disk(site: Site) -> Ended:
 
 def _memory_limit(site: Site) -> Ended:
     """Limits the memory, in a control group if possible, else the size of the address space."""
-    mib = site.random.randint(30, 600)
+    mib = site.random.randint(30, 400)
     with contextlib.ExitStack() as stack:
         try:
             group = stack.enter_context(MemoryGroup(f"soak-{os.getpid()}", mib << 20))
@@ -309,6 +323,7 @@ FAILURES: dict[str, Callable[[Site], Ended]] = {
     "SIGKILL": _sigkill,
     "SIGTERM": _sigterm,
     "SIGINT": _sigint,
+    "second signal": _two_signals,
     "kill at a point": _kill_at,
     "disk full at a point": _disk_full_at,
     "truncated": _truncated,

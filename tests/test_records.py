@@ -281,6 +281,14 @@ class TestRunDirectory:
         start(tmp_path / "run", {})
         assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
+    def test_an_error_stays_the_error_if_nothing_can_be_removed(self, tmp_path, monkeypatch):
+        def fail(*_, **__):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr("pathlib.Path.unlink", fail)
+        with pytest.raises(OutputError, match="refused"), open_run_directory(tmp_path / "run", {}):
+            raise OutputError("refused")
+
     def test_a_lock_file_that_was_removed_is_not_the_lock(self, tmp_path, monkeypatch):
         """A run that has not started removes its lock file while another one waits for it."""
         flock, path = fcntl.flock, tmp_path / "run"

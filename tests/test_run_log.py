@@ -250,3 +250,14 @@ def test_damage_explains_a_step_back(tmp_path):
     attempt(tmp_path, lambda log: epoch(log, 1), lambda log: epoch(log, 2))
     attempt(tmp_path, lambda log: resume(log, 10, 1, ["step-00000020"]), lambda log: epoch(log, 2))
     assert check_log(tmp_path) == []
+
+
+def test_a_log_that_cannot_be_cut_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "log.jsonl").write_text('{"event": "run_st')
+
+    def fail(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "ftruncate", fail)
+    with pytest.raises(OutputError, match="Read-only"), open_run_log(tmp_path) as log:
+        log.start()

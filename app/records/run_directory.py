@@ -239,9 +239,9 @@ def _clear_leftovers(path: pathlib.Path) -> None:
 def _remove_unless_started(path: pathlib.Path) -> None:
     """Removes a directory that holds only a lock file and a log."""
     if not (path / CONFIG_FILE).exists():
-        (path / LOCK_FILE).unlink(missing_ok=True)
-        (path / LOG_FILE).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # The directory is not empty.
+        with contextlib.suppress(OSError):  # It has other files, or has become read-only.
+            (path / LOCK_FILE).unlink(missing_ok=True)
+            (path / LOG_FILE).unlink(missing_ok=True)
             path.rmdir()
 
 

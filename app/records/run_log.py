@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.records.check_value import with_check
-from app.records.files import fsync, read_bytes, write_error
+from app.records.files import fsync, io_errors_as, read_bytes, write_error
 from app.records.run_directory import RUN_LOG_FILE
 from app.records.run_log_reader import Attempt, parse_events, split_attempts
 from app.runtime import signals
@@ -126,7 +126,8 @@ class RunLog:
             lines.pop()
         whole = b"".join(lines)
         if whole != data:
-            os.ftruncate(self._descriptor, len(whole))
+            with io_errors_as(self._path):
+                os.ftruncate(self._descriptor, len(whole))
         return split_attempts(parse_events(whole.decode(errors="replace"))[0])
 
     def _write(self, name: str, fields: dict) -> None:
