@@ -230,18 +230,20 @@ def _slow_disk(site: Site) -> Ended:
 
 
 def _memory_limit(site: Site) -> Ended:
-    """Limits the memory, in a control group if possible, else the size of the address space."""
+    """Limits the memory in a control group if possible, else the address space."""
     mib = site.random.randint(30, 400)
     with contextlib.ExitStack() as stack:
         try:
             group = stack.enter_context(MemoryGroup(f"soak-{os.getpid()}", mib << 20))
         except OSError:
-            return _address_space_limit(site, mib)
+            return _address_space(site)
         code = site.finish(site.start(prepare=group.join))
     return Ended(f"control group of {mib} MiB", code, (0, _NO_MEMORY, _KILLED))
 
 
-def _address_space_limit(site: Site, mib: int) -> Ended:
+def _address_space(site: Site) -> Ended:
+    mib = site.random.randint(30, 2000)
+
     def limit() -> None:
         status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
         used = 1024 * int(re.search(r"VmSize:\s*(\d+)", status)[1])
@@ -330,6 +332,7 @@ FAILURES: dict[str, Callable[[Site], Ended]] = {
     "SIGSTOP": _suspended,
     "slow disk": _slow_disk,
     "memory limit": _memory_limit,
+    "address space": _address_space,
     "clock jumps": _clock,
     "two at once": _two_at_once,
     "read-only": _read_only,

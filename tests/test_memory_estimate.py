@@ -123,6 +123,7 @@ def test_what_says_that_memory_ran_out():
 
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(tf.errors.ResourceExhaustedError(None, None, "OOM"))
+    assert is_out_of_memory(RuntimeError("can't start new thread"))
     assert not is_out_of_memory(RuntimeError("OOM"))
 
 

@@ -4,6 +4,8 @@ A message says what is wrong, with the value received; then, after a semicolon, 
 """
 
 _MAX_REASON = 160
+# How Python reports that there is no memory for the stack of a thread.
+_NO_THREAD = "can't start new thread"
 
 
 class LockstepError(Exception):
@@ -152,7 +154,11 @@ TERMINATED_EXIT_CODE = 143
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an exception of TensorFlow or Python means that memory ran out."""
     # By name, so that TensorFlow is not imported.
-    return isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError"
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "ResourceExhaustedError"
+        or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)
+    )
 
 
 def out_of_memory(error: BaseException) -> DeviceError:
