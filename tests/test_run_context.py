@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from app.runtime import console, run_context, signals
+from app.devices import device_setup
+from app.runtime import console, run_context, signals, temporary_directories
 from app.runtime.errors import DiskFullError, Terminated
 from app.runtime.run_context import RunContext
 
@@ -45,6 +46,19 @@ def test_a_context_without_room_is_left_as_it_was_entered(monkeypatch, tmp_path)
     with pytest.raises(DiskFullError), RunContext() as context:
         context.use_temporary_directory()
     assert tempfile.tempdir == str(tmp_path / "missing") and run_context.current() is None
+
+
+def test_a_signal_while_the_directory_is_created_leaves_none(monkeypatch, tmp_path):
+    def create(directory):
+        raise_signal(signal.SIGTERM)
+        return original(directory)
+
+    original = temporary_directories._create_owner_file
+    monkeypatch.setattr(temporary_directories, "_create_owner_file", create)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(Terminated), RunContext(), signals.handled():
+        device_setup.import_tensorflow(-1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_each_command_has_a_log_of_its_own(tmp_path, capsys):
