@@ -213,7 +213,7 @@ def test_a_changed_example_is_named_where_it_causes_another_error(dataset, tmp_p
     with open_run_log(tmp_path) as log, pytest.raises(MismatchError, match="training example 7 "):
         loop.begin(log)
         _, labels = loop._spec._examples
-        np.asarray(memoryview(labels))[7] = 34  # The loss has no such class.
+        labels._numpy()[7] = 34  # Not a copy, as `numpy()` is. The loss has no such class.
         loop._train()
 
 

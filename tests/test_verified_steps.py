@@ -289,7 +289,7 @@ def test_a_slow_replica_is_reported_once(dataset, tmp_path, capsys):
 
 def test_records_of_earlier_versions_load(dataset, tmp_path):
     train(dataset, tmp_path, epochs=1)
-    new = ("verified_steps", "mismatches", "verification_sec")
+    new = ("verified_steps", "mismatches", "verification_sec", "crc32")
     for name in ("history.jsonl", "summary.json"):
         old = {k: v for k, v in json.loads((tmp_path / name).read_text()).items() if k not in new}
         (tmp_path / name).write_text(json.dumps(old) + "\n")

@@ -6,7 +6,6 @@ complete.
 """
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -53,73 +52,77 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     path.chmod(mode)
 
 
+class ArrayFile:
+    """The arrays of one open file.
+
+    Attributes:
+        names: of all arrays, in the order of writing.
+    """
+
+    def __init__(self, opened: safe_open) -> None:
+        self._opened = opened
+        metadata = opened.metadata() or {}  # None if another program wrote the file.
+        self.names = _array_names(opened, metadata.get(_ORDER))
+        self._check_values = json.loads(metadata.get(_CHECK_VALUES, "null"))
+        if self._check_values is not None and not isinstance(self._check_values, dict):
+            raise ValueError(f"{_CHECK_VALUES} in its metadata is not an object")
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads one array.
+
+        Raises:
+            OSError: the file cannot be read.
+            SafetensorError: there is no such array.
+            ValueError: the array has changed since it was written.
+        """
+        with _os_errors():
+            array = self._opened.get_tensor(name)
+        if self._check_values is None:
+            return array
+        if self._check_values.get(name) != zlib.crc32(array.data):
+            raise ValueError(f"{name:.80} does not match its check value")
+        return array
+
+
+def _array_names(opened: safe_open, order: str | None) -> list[str]:
+    names = opened.keys()
+    for name in names:
+        dtype = opened.get_slice(name).get_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(f"{name:.80} has dtype {dtype}")
+    found = sorted(names) if order is None else [str(name) for name in json.loads(order)]
+    if sorted(found) != sorted(names):
+        raise ValueError("the order in its metadata does not name each of its arrays once")
+    return found
+
+
 @contextlib.contextmanager
-def open_arrays(file: io.BufferedReader) -> Iterator[safe_open]:
-    """Opens a file of arrays, to read single arrays with `get_tensor(name)`.
+def open_arrays(file: io.BufferedReader) -> Iterator[ArrayFile]:
+    """Opens a file of arrays, to read single arrays.
 
     Args:
         file: the result of `open_regular`.
 
     Raises:
         OSError: the file cannot be read.
-        SafetensorError: the file is not a safetensors file, or lacks a requested array.
+        SafetensorError: the file is not a safetensors file.
+        ValueError: its metadata do not name each array once, or a dtype is not one of `DTYPES`.
     """
     # By descriptor, because the path may have been replaced. Not memory-mapped: if another process
     # truncates a mapped file, reading it ends this process.
     path = f"/dev/fd/{file.fileno()}"
-    with _os_errors(), safe_open(path, "numpy", backend="pread") as arrays:
-        yield arrays
-
-
-def array_names(arrays: safe_open) -> list[str]:
-    """Returns the names of all arrays, in the order of writing.
-
-    Raises:
-        ValueError: the order does not name each array once, or a dtype is not one of `DTYPES`.
-    """
-    names = arrays.keys()
-    for name in names:
-        dtype = arrays.get_slice(name).get_dtype()
-        if dtype not in DTYPES:
-            raise ValueError(f"{name:.80} has dtype {dtype}")
-    text = (arrays.metadata() or {}).get(_ORDER)  # None if another program wrote the file.
-    order = sorted(names) if text is None else [str(name) for name in json.loads(text)]
-    if sorted(order) != sorted(names):
-        raise ValueError("the order in its metadata does not name each of its arrays once")
-    return order
-
-
-def read_array(arrays: safe_open, name: str) -> np.ndarray:
-    """Reads one array.
-
-    Raises:
-        SafetensorError: there is no such array.
-        ValueError: the array has changed since it was written.
-    """
-    array = arrays.get_tensor(name)
-    text = (arrays.metadata() or {}).get(_CHECK_VALUES)
-    if text is not None and _check_values(text).get(name) != zlib.crc32(array.data):
-        raise ValueError(f"{name:.80} does not match its check value")
-    return array
-
-
-@functools.lru_cache(maxsize=8)
-def _check_values(text: str) -> dict[str, int]:
-    """Parses the check values of a file, which are needed for each of its arrays."""
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise ValueError(f"{_CHECK_VALUES} in its metadata is not an object")
-    return values
+    with _os_errors(), safe_open(path, "numpy", backend="pread") as opened:
+        yield ArrayFile(opened)
 
 
 def read_arrays(file: io.BufferedReader) -> dict[str, np.ndarray]:
     """Reads all arrays of a file, in the order of writing.
 
     Raises:
-        OSError, SafetensorError, ValueError: see `open_arrays` and `array_names`.
+        OSError, SafetensorError, ValueError: see `open_arrays` and `ArrayFile.read`.
     """
     with open_arrays(file) as arrays:
-        return {name: read_array(arrays, name) for name in array_names(arrays)}
+        return {name: arrays.read(name) for name in arrays.names}
 
 
 @contextlib.contextmanager

@@ -17,9 +17,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from safetensors import safe_open
 
-from app.records.arrays import array_names, open_arrays, read_array, write_arrays
+from app.records.arrays import ArrayFile, open_arrays, write_arrays
 from app.records.files import io_errors_as, open_regular, remove
 from app.runtime.errors import DataError, reason_of
 from app.verification.split import KINDS_OF_A_SHARD, Split
@@ -120,7 +119,7 @@ class Trace:
 
     def __init__(self, path: pathlib.Path, *, syncs_batch_norm: bool = False):
         self._path = path
-        self._open: dict[int, tuple[safe_open, contextlib.ExitStack]] = {}  # Step → its file.
+        self._open: dict[int, tuple[ArrayFile, contextlib.ExitStack]] = {}  # Step → its file.
         self._index: dict[tuple[int, str], dict[str, set[int]]] = {}
         with self._read_errors():
             steps = sorted(int(m[1]) for p in path.iterdir() if (m := _NAME.fullmatch(p.name)))
@@ -141,7 +140,7 @@ class Trace:
 
     def _add_step(self, step: int) -> None:
         with open_regular(_step_path(self._path, step)) as file, open_arrays(file) as arrays:
-            for name in array_names(arrays):
+            for name in arrays.names:
                 kind, replica_id, tensor = name.split("/", 2)
                 tensors = self._index.setdefault((step, kind), {})
                 tensors.setdefault(tensor, set()).add(int(replica_id))
@@ -191,9 +190,9 @@ class Trace:
         stored = self._index[step, kind][tensor]
         name = f"{kind}/{replica_id if replica_id in stored else 0}/{tensor}"
         with self._read_errors():
-            return read_array(self._opened(step), name)
+            return self._opened(step).read(name)
 
-    def _opened(self, step: int) -> safe_open:
+    def _opened(self, step: int) -> ArrayFile:
         """Returns the file of a step; the files of the last two steps are kept open."""
         if step not in self._open:
             if len(self._open) > 1:
