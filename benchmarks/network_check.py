@@ -3,7 +3,10 @@
 Each worker has a network namespace of its own, whose link has a latency and a bandwidth
 (tests/network.py); it needs root. Compute is measured on one device, as `plan` does.
 
-`python benchmarks/network_check.py [--model=lenet] [--workers=2] [--steps=40]`
+Each measurement lasts several seconds: the first call of several steps waits for the others longer
+than the rest, which `plan` leaves out.
+
+`python benchmarks/network_check.py [--model=lenet] [--workers=2] [--seconds=15]`
 """
 
 import argparse
@@ -28,6 +31,7 @@ from cluster_run import ClusterRun
 from network import Link, Network, unavailable
 
 MEGABITS, MILLISECONDS = (10, 100, 1000), (1, 10, 100)
+NUM_EXAMPLES = 60_000  # Of an epoch.
 TIMEOUT_SEC = 900
 
 
@@ -50,11 +54,11 @@ def measure_compute(model: str, batch: int, rounds: int) -> tuple[LinearCost, fl
     return LinearCost.fit(sizes, steps), samples[0].facts.gradient_bytes
 
 
-def measure_step(link: Link, options: argparse.Namespace) -> float:
+def measure_step(link: Link, options: argparse.Namespace, num_steps: int) -> float:
     """Trains in a network; returns the seconds of a step."""
     flags = [
         *(f"--model={options.model}", f"--global_batch_size={options.batch}", "--device=cpu"),
-        *("--epochs=1", f"--num_train_examples={options.batch * options.steps}"),
+        *("--epochs=1", f"--num_train_examples={options.batch * num_steps}"),
         *("--recipe=fast", "--verify_every=0"),
     ]
     with tempfile.TemporaryDirectory() as name, Network(options.workers, link) as network:
@@ -65,7 +69,7 @@ def measure_step(link: Link, options: argparse.Namespace) -> float:
             if any(code != 0 for code in codes):
                 raise SystemExit(f"workers ended with {codes}: {run.last_line(0)}")
         (record,) = (out / "history.jsonl").read_text(encoding="utf-8").splitlines()
-    return json.loads(record)["epoch_sec"] / options.steps
+    return json.loads(record)["epoch_sec"] / num_steps
 
 
 def predict_step(
@@ -89,7 +93,7 @@ def main() -> None:
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     if reason := unavailable():
@@ -103,7 +107,10 @@ def main() -> None:
         for ms in MILLISECONDS:
             link = Link(ms / 1e3, bits_per_sec=mbit * 1e6)
             predicted = predict_step(link, options, compute, size_bytes).step_sec
-            measured = measure_step(link, options)
+            num_steps = max(
+                20, min(NUM_EXAMPLES // options.batch, int(options.seconds / predicted))
+            )
+            measured = measure_step(link, options, num_steps)
             print(
                 f"{mbit:5} Mbit/s {ms:4} ms: predicted {predicted * 1e3:7.1f} ms, measured"
                 f" {measured * 1e3:7.1f} ms: {predicted / measured - 1:+.1%}",
