@@ -11,7 +11,7 @@
 # make network-faults  trains in slow, lossy and cut networks: half an hour
 # make bit-flips  flips 1,000 bits in memory and on disk: two minutes
 # make power-loss  cuts the power of a small training at each of its file operations: half an hour
-# make fuzz    tries damaged input of six kinds, ten minutes each
+# make fuzz    tries damaged input of seven kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
 # make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
 #              docs/BENCHMARKS.md: 42 minutes; ARGS=--quick: 4 minutes

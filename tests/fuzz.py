@@ -15,9 +15,11 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 import tracemalloc
 import unittest.mock
@@ -32,6 +34,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from app.cli import flags
+from app.cluster import peer_proof
 from app.config import Config
 from app.config.option import options_of
 from app.data.data_sources import SHA256
@@ -435,6 +438,74 @@ def fuzz_trace(compressed, ranks, nodes, about_edits, members, fields, edits, di
         assert len(os.listdir("/dev/fd")) == open_files
 
 
+_SECRET = b"of the cluster"
+
+
+def _receive_some(connection: socket.socket, num_bytes: int) -> bytes:
+    content = b""
+    while len(content) < num_bytes and (part := connection.recv(num_bytes - len(content))):
+        content += part
+    return content
+
+
+def _ask_without(connection: socket.socket, key: bytes | None, edits, more: bytes) -> None:
+    """Asks for admission as a worker does, but with another key, or returning what it was sent."""
+    hello = peer_proof._GREETING + bytes(peer_proof._CHALLENGE_BYTES) + b"\0\0\0\1"
+    connection.sendall(_edited(hello, edits[:1]))
+    received = _receive_some(connection, peer_proof._CHALLENGE_BYTES + peer_proof._DIGEST_BYTES)
+    theirs, digest = received[:32], received[32:]
+    if key is not None:
+        own = hello[len(peer_proof._GREETING) :]
+        digest = peer_proof._respond(key, b"asks", theirs, own)
+    connection.sendall(_edited(digest, edits[1:]) + more)
+
+
+def _admit_without(connection: socket.socket, key: bytes | None, edits, more: bytes) -> None:
+    """Answers a worker that asks for admission, with another key or with what it was sent."""
+    size = len(peer_proof._GREETING) + peer_proof._CHALLENGE_BYTES + peer_proof._INDEX_BYTES
+    own = _receive_some(connection, size)[len(peer_proof._GREETING) :]
+    digest = own[: peer_proof._DIGEST_BYTES]
+    if key is not None:
+        digest = peer_proof._respond(key, b"admits", own, bytes(peer_proof._CHALLENGE_BYTES))
+    answer = bytes(peer_proof._CHALLENGE_BYTES) + digest
+    connection.sendall(_edited(answer, edits[:1]))
+    connection.sendall(_edited(peer_proof._ADMITTED, edits[1:]) + more)
+
+
+def fuzz_rendezvous(asks, key, edits, more, closes):
+    """Processes that do not know the secret of the cluster, or send what no worker sends."""
+    ours, theirs = socket.socketpair()
+    act = _ask_without if asks else _admit_without
+
+    def stranger():
+        with contextlib.suppress(OSError):
+            theirs.settimeout(1.0)
+            act(theirs, key, edits, more)
+            if closes:
+                theirs.shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=stranger)
+    deadline = unittest.mock.patch.object(peer_proof, "_DEADLINE_SEC", 0.1)
+    with tempfile.TemporaryDirectory() as name, ours, theirs, deadline:
+        with guarded(pathlib.Path(name)):
+            thread.start()
+            start = time.monotonic()
+            try:
+                if asks:
+                    assert peer_proof.admit(ours, _SECRET) in range(2**32)
+                else:
+                    peer_proof.ask(ours, _SECRET, 1)
+                assert key == _SECRET
+            except (OSError, peer_proof.StrangerError) as error:
+                assert len(str(error)) < 200 and str(error).isprintable()
+                assert key != _SECRET or edits or closes
+                _outcomes["refused"] += 1
+                _outcomes["accepted"] -= 1
+            assert time.monotonic() - start < 1.0
+        ours.close()
+        thread.join()
+
+
 _EDITS = st.lists(_EDIT, max_size=2)
 # Target → function and strategies of its arguments.
 TARGETS = {
@@ -454,6 +525,16 @@ TARGETS = {
         {
             "command": st.sampled_from([*Config.commands(), "nonsense", ""]),
             "words": st.lists(_WORD, max_size=5),
+        },
+    ),
+    "rendezvous": (
+        fuzz_rendezvous,
+        {
+            "asks": st.booleans(),
+            "key": st.sampled_from([_SECRET, b"", b"of another", None]),
+            "edits": st.one_of(st.just([]), _EDITS),
+            "more": st.sampled_from([b"", b"\2", bytes(100), bytes(1 << 16)]),
+            "closes": st.booleans(),
         },
     ),
     "config": (fuzz_config, {"nodes": _NODES, "edits": _EDITS, "link": st.booleans()}),

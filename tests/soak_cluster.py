@@ -23,6 +23,8 @@ import numpy as np
 
 from app.records.checkpoint import checkpoint_paths, load_checkpoint
 from app.records.history import load_summary
+from app.records.run_directory import RUN_LOG_FILE
+from app.records.run_log_reader import load_attempts
 from app.runtime.fault_points import POINTS, VARIABLE
 from cluster_run import ClusterRun
 from network import Link, Network, unavailable
@@ -79,6 +81,7 @@ class ClusterSoak:
             point = f"{self._random.choice(points)}:{self._random.randint(1, 4)}:enospc"
             environments[0][VARIABLE] = point
         cluster = self._cluster
+        num_saved = _num_saved(cluster.run_dir)
         with (
             Network(count, LINK, seed=self._random.randrange(2**32)) as network,
             cluster.start(network, num_workers=count, environments=environments) as run,
@@ -87,8 +90,10 @@ class ClusterSoak:
                 _wait_for_output(run)
             time.sleep(delay_sec)
             self._disturb(kind, network, run, victim)
-            codes = run.wait(END_SEC)
-            check(all(code in KINDS[kind] for code in codes), f"{kind} of worker {victim}", run)
+            codes, expected = run.wait(END_SEC), KINDS[kind]
+            if kind == "SIGTERM" and _num_saved(cluster.run_dir) == num_saved:
+                expected += (LOST,)  # Before the first step, the worker ends without the others.
+            check(all(code in expected for code in codes), f"{kind} of worker {victim}", run)
             check("Traceback" not in run.output(0), "a traceback", run)
         for path in checkpoint_paths(cluster.run_dir):
             load_checkpoint(path)  # Raises an error if it is damaged.
@@ -153,6 +158,13 @@ def _wait_for_output(run: ClusterRun) -> None:
     while "replicas on" not in run.output(0) and None in run.codes():
         check(time.monotonic() < deadline, "the workers do not meet", run)
         time.sleep(0.02)
+
+
+def _num_saved(run_dir: pathlib.Path) -> int:
+    """Returns how many checkpoints the attempts of a run have saved."""
+    attempts = load_attempts(run_dir) if (run_dir / RUN_LOG_FILE).exists() else []
+    events = [event["event"] for attempt in attempts for event in attempt.events]
+    return events.count("checkpoint")
 
 
 def _check_close(run_dir: pathlib.Path, undisturbed: pathlib.Path) -> None:
