@@ -203,6 +203,8 @@ class record:
         temporary = path.with_name(f"{path.name}.tmp")
         with open(temporary, "wb") as file:
             np.savez(file, about=np.array(json.dumps(about)), **self._arrays)
+            file.flush()
+            os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(temporary, path)
 
 

@@ -117,6 +117,8 @@ class Recording:
             name = f"{name.removesuffix('.npz')}.rank{replicas[0] // len(replicas)}.npz"
         with open(f"{name}.tmp", "wb") as file:
             self.write(file)
+            file.flush()
+            os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(f"{name}.tmp", name)
 
     def write(self, file: BinaryIO) -> None:

@@ -304,13 +304,14 @@ class record:
             "data_layout": "NCHW" if "OIHW" in str(self.variables) else "",
             "permuted": self.seed,
             "replayed": self.replay,
-            **FORMAT,
-            **self.per_step,
+            **(FORMAT | self.per_step),
         }
         path = _rank_path(self.path, self.rank) if self.num_replicas > 1 else self.path
         temporary = f"{path}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:
             np.savez(file, allow_pickle=False, about=np.array(json.dumps(about)), **self.arrays)
+            file.flush()
+            os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(temporary, path)
 
 

@@ -125,7 +125,7 @@ def test_the_recorder_is_one_short_file_that_needs_torch_and_numpy_only():
     texts = [ast.get_docstring(node, clean=False) for node in nodes if isinstance(node, documented)]
     num_documentation = sum(len(x.splitlines()) for x in texts if x)
     num_code = sum(bool(line.strip()) for line in text.splitlines()) - num_documentation
-    assert num_code <= 290
+    assert num_code <= 292
 
 
 # --- One process -----------------------------------------------------------------------------

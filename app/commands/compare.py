@@ -54,7 +54,7 @@ def run(config: CompareConfig) -> list[Summary]:
             exit_code = train_in_child_process(_words_for(config, strategy), path / strategy)
             if exit_code:
                 if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: free it.
-                    (path / CONFIG_FILE).unlink()
+                    run_directory.remove(CONFIG_FILE)
                 raise TrainingFailedError(strategy, exit_code)
         if interpreters:
             _train_with_frameworks(config, interpreters, path)

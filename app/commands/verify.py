@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from app.config import TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS
-from app.records.files import publish_directory, temporary_path
+from app.records.files import io_errors_as, publish_directory, temporary_path
 from app.records.run_directory import RunDirectory, open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
@@ -80,7 +80,8 @@ def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
         # The directory stays unchanged until there is a result to write.
         traces = temporary_path(path / "traces")
         try:
-            traces.mkdir()
+            with io_errors_as(traces):
+                traces.mkdir()
             frameworks = FrameworkRecorder(config, interpreters, traces)
             return _verify(config, run_directory, traces, frameworks)
         finally:

@@ -11,6 +11,7 @@ from app.config import VerifyConfig
 from app.config.names import KERAS_FIT
 from app.devices.device_setup import Devices
 from app.records.case_record import EVALUATION
+from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
 from app.training.case_file import CaseFile
@@ -63,8 +64,10 @@ def verify_with(
         reports.append((dict(zip(phase.wanted, phase.names, strict=True)), report))
         if config.keep_traces and training.is_compared:
             folder = traces / strategy
-            folder.mkdir(parents=True, exist_ok=True)
-            recording.save(str(folder / f"{number}-{phase.place}.npz"))
+            path = folder / f"{number}-{phase.place}.npz"
+            with io_errors_as(path):
+                folder.mkdir(parents=True, exist_ok=True)
+                recording.save(str(path))
         send(("step", sum(len(names) for names, _ in reports)))
     if "evaluation" in config.at:
         reports.append(({0: EVALUATION}, check.evaluation()))

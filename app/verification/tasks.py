@@ -21,6 +21,7 @@ from app.cluster.resource_split import split_resources
 from app.cluster.worker_group import WorkerGroup
 from app.config import TrainConfig
 from app.devices import device_setup
+from app.records.files import io_errors_as, remove
 from app.runtime import console
 from app.runtime.errors import DiskFullError
 from app.runtime.function_call import Channel
@@ -55,7 +56,8 @@ def record_on_workers(
     parts = [_worker_path(path, index) for index in range(len(per_worker))]
     merge_traces(parts, path)
     for part in parts:
-        shutil.rmtree(part)
+        with io_errors_as(part):
+            remove(part)
     send_sec = [
         [time for worker_times in times for time in worker_times]
         for times in zip(*(worker.send_sec for worker in per_worker), strict=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from app.config import TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS, num_framework_replicas
+from app.records.files import io_errors_as
 from app.records.script_trace import ScriptTrace, load_trace
 from app.runtime.processes import call_in_child_process
 from app.verification.frameworks.framework_files import TrainingFiles, write_training_files
@@ -74,8 +75,9 @@ class FrameworkRecorder:
     def remove_files(self) -> None:
         """Removes the files that the frameworks were trained from; keeps the traces."""
         if self._files is not None:
-            self._files.start.unlink()
-            self._files.batches.unlink()
+            for path in (self._files.start, self._files.batches):
+                with io_errors_as(path):
+                    path.unlink()
             self._files = None
 
 
@@ -117,7 +119,8 @@ def _record(
     sizes = convert_trace(script, names, batches, ImageLabels(images, labels), path)
     own_findings = findings_of(script)
     for file in path.parent.glob(f"{path.name}-script*.npz"):
-        file.unlink()
+        with io_errors_as(file):
+            file.unlink()
     framework, least = FRAMEWORKS[name], math.gcd(*sizes)
     return dataclasses.replace(
         files.recorded,
