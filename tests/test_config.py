@@ -169,7 +169,6 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("compare", {"strategies": ("manual",)}, "--strategies must name at least two, got manual"),
         ("compare", {"strategies": ("manual", "manual")}, "must name each value once"),
         ("compare", {"strategies": ("manual", "nccl")}, "got 'nccl'"),
-        ("verify", {"precision": "mixed_float16"}, "--precision=mixed_float16 cannot be verified"),
         ("verify", {"inject": "perturb_weight:step=9", "steps": 3}, "needs --steps=9 or more"),
         ("verify", {"inject": "slow_replica", "steps": 3}, "needs --steps=5 or more"),
         ("explain", {"strategy": "single"}, "--strategy must be one of manual, mirrored"),

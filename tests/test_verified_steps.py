@@ -88,6 +88,7 @@ SPLITS = {
     "three": {"num_devices": 3},
     "sync": {"batch_norm": "sync"},
     "bfloat16": {"precision": "mixed_bfloat16"},
+    "float16": {"precision": "mixed_float16"},
     "bfloat16 all-reduce": {"communication_dtype": "bfloat16"},
     "ring": {"all_reduce": "ring", "num_devices": 4},
     "xla": {"jit_compile": True},
@@ -252,7 +253,6 @@ def recorded_steps(verified, steps_per_epoch, num_steps):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"precision": "mixed_float16"}, "loss scale"),
         ({"case": "case.py"}, "--verify_every has no part in --case"),
     ],
 )
@@ -274,9 +274,15 @@ def test_random_layers_are_not_verified(dataset, tmp_path, monkeypatch, capsys):
         make(dataset, tmp_path / "asked", verify_every=5)
 
 
-def test_mixed_float16_trains_without_verification(dataset, tmp_path, capsys):
-    assert train(dataset, tmp_path, epochs=1, precision="mixed_float16").verified_steps == 0
-    assert "No step is verified: steps in mixed_float16" in capsys.readouterr().out
+def test_steps_in_mixed_float16_are_verified_with_their_loss_scale(dataset, tmp_path, monkeypatch):
+    options = {"epochs": 1, "verify_every": 1, "precision": "mixed_float16"}
+    summary = train(dataset, tmp_path / "right", **options)
+    assert (summary.verified_steps, summary.mismatches) == (5, 0)
+    # Without it, small gradients are rounded to 0.
+    monkeypatch.setattr("app.training.strategy_builder.FLOAT16_LOSS_SCALE", 2.0**-10)
+    assert train(dataset, tmp_path / "small", **options).mismatches == 0
+    monkeypatch.setattr("app.training.training_spec.loss_scale_of", lambda config: 1024.0)
+    assert "gradients of" in str(finding_of(dataset, tmp_path / "wrong", **options))
 
 
 def test_a_slow_replica_is_reported_once(dataset, tmp_path, capsys):

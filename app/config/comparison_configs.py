@@ -136,11 +136,6 @@ class VerifyConfig(
             return
         check_no_case(self, CaseOptions)
         _check_compared(self)
-        if self.precision == "mixed_float16":
-            raise ConfigError(
-                "--precision=mixed_float16 cannot be verified, as it needs a loss scale; use"
-                " --precision=mixed_bfloat16 or float32"
-            )
         flag = f"--inject={self.inject}"
         constraints.check_fault(self.fault, flag, self.own_strategies, self._num_faulty)
         constraints.check_fault_steps(self.fault, flag, self.steps)

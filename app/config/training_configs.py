@@ -143,8 +143,6 @@ class TrainConfig(
         """Returns why steps of this training cannot be verified while it runs; "" if they can."""
         if self.case is not None:
             return "steps of a case cannot be verified while it is trained; use verify --case"
-        if self.precision == "mixed_float16":
-            return "steps in mixed_float16 cannot be verified, as they need a loss scale"
         return ""
 
     def check_shards(self, num_devices: int | None, num_train_examples: int | None = None) -> None:

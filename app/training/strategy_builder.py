@@ -22,6 +22,11 @@ FLOAT16_LOSS_SCALE = 1024.0
 _STEP, _LEARNING_RATE = "optimizer/iteration", "optimizer/learning_rate"
 
 
+def loss_scale_of(config: TrainConfig) -> float:
+    """Returns the factor of the loss in the backward pass."""
+    return FLOAT16_LOSS_SCALE if config.precision == "mixed_float16" else 1.0
+
+
 def build_strategy(
     config: TrainConfig,
     devices: Devices,
@@ -53,7 +58,7 @@ def build_strategy(
         devices,
         all_reduce=all_reduce,
         label_smoothing=recipe.label_smoothing,
-        loss_scale=FLOAT16_LOSS_SCALE if config.precision == "mixed_float16" else 1.0,
+        loss_scale=loss_scale_of(config),
     )
     keras.config.set_dtype_policy(config.precision)
     looks_inside = has_option(config.strategy, "model_parallel") or config.batch_norm == "sync"

@@ -20,7 +20,7 @@ from app.runtime.versions import versions
 from app.training.data_loading import load_data as load_data  # Exported.
 from app.training.memory_guard import MemoryGuard
 from app.training.recipes import find_recipe
-from app.training.strategy_builder import build_strategy
+from app.training.strategy_builder import build_strategy, loss_scale_of
 from models import load_model_builder
 from strategies.base import Strategy
 
@@ -94,6 +94,11 @@ class TrainingSpec:
     def label_smoothing(self) -> float:
         """Fraction of the target that is spread evenly over all classes."""
         return self._recipe.label_smoothing
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss in the backward pass."""
+        return loss_scale_of(self.config)
 
     @property
     def has_schedule(self) -> bool:

@@ -102,7 +102,7 @@ class ParallelReference(Reference):
             tape.watch(weights)
             logits, new = self._model.stateless_call(weights, statistics, images, training=True)
             loss = self._loss(logits, labels, num_global_examples)
-        return loss, tape.gradient(loss, weights), new
+        return loss, self._differentiate(tape, loss, weights), new
 
 
 def _named(names: Mapping[str, Any], tensors: Sequence[tf.Tensor]) -> Arrays:

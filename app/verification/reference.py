@@ -42,6 +42,7 @@ class Reference:
         dtype: "float64" or "float32", dtype of every variable.
         precision: Keras' dtype policy of the layers; None for `dtype`.
         label_smoothing: fraction of the target that is spread evenly over all classes.
+        loss_scale: the backward pass starts from it, and gradients are divided by it.
         mean_of_squares: compute BatchNorm's variance as the mean of squares minus the square of the
             mean, the formula of Keras' `synchronized=True`.
 
@@ -57,9 +58,10 @@ class Reference:
         *,
         precision: str | None = None,
         label_smoothing: float = 0.0,
+        loss_scale: float = 1.0,
         mean_of_squares: bool = False,
     ):
-        self._dtype, self._label_smoothing = dtype, label_smoothing
+        self._dtype, self._label_smoothing, self._loss_scale = dtype, label_smoothing, loss_scale
         policy = keras.config.dtype_policy()
         keras.config.set_floatx(dtype)
         keras.config.set_dtype_policy(precision or dtype)
@@ -98,6 +100,7 @@ class Reference:
             dtype,
             precision=spec.config.precision if dtype == "float32" else None,
             label_smoothing=spec.label_smoothing,
+            loss_scale=spec.loss_scale if dtype == "float32" else 1.0,
             **options,
         )
 
@@ -177,7 +180,15 @@ class Reference:
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
             loss = self._loss(forward(self._model, images), labels, num_global_examples)
-        return loss, tape.gradient(loss, self._model.trainable_variables)
+        return loss, self._differentiate(tape, loss, self._model.trainable_variables)
+
+    def _differentiate(
+        self, tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor | tf.Variable]
+    ) -> list[tf.Tensor]:
+        if self._loss_scale == 1:
+            return tape.gradient(loss, weights)
+        scale = tf.constant(self._loss_scale, self._dtype)
+        return [g / scale for g in tape.gradient(loss, weights, output_gradients=scale)]
 
     def _loss(
         self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
