@@ -54,7 +54,6 @@ class Strategy(CompiledSteps):
         shard_weights: relative sizes of the replicas' parts, whole numbers; empty for equal parts.
         model_parallel: K, devices per replica.
         label_smoothing: see `strategies.loss.shard_loss`.
-        loss_scale: see `strategies.loss.differentiate`.
         objective: the objective of a compiled Keras model; batches are then flat tuples of tensors.
 
     Raises:
@@ -73,7 +72,6 @@ class Strategy(CompiledSteps):
         communication_dtype: str | None = None,
         jit_compile: bool = False,
         label_smoothing: float = 0.0,
-        loss_scale: float = 1.0,
         batch_norm: str = "average",
         accumulate_steps: int = 1,
         shard_weights: Sequence[int] = (),
@@ -91,7 +89,7 @@ class Strategy(CompiledSteps):
         self.syncs_batch_norm, self.jit_compile = batch_norm == "sync", jit_compile
         self.observer, self.objective = Observer(), objective
         self.algorithm = self.default_all_reduce() if all_reduce == "auto" else all_reduce
-        self._label_smoothing, self._loss_scale = label_smoothing, loss_scale
+        self._label_smoothing = label_smoothing
         bucket_mib = self.default_bucket_mib() if bucket_mib is None else bucket_mib
         self._bucket_bytes = round(bucket_mib * 2**20)
         self._communication_dtype = communication_dtype

@@ -59,7 +59,7 @@ def differentiate(
     loss: tf.Tensor,
     variables: Sequence[tf.Variable],
     *,
-    loss_scale: float = 1.0,
+    loss_scale: tf.Tensor | None = None,
 ) -> list[tf.Tensor]:
     """Returns the gradients of `loss`, one for each variable, in the variables' dtype.
 
@@ -70,14 +70,19 @@ def differentiate(
         tape: tape that recorded the loss.
         loss: scalar.
         variables: variables to differentiate with respect to.
-        loss_scale: a power of two, so that scaling is exact; 1 for no scaling.
+        loss_scale: scalar, a power of two, so that scaling is exact; None for no scaling.
 
     Reference: P. Micikevicius et al., "Mixed Precision Training", 2017, section 3.2.
     """
     gradients = differentiate_scaled(tape, loss, variables, loss_scale=loss_scale)
-    if loss_scale == 1:
+    return unscaled(gradients, loss_scale)
+
+
+def unscaled(gradients: list[tf.Tensor], loss_scale: tf.Tensor | None) -> list[tf.Tensor]:
+    """Returns the gradients divided by the loss scale, if there is one."""
+    if loss_scale is None:
         return gradients
-    return [gradient / loss_scale for gradient in gradients]
+    return [gradient / tf.cast(loss_scale, gradient.dtype) for gradient in gradients]
 
 
 def differentiate_scaled(
@@ -85,9 +90,8 @@ def differentiate_scaled(
     loss: tf.Tensor,
     sources: Sequence[tf.Tensor | tf.Variable],
     *,
-    loss_scale: float,
+    loss_scale: tf.Tensor | None,
 ) -> list[tf.Tensor]:
     """Returns the gradients of `loss_scale * loss`; see `differentiate`."""
-    if loss_scale == 1:
-        return tape.gradient(loss, sources)
-    return tape.gradient(loss, sources, output_gradients=tf.constant(loss_scale))
+    start = None if loss_scale is None else tf.cast(loss_scale, loss.dtype)
+    return tape.gradient(loss, sources, output_gradients=start)

@@ -35,6 +35,7 @@ from strategies import base
 from strategies.copies import Variables
 from strategies.cuts import cut
 from strategies.layer_calls import LayerCalls
+from strategies.loss_scale import share_overflow
 from strategies.manual import all_reduce
 from strategies.model_parallel import Classify, ModelParallelStrategy
 from strategies.observer import Shard
@@ -83,14 +84,18 @@ class PipelineStrategy(ModelParallelStrategy):
             sums, totals = self._forward_and_backward(r, pipeline, micro_batches)
             per_replica_sums.append(sums)
             per_replica_totals.append(totals)
-        for k in range(self.devices_per_replica):  # 3. Each stage: the sums, and the update.
-            column = [pipeline.stages[k] for pipeline in self.pipelines]
+        for k in range(self.devices_per_replica):  # 3. Each stage: the sums,
+            devices = [pipeline.devices[k] for pipeline in self.pipelines]
             sums_of_stage = [sums[k] for sums in per_replica_sums]
-            for r, sums in enumerate(all_reduce(sums_of_stage, [s.device for s in column])):
-                with tf.device(column[r].device):
-                    column[r].optimizer.apply(sums, column[r].weights)
+            for r, sums in enumerate(all_reduce(sums_of_stage, devices)):
                 per_replica_sums[r][k] = sums
         for r, pipeline in enumerate(self.pipelines):
+            applied = per_replica_sums[r]
+            if self.loss_scale is not None:
+                applied = share_overflow(applied, pipeline.devices)
+            for stage, sums in zip(pipeline.stages, applied, strict=True):
+                with tf.device(stage.device):  # and the update of its own weights.
+                    stage.optimizer.apply(sums, stage.weights)
             self.observer.on_update(r, pipeline.to_model_order(per_replica_sums[r]))
         return base.StepTotals.sum(per_replica_totals)
 

@@ -9,7 +9,8 @@ from strategies.collectives import weighted_bounds
 from strategies.copies import Copies, Variables
 from strategies.keras_objective import KerasObjective
 from strategies.layer_calls import with_values
-from strategies.loss import differentiate, differentiate_scaled, shard_loss
+from strategies.loss import differentiate, differentiate_scaled, shard_loss, unscaled
+from strategies.loss_scale import loss_scale_of
 from strategies.observer import Shard
 from strategies.prediction import predict_shard
 from strategies.replica import Replica
@@ -39,7 +40,11 @@ class ShardStep(Copies):
     jit_compile: bool
     objective: KerasObjective | None
     _label_smoothing: float
-    _loss_scale: float
+
+    @property
+    def loss_scale(self) -> tf.Tensor | None:
+        """The loss scale of this step; None without loss scaling."""
+        return loss_scale_of(self.optimizer)
 
     @property
     def replica_weights(self) -> list[int]:
@@ -133,6 +138,7 @@ class ShardStep(Copies):
         num_global_examples: tf.Tensor,
     ) -> tuple[list[tf.Tensor], StepTotals]:
         """Computes gradients and totals of the `index`-th shard of a replica."""
+        loss_scale = self.loss_scale
 
         def loss_and_gradients(
             images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
@@ -145,7 +151,7 @@ class ShardStep(Copies):
                     lambda: replica.model(images, training=True), replica.values(index)
                 )
                 loss, totals = self.loss(logits, labels, num_global_examples)
-            return loss, totals, differentiate(tape, loss, weights, loss_scale=self._loss_scale)
+            return loss, totals, differentiate(tape, loss, weights, loss_scale=loss_scale)
 
         if self.jit_compile:
             loss_and_gradients = tf.function(loss_and_gradients, jit_compile=True)
@@ -174,14 +180,12 @@ class ShardStep(Copies):
         with tf.GradientTape() as tape:
             tape.watch(logits)
             loss, totals = self.loss(logits, labels, num_global_examples)
-        (gradient,) = differentiate_scaled(tape, loss, [logits], loss_scale=self._loss_scale)
+        (gradient,) = differentiate_scaled(tape, loss, [logits], loss_scale=self.loss_scale)
         return loss, totals, gradient
 
     def unscale(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """Divides gradients computed from `loss_and_logits_gradient` by the loss scale."""
-        if self._loss_scale == 1:
-            return gradients
-        return [gradient / self._loss_scale for gradient in gradients]
+        return unscaled(gradients, self.loss_scale)
 
     def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
         """Updates the weights of a replica with the gradients summed over all shards."""

@@ -38,6 +38,7 @@ from strategies.flat_parts import (
     reduce_scatter_all,
     whole_variable,
 )
+from strategies.loss_scale import share_overflow
 from strategies.manual import (
     all_reduce,
     classify_on_each_device,
@@ -98,7 +99,10 @@ class ShardedStrategy(base.Strategy):
             self, replicas, shards, batch
         )
         per_device_sums = self._sum_in_parts(per_replica_gradients)  # 4. Reduce-scatter.
-        for part, sums in zip(self.parts, per_device_sums, strict=True):
+        applied = per_device_sums
+        if self.loss_scale is not None:
+            applied = share_overflow(per_device_sums, self.devices)
+        for part, sums in zip(self.parts, applied, strict=True):
             with tf.device(part.device):
                 part.optimizer.apply(sums, part.weights)  # 5. The update of its own part.
         if not self.splits_weights:

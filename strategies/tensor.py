@@ -36,6 +36,7 @@ from strategies.channel_parts import Row
 from strategies.copies import Variables
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCalls
+from strategies.loss_scale import share_overflow
 from strategies.manual import all_reduce, split_batch
 from strategies.model_parallel import Classify, ModelParallelStrategy
 from strategies.observer import Shard
@@ -77,10 +78,13 @@ class TensorStrategy(ModelParallelStrategy):
         ]
         for r, row in enumerate(self.rows):
             sums = [of_device[r] for of_device in per_device_sums]
+            applied = sums
+            if self.loss_scale is not None:
+                applied = share_overflow(sums, row.devices)
             for d, device in enumerate(row.devices):
                 with tf.device(device):  # 4. Each device updates its own weights.
                     weights = list(row.variables(d, trainable=True).values())
-                    row.optimizers[d].apply(sums[d], weights)
+                    row.optimizers[d].apply(applied[d], weights)
             self.observer.on_update(r, row.join(sums, self._paths))
         return base.StepTotals.sum(per_replica_totals)
 

@@ -1,5 +1,6 @@
 """Tests pipeline parallelism: M micro-batches are bitwise identical to M replicas, on K stages."""
 
+import functools
 import itertools
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from app.data.input_pipeline import eval_dataset, train_dataset
+from app.training.optimizers import ScaledSGD
 from conftest import CPUS
 from placement import devices_of_products, devices_of_variables
 from small_models import (
@@ -240,7 +242,8 @@ def test_two_pipelines_of_two_stages_are_two_replicas_that_accumulate(images):
 @pytest.mark.parametrize("name", ["pipeline", "sharded"])
 def test_mixed_precision_is_the_same_training(images, name, policy):
     """Activations of 16 bits travel, and their gradients; the loss scale is a power of two."""
-    options = {"loss_scale": 1024.0 if policy == "mixed_float16" else 1.0}
+    scaled = functools.partial(ScaledSGD, 0.1, initial_scale=1024.0)
+    options = {"optimizer_fn": scaled} if policy == "mixed_float16" else {}
     own = {"micro_batches": 3} if name == "pipeline" else {}
     keras.config.set_dtype_policy(policy)
     try:

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from app.config import Config, LaunchConfig, TrainConfig
 from app.data.input_pipeline import train_batch, train_dataset
@@ -31,6 +32,8 @@ from app.verification.trace_gather import gather_trace
 from conftest import CPUS
 from models import MODELS
 from strategies import STRATEGIES
+from strategies.manual import ManualStrategy
+from strategies.shard_step import ShardStep
 from strategies.workers import Workers
 
 STEPS_PER_EPOCH = 5  # 300 images in batches of 64: the last has 44.
@@ -278,11 +281,36 @@ def test_steps_in_mixed_float16_are_verified_with_their_loss_scale(dataset, tmp_
     options = {"epochs": 1, "verify_every": 1, "precision": "mixed_float16"}
     summary = train(dataset, tmp_path / "right", **options)
     assert (summary.verified_steps, summary.mismatches) == (5, 0)
-    # Without it, small gradients are rounded to 0.
-    monkeypatch.setattr("app.training.strategy_builder.FLOAT16_LOSS_SCALE", 2.0**-10)
-    assert train(dataset, tmp_path / "small", **options).mismatches == 0
-    monkeypatch.setattr("app.training.training_spec.loss_scale_of", lambda config: 1024.0)
-    assert "gradients of" in str(finding_of(dataset, tmp_path / "wrong", **options))
+    monkeypatch.setattr("strategies.shard_step.loss_scale_of", lambda optimizer: tf.constant(1e-6))
+    text = finding_of(dataset, tmp_path / "wrong", **options)  # Small gradients are rounded to 0.
+    assert "gradients of" in text
+    monkeypatch.setattr("strategies.shard_step.loss_scale_of", lambda optimizer: tf.constant(1e9))
+    finding_of(dataset, tmp_path / "large", **options)
+
+
+@pytest.mark.parametrize("strategy", ["manual", "sharded"])
+def test_a_skipped_step_is_verified(dataset, tmp_path, monkeypatch, strategy):
+    options = {"epochs": 2, "verify_every": 1, "precision": "mixed_float16", "strategy": strategy}
+    monkeypatch.setattr("app.training.optimizers.INITIAL_LOSS_SCALE", 2.0**24)
+    summary = train(dataset, tmp_path / "right", **options)
+    assert (summary.verified_steps, summary.mismatches) == (10, 0)
+    scales = find_newest_checkpoint(tmp_path / "right").checkpoint.state["optimizer/loss_scale"]
+    assert 1024 <= scales < 2**24  # Some steps were skipped, and not all.
+    # The second device skips no step.
+    shared = "strategies.sharded.share_overflow"
+    monkeypatch.setattr(shared, lambda sums, devices: [sums[0], _without_overflow(sums[1])])
+    monkeypatch.setattr(ManualStrategy, "apply_gradients", _apply_without_overflow)
+    assert "overflow not skipped" in finding_of(dataset, tmp_path / "wrong", **options)
+
+
+def _apply_without_overflow(self, replica, sums):
+    if replica.replica_id == 1:
+        sums = _without_overflow(sums)
+    ShardStep.apply_gradients(self, replica, sums)
+
+
+def _without_overflow(sums):
+    return [tf.where(tf.math.is_finite(each), each, 0.0) for each in sums]
 
 
 def test_a_slow_replica_is_reported_once(dataset, tmp_path, capsys):

@@ -9,7 +9,7 @@ import keras
 
 from app.runtime.errors import ConfigError
 from app.training.model_checks import check_model
-from app.training.optimizers import FusedSGD
+from app.training.optimizers import FusedSGD, ScaledSGD
 from strategies.tf_private import reset_layer_numbers
 
 REFERENCE_GLOBAL_BATCH_SIZE = 256
@@ -90,8 +90,16 @@ class Recipe:
             least = max(least, round(least * learning_rate / self.peak_learning_rate))
         return max(round(self.warmup * num_steps), min(least, num_steps // 2))
 
-    def create_optimizer(self, learning_rate: float, num_steps: int) -> keras.optimizers.Optimizer:
-        """Creates the optimizer of a training of `num_steps` steps."""
+    def create_optimizer(
+        self, learning_rate: float, num_steps: int, *, loss_scale: float | None = None
+    ) -> keras.optimizers.Optimizer:
+        """Creates the optimizer of a training of `num_steps` steps.
+
+        Args:
+            learning_rate: the peak.
+            num_steps: steps of the whole training.
+            loss_scale: that of the first step; None without loss scaling.
+        """
         schedule = learning_rate
         if self.warmup is not None:
             warmup_steps = self.num_warmup_steps(learning_rate, num_steps)
@@ -101,12 +109,14 @@ class Recipe:
                 warmup_target=learning_rate,
                 warmup_steps=warmup_steps,
             )
-        return FusedSGD(
-            schedule,
-            momentum=self.momentum,
-            nesterov=self.momentum > 0,
-            weight_decay=self.weight_decay,
-        )
+        options: dict[str, Any] = {
+            "momentum": self.momentum,
+            "nesterov": self.momentum > 0,
+            "weight_decay": self.weight_decay,
+        }
+        if loss_scale is None:
+            return FusedSGD(schedule, **options)
+        return ScaledSGD(schedule, initial_scale=loss_scale, **options)
 
     def build_model(
         self,

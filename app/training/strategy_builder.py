@@ -10,21 +10,15 @@ from app.config.split_numbers import has_option
 from app.devices.device_setup import Devices
 from app.records.checkpoint import Checkpoint
 from app.runtime.errors import CheckpointError, ConfigError
+from app.training.optimizers import initial_loss_scale
 from app.training.recipes import find_recipe
 from models import load_model_builder
 from strategies import STRATEGY_OPTIONS, load_strategy_class
 from strategies.base import ModelFn, OptimizerFn, Strategy
 from strategies.copies import State
 
-# Gradients of a mean loss above 64 would overflow; in a working training they are far below.
-FLOAT16_LOSS_SCALE = 1024.0
 # Keras' names of the variables.
 _STEP, _LEARNING_RATE = "optimizer/iteration", "optimizer/learning_rate"
-
-
-def loss_scale_of(config: TrainConfig) -> float:
-    """Returns the factor of the loss in the backward pass."""
-    return FLOAT16_LOSS_SCALE if config.precision == "mixed_float16" else 1.0
 
 
 def build_strategy(
@@ -58,7 +52,6 @@ def build_strategy(
         devices,
         all_reduce=all_reduce,
         label_smoothing=recipe.label_smoothing,
-        loss_scale=loss_scale_of(config),
     )
     keras.config.set_dtype_policy(config.precision)
     looks_inside = has_option(config.strategy, "model_parallel") or config.batch_norm == "sync"
@@ -71,7 +64,9 @@ def build_strategy(
             num_classes=num_classes,
             seed=config.seed,
         ),
-        lambda: recipe.create_optimizer(learning_rate, num_steps),
+        lambda: recipe.create_optimizer(
+            learning_rate, num_steps, loss_scale=initial_loss_scale(config)
+        ),
     )
     if config.batch_norm == "sync" and not strategy.statistics_names:
         raise ConfigError(

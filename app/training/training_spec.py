@@ -19,8 +19,9 @@ from app.runtime.errors import MismatchError
 from app.runtime.versions import versions
 from app.training.data_loading import load_data as load_data  # Exported.
 from app.training.memory_guard import MemoryGuard
+from app.training.optimizers import initial_loss_scale
 from app.training.recipes import find_recipe
-from app.training.strategy_builder import build_strategy, loss_scale_of
+from app.training.strategy_builder import build_strategy
 from models import load_model_builder
 from strategies.base import Strategy
 
@@ -96,11 +97,6 @@ class TrainingSpec:
         return self._recipe.label_smoothing
 
     @property
-    def loss_scale(self) -> float:
-        """Factor of the loss in the backward pass."""
-        return loss_scale_of(self.config)
-
-    @property
     def has_schedule(self) -> bool:
         """Whether the learning rate depends on the number of steps of the whole training."""
         return self._recipe.warmup is not None
@@ -125,7 +121,9 @@ class TrainingSpec:
 
     def create_optimizer(self) -> keras.optimizers.Optimizer:
         """Creates the optimizer."""
-        return self._recipe.create_optimizer(self.learning_rate, self.num_steps)
+        return self._recipe.create_optimizer(
+            self.learning_rate, self.num_steps, loss_scale=initial_loss_scale(self.config)
+        )
 
     def batches(self, *, seed: int | None = None, start_step: int = 0) -> tf.data.Dataset:
         """Returns the infinite dataset of global batches from `start_step` on, ordered by seed."""

@@ -92,12 +92,17 @@ def has_values_of(array: np.ndarray, name: str) -> bool:
 
 
 def fit(got: Arrays, parts: Sequence[Arrays]) -> np.ndarray:
-    """Returns the R weights that minimise the distance of Σ weight · part to `got`."""
+    """Returns the R weights that minimise the distance of Σ weight · part to `got`.
+
+    NaN if a part is not finite.
+    """
     gram, projections = np.zeros((len(parts), len(parts))), np.zeros(len(parts))
     for tensor, array in got.items():
         rows = np.stack([np.asarray(part[tensor], np.float64).ravel() for part in parts])
         gram += rows @ rows.T
         projections += rows @ np.asarray(array, np.float64).ravel()
+    if not np.isfinite(gram).all():  # A gradient overflowed.
+        return np.full(len(parts), np.nan)
     return np.linalg.lstsq(gram, projections, rcond=None)[0]
 
 

@@ -53,6 +53,13 @@ def _sums(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
     sizes = [len(context.read(mismatch, "examples", s, "examples")) for s in shards]
     sent = [context.arrays(mismatch, "gradients", shard_id) for shard_id in shards]
     got = context.arrays(mismatch, "sums", mismatch.replica_id)
+    overflowing = [s for s in shards if not _are_finite(sent[s])]
+    if overflowing and _are_finite(got):
+        yield Diagnosis(
+            "overflow_not_skipped",
+            f"the gradient of {split.name_shard(overflowing[0])} overflows in float16, but the sum"
+            " is finite: the step is not skipped",
+        )
     yield from _lost_or_repeated(split, got, sent)
     yield from _mean_of_means(split, got, sent, sizes)
     weights = fit(got, sent).tolist()
@@ -117,7 +124,18 @@ def _mean_of_means(
             )
 
 
+def _are_finite(arrays: Arrays) -> bool:
+    return all(np.isfinite(array).all() for array in arrays.values())
+
+
 def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
+    sums = context.arrays(mismatch, "sums", 0)
+    if not _are_finite(sums):
+        yield Diagnosis(
+            "overflow_not_skipped",
+            "a gradient overflows in float16, so that every device must skip the step and halve the"
+            " loss scale; they do not all do so",
+        )
     kind, tensor = "slots" if mismatch.kind == "slots" else "weights", mismatch.tensor
     if mismatch.kind == "agreement":
         kind, _, tensor = tensor.partition("/")
@@ -135,7 +153,6 @@ def _update(context: StepContext, mismatch: Measurement) -> Iterator[Diagnosis]:
         made = context.read(mismatch, "slots", 0, "iteration") - before["iteration"]
         if made != 1:
             yield Diagnosis("scaled_update", f"the optimizer was applied {made} times in one step")
-    sums = context.arrays(mismatch, "sums", 0)
     exact = context.reference64.update(before, sums)
     yield from split_hypotheses.updated_weights(context, mismatch, before, exact)
     expected = {t: exact[t] - before[t] for t in sums}

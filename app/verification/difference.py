@@ -24,7 +24,8 @@ class Difference:
     def between(cls, first: np.ndarray, second: np.ndarray) -> "Difference":
         """Compares two arrays of any float types in float64."""
         a, b = np.asarray(first, np.float64).ravel(), np.asarray(second, np.float64).ravel()
-        apart = np.abs(a - b)
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(a - b)
         if not apart.size or not np.any(apart != 0):  # NaN is not equal to 0.
             return cls(0.0, 0.0, 0)
         where = int(np.argmax(apart))  # The first NaN, if there is one.

@@ -1,7 +1,7 @@
 """Holds the trace of one step in memory: inputs, results, and the states before and after it."""
 
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -44,12 +44,12 @@ class MemoryTrace(Trace):
         stored = self._index[step, kind][tensor]
         return self._arrays[step, kind, replica_id if replica_id in stored else 0, tensor]
 
-    def is_finite(self) -> bool:
-        """Whether all numbers are finite."""
+    def is_finite(self, *, but: Collection[str] = ()) -> bool:
+        """Returns whether all numbers are finite, but for those of some kinds."""
         return all(
             np.isfinite(array).all()
-            for array in self._arrays.values()
-            if np.issubdtype(array.dtype, np.floating)
+            for (_, kind, _, _), array in self._arrays.items()
+            if kind not in but and np.issubdtype(array.dtype, np.floating)
         )
 
     def have_copies_differed(self) -> bool:

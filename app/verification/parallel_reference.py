@@ -57,6 +57,7 @@ class ParallelReference(Reference):
                 before, images, labels, shards, per_shard_statistics=per_shard_statistics,
                 forward=forward,
             )  # fmt: skip
+        self._assign_loss_scale(before)
         weights = [tf.constant(before[name]) for name in self._weights]
         total = tf.constant(len(labels), self._dtype)
 

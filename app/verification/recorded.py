@@ -31,6 +31,7 @@ class Recorded:
         send_sec: for each step and replica, seconds and seconds of processor time from the start of
             the step until the replica sent its last gradient.
         versions: versions of the software that affects the results.
+        skipped_steps: steps that were skipped because a gradient overflowed in float16.
         own_findings: findings of a framework's recording without a comparison, which explain a
             mismatch that has no other explanation.
     """
@@ -51,6 +52,7 @@ class Recorded:
     effect_of_shards: float | None
     send_sec: list[list[SendTime]]
     versions: dict[str, str]
+    skipped_steps: list[int] = dataclasses.field(default_factory=list)
     own_findings: list[Diagnosis] = dataclasses.field(default_factory=list)
 
     @property

@@ -16,6 +16,7 @@ from app.verification.straggler import SendTime
 from app.verification.trace import PARTS, TraceWriter, hash_examples
 from strategies.base import Strategy
 from strategies.copies import State
+from strategies.loss_scale import loss_scale_of
 from strategies.observer import Observer, Shard
 
 T = TypeVar("T")
@@ -175,11 +176,15 @@ class Recorder(StepRecorder):
     Args:
         strategy: a built strategy that has not run a step; this object replaces its observer.
         inner: see `StepRecorder`.
+
+    Attributes:
+        skipped_steps: steps that the optimizer skipped because a gradient overflowed.
     """
 
     def __init__(self, strategy: Strategy, inner: Observer | None = None):
         super().__init__(strategy, inner)
         strategy.observer = self
+        self.skipped_steps: list[int] = []
 
     def record(
         self,
@@ -214,7 +219,10 @@ class Recorder(StepRecorder):
             self.write_states(trace, 0, check)
             for step in range(1, num_steps + 1):
                 start, busy = time.monotonic(), time.process_time()
+                scale = loss_scale_of(strategy.optimizer)
                 strategy.train_steps(iterator, 1)
+                if scale is not None and loss_scale_of(strategy.optimizer) < scale:
+                    self.skipped_steps.append(step)
                 if step == 1:
                     self.write_parts(trace, step)
                 self.write_step(trace, step, check)
@@ -227,6 +235,8 @@ def _check_finite(
     strategy: Strategy, step: int, kind: str, per_item: list[dict[str, np.ndarray]]
 ) -> None:
     split = Split.of(strategy)
+    if kind in ("gradients", "sums") and loss_scale_of(strategy.optimizer) is not None:
+        return  # The step is skipped.
     of_shards = kind in KINDS_OF_A_SHARD
     item_ids = strategy.local_shard_ids if of_shards else strategy.local_copy_ids
     for item_id, arrays in zip(item_ids, per_item, strict=True):

@@ -33,6 +33,9 @@ class ShardResult(NamedTuple):
     statistics: Arrays
 
 
+_LOSS_SCALE = "loss_scale"  # The optimizer's variable, with gradients in float16.
+
+
 class Reference:
     """Computes single steps of a training, from any state and in any order of summation.
 
@@ -42,7 +45,6 @@ class Reference:
         dtype: "float64" or "float32", dtype of every variable.
         precision: Keras' dtype policy of the layers; None for `dtype`.
         label_smoothing: fraction of the target that is spread evenly over all classes.
-        loss_scale: the backward pass starts from it, and gradients are divided by it.
         mean_of_squares: compute BatchNorm's variance as the mean of squares minus the square of the
             mean, the formula of Keras' `synchronized=True`.
 
@@ -58,10 +60,9 @@ class Reference:
         *,
         precision: str | None = None,
         label_smoothing: float = 0.0,
-        loss_scale: float = 1.0,
         mean_of_squares: bool = False,
     ):
-        self._dtype, self._label_smoothing, self._loss_scale = dtype, label_smoothing, loss_scale
+        self._dtype, self._label_smoothing = dtype, label_smoothing
         policy = keras.config.dtype_policy()
         keras.config.set_floatx(dtype)
         keras.config.set_dtype_policy(precision or dtype)
@@ -100,7 +101,6 @@ class Reference:
             dtype,
             precision=spec.config.precision if dtype == "float32" else None,
             label_smoothing=spec.label_smoothing,
-            loss_scale=spec.loss_scale if dtype == "float32" else 1.0,
             **options,
         )
 
@@ -144,6 +144,7 @@ class Reference:
             forward: computes logits from the model and images instead of the model's call.
         """
         _assign(self._weights, before)
+        self._assign_loss_scale(before)
         function, results = self._compiled_gradients, []
         if forward:
             function = functools.partial(self._shard_gradients, forward=forward)
@@ -165,6 +166,15 @@ class Reference:
             )
         return results
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are computed with a loss scale, so that they may overflow."""
+        return _LOSS_SCALE in self._optimizer_state
+
+    def _assign_loss_scale(self, before: Mapping[str, np.ndarray]) -> None:
+        if self.scales_loss:
+            _assign({_LOSS_SCALE: self._optimizer_state[_LOSS_SCALE]}, before)
+
     def update(self, before: Mapping[str, np.ndarray], sums: Mapping[str, np.ndarray]) -> Arrays:
         """Returns weights and optimizer state after an update with these summed gradients."""
         _assign({**self._weights, **self._optimizer_state}, before)
@@ -185,10 +195,10 @@ class Reference:
     def _differentiate(
         self, tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor | tf.Variable]
     ) -> list[tf.Tensor]:
-        if self._loss_scale == 1:
+        if not self.scales_loss or self._dtype == "float64":
             return tape.gradient(loss, weights)
-        scale = tf.constant(self._loss_scale, self._dtype)
-        return [g / scale for g in tape.gradient(loss, weights, output_gradients=scale)]
+        start = tf.convert_to_tensor(self._optimizer_state[_LOSS_SCALE])
+        return [g / start for g in tape.gradient(loss, weights, output_gradients=start)]
 
     def _loss(
         self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor

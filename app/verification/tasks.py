@@ -121,7 +121,7 @@ def record(
             iterator, num_steps=num_steps, path=path, on_step=lambda step: send(("step", step))
         )
     has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
-    return recorded_as(
+    recorded = recorded_as(
         spec,
         devices,
         split,
@@ -129,6 +129,7 @@ def record(
         has_batch_norm=has_batch_norm,
         send_sec=send_sec,
     )
+    return dataclasses.replace(recorded, skipped_steps=recorder.skipped_steps)
 
 
 def record_on_one_device(

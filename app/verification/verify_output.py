@@ -75,6 +75,7 @@ def _strategy_record(run: Recorded, verdict: StrategyVerdict) -> dict:
         "findings": [dataclasses.asdict(finding) for finding in verdict.findings()],
         "first_mismatch": dataclasses.asdict(first) if first else None,
         "effect_of_shards": run.effect_of_shards,
+        "skipped_steps": run.skipped_steps,
         "send_sec": run.send_sec,
         "measurements": _as_table(verdict.measurements),
     }
@@ -107,6 +108,13 @@ def print_report(
         )
         console.say("the verdict depends on each single step, not on how far apart the ends are")
         _print_by_design(recorded, pair_verdicts)
+    for name, run in recorded.items():
+        if run.skipped_steps:
+            steps = ", ".join(map(str, run.skipped_steps))
+            console.say(
+                f"{name} skipped {console.count(len(run.skipped_steps), 'step')}, as a gradient"
+                f" overflowed in float16 ({steps}); others may skip other steps"
+            )
     console.say()
     console.print_table(
         "Each step compared with one device in float64 from the same state: largest difference",
