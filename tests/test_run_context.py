@@ -157,14 +157,39 @@ def nested():
         raise AssertionError("Nesting violated")
 
 
+@contextlib.contextmanager
+def native():
+    """Raises an error of its own in place of an exception, as native code does."""
+    try:
+        yield
+    except BaseException:
+        failed = True
+    else:
+        failed = False
+    if failed:
+        raise RuntimeError("in user code:")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_that_becomes_another_error_on_its_way_is_raised_itself(number):
     raised = KeyboardInterrupt if number == signal.SIGINT else Terminated
-    with RunContext(), signals.handled():
-        with pytest.raises(raised), signals.unmasked(), nested():
+    for replacing in (nested, native):
+        with (
+            RunContext(),
+            signals.handled(),
+            pytest.raises(raised),
+            signals.unmasked(),
+            replacing(),
+        ):
             raise_signal(number)
-        with pytest.raises(AssertionError), signals.unmasked(), nested():
-            pass  # An error after the interruption, and without it, is an error.
+    with (
+        RunContext(),
+        signals.handled(),
+        pytest.raises(AssertionError),
+        signals.unmasked(),
+        nested(),
+    ):
+        pass  # Without an interruption it is an error.
 
 
 class Interrupted:

@@ -110,16 +110,17 @@ def unmasked() -> Iterator[None]:
     """Raises the interruption itself if it has become another error on its way.
 
     A signal can interrupt Python anywhere, also while TensorFlow enters or leaves a graph, whose
-    clean-up then fails and replaces the exception: "Nesting violated for default stack".
+    clean-up then fails and replaces the exception ("Nesting violated for default stack"), or while
+    native code calls Python, and raises another one. No code goes on after an interruption, so that
+    every later error is its consequence.
     """
     try:
         yield
-    except Exception as error:
+    except Exception:
         context = run_context.current()
-        interruption = context.interruption if context else None
-        if interruption is None or interruption not in _chain(error):
+        if context is None or context.interruption is None:
             raise
-        raise interruption from None
+        raise context.interruption from None
 
 
 def requested() -> int:
@@ -145,14 +146,6 @@ def check(number: int | None = None) -> None:
 
 def _interruption(number: int) -> KeyboardInterrupt | Terminated:
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and those during whose handling it was raised."""
-    earlier: BaseException | None = error
-    while earlier is not None:
-        yield earlier
-        earlier = earlier.__cause__ or earlier.__context__
 
 
 def _handle(context: run_context.RunContext, number: int, frame: types.FrameType | None) -> None:
