@@ -18,6 +18,7 @@ from soak_places import MemoryGroup, SmallDisk
 
 TIMEOUT_SEC = 300
 _KILLED, _NO_SPACE, _REFUSED, _NO_MEMORY = -signal.SIGKILL, 8, 5, 6
+_NO_THREAD_DATA = 127  # "cannot allocate memory for thread-local data".
 # Exit codes for a signal; the last one before the command has started.
 _CODES = {
     signal.SIGKILL: (_KILLED,),
@@ -250,8 +251,9 @@ def _address_space(site: Site) -> Ended:
         resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20),) * 2)
 
     code = site.finish(site.start(prepare=limit, is_fork=True))
-    # Native code may abort if it cannot allocate memory or start a thread.
-    return Ended(f"address space of {mib} MiB", code, (0, _NO_MEMORY, _KILLED, -signal.SIGABRT))
+    # Native code may abort if it cannot allocate memory or start a thread; the C library exits.
+    codes = (0, _NO_MEMORY, _KILLED, -signal.SIGABRT, _NO_THREAD_DATA)
+    return Ended(f"address space of {mib} MiB", code, codes)
 
 
 def _read_only(site: Site) -> Ended:
