@@ -105,7 +105,7 @@ def training(chooser: random.Random) -> list[Attempt]:
         Attempt("prolonged again", longer),
         Attempt("overwritten", other, overwrites=True),
         Attempt("overwritten again", other, overwrites=True, kill_at_sync=chooser.randint(1, 12)),
-        Attempt("finished again", other),
+        Attempt("finished again", other, overwrites=True),
     ]
 
 

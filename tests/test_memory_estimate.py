@@ -1,5 +1,6 @@
 """Tests the memory estimate: batches that do not fit are rejected, with a batch size that does."""
 
+import errno
 import re
 
 import keras
@@ -7,7 +8,7 @@ import pytest
 
 from app.config import Config
 from app.devices import free_memory
-from app.runtime.errors import DeviceError, is_out_of_memory
+from app.runtime.errors import DeviceError, is_out_of_memory, out_of_memory
 from app.training import memory_estimate
 from app.training.memory_estimate import StepSize
 from app.training.tensor_lifetimes import live_tensors_in_step
@@ -124,7 +125,22 @@ def test_what_says_that_memory_ran_out():
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(tf.errors.ResourceExhaustedError(None, None, "OOM"))
     assert is_out_of_memory(RuntimeError("can't start new thread"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not is_out_of_memory(RuntimeError("OOM"))
+
+
+@pytest.mark.parametrize("error", [MemoryError("stack"), RuntimeError("can't start new thread")])
+def test_an_error_of_memory_while_a_function_is_traced_is_one(error):
+    """TensorFlow raises another one in its place: StagingError, or RuntimeError."""
+    import tensorflow as tf
+
+    def fail():
+        raise error
+
+    with pytest.raises(Exception, match="in user code") as caught:
+        tf.function(fail)()
+    assert is_out_of_memory(caught.value)
+    assert str(out_of_memory(caught.value)).startswith(f"out of memory ({error});")
 
 
 def test_a_container_s_limit_counts_and_its_cached_files_do_not(monkeypatch):

@@ -3,6 +3,8 @@
 A message says what is wrong, with the value received; then, after a semicolon, what to do.
 """
 
+import errno
+
 _MAX_REASON = 160
 # How Python reports that there is no memory for the stack of a thread.
 _NO_THREAD = "can't start new thread"
@@ -152,19 +154,34 @@ TERMINATED_EXIT_CODE = 143
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an exception of TensorFlow or Python means that memory ran out."""
-    # By name, so that TensorFlow is not imported.
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "ResourceExhaustedError"
-        or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)
-    )
+    """Returns whether an exception of TensorFlow or Python means that memory ran out.
+
+    TensorFlow raises errors of a function that it traces again, as another class.
+    """
+    return _memory_error(error) is not None
+
+
+def _memory_error(error: BaseException) -> BaseException | None:
+    """Returns the error of memory among an error and those during whose handling it was raised."""
+    found: BaseException | None = error
+    while found is not None:
+        # By name, so that TensorFlow is not imported.
+        if (
+            isinstance(found, MemoryError)
+            or type(found).__name__ == "ResourceExhaustedError"
+            or (isinstance(found, RuntimeError) and str(found) == _NO_THREAD)
+            or (isinstance(found, OSError) and found.errno == errno.ENOMEM)
+        ):
+            return found
+        found = found.__cause__ or found.__context__  # TensorFlow raises "from None", too.
+    return None
 
 
 def out_of_memory(error: BaseException) -> DeviceError:
     """Returns the error for such an exception, if no details are known."""
+    reason = reason_of(_memory_error(error) or error)
     return DeviceError(
-        f"out of memory ({reason_of(error)}); use a smaller --global_batch_size or fewer devices"
+        f"out of memory ({reason}); use a smaller --global_batch_size or fewer devices"
     )
 
 
