@@ -18,7 +18,7 @@ from soak_places import MemoryGroup, SmallDisk
 
 TIMEOUT_SEC = 300
 _KILLED, _NO_SPACE, _REFUSED, _NO_MEMORY = -signal.SIGKILL, 8, 5, 6
-_NO_THREAD_DATA = 127  # "cannot allocate memory for thread-local data".
+NO_THREAD_DATA = 127  # "cannot allocate memory for thread-local data".
 # Exit codes for a signal; the last one before the command has started.
 _CODES = {
     signal.SIGKILL: (_KILLED,),
@@ -252,7 +252,7 @@ def _address_space(site: Site) -> Ended:
 
     code = site.finish(site.start(prepare=limit, is_fork=True))
     # Native code may abort if it cannot allocate memory or start a thread; the C library exits.
-    codes = (0, _NO_MEMORY, _KILLED, -signal.SIGABRT, _NO_THREAD_DATA)
+    codes = (0, _NO_MEMORY, _KILLED, -signal.SIGABRT, NO_THREAD_DATA)
     return Ended(f"address space of {mib} MiB", code, codes)
 
 
