@@ -18,6 +18,7 @@ from app.data.input_pipeline import train_dataset
 from app.runtime.errors import ConfigError
 from app.training.data_faults import inject_data_fault
 from app.training.fault_injection import inject_fault
+from app.training.optimizers import ScaledSGD
 from app.verification.diagnosis import explain
 from app.verification.measurement import first_mismatch
 from app.verification.recorder import Recorder
@@ -498,6 +499,22 @@ def test_the_one_replica_that_changes_is_named(case, tmp_path, name):
     assert strategy_verdict.diagnosis.cause == "changed_outside_update"
 
 
+def test_the_effect_of_shards_is_known_where_their_gradients_overflow(images, tmp_path):
+    case = Case(images, small_resnet)
+    reference = Reference(
+        case.functions[0],
+        lambda: ScaledSGD(0.1, initial_scale=2.0**40),
+        "float32",
+        precision="mixed_float16",
+    )
+    batches = list(case.batches().take(1).as_numpy_iterator())
+    train_shard_by_shard(reference, batches, shard_weights=[1, 1], path=tmp_path / "one")
+    with Trace(tmp_path / "one") as trace:
+        sums = [trace.read(1, "sums", 0, tensor) for tensor in trace.tensors(1, "sums")]
+        assert not all(np.isfinite(array).all() for array in sums)
+        assert 0.01 < effect_of_shards(reference, *batches[0], trace, [1, 1]) < 2
+
+
 def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
     """Why a two-GPU run with BatchNorm does not match the one-GPU run, and what does match it."""
     case = Case(images, small_resnet)
@@ -506,8 +523,8 @@ def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
     train_shard_by_shard(reference, batches[:1], shard_weights=[1], path=tmp_path / "whole")
     train_shard_by_shard(reference, batches, shard_weights=[1, 1], path=tmp_path / "one")
     whole, one = Trace(tmp_path / "whole"), Trace(tmp_path / "one")
-    assert effect_of_shards(reference, *batches[0], whole) == 0
-    assert effect_of_shards(reference, *batches[0], one) > 0.01
+    assert effect_of_shards(reference, *batches[0], whole, [1]) == 0
+    assert effect_of_shards(reference, *batches[0], one, [1, 1]) > 0.01
     two, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "two")
     strategy_verdicts = case.check(one, "single"), case.check(two, "manual")
     assert [strategy_verdict.first_mismatch for strategy_verdict in strategy_verdicts] == [

@@ -33,7 +33,7 @@ class ShardResult(NamedTuple):
     statistics: Arrays
 
 
-_LOSS_SCALE = "loss_scale"  # The optimizer's variable, with gradients in float16.
+LOSS_SCALE = "loss_scale"  # The optimizer's variable, with gradients in float16.
 
 
 class Reference:
@@ -169,11 +169,11 @@ class Reference:
     @property
     def scales_loss(self) -> bool:
         """Whether gradients are computed with a loss scale, so that they may overflow."""
-        return _LOSS_SCALE in self._optimizer_state
+        return LOSS_SCALE in self._optimizer_state
 
     def _assign_loss_scale(self, before: Mapping[str, np.ndarray]) -> None:
         if self.scales_loss:
-            _assign({_LOSS_SCALE: self._optimizer_state[_LOSS_SCALE]}, before)
+            _assign({LOSS_SCALE: self._optimizer_state[LOSS_SCALE]}, before)
 
     def update(self, before: Mapping[str, np.ndarray], sums: Mapping[str, np.ndarray]) -> Arrays:
         """Returns weights and optimizer state after an update with these summed gradients."""
@@ -197,7 +197,7 @@ class Reference:
     ) -> list[tf.Tensor]:
         if not self.scales_loss or self._dtype == "float64":
             return tape.gradient(loss, weights)
-        start = tf.convert_to_tensor(self._optimizer_state[_LOSS_SCALE])
+        start = tf.convert_to_tensor(self._optimizer_state[LOSS_SCALE])
         return [g / start for g in tape.gradient(loss, weights, output_gradients=start)]
 
     def _loss(

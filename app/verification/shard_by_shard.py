@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from app.verification.reference import Arrays, Reference
+from app.verification.reference import LOSS_SCALE, Arrays, Reference, ShardResult
 from app.verification.trace import Trace, TraceWriter, hash_examples
 from strategies.collectives import weighted_bounds
 
@@ -41,9 +41,7 @@ def train_shard_by_shard(
             trace.write(step, "examples", [{"examples": hashes} for hashes in examples])
             trace.write(step, "loss", [{"loss": result.loss} for result in results])
             trace.write(step, "gradients", [result.gradients for result in results])
-            sums = dict(results[0].gradients)
-            for result in results[1:]:
-                sums = {tensor: sums[tensor] + g for tensor, g in result.gradients.items()}
+            sums = _sum(results)
             trace.write(step, "sums", [sums])
             own = [result.statistics for result in results]
             averaged = {name: np.mean([o[name] for o in own], axis=0) for name in own[0]}
@@ -53,7 +51,11 @@ def train_shard_by_shard(
 
 
 def effect_of_shards(
-    reference: Reference, images: np.ndarray, labels: np.ndarray, trace: Trace
+    reference: Reference,
+    images: np.ndarray,
+    labels: np.ndarray,
+    trace: Trace,
+    shard_weights: Sequence[int],
 ) -> float:
     """Returns the effect of BatchNorm per shard on the first gradient, relative to the whole batch.
 
@@ -62,18 +64,33 @@ def effect_of_shards(
         images: uint8 `(n, height, width, channels)`, the first global batch.
         labels: integers `(n,)`.
         trace: trace of the training by shards, with this batch.
+        shard_weights: relative sizes of the shards.
 
     Returns:
         ‖by shards − whole batch‖ / ‖whole batch‖ over all tensors.
     """
-    rows = np.arange(len(labels))
-    (whole,) = reference.gradients(reference.initial_state, images, labels, [rows])
+    rows, start = np.arange(len(labels)), reference.initial_state
+    if reference.scales_loss:  # The recorded gradients may overflow.
+        start = {**start, LOSS_SCALE: np.array(1, np.float32)}
+        shards = _shards(len(labels), shard_weights)
+        by_shards = _sum(reference.gradients(start, images, labels, shards))
+    else:
+        by_shards = {t: trace.read(1, "sums", 0, t) for t in trace.tensors(1, "sums")}
+    (whole,) = reference.gradients(start, images, labels, [rows])
     squares = [
-        (np.sum((trace.read(1, "sums", 0, tensor) - gradient) ** 2), np.sum(gradient**2))
+        (np.sum((by_shards[tensor] - gradient) ** 2), np.sum(gradient**2))
         for tensor, gradient in whole.gradients.items()
     ]
     apart, size = np.asarray(squares, np.float64).sum(axis=0)
     return float(np.sqrt(apart / size))
+
+
+def _sum(results: Sequence[ShardResult]) -> Arrays:
+    sums = dict(results[0].gradients)
+    with np.errstate(invalid="ignore"):  # Of gradients that overflow.
+        for result in results[1:]:
+            sums = {tensor: sums[tensor] + g for tensor, g in result.gradients.items()}
+    return sums
 
 
 def _shards(num_examples: int, weights: Sequence[int]) -> list[np.ndarray]:

@@ -157,7 +157,7 @@ def record_on_one_device(
     )
     with Trace(path) as trace:
         images, labels = next(spec.batches().as_numpy_iterator())
-        effect = effect_of_shards(reference, images, labels, trace)
+        effect = effect_of_shards(reference, images, labels, trace, shard_weights)
     split = Split(num_replicas=1, num_shards=len(shard_weights), num_copies=1)
     return recorded_as(
         spec, devices, split, shard_weights, has_batch_norm=True, effect_of_shards=effect
