@@ -17,7 +17,7 @@ def train_shard_by_shard(
     shard_weights: Sequence[int],
     path: pathlib.Path,
     on_step: Callable[[int], None] = lambda step: None,
-) -> None:
+) -> list[int]:
     """Trains on one device with BatchNorm per shard, and writes the trace to `path`.
 
     With BatchNorm, the number of shards is part of the training: each is normalised by its own
@@ -29,9 +29,13 @@ def train_shard_by_shard(
         shard_weights: relative sizes of the shards.
         path: directory of the trace.
         on_step: called after each step.
+
+    Returns:
+        The steps that were skipped because a gradient overflowed in float16.
     """
     state = reference.initial_state
     own: list[Arrays] = [state] * len(shard_weights)
+    skipped = []
     with TraceWriter(path) as trace:
         _write_state(trace, 0, reference, state, own)
         for step, (images, labels) in enumerate(batches, start=1):
@@ -45,9 +49,12 @@ def train_shard_by_shard(
             trace.write(step, "sums", [sums])
             own = [result.statistics for result in results]
             averaged = {name: np.mean([o[name] for o in own], axis=0) for name in own[0]}
-            state = {**reference.update(state, sums), **averaged}
+            before, state = state, {**reference.update(state, sums), **averaged}
+            if reference.scales_loss and state[LOSS_SCALE] < before[LOSS_SCALE]:
+                skipped.append(step)
             _write_state(trace, step, reference, state, own)
             on_step(step)
+    return skipped
 
 
 def effect_of_shards(

@@ -148,7 +148,7 @@ def record_on_one_device(
     from app.verification.trace import Trace
 
     reference = Reference.of(spec, "float32")
-    train_shard_by_shard(
+    skipped_steps = train_shard_by_shard(
         reference,
         spec.batches().take(num_steps).as_numpy_iterator(),
         shard_weights=shard_weights,
@@ -159,9 +159,10 @@ def record_on_one_device(
         images, labels = next(spec.batches().as_numpy_iterator())
         effect = effect_of_shards(reference, images, labels, trace, shard_weights)
     split = Split(num_replicas=1, num_shards=len(shard_weights), num_copies=1)
-    return recorded_as(
+    recorded = recorded_as(
         spec, devices, split, shard_weights, has_batch_norm=True, effect_of_shards=effect
     )
+    return dataclasses.replace(recorded, skipped_steps=skipped_steps)
 
 
 def check(
