@@ -10,7 +10,8 @@
 # make soak-cluster  kills, freezes and cuts off workers in networks of their own, 100 times: an hour
 # make network-faults  trains in slow, lossy and cut networks: half an hour
 # make bit-flips  flips 1,000 bits in memory and on disk: two minutes
-# make power-loss  cuts the power of a small training at each of its file operations: half an hour
+# make power-loss  cuts the power of a small training at each of its file operations: a quarter of
+#              an hour
 # make fuzz    tries damaged input of seven kinds, ten minutes each
 # make lint    checks style, format, types and the layers of imports
 # make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
