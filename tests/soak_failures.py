@@ -251,8 +251,8 @@ def _address_space(site: Site) -> Ended:
         resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20),) * 2)
 
     code = site.finish(site.start(prepare=limit, is_fork=True))
-    # Native code may abort if it cannot allocate memory or start a thread; the C library exits.
-    codes = (0, _NO_MEMORY, _KILLED, -signal.SIGABRT, NO_THREAD_DATA)
+    # Without memory, native code may abort or use a null pointer; the C library exits.
+    codes = (0, _NO_MEMORY, _KILLED, -signal.SIGABRT, -signal.SIGSEGV, NO_THREAD_DATA)
     return Ended(f"address space of {mib} MiB", code, codes)
 
 
