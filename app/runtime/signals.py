@@ -111,8 +111,8 @@ def unmasked() -> Iterator[None]:
 
     A signal can interrupt Python anywhere, also while TensorFlow enters or leaves a graph, whose
     clean-up then fails and replaces the exception ("Nesting violated for default stack"), or while
-    native code calls Python, and raises another one. No code goes on after an interruption, so that
-    every later error is its consequence.
+    native code calls Python, and raises another one. No code continues after an interruption, so
+    that every later error is its consequence.
     """
     try:
         yield
