@@ -163,8 +163,9 @@ class Soak:
         beginning = _LAST_LINE.get(ended.code, "")
         _check(not beginning or lines[-1].startswith(beginning), f"last line {lines[-1:]}")
         names = _names(site.temporary)
-        # The next run removes what a killed one has left.
-        _check(len(names) <= (ended.code < 0), f"left in TMPDIR after {ended.code}: {names}")
+        # The next run removes what one has left that was killed, or that native code ended.
+        was_killed = ended.code < 0 or ended.code == NO_THREAD_DATA
+        _check(len(names) <= was_killed, f"left in TMPDIR after {ended.code}: {names}")
 
     def _check_left(self, site: Site) -> None:
         """Checks the files of the run, and that nothing else is left."""
