@@ -8,7 +8,7 @@ import pytest
 
 from app.config import Config
 from app.devices import free_memory
-from app.runtime.errors import DeviceError, is_out_of_memory, out_of_memory
+from app.runtime.errors import DeviceError, DiskFullError, is_out_of_memory, out_of_memory
 from app.training import memory_estimate
 from app.training.memory_estimate import StepSize
 from app.training.tensor_lifetimes import live_tensors_in_step
@@ -141,6 +141,18 @@ def test_an_error_of_memory_while_a_function_is_traced_is_one(error):
         tf.function(fail)()
     assert is_out_of_memory(caught.value)
     assert str(out_of_memory(caught.value)).startswith(f"out of memory ({error});")
+
+
+def test_a_full_disk_is_no_lack_of_memory():
+    """TensorFlow has one class for both."""
+    import tensorflow as tf
+
+    with pytest.raises(DiskFullError) as caught:
+        try:
+            raise tf.errors.ResourceExhaustedError(None, None, "f; No space left on device")
+        except tf.errors.OpError as error:
+            raise DiskFullError("f: No space left on device; make room") from error
+    assert not is_out_of_memory(caught.value)
 
 
 def test_a_container_s_limit_counts_and_its_cached_files_do_not(monkeypatch):

@@ -164,8 +164,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _memory_error(error: BaseException) -> BaseException | None:
     """Returns the error of memory among an error and those during whose handling it was raised."""
     found: BaseException | None = error
-    while found is not None:
-        # By name, so that TensorFlow is not imported.
+    while found is not None and not isinstance(found, LockstepError):  # That has its cause.
+        # By name, so that TensorFlow is not imported. A full disk is a ResourceExhaustedError, too.
         if (
             isinstance(found, MemoryError)
             or type(found).__name__ == "ResourceExhaustedError"
