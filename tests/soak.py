@@ -104,11 +104,12 @@ class Soak:
         self.counts[name][kind] += 1
         for output in site.temporary.parent.glob("output*.txt"):
             output.unlink()
+        left_before = _names(site.temporary)
         told = f"{name}: {kind}"
         try:
             ended = FAILURES[kind](site)
             told = f"{name}: {ended.told}, exit code {ended.code}"
-            self._check_end(site, ended)
+            self._check_end(site, ended, left_before)
             self._check_left(site)
             now = checkpoint_paths(site.run_dir)
             if site.truncated not in (*newest, *now):
@@ -148,8 +149,8 @@ class Soak:
         self._check_left(site)
         site.next_run()
 
-    def _check_end(self, site: Site, ended: Ended) -> None:
-        """Checks exit code and last line."""
+    def _check_end(self, site: Site, ended: Ended, left_before: list[str]) -> None:
+        """Checks exit code, last line, and temporary files; some were left before."""
         _check(ended.code in ended.expected, f"exit code {ended.code}, not {ended.expected}")
         output = (site.temporary.parent / "output.txt").read_text(encoding="utf-8")
         _check("Traceback" not in output, "a traceback")
@@ -162,10 +163,12 @@ class Soak:
             _check(not errors, f"error lines: {errors}")
         beginning = _LAST_LINE.get(ended.code, "")
         _check(not beginning or lines[-1].startswith(beginning), f"last line {lines[-1:]}")
-        names = _names(site.temporary)
-        # The next run removes what one has left that was killed, or that native code ended.
-        was_killed = ended.code < 0 or ended.code == NO_THREAD_DATA
-        _check(len(names) <= was_killed, f"left in TMPDIR after {ended.code}: {names}")
+        # What was killed, or ended by native code, leaves its folder. The next run removes it,
+        # unless that run is refused before it needs temporary files.
+        names, was_killed = _names(site.temporary), ended.code < 0 or ended.code == NO_THREAD_DATA
+        known = [] if ended.code == 0 else left_before
+        left = sorted(set(names) - set(known))
+        _check(len(left) <= was_killed, f"left in TMPDIR after {ended.code}: {left}")
 
     def _check_left(self, site: Site) -> None:
         """Checks the files of the run, and that nothing else is left."""
