@@ -92,8 +92,11 @@ def report_error(error: LockstepError) -> int:
     return error.exit_code
 
 
-def leave(exit_code: int) -> NoReturn:
-    """Exits the process immediately, from any thread, and restores the terminal's cursor."""
+def leave(exit_code: int, last_line: str = "") -> NoReturn:
+    """Exits the process immediately, from any thread, and restores the terminal's cursor.
+
+    Other threads continue and print until then, so that the last line is printed here.
+    """
     context = run_context.current()
     if context:
         context.remove_temporary_directory()
@@ -101,6 +104,8 @@ def leave(exit_code: int) -> NoReturn:
         if stream.isatty():
             with contextlib.suppress(OSError):
                 os.write(stream.fileno(), b"\033[?25h")
+    with contextlib.suppress(OSError):
+        os.write(2, f"{last_line}\n".encode() if last_line else b"")
     os._exit(exit_code)
 
 

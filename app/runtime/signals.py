@@ -7,7 +7,6 @@ them. A separate thread reads each signal when it arrives, and exits at the seco
 import contextlib
 import ctypes
 import functools
-import os
 import signal
 import socket
 import sys
@@ -192,6 +191,5 @@ def _watch(ours: socket.socket) -> None:
 
 
 def _leave(number: signal.Signals) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"a second {number.name}: left at once, what was saved stands\n".encode())
-    console.leave(_EXIT_CODES[number])
+    last_line = f"a second {number.name}: left at once, what was saved stands"
+    console.leave(_EXIT_CODES[number], last_line)
