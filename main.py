@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import sys
+import traceback
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Until a command starts, SIGINT ends the process.
@@ -67,7 +68,8 @@ def run(config: Config) -> int:
     except errors.Terminated:
         return console.report_interruption("terminated", errors.TERMINATED_EXIT_CODE)
     except Exception as error:
-        if errors.is_out_of_memory(error):
+        if errors.is_from_lack_of_memory(error):
+            console.log("".join(traceback.format_exception(error)))
             return console.report_error(errors.out_of_memory(error))
         return console.report_bug(error)  # The traceback is written to the log.
 

@@ -32,7 +32,7 @@ from app.records.run_directory import RUN_LOG_FILE
 from app.records.run_log_check import CUT_OFF, check_log
 from forked_program import adopt_orphans, wait_for_orphans
 from idx_files import write_idx
-from soak_failures import FAILURES, NEED_MOUNTS, NO_THREAD_DATA, Ended, Site, SoakError
+from soak_failures import FAILURES, NEED_MOUNTS, NO_THREAD_DATA, STALLED, Ended, Site, SoakError
 from soak_places import enter_mount_namespace
 
 NUM_TRAIN, NUM_TEST, EPOCHS = 500, 200, 4
@@ -156,7 +156,7 @@ class Soak:
         _check("Traceback" not in output, "a traceback")
         lines = output.splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
-        if 0 < ended.code < NO_THREAD_DATA:
+        if 0 < ended.code < NO_THREAD_DATA or ended.code == STALLED:
             _check(len(errors) == 1 and lines[-1] == errors[0], f"error lines: {errors}")
             _check("; " in lines[-1], "no advice")
         else:

@@ -18,6 +18,7 @@ from soak_places import MemoryGroup, SmallDisk
 
 TIMEOUT_SEC = 300
 _KILLED, _NO_SPACE, _REFUSED, _NO_MEMORY = -signal.SIGKILL, 8, 5, 6
+STALLED = 138
 NO_THREAD_DATA = 127  # "cannot allocate memory for thread-local data".
 # Exit codes for a signal; the last one before the command has started.
 _CODES = {
@@ -250,9 +251,12 @@ def _address_space(site: Site) -> Ended:
         used = 1024 * int(re.search(r"VmSize:\s*(\d+)", status)[1])
         resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20),) * 2)
 
-    code = site.finish(site.start(prepare=limit, is_fork=True))
-    # Without memory, native code may abort or use a null pointer; the C library exits.
-    codes = (0, _NO_MEMORY, _KILLED, -signal.SIGABRT, -signal.SIGSEGV, NO_THREAD_DATA)
+    stall = f"--stall_timeout_sec={_STALL_SEC}"
+    code = site.finish(site.start(stall, prepare=limit, is_fork=True))
+    # Without memory, native code may abort, use a null pointer or wait forever; the C library
+    # exits.
+    ends = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGVTALRM, NO_THREAD_DATA)
+    codes = (0, _NO_MEMORY, _KILLED, STALLED, *ends)
     return Ended(f"address space of {mib} MiB", code, codes)
 
 

@@ -2,6 +2,8 @@
 
 import errno
 import re
+import subprocess
+import sys
 
 import keras
 import pytest
@@ -12,6 +14,7 @@ from app.runtime.errors import DeviceError, DiskFullError, is_out_of_memory, out
 from app.training import memory_estimate
 from app.training.memory_estimate import StepSize
 from app.training.tensor_lifetimes import live_tensors_in_step
+from conftest import ROOT
 from small_models import build_network, small_network
 
 GIB = 2**30
@@ -153,6 +156,27 @@ def test_a_full_disk_is_no_lack_of_memory():
         except tf.errors.OpError as error:
             raise DiskFullError("f: No space left on device; make room") from error
     assert not is_out_of_memory(caught.value)
+
+
+def test_an_error_at_the_limit_of_the_address_space_is_one_of_memory():
+    """In a process of its own, whose limit cannot be raised again."""
+    script = (
+        "import mmap, resource\n"
+        "from app.runtime.errors import is_from_lack_of_memory, is_out_of_memory\n"
+        "error = ImportError('failed to map segment from shared object')\n"
+        "found = [is_from_lack_of_memory(error)]\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "found.append(is_from_lack_of_memory(error))\n"
+        "kept = []\n"
+        "try:\n"
+        "    while True: kept.append(mmap.mmap(-1, 32 << 20))\n"
+        "except OSError: pass\n"
+        "print(*found, is_from_lack_of_memory(error), is_out_of_memory(error))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "False", "True", "False"]
 
 
 def test_a_container_s_limit_counts_and_its_cached_files_do_not(monkeypatch):

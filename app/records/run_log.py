@@ -24,7 +24,7 @@ from app.runtime.errors import (
     DeviceError,
     LockstepError,
     Terminated,
-    is_out_of_memory,
+    is_from_lack_of_memory,
     reason_of,
 )
 from app.runtime.fault_points import fault_point
@@ -173,7 +173,7 @@ def open_run_log(run_dir: pathlib.Path) -> Iterator[RunLog]:
         log.stop(TERMINATED_EXIT_CODE)
         raise
     except BaseException as error:
-        exit_code = DeviceError.exit_code if is_out_of_memory(error) else 1
+        exit_code = DeviceError.exit_code if is_from_lack_of_memory(error) else 1
         log.stop(exit_code, error=f"{type(error).__name__}: {reason_of(error)}")
         raise
     finally:

@@ -4,10 +4,15 @@ A message says what is wrong, with the value received; then, after a semicolon, 
 """
 
 import errno
+import pathlib
+import re
+import resource
 
 _MAX_REASON = 160
 # How Python reports that there is no memory for the stack of a thread.
 _NO_THREAD = "can't start new thread"
+# The C library takes address space in pieces of this size; what needs more, fails earlier.
+_MAX_UNUSED_BYTES = 64 << 20
 
 
 class LockstepError(Exception):
@@ -159,6 +164,28 @@ def is_out_of_memory(error: BaseException) -> bool:
     TensorFlow raises errors of a function that it traces again, as another class.
     """
     return _memory_error(error) is not None
+
+
+def is_from_lack_of_memory(error: BaseException) -> bool:
+    """Returns whether an unexpected error means that memory ran out, or came when none was left.
+
+    At the limit of the address space (`ulimit -v`), native code fails in many ways; few name the
+    cause.
+    """
+    return is_out_of_memory(error) or _is_address_space_used_up()
+
+
+def _is_address_space_used_up() -> bool:
+    """Returns whether this process has used all of its address space, as far as the system says."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return False
+    try:
+        status = pathlib.Path("/proc/self/status").read_text(encoding="ascii")
+        (peak_kib,) = re.findall(r"^VmPeak:\s+(\d+) kB$", status, re.MULTILINE)
+    except (OSError, ValueError):
+        return False
+    return limit - int(peak_kib) * 1024 < _MAX_UNUSED_BYTES
 
 
 def _memory_error(error: BaseException) -> BaseException | None:

@@ -14,7 +14,7 @@ from app.runtime import signals, temporary_directories
 from app.runtime.errors import (
     TERMINATED_EXIT_CODE,
     LockstepError,
-    is_out_of_memory,
+    is_from_lack_of_memory,
     out_of_memory,
 )
 from app.runtime.run_context import RunContext
@@ -77,7 +77,7 @@ def _to_send(error: Exception) -> Exception:
     """Returns the exception for the caller; for a bug, with the traceback as text."""
     if isinstance(error, LockstepError):
         return error
-    if is_out_of_memory(error):
+    if is_from_lack_of_memory(error):
         return out_of_memory(error)
     traced = "".join(traceback.format_exception(error))
     return RuntimeError(f"{type(error).__name__}: {error}\n{traced}")

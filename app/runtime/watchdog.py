@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from app.runtime import console, run_context
 from app.runtime.errors import StalledError
+from app.runtime.kernel_timer import KernelTimer
 
 _PERIOD_SEC = 0.5
 _REPORT_SEC = 5.0
@@ -18,7 +19,8 @@ class Watchdog:
     """Counts the seconds without progress, in a thread.
 
     Only seconds in which this process could run count, so that a suspended process or machine does
-    not count as stalled.
+    not count as stalled. If not even this thread can run for that long, the kernel ends the process
+    (`KernelTimer`).
 
     Args:
         timeout_sec: seconds without progress that count as a stall.
@@ -44,14 +46,17 @@ class Watchdog:
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while not self._ended.wait(_PERIOD_SEC):
-            now = time.monotonic()
-            self._idle_sec += min(now - last, 2 * _PERIOD_SEC)
-            last = now
-            if self._idle_sec >= self._timeout_sec:
-                # In a separate thread, because the disk that it writes to may hang.
-                run_context.start_thread(self._on_stall).join(_REPORT_SEC)
-                console.leave(StalledError.exit_code)
+        context = run_context.current()
+        with contextlib.closing(KernelTimer(self._timeout_sec)) as kernel_timer:
+            while not self._ended.wait(_PERIOD_SEC):
+                kernel_timer.restart(context.log_file if context else None)
+                now = time.monotonic()
+                self._idle_sec += min(now - last, 2 * _PERIOD_SEC)
+                last = now
+                if self._idle_sec >= self._timeout_sec:
+                    # In a separate thread, because the disk that it writes to may hang.
+                    run_context.start_thread(self._on_stall).join(_REPORT_SEC)
+                    console.leave(StalledError.exit_code)
 
 
 @contextlib.contextmanager
