@@ -71,7 +71,6 @@ _ONLY_IN_TEST_ALL = re.compile(
     )
     |test_report\.py::test_no_sideways_scroll
     |test_model_checks\.py::test_manual_and_mirrored_train_unnamed_layers_bit_for_bit
-    |test_demo\.py::test_(order_distinguishes|slow_replica_names)
     |test_launch\.py::test_a_(worker_that_is_killed|launcher_that_is_killed)
     |test_training_plan\.py::test_the_estimate_is_near
     |test_api\.py::test_an_interruption_saves

@@ -13,7 +13,6 @@ from app.cli.usage import help_text, version_text
 from app.config import Config
 from app.config.base_config import find_command, unknown_option
 from app.config.option import BoundOption, did_you_mean, options_of
-from app.demos.registry import check_options
 from app.runtime import console
 from app.runtime.errors import ConfigError
 
@@ -53,10 +52,7 @@ def parse_config(argv: list[str]) -> Config:
         console.say(version_text())
         sys.exit(0)
     config_class = find_command(words[0] if words else "train")
-    given = _given_flags(config_class) | _given_words(config_class, words[1:])
-    if "experiment" in given:
-        check_options(given["experiment"], given.keys() - {"experiment"})
-    return config_class(**given)
+    return config_class(**_given_flags(config_class), **_given_words(config_class, words[1:]))
 
 
 def _all_options() -> dict[str, BoundOption]:

@@ -1,39 +1,236 @@
-"""`demo`: runs the small experiments of the textbook."""
+"""`demo`: runs the three small experiments of "Dive into Deep Learning"."""
 
+import dataclasses
 import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from app.config import DemoConfig
-from app.demos.registry import EXPERIMENTS, run_experiment
+from app.devices import device_setup
+from app.devices.device_setup import Devices
+from app.records.caveats import TIMING_CAVEAT
 from app.runtime import console
 from app.runtime.shown_command import shown_command
+from strategies import ALL_REDUCE_ALGORITHMS
+
+if TYPE_CHECKING:  # Not imported before its devices are set up.
+    import tensorflow as tf
+
+_TEXTS = {
+    "allreduce": "every device gets the sum of the tensors of all devices",
+    "split_batch": "which rows of a batch go to which device, and how the loss is scaled",
+    "replicate": "weight and gradient on each device, before and after one step",
+}
+_NUM_ROWS, _NUM_COLUMNS = 4, 5  # The batch that d2l splits.
+_TENSOR, _SHOWN = "logits/bias", 4  # Numbers shown, of ten.
 
 
 def run(config: DemoConfig) -> None:
     """Runs one experiment, or lists all.
 
     Raises:
-        ConfigError: there is no such experiment, or it does not take an option.
+        DeviceError: GPUs are required and there are too few.
     """
     if not config.experiment:
-        _list_experiments()
+        for name, text in _TEXTS.items():
+            console.say(f"  {name:<13} {text}")
+        console.say(f"Start with: {shown_command(['demo', 'allreduce'])}")
         return
-    run_experiment(config)
+    devices = _set_up(config)
+    if config.experiment == "allreduce":
+        _show_all_reduce(config, devices)
+    elif config.experiment == "split_batch":
+        _show_split_batch(devices)
+    else:
+        _show_replicas(config, devices)
 
 
-def _list_experiments() -> None:
-    console.say("Usage: python main.py demo EXPERIMENT [--flag=value …]")
+def _set_up(config: DemoConfig) -> Devices:
+    """Sets up the requested devices; by default two (three to split a batch), GPUs if enough."""
+    num_devices = 3 if config.experiment == "split_batch" else 2
+    if not (config.num_devices or config.num_gpus):
+        if config.device == "auto" and device_setup.count_gpus(config) < num_devices:
+            config = dataclasses.replace(config, device="cpu")
+        if config.device == "cpu":
+            config = dataclasses.replace(config, num_devices=num_devices)
+    devices = device_setup.set_up(config.for_training())
+    _say(_TEXTS[config.experiment or ""].capitalize() + ".")
+    simulated = f" ({TIMING_CAVEAT})" if devices.simulated else ""
+    count = console.count(len(devices.names), "device")
+    console.say(f"{count}: {', '.join(devices.names)}{simulated}\n")
+    return devices
+
+
+def _show_all_reduce(config: DemoConfig, devices: Devices) -> None:
+    """Sums the two small tensors of d2l with every algorithm."""
+    from strategies.collectives import ALL_REDUCE_FUNCTIONS
+    from strategies.manual import all_reduce
+
+    functions = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
+    algorithm = "reduce_to_one" if config.all_reduce == "auto" else config.all_reduce
+    before = tensors_to_add(devices.names)
+    after = functions[algorithm](before, devices.names)
+    _print_table(
+        f"all_reduce, algorithm {algorithm}",
+        ["it is on", "before", "after"],
+        [
+            [_device_of(new), _numbers(old, 0), _numbers(new, 0)]
+            for (old,), (new,) in zip(before, after, strict=True)
+        ],
+    )
+    for name in ALL_REDUCE_ALGORITHMS["manual"]:
+        sums = {_numbers(total, 0) for (total,) in functions[name](before, devices.names)}
+        console.say(f"  {name:<14} every device has {' or '.join(sorted(sums))}")
     console.say()
-    for name, experiment in EXPERIMENTS.items():
-        console.say(f"  {name:<13} {experiment.duration:<15} {experiment.text}")
+    _say(
+        "A training step does this with the gradients: each device contributes the gradient of"
+        " its shard and receives the sum. So all devices make the same update."
+    )
+    _try("demo allreduce --device=cpu --num_devices=8 --all_reduce=ring", "demo replicate")
+
+
+def tensors_to_add(names: Sequence[str]) -> list[list["tf.Tensor"]]:
+    """Returns for each device r a list with one tensor `(1, 2)`, filled with r + 1."""
+    import tensorflow as tf
+
+    per_replica_tensors = []
+    for replica_id, name in enumerate(names):
+        with tf.device(name):
+            per_replica_tensors.append([tf.fill([1, 2], tf.cast(replica_id + 1, tf.float32))])
+    return per_replica_tensors
+
+
+def _show_split_batch(devices: Devices) -> None:
+    """Splits d2l's batch of 0 to 19 over the devices, and averages losses in both ways."""
+    shards = split(devices.names)
+    rows = []
+    for shard in shards:
+        for row in shard.numpy():
+            rows.append([_device_of(shard), _numbers(row, 0)])
+    sizes = ", ".join(str(len(shard)) for shard in shards)
+    count = console.count(len(shards), "device")
+    _print_table(f"{count}: shards of {sizes}", ["it is on", "values"], rows)
+    losses = [shard.numpy().mean(axis=1) for shard in shards]
+    everyone = np.concatenate(losses)
+    means = [loss.mean() for loss in losses if len(loss)]
+    parts = [loss.sum() / len(everyone) for loss in losses]
+    if len({len(loss) for loss in losses if len(loss)}) == 1:
+        verdict = "correct only because these shards have equal sizes"
+    else:
+        verdict = "wrong, because an example of a small shard has more weight"
+    _say(
+        f"Take the mean of a row for the loss of that example: {_numbers(everyone, 1)}."
+        f" Their mean is {everyone.mean():g}. The mean of the devices' own means"
+        f" ({', '.join(f'{mean:g}' for mean in means)}) is {np.mean(means):.4g}: {verdict}."
+        " Each device's sum divided by the size of the whole batch"
+        f" ({' + '.join(f'{part:g}' for part in parts)}) adds up to {sum(parts):g}:"
+        " exact for uneven shards too. strategies/loss.py is the only place that does this."
+    )
+    _try(
+        "demo split_batch --device=cpu --num_devices=4",
+        "verify --inject=mean_of_means --batch_size=257 --steps=5    (finds this very mistake)",
+        "demo replicate",
+    )
+
+
+def split(names: Sequence[str]) -> list["tf.Tensor"]:
+    """Returns the shard of each device, a tensor on that device."""
+    import tensorflow as tf
+
+    from strategies.manual import split_batch
+
+    batch = tf.reshape(tf.range(_NUM_ROWS * _NUM_COLUMNS), [_NUM_ROWS, _NUM_COLUMNS])
+    return [shard for (shard,) in split_batch([batch], names)]
+
+
+def _show_replicas(config: DemoConfig, devices: Devices) -> None:
+    """Runs the first step of d2l's training and prints what each device holds."""
+    from app.data.dataset import CLASS_NAMES
+    from app.training.training_spec import TrainingSpec, load_data
+
+    training = config.for_training(num_devices=None, num_gpus=None)
+    dataset = load_data(training)
+    training.check_shards(len(devices.names), len(dataset.train_images))
+    spec = TrainingSpec(training, dataset)
+    strategy = spec.build_strategy(devices)
+    moments = observe_step(strategy, next(strategy.distribute(spec.batches())))
+    rows = []
+    for moment, per_replica in moments.items():
+        agree = "yes" if len({array.tobytes() for array in per_replica}) == 1 else "no"
+        for name, array in zip(devices.names, per_replica, strict=True):
+            rows.append([moment, name, _numbers(array[:_SHOWN], 6), agree])
+    _print_table(
+        f"the first step, batch {training.global_batch_size}, learning rate"
+        f" {spec.learning_rate:g}; {', '.join(CLASS_NAMES[:_SHOWN])}",
+        ["moment", "on", _TENSOR, "devices agree?"],
+        rows,
+    )
+    first, *others = strategy.copy_states()
+    same = all(first[name].tobytes() == other[name].tobytes() for other in others for name in first)
+    _say(
+        f"After the step all {strategy.model.count_params():,} weights on each device"
+        f" {'are bitwise identical' if same else 'differ'}. Weights are copied once, before the"
+        " first step: equal weights and equal sums give equal updates."
+    )
+    _try(
+        "verify --strategies=manual,mirrored --steps=5    (checks every step like this)",
+        "demo replicate --device=cpu --num_devices=4 --all_reduce=ring",
+    )
+
+
+def observe_step(strategy: Any, batch: Sequence["tf.Tensor"]) -> dict[str, list[np.ndarray]]:
+    """Makes one step like `train_step` of `manual` and returns a small tensor at each moment.
+
+    Args:
+        strategy: a built `ManualStrategy`.
+        batch: images and labels of the global batch.
+
+    Returns:
+        Moment → the tensor on each replica.
+    """
+    import tensorflow as tf
+
+    from strategies.manual import gradients_on_each_device, split_batch
+
+    paths = [variable.path for variable in strategy.model.trainable_variables]
+    (index,) = [i for i, path in enumerate(paths) if path.endswith(_TENSOR)]
+
+    def weights() -> list[np.ndarray]:
+        return [r.model.trainable_variables[index].numpy() for r in strategy.replicas]
+
+    moments = {"weight, before": weights()}
+    shards = split_batch(batch, strategy.devices)
+    gradients, _ = gradients_on_each_device(strategy, strategy.replicas, shards, batch)
+    moments["gradient of its shard"] = [replica[index].numpy() for replica in gradients]
+    sums = strategy.all_reduce(gradients)
+    moments["gradient after all-reduce"] = [replica[index].numpy() for replica in sums]
+    for replica, replica_sums in zip(strategy.replicas, sums, strict=True):
+        with tf.device(replica.device):
+            strategy.apply_gradients(replica, replica_sums)
+    moments["weight after the update"] = weights()
+    return moments
+
+
+def _say(text: str) -> None:
+    console.say(textwrap.fill(text, 98))
+
+
+def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    console.print_table(title, header, rows)
     console.say()
-    console.say("Durations are those of two CPU cores. Flags, and the experiments that take them:")
-    owners: dict[str, list[str]] = {}
-    for option in sorted({option for e in EXPERIMENTS.values() for option in e.options}):
-        names = [name for name, e in EXPERIMENTS.items() if option in e.options]
-        shown = "all" if len(names) == len(EXPERIMENTS) else ", ".join(names)
-        owners.setdefault(shown, []).append(f"--{option}")
-    for shown, options in owners.items():
-        line = f"{' '.join(options)}: {shown}"
-        console.say(textwrap.fill(line, 98, initial_indent="  ", subsequent_indent="      "))
-    console.say()
-    console.say(f"Start with: {shown_command(['demo', 'allreduce'])}")
+
+
+def _try(*words: str) -> None:
+    for number, line in enumerate(words):
+        console.say(f"{'Try:' if number == 0 else '    '} {shown_command([])} {line}")
+
+
+def _numbers(array: Any, digits: int) -> str:
+    form: Any = {"float_kind": lambda x: f"{x:.{digits}f}"} if digits else None
+    return np.array2string(np.asarray(array), formatter=form, max_line_width=10_000)
+
+
+def _device_of(tensor: "tf.Tensor") -> str:
+    return "/device:" + tensor.device.rpartition("device:")[2]

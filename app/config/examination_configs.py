@@ -23,32 +23,43 @@ from app.config.option import option, same_option
 from app.config.run_options import OutputOptions, VerbosityOptions
 from app.config.split_numbers import has_option
 from app.config.training_configs import TrainConfig, training_config
+from app.runtime.errors import ConfigError
 from strategies import ALL_REDUCE_ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DemoConfig(DeviceOptions, SubsetOptions, VerbosityOptions, Config):
+class DemoConfig(DeviceOptions, DatasetOptions, VerbosityOptions, Config):
     """The options of `demo`."""
 
     command: ClassVar[str] = "demo"
-    summary: ClassVar[str] = "small experiments of d2l; without a name, lists them"
+    summary: ClassVar[str] = "the experiments of d2l; without a name, lists them"
     examples: ClassVar[tuple[str, ...]] = ("", "allreduce --num_devices=3")
 
-    experiment: str = option("", "The experiment.", WORDS, metavar="EXPERIMENT", positional=True)
+    experiment: str | None = option(
+        None,
+        "The experiment.",
+        WORDS,
+        metavar="EXPERIMENT",
+        positional=True,
+        choices=("allreduce", "split_batch", "replicate"),
+    )
     all_reduce: str = same_option(
         AllReduceOptions,
         "all_reduce",
         help="All-reduce algorithm.",
         choices=("auto", *ALL_REDUCE_ALGORITHMS["manual"]),
     )
-    epochs: int = same_option(Hyperparameters, "epochs", default=3)
-    learning_rate: float | None = same_option(Hyperparameters, "learning_rate")
     seed: int = same_option(Hyperparameters, "seed")
 
     def check(self) -> None:
         """Checks combinations of options."""
         constraints.check_devices(self)
         constraints.check_dataset(self)
+        asked = self.num_devices or self.num_gpus
+        if self.experiment and asked == 1:
+            raise ConfigError(f"demo {self.experiment} needs at least 2 devices, got {asked}")
+        if self.experiment == "split_batch" and self.all_reduce != "auto":
+            raise ConfigError("--all_reduce is not an option of demo split_batch; leave it out")
 
     def for_training(self, **options: Any) -> TrainConfig:
         """Returns the configuration of a training with `manual`."""
