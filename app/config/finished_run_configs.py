@@ -85,37 +85,16 @@ class ReportConfig(Config):
     """The options of `report`."""
 
     command: ClassVar[str] = "report"
-    summary: ClassVar[str] = "writes a page about runs; with --watch, serves a live page"
+    summary: ClassVar[str] = "writes a page about runs"
     first_group: ClassVar[str] = OUTPUT
-    examples: ClassVar[tuple[str, ...]] = (
-        "runs/first runs/second --out=report.html",
-        "runs/first --watch",
-    )
+    examples: ClassVar[tuple[str, ...]] = ("runs/first runs/second --out=report.html",)
 
     out: str | None = same_option(OutputOptions, "out", help="File to write.", metavar="FILE")
-    watch: bool = option(
-        False,
-        "Serve a live page of the newest training in the directories (default: runs) to browsers on"
-        " this machine. The page is updated while the training runs.",
-        OUTPUT,
-    )
-    port: int | None = option(
-        None,
-        "Port of the page of --watch; default 8060, or a free port where that one is in use.",
-        OUTPUT,
-        metavar="N",
-        low=1,
-        high=65_535,
-    )
     directories: tuple[str, ...] = option(
         (), "Directories of runs.", WORDS, metavar="DIR …", positional=True
     )
 
     def check(self) -> None:
-        """Checks that there is a directory, and combinations of options."""
-        if self.watch and self.out:
-            raise ConfigError(f"--out={self.out} has no effect with --watch, which writes no file")
-        if self.port and not self.watch:
-            raise ConfigError(f"--port={self.port} needs --watch")
-        if not self.directories and not self.watch:
+        """Checks that there is a directory."""
+        if not self.directories:
             raise ConfigError("report needs the directory of a run; for example: report runs/*")
