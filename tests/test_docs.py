@@ -16,10 +16,8 @@ from conftest import ROOT, copy_program, program_environment
 DOCS = ROOT / "docs"
 OF_ROOT = ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")
 PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in OF_ROOT)]
-GUIDES = ("add_a_model", "add_a_strategy", "add_an_option")
-TEXTS = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in GUIDES}
+EXTEND = (DOCS / "extend.md").read_text(encoding="utf-8")
 OWN_CASE = (DOCS / "verify_your_own.md").read_text(encoding="utf-8")
-AVERAGES = "## If it averages instead"
 ODD_ONE = " + ([partial[-1]] if len(partial) % 2 else [])"
 PROGRAM = r"^(?:\w+=\S+ |taskset -c 0 )*(?:\.venv/bin/)?python main\.py ?(.*)$"
 # Parses each command line of a JSON list; prints a refusal, or null, for each.
@@ -80,14 +78,14 @@ def copy(tmp_path_factory):
     copy_program(folder)
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for text in (*TEXTS.values(), OWN_CASE):
-        follow(folder, text.partition(AVERAGES)[0])
+    for text in (EXTEND, OWN_CASE):
+        follow(folder, text)
     return folder
 
 
-def command(page, mark):
-    """Returns the one command of a page that holds `mark`."""
-    (found,) = [line for line in sh_lines(TEXTS[page]) if mark in line]
+def command(mark):
+    """Returns the one command of extend.md that holds `mark`."""
+    (found,) = [line for line in sh_lines(EXTEND) if mark in line]
     return found
 
 
@@ -128,92 +126,37 @@ def squeeze(text):
 
 @pytest.mark.slow
 def test_one_s_own_model_is_verified_and_trained(copy, small_data):
-    output = run_ok(copy, command("add_a_model", "verify"), small_data)
-    _, verified, _ = re.split("## 4|## 5", TEXTS["add_a_model"])
-    assert_quoted(verified, output)
-    output = run_ok(copy, command("add_a_model", "--out=runs/mlp"), small_data)
-    peak = re.search(r'"mlp": dataclasses.*peak_learning_rate=([\d.]+)', TEXTS["add_a_model"])[1]
-    # 4 steps, of the 200 from which on the peak is the recipe's.
-    assert f"recipe fast, batch 256, learning rate {float(peak) * 4 / 200:g}" in output
-
-
-@pytest.mark.e2e
-def test_one_s_own_model_is_refused_with_dropout(copy, small_data):
-    kept = (copy / "models" / "mlp.py").read_text()
-    dropout = "    x = layers.Dropout(0.5)(x)\n"
-    comment = "    # In the weights' own precision"
-    edit(copy / "models" / "mlp.py", (comment, dropout + comment))
-    result = run(copy, "python main.py verify --model=mlp --strategies=manual", small_data)
-    (copy / "models" / "mlp.py").write_text(kept)
-    assert result.returncode == 2
-    assert_quoted(TEXTS["add_a_model"].partition("## Dropout")[2], result.stderr)
+    output = run_ok(copy, command("verify --model=mlp"), small_data)
+    assert "manual and mirrored: bit-identical" in output
+    run_ok(copy, command("--out=runs/mlp"), small_data)
 
 
 @pytest.mark.slow
 def test_one_s_own_all_reduce_is_verified_and_its_fault_found(copy, small_data):
-    line = command("add_a_strategy", "main.py verify --strategies=manual --all_reduce=pairwise")
+    line = command("main.py verify --strategies=manual --all_reduce=pairwise")
     run_ok(copy, line, small_data)
-    kept = (copy / "strategies" / "collectives.py").read_text()
-    assert ODD_ONE in TEXTS["add_a_strategy"].partition("Leave out the term")[2]
-    edit(copy / "strategies" / "collectives.py", (ODD_ONE, ""))
+    path, section = copy / "strategies" / "collectives.py", EXTEND.partition("## An all-reduce")[2]
+    kept = path.read_text()
+    assert ODD_ONE in section.partition("Without the term")[2]
+    edit(path, (ODD_ONE, ""))
     result = run(copy, line, small_data)
-    (copy / "strategies" / "collectives.py").write_text(kept)
+    path.write_text(kept)
     assert result.returncode == 6
-    assert_quoted(TEXTS["add_a_strategy"].partition("## The contract")[0], result.stderr)
+    assert_quoted(section.partition("## A strategy")[0], result.stderr)
 
 
 @pytest.mark.slow
-def test_one_s_own_strategy_is_verified_and_trained(copy, small_data):
-    output = run_ok(copy, command("add_a_strategy", "=manual,server"), small_data)
-    assert "manual and server: bit-identical" in output
-    assert "`manual and server: bit-identical`" in TEXTS["add_a_strategy"]
-    run_ok(copy, command("add_a_strategy", "--strategy=server"), small_data)
-
-
-@pytest.mark.slow
-def test_one_s_own_parts_pass_the_tests_of_all(copy, small_data):
-    """The page's lines of pytest in one process; the parity test of four steps is the longest."""
-    lines = [line for page in GUIDES for line in sh_lines(TEXTS[page]) if "pytest" in line]
-    files = [word for line in lines for word in shlex.split(line) if word.startswith("tests/")]
-    marks = [shlex.split(line)[-1] for line in lines if " -k " in line]
-    chosen = " or ".join(["mlp", "every_field_is_an_option", *marks])
-    files += ["tests/test_config.py"]
-    output = run_ok(copy, f"python -m pytest -n0 -rA {' '.join(files)} -k '{chosen}'", small_data)
-    for passed in (
-        "test_shapes_and_parameters[mlp]",
-        "test_all_reduce_gives_every_replica_the_exact_sum[pairwise-3]",
-        "test_gradient_against_a_hand_computed_case[server]",
-        "test_parity_step_by_step[3-15]",
-        "test_every_field_is_an_option_with_a_help_text_and_a_group[train]",
-    ):
-        assert re.search(rf"^PASSED .*::{re.escape(passed)}$", output, re.M), passed
-
-
-@pytest.mark.slow
-def test_one_s_own_strategy_is_found_out_if_it_averages(copy, small_data):
+def test_one_s_own_strategy_is_verified_and_its_fault_found(copy, small_data):
+    line = command("=manual,server")
+    assert "manual and server: bit-identical" in run_ok(copy, line, small_data)
     path = copy / "strategies" / "server.py"
-    text, kept = TEXTS["add_a_strategy"].partition(AVERAGES)[2], path.read_text()
-    in_all_reduce, in_step = text.split("Where the all-reduce is right")
-    line = command("add_a_strategy", "--steps=1")
-    for told, code in ((in_all_reduce, 6), (in_step, 9)):
-        follow(copy, told)
-        result = run(copy, line, small_data)
-        path.write_text(kept)
-        assert result.returncode == code
-        # The first mismatch, and its size, depend on the images.
-        told = re.sub(r"sums of .*\)\n", "…\n", told)
-        assert_quoted(told, result.stdout + result.stderr)
-
-
-def test_one_s_own_option_is_in_the_help_and_checked(copy, small_data):
-    text = TEXTS["add_an_option"]
-    in_help, in_checks = re.split(r"(?=```sh\npython main.py --precision)", text)
-    assert_quoted(in_help, run_ok(copy, command("add_an_option", "--help"), small_data))
-    assert "--loss_scale" not in run_ok(copy, "python main.py benchmark --help", small_data)
-    lines = [line for line in sh_lines(text) if "--loss_scale=" in line]
-    results = [run(copy, line, small_data) for line in lines]
-    assert [result.returncode for result in results] == [2, 2]
-    assert_quoted(in_checks, "".join(result.stderr for result in results))
+    kept = path.read_text()
+    edit(path, ("sums, *_ = self.", "sums = [s / 3 for s in self."))
+    edit(path, ("all_reduce(per_replica_gradients)\n", "all_reduce(per_replica_gradients)[0]]\n"))
+    result = run(copy, line, small_data)
+    path.write_text(kept)
+    assert result.returncode == 9
+    assert "server does not match: scaled gradient" in result.stdout
 
 
 @pytest.mark.e2e
@@ -298,7 +241,7 @@ def test_quoted_code_is_in_its_file(page):
     """Gaps are marked by `…`; files that the program does not have are the reader's own."""
     for name, code in blocks(page.read_text(encoding="utf-8"), "python"):
         if not (ROOT / name).exists():
-            assert page.stem in (*GUIDES, "verify_your_own")
+            assert page.stem in ("extend", "verify_your_own")
             continue
         source, at = squeeze((ROOT / name).read_text(encoding="utf-8")), 0
         for part in code.split("…"):

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, program_environment
 
 PAGE = (ROOT / "docs/keras_findings.md").read_text(encoding="utf-8")
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+START, *PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def printed(program):
     """Runs a program; returns the numbers of each line that it prints."""
     result = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", START + program],
         capture_output=True, text=True, timeout=120, check=True, env=program_environment(),
     )  # fmt: skip
     lines = result.stdout.strip().splitlines()

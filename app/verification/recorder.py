@@ -165,7 +165,7 @@ class StepRecorder(Observer):
             raise ConfigError(
                 f"strategy {strategy.name} reported the {what} of {items} {found} instead of"
                 f" {', '.join(map(str, ids))}; its train_step must call self.{method} for each, see"
-                " docs/add_a_strategy.md"
+                " docs/extend.md"
             )
         return [taken[item_id] for item_id in ids]
 
