@@ -72,7 +72,6 @@ _ONLY_IN_TEST_ALL = re.compile(
     |test_report\.py::test_no_sideways_scroll
     |test_model_checks\.py::test_manual_and_mirrored_train_unnamed_layers_bit_for_bit
     |test_launch\.py::test_a_(worker_that_is_killed|launcher_that_is_killed)
-    |test_training_plan\.py::test_the_estimate_is_near
     |test_api\.py::test_an_interruption_saves
     |test_docs\.py::test_one_s_own_model_is_refused_with_dropout
     |test_commands\.py::test_(a_terminal_gets_a_live_bar|a_reader_that_goes_away)

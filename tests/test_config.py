@@ -179,7 +179,6 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("benchmark", {"repeats": 1}, "--repeats must be between 2 and 10000, got 1"),
         ("benchmark", {"strategies": ("single",), "num_devices": (2,)}, "runs on one device"),
         ("benchmark", {"model": ("lenet", "lenet")}, "--model must name each value once"),
-        ("plan", {"num_workers": 4, "global_batch_size": 3}, "the number of devices, 4, got 3"),
         (
             "train",
             {"shard": "gradients"},
@@ -303,22 +302,6 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         (
             "explain",
             {"strategy": "tensor", "model_parallel": 2},
-            "--model_parallel=2 must divide the number of devices, 3",
-        ),
-        ("plan", {"micro_batches": 8}, "--micro_batches=8 needs the strategy pipeline, got manual"),
-        (
-            "plan",
-            {"strategy": "tensor", "num_workers": 2},
-            "--strategy=tensor is planned for one machine",
-        ),
-        (
-            "plan",
-            {"strategy": "sharded", "communication_dtype": "bfloat16"},
-            "--communication_dtype=bfloat16 needs the strategy",
-        ),
-        (
-            "plan",
-            {"strategy": "pipeline", "num_devices": 3, "model_parallel": 2},
             "--model_parallel=2 must divide the number of devices, 3",
         ),
         ("report", {}, "report needs the directory of a run"),
@@ -486,21 +469,6 @@ def test_no_shard_is_empty_from_the_fewest_examples_on_and_one_is_below(weights,
     fewest = split_numbers.fewest_examples("manual", split, len(weights))
     assert has_empty_shard(fewest - 1)
     assert not any(has_empty_shard(n) for n in range(fewest, fewest + 20))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options", "share"),
-    [
-        ("manual", {}, 1),
-        ("manual", {"accumulate_steps": 4}, 1 / 4),
-        ("pipeline", {"schedule": "gpipe"}, 1),
-        ("pipeline", {"micro_batches": 8}, (4 + 3 + 2 + 1) / (4 * 8)),
-        ("pipeline", {"micro_batches": 2}, (2 + 2 + 2 + 1) / (4 * 2)),
-        ("pipeline", {"micro_batches": 8, "recompute": True, "schedule": "gpipe"}, 1 / 8),
-    ],
-)
-def test_a_schedule_decides_how_much_of_a_batch_is_in_memory(strategy, options, share):
-    assert split_numbers.share_of_batch_alive(strategy, SplitOptions(**options), 4) == share
 
 
 def test_a_record_that_is_older_than_an_option_has_its_default():

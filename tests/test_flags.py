@@ -68,7 +68,7 @@ def test_help_after_a_command_is_of_that_command():
         run_here("verify", "--steps=3", "--help").stdout
         == help_text(Config.commands()["verify"]) + "\n"
     )
-    assert run_here("help", "plan").stdout == help_text(Config.commands()["plan"]) + "\n"
+    assert run_here("help", "doctor").stdout == help_text(Config.commands()["doctor"]) + "\n"
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "help", "--helpshort"])
@@ -99,7 +99,6 @@ def test_the_help_of_a_command_shows_its_own_flags_and_no_others(command):
         ("train", "strategy"),
         ("launch", "max_restarts"),
         ("verify", "steps"),
-        ("plan", "probe"),
         ("benchmark", "repeats"),
         ("report", "out"),
         ("predict", "images"),

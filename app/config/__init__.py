@@ -9,7 +9,6 @@ from app.config.training_configs import TrainConfig, LaunchConfig
 from app.config.comparison_configs import CompareConfig, VerifyConfig
 from app.config.finished_run_configs import EvaluateConfig, PredictConfig, ReportConfig
 from app.config.measurement_configs import BenchmarkConfig, ExplainConfig
-from app.config.plan_config import PlanConfig
 from app.config.examination_configs import DemoConfig, DoctorConfig
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "EvaluateConfig",
     "ExplainConfig",
     "LaunchConfig",
-    "PlanConfig",
     "PredictConfig",
     "ReportConfig",
     "TrainConfig",

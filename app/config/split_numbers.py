@@ -60,20 +60,3 @@ def fewest_examples(strategy: str, options: SplitOptions, num_devices: int) -> i
     if not weights or not has_option(strategy, "shard_weights"):
         return num_shards(strategy, options, num_devices)
     return sum(weights) * shards_per_replica(strategy, options) - weights[-1] + 1
-
-
-def share_of_batch_alive(strategy: str, options: SplitOptions, num_devices: int) -> float:
-    """Returns the fraction of a batch whose activations are in memory at the same time.
-
-    A replica that accumulates gradients stores one part at a time. Stage k of a pipeline with K
-    stages stores min(M, K − k) of M micro-batches with 1F1B, and all with GPipe. Does not count the
-    stage inputs that recomputation stores.
-    """
-    parts = shards_per_replica(strategy, options)
-    if not has_option(strategy, "micro_batches") or options.recompute:
-        return 1 / parts
-    if options.schedule == "gpipe":
-        return 1.0
-    num_stages = num_devices // num_replicas(strategy, options, num_devices)
-    per_stage = [min(parts, num_stages - stage) for stage in range(num_stages)]
-    return sum(per_stage) / (num_stages * parts)

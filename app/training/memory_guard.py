@@ -1,48 +1,52 @@
-"""Rejects a batch that does not fit into memory, before the training or when memory runs out."""
+"""Ends a training whose batch does not fit into memory, in one line that names the batch."""
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+
+import tensorflow as tf
 
 from app.config import TrainConfig
 from app.devices.device_setup import Devices
 from app.devices.free_memory import available_bytes
-from app.runtime.errors import is_out_of_memory
-from app.training.memory_estimate import StepSize, check_memory, too_large
+from app.runtime import console
+from app.runtime.errors import DeviceError, is_out_of_memory
 from strategies.base import Strategy
-from strategies.workers import Workers
+from strategies.flops import product_layers
 
 
 class MemoryGuard:
-    """Compares the memory of a training step with the free memory.
+    """Describes a batch that does not fit.
 
     Args:
         strategy: a built strategy.
         config: options of the training.
-        devices: devices of all workers.
+        devices: devices of this process.
         global_batch_size: size of the largest batch.
     """
 
     def __init__(
         self, strategy: Strategy, config: TrainConfig, devices: Devices, global_batch_size: int
     ) -> None:
-        self._strategy, self._devices = strategy, devices
-        self._size = StepSize.of(config, strategy.num_devices, global_batch_size)
-        self._on_cpu = "CPU" in devices.names[0]
+        self._strategy, self._global_batch_size = strategy, global_batch_size
+        self._on_cpu = "CPU" in devices.names[0] and not config.recompute
 
     def check(self) -> None:
-        """Checks that a step fits into main memory; does not check the memory of GPUs.
+        """Rejects a batch that certainly does not fit into main memory.
+
+        Linux ends a process that uses more memory than there is, so that nothing could be reported.
 
         Raises:
-            DeviceError: a step needs more than is free.
+            DeviceError: the outputs of the layers need more than is free.
         """
-        if self._on_cpu:
-            check_memory(available=self._available_on_all_machines(), **self._step())
+        least, free = self._least_bytes(), available_bytes()
+        if self._on_cpu and free is not None and least > free:
+            gib = 2**30
+            raise self._error(f"needs at least {least / gib:.1f} GiB, {free / gib:.1f} are free")
 
     @contextlib.contextmanager
     def naming_errors(self, is_within_epoch: Callable[[], bool]) -> Iterator[None]:
-        """Converts out-of-memory errors of an epoch to an error with a batch size that fits.
+        """Converts out-of-memory errors of an epoch to an error that names the batch.
 
         Args:
             is_within_epoch: returns whether steps are being trained, not the test set evaluated.
@@ -54,24 +58,29 @@ class MemoryGuard:
             yield
         except Exception as error:
             if is_out_of_memory(error) and is_within_epoch():
-                free = available_bytes() if self._on_cpu else None
-                raise too_large(available=free, **self._step()) from error
+                raise self._error("does not fit") from error
             raise
 
-    def _available_on_all_machines(self) -> int | None:
-        """Returns free bytes: the number of machines times the minimum over the workers."""
-        workers, cluster = self._devices.workers or Workers(), self._devices.cluster
-        free = available_bytes()
-        available = -workers.all_reduce_max(-math.inf if free is None else -free)[0]
-        if math.isinf(available):
-            return None
-        return int(available) * (cluster.num_machines if cluster else 1)
+    def _least_bytes(self) -> int:
+        """Returns the bytes of the convolutions' and products' outputs, kept for the gradients."""
+        strategy = self._strategy
+        per_image = sum(
+            math.prod(layer.output.shape[1:]) * tf.as_dtype(layer.compute_dtype).size
+            for layer in product_layers(strategy.model)
+        )
+        num_local = len(strategy.local_replica_devices)
+        num_shards = strategy.num_replicas * strategy.shards_per_replica
+        return self._global_batch_size * num_local * per_image // num_shards
 
-    def _step(self) -> dict[str, Any]:
-        """Returns the arguments of the memory estimate of a step."""
-        first = self._strategy.copies()[0]  # The strategy's optimizer may hold only a part.
-        return {
-            "model": self._strategy.model,
-            "optimizer_variables": [v for name, v in first.items() if name.startswith("optimizer")],
-            "size": self._size,
-        }
+    def _error(self, reason: str) -> DeviceError:
+        size, num = self._global_batch_size, self._strategy.num_replicas
+        half = size // 2 // num * num
+        advice = (
+            f"use --global_batch_size={half} or less"
+            if half
+            else "use fewer devices or a machine with more memory"
+        )
+        return DeviceError(
+            f"out of memory: --global_batch_size={size}, which is {-(-size // num):,} images on"
+            f" each of {console.count(num, 'replica')}, {reason}; {advice}"
+        )

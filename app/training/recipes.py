@@ -185,7 +185,7 @@ _D2L = Recipe(
     pixel_std=255.0,
     peak_learning_rate=0.1,
 )
-# Chosen by measurement: see `benchmarks/recipe_study.py`.
+# Chosen by measurement.
 _FAST = Recipe(
     kernel_initializer="he_normal",
     pixel_mean=72.94,
@@ -194,7 +194,7 @@ _FAST = Recipe(
     momentum=0.9,
     weight_decay=5e-4,
     warmup=0.2,
-    batch_rule="square_root",  # Chosen by measurement: see `benchmarks/batch_study.py`.
+    batch_rule="square_root",  # Chosen by measurement: see docs/speed.md.
 )
 # Learning rate and decay of David Page's ResNet-9. He adds a decay of 5e-4 to the gradient, which
 # a momentum of 0.9 multiplies by 10.
