@@ -22,8 +22,8 @@ def run(config: Config) -> Any:
     Returns:
         `train` and `launch`: the `Summary` of the run; `compare`: one `Summary` per strategy, in
         order; `verify`: a `PairVerdict` for each pair of strategies; `evaluate`: the test accuracy,
-        a fraction; `predict`: probabilities `(N, num_classes)`. Other commands return None: they
-        print and write their results.
+        a fraction, or with `images` probabilities `(N, num_classes)`. Other commands return None:
+        they print and write their results.
 
     Raises:
         LockstepError: the command failed; `exit_code` is the program's.

@@ -70,7 +70,7 @@ def test_a_run_is_read_on_another_number_of_devices(trained, small_data, small_l
     assert run(config) == summary.test_accuracy
     images = np.zeros((2, 28, 28), np.uint8)
     np.save(out / "blank.npy", images)
-    config = Config.of("predict", run=str(out), images=(str(out / "blank.npy"),))
+    config = Config.of("evaluate", run=str(out), images=(str(out / "blank.npy"),))
     probabilities = run(config)
     assert probabilities.shape == (2, 10)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-6)

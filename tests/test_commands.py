@@ -189,22 +189,14 @@ def test_evaluate_on_any_strategy(runs, strategy):
     assert "of 200 right" in result.stdout
 
 
-def test_predict_test_images_and_files(runs, tmp_path):
+def test_evaluate_classifies_files_in_their_order(runs, tmp_path):
     folder, _ = runs
-    by_default = run_here_ok(
-        "predict",
-        f"--run={folder}/manual",
-        "--device=cpu",
-        "--num_devices=3",
-        "--allow_unverified_data",
-    )
-    rows = [line for line in by_default.stdout.splitlines() if "test image" in line]
-    assert len(rows) == 10 and "truth" in by_default.stdout
     np.save(tmp_path / "two.npy", np.zeros((2, 28, 28), np.uint8))
-    from_file = run_here_ok(
-        "predict", f"--run={folder}/manual", f"--images={tmp_path}/two.npy", "--strategy=mirrored"
-    )
-    assert "two.npy[0]" in from_file.stdout and "two.npy[1]" in from_file.stdout
+    files = f"--images={tmp_path}/two.npy"
+    output = run_here_ok("evaluate", f"--run={folder}/manual", files, "--strategy=mirrored").stdout
+    rows = [line.split() for line in output.splitlines() if "two.npy[" in line]
+    assert [row[0] for row in rows] == [f"{tmp_path}/two.npy[{i}]" for i in (0, 1)]
+    assert rows[0][1:] == rows[1][1:] and 0.1 <= float(rows[0][-1]) <= 1
 
 
 def test_compare(tmp_path):
@@ -262,9 +254,8 @@ def test_closed_streams_do_not_stop_the_training(tmp_path, small_program, redire
     assert load_summary(out).status == "finished"
 
 
-@pytest.mark.parametrize("command", ["evaluate", "predict"])
-def test_reading_what_is_no_run(command, tmp_path):
-    result = run_here(command, f"--run={tmp_path}")
+def test_reading_what_is_no_run(tmp_path):
+    result = run_here("evaluate", f"--run={tmp_path}")
     assert result.returncode == 5 and "not the directory of a run" in result.stderr
     assert result.stderr.count("\n") == 1
 

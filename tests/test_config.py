@@ -151,7 +151,7 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("train", {"dataset": "synthetic", "allow_unverified_data": True}, "--allow_unverified"),
         ("train", {"overwrite": True, "force_resume": True}, "--overwrite starts from scratch"),
         ("train", {"inject": "drop_gradient:strategy=mirrored"}, "names the strategy mirrored"),
-        ("predict", {"run": "r", "images": ("a.png",), "data_dir": "/x"}, "with --images"),
+        ("evaluate", {"run": "r", "images": ("a.png",), "data_dir": "/x"}, "with --images"),
         ("train", {"verbosity": 7}, "--verbosity must be between -1 and 1, got 7"),
         ("evaluate", {}, "--run is required"),
         ("launch", {"strategy": "manual"}, "--strategy must be one of multi_worker, got 'manual'"),

@@ -101,7 +101,7 @@ def test_the_help_of_a_command_shows_its_own_flags_and_no_others(command):
         ("verify", "steps"),
         ("benchmark", "repeats"),
         ("report", "out"),
-        ("predict", "images"),
+        ("evaluate", "run"),
     ],
 )
 def test_the_help_of_a_command_starts_with_the_flags_that_matter_to_it(command, first):

@@ -34,12 +34,10 @@ from app.runtime.errors import (
 from app.runtime.run_context import RunContext
 from app.training.evaluation import evaluate
 from app.training.loop import Training
-from app.training.run_reader import SavedRun
 from app.verification.run_comparison import compare_weights
 from conftest import CPUS
 from models import MODELS
 from strategies import STRATEGIES
-from strategies.base import StepTotals
 
 
 @pytest.fixture(scope="module")
@@ -536,22 +534,3 @@ def test_a_batch_beyond_all_memory_is_refused_before_it_is_tried(dataset, tmp_pa
     monkeypatch.setattr("app.training.memory_guard.available_bytes", lambda: 1 << 10)
     with pytest.raises(DeviceError, match=r" GiB, 0\.0 are free; use --global_batch_size=32"):
         make(dataset, tmp_path)
-
-
-def test_the_best_checkpoint_can_be_read(dataset, tmp_path, monkeypatch):
-    accuracies = iter([0.5, 0.9, 0.2, 0.3, 0.1])
-
-    def judged(*arguments):
-        return StepTotals(70.0, round(100 * next(accuracies)), 100)
-
-    monkeypatch.setattr("app.training.loop.evaluate", judged)
-    with open_run_directory(tmp_path, {}) as run_directory:
-        run_directory.start(overwrite=False)
-    train(dataset, tmp_path, epochs=5)
-    steps = {
-        which: SavedRun.open(
-            Config.of("evaluate", run=str(tmp_path), checkpoint=which)
-        ).checkpoint.progress.step
-        for which in ("newest", "best")
-    }
-    assert steps == {"newest": 25, "best": 10}

@@ -1,15 +1,26 @@
-"""`evaluate`: computes the test accuracy of a run, on any strategy and number of devices."""
+"""`evaluate`: computes the test accuracy of a run, or classifies images, on any strategy."""
+
+import numpy as np
 
 from app.config import EvaluateConfig
+from app.data.dataset import CLASS_NAMES
+from app.data.image_files import load_image_files
 from app.devices import device_setup
 from app.records.caveats import DATASET_CAVEATS
 from app.runtime import console
 from app.training.run_reader import SavedRun
 
 
-def run(config: EvaluateConfig) -> float:
-    """Prints loss and accuracy over the whole test set and returns the accuracy, a fraction."""
+def run(config: EvaluateConfig) -> float | np.ndarray:
+    """Evaluates a run.
+
+    Returns:
+        The accuracy over the whole test set, a fraction; with `--images`, the probabilities
+        `(N, num_classes)` of the images.
+    """
     saved = SavedRun.open(config)
+    if config.images:
+        return _classify(config, saved)
     prepared = device_setup.set_up(saved.config)
     dataset = saved.load_dataset()
     strategy = saved.rebuild(prepared)
@@ -25,3 +36,20 @@ def run(config: EvaluateConfig) -> float:
         console.warn(DATASET_CAVEATS[dataset.name])
     console.say(f"test acc: {totals.accuracy:.4f} with {strategy.name} on {strategy.devices}")
     return totals.accuracy
+
+
+def _classify(config: EvaluateConfig, saved: SavedRun) -> np.ndarray:
+    """Prints the class and its probability of each image, in the given order."""
+    names, images = load_image_files(config.images)
+    prepared = device_setup.set_up(saved.config)
+    from app.training.evaluation import softmax
+
+    strategy = saved.rebuild(prepared)
+    probabilities = softmax(strategy.predict(images))
+    rows = [
+        [name, CLASS_NAMES[np.argmax(p)], f"{np.max(p):.4f}"]
+        for name, p in zip(names, probabilities, strict=True)
+    ]
+    title = f"{saved.config.model} of {config.run}, {strategy.name} on {strategy.devices}"
+    console.print_table(title, ["image", "class", "probability"], rows)
+    return probabilities

@@ -7,7 +7,7 @@ The order of the imports is the order of the commands in `--help`.
 from app.config.base_config import Config
 from app.config.training_configs import TrainConfig, LaunchConfig
 from app.config.comparison_configs import CompareConfig, VerifyConfig
-from app.config.finished_run_configs import EvaluateConfig, PredictConfig, ReportConfig
+from app.config.finished_run_configs import EvaluateConfig, ReportConfig
 from app.config.measurement_configs import BenchmarkConfig, ExplainConfig
 from app.config.examination_configs import DemoConfig, DoctorConfig
 
@@ -20,7 +20,6 @@ __all__ = [
     "EvaluateConfig",
     "ExplainConfig",
     "LaunchConfig",
-    "PredictConfig",
     "ReportConfig",
     "TrainConfig",
     "VerifyConfig",

@@ -1,4 +1,4 @@
-"""Defines the options of the commands `evaluate`, `predict` and `report`."""
+"""Defines the options of the commands `evaluate` and `report`."""
 
 import dataclasses
 from typing import ClassVar
@@ -23,60 +23,25 @@ from app.runtime.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FinishedRunOptions(StrategyOptions, DataFileOptions, VerbosityOptions):
-    """Selects a finished run and the devices to rebuild it on."""
-
-    strategy: str = same_option(StrategyOptions, "strategy", choices=ONE_MACHINE_STRATEGIES)
-    run: str = option("", "Directory of the run.", FINISHED_RUN, metavar="DIR", required=True)
-    checkpoint: str = option(
-        "newest",
-        "Checkpoint to load: the newest, or the one with the best test accuracy.",
-        FINISHED_RUN,
-        choices=("newest", "best"),
-    )
-
-    def check_run(self) -> None:
-        """Checks combinations of options."""
-        constraints.check_devices(self)
-        constraints.check_single("--strategy", (self.strategy,), self.num_devices or self.num_gpus)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(FinishedRunOptions, Config):
+class EvaluateConfig(StrategyOptions, DataFileOptions, VerbosityOptions, Config):
     """The options of `evaluate`."""
 
     command: ClassVar[str] = "evaluate"
-    summary: ClassVar[str] = "computes the test accuracy of a run, with any strategy and devices"
-    first_group: ClassVar[str] = FINISHED_RUN
-    examples: ClassVar[tuple[str, ...]] = ("--run=runs/NAME --strategy=mirrored --num_devices=4",)
-
-    def check(self) -> None:
-        """Checks combinations of options."""
-        self.check_run()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictConfig(FinishedRunOptions, Config):
-    """The options of `predict`."""
-
-    command: ClassVar[str] = "predict"
-    summary: ClassVar[str] = "classifies images with the model of a run"
+    summary: ClassVar[str] = "computes the test accuracy of a run, or classifies images"
     first_group: ClassVar[str] = FINISHED_RUN
     examples: ClassVar[tuple[str, ...]] = (
-        "--run=runs/NAME",
+        "--run=runs/NAME --strategy=mirrored --num_devices=4",
         "--run=runs/NAME --images=shoe.png,bags.npy",
     )
 
-    images: tuple[str, ...] = option(
-        (),
-        "Images to classify. Default: ten test images.",
-        FINISHED_RUN,
-        metavar="A.png,B.npy",
-    )
+    strategy: str = same_option(StrategyOptions, "strategy", choices=ONE_MACHINE_STRATEGIES)
+    run: str = option("", "Directory of the run.", FINISHED_RUN, metavar="DIR", required=True)
+    images: tuple[str, ...] = option((), "Images to classify.", FINISHED_RUN, metavar="A.png,B.npy")
 
     def check(self) -> None:
         """Checks combinations of options."""
-        self.check_run()
+        constraints.check_devices(self)
+        constraints.check_single("--strategy", (self.strategy,), self.num_devices or self.num_gpus)
         constraints.check_data_files(self, "--images" if self.images else "")
 
 

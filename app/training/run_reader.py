@@ -4,14 +4,14 @@ import dataclasses
 import pathlib
 from typing import TYPE_CHECKING
 
-from app.config import EvaluateConfig, PredictConfig, TrainConfig
+from app.config import EvaluateConfig, TrainConfig
 from app.config.training_configs import training_config
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES, ImageDataset
 from app.data.dataset_loader import load_dataset
 from app.devices.device_setup import Devices
 from app.records.caveats import injected_fault_caveat
 from app.records.checkpoint import Checkpoint
-from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
+from app.records.checkpoint_search import find_newest_checkpoint
 from app.records.run_directory import load_run_config
 from app.records.run_naming import named_path
 from app.runtime import console
@@ -30,7 +30,7 @@ class SavedRun:
 
     Attributes:
         config: a training with the devices and strategy of the command, and the run's model.
-        checkpoint: the newest valid checkpoint, or the best with `--checkpoint=best`.
+        checkpoint: the newest valid checkpoint.
         run_dir: the directory of the run.
     """
 
@@ -39,7 +39,7 @@ class SavedRun:
     run_dir: pathlib.Path
 
     @classmethod
-    def open(cls, config: EvaluateConfig | PredictConfig) -> "SavedRun":
+    def open(cls, config: EvaluateConfig) -> "SavedRun":
         """Opens the run that `config.run` names.
 
         Raises:
@@ -64,8 +64,7 @@ class SavedRun:
                 f"--run={run_dir} is a comparison; give one of its runs, for example"
                 f" --run={run_dir / first}"
             )
-        find = find_best_checkpoint if config.checkpoint == "best" else find_newest_checkpoint
-        found = find(run_dir)
+        found = find_newest_checkpoint(run_dir)
         if found is None:
             raise CheckpointError(
                 f"{run_dir} has no checkpoint; finish the run with the command that started it"

@@ -1,7 +1,7 @@
 """Trains all epochs with another framework, and writes a run directory.
 
 The directory has a history, a summary, a figure and a checkpoint like that of a strategy, so that
-`report`, `evaluate` and `predict` can read it.
+`report` and `evaluate` can read it.
 """
 
 import dataclasses
