@@ -43,7 +43,7 @@ def parse(argv: list[str]) -> Config:
 
 def main(config: Config) -> int:
     """Runs the command and returns its exit code; restores the state of the process."""
-    with RunContext(), signals.deferred(), signals.handled():
+    with RunContext(), signals.handled():
         exit_code = run(config)
         if isinstance(config, TrainConfig) and config.has_workers:
             # Shutting down TensorFlow's cluster can take 30 s, and waits for workers that have
@@ -58,15 +58,14 @@ def run(config: Config) -> int:
         fault = fault_points.arm(os.environ)
         if fault:
             console.warn(f"{fault_points.VARIABLE}={fault}: this run is made to fail")
-        with signals.unmasked(), signals.raised():
-            importlib.import_module(f"app.commands.{config.command}").run(config)
+        importlib.import_module(f"app.commands.{config.command}").run(config)
         return 0
     except errors.LockstepError as error:
         return console.report_error(error)
     except KeyboardInterrupt:
-        return console.report_interruption("interrupted", errors.INTERRUPTED_EXIT_CODE)
+        return console.report_interruption(True)
     except errors.Terminated:
-        return console.report_interruption("terminated", errors.TERMINATED_EXIT_CODE)
+        return console.report_interruption(False)
     except Exception as error:
         if errors.is_from_lack_of_memory(error):
             console.log("".join(traceback.format_exception(error)))

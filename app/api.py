@@ -1,11 +1,12 @@
 """The Python API: runs commands from a script or a notebook."""
 
+import contextlib
 import importlib
 from typing import Any
 
 from app.config import Config
 from app.runtime import signals
-from app.runtime.errors import Terminated
+from app.runtime.errors import LockstepError, Terminated
 from app.runtime.function_call import Channel
 from app.runtime.processes import ChildProcess
 
@@ -36,7 +37,8 @@ def run(config: Config) -> Any:
             _, (is_done, result) = process.receive()
         except KeyboardInterrupt:
             process.signal(signals.STOP_REQUEST)
-            process.receive()  # The training saves its state.
+            with contextlib.suppress(LockstepError):  # It was not training yet.
+                process.receive()  # The training saves its state.
             raise
     if not is_done:  # Another process stopped the training.
         raise KeyboardInterrupt
@@ -46,7 +48,7 @@ def run(config: Config) -> Any:
 def _run(channel: Channel, config: Config) -> tuple[bool, Any]:
     """Runs a command in the new process; returns whether it finished, and its result."""
     try:
-        with signals.handled(), signals.unmasked():
+        with signals.handled():
             return True, importlib.import_module(f"app.commands.{config.command}").run(config)
-    except Terminated:
+    except (KeyboardInterrupt, Terminated):
         return False, None

@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -19,6 +20,10 @@ from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import keep_order_of_summation
 from idx_files import idx_bytes
 from models import MODELS
+
+# A shell lets background jobs inherit that these are ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_LOGICAL_CPUS = 4

@@ -255,7 +255,7 @@ def _address_space(site: Site) -> Ended:
     code = site.finish(site.start(stall, prepare=limit, is_fork=True))
     # Without memory, native code may abort, use a null pointer or wait forever; the C library
     # exits.
-    ends = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGVTALRM, NO_THREAD_DATA)
+    ends = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGALRM, NO_THREAD_DATA)
     codes = (0, _NO_MEMORY, _KILLED, STALLED, *ends)
     return Ended(f"address space of {mib} MiB", code, codes)
 

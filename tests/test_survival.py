@@ -109,7 +109,10 @@ def test_a_second_signal_leaves_at_once(tmp_path, small_program):
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert end(process, timeout=5) == (143, "a second SIGTERM: left at once, what was saved stands")
+    assert end(process, timeout=5) == (
+        143,
+        "a second SIGTERM: exiting now; the last checkpoint is kept",
+    )
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-00000002"]
 
 

@@ -22,7 +22,7 @@ from app.cluster.worker_failure import (
 )
 from app.cluster.worker_process import Failure, WorkerProcess
 from app.config import LaunchConfig, TrainConfig
-from app.runtime import console
+from app.runtime import console, signals
 from app.runtime.errors import PeerLostError, Terminated, WorkerFailedError
 from app.runtime.progress_bar import Bar
 from app.runtime.subprocesses import child_environment, main_command
@@ -98,6 +98,7 @@ class Launcher:
                 workers.append(
                     WorkerProcess(command, environment, cluster, share, self._show, self._say)
                 )
+            stack.enter_context(signals.deferred())
             try:
                 return self._watch(workers)
             except (KeyboardInterrupt, Terminated):
@@ -115,6 +116,7 @@ class Launcher:
         """Waits until all workers have finished or one has failed."""
         first_end = None
         while True:
+            signals.check()
             codes = [worker.exit_code for worker in workers]
             if any(codes):
                 return find_culprit(workers)

@@ -19,7 +19,7 @@ from app.devices.tensorflow_settings import (
     restore_logging_at_end,
     settle_keras,
 )
-from app.runtime import console, run_context, signals
+from app.runtime import console, run_context
 from app.runtime.errors import DeviceError, reason_of
 
 if TYPE_CHECKING:
@@ -141,9 +141,7 @@ def import_tensorflow(verbosity: int) -> Any:
     os.environ["KERAS_BACKEND"] = "tensorflow"
     context = run_context.current()
     if context:  # TensorFlow writes generated code to files, and may not remove them.
-        with signals.deferred():  # A directory without its owner would never be removed.
-            context.use_temporary_directory()
-        signals.check()
+        context.use_temporary_directory()
     try:
         return _import_quietly(verbosity)
     except ImportError as error:

@@ -17,7 +17,6 @@ from app.records.check_value import with_check
 from app.records.files import fsync, io_errors_as, read_bytes, write_error
 from app.records.run_directory import RUN_LOG_FILE
 from app.records.run_log_reader import Attempt, parse_events, split_attempts
-from app.runtime import signals
 from app.runtime.errors import (
     INTERRUPTED_EXIT_CODE,
     TERMINATED_EXIT_CODE,
@@ -160,8 +159,7 @@ def open_run_log(run_dir: pathlib.Path) -> Iterator[RunLog]:
     """Opens the log of a run and writes `run_stop` when the attempt ends."""
     log = RunLog(run_dir)
     try:
-        with signals.unmasked():
-            yield log
+        yield log
         log.stop(0)
     except LockstepError as error:
         log.stop(error.exit_code, error=str(error))

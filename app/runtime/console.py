@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn, TextIO
 
 from app.runtime import run_context
-from app.runtime.errors import LockstepError
+from app.runtime.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, LockstepError
 from app.runtime.shown_command import shown_python
 
 
@@ -124,19 +124,19 @@ def pass_on(stream: TextIO, line: str) -> None:
     _write(stream, line)
 
 
-def report_interruption(what: str, exit_code: int) -> int:
+def report_interruption(is_interrupt: bool) -> int:
     """Prints the command that resumes, if a state was saved; returns the exit code."""
+    what = "interrupted" if is_interrupt else "terminated"
     _log(logging.ERROR, what)
     context = run_context.current()
+    run_dir = _run_dir(context) if context else None
     if context and context.is_part:
         _write(sys.stderr, what)
-        return exit_code
-    run_dir = _run_dir(context) if context else None
-    if run_dir and any(run_dir.glob("**/checkpoints/step-*")):
+    elif run_dir and any(run_dir.glob("**/checkpoints/step-*")):
         _write(sys.stderr, f"{what}; the state is saved; resume with: {_same_command(run_dir)}")
     else:
         _write(sys.stderr, f"{what}; no state is saved yet; run the same command again")
-    return exit_code
+    return INTERRUPTED_EXIT_CODE if is_interrupt else TERMINATED_EXIT_CODE
 
 
 def _run_dir(context: run_context.RunContext) -> pathlib.Path | None:

@@ -34,8 +34,7 @@ class RunContext:
         is_part: whether another process prints the command that resumes the run.
         forward_warning: called with each warning instead of printing it; None to print it.
         requested_signal: first signal that asked the command to stop; None without one.
-        interruption: exception that the signal's handler raised; None before, or if deferred.
-        defers_signals: whether signals raise only when `signals.check` is called.
+        on_first_signal: called at the first signal; None if it ends the process at once.
         pass_fault_point: called with the name of each fault point; None if no fault is armed.
     """
 
@@ -48,8 +47,7 @@ class RunContext:
         self.is_part = PART_VARIABLE in os.environ
         self.forward_warning: Callable[[str], None] | None = None
         self.requested_signal: signal.Signals | None = None
-        self.interruption: BaseException | None = None
-        self.defers_signals = False
+        self.on_first_signal: Callable[[], object] | None = None
         self.pass_fault_point: Callable[[str], None] | None = None
         self._temporary: TemporaryDirectory | None = None
         self._kept: list[object] = []

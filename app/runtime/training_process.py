@@ -4,7 +4,6 @@ import pathlib
 from collections.abc import Sequence
 
 from app.runtime import signals
-from app.runtime.errors import Terminated
 from app.runtime.run_context import PART_VARIABLE
 from app.runtime.subprocesses import Subprocess, child_environment, main_command
 
@@ -27,9 +26,7 @@ def train_in_child_process(words: Sequence[str], run_dir: pathlib.Path) -> int:
         child_environment(**{PART_VARIABLE: "1"}),  # This process prints the command that resumes.
         death_signal=signals.STOP_REQUEST,  # The child saves and exits.
     )
-    try:
-        return child.wait() or 0
-    except (KeyboardInterrupt, Terminated):
-        child.ask_to_stop()
-        child.wait()
-        raise
+    with signals.deferred(child.ask_to_stop):
+        exit_code = child.wait() or 0
+    signals.check()
+    return exit_code

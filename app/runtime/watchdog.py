@@ -1,71 +1,34 @@
 """Ends a training without progress, which hangs in a collective, on a disk or on a device."""
 
 import contextlib
+import ctypes
 import faulthandler
 import pathlib
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 from app.runtime import console, run_context
 from app.runtime.errors import StalledError
-from app.runtime.kernel_timer import KernelTimer
 
 _PERIOD_SEC = 0.5
 _REPORT_SEC = 5.0
-
-
-class Watchdog:
-    """Counts the seconds without progress, in a thread.
-
-    Only seconds in which this process could run count, so that a suspended process or machine does
-    not count as stalled. If not even this thread can run for that long, the kernel ends the process
-    (`KernelTimer`).
-
-    Args:
-        timeout_sec: seconds without progress that count as a stall.
-        on_stall: called in that thread; then the process exits with code 138.
-    """
-
-    def __init__(self, timeout_sec: float, on_stall: Callable[[], None]):
-        self._timeout_sec, self._on_stall = timeout_sec, on_stall
-        self._idle_sec, self._ended = 0.0, threading.Event()
-
-    def progress(self) -> None:
-        """Resets the count."""
-        self._idle_sec = 0.0
-
-    def start(self) -> None:
-        """Starts to count."""
-        self._thread = run_context.start_thread(self._watch, name="watchdog")
-
-    def end(self) -> None:
-        """Stops to count."""
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        last = time.monotonic()
-        context = run_context.current()
-        with contextlib.closing(KernelTimer(self._timeout_sec)) as kernel_timer:
-            while not self._ended.wait(_PERIOD_SEC):
-                kernel_timer.restart(context.log_file if context else None)
-                now = time.monotonic()
-                self._idle_sec += min(now - last, 2 * _PERIOD_SEC)
-                last = now
-                if self._idle_sec >= self._timeout_sec:
-                    # In a separate thread, because the disk that it writes to may hang.
-                    run_context.start_thread(self._on_stall).join(_REPORT_SEC)
-                    console.leave(StalledError.exit_code)
+# The kernel ends a process so long after it has written the stacks.
+_MAX_GRACE_SEC = 30.0
 
 
 @contextlib.contextmanager
 def watch(timeout_sec: float, on_stall: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Watches the block of a `with` statement.
+    """Ends the process with code 138 if the block of a `with` statement makes no progress.
+
+    Only seconds in which this process could run count, so that a suspended process or machine does
+    not count as stalled. A process whose native code holds Python's lock for that long, so that no
+    thread can run, is ended by a timer of the kernel (`_KernelTimer`).
 
     Args:
-        timeout_sec: see `Watchdog`; 0 to disable it.
-        on_stall: see `Watchdog`.
+        timeout_sec: seconds without progress that count as a stall; 0 for no limit.
+        on_stall: called in a separate thread before the process ends.
 
     Yields:
         A function to call whenever there is progress.
@@ -73,12 +36,77 @@ def watch(timeout_sec: float, on_stall: Callable[[], None]) -> Iterator[Callable
     if not timeout_sec:
         yield lambda: None
         return
-    watchdog = Watchdog(timeout_sec, on_stall)
-    watchdog.start()
+    idle_sec, ended = 0.0, threading.Event()
+
+    def on_progress() -> None:
+        nonlocal idle_sec
+        idle_sec = 0.0
+
+    def count_idle_seconds() -> None:
+        nonlocal idle_sec
+        last, context = time.monotonic(), run_context.current()
+        with contextlib.closing(_KernelTimer(timeout_sec)) as kernel_timer:
+            while not ended.wait(_PERIOD_SEC):
+                kernel_timer.restart(context.log_file if context else None)
+                now = time.monotonic()
+                idle_sec += min(now - last, 2 * _PERIOD_SEC)
+                last = now
+                if idle_sec >= timeout_sec:
+                    # In a separate thread, because the disk that it writes to may hang.
+                    run_context.start_thread(on_stall).join(_REPORT_SEC)
+                    console.leave(StalledError.exit_code)
+
+    thread = run_context.start_thread(count_idle_seconds, name="watchdog")
     try:
-        yield watchdog.progress
+        yield on_progress
     finally:
-        watchdog.end()
+        ended.set()
+        thread.join()
+
+
+class _KernelTimer:
+    """Writes the stacks of all threads, then ends this process, unless it is restarted in time.
+
+    The first SIGALRM of the timer writes the stacks and restores the default action, with which the
+    next one ends the process (code 142). A process that was suspended for longer than the time has
+    until then to restart the timer.
+
+    Does nothing without glibc, or where the calling program uses SIGALRM.
+    """
+
+    def __init__(self, timeout_sec: float):
+        self._grace_sec = min(timeout_sec / 2, _MAX_GRACE_SEC)
+        self._first_sec = timeout_sec - self._grace_sec
+        self._files = contextlib.ExitStack()
+        self._log_file: pathlib.Path | None = None
+        # Sets a handler that is called once; Python's `signal` can only set permanent ones.
+        self._set_once = getattr(ctypes.CDLL(None), "sysv_signal", None)
+        if self._set_once is None or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
+            self._set_once = None
+            return
+        self._set_once.restype = ctypes.c_void_p
+        self._set_once.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        faulthandler.register(signal.SIGALRM, all_threads=True)
+        self._write_stacks = self._set_once(signal.SIGALRM, None)
+
+    def restart(self, log_file: pathlib.Path | None) -> None:
+        """Starts to count again; the stacks are appended to the file, or to standard error."""
+        if self._set_once is None:
+            return
+        if log_file != self._log_file:
+            self._log_file = log_file
+            with contextlib.suppress(OSError):  # Keeps the file before.
+                file = self._files.enter_context(open(str(log_file), "ab"))
+                faulthandler.register(signal.SIGALRM, file, all_threads=True)
+        self._set_once(signal.SIGALRM, self._write_stacks)
+        signal.setitimer(signal.ITIMER_REAL, self._first_sec, self._grace_sec)
+
+    def close(self) -> None:
+        """Ends the timer."""
+        if self._set_once is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.unregister(signal.SIGALRM)
+        self._files.close()
 
 
 def dump_stacks(path: pathlib.Path | None) -> None:
@@ -86,5 +114,5 @@ def dump_stacks(path: pathlib.Path | None) -> None:
     if path is None:
         faulthandler.dump_traceback(all_threads=True)
         return
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "ab") as file:
         faulthandler.dump_traceback(file, all_threads=True)
