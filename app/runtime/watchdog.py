@@ -96,7 +96,8 @@ class _KernelTimer:
         if log_file != self._log_file:
             self._log_file = log_file
             with contextlib.suppress(OSError):  # Keeps the file before.
-                file = self._files.enter_context(open(str(log_file), "ab"))
+                file = open(str(log_file), "ab")  # noqa: SIM115
+                self._files.callback(file.close)
                 faulthandler.register(signal.SIGALRM, file, all_threads=True)
         self._set_once(signal.SIGALRM, self._write_stacks)
         signal.setitimer(signal.ITIMER_REAL, self._first_sec, self._grace_sec)
