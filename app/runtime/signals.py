@@ -121,7 +121,9 @@ def _watch(ours: socket.socket, context: run_context.RunContext) -> None:
             count += number in _EXIT_CODES
             if count > 1:
                 last_line = f"a second {signal.Signals(number).name}: exiting now; the last"
-                console.leave(_EXIT_CODES[number], f"{last_line} checkpoint is kept")
+                console.leave(
+                    _EXIT_CODES[signal.Signals(number)], f"{last_line} checkpoint is kept"
+                )
             if context.requested_signal is None:
                 context.requested_signal = signal.Signals(number)
                 if context.on_first_signal is None:
