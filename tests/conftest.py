@@ -16,9 +16,9 @@ import pytest
 import tensorflow as tf
 
 from app.data.data_sources import SHA256
+from app.data.fashion_mnist import idx_bytes
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import keep_order_of_summation
-from idx_files import idx_bytes
 from models import MODELS
 
 # A shell lets background jobs inherit that these are ignored.

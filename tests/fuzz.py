@@ -38,7 +38,7 @@ from app.cluster import peer_proof
 from app.config import Config
 from app.config.option import options_of
 from app.data.data_sources import SHA256
-from app.data.fashion_mnist import load_fashion_mnist
+from app.data.fashion_mnist import idx_bytes, load_fashion_mnist
 from app.records import checkpoint as checkpoints
 from app.records.checkpoint import Checkpoint
 from app.records.checkpoint_search import find_newest_checkpoint
@@ -50,7 +50,6 @@ from app.runtime.errors import CheckpointError, ConfigError, DataError, Lockstep
 from app.training.resume import find_changes
 from app.training.run_reader import SavedRun
 from app.verification.script_match import match_variables
-from idx_files import idx_bytes
 from trace_samples import about, arrays
 
 LIMIT_SEC = 10

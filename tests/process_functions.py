@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 
-from app.doctor.examination import DevicesSeen, SelfTestResult
 from app.runtime import console, run_context
 from app.runtime.errors import DiskFullError
 
@@ -41,32 +40,26 @@ def leave_a_file(send):
     return path
 
 
-def hang_in_driver(send, config, strategies):
+def hang_in_all_reduce(send, config):
+    send(("has_tensorflow", True))
+    send(("devices", ["/device:GPU:0", "/device:GPU:1"]))
+    send(("stage", "manual"))
+    send(("working", "manual"))
+    send(("stage", "mirrored"))
     time.sleep(3600)
 
 
-def hang_in_all_reduce(send, config, strategies):
-    names = ("/device:GPU:0", "/device:GPU:1")
-    send(("tensorflow", "there"))
-    send(("devices", DevicesSeen(names, ("A", "B"), False, 2)))
-    for name in strategies:
-        send(("stage", name))
-        if name == "manual":
-            time.sleep(3600)
-        send(("self_test", (name, SelfTestResult(name, "nccl", 0.1))))
-
-
-def vanish_in_examination(send, config, strategies):
-    send(("stage", "importing TensorFlow"))
+def vanish_in_examination(send, config):
+    send(("stage", "TensorFlow"))
     os._exit(137)
 
 
-def fail_in_examination(send, config, strategies):
-    send(("stage", "setting up devices"))
+def fail_in_examination(send, config):
+    send(("stage", "devices"))
     raise ZeroDivisionError("oops")
 
 
-def refuse_in_examination(send, config, strategies):
+def refuse_in_examination(send, config):
     refuse(send)
 
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from app.config import Config
-from app.devices import device_setup
+from app.devices import device_setup, free_memory, gpus
 from app.runtime.errors import DeviceError
 from app.runtime.run_context import RunContext
 from conftest import CPUS, ROOT, program_environment
@@ -88,6 +88,7 @@ def machine(monkeypatch):
         (threading, "set_inter_op_parallelism_threads", done["threads"].append),
     ):
         monkeypatch.setattr(place, name, pretended)
+    monkeypatch.setattr(device_setup, "why_no_gpu", lambda: "no driver: install one")
     with threads_as_processes():
         yield set_up
 
@@ -134,7 +135,46 @@ def test_what_gpus_cannot_give_is_refused(machine, gpus_there, options, told):
     done = machine(gpus_there, **options)
     assert done["code"] == 6 and told in done["error"]
     if gpus_there == 0:
-        assert "TensorFlow sees no GPU" in done["error"]
+        assert "TensorFlow sees no GPU (no driver: install one)" in done["error"]
+
+
+@pytest.mark.parametrize(
+    ("smi", "log", "visible", "causes"),
+    [
+        (None, "Could not load dynamic library 'libcuda.so.1'; x", None,
+         ["nvidia-smi is not installed", "libcuda.so.1"]),
+        ("echo 'A, 24564 MiB, 550.54.14'",
+         "Could not load dynamic library 'libcudnn.so.9'; dlerror\nis_cuda_build True", None,
+         ["cannot load libcudnn.so.9"]),
+        ("echo 'A, 24564 MiB, 550.54.14'", "", "-1", ['CUDA_VISIBLE_DEVICES="-1" hides']),
+        ("echo 'couldn\\'t communicate with the driver'; exit 9",
+         "failed call to cuInit: CUDA_ERROR_X\nis_cuda_build False", None,
+         ["nvidia-smi: couldn't communicate", "has no CUDA", "cuInit failed: CUDA_ERROR_X"]),
+        ("echo 'A, 24564 MiB, 550.54.14'", "", None, []),
+    ],
+)  # fmt: skip
+def test_what_keeps_tensorflow_from_gpus(tmp_path, monkeypatch, smi, log, visible, causes):
+    if smi:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{smi}\n".replace("\\'", "'\\''"))
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(gpus, "_tensorflow_log", lambda: log)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = gpus.gpu_obstacles()
+    assert len(found) == len(causes)
+    for (cause, advice), part in zip(found, causes, strict=True):
+        assert part in cause and advice
+    told = gpus.why_no_gpu()
+    assert "; " not in told and (causes[0] in told if causes else "--verbosity=1" in told)
+
+
+def test_tensorflow_s_log_names_libraries_that_it_cannot_load():
+    if not gpus.query_driver()[0]:
+        assert "Could not load dynamic library 'libcuda.so.1'" in gpus._tensorflow_log()
+    else:
+        assert "is_cuda_build True" in gpus._tensorflow_log()
 
 
 @pytest.mark.e2e
@@ -196,3 +236,38 @@ def test_settings_of_one_command_do_not_reach_the_next():
     finally:
         device_setup.keep_order_of_summation()
         keras.config.set_image_data_format("channels_last")
+
+
+def test_a_container_s_limit_counts_and_its_cached_files_do_not(monkeypatch):
+    """Files of a control group as Linux has them."""
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nSwapFree: 0 kB\n",
+        "/sys/fs/cgroup/memory.max": "5000000\n",
+        "/sys/fs/cgroup/memory.current": "4000000\n",
+        "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 300000\nactive_file 200000\n",
+    }
+
+    def read(path):
+        if path not in files:
+            raise FileNotFoundError(path)
+        return files[path]
+
+    monkeypatch.setattr(free_memory, "_read", read)
+    assert free_memory.available_bytes() == 1_500_000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert free_memory.available_bytes() == 8000 * 1024
+    own, outer = "/sys/fs/cgroup/memory/jobs/7", "/sys/fs/cgroup/memory/jobs"
+    files["/proc/self/cgroup"] = "2:memory:/jobs/7\n1:cpu:/other\n0::/\n"
+    for group, limit in ((own, 9_000_000), (outer, 7_000_000)):  # The smaller one counts.
+        files[f"{group}/memory.limit_in_bytes"] = f"{limit}\n"
+        files[f"{group}/memory.usage_in_bytes"] = "5000000\n"
+        files[f"{group}/memory.stat"] = (
+            "inactive_file 1\ntotal_inactive_file 300000\ntotal_active_file 200000\n"
+        )
+    assert free_memory.available_bytes() == 2_500_000
+    files[f"{outer}/memory.limit_in_bytes"] = "1000000\n"
+    assert free_memory.available_bytes() == 0
+    files.clear()
+    assert free_memory.available_bytes() is None
+    monkeypatch.undo()
+    assert 100 << 20 < free_memory.available_bytes() < 100 << 40

@@ -1,45 +1,79 @@
 """`doctor`: checks the machine and TensorFlow, and prints the command to run."""
 
+import tempfile
 from collections.abc import Sequence
 
 from app.config import DoctorConfig
-from app.doctor.advice import what_to_run
-from app.doctor.check import Check, print_group
-from app.doctor.cluster_check import check_cluster
-from app.doctor.data_check import check_data
-from app.doctor.examination import examine
-from app.doctor.gpu_check import check_all_reduce, check_devices, check_gpus
-from app.doctor.output_check import check_output
-from app.doctor.processor_check import check_processor
-from app.doctor.software_check import check_packages, check_python
+from app.doctor.machine import (
+    Check,
+    check_data,
+    check_output,
+    check_processor,
+    check_software,
+    install_all,
+)
+from app.doctor.tensorflow_check import TensorFlowCheck, check_tensorflow
 from app.runtime import console
+from app.runtime.shown_command import shown_command
 
 
 def run(config: DoctorConfig) -> None:
-    """Makes every check, prints each group as soon as it is done, and prints the command to run.
+    """Makes every check, prints each as soon as it is done, and prints the command to run.
 
     Raises:
         LockstepError: the first error found that a training would exit with.
     """
-    software = _print("Software", [check_python(), *check_packages()])
-    processor = _print("Processor", check_processor())
-    data = _print("Data", check_data(config))
-    output = check_output(config)
-    places = _print("Output and cluster", [output, check_cluster()])
-    parallel = tuple(name for name in config.strategies if name != "single")
-    findings = examine(config, parallel)
-    gpus = _print("GPUs", check_gpus(config, findings))
-    devices = _print(
-        "Devices of a training", [*check_devices(findings), *check_all_reduce(findings)]
-    )
+    software = _print(check_software())
+    processor = _print([check_processor()])
+    data = _print([check_data(config)])
+    output = _print([check_output(config)])
+    found = check_tensorflow(config)
+    checks = [*software, *processor, *data, *output, *_print(found.checks)]
     console.say("What to run")
-    console.say(what_to_run(config, findings, software=software, data=data, output=output))
-    for check in (*software, *processor, *data, *places, *gpus, *devices):
+    if not found.has_tensorflow or any(check.error for check in software):
+        console.say(install_all())
+    else:
+        console.say(what_to_run(config, found, has_data=not data[0].error, out=output[0]))
+    for check in checks:
         if check.error:
             raise check.error
 
 
-def _print(title: str, checks: Sequence[Check]) -> Sequence[Check]:
-    if checks:
-        print_group(title, checks)
+def what_to_run(config: DoctorConfig, found: TensorFlowCheck, *, has_data: bool, out: Check) -> str:
+    """Returns a training that works as printed, of about a minute on a CPU.
+
+    Args:
+        config: flags of `doctor`; usable ones become flags of the training.
+        found: the devices, and the strategies that work on them.
+        has_data: whether the data of `config` is usable.
+        out: the check of the output directory.
+    """
+    asked = config.num_devices or config.num_gpus
+    on_gpus = bool(found.devices) and "GPU" in found.devices[0]
+    words = [f"--strategy={found.working[0]}" if found.working else "--strategy=single"]
+    if found.working and on_gpus:
+        words.append(f"--num_gpus={len(found.devices)}")
+    elif found.working and asked:
+        words.append(f"--num_devices={asked}")
+    if not found.devices or config.device == "cpu":  # Requested GPUs may be missing.
+        words.append("--device=cpu")
+    if found.working and config.all_reduce != "auto":
+        words.append(f"--all_reduce={config.all_reduce}")
+    words += ["--recipe=fast", f"--epochs={10 if on_gpus else 1}"]
+    if not has_data:
+        words.append("--dataset=synthetic")
+    else:
+        words += [f"--data_dir={config.data_dir}"] if config.data_dir else []
+        words += ["--allow_unverified_data"] if config.allow_unverified_data else []
+        words += [f"--dataset={config.dataset}"] if config.dataset != "auto" else []
+    if out.error:
+        words.append(f"--out={tempfile.gettempdir()}/lockstep-first")
+    elif config.out:
+        words.append(f"--out={config.out}")
+    return shown_command(words)
+
+
+def _print(checks: Sequence[Check]) -> Sequence[Check]:
+    for check in checks:
+        console.say(check.text())
     return checks

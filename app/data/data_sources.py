@@ -1,15 +1,15 @@
 """Finds the source of Fashion-MNIST without reading it.
 
-Searches the given folder, `$FASHION_MNIST_DIR`, a prepared TensorFlow Datasets (TFDS) directory,
-and last the network.
+Searches the given folder, `$FASHION_MNIST_DIR`, the directory of TensorFlow Datasets (TFDS), and
+last the network.
 """
 
 import dataclasses
 import os
 import pathlib
+import threading
 from collections.abc import Mapping
 
-from app.runtime import run_context
 from app.runtime.errors import DataError, reason_of
 
 # Name of each original file → SHA-256 of its decompressed content.
@@ -26,7 +26,7 @@ HOW_TO_GET = (
 )
 # Download location used by TFDS 4.9.10.
 DOWNLOAD_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-FILES, PREPARED, TO_PREPARE, TO_DOWNLOAD = "files", "prepared", "to prepare", "to download"
+FILES, PREPARED, TO_DOWNLOAD = "files", "prepared", "to download"
 _CONNECT_TIMEOUT_SEC = 8
 
 
@@ -40,8 +40,7 @@ class DataSource:
 
     Attributes:
         kind: `FILES` for the four original files, `PREPARED` for a directory prepared by TFDS,
-            `TO_PREPARE` for a directory with files that TFDS can prepare, `TO_DOWNLOAD` for one
-            that needs the network.
+            `TO_DOWNLOAD` for one that needs the network.
         folder: folder of the files, or TFDS's data directory.
         named_by: the flag or variable that names the folder, or "TFDS".
         paths: name of each original file → its path; empty without the files.
@@ -68,87 +67,41 @@ def find_data_source(data_dir: str | None, environ: Mapping[str, str] = os.envir
         DataError: a place cannot be read.
     """
     try:
-        return _find(data_dir, environ)
+        if data_dir:
+            return _find_in(_folder(data_dir), "--data_dir")
+        return _find_in_default_places(environ)
     except PermissionError as error:
         raise DataError(
             f"{error.filename}: {reason_of(error)}; check the permissions of the folder"
         ) from error
 
 
-def _find(data_dir: str | None, environ: Mapping[str, str]) -> DataSource:
-    if data_dir:
-        return _find_in(_folder(data_dir), "--data_dir")
-    looked: tuple[str, ...] = ()
+def _find_in_default_places(environ: Mapping[str, str]) -> DataSource:
+    tfds_dir = _folder(environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+    places = {"TFDS": tfds_dir, "TFDS downloads": tfds_dir / "downloads" / "manual"}
     if environ.get("FASHION_MNIST_DIR"):
-        folder = _folder(environ["FASHION_MNIST_DIR"])
+        places = {"FASHION_MNIST_DIR": _folder(environ["FASHION_MNIST_DIR"]), **places}
+    for named_by, folder in places.items():
         try:
-            return _find_in(folder, "FASHION_MNIST_DIR")
+            return _find_in(folder, named_by)
         except DataMissingError:
-            looked = (f"FASHION_MNIST_DIR={folder}",)
-    folder = tfds_folder(environ)
-    if is_prepared(folder):
-        return DataSource(PREPARED, folder, "TFDS", looked=looked)
-    manual = manual_dir(folder)
-    paths = {name: manual / f"{name}.gz" for name in SHA256}
-    looked = (*looked, f"{folder}/fashion_mnist", str(manual))
-    if all(path.is_file() for path in paths.values()):
-        return DataSource(TO_PREPARE, folder, "TFDS", paths, looked)
-    return DataSource(TO_DOWNLOAD, folder, "TFDS", looked=looked)
-
-
-def tfds_folder(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
-    """Returns TFDS's data directory."""
-    return _folder(environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
-
-
-def manual_dir(tfds_dir: pathlib.Path) -> pathlib.Path:
-    """Returns the folder in which TFDS looks for the four files."""
-    return tfds_dir / "downloads" / "manual"
-
-
-def is_prepared(tfds_dir: pathlib.Path) -> bool:
-    """Returns, without importing TFDS, whether it has prepared Fashion-MNIST there."""
-    return any(tfds_dir.glob("fashion_mnist/*/dataset_info.json"))
-
-
-def check_connection(url: str, timeout_sec: float | None = None) -> None:
-    """Raises `OSError` within 10 s unless the server answers; TFDS itself would retry for minutes.
-
-    Uses a thread, because a name lookup has no timeout.
-
-    Args:
-        url: address of the server.
-        timeout_sec: timeout instead of 10 s.
-    """
-    import urllib.error
-    import urllib.request
-
-    timeout_sec = timeout_sec or _CONNECT_TIMEOUT_SEC
-    outcome: list[Exception] = []
-
-    def connect() -> None:
-        try:
-            urllib.request.urlopen(url, timeout=timeout_sec).close()
-        except urllib.error.HTTPError as answer:
-            answer.close()  # Any answer shows that the server is reachable.
-        except (OSError, ValueError) as error:
-            outcome.append(error)
-
-    thread = run_context.start_thread(connect)
-    thread.join(timeout_sec + 1)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer from {url} within {timeout_sec + 1:g} s")
-    if outcome:
-        raise outcome[0]
+            continue
+    looked = tuple(f"{named_by}={folder}" for named_by, folder in places.items())
+    return DataSource(TO_DOWNLOAD, tfds_dir, "TFDS", looked=looked)
 
 
 def _find_in(folder: pathlib.Path, named_by: str) -> DataSource:
-    """Finds the dataset in a user's folder: the original files, or a TFDS directory."""
-    paths = {name: path for name in SHA256 if (path := _find_file(folder, name))}
+    """Finds the dataset in a folder: the original files, or what TFDS has prepared."""
+    paths = {
+        name: path
+        for name in SHA256
+        for path in (folder / name, folder / f"{name}.gz")  # The last one that exists.
+        if path.is_file()
+    }
     missing = [name for name in SHA256 if name not in paths]
     if not missing:
         return DataSource(FILES, folder, named_by, paths)
-    if is_prepared(folder):
+    if any(folder.glob("fashion_mnist/*/dataset_info.json")):
         return DataSource(PREPARED, folder, named_by)
     what = "no such folder" if not folder.is_dir() else f"{', '.join(missing)} missing there"
     raise DataMissingError(f"{named_by}={folder}: {what}; {HOW_TO_GET}")
@@ -163,8 +116,28 @@ def _folder(name: str) -> pathlib.Path:
         raise DataMissingError(f"{name}: not a folder ({error}); {HOW_TO_GET}") from error
 
 
-def _find_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
-    for path in (folder / f"{name}.gz", folder / name):
-        if path.is_file():
-            return path
-    return None
+def check_connection(url: str, timeout_sec: float = _CONNECT_TIMEOUT_SEC) -> None:
+    """Raises `OSError` within 10 s unless the server answers; TFDS itself would retry for minutes.
+
+    Uses a thread, because a name lookup has no timeout.
+    """
+    import urllib.error
+    import urllib.request
+
+    outcome: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=timeout_sec).close()
+        except urllib.error.HTTPError as answer:
+            answer.close()  # Any answer shows that the server is reachable.
+        except (OSError, ValueError) as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout_sec + 1)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer from {url} within {timeout_sec + 1:g} s")
+    if outcome:
+        raise outcome[0]

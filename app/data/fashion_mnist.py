@@ -16,16 +16,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from app.data.data_sources import (
+    DOWNLOAD_URL,
     FILES,
     HOW_TO_GET,
-    PREPARED,
     SHA256,
     TO_DOWNLOAD,
     DataMissingError,
     DataSource,
     check_connection,
     find_data_source,
-    manual_dir,
 )
 from app.data.dataset import IMAGE_SHAPE, ImageDataset
 from app.runtime.errors import DataError, reason_of
@@ -55,24 +54,15 @@ def load_fashion_mnist(
     """
     source = find_data_source(data_dir, environ)
     if source.kind == FILES:
-        return load_files(source.paths, allow_unverified=allow_unverified)
-    if source.kind != PREPARED:
-        _prepare(source)
+        return _load_files(source.paths, allow_unverified)
+    if source.kind == TO_DOWNLOAD:
+        _download(source)
     return _load_prepared(source.folder, allow_unverified)
 
 
-def load_files(paths: Mapping[str, pathlib.Path], *, allow_unverified: bool) -> ImageDataset:
-    """Loads the four original files; checks each file, and images against labels.
-
-    Raises:
-        DataError: a file is damaged, or is not from Fashion-MNIST.
-    """
-    arrays, hashes = {}, {}
-    for name, path in paths.items():
-        content = _read(path)
-        arrays[name] = _parse_idx(content, path, is_images="images" in name)
-        hashes[name] = hashlib.sha256(content).hexdigest()
-    return _assemble(arrays, hashes, paths, allow_unverified)
+def _load_files(paths: Mapping[str, pathlib.Path], allow_unverified: bool) -> ImageDataset:
+    contents = {name: _read(path) for name, path in paths.items()}
+    return _parse(contents, paths, allow_unverified)
 
 
 def _read(path: pathlib.Path) -> bytes:
@@ -96,7 +86,7 @@ def _read(path: pathlib.Path) -> bytes:
         ) from error
 
 
-def _parse_idx(content: bytes, path: pathlib.Path, *, is_images: bool) -> np.ndarray:
+def _parse_idx(content: bytes, path: object, *, is_images: bool) -> np.ndarray:
     """Checks header, size and label range; returns uint8 `(N, 28, 28, 1)` or `(N,)`.
 
     Reference: the IDX format, at the end of Y. LeCun's page on MNIST.
@@ -137,23 +127,19 @@ def _parse_idx(content: bytes, path: pathlib.Path, *, is_images: bool) -> np.nda
     return array
 
 
-def _assemble(
-    arrays: Mapping[str, np.ndarray],
-    hashes: Mapping[str, str],
-    sources: Mapping[str, object],
-    allow_unverified: bool,
+def _parse(
+    contents: Mapping[str, bytes], sources: Mapping[str, object], allow_unverified: bool
 ) -> ImageDataset:
-    """Combines four arrays to a dataset; checks the number of labels and the content.
-
-    Other content is rejected unless `allow_unverified` is set.
-    """
+    """Combines the contents of the four files to a dataset; checks format, counts and SHA-256."""
     names = list(SHA256)
+    arrays = {n: _parse_idx(contents[n], sources[n], is_images="images" in n) for n in names}
     for images, labels in (names[:2], names[2:]):
         if len(arrays[images]) != len(arrays[labels]):
             raise DataError(
                 f"{sources[images]} has {len(arrays[images])} images, but {sources[labels]} has"
                 f" {len(arrays[labels])} labels; download both again"
             )
+    hashes = {name: hashlib.sha256(contents[name]).hexdigest() for name in names}
     others = [name for name in names if hashes[name] != SHA256[name]]
     if others and not allow_unverified:
         name = others[0]
@@ -161,8 +147,8 @@ def _assemble(
             f"{sources[name]}: SHA-256 is {hashes[name][:12]}…, that of Fashion-MNIST is"
             f" {SHA256[name][:12]}…; download it again, or accept it with --allow_unverified_data"
         )
-    name = "unverified" if others else "fashion_mnist"
-    return ImageDataset(name, *(arrays[name] for name in names))
+    title = "unverified" if others else "fashion_mnist"
+    return ImageDataset(title, *(arrays[name] for name in names))
 
 
 def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDataset:
@@ -174,7 +160,7 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.hashing import Hasher
 
-    arrays, hashes = {}, {}
+    contents = {}
     for split, prefix in (("train", "train"), ("test", "t10k")):
         try:
             builder = tfds.builder("fashion_mnist", data_dir=tfds_dir)
@@ -184,47 +170,35 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
                 f"{tfds_dir}/fashion_mnist: cannot be read ({reason_of(error)}); delete it, so that"
                 " TFDS prepares it again"
             ) from error
-        hasher = Hasher(split)
-        written_order = sorted(range(len(examples["label"])), key=hasher.hash_key)
-        images = np.empty_like(examples["image"])
-        images[written_order] = examples["image"]
-        labels = np.empty(len(images), np.uint8)
-        labels[written_order] = examples["label"]
-        for kind, magic, array in (
-            ("images-idx3-ubyte", _IMAGES_MAGIC, images),
-            ("labels-idx1-ubyte", _LABELS_MAGIC, labels),
-        ):
-            shape = array.shape[:3]
-            content = struct.pack(f">I{len(shape)}I", magic, *shape) + array.tobytes()
-            name = f"{prefix}-{kind}"
-            hashes[name] = hashlib.sha256(content).hexdigest()
-            arrays[name] = array
-    return _assemble(arrays, hashes, dict.fromkeys(arrays, tfds_dir), allow_unverified)
+        written_order = sorted(range(len(examples["label"])), key=Hasher(split).hash_key)
+        images = examples["image"][np.argsort(written_order), ..., 0]
+        labels = examples["label"][np.argsort(written_order)].astype(np.uint8)
+        contents[f"{prefix}-images-idx3-ubyte"] = idx_bytes(images)
+        contents[f"{prefix}-labels-idx1-ubyte"] = idx_bytes(labels)
+    return _parse(contents, dict.fromkeys(contents, tfds_dir), allow_unverified)
 
 
-def _prepare(source: DataSource) -> None:
-    """Prepares the dataset with TFDS, from files in its folder or from the network.
+def idx_bytes(array: np.ndarray) -> bytes:
+    """Returns a uint8 array of any number of axes as an IDX file."""
+    header = struct.pack(f">I{array.ndim}I", 0x800 | array.ndim, *array.shape)
+    return header + array.tobytes()
 
-    Files in `downloads/manual` are used without the network, after a check of their checksums.
-    """
+
+def _download(source: DataSource) -> None:
+    """Downloads and prepares the dataset with TFDS."""
+    try:
+        check_connection(DOWNLOAD_URL)
+    except OSError as error:
+        raise DataMissingError(
+            f"Fashion-MNIST is in none of {', '.join(source.looked)} and cannot be downloaded"
+            f" ({reason_of(error)}); {HOW_TO_GET}"
+        ) from error
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder("fashion_mnist", data_dir=source.folder)
-    if source.kind == TO_DOWNLOAD:
-        try:
-            check_connection(builder.URL)
-        except OSError as error:
-            raise DataMissingError(
-                f"Fashion-MNIST is in none of {', '.join(source.looked)} and cannot be downloaded"
-                f" ({reason_of(error)}); {HOW_TO_GET}"
-            ) from error
     try:
-        builder.download_and_prepare(
-            download_config=tfds.download.DownloadConfig(manual_dir=manual_dir(source.folder))
-        )
+        tfds.builder("fashion_mnist", data_dir=source.folder).download_and_prepare()
     except Exception as error:  # Various exceptions: checksum, disk, broken connection.
-        origin_url = builder.URL if source.kind == TO_DOWNLOAD else manual_dir(source.folder)
         raise DataError(
-            f"{source.folder}: cannot be prepared from {origin_url} ({reason_of(error)}); check"
-            f" the files and the free disk space, or {HOW_TO_GET}"
+            f"{source.folder}: cannot be prepared from {DOWNLOAD_URL} ({reason_of(error)}); check"
+            f" the network and the free disk space, or {HOW_TO_GET}"
         ) from error

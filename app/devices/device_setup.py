@@ -12,7 +12,7 @@ from app.cluster.environment import Cluster, find_cluster
 from app.config import TrainConfig
 from app.config.names import DEFAULT_LOGICAL_CPUS
 from app.config.run_options import VerbosityOptions
-from app.devices.gpu_obstacles import why_no_gpu
+from app.devices.gpus import why_no_gpu
 from app.devices.tensorflow_settings import (
     keep_order_of_summation,
     restore_at_end,
@@ -178,11 +178,8 @@ def _import_quietly(verbosity: int) -> Any:
 def _check_gpus(config: TrainConfig, gpus: list, wanted: int | None) -> None:
     """Raises an error for GPUs that are not there; without GPUs, only for `--device=gpu`."""
     if config.device == "gpu" and not gpus:
-        import tensorflow as tf
-
-        why = why_no_gpu(is_cuda_build=bool(tf.sysconfig.get_build_info().get("is_cuda_build")))
         raise DeviceError(
-            f"--device=gpu: TensorFlow sees no GPU ({why}); use --device=cpu"
+            f"--device=gpu: TensorFlow sees no GPU ({why_no_gpu()}); use --device=cpu"
             f" --num_devices={wanted or DEFAULT_LOGICAL_CPUS}"
         )
     if gpus and wanted and wanted > len(gpus):

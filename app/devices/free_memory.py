@@ -1,24 +1,12 @@
-"""Reads the free main memory."""
+"""Reads the free main memory, within the limits of control groups (`psutil` ignores them)."""
 
 import contextlib
 import pathlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
-
-class _Files(NamedTuple):
-    """Where a version of control groups has the limit of a group, and the memory in use."""
-
-    folder: str
-    limit: str
-    used: str
-    prefix: str
-
-
-_VERSION_1 = _Files(
-    "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-)
-_VERSION_2 = _Files("/sys/fs/cgroup", "memory.max", "memory.current", "")
+# Where each version of control groups has limit, use and statistics: the prefix of the latter, too.
+_VERSION_1 = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+_VERSION_2 = "/sys/fs/cgroup", "memory.max", "memory.current", ""
 
 
 def available_bytes() -> int | None:
@@ -27,18 +15,17 @@ def available_bytes() -> int | None:
     with contextlib.suppress(OSError, KeyError, ValueError):
         free = _fields("/proc/meminfo")
         found.append(1024 * (free["MemAvailable:"] + free["SwapFree:"]))
-    for group, files in _groups():
+    for group, limit, used, prefix in _groups():
         with contextlib.suppress(OSError, KeyError, ValueError):  # A limit is "max" for none.
-            limit, used = (int(_read(f"{group}/{name}")) for name in (files.limit, files.used))
             pages = _fields(f"{group}/memory.stat")
             # Pages of files count as used, but can be reclaimed.
-            cached = (pages[f"{files.prefix}{kind}_file"] for kind in ("inactive", "active"))
-            found.append(limit - used + sum(cached))
+            cached = pages[f"{prefix}inactive_file"] + pages[f"{prefix}active_file"]
+            found.append(int(_read(f"{group}/{limit}")) - int(_read(f"{group}/{used}")) + cached)
     return max(0, min(found)) if found else None
 
 
-def _groups() -> Iterator[tuple[str, _Files]]:
-    """Yields the control groups that may limit this process, for example of a job or a container.
+def _groups() -> Iterator[tuple[str, str, str, str]]:
+    """Yields the control groups that may limit this process: its own and those above.
 
     A container shows its own group as the root, and may name it as outside of the container.
     """
@@ -47,12 +34,10 @@ def _groups() -> Iterator[tuple[str, _Files]]:
         for line in _read("/proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers or controllers == "memory":
-                own[_VERSION_1 if controllers else _VERSION_2] = path.rstrip("/")
-    for files, path in own.items():
-        while path:
-            yield files.folder + path, files
-            path = path.rpartition("/")[0]
-        yield files.folder, files
+                own[_VERSION_1 if controllers else _VERSION_2] = path
+    for (root, *names), path in own.items():
+        for place in [pathlib.PurePosixPath(path), *pathlib.PurePosixPath(path).parents]:
+            yield (f"{root}{place}".rstrip("/."), *names)
 
 
 def _fields(path: str) -> dict[str, int]:

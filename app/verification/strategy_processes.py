@@ -8,7 +8,7 @@ from typing import Any, Self
 from app.config import TrainConfig, VerifyConfig
 from app.data.dataset import ImageDataset
 from app.devices import device_setup
-from app.devices.cuda import has_device_file
+from app.devices.gpus import has_device_file
 from app.runtime import console
 from app.runtime.fork_server import Call, ForkServer
 from app.runtime.processes import ChildProcess, call_function
