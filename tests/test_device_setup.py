@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from app.config import Config
-from app.devices import device_setup, free_memory, gpus
+from app.devices import device_setup, gpus
 from app.runtime.errors import DeviceError
 from app.runtime.run_context import RunContext
 from conftest import CPUS, ROOT, program_environment
@@ -236,38 +236,3 @@ def test_settings_of_one_command_do_not_reach_the_next():
     finally:
         device_setup.keep_order_of_summation()
         keras.config.set_image_data_format("channels_last")
-
-
-def test_a_container_s_limit_counts_and_its_cached_files_do_not(monkeypatch):
-    """Files of a control group as Linux has them."""
-    files = {
-        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nSwapFree: 0 kB\n",
-        "/sys/fs/cgroup/memory.max": "5000000\n",
-        "/sys/fs/cgroup/memory.current": "4000000\n",
-        "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 300000\nactive_file 200000\n",
-    }
-
-    def read(path):
-        if path not in files:
-            raise FileNotFoundError(path)
-        return files[path]
-
-    monkeypatch.setattr(free_memory, "_read", read)
-    assert free_memory.available_bytes() == 1_500_000
-    files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert free_memory.available_bytes() == 8000 * 1024
-    own, outer = "/sys/fs/cgroup/memory/jobs/7", "/sys/fs/cgroup/memory/jobs"
-    files["/proc/self/cgroup"] = "2:memory:/jobs/7\n1:cpu:/other\n0::/\n"
-    for group, limit in ((own, 9_000_000), (outer, 7_000_000)):  # The smaller one counts.
-        files[f"{group}/memory.limit_in_bytes"] = f"{limit}\n"
-        files[f"{group}/memory.usage_in_bytes"] = "5000000\n"
-        files[f"{group}/memory.stat"] = (
-            "inactive_file 1\ntotal_inactive_file 300000\ntotal_active_file 200000\n"
-        )
-    assert free_memory.available_bytes() == 2_500_000
-    files[f"{outer}/memory.limit_in_bytes"] = "1000000\n"
-    assert free_memory.available_bytes() == 0
-    files.clear()
-    assert free_memory.available_bytes() is None
-    monkeypatch.undo()
-    assert 100 << 20 < free_memory.available_bytes() < 100 << 40

@@ -35,9 +35,9 @@ def _groups() -> Iterator[tuple[str, str, str, str]]:
             _, controllers, path = line.split(":", 2)
             if not controllers or controllers == "memory":
                 own[_VERSION_1 if controllers else _VERSION_2] = path
-    for (root, *names), path in own.items():
+    for (root, limit, used, prefix), path in own.items():
         for place in [pathlib.PurePosixPath(path), *pathlib.PurePosixPath(path).parents]:
-            yield (f"{root}{place}".rstrip("/."), *names)
+            yield f"{root}{place}".rstrip("/."), limit, used, prefix
 
 
 def _fields(path: str) -> dict[str, int]:

@@ -178,8 +178,8 @@ def check_output(config: DoctorConfig) -> Check:
     shown = f"{name}: can be written, {free / 1e9:,.1f} GB free"
     if free < _LENET_BYTES:
         told = f"{name}: {free:,} bytes are free, but checkpoints of LeNet take {_LENET_BYTES:,}"
-        error = DiskFullError(f"{told}; make room, or choose another directory with --out")
-        return Check.of_error("output", error)
+        full = DiskFullError(f"{told}; make room, or choose another directory with --out")
+        return Check.of_error("output", full)
     if free < _RESNET_BYTES:
         advice = f"checkpoints of ResNet-18 take {_RESNET_BYTES:,} bytes; LeNet has room"
         return Check("output", shown, WARNING, advice)
