@@ -7,8 +7,7 @@ from typing import Any
 from app.config import Config
 from app.runtime import signals
 from app.runtime.errors import LockstepError, Terminated
-from app.runtime.function_call import Channel
-from app.runtime.processes import ChildProcess
+from app.runtime.processes import Channel, ChildProcess
 
 
 def run(config: Config) -> Any:

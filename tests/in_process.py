@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import functools
 import importlib
 import io
 import os
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import threading
 import types
+from concurrent.futures import Future
 
 import pytest
 import tensorflow as tf
@@ -23,7 +23,7 @@ from app.commands import compare
 from app.config import Config
 from app.performance import case_process, rounds
 from app.runtime import processes
-from app.runtime.function_call import Channel
+from app.runtime.processes import Channel
 from app.runtime.run_context import RunContext
 from app.verification import strategy_processes
 
@@ -99,6 +99,9 @@ class ThreadAsProcess:
         except Exception as error:
             self._to_caller.put(("error", error))
 
+    def signal(self, number):
+        """Threads end on their own."""
+
     def send(self, message):
         self._to_function.put(message)
 
@@ -109,46 +112,22 @@ class ThreadAsProcess:
         return kind, value
 
 
-class ThreadCall:
-    """A `fork_server.Call` answered by a thread."""
+class CallsInTurn:
+    """A `ThreadPoolExecutor` that runs each call at once."""
 
-    def __init__(self, result, error):
-        self.is_done, self._result, self._error = True, result, error
-
-    def result(self):
-        if self._error:
-            raise self._error
-        return self._result
-
-
-class ThreadServer:
-    """A `fork_server.ForkServer` whose calls run in this process, one after another."""
-
-    def __init__(self, prepare, *arguments, max_calls, max_running, on_message):
-        self._prepare = functools.partial(prepare, on_message, *arguments)
-
-    def __enter__(self):
-        with RunContext():
-            self._prepared = self._prepare()
-        return self
-
-    def __exit__(self, *exception):
+    def __init__(self, max_workers):
         pass
 
-    def start(self, function, *arguments, on_message=lambda message: None):
-        def call(channel):
-            return function(channel.send, *arguments, **self._prepared)
+    def submit(self, function, *arguments):
+        future = Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
-        with ThreadAsProcess(call) as thread:
-            try:
-                while (message := thread.receive())[0] == "message":
-                    on_message(message[1])
-            except Exception as error:
-                return ThreadCall(None, error)
-            return ThreadCall(message[1], None)
-
-    def wait(self, call):
-        return call.result()
+    def shutdown(self, **options):
+        pass
 
 
 def train_here(words, run_dir) -> int:
@@ -168,7 +147,7 @@ def threads_as_processes():
         patch.setattr(RunContext, "use_temporary_directory", lambda self: None)
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
-        patch.setattr(strategy_processes, "ForkServer", ThreadServer)
+        patch.setattr(strategy_processes, "ThreadPoolExecutor", CallsInTurn)
         patch.setattr(strategy_processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "BLOCK_SEC", 0.1)
         patch.setattr(compare, "train_in_child_process", train_here)

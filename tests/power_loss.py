@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -43,7 +44,7 @@ from app.records.run_log_check import check_log
 from app.report.page import write_report
 from app.runtime.errors import LockstepError
 from app.runtime.fault_points import VARIABLE
-from app.runtime.fork_server import ForkServer
+from app.runtime.processes import call_in_child_process
 from app.runtime.run_context import RunContext
 from crash_states import Disk, Operation, Tree, parse_operations, record_operations
 from soak import TRAIN, write_data
@@ -269,10 +270,7 @@ class Campaign:
         self._random.shuffle(groups)
         chosen = [self._random.choice(group) for group in groups]
         chosen += [self._random.choice(group) for group in groups * (num_runs // len(groups))]
-        with ForkServer(
-            process_functions.prepare_training,
-            **{"max_calls": num_runs, "max_running": 2, "on_message": print},
-        ) as forks:
+        with ThreadPoolExecutor(2) as threads:
             calls = []
             for number, state in enumerate(chosen[:num_runs]):
                 run_dir = self._folder / f"sample {number}" / RUN
@@ -281,12 +279,14 @@ class Campaign:
                 argv = ["main.py", *TRAIN, *state.attempt.flags, f"--out={run_dir}"]
                 output = self._folder / f"sample {number}.txt"
                 data_dir = str(self._recorder.data_dir)
-                call = forks.start(process_functions.train, argv, str(output), data_dir)
+                call = threads.submit(
+                    call_in_child_process, process_functions.train, argv, str(output), data_dir
+                )
                 calls.append((call, state, run_dir, output))
                 if len(calls) > 2:
-                    self._check_run(forks, *calls.pop(0))
+                    self._check_run(*calls.pop(0))
             for each in calls:
-                self._check_run(forks, *each)
+                self._check_run(*each)
 
     def _cut(self, tree: Tree) -> None:
         """Replaces the recorded directory by one after a power cut."""
@@ -350,9 +350,9 @@ class Campaign:
             else:
                 target.write_bytes(self._disk.contents[content])
 
-    def _check_run(self, forks, call, state, run_dir, output) -> None:
+    def _check_run(self, call, state, run_dir, output) -> None:
         """Checks the result of a command that was run after a power cut."""
-        code, told = forks.wait(call), output.read_text(encoding="utf-8", errors="replace")
+        code, told = call.result(), output.read_text(encoding="utf-8", errors="replace")
         self.counts["runs"] += 1
         last, problem = told.rstrip().rpartition("\n")[2], ""
         # With `--overwrite`: before its files are removed, the earlier run has other settings;

@@ -94,33 +94,12 @@ class Stubborn:
         time.sleep(3600)
 
 
-def prepare_nothing(send):
-    return {}
-
-
-def prepare(send, number):
-    send("preparing")
-    return {"number": number}
-
-
-def tell_prepared(send, *, number):
-    return os.getpid(), os.getppid(), number
-
-
-def prepare_training(send):
-    """Imports what a training needs."""
+def train(send, argv, output, data_dir):
+    """Runs a training whose output is written to a file; returns its exit code."""
     import main
     from app.cli import flags
-    from app.commands import train as command  # noqa: F401
-    from app.training import loop  # noqa: F401
-    from app.verification import step_verifier  # noqa: F401
 
     flags.define_flags()
-    return {"main": main}
-
-
-def train(send, argv, output, data_dir, main):
-    """Runs a training whose output is written to a file; returns its exit code."""
     with open(output, "w", encoding="utf-8") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -10,8 +10,7 @@ from typing import Any, Self
 from app.cluster.environment import Cluster, new_secret
 from app.cluster.resource_split import WorkerResources, find_free_ports
 from app.runtime.errors import DeviceError, PeerLostError
-from app.runtime.function_call import Channel
-from app.runtime.processes import ChildProcess, Result
+from app.runtime.processes import Channel, ChildProcess, Result
 from app.runtime.subprocesses import limit_cores
 
 _SETTLE_SEC = 2.0  # Time in which the original failure and its consequences are told apart.

@@ -10,7 +10,7 @@ from app.performance.all_reduce_model import AllReduceTime
 from app.performance.case import Block, Case, Facts
 from app.performance.peak_memory import PeakMemory, PeakMemoryMeter
 from app.runtime import console, run_context
-from app.runtime.function_call import Channel
+from app.runtime.processes import Channel
 
 if TYPE_CHECKING:  # Not imported before its devices are set up.
     import tensorflow as tf

@@ -5,7 +5,7 @@ import time
 from app.config import TrainConfig
 from app.devices import device_setup
 from app.performance.case import Block
-from app.runtime.function_call import Channel
+from app.runtime.processes import Channel
 
 _SIZE = 4096  # Large enough that arithmetic dominates.
 

@@ -1,31 +1,50 @@
-"""Calls a function in a separate process, in the environment of a user's own run."""
+"""Calls functions in separate processes, in the environment of a user's own run."""
 
 import contextlib
+import multiprocessing
 import os
-import pathlib
 import signal
-import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, Self, TypeVar
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess, SpawnProcess
+from multiprocessing.reduction import DupFd
+from typing import Any, NamedTuple, Self, TypeVar
 
-from app.runtime.errors import DeviceError, LockstepError, StalledError
-from app.runtime.function_call import Channel
-from app.runtime.subprocesses import GRACE_SEC, Subprocess, child_environment
-from app.runtime.temporary_directories import TemporaryDirectory
+from app.runtime import console
+from app.runtime.errors import (
+    INTERRUPTED_EXIT_CODE,
+    TERMINATED_EXIT_CODE,
+    DeviceError,
+    LockstepError,
+    StalledError,
+    Terminated,
+    is_from_lack_of_memory,
+    out_of_memory,
+)
+from app.runtime.run_context import RunContext
 
 Result = TypeVar("Result")
 
-_CHILD_MAIN = pathlib.Path(__file__).with_name("child_main.py")
+_GRACE_SEC = 5.0
+
+
+class Channel(NamedTuple):
+    """The child process' connection to its parent."""
+
+    send: Callable[[Any], None]
+    receive: Callable[[], Any]
 
 
 class ChildProcess:
     """Runs a function in a new process and exchanges messages with it; a context manager.
 
-    Leaving the context ends the process and removes its temporary files, which a killed process
-    cannot do itself.
+    Leaving the context ends the process.
 
     Args:
         function: a module-level function, with picklable arguments and result; its first argument
@@ -33,7 +52,8 @@ class ChildProcess:
         *arguments: further arguments.
         environment: variables in addition to those of this process.
         death_signal: signal that the process gets if this one ends without having ended it.
-        pass_descriptors: file descriptors that the process inherits, with the same numbers.
+        has_tensorflow: whether to fork a server process that has imported TensorFlow, which takes
+            seconds. It runs no operations, whose threads a fork would not have.
     """
 
     def __init__(
@@ -42,43 +62,32 @@ class ChildProcess:
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
         death_signal: signal.Signals = signal.SIGKILL,
-        pass_descriptors: Sequence[int] = (),
+        has_tensorflow: bool = False,
     ):
-        self._call, self._pass_descriptors = (function, arguments), pass_descriptors
+        self._call = function, arguments
         self._environment, self._death_signal = environment or {}, death_signal
+        self._has_tensorflow, self._has_result = has_tensorflow, False
 
     def __enter__(self) -> Self:
-        self._has_result = False
-        call = ForkingPickler.dumps(self._call)
-        with contextlib.ExitStack() as stack:
-            temporary = stack.enter_context(TemporaryDirectory())
-            ours, theirs = socket.socketpair()
-            self._connection = Connection(ours.detach())
-            stack.callback(self._connection.close)
-            with theirs:
-                self._process = self._start(theirs.fileno(), temporary)
-            stack.callback(self._end)
-            with contextlib.suppress(OSError):  # It has ended already; `receive` reports it.
-                self._connection.send(sys.path)
-                self._connection.send_bytes(call)
-            self._stack = stack.pop_all()
+        if self._has_tensorflow:
+            _start_server()
+        environment = {**os.environ, "TMPDIR": tempfile.gettempdir(), **self._environment}
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs, _hiding_main_module():
+            self._process = (ForkServerProcess if self._has_tensorflow else SpawnProcess)(
+                target=_run,
+                args=(theirs, DupFd(1), DupFd(2), self._death_signal, environment, *self._call),
+            )
+            self._process.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def _start(self, descriptor: int, temporary: str) -> Subprocess:
-        arguments = descriptor, os.getpid(), int(self._death_signal)
-        return Subprocess(
-            [sys.executable, "-P", str(_CHILD_MAIN), *map(str, arguments)],
-            child_environment(**{**self._environment, "TMPDIR": temporary}),
-            death_signal=None,  # The child sets it itself; the caller may have many threads.
-            pass_fds=[descriptor, *self._pass_descriptors],
-        )
-
-    def _end(self) -> None:
-        # After it has sent its result, it has only objects to delete.
-        self._process.end(grace_sec=0 if self._has_result else GRACE_SEC)
+        if not self._has_result:
+            self._process.terminate()
+        self._process.join(_GRACE_SEC)
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
 
     @property
     def connection(self) -> Connection:
@@ -88,11 +97,12 @@ class ChildProcess:
     @property
     def pid(self) -> int:
         """The process id."""
-        return self._process.pid
+        return self._process.pid or 0
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process, if it is running."""
-        self._process.signal(number)
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
 
     def send(self, message: Any) -> None:
         """Sends a message to the function, for its `receive`.
@@ -116,16 +126,18 @@ class ChildProcess:
             TimeoutError: nothing was received in time; the process is killed.
             LockstepError: the function raised it.
             DeviceError: the process was killed, as the kernel does when memory runs out.
+            KeyboardInterrupt, Terminated: the process was interrupted or terminated.
             RuntimeError: the function raised another exception; the message ends with its
                 traceback.
         """
         if timeout_sec is not None and not self._connection.poll(timeout_sec):
-            self._process.signal(signal.SIGKILL)  # Native code that hangs ignores other signals.
+            self._process.kill()  # Native code that hangs ignores other signals.
             raise TimeoutError(f"no result within {timeout_sec:g} s")
         try:
             kind, value = self._connection.recv()
         except (EOFError, ConnectionResetError):
-            raise _death(self._process) from None
+            self._process.join()
+            raise _death(self._process.exitcode or 0) from None
         self._has_result = kind != "message"
         if kind == "error":
             raise value
@@ -163,19 +175,37 @@ def call_function(channel: Channel, function: Callable[..., Result], *arguments:
     return function(channel.send, *arguments)
 
 
-def _death(process: Subprocess) -> LockstepError:
-    """Waits for the end of a process whose connection is closed; returns the error to raise."""
-    return death_error(process.wait(), was_killed=process.was_killed)
+@contextlib.contextmanager
+def _hiding_main_module() -> Iterator[None]:
+    """Keeps `multiprocessing` from running the user's script in the child process, too."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
-def death_error(exit_code: int | None, *, was_killed: bool) -> LockstepError:
-    """Returns the error for a process that ended without a result.
+def _start_server() -> None:
+    """Starts the process that imports TensorFlow, without what TensorFlow then prints."""
+    forkserver.set_forkserver_preload(["tensorflow", "keras"])
+    saved = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
-    Args:
-        exit_code: exit code as a shell reports it.
-        was_killed: whether a signal ended the process.
-    """
-    if was_killed and exit_code == 128 + signal.SIGKILL:
+
+def _death(exit_code: int) -> BaseException:
+    """Returns the exception for a process that ended without a result; < 0 is a signal."""
+    if exit_code == INTERRUPTED_EXIT_CODE:
+        return KeyboardInterrupt()
+    if exit_code == TERMINATED_EXIT_CODE:
+        return Terminated()
+    if exit_code == -signal.SIGKILL:
         return DeviceError(
             "a subprocess was killed, probably because memory ran out; use a smaller"
             " --global_batch_size or fewer devices"
@@ -185,6 +215,58 @@ def death_error(exit_code: int | None, *, was_killed: bool) -> LockstepError:
             "a subprocess made no progress and was stopped; see its output above and run the same"
             " command again"
         )
+    code = exit_code if exit_code >= 0 else 128 - exit_code
     return DeviceError(
-        f"a subprocess ended early with exit code {exit_code}; run the same command again"
+        f"a subprocess ended early with exit code {code}; run the same command again"
     )
+
+
+def _run(
+    connection: Connection,
+    stdout: Any,
+    stderr: Any,
+    death_signal: signal.Signals,
+    environment: Mapping[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Calls the function in the new process, and sends its result or its exception."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets the signal, too, and acts on it.
+    signal.signal(signal.SIGTERM, lambda *_: console.leave(TERMINATED_EXIT_CODE))
+    threading.Thread(target=_end_with_parent, args=(death_signal,), daemon=True).start()
+    for number, stream in ((1, stdout), (2, stderr)):  # The server's may be others.
+        os.dup2(stream.detach(), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    with RunContext() as context, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        context.is_part = True
+        channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
+        try:
+            context.use_temporary_directory()
+            connection.send(("result", function(channel, *arguments)))
+        except (BrokenPipeError, ConnectionResetError):  # The parent has ended.
+            raise
+        except Exception as error:
+            connection.send(("error", _to_send(error)))
+        context.remove_temporary_directory()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)  # Deleting TensorFlow's objects can take 30 s.
+
+
+def _end_with_parent(death_signal: signal.Signals) -> None:
+    """Waits for the end of the parent process, even if it is killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), death_signal)
+
+
+def _to_send(error: Exception) -> Exception:
+    """Returns the exception for the caller; for a bug, with the traceback as text."""
+    if isinstance(error, LockstepError):
+        return error
+    if is_from_lack_of_memory(error):
+        return out_of_memory(error)
+    traced = "".join(traceback.format_exception(error))
+    return RuntimeError(f"{type(error).__name__}: {error}\n{traced}")

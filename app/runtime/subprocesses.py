@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 from app.runtime import signals
@@ -126,20 +126,6 @@ class Subprocess:
             self.wait(grace_sec)
         self.signal(signal.SIGKILL)
         self.wait()
-
-
-def fork(run: Callable[[], object]) -> int:
-    """Forks this process; the copy calls `run` and exits. Returns the copy's process id.
-
-    Only for a process whose other threads, if any, are not needed in the copy.
-    """
-    pid = os.fork()
-    if not pid:
-        try:
-            run()
-        finally:
-            os._exit(0)  # The stack of the caller must not continue in the copy.
-    return pid
 
 
 def is_running(pid: int) -> bool:

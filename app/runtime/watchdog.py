@@ -14,6 +14,7 @@ from app.runtime.errors import StalledError
 
 _PERIOD_SEC = 0.5
 _REPORT_SEC = 5.0
+_STANDARD_ERROR = 2
 # The kernel ends a process so long after it has written the stacks.
 _MAX_GRACE_SEC = 30.0
 
@@ -86,7 +87,7 @@ class _KernelTimer:
             return
         self._set_once.restype = ctypes.c_void_p
         self._set_once.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        faulthandler.register(signal.SIGALRM, all_threads=True)
+        faulthandler.register(signal.SIGALRM, _STANDARD_ERROR, all_threads=True)
         self._write_stacks = self._set_once(signal.SIGALRM, None)
 
     def restart(self, log_file: pathlib.Path | None) -> None:
@@ -113,7 +114,7 @@ class _KernelTimer:
 def dump_stacks(path: pathlib.Path | None) -> None:
     """Appends the stacks of all threads to a file, or to standard error without one."""
     if path is None:
-        faulthandler.dump_traceback(all_threads=True)
+        faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
         return
     with open(path, "ab") as file:
         faulthandler.dump_traceback(file, all_threads=True)

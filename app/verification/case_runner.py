@@ -19,8 +19,7 @@ from app.report.page import REPORT_FILE, write_report
 from app.report.page_parts import devices_text
 from app.runtime import console
 from app.runtime.errors import MismatchError
-from app.runtime.function_call import Channel
-from app.runtime.processes import call_in_child_process
+from app.runtime.processes import Channel, call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification.case_output import print_case
 from app.verification.case_result import CaseResult

@@ -1,17 +1,19 @@
 """Runs the processes of `verify`, which record strategies and check traces, two at a time."""
 
 import contextlib
+import contextvars
 import pathlib
+import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from app.config import TrainConfig, VerifyConfig
 from app.data.dataset import ImageDataset
-from app.devices import device_setup
 from app.devices.gpus import has_device_file
 from app.runtime import console
-from app.runtime.fork_server import Call, ForkServer
-from app.runtime.processes import ChildProcess, call_function
+from app.runtime.processes import ChildProcess, call_function, call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification import tasks
 from app.verification.recorded import Checked, Recorded
@@ -30,27 +32,26 @@ class StrategyProcesses:
     def __init__(self, config: VerifyConfig, traces: pathlib.Path, progress: StepProgress):
         self._config, self._traces, self._progress = config, traces, progress
         self._num_steps = self._num_done = 0  # Of all processes.
-        self._recordings: dict[str, Call] = {}
-        self._checks: dict[str, Call] = {}
+        self._recordings: dict[str, Future] = {}
+        self._checks: dict[str, Future] = {}
+        self._lock = threading.Lock()
         # Two processes use the cores while one of them traces a graph. On GPUs each process needs
         # all of the memory, and undisturbed times to detect stragglers.
         uses_gpus = config.device != "cpu" and has_device_file()
-        self._server = ForkServer(
-            _prepare,
-            config.on_one_machine(),
-            max_calls=2 * len(config.strategies),
-            max_running=1 if uses_gpus else 2,
-            on_message=progress.message,
-        )
+        self._threads = ThreadPoolExecutor(1 if uses_gpus else 2)
+        self._processes = contextlib.ExitStack()  # Those that still run, on an error.
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._server)
-            self._stack = stack.pop_all()
+        # In a separate process, because some sources need TensorFlow.
+        self._dataset = call_in_child_process(
+            _load, self._config.on_one_machine(), on_message=self._progress.message
+        )
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
+        self._threads.shutdown()
 
     def record(
         self,
@@ -66,7 +67,7 @@ class StrategyProcesses:
 
     def recorded(self) -> dict[str, Recorded]:
         """Waits for all recordings; returns them in the order of the calls of `record`."""
-        return {name: self._server.wait(call) for name, call in self._recordings.items()}
+        return {name: call.result() for name, call in self._recordings.items()}
 
     def check(self, name: str, run: Recorded) -> None:
         """Starts to check the trace of a strategy, unless it was started before."""
@@ -85,38 +86,43 @@ class StrategyProcesses:
 
     def checked(self) -> dict[str, Checked]:
         """Waits for all checks; returns strategy → result."""
-        return {name: self._server.wait(call) for name, call in self._checks.items()}
+        return {name: call.result() for name, call in self._checks.items()}
 
-    def _start(self, what: str, function: Callable[..., Any], *arguments: Any) -> Call:
-        self._num_steps += self._config.steps
-        self._progress.start(what, self._num_steps)
-        self._progress.message(("step", self._num_done))
-        return self._server.start(function, *arguments, on_message=self._take)
+    def _start(self, what: str, function: Callable[..., Any], *arguments: Any) -> Future:
+        with self._lock:
+            self._num_steps += self._config.steps
+            self._progress.start(what, self._num_steps)
+            self._progress.message(("step", self._num_done))
+        run = contextvars.copy_context().run
+        return self._threads.submit(run, self._call, function, *arguments)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs in a thread, which waits for its process."""
+        process = ChildProcess(
+            call_function, _with_dataset, function, self._dataset, arguments, has_tensorflow=True
+        )
+        with process:
+            self._processes.callback(process.signal, signal.SIGKILL)
+            while (message := process.receive())[0] == "message":
+                self._take(message[1])
+        return message[1]
 
     def _take(self, message: tuple[str, Any]) -> None:
         """Counts the steps of all processes."""
-        if message[0] == "step":
-            self._num_done += 1
-            message = "step", self._num_done
-        self._progress.message(message)
+        with self._lock:
+            if message[0] == "step":
+                self._num_done += 1
+                message = "step", self._num_done
+            self._progress.message(message)
 
 
-def _prepare(send: Send, config: TrainConfig) -> dict[str, ImageDataset]:
-    """Imports TensorFlow, for the forks of this process; another process loads the images."""
-    console.forward_warnings(lambda text: send(("warning", text)))
-    with ChildProcess(call_function, _load, config) as loading:
-        device_setup.keep_freed_memory()  # A check takes 9 % less processor time.
-        device_setup.import_tensorflow(config.verbosity)
-        from app.training import all_reduce_self_test, fault_injection, training_spec  # noqa: F401
-        from app.verification import recorder, shard_by_shard, trace_checker  # noqa: F401
-
-        while (message := loading.receive())[0] == "message":
-            send(message[1])
-        return {"dataset": message[1]}
+def _with_dataset(
+    send: Send, function: Callable[..., Any], dataset: ImageDataset, arguments: tuple[Any, ...]
+) -> Any:
+    return function(send, *arguments, dataset=dataset)
 
 
 def _load(send: Send, config: TrainConfig) -> ImageDataset:
-    """Loads the images in a separate process, because some sources need TensorFlow."""
     from app.training.data_loading import load_data
 
     console.forward_warnings(lambda text: send(("warning", text)))

@@ -24,7 +24,7 @@ from app.devices import device_setup
 from app.records.files import io_errors_as, remove
 from app.runtime import console
 from app.runtime.errors import DiskFullError
-from app.runtime.function_call import Channel
+from app.runtime.processes import Channel
 from app.verification.recorded import Checked, Recorded
 from app.verification.split import Split
 from app.verification.straggler import SendTime
