@@ -3,9 +3,11 @@
 import pathlib
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from app.performance import interval
-from app.report.accuracy_plot import Figure, save_figure
-from app.report.charts import draw_bars
+from app.report.bar_plot import draw_bars
+from app.report.plot_style import save_figure
 
 _COLOURS = {"": "#0072B2", "PyTorch": "#D55E00", "JAX": "#009E73", "Keras": "#CC79A7"}
 

@@ -1,27 +1,12 @@
 """Records for tests of reports, as written by every command, without training."""
 
-import dataclasses
-
+from app.commands.compare import describe
 from app.config import Config
-from app.performance.all_reduce_model import AllReduceModel, AllReduceTime, LinearCost
 from app.performance.benchmark_output import write_benchmark
-from app.performance.breakdown_output import write_explanation
-from app.performance.interval import Interval
-from app.performance.pipeline_timeline import bubble, simulate
 from app.performance.speed_comparison import all_comparisons
-from app.performance.split_breakdown import SplitBreakdown
-from app.performance.split_records import (
-    HeldState,
-    PipelineProfile,
-    SplitProfile,
-    TimedSteps,
-    Traffic,
-)
-from app.performance.step_time_breakdown import Part, Prediction, StepTimeBreakdown
-from app.records.event_file import EventFile
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
-from app.records.run_log import RunLog
+from app.verification.case_output import describe_case
 from app.verification.difference import WeightDifference
 from app.verification.measurement import Measurement
 from app.verification.recorded import Recorded
@@ -31,7 +16,6 @@ from app.verification.trace_comparison import PairDifference
 from app.verification.verdict import Diagnosis, PairVerdict, StrategyVerdict
 from app.verification.verify_output import write_record
 from performance_samples import make_sample
-from strategies.schedules import SCHEDULES, in_order, in_time_slots
 from test_records import make_history, make_summary
 
 CPUS = ["/device:CPU:0", "/device:CPU:1"]
@@ -57,56 +41,20 @@ def write_training(path, *, num_epochs=4, **changes):
     return summary
 
 
-def write_mismatch(path):
-    """Writes the log of a training that a verified step ended."""
-    log = RunLog(path)
-    log.start(versions={}, command="train")
-    log.stop(9, error="manual has a mismatch: lost gradient, step 1; find the cause")
-    log.close()
-
-
-def write_running(path, *, num_epochs=1, steps=(2, 5, 10, 12, 15), **config):
-    """Writes the files of a training in its second epoch of four, with ten steps each."""
-    write_config(path, Config.of(), **config)
-    log = RunLog(path)
-    log.start(versions={}, command="train")
-    log.event(
-        "config", config={"epochs": 4}, num_replicas=2, devices=CPUS, simulated_devices=True,
-        steps_per_epoch=10,
-    )  # fmt: skip
-    log.event("data", name="synthetic", sha256="ab", num_train_examples=99, num_test_examples=9)
-    write_history(path, make_history(num_epochs))
-    events = EventFile(path)
-    for step in steps:
-        scalars = {"loss": 2 / step, "accuracy": 0.5, "images_per_sec": 4321.0}
-        scalars |= {"verified_steps": 3, "mismatches": 0} if step > 2 else {}
-        events.add(step, {f"steps/{name}": value for name, value in scalars.items()})
-    (path / "log.txt").write_text(
-        "2026-01-02 03:04:05,678 INFO epoch 1/4\n2026-01-02 03:04:06,789 WARNING slow\n"
-    )
-    return log
-
-
 def write_comparison(path):
     strategies = ("single", "manual", "mirrored")
-    write_config(path, Config.of(), strategy=",".join(strategies))
+    config = Config.of("compare", strategies=strategies)
+    write_config(path, config, strategy=",".join(strategies))
     summaries = [
         write_training(path / name, strategy=name, weights_sha256=digest * 32)
         for name, digest in zip(strategies, ("aa", "bb", "bb"), strict=True)
     ]
+    apart, same = WeightDifference("logits/kernel", 0.25, 0.5), WeightDifference("", 0.0, 0.0)
     verdicts = [
-        WeightVerdict(
-            ("single", "manual"), 40, WeightDifference("logits/kernel", 0.25, 0.5), "So."
-        ),
-        WeightVerdict(("manual", "mirrored"), 40, WeightDifference("", 0.0, 0.0), "Not so."),
+        WeightVerdict(("single", "manual"), 40, apart, "So."),
+        WeightVerdict(("manual", "mirrored"), 40, same, "Not so."),
     ]
-    write_json(
-        path / "compare.json",
-        {
-            "runs": [dataclasses.asdict(summary) for summary in summaries],
-            "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
-        },
-    )
+    write_json(path / "compare.json", {"shown": describe(config, summaries, verdicts).to_record()})
 
 
 def write_verification(path, *, fault=None):
@@ -195,7 +143,7 @@ def write_case(path, runs=None, **changes):
     path.mkdir(parents=True, exist_ok=True)
     config = {"written_by": "lockstep", "command": "verify", "case": record["case"]}
     write_json(path / "config.json", {**config, "strategy": ",".join(runs)})
-    write_json(path / "verify.json", record)
+    write_json(path / "verify.json", {**record, "shown": describe_case(record).to_record()})
     return record
 
 
@@ -207,77 +155,6 @@ def write_measured_cases(path):
     write_benchmark(path, config, cases, all_comparisons(cases), {"float32": [1e9] * 5})
 
 
-def write_explained_step(path):
-    """Writes the files of `explain`."""
-    config = Config.of("explain")
-    write_config(path, config, command="explain")
-    third = Interval(0.001, 0.0005, 0.002)
-    breakdown = StepTimeBreakdown(
-        parts=[
-            Part(name, third, Interval(0.25, 0.1, 0.4))
-            for name in ("compute", "all-reduce", "input", "everything else")
-        ],
-        step_sec=Interval(0.004, 0.003, 0.005),
-        all_reduce_times=[],
-        gradient_all_reduce={2: AllReduceTime(2, 1000, 0.0005)},
-        all_reduce_model=AllReduceModel.fit(
-            "ring", [AllReduceTime(n, size, n * 1e-4 + size * 1e-9) for n in (2, 3)
-                     for size in (100, 10_000)], shared=False,
-        ),
-        compute=LinearCost.fit([64, 128], [0.001, 0.002]),
-        overhead=0.05,
-        predictions=[Prediction(2, 0.0041, 0.004, False), Prediction(4, 0.003, None, False)],
-        break_even_batch=100.0,
-        speed_up=Interval(1.5, 1.4, 1.6),
-    )  # fmt: skip
-    step_profile = {
-        "shards": [128, 128], "losses": [1.0, 1.25], "norms": [0.5, 0.75], "sum_norm": 1.0,
-        "gradient_bytes": 1000, "num_tensors": 8, "learning_rate": 0.2, "update_norm": 0.1,
-        "weight_norm": 2.0,
-    }  # fmt: skip
-    write_explanation(
-        path, config, step_profile, breakdown, [make_sample("manual", 2)],
-        SplitProfile(TRAFFIC, [HeldState("/device:CPU:0", 100, 200, 0)], None),
-    )  # fmt: skip
-
-
-TRAFFIC = Traffic(
-    [("all-reduce of the gradients, ring", "2 (R − 1) S", 2000)], 2000, 2000, 512,
-    [(0, 1, 1000, 1000), (1, 0, 1000, 1000)], "",
-)  # fmt: skip
-
-
-def write_explained_pipeline(path):
-    """Writes the files of `explain` for a pipeline with two stages and three micro-batches."""
-    config = Config.of("explain", strategy="pipeline", micro_batches=3)
-    write_config(path, config, command="explain")
-    third = Interval(0.001, 0.0005, 0.002)
-    breakdown = SplitBreakdown(
-        [Part(name, third, third) for name in ("compute", "input", "everything else")],
-        third,
-        {1: Interval(1000.0, 900.0, 1100.0), 2: Interval(800.0, 700.0, 900.0)},
-        Interval(0.8, 0.7, 0.9),
-    )
-    order = in_order(SCHEDULES["1f1b"], 2, 3)
-    timed = TimedSteps.of([simulate(order, 2, {(k, f): 0.02 for k in (0, 1) for f in (0, 1)})])
-    pipeline = PipelineProfile(
-        "1f1b", 3, [("conv1", "conv1", 0.25), ("flatten", "logits", 0.75)],
-        [[tuple(task) for task in slot] for slot in in_time_slots(SCHEDULES["1f1b"], 2, 3)],
-        bubble(2, 3), [2, 1], timed, timed.idle, timed,
-    )  # fmt: skip
-    step_profile = {
-        "shards": [86, 85, 85], "losses": [1.0, 1.0, 1.0], "norms": [0.5] * 3, "sum_norm": 1.0,
-        "gradient_bytes": 1000, "num_tensors": 8, "learning_rate": 0.2, "update_norm": 0.1,
-        "weight_norm": 2.0,
-    }  # fmt: skip
-    held = [HeldState(f"/device:CPU:{k}", 100 + k, 200, 0) for k in (0, 1)]
-    write_explanation(
-        path, config, step_profile, breakdown, [make_sample("pipeline", 2)],
-        SplitProfile(TRAFFIC, held, pipeline),
-    )  # fmt: skip
-    return pipeline
-
-
 def write_everything(folder):
     """Writes a run of every kind to a folder, with all caveats."""
     write_comparison(folder / "compared")
@@ -287,13 +164,7 @@ def write_everything(folder):
     )  # fmt: skip
     write_training(folder / "faulty", injected_fault="drop_gradient:replica=1", num_epochs=1)
     write_config(folder / "begun", Config.of())
-    write_config(folder / "stopped", Config.of())
-    write_mismatch(folder / "stopped")
     write_verification(folder / "proved")
     write_verification(folder / "refuted", fault="drop_gradient:replica=1")
     write_case(folder / "case")
     write_measured_cases(folder / "measured")
-    write_explained_step(folder / "explained")
-    write_explained_pipeline(folder / "cut")
-    (folder / "notes").mkdir()
-    (folder / "notes" / "config.json").write_text('{"of": "another program"}')

@@ -326,7 +326,7 @@ def test_faults_are_named_with_remedy_and_exit_code(tmp_path):
     assert lines[0].startswith("single is the training that case_fit.py defines on one device:")
     assert lines[1] == verdict
     assert lines[-1].startswith(f"open {out}/report.html ")
-    for name in ("verify.png", "verify.svg", "report.html"):
+    for name in ("verify.json", "report.html"):
         assert name in lines[-2] and (out / name).stat().st_size > 10_000
     assert verdict in (out / "report.html").read_text(encoding="utf-8")
     assert record["strategies"]["single"]["findings"] == []

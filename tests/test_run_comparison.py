@@ -6,12 +6,11 @@ import pytest
 from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
 from app.records.history import write_summary
 from app.records.run_metadata import Progress
+from app.report.training_result import results_table
 from app.runtime.errors import DataError
 from app.verification.difference import WeightDifference
 from app.verification.run_comparison import (
     compare_weights,
-    table_header,
-    table_rows,
     verdict_lines,
 )
 from test_checkpoint import RUN_METADATA, STATE
@@ -99,22 +98,12 @@ def test_the_table_shows_speed_up_over_single_where_it_is_there():
         images_per_sec=6000.0, devices=["/device:GPU:0"],
     )  # fmt: skip
     manual = make_summary(epoch_sec=8.0, images_per_sec=7500.0)
-    rows = table_rows([single, manual])
+    table = results_table("", {"single": single, "manual": manual})
     header = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
-    assert table_header([single, manual]) == header
-    assert rows[0] == ["single", "1", "0.8449", "10.00", "6,000", "1.00x"]
-    assert rows[1] == ["manual", "2 simulated", "0.8449", "8.00", "7,500", "1.25x"]
-    assert table_rows([manual])[0][-1] == "–"
-
-
-def test_the_table_of_a_case_shows_losses_and_accuracies_where_there_are_any():
-    case = {"case": "my_case.py", "test_loss": 0.25, "best_test_accuracy": None}
-    without = make_summary(**case, test_accuracy=None)
-    assert table_header([without])[2:5] == ["test loss", "sec/epoch", "examples/s"]
-    assert table_rows([without])[0][2] == "0.2500"
-    both = [without, make_summary(**case, test_accuracy=0.5)]
-    assert table_header(both)[2:4] == ["test acc", "test loss"]
-    assert [row[2:4] for row in table_rows(both)] == [["–", "0.2500"], ["0.5000", "0.2500"]]
+    assert table.header == header
+    assert table.rows[0] == ["single", "1", "0.8449", "10.00", "6,000", "1.00x"]
+    assert table.rows[1] == ["manual", "2 simulated", "0.8449", "8.00", "7,500", "1.25x"]
+    assert results_table("", {"manual": manual}).rows[0][-1] == "–"
 
 
 def test_random_layers_are_named_as_what_sets_numbers_of_replicas_apart(tmp_path):

@@ -5,7 +5,7 @@ from app.config.training_configs import training_config
 from app.performance.benchmark_output import (
     BENCHMARK_FILE,
     create_cases,
-    print_benchmark,
+    plot_benchmark,
     write_benchmark,
 )
 from app.performance.rounds import measure
@@ -18,7 +18,7 @@ from app.runtime.progress_bar import StepProgress
 
 
 def run(config: BenchmarkConfig) -> None:
-    """Measures every case, prints tables and caveats, and saves them with two figures."""
+    """Measures every case, prints tables and caveats, and saves them with a figure."""
     cases = create_cases(config)
     path = named_path(config.out or default_out("benchmark", *config.model))
     with open_command_directory(
@@ -43,11 +43,9 @@ def _benchmark(config: BenchmarkConfig, cases: list, run_directory: RunDirectory
     comparisons = all_comparisons(samples)
     run_directory.start(overwrite=config.overwrite)
     out_dir = run_directory.path
-    write_benchmark(out_dir, config, samples, comparisons, limits)
-    print_benchmark(samples, comparisons, limits)
-    from app.report.benchmark_plot import plot_benchmark
-
-    files = [BENCHMARK_FILE, *plot_benchmark(out_dir / BENCHMARK_FILE, out_dir), REPORT_FILE]
+    write_benchmark(out_dir, config, samples, comparisons, limits).print()
+    plot_benchmark(out_dir, samples, comparisons)
+    files = [BENCHMARK_FILE, "benchmark.png", "benchmark.svg", REPORT_FILE]
     write_report([out_dir], out_dir / REPORT_FILE)
     console.say(f"saved in {out_dir}: {', '.join(files)}")
 

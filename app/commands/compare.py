@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from app.config import CompareConfig, TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS
@@ -12,6 +12,8 @@ from app.records.history import Summary, load_required_summary
 from app.records.run_directory import CONFIG_FILE, open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
+from app.report.result import BAD, GOOD, Result
+from app.report.training_result import results_table
 from app.runtime import console
 from app.runtime.errors import OutputError, TrainingFailedError
 from app.runtime.processes import call_in_child_process
@@ -22,9 +24,8 @@ from app.verification.frameworks.framework_files import write_training_files
 from app.verification.frameworks.framework_program import find_interpreters
 from app.verification.frameworks.framework_training import train_with_framework
 from app.verification.run_comparison import (
+    PairVerdict,
     compare_weights,
-    table_header,
-    table_rows,
     verdict_lines,
 )
 
@@ -105,46 +106,55 @@ def _report(
     config: CompareConfig, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]
 ) -> list[Summary]:
     """Prints the table and the comparison of the weights; saves both, and a figure of all runs."""
-    from app.report.accuracy_plot import plot_accuracy
+    from app.report.accuracy_plot import FILES, plot_accuracy
 
     summaries = [load_required_summary(path) for path in run_dirs]
     verdicts = compare_weights(run_dirs)
-    first = summaries[0]
+    result = describe(config, summaries, verdicts)
     console.say()
-    lines = verdict_lines(verdicts)
-    for line in lines:
-        console.say(line)
-    if not all(verdict.difference.identical for verdict in verdicts):
-        console.say(f"To check that this is all: {shown_command(_verify_words(config))}")
-    console.say()
-    recipe = f" recipe {first.recipe}," if first.recipe else ""
-    console.print_table(
-        f"{first.model} on {first.dataset},{recipe} batch"
-        f" {first.global_batch_size}, {console.count(first.epochs, 'epoch')}",
-        table_header(summaries),
-        table_rows(summaries),
-    )
-    if any(summary.simulated_devices for summary in summaries):
-        console.say(
-            "simulated devices: they share one processor, so the speed-up is not that of"
-            " real devices"
-        )
-    console.say("times are medians over epochs of one run each, made one after another")
+    result.print()
     plot_accuracy(run_dirs, out_dir)
     write_json(
         out_dir / "compare.json",
         {
-            "verdict": lines[0],
             "runs": [dataclasses.asdict(summary) for summary in summaries],
             "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
+            "shown": result.to_record(),
         },
     )
     write_report([out_dir], out_dir / REPORT_FILE)
-    for caveat in caveats(config, summaries[-1]):
-        console.warn(caveat)
-    console.say(f"saved in {out_dir}: accuracy.png, accuracy.svg, compare.json, {REPORT_FILE}")
+    console.say(f"saved in {out_dir}: {', '.join([*FILES, 'compare.json', REPORT_FILE])}")
     console.say(f"open {out_dir / REPORT_FILE} for the verdict and all curves on one page")
     return summaries
+
+
+def describe(
+    config: CompareConfig, summaries: Sequence[Summary], verdicts: Sequence[PairVerdict]
+) -> Result:
+    """Describes the comparison of the weights, and the results in a table."""
+    sentence, *lines = verdict_lines(verdicts)
+    if not all(verdict.difference.identical for verdict in verdicts):
+        lines.append(f"To check that this is all: {shown_command(_verify_words(config))}")
+    first = summaries[0]
+    recipe = f" recipe {first.recipe}," if first.recipe else ""
+    table = results_table(
+        f"{first.model} on {first.dataset},{recipe} batch"
+        f" {first.global_batch_size}, {console.count(first.epochs, 'epoch')}",
+        {summary.strategy: summary for summary in summaries},
+    )
+    notes = ["times are medians over epochs of one run each, made one after another"]
+    if any(summary.simulated_devices for summary in summaries):
+        notes.insert(
+            0,
+            "simulated devices: they share one processor, so the speed-up is not that of"
+            " real devices",
+        )
+    is_bad = any(verdict.is_unexpected for verdict in verdicts)
+    return Result(
+        [(BAD if is_bad else GOOD, sentence)],
+        [*lines, table, *notes],
+        caveats(config, summaries[-1]),
+    )
 
 
 def _verify_words(config: CompareConfig) -> list[str]:

@@ -17,7 +17,6 @@ from app.performance.step_profile import print_step_profile, profile_step
 from app.performance.step_time_breakdown import Design, StepTimeBreakdown, break_down_step
 from app.records.run_directory import RunDirectory, open_command_directory
 from app.records.run_naming import default_out, named_path
-from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
@@ -50,15 +49,10 @@ def _explain(config: ExplainConfig, run_directory: RunDirectory) -> None:
         print_explanation(config, breakdown, samples)
     split_output.print_traffic(split.traffic)
     split_output.print_held(split.held)
-    files = [EXPLAIN_FILE]
     if split.pipeline:
         split_output.print_pipeline(split.pipeline)
-        from app.report.schedule_plot import plot_schedule
-
-        files += plot_schedule(out_dir / EXPLAIN_FILE, out_dir)
     print_caveats(samples)
-    write_report([out_dir], out_dir / REPORT_FILE)
-    console.say(f"saved in {out_dir}: {', '.join([*files, REPORT_FILE])}")
+    console.say(f"saved in {out_dir}: {EXPLAIN_FILE}")
 
 
 def _measure(

@@ -31,12 +31,7 @@ from app.verification.trace_comparison import (
     first_sums_apart,
 )
 from app.verification.verdict import NO_CAUSE, PairVerdict, StrategyVerdict
-from app.verification.verify_output import (
-    conclusions,
-    print_report,
-    print_verdict,
-    write_record,
-)
+from app.verification.verify_output import write_record
 
 
 class Comparison(NamedTuple):
@@ -255,9 +250,9 @@ def _report(
     """Writes and prints the verdicts; raises `MismatchError` for the first finding."""
     from app.report.verification_plot import plot_verification
 
-    record = write_record(path, config, recorded, verdict_of, pair_verdicts)
-    print_verdict(record, conclusions(config, verdict_of, pair_verdicts), verdict_of)
-    print_report(config, recorded, verdict_of, pair_verdicts)
+    result = write_record(path, config, recorded, verdict_of, pair_verdicts)
+    console.say()
+    result.print()
     plot_verification(path)
     write_report([path], path / REPORT_FILE)
     kept = ", traces" if config.keep_traces else ""

@@ -1,4 +1,4 @@
-"""Creates the cases of a benchmark, and prints and writes their results."""
+"""Creates the cases of a benchmark, and describes and writes their results."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,9 @@ from app.performance import interval
 from app.performance.case import Case, Sample, split_names
 from app.performance.comparability import setup_caveats
 from app.performance.speed_comparison import Comparison
+from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 from app.records.files import write_json
+from app.report.result import Block, Result, Table
 from app.runtime import console
 
 BENCHMARK_FILE = "benchmark.json"
@@ -54,8 +56,9 @@ def write_benchmark(
     samples: Sequence[Sample],
     comparisons: Sequence[Comparison],
     peaks: Mapping[str, Sequence[float]],
-) -> None:
-    """Writes `benchmark.json`: all blocks of all cases, and the derived results."""
+) -> Result:
+    """Writes `benchmark.json`: all blocks of all cases, and the result, which it returns."""
+    result = _describe(samples, comparisons, peaks)
     common, short = split_names([s.case.name for s in samples])
     write_json(
         out_dir / BENCHMARK_FILE,
@@ -72,8 +75,10 @@ def write_benchmark(
                 {"short_name": short[s.case.name], **_case_record(s, peaks)} for s in samples
             ],
             "comparisons": [{**dataclasses.asdict(c), "verdict": c.verdict} for c in comparisons],
+            "shown": result.to_record(),
         },
     )
+    return result
 
 
 def _case_record(s: Sample, peaks: Mapping[str, Sequence[float]]) -> dict:
@@ -108,37 +113,59 @@ def share_of_peak(s: Sample, peaks: Mapping[str, Sequence[float]]) -> interval.I
     return interval.ratio(achieved, peaks[s.case.config.precision])
 
 
-def print_benchmark(
+def _describe(
     samples: Sequence[Sample],
     comparisons: Sequence[Comparison],
     peaks: Mapping[str, Sequence[float]],
-) -> None:
-    """Prints the cases, the comparisons, and the caveats."""
+) -> Result:
+    """Describes the cases, the comparisons, and the caveats."""
     common, short = split_names([s.case.name for s in samples])
-    console.say()
-    console.print_table(
+    table = Table(
         f"{common} on {samples[0].facts.dataset}: medians of"
         f" {console.count(len(samples[0].blocks), 'round')} with 95 % intervals, warm-up apart",
         ["", "images/s", "interval", "ms a step", "of peak", "peak memory", "until compiled"],
         [_row(short[s.case.name], s, peaks) for s in samples],
     )
+    blocks: list[Block] = [table]
     for precision, rates in peaks.items():
-        limit = interval.median(rates)
-        console.say(f"peak: matrix products in {precision} at {limit.value / 1e9:,.0f} GFLOP/s")
+        limit = interval.median(rates).value / 1e9
+        blocks.append(f"peak: matrix products in {precision} at {limit:,.0f} GFLOP/s")
+    header = ["", "against", "speed-up", "interval", "ideal", "verdict"]
     for axis, group in itertools.groupby(comparisons, key=lambda c: c.axis):
-        console.say()
-        console.print_table(
-            AXIS_TITLES[axis],
-            ["", "against", "speed-up", "interval", "ideal", "verdict"],
-            [_comparison_row(short, c) for c in group],
-        )
+        blocks.append(Table(AXIS_TITLES[axis], header, [_comparison_row(short, c) for c in group]))
     said = dict.fromkeys(
         f"{c.axis}{' refused' if r.refuses else ''}: {r.text}"
         for c in comparisons
         for r in c.caveats
     )
-    for line in [*setup_caveats(samples), *said]:
-        console.say(line)
+    facts = [s.facts for s in samples]
+    caveats = [DATASET_CAVEATS[f.dataset] for f in facts[:1] if f.dataset in DATASET_CAVEATS]
+    caveats += [TIMING_CAVEAT] if any(f.simulated_devices for f in facts) else []
+    return Result([], [*blocks, *setup_caveats(samples), *said], caveats)
+
+
+def plot_benchmark(
+    out_dir: pathlib.Path, samples: Sequence[Sample], comparisons: Sequence[Comparison]
+) -> None:
+    """Draws throughput and speed-ups with their intervals into `benchmark.png` and `.svg`."""
+    from app.report.bar_plot import plot_bars
+
+    common, short = split_names([s.case.name for s in samples])
+    rates = {short[s.case.name]: interval.median(s.rates) for s in samples}
+    speed_ups = {
+        f"{short[c.case]} / {short[c.base]}, {c.axis}": c.speed_up
+        for c in comparisons
+        if c.speed_up
+    }
+    title = f"{common} on {dataset_title(samples[0].facts.dataset)}, {processor_name()}"
+    if any(s.facts.simulated_devices for s in samples):
+        title += f"\n{TIMING_CAVEAT}"
+    panels = {"images per second, median with 95 % interval": rates, "speed-up": speed_ups}
+    bars = {
+        label: {name: (each.value, each.low, each.high) for name, each in rows.items()}
+        for label, rows in panels.items()
+    }
+    plot_bars(title, bars, out_dir, "benchmark")
 
 
 AXIS_TITLES = {

@@ -37,12 +37,12 @@ _RECORDS = (
     *("summary.json", "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg"),
     *(RUN_LOG_FILE, EVENTS_FILE, "mismatch"),
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
-    *("throughput.png", "throughput.svg", "speedup.png", "speedup.svg", "explain.json"),
+    *("benchmark.png", "benchmark.svg", "explain.json"),
     "report.html",
 )
 # Temporary files of an interrupted write.
 _LEFTOVER = re.compile(
-    r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy|throughput|speedup)"
+    r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy)"
     rf"\.(?:jsonl?|png|svg)|report\.html|traces|mismatch|checkpoints|{re.escape(EVENTS_FILE)})"
     r"(?:\.removed)?\.\d+\.tmp"
 )

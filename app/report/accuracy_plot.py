@@ -1,124 +1,139 @@
-"""Draws the accuracy figure of one or several runs from the records on disk."""
+"""Draws the accuracy of one or several runs over the epochs."""
 
-import dataclasses
-import itertools
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from app.records.event_reader import load_steps
-from app.records.history import (
-    EpochRecord,
-    Summary,
-    load_history,
-    load_required_summary,
-)
-from app.report.one_epoch_plot import draw_one_epoch
-from app.report.plot_style import (
-    LOOKS,
-    Look,
-    finish_axes,
-    save_figure,
-    scale_accuracy,
-    set_title,
-)
+from app.records.caveats import TIMING_CAVEAT, dataset_title
+from app.records.history import EpochRecord, Summary, load_history, load_required_summary
+from app.report.plot_style import LOOKS, STYLE, Look, save_figure, set_title
+from app.report.training_result import devices_text
+
+FILES = ("accuracy.png", "accuracy.svg")
+_TRAIN, _TEST = Look("#D55E00", "--", "s", 1.5), Look("#0072B2", "-", "o", 2.0)
 
 Run = tuple[Summary, Sequence[EpochRecord]]
 
 
+class _Curve(NamedTuple):
+    name: str
+    look: Look
+    epochs: list[int]
+    values: list[float]
+
+
 def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> None:
     """Draws accuracy over epochs into `accuracy.png` and `accuracy.svg`; writes each atomically.
-
-    For one run, test and train accuracy share a panel. For several, there is a panel each for test
-    and train accuracy, with one curve per run. For a case, draws the losses and its first metric.
-    Runs of one epoch are drawn over their steps, if recorded.
 
     Args:
         run_dirs: run directories with at least one finished epoch each.
         out_dir: output directory.
     """
     runs = [(load_required_summary(path), load_history(path)) for path in run_dirs]
-    steps = [load_steps(path) for path in run_dirs] if runs[0][0].epochs == 1 else []
-    if steps and all(steps):
-        figure = draw_one_epoch(runs, steps)
-    elif runs[0][0].case:
-        figure = _draw_case(runs)
-    else:
-        figure = _draw_one(*runs[0]) if len(runs) == 1 else _draw_several(runs)
-    save_figure(figure, out_dir, "accuracy")
-
-
-def _draw_one(summary: Summary, history: Sequence[EpochRecord]) -> Figure:
-    figure = Figure(figsize=(7, 4.6), layout="constrained")
-    axes = figure.subplots()
-    test = Look("#0072B2", "-", "o", 2.0)
-    train = Look("#D55E00", "--", "s", 1.5)
-    _draw_curve(axes, history, "train_accuracy", train, "train")
-    _draw_curve(axes, history, "test_accuracy", test, "test")
-    finish_axes(axes, summary.epochs, "accuracy")
-    scale_accuracy(axes)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="lower right")
-    set_title(figure, [summary])
-    return figure
-
-
-def _draw_case(runs: Sequence[Run]) -> Figure:
-    """Draws the losses of a case and its first metric: one curve per run."""
-    summary = runs[0][0]
-    data = "training data" if summary.evaluates_training_data else "test"
-    fields = {"test_loss": f"{data} loss after the epoch", "train_loss": "loss in the epoch"}
-    fields |= {name: f"{data} {name}" for name in list(summary.test_metrics)[:1]}
-    figure = Figure(figsize=(5 * len(fields), 4.8), layout="constrained")
-    panels = figure.subplots(1, len(fields))
-    for axes, (field, title) in zip(panels, fields.items(), strict=True):
-        for look, (each, history) in zip(itertools.cycle(LOOKS), runs, strict=False):
-            _draw_curve(axes, history, field, look, each.strategy, form=".4g")
-        finish_axes(axes, summary.epochs, title)
-        axes.legend()
-    set_title(figure, [summary for summary, _ in runs])
-    return figure
-
-
-def _draw_several(runs: Sequence[Run]) -> Figure:
-    figure = Figure(figsize=(10, 4.8), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, field, name in zip(
-        panels,
-        ("test_accuracy", "train_accuracy"),
-        ("test accuracy", "train accuracy"),
-        strict=True,
-    ):
-        for look, (summary, history) in zip(itertools.cycle(LOOKS), runs, strict=False):
-            _draw_curve(axes, history, field, look, summary.strategy)
-        finish_axes(axes, runs[0][0].epochs, name)
-        scale_accuracy(axes)
-    panels[0].legend(loc="lower right")
-    set_title(figure, [summary for summary, _ in runs])
-    return figure
-
-
-def _draw_curve(
-    axes: Axes,
-    history: Sequence[EpochRecord],
-    field: str,
-    look: Look,
-    name: str,
-    form: str = ".1%",
-) -> None:
-    """Draws one curve of a field or a metric, with its last value in the legend."""
-    values = [{**r.test_metrics, **dataclasses.asdict(r)}.get(field, math.nan) for r in history]
-    axes.plot(
-        [record.epoch for record in history],
-        values,
-        look.line,
-        color=look.colour,
-        linewidth=look.width,
-        marker=look.marker,
-        markersize=3 + look.width,
-        markerfacecolor="white" if look.line != "-" else look.colour,
-        label=f"{name}: {values[-1]:{form}}",
+    save_figure(
+        draw_accuracy({s.strategy: (s, history) for s, history in runs}), out_dir, "accuracy"
     )
+
+
+@matplotlib.rc_context(STYLE)
+def draw_accuracy(runs: Mapping[str, Run]) -> Figure:
+    """Draws the accuracies of runs.
+
+    For one run, test and train accuracy share a panel. For several, there is a panel each for test
+    and train accuracy, with one curve per run. Accuracies after one epoch are drawn as bars.
+
+    Args:
+        runs: name → summary and history of at least one epoch.
+    """
+    panels: dict[str, list[_Curve]] = {}
+    for index, (name, (_, history)) in enumerate(runs.items()):
+        for field, label, look in (("test", "test", _TEST), ("train", "train", _TRAIN)):
+            if len(runs) > 1:
+                label, look = name, LOOKS[index % len(LOOKS)]
+            values = [getattr(record, f"{field}_accuracy") for record in history]
+            panel = f"{field} accuracy" if len(runs) > 1 else "accuracy"
+            panels.setdefault(panel, []).append(
+                _Curve(
+                    label,
+                    look,
+                    [record.epoch for record in history],
+                    [math.nan if value is None else value for value in values],
+                )
+            )
+    width = 7 if len(panels) == 1 else 10
+    num_epochs = max(len(history) for _, history in runs.values())
+    height = 4.8 if num_epochs > 1 else 1.8 + 0.4 * len(next(iter(panels.values())))
+    figure = Figure(figsize=(width, height), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
+        if num_epochs == 1:
+            _draw_bars(axes, title, curves)
+        else:
+            _draw_curves(axes, title, curves, max(s.epochs for s, _ in runs.values()))
+    set_title(figure, _title([summary for summary, _ in runs.values()]))
+    return figure
+
+
+def _draw_bars(axes: Axes, title: str, curves: Sequence[_Curve]) -> None:
+    """Draws a bar for the accuracy of each run after its only epoch."""
+    for row, curve in enumerate(curves):
+        (value,) = curve.values
+        axes.barh(row, value, 0.6, color=curve.look.colour, alpha=0.6)
+        axes.text(0.01, row, f"{value:.1%}", va="center", weight="bold")
+    axes.set_yticks(range(len(curves)), [curve.name for curve in curves])
+    axes.set_ylim(len(curves) - 0.5, -0.5)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel(f"{title} after one epoch")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def _draw_curves(axes: Axes, title: str, curves: Iterable[_Curve], num_epochs: int) -> None:
+    """Draws a curve for each run, with its last value in the legend."""
+    for name, look, epochs, values in curves:
+        axes.plot(
+            epochs,
+            values,
+            look.line,
+            color=look.colour,
+            linewidth=look.width,
+            marker=look.marker,
+            markersize=3 + look.width,
+            markerfacecolor="white" if look.line != "-" else look.colour,
+            label=f"{name}: {values[-1]:.1%}",
+        )
+    axes.legend(loc="lower right")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(title)
+    axes.grid()
+    margin = max(0.5, 0.03 * num_epochs)
+    axes.set_xlim(1 - margin, num_epochs + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    low, high = axes.get_ylim()
+    room = max(0.01, (0.2 - (high - low)) / 2)  # At least 20 points: noise looks small.
+    axes.set_ylim(max(0.0, low - room), min(1.0, high + room))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))  # Whole percents.
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def _title(summaries: Sequence[Summary]) -> str:
+    """Returns what is trained, and below which strategies on which devices."""
+    lines: dict[str, list[str]] = {}
+    for s in summaries:
+        fault = f"INJECTED FAULT: {s.injected_fault}\n" if s.injected_fault else ""
+        what = f"{fault}{s.model} on {dataset_title(s.dataset)} ({s.num_train_examples:,} images)"
+        recipe = f" recipe {s.recipe}," if s.recipe else ""
+        what += f",{recipe} batch {s.global_batch_size}, lr {s.learning_rate:g}"
+        place = devices_text(s.devices, s.simulated_devices)
+        if s.simulated_devices:
+            place = f"{len(s.devices)} {TIMING_CAVEAT}"
+        lines.setdefault(what, []).append(f"{s.strategy} on {place}")
+    shown = [[what, *dict.fromkeys(places)] for what, places in lines.items()]
+    if len(shown) > 1:  # The page of several trainings has their settings.
+        return "\n".join(each[0] for each in shown)
+    return "\n".join(shown[0])

@@ -1,46 +1,51 @@
-"""Writes `report.html`: a standalone page about the records of runs."""
+"""Writes `report.html`: a standalone page with the results of runs on disk."""
 
+import base64
+import contextlib
+import dataclasses
+import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from app.records.files import io_errors_as, make_directory, open_regular, write_file
-from app.report.case_part import case_part
-from app.report.curves_part import curves
-from app.report.page_parts import (
-    Cell,
-    Details,
-    Heading,
-    Items,
-    Part,
-    Section,
-    Table,
-    Text,
-    count,
-    differing,
-)
-from app.report.record_finder import Record, find_records
-from app.report.runs_part import (
-    Run,
-    comparison_verdict,
-    same_weights,
-    speed,
-    summary_table,
-    verdicts,
-)
-from app.report.speed_part import benchmark_part, explain_part
-from app.report.templates import create_environment
-from app.report.verification_part import verify_part
-from app.runtime.errors import OutputError
+from app.records.files import io_errors_as, make_directory, open_regular, read_json, write_file
+from app.records.history import load_history, load_summary
+from app.records.run_directory import CONFIG_FILE, load_run_config
+from app.report.result import Result, Table
+from app.report.training_result import caveats_of, describe_trainings, settings_table
+from app.runtime import console
+from app.runtime.errors import OutputError, reason_of
 
 REPORT_FILE = "report.html"
-_TEMPLATE = "page.html.jinja"
 _GENERATOR = '<meta name="generator" content="Lockstep">'
 _HEAD_BYTES = 4096  # The line above is within them.
-_NOUNS = {
-    "train": "training", "compare": "comparison", "verify": "verification",
-    "benchmark": "benchmark", "explain": "explanation",
-}  # fmt: skip
+_MEASURED = ("verify", "benchmark")
+_MAX_BYTES = 1 << 30  # The measurements of a long verification are larger than any other record.
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The directory of one run: its path, unique name, command and `config.json`."""
+
+    path: pathlib.Path
+    label: str
+    command: str
+    config: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """The part of the page about one or several records."""
+
+    title: str
+    result: Result
+    settings: Table
+    figure: bytes | None = None
+
+    def image(self) -> str:
+        """Returns the figure as an address; in an image, an SVG file can neither run nor load."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.figure or b'').decode()}"
 
 
 def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> None:
@@ -58,10 +63,10 @@ def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> Non
         _check_replaceable(path)
     # `runs/*` may include an earlier report.
     named = [directory for directory in directories if not _is_report(directory)]
-    page = _page(find_records(named or directories))
+    content = _render(find_records(named or directories)).encode("utf-8", "replace")
     with io_errors_as(path):
         make_directory(path.parent)
-    write_file(path, _render(page).encode("utf-8", "replace"))
+    write_file(path, content)
 
 
 def _check_replaceable(path: pathlib.Path) -> None:
@@ -87,99 +92,158 @@ def _is_report(path: pathlib.Path) -> bool:
         return False
 
 
-def _render(page: dict) -> str:
-    return create_environment().get_template(_TEMPLATE).render(page)
+def find_records(directories: Sequence[pathlib.Path]) -> list[Record]:
+    """Returns the runs in directories, each once, in order.
 
+    A comparison includes its own runs. A folder that is not a run includes the runs directly in it,
+    by name; other contents are ignored, with a warning for a `config.json` of another program.
 
-def _page(records: Sequence[Record]) -> dict:
-    """Returns the values for the template."""
-    runs = [Run.load(record) for record in records if record.kind == "train"]
-    verified = [
-        case_part(record)
-        if record.config.get("case") or record.config.get("traces")
-        else verify_part(record)
-        for record in records
-        if record.kind == "verify"
+    Raises:
+        OutputError: a directory does not exist, or is not a run and holds none.
+    """
+    found: dict[pathlib.Path, tuple[str, dict]] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            what = "is not a directory" if directory.exists() else "does not exist"
+            raise OutputError(f"{directory} {what}; give the directory of a run, see runs/")
+        children = [] if _is_run(directory) else _runs_in(directory)
+        for run in children or [directory]:
+            for path, command, config in _run_and_its_own(run):
+                found.setdefault(path.resolve(), (command, config))
+    top = os.path.commonpath([path.parent for path in found])
+    return [
+        Record(path, _shown(os.path.relpath(path, top)), command, config)
+        for path, (command, config) in found.items()
     ]
-    measured = [benchmark_part(record) for record in records if record.kind == "benchmark"]
-    explained = [explain_part(record) for record in records if record.kind == "explain"]
-    parts = [run.part() for run in runs] + verified + measured + explained
-    compared = [record for record in records if record.kind == "compare"]
-    sections = [
-        Section("verdict", "Verdict", _verdicts(compared, parts)),
-        Section("results", "Results", [summary_table(runs)] if runs else []),
-        Section("curves", "Accuracy and loss", curves(runs) if runs else []),
-        Section("weights", "Are the weights the same?", _weights(compared, runs)),
-        Section("verification", "Step by step", _blocks(verified)),
-        Section("speed", "Speed", [*speed(runs), *_blocks(measured)]),
-        Section("explained", "Where the time goes", _blocks(explained)),
-        Section("differences", "What the trainings differ in", _differences(runs)),
-        Section("environment", "Environment", _environment(parts)),
-    ]
-    kinds = [record.kind for record in records]
-    return {
-        "title": f"Lockstep report: {records[0].label}"
-        if len(records) == 1 or records[0].kind == "compare"
-        else "Lockstep report",
-        "made": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "contents": ", ".join(
-            count(kinds.count(kind), noun) for kind, noun in _NOUNS.items() if kind in kinds
-        ),
-        "labels": [record.label for record in records],
-        "banners": _banners(parts),
-        "sections": [section for section in sections if section.blocks],
-    }
 
 
-def _verdicts(compared: Sequence[Record], parts: Sequence[Part]) -> list:
-    of_comparisons = [item for record in compared for item in comparison_verdict(record)]
-    return of_comparisons + [item for part in parts for item in part.verdicts]
+def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, dict]]:
+    """Yields path, command and configuration of a run; for a comparison, also of its trainings."""
+    config = load_run_config(path)  # Raises the missing file.
+    strategies = str(config.get("strategy")).split(",")
+    if config.get("command") in _MEASURED:
+        yield path, config["command"], config
+    elif len(strategies) > 1 or (path / "compare.json").exists():
+        yield path, "compare", config
+        # Other folders are from an earlier comparison of other strategies.
+        for child in (path / strategy for strategy in strategies):
+            if os.path.lexists(child / CONFIG_FILE):
+                yield child, "train", load_run_config(child)
+    else:
+        yield path, "train", config
 
 
-def _blocks(parts: Sequence[Part]) -> list:
-    return [block for part in parts for block in part.blocks]
+def _runs_in(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the runs directly in a directory, by name; warns of folders that look like runs."""
+    try:
+        children = [c for c in sorted(path.iterdir()) if os.path.lexists(c / CONFIG_FILE)]
+    except OSError as error:
+        raise OutputError(
+            f"{path}: {reason_of(error)}; choose a directory that can be read"
+        ) from error
+    runs = [child for child in children if _is_run(child)]
+    others = [_shown(child.name) for child in children if child not in runs]
+    if runs and others:
+        console.warn(f"{path}: ignored {', '.join(others)}: {CONFIG_FILE} there is not of a run")
+    return runs
 
 
-def _banners(parts: Sequence[Part]) -> list[tuple[str, list[str]]]:
-    """Returns the caveats, each once, with the runs that it concerns."""
-    banners: dict[str, list[str]] = {}
-    for part in parts:
-        for caveat in dict.fromkeys(part.caveats):
-            banners.setdefault(caveat, []).append(part.label)
-    return list(banners.items())
+def _is_run(path: pathlib.Path) -> bool:
+    """Returns whether a directory is a run; other programs have a `config.json`, too."""
+    with contextlib.suppress(OutputError):
+        load_run_config(path)
+        return True
+    return False
 
 
-def _weights(compared: Sequence[Record], runs: Sequence[Run]) -> list:
-    return [block for record in compared for block in verdicts(record)] + same_weights(runs)
+def _shown(name: str) -> str:
+    """Returns a file name as text, for any bytes."""
+    return name.encode("utf-8", "replace").decode()
 
 
-def _differences(runs: Sequence[Run]) -> list:
-    if not runs:
-        return []
-    same, names, rows = differing([run.label for run in runs], [run.fields() for run in runs])
-    caption = "Settings in which trainings differ; marked where they are not as in the first"
-    header = ["run", *(name.replace("_", " ") for name in names)]
-    blocks: list = [Table(caption, header, "l" * len(header), rows)] * bool(names)
-    if not names and len(runs) > 1:
-        blocks.append(Text("All trainings were set up alike."))
-    title = "The settings" if len(runs) == 1 else "The same in all"
-    return [*blocks, Details(title, [_values("Settings", same)])] if same else blocks
+def _render(records: Sequence[Record]) -> str:
+    import jinja2
+
+    trainings = [record for record in records if record.command == "train"]
+    sections = [_section(record) for record in records if record not in trainings]
+    caveats: dict[str, list[str]] = {}
+    for section in sections:
+        for caveat in section.result.caveats:
+            caveats.setdefault(caveat, []).append(section.title)
+    if trainings:
+        sections.append(_trainings(trainings, caveats))
+    template = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template("page.html.jinja")
+    return template.render(
+        made=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        labels=[record.label for record in records],
+        caveats=caveats,
+        sections=sections,
+    )
 
 
-def _environment(parts: Sequence[Part]) -> list:
-    known = [part for part in parts if part.environment]
-    if not known:
-        return []
-    same, names, rows = differing([p.label for p in known], [p.environment for p in known])
-    caption = "Where runs differ; marked where they are not as in the first"
-    blocks: list = [_values("The same in all" if len(known) > 1 else "Environment", same)]
-    blocks += [Table(caption, ["run", *names], "l" * (len(names) + 1), rows)] * bool(names)
-    changes = [f"{part.label}: {change}" for part in known for change in part.changes]
-    if changes:
-        blocks += [Heading("Changed on the way"), Items(changes)]
-    return blocks if same else blocks[1:]
+def _section(record: Record) -> Section:
+    """Returns the section of a comparison, a verification or a benchmark."""
+    path = record.path / f"{record.command}.json"
+    settings, figure = dict(record.config), record.path / f"{record.command}.svg"
+    with _reading(path):
+        if path.exists():
+            content = read_json(path, max_bytes=_MAX_BYTES)
+            result = Result.from_record(content["shown"])
+            settings |= content.get("versions", {})
+        else:
+            result = Result(blocks=["Not finished: there is no result yet."])
+        drawn = figure.read_bytes() if figure.is_file() and not figure.is_symlink() else None
+    return Section(record.label, result, settings_table({record.label: settings}), drawn)
 
 
-def _values(caption: str, values: dict[str, str]) -> Table:
-    rows: list[list[Cell | str]] = [[name, value] for name, value in values.items()]
-    return Table(caption, ["name", "value"], "ll", rows)
+def _trainings(records: Sequence[Record], caveats: dict[str, list[str]]) -> Section:
+    """Returns the section of all trainings, and adds their caveats."""
+    summaries, drawn, settings = {}, {}, {}
+    for record in records:
+        name = record.label
+        summary, history = load_summary(record.path), load_history(record.path)
+        summaries[name], settings[name] = summary, record.config
+        if summary is None:
+            continue
+        with _reading(record.path / "history.jsonl"):
+            if [each.epoch for each in history] != list(range(1, len(history) + 1)):
+                raise ValueError("epochs that do not follow one another")
+        with _reading(record.path / "summary.json"):
+            settings[name] = {**record.config, "devices": summary.devices, **summary.versions}
+            for caveat in caveats_of(summary):
+                caveats.setdefault(caveat, []).append(name)
+        if history:
+            drawn[name] = summary, history
+    figure = None
+    with _reading(records[0].path / "summary.json"):
+        result, table = describe_trainings(summaries), settings_table(settings)
+        if drawn:
+            from app.report.accuracy_plot import draw_accuracy
+            from app.report.plot_style import render
+
+            figure = render(draw_accuracy(drawn), "svg")
+    title = records[0].label if len(records) == 1 else "Trainings"
+    return Section(title, result, table, figure)
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+    """Converts errors of damaged records to `OutputError`.
+
+    Raises:
+        OutputError: the record is not in the format that a run writes.
+    """
+    try:
+        yield
+    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+            RecursionError) as error:  # fmt: skip
+        raise OutputError(
+            f"{path}: not readable as {path.name} ({reason_of(error)}); write it again with"
+            " --overwrite, or leave this directory out"
+        ) from error

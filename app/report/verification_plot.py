@@ -1,8 +1,10 @@
 """Draws the figure of `verify` from `verify.json`."""
 
+import math
 import pathlib
 import textwrap
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -10,63 +12,93 @@ from matplotlib.ticker import MaxNLocator
 from app.records.caveats import dataset_title
 from app.records.files import read_json
 from app.records.pair_outcomes import outcome_sentences, verdict_sentence
-from app.report.plot_style import save_figure
-from app.report.tolerance_shares import (
-    FLOOR,
-    MISMATCH_PANELS,
-    PANELS,
-    distinct_trainings,
-    is_mismatch,
-    shares,
-)
+from app.report.plot_style import STYLE, save_figure, set_title
 
+_PANELS = {
+    "loss": "loss of each replica",
+    "gradients": "gradients before the all-reduce",
+    "sums": "gradients after the all-reduce",
+    "weights": "weights, given these sums",
+    "own statistics": "BatchNorm statistics",
+}
+# Drawn only if they have a mismatch.
+_MISMATCH_PANELS = {
+    "examples": "examples",
+    "slots": "optimizer state",
+    "agreement": "replicas against replica 0",
+    "statistics": "BatchNorm statistics, averaged",
+}
+_FLOOR, _CEILING = 1e-4, 1e8  # Fractions of the tolerance are drawn within these.
 _TITLE_COLUMNS, _NOTE_COLUMNS = 110, 140
 _RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"
+
+Lines = dict[tuple, list[tuple[int, float]]]  # Kind, tensor, replica → step, error / tolerance.
 
 
 def plot_verification(path: pathlib.Path) -> None:
     """Draws `verify.png` and `verify.svg` into the directory that holds `verify.json`."""
-    record = read_json(path / "verify.json")
-    figure = _draw(record)
-    save_figure(figure, path, "verify")
+    save_figure(_draw(read_json(path / "verify.json", max_bytes=1 << 30)), path, "verify")
 
 
+@matplotlib.rc_context(STYLE)
 def _draw(record: dict) -> Figure:
-    strategies = record["strategies"]
-    lines = [shares(run["measurements"]) for run in strategies.values()]
-    kinds = [kind for kind in PANELS if any(k == kind for each in lines for k, *_ in each)]
-    kinds += [
-        kind for kind in MISMATCH_PANELS
-        if any(key[0] == kind and is_mismatch(each[key]) for each in lines for key in each)
-    ]  # fmt: skip
-    rows = distinct_trainings(strategies)
+    rows: list[tuple[list[str], dict, Lines]] = []  # Once for bitwise identical trainings.
+    for name, run in record["strategies"].items():
+        same = next((names for names, other, _ in rows if other == run["measurements"]), None)
+        if same:
+            same.append(name)
+        elif run["measurements"]:
+            rows.append(([name], run["measurements"], _lines(run["measurements"])))
+    worst: dict[str, float] = {}
+    for _, _, lines in rows:
+        for (kind, *_), points in lines.items():
+            worst[kind] = max(worst.get(kind, 0.0), *(share for _, share in points))
+    kinds = {kind: title for kind, title in _PANELS.items() if kind in worst}
+    kinds |= {k: title for k, title in _MISMATCH_PANELS.items() if worst.get(k, 0) > 1}
     size = 2.6 * len(kinds) + 0.8, 2.3 * len(rows) + 1.5
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(rows), len(kinds), sharex=True, sharey=True, squeeze=False)
-    for row, (names, measured) in zip(panels, rows, strict=True):
+    for row, (names, _, lines) in zip(panels, rows, strict=True):
         for axes, kind in zip(row, kinds, strict=True):
-            _draw_panel(axes, measured, kind, record["steps"])
+            drawn = [points for (k, *_), points in lines.items() if k == kind]
+            _draw_panel(axes, drawn, record["steps"])
         row[0].set_ylabel(f"{' = '.join(names)}\nerror / allowed")
-    drawn = [share for axes in panels.flat for line in axes.lines for share in line.get_ydata()]
-    panels[0, 0].set_ylim(FLOOR / 2, max(10, 5 * max(drawn)))  # All panels share the y axis.
-    for axes, kind in zip(panels[0], kinds, strict=True):
-        axes.set_title({**PANELS, **MISMATCH_PANELS}[kind], fontsize=9)
+    panels[0, 0].set_ylim(_FLOOR / 2, max(10, 5 * max(worst.values())))  # Shared by all panels.
+    for axes, title in zip(panels[0], kinds.values(), strict=True):
+        axes.set_title(title, fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("step")
-    figure.suptitle(
-        "\n".join(_title(record)), fontsize=11, weight="bold", ha="left", x=0.01, linespacing=1.4
-    )
-    notes = "\n".join(_notes(record))
-    figure.supxlabel(notes, fontsize=9, color="0.25", ha="left", x=0.01, linespacing=1.4)
+    set_title(figure, _title(record))
+    figure.supxlabel(_notes(record), fontsize=9, color="0.25", ha="left", x=0.01, linespacing=1.4)
     return figure
 
 
-def _draw_panel(axes: Axes, measured: dict, kind: str, num_steps: int) -> None:
+def _lines(measured: dict) -> Lines:
+    """Returns errors as fractions of their tolerances.
+
+    A value that is bitwise identical to the float32 reference is correct, whatever its distance to
+    float64.
+    """
+    lines: Lines = {}
+    columns = ("step", "kind", "tensor", "replica_id", "error", "limit", "absolute32")
+    for step, kind, tensor, replica, error, limit, absolute32 in zip(
+        *(measured.get(column, ()) for column in columns), strict=True
+    ):
+        share = error / limit if limit else (math.inf if error else 0.0)
+        share = share if math.isfinite(share) else _CEILING
+        if absolute32 == 0:
+            share = min(share, 1.0)
+        if step or share > 1:
+            point = (step, min(max(share, _FLOOR), _CEILING))
+            lines.setdefault((kind, tensor, replica), []).append(point)
+    return lines
+
+
+def _draw_panel(axes: Axes, lines: list[list[tuple[int, float]]], num_steps: int) -> None:
     """Draws a line for each tensor and replica; the band is the computed tolerance."""
-    lines = [points for (k, *_), points in shares(measured).items() if k == kind]
-    axes.axhspan(FLOOR / 10, 1, color=_BAND, alpha=0.13, linewidth=0)
+    axes.axhspan(_FLOOR / 10, 1, color=_BAND, alpha=0.13, linewidth=0)
     for points in lines:
-        wrong = is_mismatch(points)
+        wrong = any(share > 1 for _, share in points)
         axes.plot(
             *zip(*points, strict=True),
             color=_WRONG if wrong else _RIGHT,
@@ -80,22 +112,19 @@ def _draw_panel(axes: Axes, measured: dict, kind: str, num_steps: int) -> None:
     first = 0 if any(step == 0 for points in lines for step, _ in points) else 1
     axes.set_xlim(first - 0.5, num_steps + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.grid(True, color="0.9", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid()
 
 
-def _title(record: dict) -> list[str]:
+def _title(record: dict) -> str:
     """Returns the injected fault, the verdict and the findings."""
     lines = [f"INJECTED FAULT: {record['injected_fault']}"] if record["injected_fault"] else []
     lines.append(verdict_sentence(record))
     for name, run in record["strategies"].items():
-        for finding in run["findings"]:
-            text = f"{name}: {finding['where']}: {finding['text']}"
-            lines += textwrap.wrap(text, _TITLE_COLUMNS)
-    return lines
+        lines += [f"{name}: {each['where']}: {each['text']}" for each in run["findings"]]
+    return "\n".join(line for text in lines for line in textwrap.wrap(text, _TITLE_COLUMNS))
 
 
-def _notes(record: dict) -> list[str]:
+def _notes(record: dict) -> str:
     """Returns the outcome of each pair, the setup, and how to read the figure."""
     outcomes = [(tuple(pair["strategies"]), pair["outcome"]) for pair in record["pairs"]]
     num_devices = max(len(run["devices"]) for run in record["strategies"].values())
@@ -110,4 +139,5 @@ def _notes(record: dict) -> list[str]:
         " rounding and one is allowed."
     )
     pairs = "; ".join(outcome_sentences(outcomes))
-    return [line for text in (pairs, setup, legend) for line in textwrap.wrap(text, _NOTE_COLUMNS)]
+    texts = [pairs, setup, legend]
+    return "\n".join(line for text in texts for line in textwrap.wrap(text, _NOTE_COLUMNS))

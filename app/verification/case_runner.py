@@ -16,12 +16,12 @@ from app.records.files import publish_directory, temporary_path, write_json
 from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
-from app.report.page_parts import devices_text
+from app.report.training_result import devices_text
 from app.runtime import console
 from app.runtime.errors import MismatchError
 from app.runtime.processes import Channel, call_in_child_process
 from app.runtime.progress_bar import StepProgress
-from app.verification.case_output import print_case
+from app.verification.case_output import describe_case
 from app.verification.case_result import CaseResult
 
 Send = Callable[[tuple], None]
@@ -62,7 +62,7 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
                 publish_directory(traces, path / "traces")
         finally:
             shutil.rmtree(traces, ignore_errors=True)
-        record = _write_record(path, config, results)
+        record = _record(config, results)
         report_case(path, record, also="traces" if config.keep_traces else "")
     return results
 
@@ -110,10 +110,8 @@ def _verify_with(
     return verify_with(send, config, devices, strategy, traces)
 
 
-def _write_record(
-    path: pathlib.Path, config: VerifyConfig, results: dict[str, CaseResult]
-) -> dict[str, Any]:
-    record = {
+def _record(config: VerifyConfig, results: dict[str, CaseResult]) -> dict[str, Any]:
+    return {
         "command": "verify",
         "case": str(config.case_path),
         "model": next(iter(results.values())).model,
@@ -124,8 +122,6 @@ def _write_record(
         " state",
         "strategies": {name: dataclasses.asdict(result) for name, result in results.items()},
     }
-    write_json(path / "verify.json", record)
-    return record
 
 
 def _setup(config: VerifyConfig, results: Mapping[str, CaseResult]) -> str:
@@ -137,19 +133,18 @@ def _setup(config: VerifyConfig, results: Mapping[str, CaseResult]) -> str:
 
 
 def report_case(path: pathlib.Path, record: Mapping[str, Any], *, also: str = "") -> None:
-    """Prints the verdicts and findings, draws the figure and writes the page.
+    """Prints the verdicts and findings, writes `verify.json` and the page.
 
     Raises:
         MismatchError: a stage has a fault.
     """
-    from app.report.case_plot import plot_case
-
-    print_case(record)
-    plot_case(path)
+    result = describe_case(record)
+    write_json(path / "verify.json", {**record, "shown": result.to_record()})
+    result.print()
     write_report([path], path / REPORT_FILE)
     more = f", {also}" if also else ""
     console.say()
-    console.say(f"saved in {path}: verify.json, verify.png, verify.svg, {REPORT_FILE}{more}")
+    console.say(f"saved in {path}: verify.json, {REPORT_FILE}{more}")
     console.say(f"open {path / REPORT_FILE} for the stages, causes and remedies on one page")
     verdicts = [verdict(*each) for each in record["strategies"].items()]
     if faults := [sentence for status, sentence in verdicts if status == FAULT]:

@@ -1,4 +1,4 @@
-"""Writes and prints the results of `verify`."""
+"""Describes the results of `verify`, and writes them to `verify.json`."""
 
 import dataclasses
 import pathlib
@@ -8,6 +8,7 @@ from app.config import VerifyConfig
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
 from app.records.pair_outcomes import IDENTICAL, outcome_sentences, verdict_sentence
+from app.report.result import BAD, GOOD, Block, Facts, Result, Table
 from app.runtime import console
 from app.verification.measurement import Measurement
 from app.verification.recorded import Recorded
@@ -24,8 +25,8 @@ def write_record(
     recorded: Mapping[str, Recorded],
     verdict_of: Mapping[str, StrategyVerdict],
     pair_verdicts: Sequence[PairVerdict],
-) -> dict:
-    """Writes `verify.json` with all measurements, and returns it."""
+) -> Result:
+    """Writes `verify.json` with all measurements, and returns the result in words and tables."""
     first = next(iter(recorded.values()))
     record = {
         "command": "verify",
@@ -57,8 +58,9 @@ def write_record(
             for pair in pair_verdicts
         ],
     }
-    write_json(path / VERIFY_FILE, record)
-    return record
+    result = _describe(record, config, recorded, verdict_of, pair_verdicts)
+    write_json(path / VERIFY_FILE, {**record, "shown": result.to_record()})
+    return result
 
 
 def _strategy_record(run: Recorded, verdict: StrategyVerdict) -> dict:
@@ -91,104 +93,97 @@ def _as_table(rows: Sequence) -> dict[str, list]:
     }
 
 
-def print_report(
+def _describe(
+    record: Mapping,
     config: VerifyConfig,
     recorded: Mapping[str, Recorded],
     verdict_of: Mapping[str, StrategyVerdict],
     pair_verdicts: Sequence[PairVerdict],
-) -> None:
-    """Prints the setup and the tables of differences."""
-    _print_setup(config, recorded)
-    if pair_verdicts:
-        console.say()
-        console.print_table(
-            f"Side by side: how far apart after {console.count(config.steps, 'step')}",
-            ["pair", "verdict", "apart by", "relative", "in"],
-            [_pair_row(pair) for pair in pair_verdicts],
-        )
-        console.say("the verdict depends on each single step, not on how far apart the ends are")
-        _print_by_design(recorded, pair_verdicts)
-    for name, run in recorded.items():
-        if run.skipped_steps:
-            steps = ", ".join(map(str, run.skipped_steps))
-            console.say(
-                f"{name} skipped {console.count(len(run.skipped_steps), 'step')}, as a gradient"
-                f" overflowed in float16 ({steps}); others may skip other steps"
-            )
-    console.say()
-    console.print_table(
-        "Each step compared with one device in float64 from the same state: largest difference",
-        ["strategy", "what", "difference", "relative", "allowed", "of allowed", "from float32"],
-        [row for group in _groups(verdict_of.values()) for row in _group_rows(group)],
-    )
-    console.say("allowed: what rounding can cause, computed for each array")
-    console.say("from float32: difference from one device in float32; 0: bitwise identical")
-    at_bound = any(_is_at_bound(m) for v in verdict_of.values() for m in v.measurements)
-    if at_bound:
-        console.say("sums at 100% are expected: a sum of two has one rounding, and one is allowed")
-
-
-def print_verdict(
-    record: Mapping, conclusions: Iterable[str], verdict_of: Mapping[str, StrategyVerdict]
-) -> None:
-    """Prints the verdict in one sentence, the outcomes, and the cause of each finding.
-
-    Args:
-        record: of `verify.json`.
-        conclusions: a line each.
-        verdict_of: strategy → verdict.
-    """
-    console.say()
-    console.say(verdict_sentence(record))
-    for line in conclusions:
-        console.say(line)
+) -> Result:
+    """Describes the verdict in one sentence, the outcomes, each finding and all differences."""
+    blocks: list[Block] = [*_conclusions(config, verdict_of, pair_verdicts)]
     for name, verdict in verdict_of.items():
         what = "does not match" if verdict.first_mismatch else "has a straggler"
         for finding in verdict.findings():
-            console.say()
-            console.say(f"{name} {what}: {finding.cause.replace('_', ' ')}")
-            console.say(f"  where  {finding.where}")
-            console.say(f"  why    {finding.text}")
-    console.say()
+            title = f"{name} {what}: {finding.cause.replace('_', ' ')}"
+            blocks.append(Facts(title, {"where": finding.where, "why": finding.text}))
+    blocks += ["", *_setup(config, recorded)]
+    if pair_verdicts:
+        blocks += [
+            Table(
+                f"Side by side: how far apart after {console.count(config.steps, 'step')}",
+                ["pair", "verdict", "apart by", "relative", "in"],
+                [_pair_row(pair) for pair in pair_verdicts],
+            ),
+            "the verdict depends on each single step, not on how far apart the ends are",
+            *_by_design(recorded, pair_verdicts),
+        ]
+    for name, run in recorded.items():
+        if run.skipped_steps:
+            steps = ", ".join(map(str, run.skipped_steps))
+            blocks.append(
+                f"{name} skipped {console.count(len(run.skipped_steps), 'step')}, as a gradient"
+                f" overflowed in float16 ({steps}); others may skip other steps"
+            )
+    blocks += [
+        Table(
+            "Each step compared with one device in float64 from the same state: largest difference",
+            ["strategy", "what", "difference", "relative", "allowed", "of allowed", "from float32"],
+            [row for group in _groups(verdict_of.values()) for row in _group_rows(group)],
+        ),
+        "allowed: what rounding can cause, computed for each array",
+        "from float32: difference from one device in float32; 0: bitwise identical",
+    ]
+    if any(_is_at_bound(m) for v in verdict_of.values() for m in v.measurements):
+        blocks.append(
+            "sums at 100% are expected: a sum of two has one rounding, and one is allowed"
+        )
+    is_bad = any(verdict.findings() for verdict in verdict_of.values())
+    verdicts = [(BAD if is_bad else GOOD, verdict_sentence(record))]
+    return Result(verdicts, blocks, _caveats(config, next(iter(recorded.values()))))
 
 
-def _print_setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> None:
-    """Prints the settings of the training and its caveats."""
+def _caveats(config: VerifyConfig, first: Recorded) -> list[str]:
+    caveats = [injected_fault_caveat(str(config.fault))] if config.fault else []
+    if first.dataset in DATASET_CAVEATS:
+        caveats.append(DATASET_CAVEATS[first.dataset])
+    return caveats
+
+
+def _setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> list[str]:
+    """Returns the settings of the training."""
     first = next(iter(recorded.values()))
     num_devices = max(len(run.devices) for run in recorded.values())
-    console.say(
+    lines = [
         f"{config.model} on {first.dataset}, recipe {config.recipe}, batch"
         f" {config.global_batch_size}, learning rate {first.learning_rate:g}, seed {config.seed};"
         f" {console.count(config.steps, 'step')} on {console.count(num_devices, 'device')};"
         f" {config.precision}, TF32 off"
-    )
+    ]
     for name, run in recorded.items():
         a_shard_each = run.num_shards == run.num_replicas == len(run.devices)
         if not (a_shard_each or run.is_reference):
             devices = console.count(len(run.devices), "device")
-            console.say(f"{name}: {run.split.describe()} on {devices}")
-    if config.fault:
-        console.warn(injected_fault_caveat(str(config.fault)))
-    if first.dataset in DATASET_CAVEATS:
-        console.warn(DATASET_CAVEATS[first.dataset])
+            lines.append(f"{name}: {run.split.describe()} on {devices}")
     single = recorded.get("single")
     if single and single.is_reference:
-        console.say(
+        lines.append(
             f"single: one device, with BatchNorm over {single.num_shards} shards one after another,"
             f" as replicas and micro-batches have it (--batch_norm=average). Over the whole batch,"
             f" as `train --strategy=single` has it, the first gradient is"
             f" {single.effect_of_shards:.1%} apart: another training by design, not a fault"
         )
+    return lines
 
 
-def _print_by_design(
+def _by_design(
     recorded: Mapping[str, Recorded], pair_verdicts: Sequence[PairVerdict]
-) -> None:
-    """Prints for which pairs BatchNorm makes two trainings, and the size of the effect."""
+) -> Iterable[str]:
+    """Yields for which pairs BatchNorm makes two trainings, and the size of the effect."""
     for pair in pair_verdicts:
         if pair.by_design is not None:
             how = [_normalised(recorded[name]) for name in pair.strategies]
-            console.say(
+            yield (
                 f"{' and '.join(pair.strategies)} are two trainings by design, not by a fault:"
                 f" BatchNorm normalises {how[0]} in {pair.strategies[0]} and {how[1]} in"
                 f" {pair.strategies[1]}; the first gradients are {pair.by_design:.1%} apart"
@@ -204,7 +199,7 @@ def _normalised(run: Recorded) -> str:
     return f"each of {len(weights)} shards{shares}"
 
 
-def conclusions(
+def _conclusions(
     config: VerifyConfig,
     verdict_of: Mapping[str, StrategyVerdict],
     pair_verdicts: Sequence[PairVerdict],

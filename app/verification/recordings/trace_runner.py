@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.config import VerifyConfig
-from app.records.files import write_json
 from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.records.script_trace import ScriptTrace, load_trace
@@ -46,9 +45,7 @@ def verify_traces(config: VerifyConfig) -> dict[str, CaseResult]:
     with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
         results = _verify(config, traces, permuted)
         run_directory.start(overwrite=config.overwrite)
-        record = _record(traces, results)
-        write_json(path / "verify.json", record)
-        report_case(path, record)
+        report_case(path, _record(traces, results))
     return results
 
 

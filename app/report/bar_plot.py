@@ -1,0 +1,64 @@
+"""Draws bars with intervals: the figure of `benchmark`."""
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from app.report.plot_style import LOOKS, STYLE, save_figure, set_title
+
+Interval = tuple[float, float, float]  # Value, lower and upper end.
+
+
+@matplotlib.rc_context(STYLE)
+def plot_bars(
+    title: str, panels: Mapping[str, Mapping[str, Interval]], out_dir: pathlib.Path, name: str
+) -> None:
+    """Draws panels one below the other into `name`.png and `name`.svg.
+
+    Args:
+        title: title of the figure.
+        panels: label of the axis → name of each bar → its interval; empty panels are left out.
+        out_dir: output directory.
+        name: name of the files.
+    """
+    shown = {label: bars for label, bars in panels.items() if bars}
+    counts = [len(bars) for bars in shown.values()]
+    size = 8.5, 0.5 + 0.2 * title.count("\n") + sum(0.8 + 0.36 * count for count in counts)
+    figure = Figure(figsize=size, layout="constrained")
+    axes_of = figure.subplots(
+        len(counts), 1, squeeze=False, height_ratios=[count + 1 for count in counts]
+    )[:, 0]
+    for axes, (label, bars) in zip(axes_of, shown.items(), strict=True):
+        draw_bars(axes, list(bars.values()), height=0.7)
+        axes.set_yticks(range(len(bars)), list(bars))
+        axes.set_ylim(len(bars) - 0.4, -0.6)
+        axes.set_xlim(left=0)
+        axes.set_xlabel(label)
+        axes.grid(axis="x")
+    set_title(figure, title)
+    save_figure(figure, out_dir, name)
+
+
+def draw_bars(
+    axes: Axes,
+    rows: Sequence[Interval],
+    colours: Sequence[str] = (LOOKS[0].colour,),
+    height: float = 0.34,
+) -> None:
+    """Draws horizontal bars from top to bottom, with the ends of their intervals.
+
+    Args:
+        axes: axes to draw on.
+        rows: intervals.
+        colours: colours of the bars, repeated.
+        height: height of a bar, as a fraction of its row.
+    """
+    for row, (value, low, high) in enumerate(rows):
+        axes.barh(row, value, height, color=colours[row % len(colours)], alpha=0.6, linewidth=0)
+        if math.isfinite(low) and math.isfinite(high):
+            # Not as error bars: an interval need not contain its value.
+            axes.plot([low, high], [row, row], "|-", color="black", linewidth=1.5, markersize=9)

@@ -1,0 +1,118 @@
+"""Defines the result of a command in words and tables: the console prints it, the page shows it."""
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from app.runtime import console
+
+GOOD, BAD, BY_DESIGN = "good", "bad", "by design"  # Statuses of verdicts.
+_WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table; the first column names the rows, all cells are text."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """A title, which may be empty, and named facts."""
+
+    title: str
+    facts: Mapping[str, str]
+
+
+Block = str | Table | Facts  # A text is a line; "" is an empty line.
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result of a command.
+
+    Attributes:
+        verdicts: status and sentence of each verdict.
+        blocks: lines, tables and facts, in order.
+        caveats: what makes the result differ from what a reader would expect.
+    """
+
+    verdicts: Sequence[tuple[str, str]] = ()
+    blocks: Sequence[Block] = ()
+    caveats: Sequence[str] = ()
+
+    def print(self) -> None:
+        """Prints verdicts and blocks on standard output, and caveats as warnings."""
+        for _, sentence in self.verdicts:
+            console.say(sentence)
+        for block in self.blocks:
+            if isinstance(block, str):
+                console.say(block)
+            elif isinstance(block, Table):
+                console.say()
+                console.print_table(block.title, list(block.header), [[*r] for r in block.rows])
+            else:
+                console.say()
+                _print_facts(block)
+        for caveat in self.caveats:
+            console.warn(caveat)
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the result for a JSON file."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Result":
+        """Reads a result from a JSON file.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is damaged.
+        """
+        verdicts = [(_text(status), _text(sentence)) for status, sentence in record["verdicts"]]
+        blocks = [_block(each) for each in _list(record["blocks"])]
+        return cls(verdicts, blocks, [_text(each) for each in _list(record["caveats"])])
+
+
+def _print_facts(block: Facts) -> None:
+    """Prints each fact beside its name, wrapped."""
+    if block.title:
+        console.say(block.title)
+    indent = 4 + max(len(name) for name in block.facts if len(name) <= 10)
+    for name, text in block.facts.items():
+        label = f"  {name}"
+        if len(name) > 10:
+            console.say(label)
+            label = ""
+        lines = textwrap.wrap(text, _WIDTH - indent, break_long_words=False, break_on_hyphens=False)
+        for line in lines:
+            console.say(f"{label:<{indent}}{line}")
+            label = ""
+
+
+def _block(record: Any) -> Block:
+    if isinstance(record, str):
+        return record
+    if "facts" in record:
+        facts = {_text(name): _text(text) for name, text in record["facts"].items()}
+        return Facts(_text(record["title"]), facts)
+    header = [_text(name) for name in _list(record["header"])]
+    rows = [[_text(cell) for cell in _list(row)] for row in _list(record["rows"])]
+    if any(len(row) != len(header) for row in rows):
+        raise ValueError("a row with another number of cells than the header")
+    return Table(_text(record["title"]), header, rows)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} in place of a text")
+    return value
+
+
+def _list(value: Any) -> list:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.80} in place of a list")
+    return value
