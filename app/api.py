@@ -20,7 +20,7 @@ def run(config: Config) -> Any:
         config: the command and its options; `Config.of` applies the command's defaults.
 
     Returns:
-        `train` and `launch`: the `Summary` of the run; `compare`: one `Summary` per strategy, in
+        `train`: the `Summary` of the run; `compare`: one `Summary` per strategy, in
         order; `verify`: a `PairVerdict` for each pair of strategies; `evaluate`: the test accuracy,
         a fraction, or with `images` probabilities `(N, num_classes)`. Other commands return None:
         they print and write their results.

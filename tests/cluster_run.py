@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from app.cluster.environment import Cluster
+from app.devices.cluster import Cluster
 from app.runtime.subprocesses import child_environment
 from network import Network
 
@@ -45,7 +45,7 @@ class ClusterRun:
     ):
         hosts = hosts or range(num_workers)
         addresses = tuple(f"{name}:{PORT}" for name in names or map(network.address, hosts))
-        secret = secrets.token_hex().encode()
+        secret = secrets.token_hex()
         command = [sys.executable, str(ROOT / "main.py"), "train", "--strategy=multi_worker"]
         cores = sorted(os.sched_getaffinity(0))
         self._outputs = [folder / f"worker {index}.txt" for index in range(num_workers)]

@@ -76,13 +76,13 @@ _ONLY_IN_TEST_ALL = re.compile(
     )
     |test_report\.py::test_no_sideways_scroll
     |test_model_checks\.py::test_manual_and_mirrored_train_unnamed_layers_bit_for_bit
-    |test_launch\.py::test_a_(worker_that_is_killed|launcher_that_is_killed)
+    |test_local_workers\.py::test_(a_killed_worker|the_death_of_the_starter)
     |test_api\.py::test_an_interruption_saves
     |test_docs\.py::test_one_s_own_model_is_refused_with_dropout
     |test_commands\.py::test_(a_terminal_gets_a_live_bar|a_reader_that_goes_away)
     |test_survival\.py::test_(a_signal_saves|a_stall_ends|a_comparison_hands)
     |test_device_setup\.py::test_a_user_s_keras_settings
-    |test_cluster_environment\.py::test_who_is_missing
+    |test_cluster\.py::test_a_missing_worker
     """,
     re.VERBOSE,
 )

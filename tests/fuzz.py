@@ -6,6 +6,7 @@ exception, more than some seconds, a changed file elsewhere, a started process o
 """
 
 import argparse
+import asyncio
 import collections
 import contextlib
 import gzip
@@ -15,11 +16,9 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import struct
 import sys
 import tempfile
-import threading
 import time
 import tracemalloc
 import unittest.mock
@@ -34,11 +33,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from app.cli import flags
-from app.cluster import peer_proof
 from app.config import Config
 from app.config.option import options_of
 from app.data.data_sources import SHA256
 from app.data.fashion_mnist import idx_bytes, load_fashion_mnist
+from app.devices import rendezvous
+from app.devices.cluster import Cluster
 from app.records import checkpoint as checkpoints
 from app.records.checkpoint import Checkpoint
 from app.records.checkpoint_search import find_newest_checkpoint
@@ -437,72 +437,32 @@ def fuzz_trace(compressed, ranks, nodes, about_edits, members, fields, edits, di
         assert len(os.listdir("/dev/fd")) == open_files
 
 
-_SECRET = b"of the cluster"
+_CLUSTER = Cluster(("127.0.0.1:1", "127.0.0.1:2"), 0, secret="of the cluster, 16 or more")
 
 
-def _receive_some(connection: socket.socket, num_bytes: int) -> bytes:
-    content = b""
-    while len(content) < num_bytes and (part := connection.recv(num_bytes - len(content))):
-        content += part
-    return content
-
-
-def _ask_without(connection: socket.socket, key: bytes | None, edits, more: bytes) -> None:
-    """Asks for admission as a worker does, but with another key, or returning what it was sent."""
-    hello = peer_proof._GREETING + bytes(peer_proof._CHALLENGE_BYTES) + b"\0\0\0\1"
-    connection.sendall(_edited(hello, edits[:1]))
-    received = _receive_some(connection, peer_proof._CHALLENGE_BYTES + peer_proof._DIGEST_BYTES)
-    theirs, digest = received[:32], received[32:]
-    if key is not None:
-        own = hello[len(peer_proof._GREETING) :]
-        digest = peer_proof._respond(key, b"asks", theirs, own)
-    connection.sendall(_edited(digest, edits[1:]) + more)
-
-
-def _admit_without(connection: socket.socket, key: bytes | None, edits, more: bytes) -> None:
-    """Answers a worker that asks for admission, with another key or with what it was sent."""
-    size = len(peer_proof._GREETING) + peer_proof._CHALLENGE_BYTES + peer_proof._INDEX_BYTES
-    own = _receive_some(connection, size)[len(peer_proof._GREETING) :]
-    digest = own[: peer_proof._DIGEST_BYTES]
-    if key is not None:
-        digest = peer_proof._respond(key, b"admits", own, bytes(peer_proof._CHALLENGE_BYTES))
-    answer = bytes(peer_proof._CHALLENGE_BYTES) + digest
-    connection.sendall(_edited(answer, edits[:1]))
-    connection.sendall(_edited(peer_proof._ADMITTED, edits[1:]) + more)
-
-
-def fuzz_rendezvous(asks, key, edits, more, closes):
+def fuzz_rendezvous(nodes, secret, edits, more):
     """Processes that do not know the secret of the cluster, or send what no worker sends."""
-    ours, theirs = socket.socketpair()
-    act = _ask_without if asks else _admit_without
+    hello = json.dumps({"secret": secret, "index": 1, "settings": {}, **nodes}).encode()
+    sent = _edited(hello + b"\n", edits) + more
+    with tempfile.TemporaryDirectory() as name, guarded(pathlib.Path(name)):
+        admitted = asyncio.run(_admit(sent))
+        assert not admitted or _CLUSTER.secret.encode() in sent
+        if not admitted:
+            _outcomes["refused"] += 1
+            _outcomes["accepted"] -= 1
 
-    def stranger():
-        with contextlib.suppress(OSError):
-            theirs.settimeout(1.0)
-            act(theirs, key, edits, more)
-            if closes:
-                theirs.shutdown(socket.SHUT_RDWR)
 
-    thread = threading.Thread(target=stranger)
-    deadline = unittest.mock.patch.object(peer_proof, "_DEADLINE_SEC", 0.1)
-    with tempfile.TemporaryDirectory() as name, ours, theirs, deadline:
-        with guarded(pathlib.Path(name)):
-            thread.start()
-            start = time.monotonic()
-            try:
-                if asks:
-                    assert peer_proof.admit(ours, _SECRET) in range(2**32)
-                else:
-                    peer_proof.ask(ours, _SECRET, 1)
-                assert key == _SECRET
-            except (OSError, peer_proof.StrangerError) as error:
-                assert len(str(error)) < 200 and str(error).isprintable()
-                assert key != _SECRET or edits or closes
-                _outcomes["refused"] += 1
-                _outcomes["accepted"] -= 1
-            assert time.monotonic() - start < 1.0
-        ours.close()
-        thread.join()
+async def _admit(sent: bytes) -> bool:
+    """Returns whether the chief admits a process that sends some bytes and ends."""
+    chief = rendezvous._Chief(_CLUSTER, {}, None)
+    chief._missing, chief._warned = unittest.mock.MagicMock(), {"?"}
+    reader = asyncio.StreamReader(limit=rendezvous._MAX_LINE_BYTES)
+    reader.feed_data(sent)
+    reader.feed_eof()
+    writer = unittest.mock.MagicMock(wait_closed=unittest.mock.AsyncMock())
+    writer.get_extra_info.return_value = None
+    await chief._admit(reader, writer)
+    return chief._missing.discard.called
 
 
 _EDITS = st.lists(_EDIT, max_size=2)
@@ -529,11 +489,10 @@ TARGETS = {
     "rendezvous": (
         fuzz_rendezvous,
         {
-            "asks": st.booleans(),
-            "key": st.sampled_from([_SECRET, b"", b"of another", None]),
+            "nodes": st.dictionaries(st.sampled_from(["secret", "index", "settings"]), _JSON),
+            "secret": st.sampled_from([_CLUSTER.secret, "", "of another"]),
             "edits": st.one_of(st.just([]), _EDITS),
-            "more": st.sampled_from([b"", b"\2", bytes(100), bytes(1 << 16)]),
-            "closes": st.booleans(),
+            "more": st.sampled_from([b"", b"\2", bytes(1 << 16), b"[" * 100_000]),
         },
     ),
     "config": (fuzz_config, {"nodes": _NODES, "edits": _EDITS, "link": st.booleans()}),

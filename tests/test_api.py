@@ -23,9 +23,6 @@ from in_process import ThreadAsProcess, run_here, threads_as_processes
 def test_a_command_has_the_defaults_that_it_has_on_the_command_line():
     benchmark = Config.of("benchmark", global_batch_size=(1024,))
     assert (benchmark.repeats, benchmark.global_batch_size) == (10, (1024,))
-    assert Config.of("launch").strategy == "multi_worker"
-    with pytest.raises(ConfigError, match="got 'manual'"):
-        Config.of("launch", strategy="manual")
 
 
 def training(small_data, out, **options):

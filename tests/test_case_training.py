@@ -142,7 +142,7 @@ def test_a_case_is_part_of_what_is_trained(write):
     assert not {"case", "case_sha256", "model_fn"} & Config.of("train").result_fields().keys()
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "launch"])
+@pytest.mark.parametrize("command", ["train", "compare"])
 @pytest.mark.parametrize(
     "option",
     [

@@ -154,16 +154,25 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("evaluate", {"run": "r", "images": ("a.png",), "data_dir": "/x"}, "with --images"),
         ("train", {"verbosity": 7}, "--verbosity must be between -1 and 1, got 7"),
         ("evaluate", {}, "--run is required"),
-        ("launch", {"strategy": "manual"}, "--strategy must be one of multi_worker, got 'manual'"),
-        ("launch", {"max_restarts": -1}, "--max_restarts"),
         (
-            "launch",
-            {"num_workers": 4, "device": "cpu", "global_batch_size": 3},
+            "train",
+            {"num_workers": 2},
+            "--num_workers=2 needs the strategy multi_worker, got manual",
+        ),
+        ("train", {"max_restarts": -1}, "--max_restarts"),
+        (
+            "train",
+            {"strategy": "multi_worker", "num_workers": 4, "device": "cpu", "global_batch_size": 3},
             "number of replicas, 4, got 3",
         ),
         (
-            "launch",
-            {"num_workers": 2, "device": "cpu", "inject": "drop_gradient:replica=5"},
+            "train",
+            {
+                "strategy": "multi_worker",
+                "num_workers": 2,
+                "device": "cpu",
+                "inject": "drop_gradient:replica=5",
+            },
             "needs at least 6 replicas, got 2",
         ),
         ("compare", {"strategies": ("manual",)}, "--strategies must name at least two, got manual"),
@@ -214,8 +223,8 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
             " got single, tensor; leave the flag out",
         ),
         (
-            "launch",
-            {"schedule": "gpipe"},
+            "train",
+            {"strategy": "multi_worker", "schedule": "gpipe"},
             "--schedule=gpipe needs the strategy pipeline, got multi_",
         ),
         (
@@ -241,8 +250,13 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
             "--shard_weights=3,1 must have a weight for each replica, 3, got 2",
         ),
         (
-            "launch",
-            {"num_workers": 3, "device": "cpu", "shard_weights": (3, 1)},
+            "train",
+            {
+                "strategy": "multi_worker",
+                "num_workers": 3,
+                "device": "cpu",
+                "shard_weights": (3, 1),
+            },
             "--shard_weights=3,1 must have a weight for each replica, 3, got 2",
         ),
         ("train", {"shard_weights": (3, 0)}, "--shard_weights must be between 1 and 1000, got 0"),
@@ -312,10 +326,6 @@ def test_refuses_and_names_the_value(command, options, named):
     with pytest.raises(ConfigError) as refusal:
         Config.of(command, **options)
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_launch_takes_the_strategy_that_it_has():
-    assert Config.of("launch", strategy="multi_worker") == Config.of("launch")
 
 
 def check(num_replicas, size, num_examples, last_batch="keep"):

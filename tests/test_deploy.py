@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from app.cluster.environment import find_cluster
+from app.devices.cluster import find_cluster
 from app.runtime import errors
 from conftest import ROOT
 from in_process import parse_here

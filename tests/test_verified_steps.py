@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.config import Config, LaunchConfig, TrainConfig
+from app.config import Config, TrainConfig
 from app.data.input_pipeline import train_batch, train_dataset
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
@@ -260,13 +260,10 @@ def recorded_steps(verified, steps_per_epoch, num_steps):
     ],
 )
 def test_what_cannot_be_verified_is_refused_if_it_is_asked_for(options, reason):
-    for config_class in (TrainConfig, LaunchConfig):
-        with pytest.raises(ConfigError, match=reason):
-            config_class(verify_every=5, **options)
-        if "case" not in options:
-            assert config_class(**options).verify_every is None
-        with pytest.raises(ConfigError, match="--on_mismatch=warn has no effect"):
-            config_class(verify_every=0, on_mismatch="warn")
+    with pytest.raises(ConfigError, match=reason):
+        TrainConfig(verify_every=5, **options)
+    with pytest.raises(ConfigError, match="--on_mismatch=warn has no effect"):
+        TrainConfig(verify_every=0, on_mismatch="warn")
 
 
 def test_random_layers_are_not_verified(dataset, tmp_path, monkeypatch, capsys):

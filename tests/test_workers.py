@@ -6,12 +6,12 @@ import time
 import numpy as np
 import pytest
 
-from app.cluster.resource_split import WorkerResources, split_resources
-from app.cluster.worker_group import WorkerGroup
 from app.config import Config
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices import device_setup
-from app.runtime.errors import ConfigError, DeviceError
+from app.devices.local_workers import split_resources
+from app.devices.worker_group import WorkerGroup
+from app.runtime.errors import ConfigError
 from strategies.workers import Workers
 
 CONFIG = Config.of(
@@ -209,19 +209,3 @@ def test_one_process_is_all_there_is():
     assert workers.gather(b"a") == [b"a"]
     assert workers.all_reduce_max(3, 0.5) == [3.0, 0.5]
     assert workers.broadcast(b"a") == b"a"
-
-
-def test_cores_are_shared_out(monkeypatch):
-    monkeypatch.setattr("app.cluster.resource_split._cores", lambda: [0, 2, 4, 6])
-    two = split_resources(2, CONFIG)
-    assert two == [WorkerResources((0, 2), None), WorkerResources((4, 6), None)]
-    six = split_resources(6, CONFIG)
-    assert [share.cores for share in six] == [(0,), (2,), (4,), (6,), (0,), (2,)]
-
-
-def test_gpus_are_shared_out(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,GPU-abc")
-    config = dataclasses.replace(CONFIG, device="auto", num_devices=1)
-    assert [share.gpus for share in split_resources(3, config)] == [("3",), ("1",), ("GPU-abc",)]
-    with pytest.raises(DeviceError, match="needs 4 GPUs, found 3"):
-        split_resources(2, dataclasses.replace(config, num_devices=2))

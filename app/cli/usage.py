@@ -75,10 +75,7 @@ def merged_options(config_classes: Iterable[type[Config]]) -> list[BoundOption]:
 
 
 def usable_options(config_class: type[Config]) -> list[BoundOption]:
-    """Returns the options of a command without those that none of its strategies has.
-
-    For example, `launch` shares its options with `train`, but `multi_worker` has no pipeline.
-    """
+    """Returns the options of a command without those that none of its strategies has."""
     options = options_of(config_class)
     strategies = next((each.metadata.choices for each in options if each.name == "strategy"), ())
     return [

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from app.config import CompareConfig, TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS
+from app.devices.cluster import is_in_cluster
 from app.records.caveats import caveats
 from app.records.files import write_json
 from app.records.history import Summary, load_required_summary
@@ -15,7 +16,7 @@ from app.report.page import REPORT_FILE, write_report
 from app.report.result import BAD, GOOD, Result
 from app.report.training_result import results_table
 from app.runtime import console
-from app.runtime.errors import OutputError, TrainingFailedError
+from app.runtime.errors import ConfigError, OutputError, TrainingFailedError
 from app.runtime.processes import call_in_child_process
 from app.runtime.shown_command import shown_command
 from app.runtime.temporary_directories import TemporaryDirectory
@@ -96,10 +97,12 @@ def _train_with_frameworks(
 def _words_for(config: CompareConfig, strategy: str) -> list[str]:
     """Returns command and flags of the training of one strategy."""
     flags = config.for_training(strategy).flags_for(TrainConfig)
-    if strategy != "multi_worker":
-        return ["train", *flags]
-    flags = [flag for flag in flags if not flag.startswith("--strategy=")]
-    return ["launch", f"--num_workers={config.num_workers}", *flags]
+    if strategy == "multi_worker" and is_in_cluster():
+        raise ConfigError(
+            "compare starts the workers on this machine, but the environment defines a cluster;"
+            " unset TF_CONFIG, or start it outside of srun"
+        )
+    return ["train", *flags]
 
 
 def _report(

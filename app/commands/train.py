@@ -6,16 +6,17 @@ import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 
-from app.cluster.environment import find_cluster
-from app.config import LaunchConfig, TrainConfig
+from app.config import TrainConfig
+from app.config.distribution_options import WorkerOptions
 from app.devices import device_setup
+from app.devices.cluster import Cluster, find_cluster, is_in_cluster
 from app.records.caveats import caveats, injected_fault_caveat
-from app.records.history import Summary, load_summary
+from app.records.history import Summary, load_required_summary, load_summary
 from app.records.run_directory import LOG_FILE, RunDirectory, open_log, open_run_directory
 from app.records.run_log import RunLog, open_run_log
 from app.records.run_naming import default_out, named_path
 from app.runtime import console, watchdog
-from app.runtime.errors import CheckpointError, OutputError, StalledError
+from app.runtime.errors import CheckpointError, ConfigError, OutputError, StalledError
 from app.runtime.temporary_directories import remove_stale_directories
 from app.training.resume import find_changes
 
@@ -30,7 +31,9 @@ def run(config: TrainConfig) -> Summary | None:
 
     In a cluster, only the chief writes files and returns a summary.
     """
-    cluster = find_cluster(os.environ) if config.strategy == "multi_worker" else None
+    if config.strategy == "multi_worker" and not is_in_cluster():
+        return _run_local_workers(config)
+    cluster = _find_cluster(config) if config.strategy == "multi_worker" else None
     if cluster and not cluster.is_chief:
         _assist(config)
         return None
@@ -48,12 +51,40 @@ def run(config: TrainConfig) -> Summary | None:
         else:
             summary = _train(config, run_directory)
             console.say(f"saved in {path}; open {path / 'accuracy.png'}")
-        if not (cluster and cluster.source == "launch"):  # Else `launch` prints it.
-            print_result(config, summary)
+        print_result(config, summary)
     return summary
 
 
-def print_result(config: TrainConfig | LaunchConfig, summary: Summary) -> None:
+def _run_local_workers(config: TrainConfig) -> Summary:
+    """Starts the workers of a training on this machine; worker 0 prints and saves everything."""
+    from app.devices.local_workers import train_with_local_workers
+
+    path = named_path(config.out or default_out(config.strategy, config.model_label(config.model)))
+    console.set_run_directory(path)
+    console.set_overwriting(config.overwrite)
+    num_workers = config.num_workers or WorkerOptions.num_workers
+    train_with_local_workers(config, num_workers, path)
+    return load_required_summary(path)
+
+
+def _find_cluster(config: TrainConfig) -> Cluster:
+    """Reads the cluster of the environment.
+
+    Raises:
+        ConfigError: it is invalid, or has another number of workers than the flag says.
+    """
+    cluster = find_cluster()
+    found = len(cluster.addresses)
+    if config.num_workers not in (None, found):
+        raise ConfigError(
+            f"--num_workers={config.num_workers}, but {cluster.source} defines a cluster of"
+            f" {found}; leave the flag out,"
+            " or unset the variable to start the workers on this machine"
+        )
+    return cluster
+
+
+def print_result(config: TrainConfig, summary: Summary) -> None:
     """Prints the caveats of a training and its last lines."""
     for caveat in caveats(config, summary):
         console.warn(caveat)
@@ -153,7 +184,7 @@ def _naming_lost_peers(prepared: device_setup.Devices) -> contextlib.AbstractCon
     """Returns a context manager that names a lost worker in the error."""
     if prepared.cluster is None:
         return contextlib.nullcontext()
-    from app.cluster.rendezvous import naming_lost_peers
+    from app.devices.rendezvous import naming_lost_peers
 
     return naming_lost_peers(prepared.cluster)
 

@@ -5,7 +5,7 @@ The order of the imports is the order of the commands in `--help`.
 
 # isort: skip_file
 from app.config.base_config import Config
-from app.config.training_configs import TrainConfig, LaunchConfig
+from app.config.training_configs import TrainConfig
 from app.config.comparison_configs import CompareConfig, VerifyConfig
 from app.config.finished_run_configs import EvaluateConfig, ReportConfig
 from app.config.measurement_configs import BenchmarkConfig, ExplainConfig
@@ -19,7 +19,6 @@ __all__ = [
     "DoctorConfig",
     "EvaluateConfig",
     "ExplainConfig",
-    "LaunchConfig",
     "ReportConfig",
     "TrainConfig",
     "VerifyConfig",

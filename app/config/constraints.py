@@ -43,7 +43,9 @@ def check_single(flag: str, strategies: Iterable[str], num_devices: int | None) 
         )
 
 
-def check_workers(has_workers: bool, strategies: Iterable[str], **given: tuple[int, int]) -> None:
+def check_workers(
+    has_workers: bool, strategies: Iterable[str], **given: tuple[int | None, int | None]
+) -> None:
     """Checks that options of workers are given only for a strategy with workers.
 
     Args:

@@ -70,8 +70,8 @@ class StrategyOptions(DeviceOptions):
     strategy: str = option(
         "manual",
         "Distribution strategy. manual and mirrored split the batch, sharded the batch and the"
-        " weights, pipeline the layers, tensor each layer; multi_worker spans several machines:"
-        " see launch.",
+        " weights, pipeline the layers, tensor each layer; multi_worker has several"
+        " processes, on one or more machines.",
         DISTRIBUTION,
         choices=STRATEGY_NAMES,
         affects_result=True,

@@ -1,4 +1,4 @@
-"""Defines the options of the commands `train` and `launch`."""
+"""Defines the options of the command `train`."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -75,16 +75,41 @@ class TrainConfig(
 ):
     """The options of `train`."""
 
+    num_workers: int | None = same_option(
+        WorkerOptions,
+        "num_workers",
+        default=None,
+        help="Number of worker processes of multi_worker. Without TF_CONFIG and outside of srun,"
+        " they are started on this machine. Default: those of the cluster, or 2.",
+    )
+    max_restarts: int = option(
+        3,
+        "How many times all local workers are restarted after a failure.",
+        CLUSTER,
+        metavar="N",
+        low=0,
+        high=1000,
+    )
+
     command: ClassVar[str] = "train"
     summary: ClassVar[str] = "trains a model; writes history, plots and checkpoints"
     examples: ClassVar[tuple[str, ...]] = (
         "--strategy=manual --device=cpu --num_devices=2 --epochs=3",
         "--recipe=fast --epochs=1 --out=runs/first",
         "--strategy=mirrored --num_gpus=2 --model=resnet18",
+        "--strategy=multi_worker --num_workers=2 --device=cpu --epochs=1",
         "--strategy=pipeline --num_devices=2 --micro_batches=8",
         "--strategy=sharded --num_devices=2 --shard=gradients",
         "--case=examples/case_fit.py --num_devices=2 --epochs=3",
     )
+
+    @property
+    def num_devices_of_all_workers(self) -> int | None:
+        """The total number of devices; None if it depends on the machine or the cluster."""
+        if not self.has_workers:
+            return self.num_devices_asked
+        each = self.num_devices_asked
+        return each and self.num_workers and each * self.num_workers
 
     def check(self) -> None:
         """Checks combinations of options."""
@@ -96,6 +121,8 @@ class TrainConfig(
             self.has_workers,
             names,
             start_timeout_sec=(self.start_timeout_sec, TrainConfig.start_timeout_sec),
+            num_workers=(self.num_workers, None),
+            max_restarts=(self.max_restarts, TrainConfig.max_restarts),
         )
         constraints.check_all_reduce(self, names, self.device)
         split_constraints.check_options_of_some(self, names)
@@ -217,54 +244,7 @@ def training_config(config: Config, strategy: str, **options: Any) -> TrainConfi
     without = {name for name in OPTIONS_OF_SOME if not has_option(strategy, name)}
     if strategy == SINGLE:
         without |= {"num_devices", "num_gpus"}
+    if strategy != MULTI_WORKER:
+        without.add("num_workers")
     given = {name: value for name, value in given.items() if name not in without}
     return TrainConfig(**{**given, "strategy": strategy})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchConfig(
-    StrategyOptions,
-    TrainingOptions,
-    TrainedCaseOptions,
-    SavingOptions,
-    ResumeOptions,
-    InjectOptions,
-    StepVerificationOptions,
-    WorkerOptions,
-    Config,
-):
-    """The options of `launch`."""
-
-    command: ClassVar[str] = "launch"
-    summary: ClassVar[str] = "trains in several local processes; restarts them after a failure"
-    first_group: ClassVar[str] = CLUSTER
-    examples: ClassVar[tuple[str, ...]] = ("--num_workers=2 --device=cpu --epochs=1",)
-
-    strategy: str = same_option(
-        StrategyOptions, "strategy", default=MULTI_WORKER, choices=(MULTI_WORKER,)
-    )
-    max_restarts: int = option(
-        3,
-        "How many times all workers are restarted after a failure.",
-        CLUSTER,
-        metavar="N",
-        low=0,
-        high=1000,
-    )
-
-    @property
-    def num_devices_of_all_workers(self) -> int | None:
-        """The number of devices of all workers; None if it depends on the machine."""
-        return self.num_devices_asked and self.num_devices_asked * self.num_workers
-
-    def check(self) -> None:
-        """Checks combinations of options."""
-        check_trained_case(self, "--strategy", (self.strategy,))
-        split_constraints.check_options_of_some(self, (self.strategy,))
-        training = self.train_config()  # Checks everything except the number of devices.
-        training.check_fault(self.num_devices_of_all_workers)
-        training.check_shards(self.num_devices_of_all_workers)
-
-    def train_config(self) -> TrainConfig:
-        """Returns the configuration of each worker."""
-        return training_config(self, self.strategy)

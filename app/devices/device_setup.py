@@ -8,10 +8,10 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from app.cluster.environment import Cluster, find_cluster
 from app.config import TrainConfig
 from app.config.names import DEFAULT_LOGICAL_CPUS
 from app.config.run_options import VerbosityOptions
+from app.devices.cluster import Cluster, find_cluster
 from app.devices.gpus import why_no_gpu
 from app.devices.tensorflow_settings import (
     keep_order_of_summation,
@@ -219,7 +219,7 @@ def keep_freed_memory() -> None:
 
 def _of_all_workers(local: Devices, cluster: Cluster, config: TrainConfig) -> Devices:
     """Joins the cluster and returns the devices of all workers, each with as many as this one."""
-    from app.cluster.rendezvous import join
+    from app.devices.rendezvous import join
 
     workers = join(cluster, local.names, config)
     return dataclasses.replace(

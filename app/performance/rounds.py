@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from app.cluster.resource_split import split_resources
-from app.cluster.worker_group import WorkerGroup
 from app.config import TrainConfig
 from app.devices.free_memory import available_bytes
+from app.devices.local_workers import split_resources
+from app.devices.worker_group import WorkerGroup
 from app.performance.all_reduce_model import AllReduceTime
 from app.performance.case import Block, Case, Facts, Sample
 from app.performance.case_process import BLOCK_SEC, sample

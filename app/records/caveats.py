@@ -1,6 +1,6 @@
 """Defines titles of datasets, and the caveats that every output shows with a result."""
 
-from app.config import CompareConfig, LaunchConfig, TrainConfig
+from app.config import CompareConfig, TrainConfig
 from app.records.history import Summary
 
 DATASET_TITLES = {
@@ -20,7 +20,7 @@ TRAINING_DATA_CAVEAT = (
 _CHANCE = 0.15  # Ten classes: the accuracy of guessing is 0.1.
 
 
-def caveats(config: TrainConfig | LaunchConfig | CompareConfig, summary: Summary) -> list[str]:
+def caveats(config: TrainConfig | CompareConfig, summary: Summary) -> list[str]:
     """Returns a line for each way in which a result differs from the command's intent.
 
     Omits a fault that the command injects, because the command warns of it when it starts.

@@ -39,9 +39,9 @@ class Subprocess:
             SIGKILL, or `signals.STOP_REQUEST` for a process that saves. None if the program sets
             it.
         cores: numbers of the processor cores that the process may use; empty for all.
-        is_piped: whether output is available at `stdout` and `stderr`; the process then does not
-            receive signals of the terminal, which this process forwards.
-        is_silent: whether standard output is discarded.
+        is_piped: whether output is available at `stdout` and `stderr`; implies `own_session`.
+        own_session: whether the process does not receive signals of the terminal, which this
+            process forwards.
         pass_fds: file descriptors that the process inherits.
     """
 
@@ -53,10 +53,9 @@ class Subprocess:
         death_signal: signal.Signals | None = signal.SIGKILL,
         cores: Sequence[int] = (),
         is_piped: bool = False,
-        is_silent: bool = False,
+        own_session: bool = False,
         pass_fds: Sequence[int] = (),
     ):
-        output = subprocess.DEVNULL if is_silent else None
 
         def settle_in() -> None:  # Between fork and exec; must not import or print.
             if death_signal:
@@ -67,9 +66,9 @@ class Subprocess:
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if is_piped else output,
+            stdout=subprocess.PIPE if is_piped else None,
             stderr=subprocess.PIPE if is_piped else None,
-            start_new_session=is_piped,
+            start_new_session=is_piped or own_session,
             pass_fds=pass_fds,
             preexec_fn=settle_in if death_signal or cores else None,
         )

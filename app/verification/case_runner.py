@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from app.cluster.resource_split import split_resources
-from app.cluster.worker_group import WorkerGroup
 from app.config import VerifyConfig
 from app.config.names import KERAS_FIT, MULTI_WORKER
 from app.devices import device_setup
+from app.devices.local_workers import split_resources
+from app.devices.worker_group import WorkerGroup
 from app.records.case_record import FAULT, verdict
 from app.records.files import publish_directory, temporary_path, write_json
 from app.records.run_directory import open_command_directory

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from app.cluster.resource_split import split_resources
-from app.cluster.worker_group import WorkerGroup
 from app.config import TrainConfig
 from app.devices import device_setup
+from app.devices.local_workers import split_resources
+from app.devices.worker_group import WorkerGroup
 from app.records.files import io_errors_as, remove
 from app.runtime import console
 from app.runtime.errors import DiskFullError

@@ -1,4 +1,4 @@
-"""`launch`: a cluster on this machine that survives the loss of a worker."""
+"""`train --num_workers`: workers on this machine that survive the loss of one."""
 
 import contextlib
 import json
@@ -6,19 +6,24 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from app.config import Config
+from app.devices import local_workers
+from app.devices.local_workers import Resources, find_culprit, free_ports, split_resources
 from app.records.history import load_summary
+from app.runtime.errors import DeviceError
 from app.runtime.shown_command import shown_python
 from conftest import program_environment
 from in_process import run_here_ok
 
-pytestmark = pytest.mark.e2e
 _TIMEOUT_SEC = 120
+WORKERS = "--strategy=multi_worker", "--num_workers=2"
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,7 @@ def flags(small_data, out):
 def launched(program, small_data, out, *more):
     """Starts the launcher; whatever happens, it is gone in the end, and its workers with it."""
     with subprocess.Popen(
-        [sys.executable, program / "main.py", "launch", *flags(small_data, out), *more],
+        [sys.executable, program / "main.py", "train", *WORKERS, *flags(small_data, out), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -84,7 +89,7 @@ def undisturbed(small_program, small_data, tmp_path_factory):
     with launched(small_program, small_data, out) as launcher:
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 0, text
-    assert "[1] worker 1: training" in text
+    assert "worker 1: training" in text
     assert text.splitlines()[-1].startswith("test acc: ") and text.count("test acc: ") == 1
     return load_summary(out)
 
@@ -100,30 +105,31 @@ def test_a_cluster_is_one_training(undisturbed, small_program, small_data, tmp_p
 
 
 @pytest.mark.parametrize("index", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_worker_that_is_killed_costs_a_restart(
-    undisturbed, small_program, small_data, tmp_path, index
-):
+def test_a_killed_worker_costs_a_restart(undisturbed, small_program, small_data, tmp_path, index):
     out = tmp_path / "run"
     with launched(small_program, small_data, out) as launcher:
         wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
         os.kill(worker_pids(launcher)[index], signal.SIGKILL)
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 0, text
-    assert f"worker {index} was ended by SIGKILL" in text
+    assert f"worker {index} ended with code 137" in text
     assert "restart 1 of 3" in text
     assert load_summary(out).weights_sha256 == undisturbed.weights_sha256
 
 
-def test_a_launcher_that_is_killed_leaves_nobody_behind(small_program, small_data, tmp_path):
+def test_the_death_of_the_starter_leaves_nothing(small_program, small_data, tmp_path):
     out = tmp_path / "run"
     with launched(small_program, small_data, out) as launcher:
         wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
         pids = worker_pids(launcher)
         assert set(pids) == {0, 1}
+        environment = pathlib.Path(f"/proc/{pids[0]}/environ").read_text()
+        ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", environment)]
         os.kill(pids[1], signal.SIGSTOP)  # One that could not end by itself.
         launcher.kill()
         launcher.wait()
         wait_until(lambda: not any(is_alive(pid) for pid in pids.values()))
+        assert len(ports) == 2 and all(map(local_workers._is_free, ports))
 
 
 @pytest.mark.slow
@@ -135,7 +141,7 @@ def test_a_stop_is_passed_on_and_all_of_them_save(undisturbed, small_program, sm
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 143, text
     assert f"the state is saved; resume with: {shown_python()}" in text
-    assert "launch" in text.splitlines()[-1]
+    assert "--num_workers=2" in text.splitlines()[-1]
     with launched(small_program, small_data, out) as launcher:
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 0, text
@@ -150,3 +156,59 @@ def test_what_another_try_does_not_mend_ends_it(small_program, small_data, tmp_p
     assert launcher.returncode == 7, text
     assert "restart" not in text
     assert text.splitlines()[-1].startswith("error: worker ")
+
+
+@pytest.mark.parametrize(
+    ("codes", "index", "code"),
+    [
+        ([138, 137], 1, 137),
+        ([134, 3], 1, 3),
+        ([137, 8], 1, 8),
+        ([138, None], 0, 138),
+        ([None, 2], 1, 2),
+        ([0, 138], 0, 0),  # Worker 0 has saved everything.
+        ([0, 0], 0, 0),
+    ],
+)
+def test_the_original_failure_counts(codes, index, code):
+    assert find_culprit(codes) == (index, code)
+
+
+CONFIG = Config.of(strategy="multi_worker", device="cpu", num_devices=1)
+
+
+def test_cores_are_split(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6})
+    assert split_resources(2, CONFIG) == [Resources((0, 2), None), Resources((4, 6), None)]
+    six = split_resources(6, CONFIG)
+    assert [share.cores for share in six] == [(0,), (2,), (4,), (6,), (0,), (2,)]
+
+
+def test_gpus_are_split(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,GPU-abc")
+    config = Config.of(strategy="multi_worker", num_devices=1)
+    assert [share.gpus for share in split_resources(3, config)] == ["3", "1", "GPU-abc"]
+    with pytest.raises(DeviceError, match="needs 4 GPUs, found 3"):
+        split_resources(4, Config.of(strategy="multi_worker"))
+
+
+def test_ports_are_free_and_differ():
+    ports = free_ports(8)
+    assert len({*ports}) == 8 and all(map(local_workers._is_free, ports))
+    with socket.create_server(("127.0.0.1", ports[0])):
+        assert not local_workers._is_free(ports[0])
+
+
+def test_another_port_is_chosen_if_one_was_taken(monkeypatch, tmp_path):
+    """The process that took it was faster than the worker, which refuses to share it."""
+    attempts = []
+
+    def run_all(words, clusters, shares):
+        attempts.append(clusters[0].addresses)
+        return (0, 0) if len(attempts) > 1 else (1, 2)
+
+    monkeypatch.setattr(local_workers, "_run_all", run_all)
+    monkeypatch.setattr(local_workers, "free_ports", lambda count: [1 + len(attempts), 5])
+    monkeypatch.setattr(local_workers, "_is_free", lambda port: port != 1)
+    local_workers.train_with_local_workers(CONFIG, 2, tmp_path)
+    assert attempts == [("127.0.0.1:1", "127.0.0.1:5"), ("127.0.0.1:2", "127.0.0.1:5")]

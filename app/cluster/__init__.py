@@ -1,1 +1,0 @@
-"""Training with several processes, on one or several machines."""

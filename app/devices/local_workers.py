@@ -1,0 +1,223 @@
+"""Starts the workers of a training on this machine, and restarts all of them if one fails."""
+
+import os
+import pathlib
+import random
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from app.config import TrainConfig
+from app.config.distribution_options import DeviceOptions
+from app.devices.cluster import Cluster
+from app.runtime import console, signals
+from app.runtime.errors import DeviceError, PeerLostError, Terminated, WorkerFailedError
+from app.runtime.run_context import PART_VARIABLE
+from app.runtime.subprocesses import Subprocess, child_environment, main_command, output_of
+from app.runtime.temporary_directories import TemporaryDirectory
+
+RETRY_FROM = 128  # Lower exit codes are final.
+# A worker that lost another one says so, or TensorFlow's native code aborts.
+_FOLLOWS = (PeerLostError.exit_code, 128 + signal.SIGABRT)
+_POLL_SEC = 0.1
+_SETTLE_SEC = 2.0  # In which the original failure and its consequences are told apart.
+_GRACE_SEC = 60.0  # For workers that were asked to stop: one call and a checkpoint.
+_LONGEST_PAUSE_SEC = 30.0
+_PORTS = range(10_240, 32_768)  # The kernel gives away higher ones itself.
+
+
+class Resources(NamedTuple):
+    """The part of this machine that a worker uses.
+
+    Attributes:
+        cores: numbers of processor cores.
+        gpus: value of CUDA_VISIBLE_DEVICES; None if no GPU is used.
+    """
+
+    cores: tuple[int, ...]
+    gpus: str | None
+
+
+def train_with_local_workers(config: TrainConfig, num_workers: int, path: pathlib.Path) -> None:
+    """Trains with `num_workers` processes of this program, and restarts all if one fails.
+
+    Args:
+        config: options of the training.
+        num_workers: number of processes.
+        path: run directory.
+
+    Raises:
+        DeviceError: there are fewer GPUs than the workers need.
+        WorkerFailedError: a worker failed with an error that a retry cannot fix.
+        PeerLostError: workers failed more than `config.max_restarts` times.
+    """
+    shares = split_resources(num_workers, config)
+    console.say(
+        f"{console.count(num_workers, 'worker')} on this machine,"
+        f" {console.count(len(shares[0].cores), 'core')} each"
+    )
+    words = ["train", *config.flags_for(TrainConfig), f"--out={path}"]
+    number = 0
+    while True:
+        ports, before = free_ports(num_workers), _state_of(path)
+        index, code = _run_all(words, start_cluster(ports), shares)
+        if _state_of(path) != before:  # A restart must not overwrite what this one has written.
+            words = [word for word in words if not word.startswith("--overwrite")]
+            console.set_overwriting(False)
+        if not code:
+            return
+        if code == 2 and len(list(filter(_is_free, ports))) < num_workers:
+            continue  # Another process took a port: choose others.
+        if code < RETRY_FROM:
+            raise WorkerFailedError(index, code, "")
+        number += 1
+        failed = f"worker {index} ended with code {code}"
+        if number > config.max_restarts:
+            raise PeerLostError(
+                f"{failed}, after {console.count(config.max_restarts, 'restart')} (--max_restarts);"
+                " fix the error above and run the same command again to resume"
+            )
+        pause_sec = min(2.0 ** (number - 1), _LONGEST_PAUSE_SEC)
+        console.warn(
+            f"{failed}: restart {number} of {config.max_restarts} of all workers in {pause_sec:g} s"
+        )
+        time.sleep(pause_sec)
+
+
+def start_cluster(ports: Sequence[int]) -> list[Cluster]:
+    """Returns a cluster on this machine, as each of its workers sees it."""
+    addresses, secret = tuple(f"127.0.0.1:{port}" for port in ports), os.urandom(32).hex()
+    return [Cluster(addresses, index, secret=secret) for index in range(len(ports))]
+
+
+def environment_of(cluster: Cluster, share: Resources) -> dict[str, str]:
+    """Returns the variables of one worker: its cluster and its GPUs."""
+    gpus = {} if share.gpus is None else {"CUDA_VISIBLE_DEVICES": share.gpus}
+    return cluster.as_environment() | gpus
+
+
+def _run_all(
+    words: Sequence[str], clusters: Sequence[Cluster], shares: Sequence[Resources]
+) -> tuple[int, int]:
+    """Runs all workers once; returns the one that failed, with its exit code, or (0, 0).
+
+    The kernel kills the workers if this process is killed. Each has a session of its own: signals
+    of the terminal reach this process only, which passes them on.
+    """
+    workers: list[Subprocess] = []
+    with (
+        signals.deferred(),
+        TemporaryDirectory() as temporary,
+    ):  # Killed workers cannot remove their own.
+        try:
+            for cluster, share in zip(clusters, shares, strict=True):
+                own = {"TMPDIR": temporary, PART_VARIABLE: "1", **environment_of(cluster, share)}
+                command = main_command(words)
+                workers.append(
+                    Subprocess(
+                        command, child_environment(**own), cores=share.cores, own_session=True
+                    )
+                )
+            while not any(codes := [worker.exit_code for worker in workers]) and codes[0] is None:
+                signals.check()
+                time.sleep(_POLL_SEC)
+            _wait(workers, _SETTLE_SEC if any(codes) else _GRACE_SEC)  # Worker 0 has saved all.
+            return find_culprit([worker.exit_code for worker in workers])
+        except (KeyboardInterrupt, Terminated):
+            for worker in workers:
+                worker.ask_to_stop()
+            _wait(workers, _GRACE_SEC)
+            raise
+        finally:
+            for worker in workers:  # In a collective, it responds to no other signal.
+                worker.end(grace_sec=0)
+
+
+def find_culprit(codes: Sequence[int | None]) -> tuple[int, int]:
+    """Returns index and exit code of the worker whose failure made the others fail.
+
+    (0, 0) if worker 0, which saves everything, has finished.
+    """
+    failed = [(index, code) for index, code in enumerate(codes) if code]
+    if codes[0] == 0 or not failed:
+        return 0, 0
+
+    def order(each: tuple[int, int]) -> tuple[bool, bool]:
+        return each[1] in _FOLLOWS, each[1] >= RETRY_FROM
+
+    return min(failed, key=order)
+
+
+def _wait(workers: Sequence[Subprocess], timeout_sec: float) -> None:
+    deadline = time.monotonic() + timeout_sec
+    while None in [worker.exit_code for worker in workers] and time.monotonic() < deadline:
+        time.sleep(_POLL_SEC)
+
+
+def _state_of(path: pathlib.Path) -> tuple[int, int] | None:
+    """Returns what changes when a training begins in a run directory."""
+    try:
+        status = (path / "config.json").stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def split_resources(
+    num_workers: int, options: DeviceOptions, *, num_cores: int | None = None
+) -> list[Resources]:
+    """Returns the resources of each worker: separate cores if there are enough, and GPUs.
+
+    Args:
+        num_workers: number of workers.
+        options: the devices of each worker.
+        num_cores: use at most this many cores.
+
+    Raises:
+        DeviceError: there are fewer GPUs than the workers need.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:num_cores]
+    size = max(1, len(cores) // num_workers)
+    starts = [index * size % len(cores) for index in range(num_workers)]
+    gpus = [] if options.device == "cpu" else visible_gpus()
+    each = options.num_devices_asked or max(1, len(gpus) // num_workers)
+    if gpus and each * num_workers > len(gpus):
+        raise DeviceError(
+            f"--num_workers={num_workers} with {console.count(each, 'GPU')} each needs"
+            f" {each * num_workers} GPUs, found {len(gpus)}; use fewer workers, or --device=cpu"
+        )
+    return [
+        Resources(
+            tuple(cores[start : start + size]),
+            ",".join(gpus[index * each : (index + 1) * each]) if gpus else None,
+        )
+        for index, start in enumerate(starts)
+    ]
+
+
+def visible_gpus() -> list[str]:
+    """Returns the names of the GPUs for CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    try:
+        listed = output_of(["nvidia-smi", "-L"], timeout_sec=30).splitlines()
+    except OSError:
+        return []
+    return [str(i) for i, _ in enumerate(line for line in listed if line.startswith("GPU "))]
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that are free now."""
+    candidates = random.SystemRandom().sample(_PORTS, len(_PORTS))
+    return [port for port in candidates[: 50 * count] if _is_free(port)][:count]
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True

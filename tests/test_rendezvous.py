@@ -1,0 +1,144 @@
+"""The meeting of workers: those with the secret and equal settings meet, others are dropped."""
+
+import concurrent.futures
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from app.devices.cluster import Cluster, host_and_port
+from app.devices.local_workers import free_ports
+from app.devices.rendezvous import _MOST_STRANGERS, meet
+from app.runtime.errors import ConfigError, PeerLostError
+
+SECRET = "a secret of 16 or more"
+
+
+def clusters(*secrets):
+    addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(len(secrets)))
+    return [Cluster(addresses, index, secret=secret) for index, secret in enumerate(secrets)]
+
+
+@pytest.fixture
+def start():
+    """A function that starts meetings in threads; returns futures."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        yield lambda members, settings=None, timeout_sec=20: [
+            pool.submit(meet, member, (settings or {}).get(member.index, {}), timeout_sec)
+            for member in members
+        ]
+
+
+def connect(address):
+    """Connects as soon as somebody listens."""
+    deadline = time.monotonic() + 10
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(address, timeout=5)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("secret", [SECRET, ""])
+def test_workers_meet(start, secret):
+    members = clusters(secret, secret, secret)
+    assert [each.result() for each in start(members)] == [None] * 3
+
+
+def test_a_worker_that_comes_again_is_one_worker(start):
+    chief, first, second = clusters(SECRET, SECRET, SECRET)
+    (met,) = start([chief])
+    (left,) = start([first], timeout_sec=1)  # It does not wait for the second one.
+    with pytest.raises(PeerLostError, match="timed out waiting for workers, which worker 0 names"):
+        left.result()
+    time.sleep(0.5)
+    (other,) = start([second])
+    with pytest.raises(concurrent.futures.TimeoutError):
+        met.result(1)
+    (again,) = start([first])
+    assert [each.result() for each in (met, again, other)] == [None] * 3
+
+
+def test_all_workers_learn_who_is_missing(start):
+    chief, first, second = clusters(SECRET, SECRET, SECRET)
+    for waiting in start([chief], timeout_sec=2) + start([first]):
+        with pytest.raises(PeerLostError, match=f"worker 2 \\({second.addresses[2]}\\)"):
+            waiting.result()
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400\r\n\r\n", bytes(1 << 20), b"[1]\n"])
+def test_a_chief_that_does_not_answer_or_answers_garbage_is_named(start, answer):
+    chief, worker = clusters(SECRET, SECRET)
+    with socket.create_server(host_and_port(chief.addresses[0])) as server:
+
+        def answer_all():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    connection.sendall(answer)
+
+        threading.Thread(target=answer_all, daemon=True).start()
+        (waiting,) = start([worker], timeout_sec=2)
+        with pytest.raises(PeerLostError, match="--start_timeout_sec=2: timed out waiting for w"):
+            waiting.result()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_settings_that_differ_are_named_on_every_worker(start):
+    settings = {0: {"--seed": 0, "devices": "1 CPU"}, 1: {"--seed": 1, "devices": "1 CPU"}}
+    for met in start(clusters(SECRET, SECRET), settings):
+        with pytest.raises(ConfigError, match=r"--seed: worker 0 has 0, worker 1 has 1\)"):
+            met.result()
+
+
+def test_a_worker_with_another_secret_is_refused_at_once(start, capsys):
+    chief, *others = clusters(SECRET, SECRET, "another secret of that")
+    met, good, bad = start([chief, *others], timeout_sec=4)
+    with pytest.raises(ConfigError, match="LOCKSTEP_SECRET is not that of worker 0"):
+        bad.result(3)
+    for each in met, good:
+        with pytest.raises(PeerLostError, match="worker 2"):
+            each.result()
+    assert "dropped a connection from 127.0.0.1: it does not know" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named():
+    (cluster,) = clusters(SECRET)
+    with (
+        socket.create_server(host_and_port(cluster.addresses[0])),
+        pytest.raises(ConfigError, match=f"port .* of {cluster.addresses[0]}: Address already"),
+    ):
+        meet(cluster, {}, 1)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 20), b"[" * 60_000 + b"\n"]
+)
+def test_strangers_delay_nobody(start, capsys, sent):
+    members = clusters(SECRET, SECRET, SECRET)
+    address, ended = host_and_port(members[0].addresses[0]), threading.Event()
+
+    def flood():
+        kept = []
+        while not ended.is_set():
+            with contextlib.suppress(OSError):
+                kept = [*kept[-2 * _MOST_STRANGERS :], socket.create_connection(address, timeout=1)]
+                kept[-1].sendall(sent)
+
+    (met,) = start(members[:1])
+    connect(address).close()
+    floods = [threading.Thread(target=flood) for _ in range(2)]
+    for each in floods:
+        each.start()
+    time.sleep(1)
+    begin = time.monotonic()
+    for each in (*start(members[1:]), met):
+        assert each.result() is None
+    assert time.monotonic() - begin < 10
+    ended.set()
+    for each in floods:
+        each.join()
+    assert capsys.readouterr().err.count("dropped a connection from 127.0.0.1: ") == 1
