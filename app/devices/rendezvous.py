@@ -75,7 +75,7 @@ def meet(cluster: Cluster, settings: Mapping[str, object], timeout_sec: float) -
             " or give another port on every worker"
         ) from error
     kind = _Chief if cluster.is_chief else _Worker
-    with listener, signals.deferred():
+    with listener:
         answer = asyncio.run(kind(cluster, settings, listener).meet(timeout_sec))
     if answer.get("error"):
         raise (ConfigError if answer.get("code") == 2 else PeerLostError)(str(answer["error"]))
@@ -92,7 +92,6 @@ class _Meeting:
         """Waits for the task, or until no worker is missing; names the missing ones meanwhile."""
         start, num_lines = time.monotonic(), 0
         while not task.done() if task else self._missing:
-            signals.check()
             names = self._cluster.names_of(sorted(self._missing))
             waited_sec = time.monotonic() - start
             # Worker 0 tells those that have come who is missing.
