@@ -27,13 +27,9 @@ import tensorflow as tf
 from app.config import TrainConfig
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
-from app.records.checkpoint_search import find_newest_checkpoint
-from app.records.history import load_history, load_summary
-from app.records.run_directory import RunDirectory, load_run_config
-from app.records.run_log import open_run_log
-from app.records.run_log_check import check_log
-from app.records.run_log_reader import load_attempts
-from app.runtime.errors import CheckpointError, LockstepError, OutputError
+from app.records.checkpoint import find_newest_checkpoint
+from app.records.run_directory import RunDirectory
+from app.runtime.errors import CheckpointError, LockstepError
 from app.runtime.run_context import RunContext
 from app.training.loop import Training
 from app.training.replica_divergence import check_replica_divergence
@@ -55,10 +51,6 @@ FILES = {
     "checkpoint": "checkpoints/step-*/state.safetensors",
     "manifest": "checkpoints/step-*/MANIFEST.json",
     "trace": "mismatch/**/*",
-    "history.jsonl": "history.jsonl",
-    "summary.json": "summary.json",
-    "config.json": "config.json",
-    "log.jsonl": "log.jsonl",
 }
 
 
@@ -276,23 +268,19 @@ class Disk:
             strategy="manual", global_batch_size=64, recipe="fast", epochs=2, verify_every=2,
             inject="scale_gradient:factor=2", on_mismatch="warn",
         )  # fmt: skip
-        with RunContext(), open_run_log(self._whole) as log:
+        with RunContext():
             loop = Training(
                 config, Devices(CPUS[:REPLICAS], simulated=True), data, self._whole,
                 lambda: None, create_step_verifier,
             )  # fmt: skip
             loop.start(from_scratch=True)
-            loop.run(log)
+            loop.run()
         RunDirectory(self._whole, config.result_fields()).start(overwrite=False)
         shutil.copytree(self._whole, self._run)
         self._readers: dict[str, Callable[[], object]] = {
             "checkpoint": self._newest,
             "manifest": self._newest,
             "trace": self._trace,
-            "history.jsonl": lambda: load_history(self._run),
-            "summary.json": lambda: load_summary(self._run),
-            "config.json": lambda: load_run_config(self._run),
-            "log.jsonl": self._log,
         }
         self._right = {kind: read() for kind, read in self._readers.items()}
 
@@ -322,11 +310,6 @@ class Disk:
         if found.damaged:  # A training resumes from the one before, after a warning.
             raise CheckpointError(str(found.damaged))
         return found.checkpoint.state
-
-    def _log(self) -> object:
-        if problems := check_log(self._run):
-            raise OutputError(f"log.jsonl: {'; '.join(problems)}")
-        return [dataclasses.asdict(attempt) for attempt in load_attempts(self._run)]
 
     def _trace(self) -> object:
         with Trace(self._run / "mismatch") as trace:

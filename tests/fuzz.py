@@ -40,14 +40,13 @@ from app.data.fashion_mnist import idx_bytes, load_fashion_mnist
 from app.devices import rendezvous
 from app.devices.cluster import Cluster
 from app.records import checkpoint as checkpoints
-from app.records.checkpoint import Checkpoint
-from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.checkpoint import Checkpoint, find_newest_checkpoint
 from app.records.history import EpochRecord
-from app.records.run_directory import open_run_directory
+from app.records.run_directory import changed_settings, open_run_directory
 from app.records.run_metadata import Progress, RunMetadata
 from app.records.script_trace import Rows, load_trace
 from app.runtime.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
-from app.training.resume import find_changes
+from app.training.resume import classify_changes
 from app.training.run_reader import SavedRun
 from app.verification.script_match import match_variables
 from trace_samples import about, arrays
@@ -240,7 +239,7 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
         )
         own = [[np.float32([1, 2])], [np.float32([3, 4])]]
         checkpoints.save_checkpoint(folder, Checkpoint(_RUN_METADATA, progress, _STATE, own))
-        path = folder / "checkpoints" / "step-00000017"
+        path = folder / "checkpoints" / "step-00000017-epoch-0001"
         state = path / "state.safetensors"
         state.write_bytes(_edited(state.read_bytes(), state_edits))
         manifest = json.loads((path / "MANIFEST.json").read_text())
@@ -259,9 +258,8 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
             loaded = found.checkpoint
             size = sum(array.nbytes for array in loaded.state.values())
             assert size < state.stat().st_size
-            best = loaded.progress.best_epoch
-            assert best is None or isinstance(best.test_accuracy, float | int)
-            find_changes(loaded.metadata.config, _RUN_METADATA.config)
+            old, new = loaded.metadata.config, _RUN_METADATA.config
+            classify_changes(changed_settings(old, new, {}), old, new)
 
 
 _NAMES = sorted({o.name for c in Config.commands().values() for o in options_of(c)})
@@ -320,8 +318,7 @@ def fuzz_config(nodes, edits, link):
             open_run_directory(folder, fields) as run_directory,
         ):
             if run_directory.is_started:
-                changes = find_changes(run_directory.load_config(), run_directory.config)
-                changes.check(folder, force=False)
+                run_directory.check_same_run()
                 run_directory.start(overwrite=False)
         with guarded(folder, OutputError, CheckpointError):
             SavedRun.open(Config.of("evaluate", run=name))

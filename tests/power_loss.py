@@ -2,14 +2,13 @@
 
 `strace` records a training that is killed, terminated, resumed, prolonged and overwritten. For each
 prefix of its operations, `crash_states` lists what may be on disk after a power cut. In each of
-these directories every record must be complete, and every checkpoint must exist that the log
-reported. In a sample, the same command must finish with the weights of the recorded training.
+these directories every record must be complete, and every checkpoint must exist whose name
+was synced. In a sample, the same command must finish with the weights of the recorded training.
 """
 
 import argparse
 import collections
 import dataclasses
-import json
 import os
 import pathlib
 import random
@@ -27,20 +26,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import process_functions
-from app.records.checkpoint_search import find_newest_checkpoint
-from app.records.event_file import EVENTS_FILE
-from app.records.event_reader import EventReader
+from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
 from app.records.history import HISTORY_FILE, SUMMARY_FILE, load_history, load_summary
 from app.records.run_directory import (
     CONFIG_FILE,
     LOCK_FILE,
     LOG_FILE,
-    RUN_LOG_FILE,
     load_run_config,
     open_run_directory,
 )
-from app.records.run_log import RunLog
-from app.records.run_log_check import check_log
 from app.report.page import write_report
 from app.runtime.errors import LockstepError
 from app.runtime.fault_points import VARIABLE
@@ -53,7 +47,7 @@ EPOCHS, STEPS_PER_EPOCH = 3, 10
 TIMEOUT_SEC = 240
 RUN = "run"
 # Files that are written in place; all others appear under their names when they are complete.
-IN_PLACE = {LOCK_FILE, LOG_FILE, RUN_LOG_FILE, EVENTS_FILE}
+IN_PLACE = {LOCK_FILE, LOG_FILE}
 VERIFY = (
     *("verify", "--strategies=single,manual", "--device=cpu", "--num_devices=2", "--recipe=fast"),
     *("--allow_unverified_data", "--global_batch_size=50"),
@@ -138,8 +132,7 @@ class State:
         attempt: the attempt in which the power was cut.
         operation: number of operations of the attempt before it.
         tree: what is on disk.
-        reported: the newest checkpoint that the log has reported.
-        logged: the newest one whose line in the log was synced.
+        reported: the newest checkpoint whose name was synced.
         is_replaced: whether the attempt has begun to remove the files of an earlier run.
     """
 
@@ -147,7 +140,6 @@ class State:
     operation: int
     tree: Tree
     reported: Saved
-    logged: Saved
     is_replaced: bool
 
 
@@ -193,13 +185,10 @@ class Recorder:
 
 def _terminate_in_evaluation(run_dir: pathlib.Path, poll: Callable[[], int | None]) -> None:
     """Sends SIGTERM after the last step of an epoch, before the epoch is saved."""
-    reader = EventReader(run_dir)
-    reader.update()
-    before = reader.latest.step if reader.latest else 0
     while poll() is None:
-        reader.update()
-        step = reader.latest.step if reader.latest else 0
-        if step > before and step % STEPS_PER_EPOCH == 0:
+        names = [path.name for path in checkpoint_paths(run_dir)]
+        if any(int(name.split("-")[1]) % STEPS_PER_EPOCH == STEPS_PER_EPOCH - 2 for name in names):
+            time.sleep(0.2)
             os.kill(int((run_dir / LOCK_FILE).read_text(encoding="ascii")), signal.SIGTERM)
             return
         time.sleep(0.002)
@@ -237,7 +226,7 @@ class Campaign:
 
     def check_states(self) -> None:
         """Records the attempts, and checks each state that a power cut may leave."""
-        reported, logged, is_replaced = NOTHING, NOTHING, False
+        named, reported, is_replaced = NOTHING, NOTHING, False
         for attempt in self._attempts:
             operations = self._recorder.record(attempt)
             seen: dict[Any, State] = {}
@@ -246,14 +235,14 @@ class Campaign:
                 self._disk.apply(operation)
                 self._publish(operation)
                 if attempt.overwrites and _begins_to_remove(operation):
-                    reported, logged, is_replaced = NOTHING, NOTHING, True
-                if operation.path == f"{RUN}/{RUN_LOG_FILE}":
-                    reported = max(reported, _reported(operation.data))
-                    logged = reported if operation.kind == "sync" else logged
+                    named, reported, is_replaced = NOTHING, NOTHING, True
+                named = max(named, _saved(operation))
+                if (operation.kind, operation.path) == ("sync", f"{RUN}/checkpoints"):
+                    reported = named
                 self.counts["prefixes"] += 1
                 for tree in self._disk.states(self._random):
                     self.counts["states"] += 1
-                    key = (frozenset(tree.items()), reported, logged, is_replaced)
+                    key = (frozenset(tree.items()), reported, is_replaced)
                     if key not in seen:
                         seen[key] = State(attempt, number, tree, *key[1:])
                         self._check(seen[key])
@@ -261,7 +250,8 @@ class Campaign:
             if attempt.is_cut:
                 early = [each for each in seen.values() if each.reported[1] < EPOCHS - 1]
                 state = self._random.choice(early or list(seen.values()))
-                reported, logged, is_replaced = state.reported, state.logged, state.is_replaced
+                reported, is_replaced = state.reported, state.is_replaced
+                named = reported
                 self._cut(state.tree)
 
     def run_sample(self, num_runs: int) -> None:
@@ -308,7 +298,7 @@ class Campaign:
         problems = [*found, *self._incomplete(state.tree), *_unkept(state, facts)]
         for problem in problems:
             self._report(problem, state)
-        shown = {name: fact for name, fact in facts.items() if name != "events"}
+        shown = facts
         group = self._classes[state.attempt.name, repr(shown)]
         if len(group) < _MOST_KEPT_OF_A_CLASS:
             group.append(state)
@@ -372,8 +362,8 @@ class Campaign:
                 problem = "the command ended with other weights"
             elif summary.status != "finished" or len(history) != summary.epochs:
                 problem = "the command did not finish the records"
-            elif left or (logged := check_log(run_dir)):
-                problem = f"the command left {left or logged}"
+            elif left:
+                problem = f"the command left {left}"
         if problem:
             self._report(problem, state)
         else:
@@ -405,15 +395,10 @@ def _is_final(path: str) -> bool:
     return not name.startswith(".") and name not in {*IN_PLACE, RUN, "checkpoints"}
 
 
-def _reported(line: bytes) -> Saved:
-    """Returns the checkpoint that a line of the log reports as saved or resumed."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return NOTHING
-    if event["event"] not in ("checkpoint", "resume"):
-        return NOTHING
-    return event["step"], event["epoch"]
+def _saved(operation: Operation) -> Saved:
+    """Returns the step and the epoch of the checkpoint to which an operation gives its name."""
+    name = re.fullmatch(rf"{RUN}/checkpoints/step-(\d+)-epoch-(\d+)", operation.target or "")
+    return (int(name[1]), int(name[2])) if operation.kind == "rename" and name else NOTHING
 
 
 def _unkept(state: State, facts: dict[str, Any]) -> Iterator[str]:
@@ -421,8 +406,6 @@ def _unkept(state: State, facts: dict[str, Any]) -> Iterator[str]:
     newest, seed, damaged = facts["checkpoints"] or (NOTHING, None, 0)
     if newest < state.reported:
         yield f"checkpoint {state.reported} was reported, the newest is {newest}"
-    if (facts[RUN_LOG_FILE] or NOTHING) < state.logged:
-        yield f"the log lacks the checkpoint {state.logged}"
     if damaged:
         yield f"{damaged} damaged checkpoints"
     config, summary = facts[CONFIG_FILE], facts[SUMMARY_FILE]
@@ -436,9 +419,6 @@ def _unkept(state: State, facts: dict[str, Any]) -> Iterator[str]:
     is_refused = state.is_replaced and facts["checkpoints"] is None
     if (facts[HISTORY_FILE] or 0) > newest[1] and not is_refused:
         yield f"a history of {facts[HISTORY_FILE]} epochs, but the newest checkpoint is {newest}"
-    missing = set(range(1, state.reported[0] + 1)) - set(facts["events"])
-    if missing:
-        yield f"the event file lacks steps before the checkpoint {state.reported}"
 
 
 class Checker:
@@ -470,7 +450,6 @@ class Checker:
             if part := parts.get(name):
                 facts[name], problem = self._read(name, read, part)
                 problems += [problem] if problem else []
-        facts["events"] = facts.pop(EVENTS_FILE) or ()
         return facts, problems
 
     def _read(self, name: str, read: Callable, part: Tree) -> tuple[Any, str]:
@@ -499,26 +478,9 @@ def _read_checkpoints(run_dir: pathlib.Path) -> tuple[Saved, int, int] | None:
     return (progress.step, progress.epoch), metadata.config["seed"], len(found.damaged)
 
 
-def _read_log(run_dir: pathlib.Path) -> Saved:
-    """Starts the next attempt in the log, and checks it; returns the newest checkpoint in it."""
-    log = RunLog(run_dir)
-    log.start(versions={})
-    log.close()
-    if problems := check_log(run_dir):
-        raise ValueError(f"{problems}")
-    lines = (run_dir / RUN_LOG_FILE).read_bytes().splitlines()
-    return max(map(_reported, lines))
-
-
 def _read_summary(run_dir: pathlib.Path) -> dict[str, Any] | None:
     summary = load_summary(run_dir)
     return {name: getattr(summary, name) for name in ("status", "epochs", "seed")}
-
-
-def _read_steps(run_dir: pathlib.Path) -> frozenset[int]:
-    reader = EventReader(run_dir)
-    reader.update()
-    return frozenset(point.step for point in reader.points if "steps/loss" in point.values)
 
 
 def _open(run_dir: pathlib.Path) -> None:
@@ -530,10 +492,8 @@ def _open(run_dir: pathlib.Path) -> None:
 READERS: dict[str, Callable[[pathlib.Path], Any]] = {
     "checkpoints": _read_checkpoints,
     CONFIG_FILE: lambda run_dir: {"seed": load_run_config(run_dir)["seed"]},
-    RUN_LOG_FILE: _read_log,
     HISTORY_FILE: lambda run_dir: len(load_history(run_dir)),
     SUMMARY_FILE: _read_summary,
-    EVENTS_FILE: _read_steps,
     "names": _open,
 }
 

@@ -28,8 +28,6 @@ from app.data.data_sources import SHA256
 from app.data.synthetic import generate_synthetic
 from app.records.checkpoint import NUM_NEWEST_KEPT, checkpoint_paths, load_checkpoint
 from app.records.history import load_history, load_summary
-from app.records.run_directory import RUN_LOG_FILE
-from app.records.run_log_check import CUT_OFF, check_log
 from forked_program import adopt_orphans, wait_for_orphans
 from idx_files import write_idx
 from soak_failures import FAILURES, NEED_MOUNTS, NO_THREAD_DATA, STALLED, Ended, Site, SoakError
@@ -182,9 +180,6 @@ class Soak:
         for path in paths:
             if path != site.truncated:  # It exists until the run reaches its step.
                 load_checkpoint(path)
-        if (site.run_dir / RUN_LOG_FILE).exists():
-            problems = [p for p in check_log(site.run_dir) if p != CUT_OFF]
-            _check(not problems, f"{RUN_LOG_FILE}: {problems}")
 
     def _check_finished(self, name: str) -> None:
         site = self.sites[name]

@@ -23,8 +23,7 @@ import numpy as np
 
 from app.records.checkpoint import checkpoint_paths, load_checkpoint
 from app.records.history import load_summary
-from app.records.run_directory import RUN_LOG_FILE
-from app.records.run_log_reader import load_attempts
+from app.records.run_directory import LOG_FILE
 from app.runtime.fault_points import POINTS, VARIABLE
 from cluster_run import ClusterRun
 from network import Link, Network, unavailable
@@ -168,9 +167,8 @@ def _wait_for_output(run: ClusterRun) -> None:
 
 def _num_saved(run_dir: pathlib.Path) -> int:
     """Returns how many checkpoints the attempts of a run have saved."""
-    attempts = load_attempts(run_dir) if (run_dir / RUN_LOG_FILE).exists() else []
-    events = [event["event"] for attempt in attempts for event in attempt.events]
-    return events.count("checkpoint")
+    log = run_dir / LOG_FILE
+    return log.read_text(encoding="utf-8").count("Saved checkpoint ") if log.exists() else 0
 
 
 def _check_close(run_dir: pathlib.Path, undisturbed: pathlib.Path) -> None:

@@ -2,12 +2,11 @@
 
 import dataclasses
 import errno
+import hashlib
 import json
-import multiprocessing
 import os
 import resource
 import struct
-import sys
 import tracemalloc
 
 import numpy as np
@@ -17,18 +16,16 @@ from safetensors.numpy import save as file_bytes
 
 from app.records import arrays as array_files
 from app.records import checkpoint as checkpoints
-from app.records import files
-from app.records import run_directory as run_directories
 from app.records.arrays import read_arrays, write_arrays
-from app.records.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from app.records.checkpoint_search import find_best_checkpoint, find_newest_checkpoint
-from app.records.files import open_regular, write_json
+from app.records.checkpoint import (
+    Checkpoint,
+    find_newest_checkpoint,
+    save_checkpoint,
+)
+from app.records.files import open_regular
 from app.records.history import EpochRecord
-from app.records.run_directory import open_run_directory
 from app.records.run_metadata import Progress, RunMetadata
-from app.runtime import fault_points
-from app.runtime.errors import CheckpointError, ConfigError, DiskFullError, OutputError
-from app.runtime.run_context import RunContext
+from app.runtime.errors import CheckpointError, DiskFullError, OutputError
 
 STATE = {
     "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -54,8 +51,7 @@ def make(step=7, **progress):
 
 
 def save(run_dir, step=7, **progress):
-    save_checkpoint(run_dir, make(step, **progress))
-    return run_dir / "checkpoints" / f"step-{step:08d}"
+    return save_checkpoint(run_dir, make(step, **progress))
 
 
 def names(run_dir):
@@ -66,7 +62,7 @@ def test_round_trip(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
     saved = make(loss_sum=0.1, history=[record(1, step=5)], changes=["seed 0 → 1"])
     save_checkpoint(tmp_path, saved)
-    path = tmp_path / "checkpoints" / "step-00000007"
+    path = tmp_path / "checkpoints" / "step-00000007-epoch-0001"
     found = find_newest_checkpoint(tmp_path)
     loaded = found.checkpoint
     assert found.path == path and found.damaged == [] and found.warning() is None
@@ -82,43 +78,14 @@ def test_round_trip(tmp_path):
     assert (path / "state.safetensors").stat().st_mode == mode
 
 
-def test_the_newest_three_and_the_best_are_kept(tmp_path):
-    history = []
-    for epoch, accuracy in enumerate([0.2, 0.9, 0.5, 0.9, 0.6, 0.1, 0.3], start=1):
-        history.append(record(epoch, accuracy=accuracy))
-        save(tmp_path, 10 * epoch, history=history)
-    assert names(tmp_path) == [f"step-{step:08d}" for step in (20, 50, 60, 70)]
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.step == 70
-    assert find_best_checkpoint(tmp_path).checkpoint.progress.step == 20
-
-
-def test_steps_count_and_not_times(tmp_path):
+def test_the_newest_three_by_step_and_epoch_are_kept(tmp_path):
     for step in (5, 70, 700):
-        os.utime(save(tmp_path, step), (2e9 - 1e6 * step, 2e9 - 1e6 * step))
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.step == 700
-    save(tmp_path, 701)
-    assert names(tmp_path) == [f"step-{step:08d}" for step in (70, 700, 701)]
-
-
-def test_one_of_the_same_step_is_replaced(tmp_path):
-    save(tmp_path, 10)
-    save(tmp_path, 10, history=[record(1)])
+        os.utime(save(tmp_path, step), (2e9 - 1e6 * step, 2e9 - 1e6 * step))  # Times do not count.
+    save(tmp_path, 700, history=[record(1)])  # After the evaluation of the same step.
     assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 1
-    assert names(tmp_path) == ["step-00000010"]
-
-
-def test_one_that_is_replaced_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
-    old = save(tmp_path, 5)
-    load = checkpoints._load
-
-    def replaced(path):
-        if path == old:
-            for step in (6, 7, 8):
-                save(tmp_path, step)
-        return load(path)
-
-    monkeypatch.setattr(checkpoints, "_load", replaced)
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.step == 8
+    assert names(tmp_path) == [
+        "step-00000070-epoch-0000", "step-00000700-epoch-0000", "step-00000700-epoch-0001",
+    ]  # fmt: skip
 
 
 def test_temporary_ones_and_others_are_not_seen(tmp_path):
@@ -160,7 +127,7 @@ def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, file,
     assert str(good) in found.warning() and str(bad) in found.warning()
     damage_file(good / file, damage)
     with pytest.raises(
-        CheckpointError, match=r"step-00000008: does not verify .*, as all 2 here do"
+        CheckpointError, match=r"step-00000008\S+: does not verify .*, as all 2 here do"
     ):
         find_newest_checkpoint(tmp_path)
 
@@ -179,7 +146,7 @@ def forge(path, change, content=None):
     manifest = json.loads((path / "MANIFEST.json").read_text())
     manifest["files"]["state.safetensors"] = {
         "size_bytes": (path / "state.safetensors").stat().st_size,
-        "sha256": checkpoints._file_sha256(path / "state.safetensors"),
+        "sha256": hashlib.sha256((path / "state.safetensors").read_bytes()).hexdigest(),
     }
     change(manifest)
     del manifest["sha256"]
@@ -285,7 +252,7 @@ CRAFTED = {
         lambda m: m.update(per_shard_statistics=[[]] * 5000), None, "5000 replicas",
     ),
     "beyond the epoch": (lambda m: m["metadata"].update(steps_per_epoch=3), None, "of the epoch 7"),
-    "another version": (lambda m: m.update(format_version=4), None, "format version 4"),
+    "another version": (lambda m: m.update(format_version=5), None, "format version 5"),
     "a list": (lambda m: m.update(metadata=[]), None, "must be a mapping"),
 }  # fmt: skip
 
@@ -296,7 +263,7 @@ def test_crafted_ones_are_refused_before_anything_is_allocated(tmp_path, case):
     forge(save(tmp_path), change, content)
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match=f"step-00000007: does not verify .*{reason}"):
+        with pytest.raises(CheckpointError, match=rf"step-00000007\S+: does not verify .*{reason}"):
             find_newest_checkpoint(tmp_path)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
@@ -318,41 +285,8 @@ def test_an_error_that_may_pass_is_no_damage(tmp_path, monkeypatch):
 
 def test_a_link_that_leads_nowhere_is_damage(tmp_path):
     good = save(tmp_path, 5)
-    (tmp_path / "checkpoints" / "step-00000009").symlink_to("nowhere")
+    (tmp_path / "checkpoints" / "step-00000009-epoch-0000").symlink_to("nowhere")
     assert find_newest_checkpoint(tmp_path).path == good
-
-
-def test_the_best_of_those_that_verify(tmp_path):
-    history = []
-    for epoch, accuracy in enumerate([0.2, 0.9, 0.5, 0.3, 0.6], start=1):
-        history.append(record(epoch, accuracy=accuracy))
-        save(tmp_path, 10 * epoch, history=history)
-    save(tmp_path, 57, history=history)
-    damage_file(tmp_path / "checkpoints" / "step-00000020" / "state.safetensors", "truncate")
-    found = find_best_checkpoint(tmp_path)
-    assert found.path.name == "step-00000050" and found.damaged[0][0].name == "step-00000020"
-
-
-def test_content_is_on_the_disk_before_its_name_and_then_the_name(tmp_path, monkeypatch):
-    calls = []
-
-    def fsync(descriptor):
-        calls.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
-
-    def replace(source, target):
-        calls.append(("replace", target.name))
-        rename(source, target)
-
-    rename = os.replace
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
-    save(tmp_path, 7)
-    temporary = f".step-00000007.{os.getpid()}.tmp"
-    assert calls == [
-        ("fsync", tmp_path.name),  # Of the directory "checkpoints", which is new.
-        *(("fsync", temporary), ("fsync", "MANIFEST.json"), ("fsync", "state.safetensors")),
-        *(("replace", "step-00000007"), ("fsync", "checkpoints")),
-    ]
 
 
 def test_links_lead_nowhere(tmp_path):
@@ -386,23 +320,11 @@ def test_arrays_of_every_form(tmp_path):
         np.testing.assert_array_equal(read[name], expected, strict=True)
 
 
-def test_a_file_of_another_program_is_read_by_name(tmp_path):
-    (tmp_path / "a").write_bytes(file_bytes({"b": np.ones(2), "a": np.zeros(3, np.int8)}))
-    assert list(read_back(tmp_path / "a")) == ["a", "b"]
-
-
 @pytest.mark.parametrize("dtype", ["complex64", "object"])
 def test_what_could_not_be_read_again_is_not_written(tmp_path, dtype):
     with pytest.raises(ValueError, match=f"kernel has dtype {dtype}"):
         write_arrays(tmp_path / "a", {"kernel": np.zeros(2, dtype)})
     assert not (tmp_path / "a").exists()
-
-
-def test_a_file_that_is_there_is_not_replaced(tmp_path):
-    (tmp_path / "a").write_text("notes")
-    with pytest.raises(FileExistsError):
-        write_arrays(tmp_path / "a", STATE)
-    assert (tmp_path / "a").read_text() == "notes"
 
 
 def test_a_disk_that_is_full_within_the_file_is_told_as_such(tmp_path, monkeypatch):
@@ -411,7 +333,7 @@ def test_a_disk_that_is_full_within_the_file_is_told_as_such(tmp_path, monkeypat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(OutputError, match="step-00000002: File too large"):
+        with pytest.raises(OutputError, match=r"step-00000002\S+: File too large"):
             save(tmp_path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -420,23 +342,22 @@ def test_a_disk_that_is_full_within_the_file_is_told_as_such(tmp_path, monkeypat
         raise array_files.SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(array_files, "save_file", full)
-    with pytest.raises(DiskFullError, match=r"step-00000003: No space left .* [\d,]+ bytes needed"):
+    with pytest.raises(DiskFullError, match=r"No space left .* [\d,]+ bytes needed"):
         save(tmp_path, 3)
-    assert names(tmp_path) == ["step-00000001"]
+    assert names(tmp_path) == ["step-00000001-epoch-0000"]
 
 
 def test_a_checkpoint_of_the_format_before_is_refused_in_a_line(tmp_path):
     path = save(tmp_path)
-    (path / "state.safetensors").unlink()
-    np.savez(path / "state.npz", **{"00000": STATE[KERNEL]})
+    path = path.rename(path.with_name("step-00000007"))
     manifest = json.loads((path / "MANIFEST.json").read_text())
-    manifest["format_version"] = 2
+    manifest["format_version"] = 3
     (path / "MANIFEST.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError) as refusal:
         find_newest_checkpoint(tmp_path)
     assert str(refusal.value) == (
-        f"{path}: does not verify (format version 2, which another version of this program wrote;"
-        " this one reads 3); train in another directory, or use --overwrite"
+        f"{path}: does not verify (format version 3, which another version of this program wrote;"
+        " this one reads 4); train in another directory, or use --overwrite"
     )
 
 
@@ -446,198 +367,3 @@ def test_the_hash_is_of_the_model_in_order():
     changed = STATE["model/conv/bias"].copy()
     changed[2] = np.nextafter(changed[2], np.float32(1))
     assert whole != checkpoints.weights_sha256({**STATE, "model/conv/bias": changed})
-
-
-POINTS = [
-    point
-    for point in fault_points.POINTS
-    if point.startswith("checkpoint.") and point != "checkpoint.between"  # Has its own test.
-]
-
-
-def save_four(run_dir, fault):
-    """Saves 1 to 4 where one of them fails; runs in a process of its own."""
-    with RunContext(), open_run_directory(run_dir, {}) as run_directory:
-        fault_points.arm({fault_points.VARIABLE: fault})
-        run_directory.start(overwrite=False)
-        for step in range(1, 5):
-            save(run_dir, step)
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_leaves_whole_checkpoints_only(tmp_path, point):
-    """The fourth save is killed: the first that deletes an old one."""
-    number = 1 if point == "checkpoint.before_delete" else 4
-    context = multiprocessing.get_context("fork")  # Nothing of TensorFlow is used in it.
-    process = context.Process(target=save_four, args=(tmp_path, f"{point}:{number}:kill"))
-    process.start()
-    process.join(30)
-    assert process.exitcode == -9
-    saved = point in ("checkpoint.after_rename", "checkpoint.before_delete")
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.step == (4 if saved else 3)
-    whole = [name for name in names(tmp_path) if name.startswith("step-")]
-    assert len(whole) == (4 if saved else 3)
-    with open_run_directory(tmp_path, {}):  # What the same command does first.
-        assert all(name.startswith("step-") for name in names(tmp_path))
-    save(tmp_path, 5)
-    assert names(tmp_path)[-1] == "step-00000005" and len(names(tmp_path)) == 3
-
-
-def replace_one(run_dir, fault):
-    """Saves step 10 twice, the second one killed; runs in a process of its own."""
-    with RunContext(), open_run_directory(run_dir, {}) as run_directory:
-        run_directory.start(overwrite=False)
-        save(run_dir, 10)
-        fault_points.arm({fault_points.VARIABLE: fault})
-        save(run_dir, 10, history=[record(1)])
-
-
-def cannot_exchange(monkeypatch):
-    """A system without an atomic exchange of two names."""
-    monkeypatch.setattr(files, "_exchange", lambda path, other: False)
-
-
-@pytest.mark.parametrize(
-    ("point", "epoch"), [("before_rename", 0), ("between", 0), ("after_rename", 1)]
-)
-def test_a_kill_between_two_of_one_step_leaves_one(tmp_path, point, epoch, monkeypatch):
-    if point == "between":
-        cannot_exchange(monkeypatch)
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=replace_one, args=(tmp_path, f"checkpoint.{point}:1:kill"))
-    process.start()
-    process.join(30)
-    assert process.exitcode == -9
-    with open_run_directory(tmp_path, {}):
-        assert names(tmp_path) == ["step-00000010"]
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == epoch
-
-
-def test_a_full_disk_between_two_of_one_step_leaves_the_first(tmp_path, monkeypatch):
-    cannot_exchange(monkeypatch)
-    save(tmp_path, 10)
-    with RunContext(), pytest.raises(DiskFullError):
-        fault_points.arm({fault_points.VARIABLE: "checkpoint.between:1:enospc"})
-        save(tmp_path, 10, history=[record(1)])
-    assert names(tmp_path) == ["step-00000010"]
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no renameat2")
-def test_a_reader_sees_a_complete_checkpoint_while_it_is_replaced(tmp_path):
-    """A second process replaces the only checkpoint again and again."""
-    path, other = save(tmp_path, 10), tmp_path / "other"
-    write_json(other, {})
-    if not files._exchange(other, other):
-        pytest.skip("the file system cannot exchange names")
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=replace_repeatedly, args=(tmp_path, 150))
-    process.start()
-    epochs = set()
-    while process.is_alive():
-        assert path.is_dir() and names(tmp_path)[-1] == path.name
-        epochs.add(load_checkpoint(path).progress.epoch)
-        found = find_newest_checkpoint(tmp_path)
-        assert not found.damaged and not find_best_checkpoint(tmp_path).damaged
-    process.join()
-    assert process.exitcode == 0 and epochs == {0, 1}
-    assert names(tmp_path) == [path.name]
-
-
-def replace_repeatedly(run_dir, times):
-    """Replaces the checkpoint of step 10; runs in a process of its own."""
-    for number in range(times):
-        save(run_dir, 10, history=[record(1)] * (number % 2))
-
-
-def test_a_discarded_checkpoint_loses_its_name_on_disk_before_its_files(tmp_path, monkeypatch):
-    """Else a power cut could leave the name with some of the files."""
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    done = []
-    monkeypatch.setattr(checkpoints, "fsync", lambda path: done.append(f"fsync {path.name}"))
-    monkeypatch.setattr(checkpoints, "remove", lambda path: done.append(f"remove {path.name}"))
-    save(tmp_path, 4)
-    assert done[-2:] == ["fsync checkpoints", "remove .step-00000001.tmp"]
-
-
-def test_names_of_a_killed_attempt_are_synced_by_the_next(tmp_path, monkeypatch):
-    """It resumes from them, so that a power cut must not lose them."""
-    (tmp_path / "run").mkdir()
-    save(tmp_path / "run", 7)
-    (tmp_path / "run" / "config.json").write_text('{"written_by": "lockstep"}')
-    synced = []
-    monkeypatch.setattr(run_directories, "fsync", lambda path: synced.append(path.name))
-    with open_run_directory(tmp_path / "run", {}):
-        assert synced == ["checkpoints", "run", tmp_path.name]
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_full_disk_leaves_the_checkpoints_before(tmp_path, point):
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    told = r"(step-0000000[14]|checkpoints): .* [\d,]+ free"
-    with RunContext(), pytest.raises(DiskFullError, match=told):
-        fault_points.arm({fault_points.VARIABLE: f"{point}:1:enospc"})
-        save(tmp_path, 4)
-    assert {f"step-{step:08d}" for step in (2, 3)} <= set(names(tmp_path))
-    assert all(name.startswith("step-") for name in names(tmp_path))
-
-
-class TestFaultPoints:
-    def test_unset_does_nothing(self):
-        with RunContext():
-            assert fault_points.arm({}) is None
-            fault_points.fault_point("step")
-
-    @pytest.mark.parametrize(
-        "text",
-        ["step", "step:0:kill", "step:x:kill", "nowhere:1:kill", "step:1:explode", "step:1:",
-         "step:1:kill=3", "step:1:delay=x", "step:1:delay=-1", "step:-1:kill", "step:1:delay=nan"],
-    )  # fmt: skip
-    def test_what_cannot_be_meant_is_refused(self, text):
-        with RunContext(), pytest.raises(ConfigError, match="LOCKSTEP_FAULT"):
-            fault_points.arm({fault_points.VARIABLE: text})
-
-    def test_it_happens_at_the_nth_passing_alone(self):
-        with RunContext():
-            fault_points.arm({fault_points.VARIABLE: "step:3:raise"})
-            for _ in range(2):
-                fault_points.fault_point("step")
-                fault_points.fault_point("epoch")
-            with pytest.raises(RuntimeError):
-                fault_points.fault_point("step")
-            fault_points.fault_point("step")
-
-    def test_a_slow_disk_stays_slow(self, monkeypatch):
-        slept = []
-        monkeypatch.setattr(fault_points.time, "sleep", slept.append)
-        with RunContext():
-            fault_points.arm({fault_points.VARIABLE: "history.made:2:slow"})
-            for point in ("history.made", "log", "history.made", "step", "log", "history.made"):
-                fault_points.fault_point(point)
-        assert len(slept) == 3
-
-    def test_the_next_command_does_not_see_it(self):
-        with RunContext():
-            fault_points.arm({fault_points.VARIABLE: "step:1:raise"})
-        fault_points.fault_point("step")
-        with RunContext():
-            fault_points.fault_point("step")
-
-
-def test_the_warning_says_which_kind_of_checkpoint_is_used(tmp_path):
-    history = [record(1, accuracy=0.7), record(2, accuracy=0.9), record(3, accuracy=0.5)]
-    paths = [save(tmp_path, step=10 * n, history=history[:n]) for n in (1, 2, 3)]
-    (paths[1] / "state.safetensors").write_bytes(b"")
-    best = find_best_checkpoint(tmp_path)
-    assert best.path == paths[0] and best.kind == "best"
-    assert f"{paths[0]} is used, the best that verifies" in best.warning()
-    (paths[2] / "state.safetensors").write_bytes(b"")
-    (paths[0] / "state.safetensors").write_bytes(b"")
-    within_epoch = save(tmp_path, step=37, history=history)
-    (save(tmp_path, step=38, history=history) / "state.safetensors").write_bytes(b"")
-    newest = find_newest_checkpoint(tmp_path)
-    assert newest.path == within_epoch and newest.kind == "newest"
-    assert f"{within_epoch} is used, the newest that verifies" in newest.warning()
-    assert find_best_checkpoint(tmp_path).kind == "newest"  # No other one verifies.

@@ -13,9 +13,9 @@ from app.config.framework_options import num_framework_replicas
 from app.config.names import GROUPS, RECIPE_NAMES
 from app.config.option import check_values, option, options_of, same_option
 from app.config.split_options import SplitOptions
+from app.records.run_directory import changed_settings
 from app.runtime.errors import ConfigError
 from app.training.recipes import RECIPES
-from app.training.resume import find_changes
 from strategies import STRATEGIES, STRATEGY_OPTIONS
 from strategies.collectives import shard_sizes
 
@@ -149,7 +149,6 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("train", {"num_train_examples": 50, "last_batch": "drop"}, "--last_batch=drop leaves no"),
         ("train", {"dataset": "synthetic", "data_dir": "/x"}, "--data_dir means nothing with"),
         ("train", {"dataset": "synthetic", "allow_unverified_data": True}, "--allow_unverified"),
-        ("train", {"overwrite": True, "force_resume": True}, "--overwrite starts from scratch"),
         ("train", {"inject": "drop_gradient:strategy=mirrored"}, "names the strategy mirrored"),
         ("evaluate", {"run": "r", "images": ("a.png",), "data_dir": "/x"}, "with --images"),
         ("train", {"verbosity": 7}, "--verbosity must be between -1 and 1, got 7"),
@@ -484,21 +483,24 @@ def test_no_shard_is_empty_from_the_fewest_examples_on_and_one_is_below(weights,
 def test_a_record_that_is_older_than_an_option_has_its_default():
     fields = Config.of(strategy="manual").result_fields()
     old = {n: v for n, v in fields.items() if n not in options_of_a_split()}
-    assert find_changes(old, fields).names == set()
+    assert changed_settings(old, fields, {}) == {}
     changed = Config.of(strategy="pipeline", micro_batches=8).result_fields()
-    changes = find_changes(old, changed)
-    assert sorted(changes.how) == ["micro_batches 4 → 8", "strategy manual → pipeline"]
-    assert changes.serious == []
+    assert sorted(changed_settings(old, changed, {}).values()) == [
+        "micro_batches 4 → 8", "strategy manual → pipeline",
+    ]  # fmt: skip
     synchronized = Config.of(batch_norm="sync").result_fields()
-    assert find_changes(old, synchronized).serious == ["batch_norm average → sync"]
+    assert changed_settings(old, synchronized, {}) == {"batch_norm": "batch_norm average → sync"}
 
 
 def test_changes_show_the_values_that_were_used():
     old = Config.of(recipe="fast").result_fields()
     new = Config.of(recipe="fast", learning_rate=0.1).result_fields()
-    assert find_changes(old, new, {"learning_rate": 0.2}).serious == ["learning_rate 0.2 → 0.1"]
-    assert find_changes(old, new).serious == ["learning_rate default → 0.1"]
-    assert find_changes(new, old).serious == ["learning_rate 0.1 → default"]
+    for one, other, used, shown in [
+        (old, new, {"learning_rate": 0.2}, "learning_rate 0.2 → 0.1"),
+        (old, new, {}, "learning_rate default → 0.1"),
+        (new, old, {}, "learning_rate 0.1 → default"),
+    ]:
+        assert changed_settings(one, other, used) == {"learning_rate": shown}
 
 
 def options_of_a_split():

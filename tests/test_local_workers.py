@@ -108,7 +108,7 @@ def test_a_cluster_is_one_training(undisturbed, small_program, small_data, tmp_p
 def test_a_killed_worker_costs_a_restart(undisturbed, small_program, small_data, tmp_path, index):
     out = tmp_path / "run"
     with launched(small_program, small_data, out) as launcher:
-        wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
+        wait_until(lambda: (out / "checkpoints" / "step-00000005-epoch-0000").exists())
         os.kill(worker_pids(launcher)[index], signal.SIGKILL)
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 0, text
@@ -120,7 +120,7 @@ def test_a_killed_worker_costs_a_restart(undisturbed, small_program, small_data,
 def test_the_death_of_the_starter_leaves_nothing(small_program, small_data, tmp_path):
     out = tmp_path / "run"
     with launched(small_program, small_data, out) as launcher:
-        wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
+        wait_until(lambda: (out / "checkpoints" / "step-00000005-epoch-0000").exists())
         pids = worker_pids(launcher)
         assert set(pids) == {0, 1}
         environment = pathlib.Path(f"/proc/{pids[0]}/environ").read_text()
@@ -136,7 +136,7 @@ def test_the_death_of_the_starter_leaves_nothing(small_program, small_data, tmp_
 def test_a_stop_is_passed_on_and_all_of_them_save(undisturbed, small_program, small_data, tmp_path):
     out = tmp_path / "run"
     with launched(small_program, small_data, out) as launcher:
-        wait_until(lambda: (out / "checkpoints" / "step-00000005").exists())
+        wait_until(lambda: (out / "checkpoints" / "step-00000005-epoch-0000").exists())
         launcher.send_signal(signal.SIGTERM)
         text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
     assert launcher.returncode == 143, text

@@ -1,8 +1,10 @@
 """The outer loop: records, resuming, and what ends it."""
 
 import dataclasses
+import errno
+import itertools
 import json
-import shutil
+import os
 
 import numpy as np
 import pytest
@@ -12,15 +14,11 @@ from app.config import Config
 from app.config.split_numbers import num_shards
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
-from app.records.checkpoint import checkpoint_paths
-from app.records.checkpoint_search import find_newest_checkpoint
-from app.records.event_file import EVENTS_FILE
+from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
+from app.records.event_file import event_files
 from app.records.files import write_file
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
-from app.records.run_log import open_run_log
-from app.records.run_log_check import check_log
-from app.records.run_log_reader import load_attempts
 from app.runtime import fault_points
 from app.runtime.errors import (
     CheckpointError,
@@ -78,13 +76,7 @@ def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
 
 
 def train(dataset, run_dir, **options):
-    """Makes a training and runs it with its log, which must be right however it ends."""
-    loop = make(dataset, run_dir, **options)
-    try:
-        with open_run_log(run_dir) as log:
-            return loop.run(log)
-    finally:
-        assert check_log(run_dir) == []
+    return make(dataset, run_dir, **options).run()
 
 
 def train_until(dataset, run_dir, fault, error=RuntimeError, **options):
@@ -107,7 +99,7 @@ def test_a_run_leaves_its_records(dataset, tmp_path, strategy, whole_lenet):
     summary = train(dataset, tmp_path, strategy=strategy)
     assert {p.name for p in tmp_path.iterdir()} == {
         "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg", "checkpoints",
-        "log.jsonl", EVENTS_FILE,
+        *(path.name for path in event_files(tmp_path)),
     }  # fmt: skip
     events = EventAccumulator(str(tmp_path)).Reload()
     told = [(event.step, event.value) for event in events.Scalars("epochs/test_accuracy")]
@@ -126,11 +118,6 @@ def test_a_run_leaves_its_records(dataset, tmp_path, strategy, whole_lenet):
     assert (
         checkpoint.metadata.config["model"] == "lenet" and checkpoint.metadata.steps_per_epoch == 5
     )
-    (attempt,) = load_attempts(tmp_path)
-    assert attempt.stop["status"] == "finished"
-    assert [e["event"] for e in attempt.events] == [
-        *("config", "data", "epoch", "checkpoint", "epoch", "checkpoint", "epoch", "checkpoint"),
-    ]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -146,7 +133,9 @@ def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(dataset, tmp_pat
     assert resumed.weights_sha256 == whole.weights_sha256
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
     assert resumed.total_sec > 0 and resumed.changes == []
-    assert [a.stop["status"] for a in load_attempts(tmp_path / "cut")] == ["failed", "finished"]
+    events = EventAccumulator(str(tmp_path / "cut")).Reload()
+    assert [event.step for event in events.Scalars("steps/loss")] == list(range(1, 16))
+    assert [event.step for event in events.Scalars("epochs/test_loss")] == [5, 10, 15]
 
 
 def test_another_strategy_goes_on_from_mid_epoch(dataset, tmp_path, capsys):
@@ -196,8 +185,8 @@ def test_an_example_that_changes_in_memory_is_found(dataset, tmp_path, part):
     changed = getattr(dataset, part).copy()
     own = dataclasses.replace(dataset, **{part: changed})
     loop = make(own, tmp_path)
-    with open_run_log(tmp_path) as log, pytest.raises(MismatchError) as caught:
-        loop.begin(log)
+    with pytest.raises(MismatchError) as caught:
+        loop.begin()
         changed[7] ^= 1
         loop.step(loop.steps_per_epoch)
         loop.end_epoch()
@@ -208,8 +197,8 @@ def test_an_example_that_changes_in_memory_is_found(dataset, tmp_path, part):
 
 def test_a_changed_example_is_named_where_it_causes_another_error(dataset, tmp_path):
     loop = make(dataset, tmp_path)
-    with open_run_log(tmp_path) as log, pytest.raises(MismatchError, match="training example 7 "):
-        loop.begin(log)
+    with pytest.raises(MismatchError, match="training example 7 "):
+        loop.begin()
         _, labels = loop._spec._examples
         labels._numpy()[7] = 34  # Not a copy, as `numpy()` is. The loss has no such class.
         loop._train()
@@ -218,7 +207,9 @@ def test_a_changed_example_is_named_where_it_causes_another_error(dataset, tmp_p
 def test_checkpoints_come_by_the_clock_where_no_steps_are_given(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr("app.training.checkpoint_schedule._CHECKPOINT_SEC", 0.0)
     train(dataset, tmp_path, epochs=1, steps_per_call=2)
-    assert [p.name[-1] for p in checkpoint_paths(tmp_path)] == ["2", "4", "5"]
+    assert [p.name[:13] for p in checkpoint_paths(tmp_path)] == [
+        f"step-{step:08d}" for step in (2, 4, 5)
+    ]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_tensor(dataset, tmp_path):
@@ -229,17 +220,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_tensor(dataset, tm
         train(dataset, tmp_path, learning_rate=1e30)
     assert find_newest_checkpoint(tmp_path) is None
     assert load_history(tmp_path) == []
-    assert load_attempts(tmp_path)[0].stop["status"] == "diverged"
 
 
 def test_the_last_finite_checkpoint_is_kept(dataset, tmp_path):
     train(dataset, tmp_path, epochs=2)
-    kept = []
-    for _ in range(2):
-        with pytest.raises(DivergedError, match=r"the checkpoint of step 1\d is kept"):
-            train(dataset, tmp_path, learning_rate=1e30, force_resume=True, checkpoint_every=1)
-        kept.append({path: path.stat().st_mtime_ns for path in checkpoint_paths(tmp_path)})
-    assert kept[0] == kept[1]
+    loop = make(dataset, tmp_path)
+    for name, array in (state := loop.strategy.state()).items():
+        state[name] = array * np.array(1e30, array.dtype) if "kernel" in name else array
+    loop.strategy.load_state(state)
+    with pytest.raises(DivergedError, match="the checkpoint of step 10 is kept"):
+        loop.run()
     state = find_newest_checkpoint(tmp_path).checkpoint.state
     assert all(np.isfinite(array).all() for array in state.values())
 
@@ -262,18 +252,32 @@ def whole_run(dataset, tmp_path_factory):
     return run_dir
 
 
-# Of two epochs with a checkpoint in the middle of each; the last passing is the end of the run.
+def fail_at_rename(number, error, *, after=False):
+    """Returns an `os.replace` whose call of this number fails, before or after it has renamed."""
+    calls, replace = itertools.count(1), os.replace
+
+    def fail(source, target):
+        is_it = next(calls) == number
+        if not is_it or after:
+            replace(source, target)
+        if is_it:
+            raise error
+
+    return fail
+
+
+# Of two epochs, with a checkpoint in the middle of each: a checkpoint, and at the end of an epoch
+# another one, history, summary and two figures; then the summary of the finished run.
 @pytest.mark.parametrize(
-    "fault",
-    [
-        *("checkpoint.before_rename:2", "checkpoint.after_rename:2", "checkpoint.after_rename:4"),
-        *("history.before_rename:2", "summary.before_rename:3", "accuracy.after_rename:1"),
-        *("log:1", "log:10", "evaluate:2"),
-    ],
+    ("number", "after"), [(1, True), (2, True), (3, False), (8, False), (9, True), (13, False)]
 )
-def test_a_run_cut_off_while_it_saves_can_be_finished(dataset, tmp_path, whole_run, fault):
+def test_a_run_cut_off_while_it_saves_can_be_finished(
+    dataset, tmp_path, whole_run, number, after, monkeypatch
+):
     options = {"epochs": 2, "checkpoint_every": 3}
-    train_until(dataset, tmp_path, f"{fault}:raise", **options)
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(os, "replace", fail_at_rename(number, KeyError(), after=after))
+        train(dataset, tmp_path, **options)
     resumed = train(dataset, tmp_path, **options)
     assert resumed.status == "finished" and load_summary(tmp_path) == resumed
     assert resumed.weights_sha256 == load_summary(whole_run).weights_sha256
@@ -281,12 +285,13 @@ def test_a_run_cut_off_while_it_saves_can_be_finished(dataset, tmp_path, whole_r
     assert (tmp_path / "accuracy.png").read_text() == "of 2 epochs"
 
 
-@pytest.mark.parametrize("point", ["history.made", "summary.before_rename", "accuracy.made"])
-def test_a_full_disk_ends_the_run_and_what_is_saved_stays(dataset, tmp_path, point):
-    fault = f"{point}:{3 if point == 'accuracy.made' else 2}:enospc"
-    train_until(dataset, tmp_path, fault, error=DiskFullError)
-    assert load_attempts(tmp_path)[0].stop["status"] == "disk_full"
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 2
+@pytest.mark.parametrize("number", [2, 3, 5])  # History, summary and figure of the first epoch.
+def test_a_full_disk_ends_the_run_and_what_is_saved_stays(dataset, tmp_path, number, monkeypatch):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch, pytest.raises(DiskFullError):
+        patch.setattr(os, "replace", fail_at_rename(number, error))
+        train(dataset, tmp_path)
+    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 1
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
     assert train(dataset, tmp_path).status == "finished"
 
@@ -308,9 +313,9 @@ def test_a_signal_saves_the_state_and_ends_the_run(dataset, tmp_path, monkeypatc
             patch.setattr(signals, "check", check)
             with pytest.raises(Terminated):
                 train(dataset, run_dir, steps_per_call=1)
-    saved = [a.events[-1] for a in load_attempts(run_dir)]
-    assert [(event["step"], event["epoch"]) for event in saved] == [(3, 0), (5, 0), (5, 1)]
-    assert {a.stop["status"] for a in load_attempts(run_dir)} == {"terminated"}
+    assert [path.name for path in checkpoint_paths(run_dir)] == [
+        f"step-{step:08d}-epoch-{epoch:04d}" for step, epoch in [(3, 0), (5, 0), (5, 1)]
+    ]
     resumed = train(dataset, run_dir, steps_per_call=1)
     assert resumed.weights_sha256 == whole.weights_sha256
     assert losses(run_dir) == losses(tmp_path / "whole")
@@ -356,18 +361,6 @@ def test_a_history_without_checkpoints_is_no_new_start(dataset, tmp_path):
         make(dataset, tmp_path, epochs=1)
 
 
-def test_a_damaged_checkpoint_is_quarantined(dataset, tmp_path, capsys):
-    whole = train(dataset, tmp_path)
-    newest = checkpoint_paths(tmp_path)[-1]
-    (newest / "state.safetensors").write_bytes((newest / "state.safetensors").read_bytes()[:-100])
-    again = train(dataset, tmp_path)
-    assert f"damaged checkpoint: {newest}" in capsys.readouterr().err
-    assert again.weights_sha256 == whole.weights_sha256
-    assert newest.with_name(f"damaged-{newest.name}").is_dir()
-    assert load_attempts(tmp_path)[1].events[2]["damaged"] == [newest.name]
-    assert [record.epoch for record in load_history(tmp_path)] == [1, 2, 3]
-
-
 def test_going_on_with_other_replicas_says_so(dataset, tmp_path, capsys):
     train_until(dataset, tmp_path, "epoch:1:raise", strategy="single")
     assert train(dataset, tmp_path).status == "finished"
@@ -385,28 +378,7 @@ def test_more_epochs_go_on(dataset, tmp_path, capsys):
     assert more.changes == ["step 5: epochs 1 → 3"]
     capsys.readouterr()
     with pytest.raises(CheckpointError, match="epoch 3 has already started"):
-        make(dataset, tmp_path / "more", recipe="d2l", epochs=2, force_resume=True)
-
-
-def test_fewer_epochs_than_are_begun_are_refused(dataset, tmp_path):
-    options = {"checkpoint_every": 4, "steps_per_call": 1, "epochs": 2}
-    train_until(dataset, tmp_path, "step:9:raise", **options)
-    with pytest.raises(CheckpointError, match="epoch 2 has already started"):
-        make(dataset, tmp_path, epochs=1, force_resume=True)
-
-
-@pytest.mark.parametrize("lost", ["checkpoints", "checkpoints and history"])
-def test_saved_work_that_is_lost_is_not_silently_trained_again(dataset, tmp_path, lost):
-    train_until(dataset, tmp_path, "step:4:raise", checkpoint_every=3)
-    for path in checkpoint_paths(tmp_path):
-        shutil.rmtree(path)
-    (tmp_path / "history.jsonl").unlink(missing_ok=True)
-    told = r"has a log of the checkpoint of step \d+, but no checkpoint; restore"
-    if lost == "checkpoints":
-        (tmp_path / "history.jsonl").write_text("")
-        told = "has a history, but no checkpoint; restore"
-    with pytest.raises(CheckpointError, match=told):
-        train(dataset, tmp_path, checkpoint_every=3)
+        make(dataset, tmp_path / "more", recipe="d2l", epochs=2)
 
 
 def test_a_finished_run_of_fewer_epochs_is_not_the_result(dataset, tmp_path):
@@ -438,7 +410,34 @@ def test_more_epochs_of_a_schedule_are_not_what_they_would_have_been(dataset, tm
     assert "WARNING: epochs 1 → 2: the learning rate follows" in capsys.readouterr().err
 
 
-FORCED = {
+def test_a_damaged_checkpoint_is_replaced_by_the_training_that_resumes(dataset, tmp_path, capsys):
+    whole = train(dataset, tmp_path)
+    damaged = checkpoint_paths(tmp_path)[1:]
+    for path in damaged:
+        (path / "state.safetensors").write_bytes((path / "state.safetensors").read_bytes()[:-100])
+    again = train(dataset, tmp_path)
+    told = capsys.readouterr().err
+    assert all(str(path) in told for path in damaged)
+    assert again.weights_sha256 == whole.weights_sha256
+    assert [record.epoch for record in load_history(tmp_path)] == [1, 2, 3]
+    for path in checkpoint_paths(tmp_path):
+        (path / "MANIFEST.json").unlink()
+    with pytest.raises(CheckpointError, match="as all 3 here do not"):
+        make(dataset, tmp_path)
+
+
+def test_records_are_written_from_the_checkpoint(dataset, tmp_path):
+    """Whatever has happened to them, a training that resumes has the right ones."""
+    whole = train(dataset, tmp_path, epochs=2)
+    history = (tmp_path / "history.jsonl").read_text()
+    (tmp_path / "history.jsonl").write_text(history.replace('"epoch": 2', '"epoch": 7'))
+    (tmp_path / "summary.json").unlink()
+    again = train(dataset, tmp_path, epochs=2)
+    assert (tmp_path / "history.jsonl").read_text() == history
+    assert dataclasses.replace(again, compile_sec=whole.compile_sec) == whole
+
+
+CHANGED = {
     "seed": {"seed": 5},
     "global_batch_size": {"global_batch_size": 30},
     "learning_rate": {"learning_rate": 0.03125},
@@ -446,32 +445,11 @@ FORCED = {
 }
 
 
-@pytest.mark.parametrize("name", FORCED)
-def test_another_configuration_needs_to_be_forced(dataset, tmp_path, name, capsys):
-    options = {"checkpoint_every": 4, "steps_per_call": 1, "epochs": 2}
-    train_until(dataset, tmp_path, "step:9:raise", **options)
-    with pytest.raises(CheckpointError, match=f"{name} .* → .*--force_resume"):
-        make(dataset, tmp_path, **{**options, **FORCED[name]})
-    options |= {**FORCED[name], "force_resume": True}
-    loop = make(dataset, tmp_path, **options)
-    told = capsys.readouterr().err
-    assert f"--force_resume: from here on it is another training: {name}" in told
-    # The schedule is where the data are: both begin the epoch anew where its order is another.
-    begins_anew = name in ("seed", "global_batch_size")
-    assert ("epoch 2 starts again" in told) == begins_anew
-    steps_per_epoch = 10 if name == "global_batch_size" else 5
-    position = steps_per_epoch + (0 if begins_anew else 3)
-    assert loop.strategy.state()["optimizer/iteration"] == position
-    learning_rate = loop.strategy.state().get("optimizer/learning_rate")
-    assert learning_rate is None or learning_rate == np.float32(loop.learning_rate)
-    saved = find_newest_checkpoint(tmp_path).checkpoint
-    for key, array in loop.strategy.state().items():
-        if key.startswith("model/"):
-            np.testing.assert_array_equal(array, saved.state[key], err_msg=key)
-    summary = train(dataset, tmp_path, **options)
-    assert summary.status == "finished" and summary.changes[0].startswith(f"step 8: {name} ")
-    assert summary.steps == 8 + 2 * steps_per_epoch - position
-    assert train(dataset, tmp_path, **options).weights_sha256 == summary.weights_sha256
+@pytest.mark.parametrize("name", CHANGED)
+def test_another_configuration_is_refused(dataset, tmp_path, name):
+    train(dataset, tmp_path, epochs=1)
+    with pytest.raises(CheckpointError, match=f"{name} .* → .*--overwrite"):
+        make(dataset, tmp_path, epochs=1, **CHANGED[name])
 
 
 def test_other_data_are_another_training(dataset, tmp_path):
@@ -481,11 +459,10 @@ def test_other_data_are_another_training(dataset, tmp_path):
         make(other, tmp_path, epochs=1)
 
 
-@pytest.mark.parametrize("force_resume", [False, True])
-def test_another_model_is_refused_with_its_tensors(dataset, tmp_path, force_resume):
+def test_another_model_is_refused_with_its_tensors(dataset, tmp_path):
     train(dataset, tmp_path, epochs=1)
     with pytest.raises(CheckpointError, match=r"arrays do not fit: model/\S+: float32\[.*; .*; "):
-        make(dataset, tmp_path, epochs=1, model="resnet18", force_resume=force_resume)
+        make(dataset, tmp_path, epochs=1, model="resnet18")
 
 
 def test_another_model_that_fits_is_another_training(dataset, tmp_path, monkeypatch):
@@ -527,7 +504,6 @@ def test_memory_that_runs_out_names_a_batch_that_fits(dataset, tmp_path, monkeyp
     monkeypatch.setattr("strategies.base.Strategy.train_steps", exhaust)
     with pytest.raises(DeviceError, match=r"=64, which is 32 images .* use --global_batch_size=32"):
         train(dataset, tmp_path)
-    assert load_attempts(tmp_path)[0].stop["status"] == "bad_devices"
 
 
 def test_a_batch_beyond_all_memory_is_refused_before_it_is_tried(dataset, tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """The parts of the training loop: workers without a directory, writers, checkpoint schedule."""
 
-import inspect
-
 import numpy as np
 import pytest
 
@@ -10,14 +8,13 @@ from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.records.checkpoint import Checkpoint
 from app.records.history import EpochRecord, load_summary
-from app.records.run_log import RunLog, open_run_log
 from app.records.run_metadata import Progress
 from app.runtime.errors import DivergedError
 from app.training.checkpoint_schedule import CheckpointSchedule
 from app.training.epoch_progress import after_epoch
 from app.training.finite_checks import check_finite_state
 from app.training.loop import Training
-from app.training.run_writer import RunWriter, TrainingWriter
+from app.training.run_writer import RunWriter
 from app.training.training_spec import TrainingSpec
 from conftest import CPUS
 from models import MODELS
@@ -36,17 +33,8 @@ def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, mo
     training.assist()
     assert training.strategy.state()["optimizer/iteration"] == 5
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="a log needs a run directory"):
-        training.run(RunLog(tmp_path))
-
-
-def test_the_run_writer_overrides_every_method_that_the_loop_calls():
-    methods = {name for name in vars(TrainingWriter) if not name.startswith("_")}
-    assert methods == {"begin", "mismatch", "resume", "save", "steps"}
-    assert methods <= set(vars(RunWriter))
-    for name in methods:
-        expected = inspect.signature(getattr(TrainingWriter, name))
-        assert inspect.signature(getattr(RunWriter, name)) == expected
+    with pytest.raises(ValueError, match="without a run directory"):
+        training.end()
 
 
 def test_a_schedule_of_steps_stops_each_call_at_a_checkpoint_or_the_end_of_the_epoch():
@@ -107,10 +95,9 @@ def test_the_best_epoch_need_not_be_the_last(tmp_path):
         EpochRecord(2, 20, 0.5, 0.7, 1.0, 0.6, 2.5, 400.0),
     ]
     state = {"model/kernel": np.ones(3, np.float32)}
-    with open_run_log(tmp_path) as log:
-        writer = RunWriter(tmp_path, log, make_summary())
-        writer.begin(RUN_METADATA)
-        progress = Progress(step=20, history=history)
-        writer.save(Checkpoint(RUN_METADATA, progress, state), compile_sec=0.0)
+    writer = RunWriter(tmp_path, make_summary())
+    writer.begin(None)
+    progress = Progress(step=20, history=history)
+    writer.save(Checkpoint(RUN_METADATA, progress, state), compile_sec=0.0)
     summary = load_summary(tmp_path)
     assert (summary.test_accuracy, summary.best_test_accuracy) == (0.6, 0.9)

@@ -11,8 +11,7 @@ from safetensors.numpy import load_file
 
 from app.commands import verify
 from app.config import Config
-from app.records.check_value import without_check
-from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.checkpoint import find_newest_checkpoint
 from app.records.files import write_json
 from app.records.history import load_history, load_summary
 from app.report.verification_plot import plot_verification
@@ -250,7 +249,7 @@ def test_a_refused_fault_leaves_the_training_that_is_there(tmp_path):
 @pytest.mark.parametrize("fault", ["", "same_shard"])
 def test_a_figure_says_which_fault_was_injected(tmp_path, fault):
     write_verification(tmp_path)
-    record = without_check(load(tmp_path)) | {"injected_fault": fault}
+    record = load(tmp_path) | {"injected_fault": fault}
     measured = record["strategies"]["manual"]["measurements"]
     measured["error"][-1], measured["absolute32"][-1] = 7.0, 1.0
     write_json(tmp_path / "verify.json", record)

@@ -11,14 +11,20 @@ from app.config.distribution_options import WorkerOptions
 from app.devices import device_setup
 from app.devices.cluster import Cluster, find_cluster, is_in_cluster
 from app.records.caveats import caveats, injected_fault_caveat
+from app.records.checkpoint import checkpoint_paths, load_manifest
 from app.records.history import Summary, load_required_summary, load_summary
-from app.records.run_directory import LOG_FILE, RunDirectory, open_log, open_run_directory
-from app.records.run_log import RunLog, open_run_log
+from app.records.run_directory import (
+    LOG_FILE,
+    RunDirectory,
+    load_run_config,
+    open_log,
+    open_run_directory,
+)
 from app.records.run_naming import default_out, named_path
 from app.runtime import console, watchdog
 from app.runtime.errors import CheckpointError, ConfigError, OutputError, StalledError
 from app.runtime.temporary_directories import remove_stale_directories
-from app.training.resume import find_changes
+from app.training.resume import classify_changes
 
 if TYPE_CHECKING:
     # Importing these modules imports TensorFlow.
@@ -101,13 +107,10 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
     if config.overwrite or not run_directory.is_started:
         return None
     path = run_directory.path
-    changes = find_changes(
-        run_directory.load_config(), run_directory.config, run_directory.used_values()
-    )
-    if (
-        "model" not in changes.names or "command" in changes.names
-    ):  # Rejected later, with the tensors that do not fit.
-        changes.check(path, force=config.force_resume)
+    changed = run_directory.changes()
+    changes = classify_changes(changed, load_run_config(path), run_directory.config)
+    if "model" not in changed or "command" in changed:
+        changes.check(path)  # Else rejected later, with the tensors that do not fit.
     try:
         summary = load_summary(path)
     except OutputError as error:  # The summary is rebuilt from the checkpoint.
@@ -115,17 +118,29 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
         return None
     if summary is None or summary.status != "finished" or summary.epochs != config.epochs:
         return None
+    if not _is_of_newest_checkpoint(summary, path):
+        console.warn(f"{path}: the summary is not that of the newest checkpoint; it is rewritten")
+        return None
     asked, found = config.num_devices_of_all_workers, len(summary.devices)
     if config.strategy == "multi_worker" and config.num_devices_asked:
         asked = config.num_devices_asked * len(find_cluster(os.environ).addresses)
     others = [f"devices {found} → {asked}"] * (asked not in (None, found))
-    if others or changes.names:
-        differing = "; ".join([*changes.how, *changes.serious, *others])
+    if others or changed:
+        differing = "; ".join([*changed.values(), *others])
         raise CheckpointError(
             f"--out={path} holds a finished run of another configuration ({differing}); choose"
             " another directory, raise --epochs to continue, or use --overwrite"
         )
     return summary
+
+
+def _is_of_newest_checkpoint(summary: Summary, path: pathlib.Path) -> bool:
+    """Returns whether a summary has the results of the newest checkpoint, if it can be read."""
+    for newest in checkpoint_paths(path)[-1:]:
+        with contextlib.suppress(Exception):  # Only the summary is needed.
+            results = load_manifest(newest)[1].results()
+            return all(getattr(summary, name) == value for name, value in results.items())
+    return True
 
 
 def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
@@ -134,9 +149,8 @@ def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
     dataset = _load_data(config, prepared)
     path = run_directory.path
     with (
-        open_run_log(path) as log,
         watchdog.watch(
-            config.stall_timeout_sec, lambda: _report_stall(config, path, log)
+            config.stall_timeout_sec, lambda: _report_stall(config, path)
         ) as on_progress,
         _naming_lost_peers(prepared),
     ):
@@ -148,7 +162,7 @@ def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
         run_directory.start(overwrite=config.overwrite)  # All checks have passed.
         console.set_overwriting(False)
         _announce(config, prepared, training)
-        return training.run(log)
+        return training.run()
 
 
 # The chief's first message to the other workers.
@@ -233,12 +247,11 @@ def _warn_of_fault(config: TrainConfig) -> None:
         console.warn(injected_fault_caveat(str(config.fault)))
 
 
-def _report_stall(config: TrainConfig, path: pathlib.Path, log: RunLog) -> None:
+def _report_stall(config: TrainConfig, path: pathlib.Path) -> None:
     """Reports a stalled training; the watchdog calls it before it ends the process."""
     error = _stalled(config, f"to resume --out={path}", f"in {LOG_FILE} there")
     console.report_error(error)  # Print first: the log file's disk may be the cause.
     watchdog.dump_stacks(path / LOG_FILE)
-    log.stop(error.exit_code, error=str(error))
 
 
 def _report_stall_of_worker(config: TrainConfig) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from app.config import TrainConfig, VerifyConfig
 from app.config.framework_options import FRAMEWORKS
-from app.records.files import io_errors_as, publish_directory, temporary_path
+from app.records.files import io_errors_as, publish, temporary_path
 from app.records.run_directory import RunDirectory, open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
@@ -105,7 +105,7 @@ def _verify(
     run_directory.start(overwrite=config.overwrite)
     run_directory.remove("traces")
     if config.keep_traces:
-        publish_directory(traces, run_directory.path / "traces")
+        publish(traces, run_directory.path / "traces")
     pair_verdicts = [
         PairVerdict.of(
             verdict_of[pair[0]],

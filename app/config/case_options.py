@@ -157,7 +157,7 @@ _USED_TO_TRAIN = {
     *(each.name for each in options_of(TrainedCaseOptions)),
     *(each.name for each in options_of(AllReduceOptions)),
     *(each.name for each in options_of(SavingOptions)),
-    *("epochs", "force_resume", "start_timeout_sec", "num_workers", "max_restarts"),
+    *("epochs", "start_timeout_sec", "num_workers", "max_restarts"),
 }
 
 

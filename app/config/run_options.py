@@ -93,13 +93,8 @@ class StepVerificationOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
-    """Controls what a training accepts when it resumes or starts."""
+    """Controls how a training starts."""
 
-    force_resume: bool = option(
-        False,
-        "Resume a run although its learning rate, batch size, seed, recipe or data changed.",
-        OUTPUT,
-    )
     start_timeout_sec: int = option(
         300,
         "Seconds to wait for missing workers.",

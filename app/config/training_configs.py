@@ -129,10 +129,6 @@ class TrainConfig(
         split_constraints.check_sync_batch_norm(self.batch_norm, self, jit_compile=self.jit_compile)
         self.check_training()
         self.check_verified_steps()
-        if self.overwrite and self.force_resume:
-            raise ConfigError(
-                "--overwrite starts from scratch and --force_resume resumes; leave one of them out"
-            )
         number = self.num_devices_of_all_workers
         self.check_fault(number)
         self.check_shards(number)

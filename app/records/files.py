@@ -1,7 +1,6 @@
 """Writes files atomically, and reads files without trusting their content."""
 
 import contextlib
-import ctypes
 import errno
 import io
 import json
@@ -12,94 +11,49 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from app.records.check_value import with_check, without_check
 from app.runtime.errors import DiskFullError, LockstepError, OutputError
-from app.runtime.fault_points import fault_point
 
 _MAX_JSON_BYTES = 64 << 20
-_LIBC = ctypes.CDLL(None, use_errno=True)
-# Of Linux: <fcntl.h>, <linux/fs.h>.
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
 def write_atomically(
-    path: pathlib.Path,
-    write: Callable[[pathlib.Path], None],
-    *,
-    size_bytes: int,
-    points: str | None = None,
+    path: pathlib.Path, write: Callable[[pathlib.Path], None], *, size_bytes: int | None = None
 ) -> None:
-    """Calls `write` with a temporary path beside `path`, then renames the result to `path`.
-
-    Content and name are on disk when this returns; after a crash at any point there is either the
-    old file or the new one.
+    """Calls `write` with a temporary path beside `path`, then publishes the result at `path`.
 
     Args:
-        path: the final name.
+        path: the final name; a file there is replaced, a directory must not exist.
         write: called with the temporary path; may create a file or a directory there.
         size_bytes: required size, for the message if the disk is full.
-        points: fault points to pass, by default those of the file's name.
 
     Raises:
         DiskFullError: no space; the temporary file is removed.
         OutputError: it cannot be written for another reason.
     """
-    temporary, points = temporary_path(path), points or path.stem
-    replaced = replaced_path(path)
+    temporary = temporary_path(path)
     try:
-        write(temporary)
-        fault_point(f"{points}.before_fsync")
-        _fsync_tree(temporary)
-        fault_point(f"{points}.before_rename")
-        replaces_directory = temporary.is_dir() and path.is_dir()
-        if not (replaces_directory and _exchange(temporary, path)):
-            if replaces_directory:  # Not atomic; see `recover_replaced`.
-                remove(replaced)
-                path.rename(replaced)
-                fault_point(f"{points}.between")
-            os.replace(temporary, path)
-        fault_point(f"{points}.after_rename")
-        fsync(path.parent)
-        remove(temporary)  # After an exchange, the previous directory.
-        remove(replaced)
-    except BaseException as error:
+        with io_errors_as(path, size_bytes):
+            write(temporary)
+        publish(temporary, path, size_bytes)
+    except BaseException:
         with contextlib.suppress(OSError):
-            if replaced.is_dir() and not path.exists():
-                replaced.rename(path)  # Restore the previous directory.
             remove(temporary)
-        if isinstance(error, OSError):
-            raise write_error(path, error, size_bytes) from error
         raise
 
 
-def _exchange(path: pathlib.Path, other: pathlib.Path) -> bool:
-    """Exchanges two names atomically; returns False if the system cannot.
+def publish(temporary: pathlib.Path, path: pathlib.Path, size_bytes: int | None = None) -> None:
+    """Renames a complete file or directory to `path`.
 
-    Raises:
-        OSError: it fails for another reason.
-    """
-    renameat2 = getattr(_LIBC, "renameat2", None)
-    if renameat2 is None:
-        return False
-    names = os.fsencode(path), os.fsencode(other)
-    if not renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
-        return True
-    number = ctypes.get_errno()
-    if number in _CANNOT_EXCHANGE:
-        return False
-    raise OSError(number, os.strerror(number), str(other))
-
-
-def publish_directory(temporary: pathlib.Path, path: pathlib.Path) -> None:
-    """Renames a complete directory to `path`, which does not exist, durably.
+    Content and name are on disk when this returns; after a crash at any point, `path` is either
+    what it was before or complete.
 
     Raises:
         DiskFullError, OutputError: it cannot be written.
     """
-    with io_errors_as(path):
-        _fsync_tree(temporary)
-        temporary.rename(path)
+    with io_errors_as(path, size_bytes):
+        for written in [temporary, *sorted(temporary.rglob("*"))]:
+            fsync(written)
+        os.replace(temporary, path)
         fsync(path.parent)
 
 
@@ -112,22 +66,21 @@ def write_file(path: pathlib.Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
 
     def write(temporary: pathlib.Path) -> None:
-        with open(temporary, "wb") as file:
-            fault_point(f"{path.stem}.made")
-            file.write(data)
+        temporary.write_bytes(data)
 
     write_atomically(path, write, size_bytes=len(data))
 
 
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
-    """Writes a record as indented JSON with a check value, atomically."""
-    write_file(path, json.dumps(with_check(value), indent=2) + "\n")
+    """Writes a record as indented JSON, atomically."""
+    write_file(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = None) -> LockstepError:
     """Returns the error for a failed write of `path`: `DiskFullError` or `OutputError`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        file_system = os.statvfs(_existing(path))
+        existing = next(parent for parent in path.absolute().parents if parent.exists())
+        file_system = os.statvfs(existing)
         needed = f"{size_bytes:,} bytes needed, " if size_bytes else ""
         free = f"{file_system.f_bavail * file_system.f_frsize:,} free"
         if file_system.f_files and not file_system.f_favail:
@@ -138,34 +91,22 @@ def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = Non
     return OutputError(f"{path}: {error.strerror}; choose another directory with --out")
 
 
-def _existing(path: pathlib.Path) -> pathlib.Path:
-    """Returns the nearest existing parent of `path`."""
-    return next(parent for parent in path.absolute().parents if parent.exists())
+@contextlib.contextmanager
+def io_errors_as(path: pathlib.Path, size_bytes: int | None = None) -> Iterator[None]:
+    """Converts errors of changing `path` to the program's exceptions.
+
+    Raises:
+        DiskFullError, OutputError: see `write_error`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error, size_bytes) from error
 
 
 def temporary_path(path: pathlib.Path) -> pathlib.Path:
     """Returns the temporary path beside `path` of this process."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def replaced_path(path: pathlib.Path) -> pathlib.Path:
-    """Returns the path of a directory while another one takes its name."""
-    return path.with_name(f".{path.name}.replaced")
-
-
-def recover_replaced(parent: pathlib.Path, names: str) -> None:
-    """Restores directories that a crash left renamed before their replacement had their name.
-
-    Args:
-        parent: their parent.
-        names: pattern of their names.
-    """
-    for replaced in parent.glob(f".{names}.replaced"):
-        path = parent / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if path.exists():
-            remove(replaced)
-        else:
-            replaced.rename(path)
 
 
 def open_regular(path: pathlib.Path) -> io.BufferedReader:
@@ -186,34 +127,24 @@ def read_text(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> str:
     """Reads a record of at most `max_bytes` as text.
 
     Raises:
-        OSError, ValueError: see `read_bytes`; or the file is not UTF-8.
-    """
-    return read_bytes(path, max_bytes).decode()
-
-
-def read_bytes(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
-    """Reads a record of at most `max_bytes`.
-
-    Raises:
         OSError: see `open_regular`.
-        ValueError: the file is not regular, or is larger than `max_bytes`.
+        ValueError: the file is not regular, not UTF-8, or larger than `max_bytes`.
     """
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > max_bytes:
             raise ValueError(f"{path.name} is larger than {max_bytes:,} bytes")
-        return file.read(size_bytes)
+        return file.read(size_bytes).decode()
 
 
 def read_json(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> Any:
-    """Reads a JSON file of at most `max_bytes`, without its check value.
+    """Reads a JSON file of at most `max_bytes`.
 
     Raises:
-        OSError: see `open_regular`.
-        ValueError: it holds anything else, or has changed since it was written.
+        OSError, ValueError: see `read_text`; or the file is not JSON.
     """
     try:
-        return without_check(json.loads(read_text(path, max_bytes)))
+        return json.loads(read_text(path, max_bytes))
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deeply") from error
 
@@ -231,17 +162,18 @@ def remove(path: pathlib.Path) -> None:
             path.unlink()
 
 
-@contextlib.contextmanager
-def io_errors_as(path: pathlib.Path) -> Iterator[None]:
-    """Converts errors of changing `path` to the program's exceptions.
+def discard(paths: list[pathlib.Path]) -> None:
+    """Removes directories; none of their names ever refers to a partial one, not even on disk.
 
     Raises:
-        DiskFullError, OutputError: see `write_error`.
+        DiskFullError, OutputError: one cannot be removed.
     """
-    try:
-        yield
-    except OSError as error:
-        raise write_error(path, error) from error
+    for path in paths:
+        with io_errors_as(path):
+            temporary = temporary_path(path.with_name(f"{path.name}.removed"))
+            path.rename(temporary)
+            fsync(path.parent)
+            remove(temporary)
 
 
 def make_directory(path: pathlib.Path) -> None:
@@ -254,12 +186,6 @@ def make_directory(path: pathlib.Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         fsync(made.parent)
-
-
-def _fsync_tree(path: pathlib.Path) -> None:
-    """Flushes a file, or a directory with everything in it."""
-    for written in [path, *sorted(path.rglob("*"))]:
-        fsync(written)
 
 
 def fsync(path: pathlib.Path) -> None:

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import math
 import pathlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from app.records.check_value import with_check, without_check
 from app.records.files import read_json, read_text, write_file, write_json
 from app.runtime.errors import OutputError, reason_of
 
@@ -45,6 +43,7 @@ class EpochRecord:
         verified_steps: steps of the epoch that were recorded and checked (`--verify_every`).
         mismatches: number of verified steps with a mismatch.
         verification_sec: seconds of recording and checking, not included in `epoch_sec`.
+        weights_sha256: hash of the weights after the epoch; see `Summary`.
     """
 
     epoch: int
@@ -63,13 +62,7 @@ class EpochRecord:
     verified_steps: int = 0
     mismatches: int = 0
     verification_sec: float = 0.0
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Sort key of the best epoch: test accuracy, or without one the lowest test loss."""
-        if self.test_accuracy is None:
-            return -math.inf, -self.test_loss
-        return self.test_accuracy, 0.0
+    weights_sha256: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +146,7 @@ class Summary:
 
 def write_history(run_dir: pathlib.Path, history: list[EpochRecord]) -> None:
     """Writes all epochs so far, one line each; replaces the file atomically."""
-    lines = [json.dumps(with_check(dataclasses.asdict(record))) + "\n" for record in history]
+    lines = [json.dumps(dataclasses.asdict(record)) + "\n" for record in history]
     write_file(run_dir / HISTORY_FILE, "".join(lines))
 
 
@@ -169,8 +162,7 @@ def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
     return _load(
         path,
         lambda: [
-            checked_record(EpochRecord, without_check(json.loads(line)))
-            for line in read_text(path).splitlines()
+            checked_record(EpochRecord, json.loads(line)) for line in read_text(path).splitlines()
         ],
     )
 

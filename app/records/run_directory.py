@@ -9,58 +9,66 @@ import pathlib
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 from app.config.split_options import recorded_value
-from app.records.event_file import EVENTS_FILE
+from app.records.event_file import event_files
 from app.records.files import (
+    discard,
     fsync,
     io_errors_as,
     make_directory,
     read_json,
-    recover_replaced,
     remove,
-    temporary_path,
     write_error,
     write_json,
 )
+from app.records.history import SUMMARY_FILE
 from app.runtime import console
 from app.runtime.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
 from app.runtime.subprocesses import is_running
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
-RUN_LOG_FILE = "log.jsonl"
-# The files that a command writes beside its log, which --overwrite removes. The summary is removed
-# first: without it, the run is not finished.
+# The files that a command writes beside its log and events, which --overwrite removes. The summary
+# is removed first: without it, the run is not finished.
 _RECORDS = (
-    *("summary.json", "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg"),
-    *(RUN_LOG_FILE, EVENTS_FILE, "mismatch"),
+    *(SUMMARY_FILE, "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg", "mismatch"),
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
     *("benchmark.png", "benchmark.svg", "explain.json"),
     "report.html",
 )
-# Temporary files of an interrupted write.
+# Temporary names of an interrupted write or removal.
 _LEFTOVER = re.compile(
-    r"\.(?:(?:config|summary|compare|verify|benchmark|explain|history|accuracy)"
-    rf"\.(?:jsonl?|png|svg)|report\.html|traces|mismatch|checkpoints|{re.escape(EVENTS_FILE)})"
-    r"(?:\.removed)?\.\d+\.tmp"
+    rf"\.({'|'.join(map(re.escape, (CONFIG_FILE, *_RECORDS)))})(\.removed)?\.\d+\.tmp"
 )
+_LEFTOVER_CHECKPOINT = ".step-*.tmp"
 # How often the process id of the holder of a lock is read.
 _HOLDER_ATTEMPTS, _HOLDER_PERIOD_SEC = 20, 0.05
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 
-def shown_setting(value: object, used: object = None) -> str:
-    """Returns a setting as a refusal shows it.
+def changed_settings(old: dict, new: dict, used: Mapping[str, object]) -> dict[str, str]:
+    """Returns the settings that differ between two configurations, each as "name old → new".
 
     Args:
-        value: of the configuration; None for the default.
-        used: the value of the default where it is known.
+        old: configuration of the run on disk; may be of a version without some options.
+        new: configuration of this command.
+        used: values that the run chose for options that its configuration leaves open.
     """
+    changes = {}
+    for name in {**old, **new}:
+        before = recorded_value(old, name) if name in new else old[name]
+        if before != new.get(name):
+            shown = used.get(name) if before is None else before
+            changes[name] = f"{name} {_shown(shown)} → {_shown(new.get(name))}"
+    return changes
+
+
+def _shown(value: object) -> str:
     if value is None:
-        return "default" if used is None else f"{used:g}" if isinstance(used, float) else str(used)
-    text = str(value)
+        return "default"
+    text = f"{value:g}" if isinstance(value, float) else str(value)
     return f"{text[:12]}…" if len(text) == 64 else text
 
 
@@ -84,19 +92,17 @@ class RunDirectory:
         """Whether any run was started in this directory."""
         return (self.path / CONFIG_FILE).exists()
 
-    def load_config(self) -> dict:
-        """Reads the configuration of the run that was started here."""
-        return load_run_config(self.path)
-
-    def used_values(self) -> dict:
-        """Returns the values that the run chose for options without one, by option.
-
-        A comparison has them in the directories of its runs. Empty before the first epoch.
-        """
+    def changes(self) -> dict[str, str]:
+        """Returns the settings that differ from those of the run that was started here, if any."""
+        if not self.is_started:
+            return {}
+        used: dict[str, object] = {}
+        # A comparison has summaries in the directories of its runs.
         for path in (self.path, *sorted(self.path.glob("*/"))):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                return {"learning_rate": float(read_json(path / "summary.json")["learning_rate"])}
-        return {}
+                used = {"learning_rate": float(read_json(path / SUMMARY_FILE)["learning_rate"])}
+                break
+        return changed_settings(load_run_config(self.path), self.config, used)
 
     def check_same_run(self) -> None:
         """Checks that a run that was started here has this configuration.
@@ -104,19 +110,8 @@ class RunDirectory:
         Raises:
             CheckpointError: it has another one.
         """
-        old, new = self.load_config() if self.is_started else self.config, self.config
-        used = self.used_values()
-        changes = [
-            f"{name} {shown_setting(recorded_value(old, name), used.get(name))} →"
-            f" {shown_setting(new.get(name))}"
-            for name in {**old, **new}
-            if (recorded_value(old, name) if name in new else old[name]) != new.get(name)
-        ]
-        if changes:
-            raise CheckpointError(
-                f"--out={self.path} contains a run with other settings ({'; '.join(changes)});"
-                " choose another directory, or --overwrite to start from scratch"
-            )
+        if changes := self.changes():
+            raise other_settings_error(self.path, list(changes.values()))
 
     def start(self, *, overwrite: bool) -> None:
         """Starts or resumes the run, after all checks.
@@ -127,10 +122,12 @@ class RunDirectory:
         if overwrite:
             for name in _RECORDS:
                 self.remove(name)
-                if name == _RECORDS[0]:
+                if name == SUMMARY_FILE:
                     self._sync()
+            for path in event_files(self.path):
+                self.remove(path.name)
             self._sync()  # Before the new configuration.
-        if not self.is_started or self.load_config() != self.config:
+        if not self.is_started or load_run_config(self.path) != self.config:
             write_json(self.path / CONFIG_FILE, self.config)
 
     def remove(self, name: str) -> None:
@@ -140,17 +137,24 @@ class RunDirectory:
             OutputError: the record cannot be removed.
         """
         path = self.path / name
-        with io_errors_as(path):
-            if path.is_dir() and not path.is_symlink():
-                # Not the name at which its successor may be waiting.
-                path = path.rename(temporary_path(path.with_name(f"{name}.removed")))
-                fsync(self.path)
-            remove(path)
+        if path.is_dir() and not path.is_symlink():
+            discard([path])
+        else:
+            with io_errors_as(path):
+                remove(path)
 
     def _sync(self) -> None:
         """Flushes the names in the directory to disk."""
         with io_errors_as(self.path):
             fsync(self.path)
+
+
+def other_settings_error(path: pathlib.Path, changes: list[str]) -> CheckpointError:
+    """Returns the error for a run directory whose run has other settings."""
+    return CheckpointError(
+        f"--out={path} contains a run with other settings ({'; '.join(changes)});"
+        " choose another directory, or --overwrite to start from scratch"
+    )
 
 
 @contextlib.contextmanager
@@ -222,13 +226,11 @@ def _clear_leftovers(path: pathlib.Path) -> None:
     """
     checkpoints = path / "checkpoints"
     with io_errors_as(path):
-        recover_replaced(path, "mismatch")
         for leftover in path.iterdir():
             if _LEFTOVER.fullmatch(leftover.name):
                 remove(leftover)
         if checkpoints.is_dir() and not checkpoints.is_symlink():
-            recover_replaced(checkpoints, "step-*")
-            for leftover in checkpoints.glob(".step-*.tmp"):
+            for leftover in checkpoints.glob(_LEFTOVER_CHECKPOINT):
                 remove(leftover)
             fsync(checkpoints)
         fsync(path)
@@ -329,19 +331,12 @@ def check_not_foreign(path: pathlib.Path) -> None:
         OutputError: it holds other files.
         OSError: it cannot be read.
     """
-    if _is_foreign(path):
-        raise OutputError(
-            f"--out={path} contains files that this program did not write; choose a new directory"
-        )
-
-
-def _is_foreign(path: pathlib.Path) -> bool:
-    """Returns whether `path` holds files, but no configuration of a run."""
     names = {entry.name for entry in path.iterdir() if not _LEFTOVER.fullmatch(entry.name)}
     if names <= {LOCK_FILE, LOG_FILE}:
-        return False
+        return
     try:
         load_run_config(path)
-    except OutputError:
-        return True
-    return False
+    except OutputError as error:
+        raise OutputError(
+            f"--out={path} contains files that this program did not write; choose a new directory"
+        ) from error

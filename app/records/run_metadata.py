@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import math
+import statistics
+from typing import Any
 
 from app.records.history import EpochRecord, checked_record
 
@@ -104,7 +106,29 @@ class Progress:
         """The number of finished epochs."""
         return len(self.history)
 
-    @property
-    def best_epoch(self) -> EpochRecord | None:
-        """First epoch with the highest test accuracy; without accuracies, the lowest test loss."""
-        return max(self.history, key=lambda record: record.rank, default=None)
+    def verified_counts(self) -> dict[str, int]:
+        """Returns the number of verified steps of all epochs, and the number of mismatches."""
+        earlier = self.history
+        return {
+            "verified_steps": self.verified_steps + sum(e.verified_steps for e in earlier),
+            "mismatches": self.mismatches + sum(e.mismatches for e in earlier),
+        }
+
+    def results(self) -> dict[str, Any]:
+        """Returns the fields of the summary that follow from the finished epochs."""
+        last = self.history[-1]
+        accuracies = [r.test_accuracy for r in self.history if r.test_accuracy is not None]
+        return {
+            "steps": last.step,
+            "train_loss": last.train_loss,
+            "test_loss": last.test_loss,
+            "test_accuracy": last.test_accuracy,
+            "best_test_accuracy": max(accuracies, default=None),
+            "test_metrics": last.test_metrics,
+            "epoch_sec": statistics.median(record.epoch_sec for record in self.history),
+            "images_per_sec": statistics.median(record.images_per_sec for record in self.history),
+            "weights_sha256": last.weights_sha256,
+            "total_sec": self.total_sec,
+            "changes": self.changes,
+            **self.verified_counts(),
+        }

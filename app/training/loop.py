@@ -10,7 +10,6 @@ import tensorflow as tf
 from app.config import TrainConfig
 from app.devices.device_setup import Devices
 from app.records.history import Summary
-from app.records.run_log import RunLog
 from app.runtime import signals
 from app.runtime.errors import MismatchError, Terminated
 from app.runtime.fault_points import fault_point
@@ -23,7 +22,7 @@ from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_fault
 from app.training.optimizers import last_learning_rate
 from app.training.resume import Resumed
-from app.training.run_writer import RunWriter, TrainingWriter, create_run_writer
+from app.training.run_writer import RunWriter, summary_template
 from app.training.training_data import TrainingData
 from app.training.training_definition import define_training
 from app.training.training_state import TrainingState
@@ -90,7 +89,7 @@ class Training:
         self._metadata = self._spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: Resumed | None = None
-        self._writer = TrainingWriter()
+        self._writer: RunWriter | None = None  # Of the chief, after `begin`.
         self._compile_sec, self._step_sec = 0.0, math.inf
         self._network_sec = self._shortest_network_sec = 0.0
         self._on_progress()
@@ -114,11 +113,8 @@ class Training:
         """Whether all epochs are trained, evaluated and saved."""
         return self._state.progress.epoch == self._config.epochs
 
-    def run(self, log: RunLog) -> Summary:
+    def run(self) -> Summary:
         """Trains the remaining steps; returns the summary, which has been written.
-
-        Args:
-            log: log of the run directory.
 
         Raises:
             DeviceError: memory ran out.
@@ -128,7 +124,7 @@ class Training:
             KeyboardInterrupt, Terminated: a signal was received; the state has been saved.
             ValueError: there is no run directory; call `assist`.
         """
-        self.begin(log)
+        self.begin()
         self._train()
         return self.end()
 
@@ -138,29 +134,24 @@ class Training:
         Raises:
             The exceptions of `run`, except for errors of the disk.
         """
-        self.begin(None)
+        self.begin()
         self._train()
         wait_for_all(self._workers)
 
-    def begin(self, log: RunLog | None) -> None:
-        """Logs the start of the training and the step from which it resumes; compiles the step.
-
-        Args:
-            log: log of the run directory; None to write nothing.
-        """
-        if log is not None:
+    def begin(self) -> None:
+        """Starts the records in the run directory, if there is one; compiles the step."""
+        if self._run_dir:
             spec = self._config, self._devices, self.dataset, self.strategy, self._metadata
-            self._writer = create_run_writer(self._run_dir, log, *spec)
+            self._writer = RunWriter(self._run_dir, summary_template(*spec))
         if self._config.fault:
             self._faulty_observer.begin()
         resumed, self._resumed = self._resumed, None  # Frees its arrays.
-        self._writer.begin(self._metadata)
-        if resumed:
-            self._writer.resume(resumed)
+        if self._writer:
+            self._writer.begin(resumed)
         self._bar = TrainingProgress(
             self._config.epochs,
             self.steps_per_epoch,
-            self._state.position,
+            self._state.progress.step,
             shown=self._workers.is_chief,
             is_case=self._config.case is not None,
         )
@@ -193,13 +184,16 @@ class Training:
         fault_point("step")
         self._state.check_finite(totals, "training loss")
         images_per_sec = totals.examples / call_sec
-        self._bar.step(self._state.position, epoch_totals(self._state.progress), images_per_sec)
-        self._writer.steps(
-            self._state.progress,
-            totals,
-            images_per_sec=images_per_sec,
-            learning_rate=last_learning_rate(self.strategy.optimizer),
+        self._bar.step(
+            self._state.progress.step, epoch_totals(self._state.progress), images_per_sec
         )
+        if self._writer:
+            self._writer.steps(
+                self._state.progress,
+                totals,
+                images_per_sec=images_per_sec,
+                learning_rate=last_learning_rate(self.strategy.optimizer),
+            )
         self._verified.check(before, self._state, self.save)
         return totals
 
@@ -239,10 +233,10 @@ class Training:
         """Marks the run as finished and returns its summary, once every worker is done.
 
         Raises:
-            ValueError: `begin` was given no log.
+            ValueError: there is no run directory.
         """
-        if not isinstance(self._writer, RunWriter):
-            raise ValueError("a training without a log has no summary")
+        if self._writer is None:
+            raise ValueError("a training without a run directory has no summary; call assist")
         summary = self._writer.finish()
         wait_for_all(self._workers)
         return summary
@@ -263,7 +257,7 @@ class Training:
                 wait_for_all(self._workers)
                 raise
             except Exception as error:
-                if isinstance(error, MismatchError):
+                if self._writer and isinstance(error, MismatchError):
                     self._writer.mismatch(self._state.progress)
                 self._spec.check_examples()  # A changed example may be the cause of any error.
                 raise
@@ -299,7 +293,7 @@ class Training:
         """Returns the training dataset from the next step on, with any injected data fault."""
 
         def batches(seed: int) -> tf.data.Dataset:
-            return self._spec.batches(seed=seed, start_step=self._state.position)
+            return self._spec.batches(seed=seed, start_step=self._state.progress.step)
 
         seed, fault = self._config.seed, self._config.fault
         if fault:

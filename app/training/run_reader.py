@@ -10,8 +10,7 @@ from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES, ImageDataset
 from app.data.dataset_loader import load_dataset
 from app.devices.device_setup import Devices
 from app.records.caveats import injected_fault_caveat
-from app.records.checkpoint import Checkpoint
-from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.checkpoint import Checkpoint, find_newest_checkpoint
 from app.records.run_directory import load_run_config
 from app.records.run_naming import named_path
 from app.runtime import console

@@ -3,7 +3,6 @@
 from typing import Any
 
 import keras
-import numpy as np
 
 from app.config import TrainConfig
 from app.config.split_numbers import has_option
@@ -15,10 +14,6 @@ from app.training.recipes import find_recipe
 from models import load_model_builder
 from strategies import STRATEGY_OPTIONS, load_strategy_class
 from strategies.base import ModelFn, OptimizerFn, Strategy
-from strategies.copies import State
-
-# Keras' names of the variables.
-_STEP, _LEARNING_RATE = "optimizer/iteration", "optimizer/learning_rate"
 
 
 def build_strategy(
@@ -126,26 +121,18 @@ def _build_or_refuse(strategy: Strategy, model_fn: ModelFn, optimizer_fn: Optimi
         raise ConfigError(str(error)) from error
 
 
-def restore(
-    strategy: Strategy, checkpoint: Checkpoint, *, new_schedule_step: int | None = None
-) -> None:
+def restore(strategy: Strategy, checkpoint: Checkpoint) -> None:
     """Loads a checkpoint into every replica, with per-shard statistics if their number fits.
 
     Args:
         strategy: a built strategy with the same model, on any number of replicas.
         checkpoint: the checkpoint to load.
-        new_schedule_step: step of the schedule, if the training resumes with another recipe,
-            learning rate or batch. The optimizer then loads only the state that fits, without
-            learning rate.
 
     Raises:
         CheckpointError: the checkpoint is of another model.
     """
-    state = checkpoint.state
-    if new_schedule_step is not None:
-        state = _with_new_schedule(state, strategy.copy_states()[0], new_schedule_step)
     try:
-        strategy.load_state(state)
+        strategy.load_state(checkpoint.state)
         if len(checkpoint.per_shard_statistics) == strategy.num_shards:
             strategy.load_per_shard_statistics(checkpoint.per_shard_statistics)
     except ValueError as error:
@@ -153,15 +140,3 @@ def restore(
             f"checkpoint of step {checkpoint.progress.step}: {error}; choose a run of the same"
             " model"
         ) from error
-
-
-def _with_new_schedule(saved: State, own: State, step: int) -> State:
-    """Returns the saved model with the strategy's own optimizer state, at `step`."""
-    model = {name: array for name, array in saved.items() if name.startswith("model/")}
-    optimizer = {name: array for name, array in own.items() if name.startswith("optimizer/")}
-    for name, array in optimizer.items():
-        fits = name in saved and saved[name].shape == array.shape and name != _LEARNING_RATE
-        optimizer[name] = saved[name] if fits else array
-    if _STEP in optimizer:  # An optimizer of a case may count differently.
-        optimizer[_STEP] = np.array(step, optimizer[_STEP].dtype)
-    return {**model, **optimizer}

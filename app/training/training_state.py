@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.config import TrainConfig
-from app.records.checkpoint import Checkpoint
+from app.records.checkpoint import Checkpoint, weights_sha256
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
 from app.training.checkpoint_schedule import CheckpointSchedule
@@ -16,7 +16,7 @@ from app.training.epoch_progress import after_steps
 from app.training.finite_checks import check_finite_loss, check_finite_state
 from app.training.replica_divergence import check_replica_divergence
 from app.training.resume import Resumed, find_state
-from app.training.run_writer import TrainingWriter
+from app.training.run_writer import RunWriter
 from app.training.strategy_builder import restore
 from app.training.worker_sync import broadcast_progress
 from strategies.base import StepTotals, Strategy
@@ -42,14 +42,6 @@ class TrainingState:
         self.progress, self._start = Progress(), time.monotonic()
         self.checkpoints = CheckpointSchedule(config.checkpoint_every, metadata.steps_per_epoch)
 
-    @property
-    def position(self) -> int:
-        """The step of the data and the schedule.
-
-        Equal to the step of the training, unless it was resumed with epochs of another length.
-        """
-        return self.progress.epoch * self._metadata.steps_per_epoch + self.progress.epoch_step
-
     def restore(self, run_dir: pathlib.Path, *, has_schedule: bool) -> Resumed | None:
         """Restores the newest valid checkpoint of a run; returns None without one.
 
@@ -65,12 +57,10 @@ class TrainingState:
             return None
         self.progress = resumed.checkpoint.progress
         self.checkpoints.mark_saved(self.progress)
-        restore(
-            self._strategy,
-            resumed.checkpoint,
-            new_schedule_step=self.position if resumed.changes.serious else None,
-        )
-        resumed.changes.check(run_dir, force=self._config.force_resume)
+        if "model" not in resumed.changes.serious:
+            resumed.changes.check(run_dir)
+        restore(self._strategy, resumed.checkpoint)  # Names the tensors of another model.
+        resumed.changes.check(run_dir)
         resumed.report(self._metadata, has_schedule=has_schedule)
         return resumed
 
@@ -170,8 +160,12 @@ class TrainingState:
         apart = max(divergence.absolute, self.progress.statistics_apart)
         self.progress = dataclasses.replace(self.progress, statistics_apart=apart)
 
-    def save(self, writer: TrainingWriter, *, compile_sec: float) -> bool:
+    def save(self, writer: RunWriter | None, *, compile_sec: float) -> bool:
         """Saves a checkpoint; returns False if the last one has this state already.
+
+        Args:
+            writer: the writer; None on a worker that only checks the state.
+            compile_sec: seconds of compilation, for the summary.
 
         Raises:
             DivergedError: a weight or an optimizer variable is not finite.
@@ -193,9 +187,19 @@ class TrainingState:
         total_sec = self.progress.total_sec + now - self._start
         self.progress = dataclasses.replace(self.progress, total_sec=total_sec)
         self._start = now
-        writer.save(Checkpoint(self._metadata, self.progress, state, own), compile_sec=compile_sec)
+        if not self.progress.epoch_step:
+            self._add_hash(weights_sha256(state))
+        if writer:
+            checkpoint = Checkpoint(self._metadata, self.progress, state, own)
+            writer.save(checkpoint, compile_sec=compile_sec)
         self.checkpoints.mark_saved(self.progress)
         return True
+
+    def _add_hash(self, sha256: str) -> None:
+        """Adds the hash of the weights to the record of the epoch that has just finished."""
+        *earlier, last = self.progress.history
+        last = dataclasses.replace(last, weights_sha256=sha256)
+        self.progress = dataclasses.replace(self.progress, history=[*earlier, last])
 
     def _where(self) -> str:
         return f"step {self.progress.step} with learning rate {self._metadata.learning_rate:g}"

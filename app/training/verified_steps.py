@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from app.config import TrainConfig
 from app.config.names import VERIFY_EVERY
-from app.records.files import write_atomically
+from app.records.files import discard, write_atomically
 from app.records.run_metadata import Progress
 from app.runtime import console
 from app.runtime.errors import LockstepError, MismatchError
@@ -214,7 +214,9 @@ class VerifiedSteps:
         if self._keeps_trace:
             self._keeps_trace = False
             try:
-                write_atomically(path, self._verifier.save, size_bytes=0)
+                if path.is_dir():
+                    discard([path])
+                write_atomically(path, self._verifier.save)
             except LockstepError as error:  # It must not hide the mismatch.
                 console.warn(f"the trace of the mismatch is not kept: {error}")
                 return ""

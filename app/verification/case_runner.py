@@ -12,7 +12,7 @@ from app.devices import device_setup
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
 from app.records.case_record import FAULT, verdict
-from app.records.files import publish_directory, temporary_path, write_json
+from app.records.files import publish, temporary_path, write_json
 from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
@@ -59,7 +59,7 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
             run_directory.start(overwrite=config.overwrite)
             run_directory.remove("traces")
             if config.keep_traces:
-                publish_directory(traces, path / "traces")
+                publish(traces, path / "traces")
         finally:
             shutil.rmtree(traces, ignore_errors=True)
         record = _record(config, results)

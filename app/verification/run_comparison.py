@@ -6,8 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.records.checkpoint import weights_sha256
-from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.checkpoint import find_newest_checkpoint, weights_sha256
 from app.records.history import Summary, load_summary
 from app.runtime.errors import CheckpointError, DataError
 from app.verification.difference import WeightDifference

@@ -14,8 +14,12 @@ import numpy as np
 
 from app.config import CompareConfig
 from app.config.framework_options import FRAMEWORKS, num_framework_replicas
-from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
-from app.records.checkpoint_search import find_newest_checkpoint
+from app.records.checkpoint import (
+    Checkpoint,
+    find_newest_checkpoint,
+    save_checkpoint,
+    weights_sha256,
+)
 from app.records.history import (
     EpochRecord,
     Summary,
