@@ -4,22 +4,17 @@ import dataclasses
 
 from app.config import Config
 from app.performance.case import Block, Case, Facts, Sample
-from app.performance.peak_memory import PeakMemory
 
 FACTS = Facts(
     devices=["/device:CPU:0"],
-    num_replicas=1,
     simulated_devices=False,
     cores=2,
     intra_op_threads=1,
     dataset="fashion_mnist",
     global_batch_size=256,
-    compute_dtype="float32",
     jit_compile=False,
     all_reduce="reduce_to_one",
     tensor_float_32=False,
-    gradient_bytes=1000,
-    flops_per_example=1e6,
     compile_sec=1.0,
     versions={"tensorflow": "2"},
 )
@@ -51,8 +46,7 @@ def make_sample(
         devices=[f"/device:{kind}:{i}" for i in range(num_devices)],
         simulated_devices=simulated,
         global_batch_size=global_batch_size,
-        compute_dtype=precision.removeprefix("mixed_"),
-        **{"num_replicas": num_devices} | facts,
+        **facts,
     )
     blocks = [Block(10, 10 * global_batch_size, 10 * sec, tracings) for sec in step_secs]
-    return Sample(Case(config), found, blocks, PeakMemory(1 << 20, 1 << 10))
+    return Sample(Case(config), found, blocks, 1 << 20)

@@ -3,7 +3,7 @@
 from app.commands.compare import describe
 from app.config import Config
 from app.performance.benchmark_output import write_benchmark
-from app.performance.speed_comparison import all_comparisons
+from app.performance.comparison import all_comparisons
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
 from app.verification.case_output import describe_case
@@ -152,7 +152,7 @@ def write_measured_cases(path):
     config = Config.of("benchmark")
     write_config(path, config, command="benchmark")
     cases = [make_sample("single", 1, (1.5,) * 5), make_sample("manual", 2, (1.0,) * 5)]
-    write_benchmark(path, config, cases, all_comparisons(cases), {"float32": [1e9] * 5})
+    write_benchmark(path, config, cases, all_comparisons(cases))
 
 
 def write_everything(folder):

@@ -179,11 +179,8 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
         ("compare", {"strategies": ("manual", "nccl")}, "got 'nccl'"),
         ("verify", {"inject": "perturb_weight:step=9", "steps": 3}, "needs --steps=9 or more"),
         ("verify", {"inject": "slow_replica", "steps": 3}, "needs --steps=5 or more"),
-        ("explain", {"strategy": "single"}, "--strategy must be one of manual, mirrored"),
-        ("explain", {"num_devices": (3, 2)}, "--num_devices must rise, got 3,2"),
-        ("explain", {"num_devices": (1, 2)}, "--num_devices must be between 2 and 64, got 1"),
-        ("explain", {"strategy": "mirrored", "all_reduce": "hierarchical"}, "cannot be explained"),
-        ("explain", {"global_batch_size": 2}, "number of replicas, 3, got 2"),
+        ("benchmark", {"breakdown": True, "num_devices": (1,)}, "on several devices"),
+        ("benchmark", {"breakdown": True, "strategies": ("multi_worker",)}, "one machine"),
         ("benchmark", {"repeats": 1}, "--repeats must be between 2 and 10000, got 1"),
         ("benchmark", {"strategies": ("single",), "num_devices": (2,)}, "runs on one device"),
         ("benchmark", {"model": ("lenet", "lenet")}, "--model must name each value once"),
@@ -310,13 +307,6 @@ def test_a_value_is_checked_by_type_choices_and_bounds(options, message):
             {"batch_norm": "sync", "jit_compile": True},
             "cannot compile --batch_norm=sync",
         ),
-        ("explain", {"strategy": "tensor", "micro_batches": 2}, "needs the strategy pipeline"),
-        ("explain", {"strategy": "pipeline", "all_reduce": "ring"}, "got pipeline"),
-        (
-            "explain",
-            {"strategy": "tensor", "model_parallel": 2},
-            "--model_parallel=2 must divide the number of devices, 3",
-        ),
         ("report", {}, "report needs the directory of a run"),
         ("demo", {"all_reduce": "nccl"}, "--all_reduce must be one of auto, reduce_to_one"),
     ],
@@ -372,7 +362,6 @@ def test_the_flags_of_a_training_give_the_same_training():
 
 def test_lists_and_the_output_directory_stay_with_their_command():
     assert Config.of("benchmark", model=("resnet18",)).for_training("manual").model == "lenet"
-    assert Config.of("explain").for_training().num_devices is None
     assert TrainConfig(out="runs/x").flags_for(TrainConfig) == []
 
 

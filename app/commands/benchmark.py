@@ -1,15 +1,16 @@
 """`benchmark`: times strategies, device counts, batch sizes and precisions in turn."""
 
 from app.config import BenchmarkConfig
-from app.config.training_configs import training_config
 from app.performance.benchmark_output import (
     BENCHMARK_FILE,
     create_cases,
     plot_benchmark,
     write_benchmark,
 )
+from app.performance.breakdown import break_down, cases_without
+from app.performance.case import Case
+from app.performance.comparison import all_comparisons
 from app.performance.rounds import measure
-from app.performance.speed_comparison import all_comparisons
 from app.records.run_directory import RunDirectory, open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.report.page import REPORT_FILE, write_report
@@ -18,7 +19,7 @@ from app.runtime.progress_bar import StepProgress
 
 
 def run(config: BenchmarkConfig) -> None:
-    """Measures every case, prints tables and caveats, and saves them with a figure."""
+    """Measures every case, prints tables and caveats, and saves them with two figures."""
     cases = create_cases(config)
     path = named_path(config.out or default_out("benchmark", *config.model))
     with open_command_directory(
@@ -27,23 +28,25 @@ def run(config: BenchmarkConfig) -> None:
         _benchmark(config, cases, run_directory)
 
 
-def _benchmark(config: BenchmarkConfig, cases: list, run_directory: RunDirectory) -> None:
+def _benchmark(config: BenchmarkConfig, cases: list[Case], run_directory: RunDirectory) -> None:
+    without = {case: cases_without(case, config) for case in cases} if config.breakdown else {}
+    extra = [each for parts in without.values() for each in parts.values()]
+    measured = list(dict.fromkeys([*cases, *extra]))
     console.say(
-        f"{console.count(len(cases), 'case')} in {console.count(config.repeats, 'round')}, each"
+        f"{console.count(len(measured), 'case')} in {console.count(config.repeats, 'round')}, each"
         " case in a process of its own"
     )
-    peaks = [
-        training_config(cases[0].config, "single", precision=p)
-        for p in config.precision
-        if p != "mixed_float16"
-    ]
     with StepProgress(1) as progress:
-        measured = measure(cases, repeats=config.repeats, progress=progress, peaks=peaks)
-    samples, limits = measured.samples, measured.peaks
+        samples = measure(measured, repeats=config.repeats, progress=progress)
+    sample_of = dict(zip(measured, samples, strict=True))
+    breakdowns = [
+        break_down(sample_of[case], {name: sample_of[each] for name, each in parts.items()})
+        for case, parts in without.items()
+    ]
     comparisons = all_comparisons(samples)
     run_directory.start(overwrite=config.overwrite)
     out_dir = run_directory.path
-    write_benchmark(out_dir, config, samples, comparisons, limits).print()
+    write_benchmark(out_dir, config, samples, comparisons, breakdowns).print()
     plot_benchmark(out_dir, samples, comparisons)
     files = [BENCHMARK_FILE, "benchmark.png", "benchmark.svg", REPORT_FILE]
     write_report([out_dir], out_dir / REPORT_FILE)
@@ -51,5 +54,5 @@ def _benchmark(config: BenchmarkConfig, cases: list, run_directory: RunDirectory
 
 
 def _fields(config: BenchmarkConfig) -> dict:
-    names = ("strategies", "num_devices", "repeats")
+    names = ("strategies", "num_devices", "repeats", "breakdown")
     return {**config.result_fields(), **{name: getattr(config, name) for name in names}}

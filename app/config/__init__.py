@@ -8,7 +8,7 @@ from app.config.base_config import Config
 from app.config.training_configs import TrainConfig
 from app.config.comparison_configs import CompareConfig, VerifyConfig
 from app.config.finished_run_configs import EvaluateConfig, ReportConfig
-from app.config.measurement_configs import BenchmarkConfig, ExplainConfig
+from app.config.measurement_configs import BenchmarkConfig
 from app.config.examination_configs import DemoConfig, DoctorConfig
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "DemoConfig",
     "DoctorConfig",
     "EvaluateConfig",
-    "ExplainConfig",
     "ReportConfig",
     "TrainConfig",
     "VerifyConfig",

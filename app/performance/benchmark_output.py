@@ -1,4 +1,4 @@
-"""Creates the cases of a benchmark, and describes and writes their results."""
+"""Creates the cases of a benchmark, and prints and writes their results."""
 
 import dataclasses
 import itertools
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from app.config import BenchmarkConfig
 from app.config.names import MULTI_WORKER, SINGLE
 from app.performance import interval
+from app.performance.breakdown import Breakdown
 from app.performance.case import Case, Sample, split_names
-from app.performance.comparability import setup_caveats
-from app.performance.speed_comparison import Comparison
+from app.performance.comparison import Comparison, setup_caveats
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 from app.records.files import write_json
 from app.report.result import Block, Result, Table
@@ -23,6 +23,8 @@ BENCHMARK_FILE = "benchmark.json"
 
 def create_cases(config: BenchmarkConfig) -> list[Case]:
     """Returns a case for each combination; `single` has only one device.
+
+    With `--breakdown`, only those on several devices.
 
     Raises:
         ConfigError: a case cannot be trained.
@@ -37,6 +39,8 @@ def create_cases(config: BenchmarkConfig) -> list[Case]:
     ):
         if strategy == SINGLE and count != config.num_devices[0]:
             continue
+        if config.breakdown and (strategy == SINGLE or count == 1):
+            continue
         has_workers = strategy == MULTI_WORKER
         training = config.for_training(
             strategy,
@@ -46,7 +50,8 @@ def create_cases(config: BenchmarkConfig) -> list[Case]:
             num_devices=1 if has_workers else count,
             last_batch="drop",  # Every step has the same size.
         )
-        cases.append(Case(training, num_workers=count if has_workers else 1))
+        num_workers = count if has_workers else 1
+        cases.append(Case(training, num_workers, counts_traffic=config.breakdown))
     return cases
 
 
@@ -55,35 +60,27 @@ def write_benchmark(
     config: BenchmarkConfig,
     samples: Sequence[Sample],
     comparisons: Sequence[Comparison],
-    peaks: Mapping[str, Sequence[float]],
+    breakdowns: Sequence[Breakdown] = (),
 ) -> Result:
     """Writes `benchmark.json`: all blocks of all cases, and the result, which it returns."""
-    result = _describe(samples, comparisons, peaks)
-    common, short = split_names([s.case.name for s in samples])
-    write_json(
-        out_dir / BENCHMARK_FILE,
-        {
-            "command": "benchmark",
-            "config": config.result_fields(),
-            "common": common,
-            "written_by": "lockstep",
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "machine": {"processor": processor_name(), "system": platform.platform()},
-            "caveats": setup_caveats(samples),
-            "matrix_product_flops_per_sec": {p: list(rates) for p, rates in peaks.items()},
-            "cases": [
-                {"short_name": short[s.case.name], **_case_record(s, peaks)} for s in samples
-            ],
-            "comparisons": [{**dataclasses.asdict(c), "verdict": c.verdict} for c in comparisons],
-            "shown": result.to_record(),
-        },
-    )
+    result = _describe(samples, comparisons, breakdowns)
+    record = {
+        "command": "benchmark",
+        "config": config.result_fields(),
+        "written_by": "lockstep",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": {"processor": processor_name(), "system": platform.platform()},
+        "cases": [_case_record(s) for s in samples],
+        "comparisons": [{**dataclasses.asdict(c), "verdict": c.verdict} for c in comparisons],
+        "breakdowns": [dataclasses.asdict(b) for b in breakdowns],
+        "shown": result.to_record(),
+    }
+    write_json(out_dir / BENCHMARK_FILE, record)
     return result
 
 
-def _case_record(s: Sample, peaks: Mapping[str, Sequence[float]]) -> dict:
+def _case_record(s: Sample) -> dict:
     config = s.case.config
-    share = share_of_peak(s, peaks)
     return {
         "name": s.case.name,
         "strategy": config.strategy,
@@ -93,54 +90,34 @@ def _case_record(s: Sample, peaks: Mapping[str, Sequence[float]]) -> dict:
         **dataclasses.asdict(s.facts),
         "images_per_sec": dataclasses.asdict(interval.median(s.rates)),
         "step_sec": dataclasses.asdict(interval.median(s.step_secs)),
-        "share_of_matrix_product_peak": share and dataclasses.asdict(share),
-        "peak_memory_bytes": s.memory.peak_bytes,
-        "memory_of_steps_bytes": s.memory.steps_bytes,
+        "peak_memory_bytes": s.peak_memory_bytes,
         "blocks": [dataclasses.asdict(block) for block in s.blocks],
     }
-
-
-def share_of_peak(s: Sample, peaks: Mapping[str, Sequence[float]]) -> interval.Interval | None:
-    """Returns achieved floating-point operations per second over those of a matrix product.
-
-    The limit is that of one device with all cores. Several real devices have one limit each; the
-    share is relative to the sum.
-    """
-    if s.case.config.precision not in peaks:
-        return None
-    num_limits = 1 if "CPU" in s.facts.devices[0] else s.facts.num_devices
-    achieved = [rate * s.facts.flops_per_example / num_limits for rate in s.rates]
-    return interval.ratio(achieved, peaks[s.case.config.precision])
 
 
 def _describe(
     samples: Sequence[Sample],
     comparisons: Sequence[Comparison],
-    peaks: Mapping[str, Sequence[float]],
+    breakdowns: Sequence[Breakdown],
 ) -> Result:
-    """Describes the cases, the comparisons, and the caveats."""
+    """Describes the cases, the comparisons, the breakdowns, and the caveats."""
     common, short = split_names([s.case.name for s in samples])
     table = Table(
         f"{common} on {samples[0].facts.dataset}: medians of"
         f" {console.count(len(samples[0].blocks), 'round')} with 95 % intervals, warm-up apart",
-        ["", "images/s", "interval", "ms a step", "of peak", "peak memory", "until compiled"],
-        [_row(short[s.case.name], s, peaks) for s in samples],
+        ["", "images/s", "interval", "ms a step", "peak memory", "until compiled"],
+        [_row(short[s.case.name], s) for s in samples],
     )
     blocks: list[Block] = [table]
-    for precision, rates in peaks.items():
-        limit = interval.median(rates).value / 1e9
-        blocks.append(f"peak: matrix products in {precision} at {limit:,.0f} GFLOP/s")
     header = ["", "against", "speed-up", "interval", "ideal", "verdict"]
     for axis, group in itertools.groupby(comparisons, key=lambda c: c.axis):
-        blocks.append(Table(AXIS_TITLES[axis], header, [_comparison_row(short, c) for c in group]))
-    said = dict.fromkeys(
-        f"{c.axis}{' refused' if r.refuses else ''}: {r.text}"
-        for c in comparisons
-        for r in c.caveats
-    )
-    facts = [s.facts for s in samples]
-    caveats = [DATASET_CAVEATS[f.dataset] for f in facts[:1] if f.dataset in DATASET_CAVEATS]
-    caveats += [TIMING_CAVEAT] if any(f.simulated_devices for f in facts) else []
+        blocks.append(Table(_AXIS_TITLES[axis], header, [_comparison_row(short, c) for c in group]))
+    for breakdown in breakdowns:
+        blocks += breakdown.describe(short[breakdown.case])
+    said = dict.fromkeys(f"{c.axis}: {text}" for c in comparisons for text in c.caveats)
+    facts = samples[0].facts
+    caveats = [DATASET_CAVEATS[facts.dataset]] if facts.dataset in DATASET_CAVEATS else []
+    caveats += [TIMING_CAVEAT] if any(s.facts.simulated_devices for s in samples) else []
     return Result([], [*blocks, *setup_caveats(samples), *said], caveats)
 
 
@@ -168,7 +145,7 @@ def plot_benchmark(
     plot_bars(title, bars, out_dir, "benchmark")
 
 
-AXIS_TITLES = {
+_AXIS_TITLES = {
     "strong scaling": "strong scaling: the same global batch, cut into more shards",
     "weak scaling": "weak scaling: the same batch for each device",
     "strategy": "strategies: the same training on as many devices",
@@ -176,16 +153,14 @@ AXIS_TITLES = {
 }
 
 
-def _row(name: str, s: Sample, peaks: Mapping[str, Sequence[float]]) -> list[str]:
+def _row(name: str, s: Sample) -> list[str]:
     rate, step = interval.median(s.rates), interval.median(s.step_secs)
-    share = share_of_peak(s, peaks)
     return [
         name,
         f"{rate.value:,.0f}",
         f"{rate.low:,.0f}–{rate.high:,.0f}",
         f"{step.value * 1e3:.1f}",
-        f"{share.value:.0%}" if share else "–",
-        f"{s.memory.peak_bytes / 2**20:,.0f} MiB",
+        f"{s.peak_memory_bytes / 2**20:,.0f} MiB",
         f"{s.facts.compile_sec:.1f} s",
     ]
 

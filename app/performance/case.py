@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from app.config import TrainConfig
-from app.performance.peak_memory import PeakMemory
+from app.performance.traffic import Traffic
+
+_BETWEEN = ", "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Case:
         no_sync: skip the all-reduce; each replica continues with its own gradient.
         reads_input: False to train on the first batch repeatedly, without an input pipeline.
         cores: use at most this many cores; None for all.
+        counts_traffic: count the bytes that a step sends, after the last round.
     """
 
     config: TrainConfig
@@ -24,32 +27,30 @@ class Case:
     no_sync: bool = False
     reads_input: bool = True
     cores: int | None = None
+    counts_traffic: bool = False
 
     @property
-    def num_devices(self) -> int | None:
-        """The requested number of devices of all workers; None for all available devices."""
-        config = self.config
-        if config.has_workers:
-            return self.num_workers * (config.num_devices_asked or 1)
-        return config.num_devices_asked
+    def is_whole(self) -> bool:
+        """Whether nothing is left out of the steps."""
+        return self.reads_input and not self.no_sync and self.cores is None
 
     @property
     def name(self) -> str:
         """The name of the case in tables and progress lines."""
         config = self.config
+        number = config.num_devices_asked
+        if config.has_workers:
+            number = self.num_workers * (number or 1)
         parts = [
-            f"{config.strategy} × {self.num_devices or 'all'}",
+            f"{config.strategy} × {number or 'all'}",
             config.model,
             f"batch {config.global_batch_size}",
             config.precision,
         ]
         parts += ["without all-reduce"] if self.no_sync else []
         parts += [] if self.reads_input else ["without input"]
-        parts += [f"{self.cores} core{'s' * (self.cores > 1)}"] if self.cores else []
+        parts += [f"{self.cores} core{'s' if self.cores > 1 else ''}"] if self.cores else []
         return _BETWEEN.join(parts)
-
-
-_BETWEEN = ", "
 
 
 def split_names(names: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -58,15 +59,10 @@ def split_names(names: Sequence[str]) -> tuple[str, dict[str, str]]:
     Returns:
         The common part; and name → the rest of the name, which includes its strategy.
     """
-    per_name_parts = {name: name.split(_BETWEEN) for name in names}
-    common = [
-        part
-        for part in next(iter(per_name_parts.values()))[1:]
-        if all(part in parts for parts in per_name_parts.values())
-    ]
+    per_name = {name: name.split(_BETWEEN) for name in names}
+    common = [p for p in per_name[names[0]][1:] if all(p in parts for parts in per_name.values())]
     short = {
-        name: _BETWEEN.join(part for part in parts if part not in common)
-        for name, parts in per_name_parts.items()
+        name: _BETWEEN.join(p for p in parts if p not in common) for name, parts in per_name.items()
     }
     return _BETWEEN.join(common), short
 
@@ -77,37 +73,27 @@ class Facts:
 
     Attributes:
         devices: devices of all workers.
-        num_replicas: number of parts of a batch that are processed in parallel.
         simulated_devices: whether logical devices share one processor.
         cores: processor cores that the process may use.
         intra_op_threads: threads of one operation on a CPU; 0 for TensorFlow's default.
         dataset: name of the dataset.
         global_batch_size: examples per step over all replicas; no step has fewer.
-        compute_dtype: compute dtype of the layers.
         jit_compile: whether XLA compiles the computation of a replica.
         all_reduce: name of the algorithm.
-        tensor_float_32: whether GPUs may round the inputs of float32 products to 10 bits; False
-            without GPUs.
-        gradient_bytes: bytes that each replica sends in a step, in the dtype of the all-reduce.
-        flops_per_example: multiplications and additions of convolutions and matrix products per
-            training example.
+        tensor_float_32: whether GPUs may round the inputs of float32 products to 10 bits.
         compile_sec: seconds from the import of TensorFlow until the end of the first step.
         versions: versions of the software that affects the results.
     """
 
     devices: list[str]
-    num_replicas: int
     simulated_devices: bool
     cores: int
     intra_op_threads: int
     dataset: str
     global_batch_size: int
-    compute_dtype: str
     jit_compile: bool
     all_reduce: str
     tensor_float_32: bool
-    gradient_bytes: int
-    flops_per_example: float
     compile_sec: float
     versions: dict[str, str]
 
@@ -147,13 +133,15 @@ class Sample:
         case: the case.
         facts: the actual properties of its training.
         blocks: one block per round; block i of all cases was measured in round i.
-        memory: peak memory of the process, or of its GPUs.
+        peak_memory_bytes: peak memory of its processes, or of its GPUs.
+        traffic: bytes between devices; None if they were not counted.
     """
 
     case: Case
     facts: Facts
     blocks: list[Block]
-    memory: PeakMemory
+    peak_memory_bytes: int
+    traffic: Traffic | None = None
 
     @property
     def step_secs(self) -> list[float]:

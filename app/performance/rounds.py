@@ -1,52 +1,20 @@
 """Measures processes in turn (A B A B …), so that disturbances affect all of them."""
 
 import contextlib
-import functools
-import pathlib
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from app.config import TrainConfig
 from app.devices.free_memory import available_bytes
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
-from app.performance.all_reduce_model import AllReduceTime
 from app.performance.case import Block, Case, Facts, Sample
-from app.performance.case_process import BLOCK_SEC, sample
-from app.performance.matmul_peak import sample_peak
-from app.performance.peak_memory import PeakMemory
+from app.performance.case_process import sample
 from app.runtime.errors import DeviceError
 from app.runtime.processes import ChildProcess
 from app.runtime.progress_bar import StepProgress
 
-_PEAK_PRODUCTS = 2  # Per block: seconds on a small CPU, milliseconds on a GPU.
 
-
-class Measured(NamedTuple):
-    """The results of the same rounds.
-
-    Attributes:
-        samples: one sample per case.
-        peaks: precision → the machine's peak speed in each round, in floating-point operations per
-            second.
-        all_reduce_times: times of all-reduces without other work.
-    """
-
-    samples: list[Sample]
-    peaks: dict[str, list[float]]
-    all_reduce_times: list[AllReduceTime]
-
-
-def measure(
-    cases: Sequence[Case],
-    *,
-    repeats: int,
-    progress: StepProgress,
-    peaks: Sequence[TrainConfig] = (),
-    all_reduces_of: Sequence[Case] = (),
-    block_sec: float = BLOCK_SEC,
-) -> Measured:
+def measure(cases: Sequence[Case], *, repeats: int, progress: StepProgress) -> list[Sample]:
     """Measures cases in `repeats` rounds, one block per case in every round.
 
     Each case has a separate process, which sleeps while others are timed. The order of the cases is
@@ -56,115 +24,68 @@ def measure(
         cases: what to measure.
         repeats: number of rounds.
         progress: shows the progress.
-        peaks: configurations for whose precision the peak speed is measured in the same rounds.
-        all_reduces_of: cases whose all-reduce is timed separately, after the last round.
-        block_sec: approximate duration of a block. Shorter blocks make shorter rounds, in which
-            other work on the machine is more likely to slow down all cases equally.
+
+    Returns:
+        One sample per case.
 
     Raises:
         LockstepError: a case cannot be trained; nothing was measured.
         DeviceError: there is too little memory for the processes.
     """
     with contextlib.ExitStack() as stack:
-        samplers = []
+        samplers: list[_Sampler] = []
         for number, case in enumerate(cases, start=1):
             progress.start(f"preparing {number} of {len(cases)}: {case.name}")
-            samplers.append(_Sampler(stack, progress, sample, case))
-            samplers[-1].num_steps = max(1, round(samplers[-1].num_steps * block_sec / BLOCK_SEC))
+            samplers.append(_Sampler(stack, progress, case))
             _check_memory(len(cases) - number, max(s.peak_bytes for s in samplers))
-        limits = {
-            config.precision: _Sampler(stack, progress, sample_peak, config) for config in peaks
-        }
-        for sampler in limits.values():
-            sampler.num_steps = _PEAK_PRODUCTS
-        everyone = [*samplers, *limits.values()]
-        progress.start("measuring", repeats * len(everyone))
+        progress.start("measuring", repeats * len(cases))
         done = 0
         for round_number in range(repeats):
-            for sampler in everyone if round_number % 2 == 0 else reversed(everyone):
+            for sampler in samplers if round_number % 2 == 0 else reversed(samplers):
                 sampler.measure()
                 done += 1
                 progress.message(("step", done))
-        all_reduce_times = []
-        for case, sampler in zip(cases, samplers, strict=True):
-            if case in all_reduces_of:
-                progress.start(f"timing the all-reduce of {case.name}")
-                all_reduce_times += sampler.time_all_reduce()
-        samples = [
-            Sample(case, sampler.facts, sampler.blocks, sampler.finish())
-            for case, sampler in zip(cases, samplers, strict=True)
-        ]
-        rates = {}
-        for precision, sampler in limits.items():
-            flops = sampler.finish()
-            rates[precision] = [flops / block.step_sec for block in sampler.blocks]
-        return Measured(samples, rates, all_reduce_times)
+        return [sampler.finish() for sampler in samplers]
 
 
 class _Sampler:
     """The parent's side of a process that times blocks; the constructor waits until it is ready."""
 
-    def __init__(
-        self,
-        stack: contextlib.ExitStack,
-        progress: StepProgress,
-        function: Callable[..., Any],
-        argument: Case | TrainConfig,
-    ):
-        self._process = _create_process(function, argument)
+    def __init__(self, stack: contextlib.ExitStack, progress: StepProgress, case: Case):
+        self._case, self._progress = case, progress
+        self._process = _create_process(case)
         stack.enter_context(self._process)
-        self._progress = progress
-        self._facts: Facts | None = None
-        self.blocks: list[Block] = []
-        while (message := self._message())[0] != "ready":
-            if message[0] == "facts":
-                self._facts = message[1]
-        self.num_steps = message[1]
+        self._blocks: list[Block] = []
+        self._facts: Facts = self._message("facts")
+        self._num_steps, self.peak_bytes = self._message("ready")
 
-    @property
-    def facts(self) -> Facts:
-        """The facts about a training, as its process reports them."""
-        if self._facts is None:
-            raise RuntimeError("this process measures no training")
-        return self._facts
-
-    def _message(self) -> tuple[str, Any]:
-        """Returns the next message that is not for the user."""
+    def _message(self, kind: str) -> Any:
+        """Returns the next message of a kind; shows earlier ones to the user."""
         while True:
             _, message = self._process.receive()
-            if message[0] in ("facts", "ready", "block", "all_reduce"):
-                return message
+            if message[0] == kind:
+                return message[1]
             self._progress.message(message)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory of the process so far."""
-        status = pathlib.Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
-        (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
-        return int(peak) * 1024
-
     def measure(self) -> None:
-        self._process.send(self.num_steps)
-        self.blocks.append(self._message()[1])
+        """Times a block of steps."""
+        self._process.send(self._num_steps)
+        self._blocks.append(self._message("block"))
 
-    def time_all_reduce(self) -> list[AllReduceTime]:
-        self._process.send("all_reduce")
-        return self._message()[1]
-
-    def finish(self) -> Any:
-        """Ends the processes; returns the function's result over all of them."""
+    def finish(self) -> Sample:
+        """Ends the processes; returns what they measured."""
         self._process.send(None)
         result = self._process.receive()[1]
-        return functools.reduce(PeakMemory.plus, result) if isinstance(result, list) else result
+        results = result if isinstance(result, list) else [result]  # Of each worker.
+        peak = sum(peak_bytes for peak_bytes, _ in results)
+        return Sample(self._case, self._facts, self._blocks, peak, results[0][1])
 
 
-def _create_process(
-    function: Callable[..., Any], argument: Case | TrainConfig
-) -> ChildProcess | WorkerGroup:
-    if isinstance(argument, Case) and argument.config.has_workers:
-        resources = split_resources(argument.num_workers, argument.config, num_cores=argument.cores)
-        return WorkerGroup(resources, function, argument)
-    return ChildProcess(function, argument)
+def _create_process(case: Case) -> ChildProcess | WorkerGroup:
+    if case.config.has_workers:
+        resources = split_resources(case.num_workers, case.config, num_cores=case.cores)
+        return WorkerGroup(resources, sample, case)
+    return ChildProcess(sample, case)
 
 
 def _check_memory(num_missing: int, largest_bytes: int) -> None:

@@ -35,7 +35,7 @@ CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 _RECORDS = (
     *(SUMMARY_FILE, "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg", "mismatch"),
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
-    *("benchmark.png", "benchmark.svg", "explain.json"),
+    *("benchmark.png", "benchmark.svg"),
     "report.html",
 )
 # Temporary names of an interrupted write or removal.

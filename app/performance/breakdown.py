@@ -1,0 +1,135 @@
+"""Breaks down the time of a step by leaving out one part at a time."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from app.config import BenchmarkConfig
+from app.config.split_numbers import has_option
+from app.devices.device_setup import num_cores
+from app.performance import interval
+from app.performance.case import Case, Sample
+from app.performance.interval import Interval
+from app.performance.traffic import Traffic
+from app.report.result import Block, Table
+
+ALL_REDUCE = "all-reduce"
+_COMPUTE, _INPUT, _REST = "compute", "input", "everything else"
+_METHODS = {
+    _COMPUTE: "one device alone, without input",
+    ALL_REDUCE: "the step, less one without it",
+    _INPUT: "the step, less one on a fixed batch",
+    _REST: "what is left: contention, waiting, sending",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of a step's time.
+
+    Attributes:
+        name: name of the part.
+        sec: seconds.
+        share: fraction of the whole step.
+    """
+
+    name: str
+    sec: Interval
+    share: Interval
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakdown:
+    """The breakdown of a step.
+
+    Attributes:
+        case: name of the case.
+        parts: parts of the step, which add up to it.
+        traffic: bytes between devices.
+    """
+
+    case: str
+    parts: list[Part]
+    traffic: Traffic | None
+
+    def describe(self, name: str) -> list[Block]:
+        """Returns the tables for the output; `name` is a short name of the case."""
+        header = ["part", "ms", "95 % interval", "share", "how it was found"]
+        rows = [
+            [
+                part.name,
+                f"{part.sec.value * 1e3:.2f}",
+                f"{part.sec.low * 1e3:.2f} to {part.sec.high * 1e3:.2f}",
+                f"{part.share.value:.1%}",
+                _METHODS[part.name],
+            ]
+            for part in self.parts
+        ]
+        blocks: list[Block] = [Table(f"where a step of {name} goes", header, rows)]
+        return blocks + (self.traffic.describe(name) if self.traffic else [])
+
+
+def cases_without(case: Case, config: BenchmarkConfig) -> dict[str, Case]:
+    """Returns part of a step → the case that measures a step without this part.
+
+    "compute" is one device alone: with the shard of one replica and its share of the cores if
+    the strategy splits the batch alone, else with the whole batch.
+
+    Args:
+        case: a strategy on several devices, without workers.
+        config: options of the command.
+    """
+    training = case.config
+    number = training.num_devices_asked or 1
+    splits_batch_only = has_option(training.strategy, "all_reduce")
+    shard = -(-training.global_batch_size // number)
+    alone = config.for_training(
+        "single",
+        model=training.model,
+        precision=training.precision,
+        global_batch_size=shard if splits_batch_only else training.global_batch_size,
+        last_batch="drop",
+    )
+    cores = max(1, num_cores() // number) if splits_batch_only else None
+    without = {_COMPUTE: Case(alone, reads_input=False, cores=cores)}
+    without[_INPUT] = dataclasses.replace(case, reads_input=False, counts_traffic=False)
+    if splits_batch_only:
+        without[ALL_REDUCE] = dataclasses.replace(case, no_sync=True, counts_traffic=False)
+    return without
+
+
+def break_down(whole: Sample, without: Mapping[str, Sample]) -> Breakdown:
+    """Breaks down a step.
+
+    Args:
+        whole: the step.
+        without: part of a step → the sample of `cases_without`.
+    """
+    scale = _scale_of_one_device(whole, without[_COMPUTE])
+    alone = [scale * sec for sec in without[_COMPUTE].step_secs]
+    names = [name for name in (ALL_REDUCE, _INPUT) if name in without]
+    secs = whole.step_secs, alone, *(without[name].step_secs for name in names)
+    formulas: dict[str, Callable] = {_COMPUTE: lambda full, alone, *less: alone}
+    for i, name in enumerate(names):
+        formulas[name] = lambda full, alone, *less, i=i: full - less[i]
+    formulas[_REST] = lambda full, alone, *less: full - alone - sum(full - each for each in less)
+    parts = [
+        Part(
+            name,
+            interval.combine(sec, *secs),
+            interval.combine(lambda full, *rest, sec=sec: sec(full, *rest) / full, *secs),
+        )
+        for name, sec in formulas.items()
+    ]
+    return Breakdown(whole.case.name, parts, whole.traffic)
+
+
+def _scale_of_one_device(whole: Sample, alone: Sample) -> float:
+    """Returns the time of a step's computation on all devices over that of one device alone.
+
+    Real devices share nothing. Logical devices share the cores, of which the one device was given
+    some; devices that split the layers or channels share the work.
+    """
+    number, is_simulated = whole.facts.num_devices, whole.facts.simulated_devices
+    if alone.case.cores is None:
+        return 1.0 if is_simulated else 1 / number
+    return max(1.0, number * alone.case.cores / whole.facts.cores) if is_simulated else 1.0
