@@ -12,10 +12,11 @@ from typing import NamedTuple
 from app.config import TrainConfig
 from app.config.distribution_options import DeviceOptions
 from app.devices.cluster import Cluster
+from app.devices.gpus import query_driver
 from app.runtime import console, signals
 from app.runtime.errors import DeviceError, PeerLostError, Terminated, WorkerFailedError
 from app.runtime.run_context import PART_VARIABLE
-from app.runtime.subprocesses import Subprocess, child_environment, main_command, output_of
+from app.runtime.subprocesses import Subprocess, child_environment, main_command
 from app.runtime.temporary_directories import TemporaryDirectory
 
 RETRY_FROM = 128  # Lower exit codes are final.
@@ -71,7 +72,7 @@ def train_with_local_workers(config: TrainConfig, num_workers: int, path: pathli
         if code == 2 and len(list(filter(_is_free, ports))) < num_workers:
             continue  # Another process took a port: choose others.
         if code < RETRY_FROM:
-            raise WorkerFailedError(index, code, "")
+            raise WorkerFailedError(index, code)
         number += 1
         failed = f"worker {index} ended with code {code}"
         if number > config.max_restarts:
@@ -181,7 +182,7 @@ def split_resources(
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
     size = max(1, len(cores) // num_workers)
     starts = [index * size % len(cores) for index in range(num_workers)]
-    gpus = [] if options.device == "cpu" else visible_gpus()
+    gpus = [] if options.device == "cpu" else _visible_gpus()
     each = options.num_devices_asked or max(1, len(gpus) // num_workers)
     if gpus and each * num_workers > len(gpus):
         raise DeviceError(
@@ -197,16 +198,12 @@ def split_resources(
     ]
 
 
-def visible_gpus() -> list[str]:
+def _visible_gpus() -> list[str]:
     """Returns the names of the GPUs for CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
-    try:
-        listed = output_of(["nvidia-smi", "-L"], timeout_sec=30).splitlines()
-    except OSError:
-        return []
-    return [str(i) for i, _ in enumerate(line for line in listed if line.startswith("GPU "))]
+    return [str(index) for index, _ in enumerate(query_driver()[0])]
 
 
 def free_ports(count: int) -> list[int]:

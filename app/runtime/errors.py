@@ -140,12 +140,10 @@ class FrameworkFailedError(LockstepError):
 class WorkerFailedError(LockstepError):
     """A worker failed with an error that a retry cannot fix; has the exit code of the worker."""
 
-    def __init__(self, index: int, exit_code: int, reason: str):
+    def __init__(self, index: int, exit_code: int):
         super().__init__(
-            f"worker {index}: {reason}"
-            if reason
-            else f"worker {index} failed with exit code {exit_code}; fix the error above and run"
-            " the same command again"
+            f"worker {index} failed with exit code {exit_code}; fix the error above and run the"
+            " same command again"
         )
         self.exit_code = exit_code
 

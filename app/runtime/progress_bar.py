@@ -1,7 +1,5 @@
 """Shows progress: a live bar on a terminal, lines elsewhere."""
 
-import json
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -16,9 +14,6 @@ if TYPE_CHECKING:  # Both take time that a flag error should not cost.
 
 _SEC_BETWEEN_LINES = 15
 _LONG_SEC = 60  # Of a training whose duration is printed as soon as it is known.
-# If it names a file descriptor, progress is written there for the parent process, which has the
-# terminal: one line of JSON per state of the bar.
-PROGRESS_VARIABLE = "LOCKSTEP_PROGRESS_FD"
 
 
 class FinishedEpoch(Protocol):
@@ -68,8 +63,7 @@ class TrainingProgress:
         self._is_case, self._unit = is_case, "examples/s" if is_case else "images/s"
         self._total = epochs * steps_per_epoch
         self._time_left, self._is_estimated = TimeLeft(self._total), False
-        self._parent = int(os.environ.get(PROGRESS_VARIABLE, -1)) if shown else -1
-        has_bar = shown and self._parent < 0 and sys.stdout.isatty()
+        has_bar = shown and sys.stdout.isatty()
         self._bar = Bar(self._total) if has_bar else None
         self._completed, self._last_line = first_step, time.monotonic()
         self._update(first_step, "compiling")
@@ -87,12 +81,6 @@ class TrainingProgress:
         self._completed = completed
         if self._bar:
             self._bar.update(completed=completed, status=status)
-        elif self._parent >= 0:
-            state = {"total": self._total, "completed": completed, "status": status}
-            try:
-                os.write(self._parent, f"{json.dumps(state)}\n".encode())
-            except OSError:  # The reader has ended.
-                self._parent = -1
 
     def step(self, step: int, totals: "StepTotals", images_per_sec: float) -> None:
         """Shows a step; `totals` are those of the epoch so far."""
@@ -107,7 +95,7 @@ class TrainingProgress:
         is_due = time.monotonic() > self._last_line + _SEC_BETWEEN_LINES
         if left_sec and not self._is_estimated:  # The first estimate of a long training, at once.
             is_due, self._is_estimated = is_due or left_sec > _LONG_SEC, True
-        if self._shown and not self._bar and self._parent < 0 and is_due:
+        if self._shown and not self._bar and is_due:
             left = f", {duration_text(left_sec)} left" if left_sec else ""
             console.say(f"{status}  step {step}/{self._total}{left}")
             self._last_line = time.monotonic()
