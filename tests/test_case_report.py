@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from app.records.case_record import explanations, shortened, stage_status, stages_of, verdict
 from app.verification.case_output import describe_case
+from app.verification.case_record import explanations, shortened, stage_status, stages_of, verdict
 from report_samples import CHECKS, CLIPPED, LOCAL, case_run, write_case
 
 HOSTILE = "<script>alert(1)<b>\"&'{{ 7 * 7 }} $\\frac$"

@@ -256,19 +256,6 @@ class TestRunDirectory:
         with open_run_directory(path, {}), pytest.raises(OutputError, match="in use by process"):
             start(path, {})
 
-    def test_a_directory_in_use_does_not_name_its_last_user(self, tmp_path, monkeypatch):
-        (tmp_path / ".lock").write_text(str(2**22 + 1))  # No process has this id.
-        with open(tmp_path / ".lock", "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-
-            def write(_):
-                os.ftruncate(lock.fileno(), 0)
-                os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
-
-            monkeypatch.setattr("app.records.run_directory.time.sleep", write)
-            with pytest.raises(OutputError, match=f"in use by process {os.getpid()};"):
-                start(tmp_path, {})
-
 
 class TestPlots:
     def make_run(self, path, num_epochs=3, **changes):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from app.records.pair_outcomes import outcome_sentences
+from app.report.pair_outcomes import outcome_sentences
 from app.verification.measurement import Measurement
 from app.verification.split import Split
 from app.verification.trace_comparison import PairDifference

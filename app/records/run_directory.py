@@ -8,9 +8,7 @@ import os
 import pathlib
 import re
 import stat
-import time
 from collections.abc import Iterator, Mapping
-from typing import TextIO
 
 from app.config.split_options import recorded_value
 from app.records.event_file import event_files
@@ -27,7 +25,6 @@ from app.records.files import (
 from app.records.history import SUMMARY_FILE
 from app.runtime import console
 from app.runtime.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
-from app.runtime.subprocesses import is_running
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 # The files that a command writes beside its log and events, which --overwrite removes. The summary
@@ -43,8 +40,6 @@ _LEFTOVER = re.compile(
     rf"\.({'|'.join(map(re.escape, (CONFIG_FILE, *_RECORDS)))})(\.removed)?\.\d+\.tmp"
 )
 _LEFTOVER_CHECKPOINT = ".step-*.tmp"
-# How often the process id of the holder of a lock is read.
-_HOLDER_ATTEMPTS, _HOLDER_PERIOD_SEC = 20, 0.05
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 
@@ -267,6 +262,7 @@ def load_run_config(path: pathlib.Path) -> dict:
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
     """Creates the directory if necessary and locks its lock file."""
+    is_same = False
     while True:
         with open(_open_lock_file(path), "r+", encoding="utf-8") as lock:
             try:
@@ -274,11 +270,13 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
+                holder = lock.read().strip() or "unknown"
                 raise OutputError(
-                    f"--out={path} is in use by process {_find_holder(lock)}; wait, or choose"
-                    " another directory"
+                    f"--out={path} is in use by process {holder}; wait, or choose another directory"
                 ) from error
-            if not _is_same_file(lock, path / LOCK_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                is_same = os.path.samestat(os.fstat(lock.fileno()), (path / LOCK_FILE).lstat())
+            if not is_same:
                 continue  # Removed by its last holder, whose run had not started.
             with contextlib.suppress(OSError):  # The disk is full; the lock is held nevertheless.
                 os.ftruncate(lock.fileno(), 0)
@@ -303,25 +301,6 @@ def _open_lock_file(path: pathlib.Path) -> int:
             f"--out={path}: {reason_of(error)}; choose a directory that can be created and"
             " written to"
         ) from error
-
-
-def _find_holder(lock: TextIO) -> str:
-    """Returns the process id in a lock file, which its holder writes after it has locked it."""
-    text = ""
-    for _ in range(_HOLDER_ATTEMPTS):
-        lock.seek(0)
-        text = lock.read().strip()
-        if text.isdecimal() and is_running(int(text)):
-            break
-        time.sleep(_HOLDER_PERIOD_SEC)
-    return text or "unknown"
-
-
-def _is_same_file(file: TextIO, path: pathlib.Path) -> bool:
-    """Returns whether an open file is the one at `path`."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    return False
 
 
 def check_not_foreign(path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from app.records.caveats import dataset_title
 from app.records.files import read_json
-from app.records.pair_outcomes import outcome_sentences, verdict_sentence
+from app.report.pair_outcomes import outcome_sentences, verdict_sentence
 from app.report.plot_style import STYLE, save_figure, set_title
 
 _PANELS = {

@@ -10,12 +10,12 @@ import tensorflow as tf
 from app.config import VerifyConfig
 from app.config.names import KERAS_FIT
 from app.devices.device_setup import Devices
-from app.records.case_record import EVALUATION
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
 from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData, Phase
+from app.verification.case_record import EVALUATION
 from app.verification.case_result import CaseResult
 from app.verification.case_training import FitTraining, RecordedTraining, StrategyTraining
 from recorders.keras_comparison import (

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from app.records.case_record import (
+from app.report import result
+from app.report.result import Block, Facts, Result, Table
+from app.verification.case_record import (
     BY_DESIGN,
     CLEAN,
     FAULT,
@@ -14,8 +16,6 @@ from app.records.case_record import (
     stages_of,
     verdict,
 )
-from app.report import result
-from app.report.result import Block, Facts, Result, Table
 
 _STATUSES = {CLEAN: result.GOOD, BY_DESIGN: result.BY_DESIGN, FAULT: result.BAD}
 

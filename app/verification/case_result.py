@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from app.records.case_record import FAULT
+from app.verification.case_record import FAULT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ from app.config.names import KERAS_FIT, MULTI_WORKER
 from app.devices import device_setup
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
-from app.records.case_record import FAULT, verdict
 from app.records.files import publish, temporary_path, write_json
 from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
@@ -22,6 +21,7 @@ from app.runtime.errors import MismatchError
 from app.runtime.processes import Channel, call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification.case_output import describe_case
+from app.verification.case_record import FAULT, verdict
 from app.verification.case_result import CaseResult
 
 Send = Callable[[tuple], None]

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from app.records.pair_outcomes import BY_DESIGN, DIFFERENT, EQUAL, IDENTICAL
+from app.report.pair_outcomes import BY_DESIGN, DIFFERENT, EQUAL, IDENTICAL
 from app.verification.measurement import Measurement
 from app.verification.split import Split
 from app.verification.straggler import Straggler

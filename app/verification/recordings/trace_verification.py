@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from app.records.case_record import BY_DESIGN, CLEAN, FAULT
 from app.records.script_trace import ScriptTrace
 from app.runtime.errors import DataError
+from app.verification.case_record import BY_DESIGN, CLEAN, FAULT
 from app.verification.recordings.one_trace_checks import (
     check_step,
     check_steps_together,
