@@ -15,7 +15,7 @@ import pytest
 
 from app import Config, LockstepError, run
 from app.records.history import load_history, load_summary
-from app.runtime.errors import ConfigError, OutputError, TrainingFailedError
+from app.runtime.errors import ConfigError, OutputError
 from conftest import ROOT, program_environment
 from in_process import ThreadAsProcess, run_here, threads_as_processes
 
@@ -137,7 +137,7 @@ def test_the_example_trains_and_verifies(
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("a; b"), TrainingFailedError("manual", 7), LockstepError("x")]
+    "error", [ConfigError("a; b"), LockstepError("a training failed", 7), LockstepError("x")]
 )
 def test_errors_travel_between_processes(error):
     other = pickle.loads(pickle.dumps(error))

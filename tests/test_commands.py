@@ -18,6 +18,7 @@ from app.data.synthetic import generate_synthetic
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.event_file import event_files
 from app.records.history import load_summary
+from app.runtime import temporary_directories
 from conftest import program_environment, run_main, run_ok
 from in_process import run_here, run_here_ok
 from models import MODELS
@@ -101,9 +102,9 @@ def test_manual_and_mirrored_are_the_same_training(runs):
 def test_a_finished_run_prints_its_result_again(runs, tmp_path, monkeypatch):
     folder, printed = runs
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / "lockstep-killed"  # Killed after it had written its summary.
+    monkeypatch.setattr(temporary_directories, "_MIN_AGE_SEC", 0)
+    left = tmp_path / "lockstep-tmp-killed"  # Killed after it had written its summary.
     left.mkdir()
-    (left / ".lockstep-temporary").touch()
     before = (folder / "manual" / "summary.json").stat().st_mtime_ns
     again = run_here_ok(*ON_CPUS, *SMALL, f"--out={folder}/manual")
     assert again.stdout.splitlines()[-1] == printed["manual"].stdout.splitlines()[-1]

@@ -75,7 +75,7 @@ def test_a_process_that_hangs_is_given_up():
 
 def test_temporary_files_go_with_the_process():
     path = pathlib.Path(call_in_child_process(process_functions.leave_a_file))
-    assert path.parent.name.startswith("lockstep-") and not path.parent.exists()
+    assert path.parent.name.startswith("lockstep-tmp-") and not path.parent.exists()
 
 
 def test_a_process_finds_modules_where_we_do_and_our_environment_stays(monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ from app.report.page import REPORT_FILE, write_report
 from app.report.result import BAD, GOOD, Result
 from app.report.training_result import results_table
 from app.runtime import console
-from app.runtime.errors import ConfigError, OutputError, TrainingFailedError
+from app.runtime.errors import ConfigError, LockstepError, OutputError
 from app.runtime.processes import call_in_child_process
 from app.runtime.shown_command import shown_command
 from app.runtime.temporary_directories import TemporaryDirectory
@@ -37,7 +37,7 @@ def run(config: CompareConfig) -> list[Summary]:
     Returns one summary per strategy, in order.
 
     Raises:
-        TrainingFailedError: a training did not finish; the program exits with its exit code.
+        LockstepError: a training did not finish; the program exits with its exit code.
     """
     interpreters = find_interpreters([n for n in config.strategies if n in FRAMEWORKS])
     path = named_path(config.out or default_out("compare", config.model_label(config.model)))
@@ -57,7 +57,11 @@ def run(config: CompareConfig) -> list[Summary]:
             if exit_code:
                 if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: free it.
                     run_directory.remove(CONFIG_FILE)
-                raise TrainingFailedError(strategy, exit_code)
+                raise LockstepError(
+                    f"the training with {strategy} failed with exit code {exit_code}; fix the error"
+                    " above and run the same command again",
+                    exit_code,
+                )
         if interpreters:
             _train_with_frameworks(config, interpreters, path)
         return _report(config, path, [path / strategy for strategy in config.strategies])

@@ -20,6 +20,11 @@ class LockstepError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str, exit_code: int | None = None):
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
     @property
     def problem(self) -> str:
         """What is wrong: the message without the advice."""
@@ -114,38 +119,15 @@ class StalledError(LockstepError):
     exit_code = 138
 
 
-class TrainingFailedError(LockstepError):
-    """A training in a separate process did not finish; has the exit code of the process."""
-
-    def __init__(self, strategy: str, exit_code: int):
-        super().__init__(
-            f"the training with {strategy} failed with exit code {exit_code}; fix the error above"
-            " and run the same command again"
-        )
-        self.exit_code = exit_code
-
-
-class FrameworkFailedError(LockstepError):
-    """The program of another framework failed."""
-
-    exit_code = 6
-
-    def __init__(self, name: str, exit_code: int, reason: str):
-        super().__init__(
-            f"the program of {name} ended with exit code {exit_code}: {reason or 'no message'}; run"
-            " it by hand, see docs/verify_scripts.md"
-        )
-
-
 class WorkerFailedError(LockstepError):
     """A worker failed with an error that a retry cannot fix; has the exit code of the worker."""
 
     def __init__(self, index: int, exit_code: int):
         super().__init__(
             f"worker {index} failed with exit code {exit_code}; fix the error above and run the"
-            " same command again"
+            " same command again",
+            exit_code,
         )
-        self.exit_code = exit_code
 
 
 class Terminated(BaseException):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from app.config import TrainConfig
 from app.config.framework_options import FRAMEWORKS, Framework
-from app.runtime.errors import ConfigError, FrameworkFailedError
+from app.runtime.errors import ConfigError, DeviceError
 from app.runtime.run_context import start_thread
 from app.runtime.subprocesses import Subprocess, child_environment, output_of
 
@@ -68,7 +68,7 @@ def run_program(
         on_line: called with each line that the program prints.
 
     Raises:
-        FrameworkFailedError: the program failed.
+        DeviceError: the program failed.
     """
     framework = FRAMEWORKS[name]
     command = [
@@ -91,4 +91,8 @@ def run_program(
         process.end()
     if exit_code:
         reason = "".join(line.decode(errors="replace") for line in errors).strip()
-        raise FrameworkFailedError(name, exit_code, reason.removeprefix("error: "))
+        reason = reason.removeprefix("error: ") or "no message"
+        raise DeviceError(
+            f"the program of {name} ended with exit code {exit_code}: {reason}; run it by hand, see"
+            " docs/verify_scripts.md"
+        )

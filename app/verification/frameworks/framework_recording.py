@@ -50,7 +50,7 @@ class FrameworkRecorder:
 
         Raises:
             DataError: the recording of a step is incomplete.
-            FrameworkFailedError: the program failed.
+            DeviceError: the program failed.
         """
         config = self._config.for_training(name, inject=None)
         if self._files is None:

@@ -59,7 +59,7 @@ def train_with_framework(
 
     Raises:
         DataError: the program did not write its results.
-        FrameworkFailedError: the program failed.
+        DeviceError: the program failed.
     """
     fields = {**load_run_config(own_run), "strategy": name}
     with open_run_directory(run_dir, fields) as run_directory:
