@@ -28,7 +28,7 @@ from bench_parts import EPOCH_STEPS, LENET, Part, all_parts, lockstep
 
 from app.performance.benchmark_output import processor_name
 from app.records.files import write_file
-from app.runtime.progress_bar import Bar
+from app.runtime.progress_bar import create_bar
 from benchmark_page import FIGURE, LONG_STEPS, TARGET_ACCURACY, render, summary
 from programs import Program, Running
 
@@ -41,30 +41,25 @@ class Progress(contextlib.AbstractContextManager):
     """Shows a live bar of a part's blocks on a terminal, else one line per part."""
 
     def __init__(self) -> None:
-        self._bar = Bar() if sys.stdout.isatty() else None
+        self._bar = create_bar()
+        self._task = self._bar.add_task("", status="")
         self._done, self._total = 0, 0
 
     def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._bar.stop()
 
     def start(self, title: str, total: int) -> None:
         """Shows a new part with `total` blocks."""
         self._done, self._total = 0, total
-        if self._bar:
-            self._bar.say(title)
-        else:
-            print(title, flush=True)
+        self._bar.console.print(title)
 
     def next(self, what: str) -> None:
         """Shows the current task; the previous one is done."""
-        if self._bar:
-            self._bar.update(completed=self._done, total=self._total, status=what)
+        self._bar.update(self._task, completed=self._done, total=self._total, status=what)
         self._done += 1
 
 

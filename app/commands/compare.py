@@ -19,8 +19,8 @@ from app.runtime import console
 from app.runtime.errors import ConfigError, LockstepError, OutputError
 from app.runtime.processes import call_in_child_process
 from app.runtime.shown_command import shown_command
+from app.runtime.subprocesses import train_in_child_process
 from app.runtime.temporary_directories import TemporaryDirectory
-from app.runtime.training_process import train_in_child_process
 from app.verification.frameworks.framework_files import write_training_files
 from app.verification.frameworks.framework_program import find_interpreters
 from app.verification.frameworks.framework_training import train_with_framework

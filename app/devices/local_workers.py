@@ -14,7 +14,7 @@ from app.config.distribution_options import DeviceOptions
 from app.devices.cluster import Cluster
 from app.devices.gpus import query_driver
 from app.runtime import console, signals
-from app.runtime.errors import DeviceError, PeerLostError, Terminated, WorkerFailedError
+from app.runtime.errors import DeviceError, LockstepError, PeerLostError, Terminated
 from app.runtime.run_context import PART_VARIABLE
 from app.runtime.subprocesses import Subprocess, child_environment, main_command
 from app.runtime.temporary_directories import TemporaryDirectory
@@ -51,7 +51,7 @@ def train_with_local_workers(config: TrainConfig, num_workers: int, path: pathli
 
     Raises:
         DeviceError: there are fewer GPUs than the workers need.
-        WorkerFailedError: a worker failed with an error that a retry cannot fix.
+        LockstepError: a worker failed with an error that a retry cannot fix.
         PeerLostError: workers failed more than `config.max_restarts` times.
     """
     shares = split_resources(num_workers, config)
@@ -72,7 +72,11 @@ def train_with_local_workers(config: TrainConfig, num_workers: int, path: pathli
         if code == 2 and len(list(filter(_is_free, ports))) < num_workers:
             continue  # Another process took a port: choose others.
         if code < RETRY_FROM:
-            raise WorkerFailedError(index, code)
+            raise LockstepError(
+                f"worker {index} failed with exit code {code}; fix the error above and run the same"
+                " command again",
+                code,
+            )
         number += 1
         failed = f"worker {index} ended with code {code}"
         if number > config.max_restarts:
@@ -118,7 +122,7 @@ def _run_all(
                 command = main_command(words)
                 workers.append(
                     Subprocess(
-                        command, child_environment(**own), cores=share.cores, own_session=True
+                        command, child_environment(**own), cores=share.cores, start_new_session=True
                     )
                 )
             while not any(codes := [worker.exit_code for worker in workers]) and codes[0] is None:

@@ -119,11 +119,6 @@ def set_run_directory(path: pathlib.Path) -> None:
     run_context.required().run_dir = path.absolute()
 
 
-def pass_on(stream: TextIO, line: str) -> None:
-    """Prints a line of another process unchanged, without logging it."""
-    _write(stream, line)
-
-
 def report_interruption(is_interrupt: bool) -> int:
     """Prints the command that resumes, if a state was saved; returns the exit code."""
     what = "interrupted" if is_interrupt else "terminated"

@@ -37,14 +37,8 @@ class LockstepError(Exception):
         return advice if problem else ""
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Makes the exception picklable, for any arguments of its class."""
-        return _restore, (type(self), str(self), self.exit_code)
-
-
-def _restore(error_class: type[LockstepError], message: str, exit_code: int) -> LockstepError:
-    error = error_class.__new__(error_class, message)
-    error.args, error.exit_code = (message,), exit_code
-    return error
+        """Makes the exception picklable with its exit code."""
+        return type(self), (str(self), self.exit_code)
 
 
 class ConfigError(LockstepError):
@@ -117,17 +111,6 @@ class StalledError(LockstepError):
     """A training makes no progress; a retry makes sense."""
 
     exit_code = 138
-
-
-class WorkerFailedError(LockstepError):
-    """A worker failed with an error that a retry cannot fix; has the exit code of the worker."""
-
-    def __init__(self, index: int, exit_code: int):
-        super().__init__(
-            f"worker {index} failed with exit code {exit_code}; fix the error above and run the"
-            " same command again",
-            exit_code,
-        )
 
 
 class Terminated(BaseException):

@@ -1,4 +1,4 @@
-"""Starts and ends all processes of the program."""
+"""Starts and ends other programs."""
 
 import contextlib
 import os
@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import Any
 
 from app.runtime import signals
+from app.runtime.run_context import PART_VARIABLE
 
 _MAIN = pathlib.Path(__file__).parents[2] / "main.py"
-GRACE_SEC = 5.0
+_GRACE_SEC = 5.0
 
 
 def main_command(words: Sequence[str]) -> list[str]:
@@ -29,20 +30,16 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "TMPDIR": tempfile.gettempdir(), **changes}
 
 
-class Subprocess:
-    """A process that runs one program, started by the constructor.
+class Subprocess(subprocess.Popen[bytes]):
+    """A process that runs one program, and ends when this process does.
 
     Args:
         command: program and arguments.
         environment: environment of the process; see `child_environment`.
         death_signal: signal that the kernel sends to the process if this one ends, even if killed:
-            SIGKILL, or `signals.STOP_REQUEST` for a process that saves. None if the program sets
-            it.
+            SIGKILL, or `signals.STOP_REQUEST` for a process that saves.
         cores: numbers of the processor cores that the process may use; empty for all.
-        is_piped: whether output is available at `stdout` and `stderr`; implies `own_session`.
-        own_session: whether the process does not receive signals of the terminal, which this
-            process forwards.
-        pass_fds: file descriptors that the process inherits.
+        **options: options of `subprocess.Popen`.
     """
 
     def __init__(
@@ -50,81 +47,60 @@ class Subprocess:
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        death_signal: signal.Signals | None = signal.SIGKILL,
+        death_signal: signal.Signals = signal.SIGKILL,
         cores: Sequence[int] = (),
-        is_piped: bool = False,
-        own_session: bool = False,
-        pass_fds: Sequence[int] = (),
+        **options: Any,
     ):
-
         def settle_in() -> None:  # Between fork and exec; must not import or print.
-            if death_signal:
-                signals.end_with_parent(death_signal)
+            signals.end_with_parent(death_signal)
             limit_cores(cores)
 
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if is_piped else None,
-            stderr=subprocess.PIPE if is_piped else None,
-            start_new_session=is_piped or own_session,
-            pass_fds=pass_fds,
-            preexec_fn=settle_in if death_signal or cores else None,
+        super().__init__(
+            command, env=environment, stdin=subprocess.DEVNULL, preexec_fn=settle_in, **options
         )
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        """Standard output of the process, if piped."""
-        return _piped(self._process.stdout)
-
-    @property
-    def stderr(self) -> IO[bytes]:
-        """Standard error of the process, if piped."""
-        return _piped(self._process.stderr)
 
     @property
     def exit_code(self) -> int | None:
         """The exit code as a shell reports it, 128 and above for a signal; None while it runs."""
-        code = self._process.poll()
+        code = self.poll()
         return code if code is None or code >= 0 else 128 - code
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether a signal ended the process."""
-        return (self._process.poll() or 0) < 0
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the process, if it is running."""
-        with contextlib.suppress(OSError):
-            self._process.send_signal(number)
 
     def ask_to_stop(self) -> None:
         """Asks a process of this program to save and exit."""
-        self.signal(signals.STOP_REQUEST)
+        self.send_signal(signals.STOP_REQUEST)
 
-    def wait(self, timeout_sec: float | None = None) -> int | None:
-        """Waits for the end; returns the exit code as a shell reports it, None on a timeout."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_sec)
-        return self.exit_code
-
-    def end(self, *, grace_sec: float = GRACE_SEC) -> None:
+    def end(self, *, grace_sec: float = _GRACE_SEC) -> None:
         """Ends the process and waits until it has ended.
 
         Args:
             grace_sec: time after SIGTERM before it is killed; 0 to kill it at once.
         """
         if grace_sec:
-            self.signal(signal.SIGTERM)
-            self.wait(grace_sec)
-        self.signal(signal.SIGKILL)
+            self.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(grace_sec)
+        self.kill()
         self.wait()
+
+
+def train_in_child_process(words: Sequence[str], run_dir: pathlib.Path) -> int:
+    """Runs a training command with `--out=run_dir` as a child process and returns its exit code.
+
+    Two MirroredStrategies of different size in one process break every later collective, and each
+    training should run in the environment of a user's own run.
+
+    Raises:
+        KeyboardInterrupt, Terminated: a signal was received; the child has saved its state.
+    """
+    child = Subprocess(
+        main_command([*words, f"--out={run_dir}"]),
+        child_environment(**{PART_VARIABLE: "1"}),  # This process prints the command that resumes.
+        death_signal=signals.STOP_REQUEST,
+    )
+    with signals.deferred(child.ask_to_stop):
+        child.wait()
+    signals.check()
+    return child.exit_code or 0
 
 
 def is_running(pid: int) -> bool:
@@ -157,9 +133,3 @@ def output_of(command: Sequence[str], *, timeout_sec: float) -> str:
     except subprocess.SubprocessError as error:
         raise OSError(str(error)) from error
     return done.stdout
-
-
-def _piped(stream: IO[bytes] | None) -> IO[bytes]:
-    if stream is None:
-        raise ValueError("the streams of this process are not piped")
-    return stream

@@ -4,6 +4,7 @@ import collections
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
+from subprocess import PIPE
 
 from app.config import TrainConfig
 from app.config.framework_options import FRAMEWORKS, Framework
@@ -79,17 +80,23 @@ def run_program(
         *(f"--{flag}={path}" for flag, path in files.items()),
         *flags,
     ]
-    process = Subprocess(command, child_environment(PYTHONUNBUFFERED="1"), is_piped=True)
+    process = Subprocess(
+        command,
+        child_environment(PYTHONUNBUFFERED="1"),
+        stdout=PIPE,
+        stderr=PIPE,
+        start_new_session=True,
+    )
     errors: collections.deque[bytes] = collections.deque(maxlen=1)  # The last line has the reason.
-    reading = start_thread(errors.extend, process.stderr)
+    reading = start_thread(errors.extend, process.stderr or ())
     try:
-        for line in process.stdout:
+        for line in process.stdout or ():
             on_line(line.decode(errors="replace").rstrip())
-        exit_code = process.wait()
+        process.wait()
         reading.join()
     finally:
         process.end()
-    if exit_code:
+    if exit_code := process.exit_code:
         reason = "".join(line.decode(errors="replace") for line in errors).strip()
         reason = reason.removeprefix("error: ") or "no message"
         raise DeviceError(
