@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import matplotlib
@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from app.records.caveats import TIMING_CAVEAT, dataset_title
 from app.records.history import EpochRecord, Summary, load_history, load_required_summary
-from app.report.plot_style import LOOKS, STYLE, Look, save_figure, set_title
+from app.report.plot_style import LOOKS, STYLE, Look, save_figure
 from app.report.training_result import devices_text
 
 FILES = ("accuracy.png", "accuracy.svg")
@@ -24,7 +24,6 @@ Run = tuple[Summary, Sequence[EpochRecord]]
 class _Curve(NamedTuple):
     name: str
     look: Look
-    epochs: list[int]
     values: list[float]
 
 
@@ -52,39 +51,34 @@ def draw_accuracy(runs: Mapping[str, Run]) -> Figure:
         runs: name → summary and history of at least one epoch.
     """
     panels: dict[str, list[_Curve]] = {}
-    for index, (name, (_, history)) in enumerate(runs.items()):
-        for field, label, look in (("test", "test", _TEST), ("train", "train", _TRAIN)):
-            if len(runs) > 1:
-                label, look = name, LOOKS[index % len(LOOKS)]
+    for field, look in (("test", _TEST), ("train", _TRAIN)):
+        for index, (name, (_, history)) in enumerate(runs.items()):
             values = [getattr(record, f"{field}_accuracy") for record in history]
-            panel = f"{field} accuracy" if len(runs) > 1 else "accuracy"
-            panels.setdefault(panel, []).append(
-                _Curve(
-                    label,
-                    look,
-                    [record.epoch for record in history],
-                    [math.nan if value is None else value for value in values],
-                )
-            )
-    width = 7 if len(panels) == 1 else 10
-    num_epochs = max(len(history) for _, history in runs.values())
-    height = 4.8 if num_epochs > 1 else 1.8 + 0.4 * len(next(iter(panels.values())))
-    figure = Figure(figsize=(width, height), layout="constrained")
+            values = [math.nan if value is None else value for value in values]
+            if len(runs) == 1:
+                panels.setdefault("accuracy", []).append(_Curve(field, look, values))
+            else:
+                look = LOOKS[index % len(LOOKS)]
+                panels.setdefault(f"{field} accuracy", []).append(_Curve(name, look, values))
+    one_epoch = all(len(history) == 1 for _, history in runs.values())
+    height = 1.8 + 0.4 * max(2, len(runs)) if one_epoch else 4.8
+    figure = Figure(figsize=(7 if len(runs) == 1 else 10, height), layout="constrained")
     all_axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
-        if num_epochs == 1:
+        if one_epoch:
             _draw_bars(axes, title, curves)
         else:
-            _draw_curves(axes, title, curves, max(s.epochs for s, _ in runs.values()))
-    set_title(figure, _title([summary for summary, _ in runs.values()]))
+            _draw_curves(axes, title, curves)
+    if not one_epoch:
+        _scale(all_axes[0], max(summary.epochs for summary, _ in runs.values()))
+    figure.suptitle(_title([summary for summary, _ in runs.values()]))
     return figure
 
 
 def _draw_bars(axes: Axes, title: str, curves: Sequence[_Curve]) -> None:
     """Draws a bar for the accuracy of each run after its only epoch."""
-    for row, curve in enumerate(curves):
-        (value,) = curve.values
-        axes.barh(row, value, 0.6, color=curve.look.colour, alpha=0.6)
+    for row, (_, look, (value,)) in enumerate(curves):
+        axes.barh(row, value, 0.6, color=look.colour, alpha=0.6)
         axes.text(0.01, row, f"{value:.1%}", va="center", weight="bold")
     axes.set_yticks(range(len(curves)), [curve.name for curve in curves])
     axes.set_ylim(len(curves) - 0.5, -0.5)
@@ -93,11 +87,11 @@ def _draw_bars(axes: Axes, title: str, curves: Sequence[_Curve]) -> None:
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
-def _draw_curves(axes: Axes, title: str, curves: Iterable[_Curve], num_epochs: int) -> None:
+def _draw_curves(axes: Axes, title: str, curves: Sequence[_Curve]) -> None:
     """Draws a curve for each run, with its last value in the legend."""
-    for name, look, epochs, values in curves:
+    for name, look, values in curves:
         axes.plot(
-            epochs,
+            range(1, len(values) + 1),
             values,
             look.line,
             color=look.colour,
@@ -107,33 +101,39 @@ def _draw_curves(axes: Axes, title: str, curves: Iterable[_Curve], num_epochs: i
             markerfacecolor="white" if look.line != "-" else look.colour,
             label=f"{name}: {values[-1]:.1%}",
         )
-    axes.legend(loc="lower right")
+    axes.legend()
     axes.set_xlabel("epoch")
     axes.set_ylabel(title)
     axes.grid()
+
+
+def _scale(axes: Axes, num_epochs: int) -> None:
+    """Scales the axes of all panels, which are shared: whole epochs and whole percents."""
     margin = max(0.5, 0.03 * num_epochs)
     axes.set_xlim(1 - margin, num_epochs + margin)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     low, high = axes.get_ylim()
     room = max(0.01, (0.2 - (high - low)) / 2)  # At least 20 points: noise looks small.
     axes.set_ylim(max(0.0, low - room), min(1.0, high + room))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))  # Whole percents.
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def _title(summaries: Sequence[Summary]) -> str:
     """Returns what is trained, and below which strategies on which devices."""
-    lines: dict[str, list[str]] = {}
+    lines: dict[str, dict[str, list[str]]] = {}
     for s in summaries:
         fault = f"INJECTED FAULT: {s.injected_fault}\n" if s.injected_fault else ""
-        what = f"{fault}{s.model} on {dataset_title(s.dataset)} ({s.num_train_examples:,} images)"
         recipe = f" recipe {s.recipe}," if s.recipe else ""
-        what += f",{recipe} batch {s.global_batch_size}, lr {s.learning_rate:g}"
+        what = (
+            f"{fault}{s.model} on {dataset_title(s.dataset)} ({s.num_train_examples:,} images),"
+            f"{recipe} batch {s.global_batch_size}, lr {s.learning_rate:g}"
+        )
         place = devices_text(s.devices, s.simulated_devices)
         if s.simulated_devices:
             place = f"{len(s.devices)} {TIMING_CAVEAT}"
-        lines.setdefault(what, []).append(f"{s.strategy} on {place}")
-    shown = [[what, *dict.fromkeys(places)] for what, places in lines.items()]
-    if len(shown) > 1:  # The page of several trainings has their settings.
-        return "\n".join(each[0] for each in shown)
-    return "\n".join(shown[0])
+        lines.setdefault(what, {}).setdefault(place, []).append(s.strategy)
+    (what, places), *others = lines.items()
+    if others:  # Trainings of several kinds: the page has their settings.
+        return "\n".join(lines)
+    return "\n".join([what, *(f"{', '.join(names)} on {at}" for at, names in places.items())])

@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from app.report.plot_style import LOOKS, STYLE, save_figure, set_title
+from app.report.plot_style import LOOKS, STYLE, save_figure
 
 Interval = tuple[float, float, float]  # Value, lower and upper end.
 
@@ -39,7 +39,7 @@ def plot_bars(
         axes.set_xlim(left=0)
         axes.set_xlabel(label)
         axes.grid(axis="x")
-    set_title(figure, title)
+    figure.suptitle(title)
     save_figure(figure, out_dir, name)
 
 

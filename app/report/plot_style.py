@@ -20,6 +20,7 @@ STYLE: Any = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "grid.color": "0.9",
+    "figure.titlesize": 11,
     "text.parse_math": False,  # A `$` in a user's name is not a formula.
     "svg.hashsalt": "lockstep",  # The same figure, the same file.
 }
@@ -50,11 +51,6 @@ LOOKS = (
 )
 
 
-def set_title(figure: Figure, title: str) -> None:
-    """Sets the title of a figure."""
-    figure.suptitle(title, fontsize=11, ha="left", x=0.02, linespacing=1.4)
-
-
 def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
     """Saves a figure as PNG and SVG, atomically."""
     for suffix in ("png", "svg"):
@@ -65,6 +61,8 @@ def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
 def render(figure: Figure, suffix: str) -> bytes:
     """Returns the content of a file with a figure."""
     content = io.BytesIO()
+    if figure.get_suptitle():
+        figure.suptitle(figure.get_suptitle(), x=0.02, ha="left", linespacing=1.4)
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # Of a user's names.
         metadata = {"Date": None} if suffix == "svg" else None

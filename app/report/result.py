@@ -70,11 +70,11 @@ class Result:
         """Reads a result from a JSON file.
 
         Raises:
-            KeyError, TypeError, ValueError: it is damaged.
+            AttributeError, KeyError, TypeError, ValueError: it is damaged.
         """
-        verdicts = [(_text(status), _text(sentence)) for status, sentence in record["verdicts"]]
-        blocks = [_block(each) for each in _list(record["blocks"])]
-        return cls(verdicts, blocks, [_text(each) for each in _list(record["caveats"])])
+        verdicts = [(str(status), str(sentence)) for status, sentence in record["verdicts"]]
+        blocks = [_block(each) for each in record["blocks"]]
+        return cls(verdicts, blocks, [str(each) for each in record["caveats"]])
 
 
 def _print_facts(block: Facts) -> None:
@@ -96,23 +96,10 @@ def _print_facts(block: Facts) -> None:
 def _block(record: Any) -> Block:
     if isinstance(record, str):
         return record
+    title = str(record["title"])
     if "facts" in record:
-        facts = {_text(name): _text(text) for name, text in record["facts"].items()}
-        return Facts(_text(record["title"]), facts)
-    header = [_text(name) for name in _list(record["header"])]
-    rows = [[_text(cell) for cell in _list(row)] for row in _list(record["rows"])]
+        return Facts(title, {str(name): str(text) for name, text in record["facts"].items()})
+    header, *rows = [[str(cell) for cell in row] for row in [record["header"], *record["rows"]]]
     if any(len(row) != len(header) for row in rows):
         raise ValueError("a row with another number of cells than the header")
-    return Table(_text(record["title"]), header, rows)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.80} in place of a text")
-    return value
-
-
-def _list(value: Any) -> list:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.80} in place of a list")
-    return value
+    return Table(title, header, rows)

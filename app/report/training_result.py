@@ -43,7 +43,7 @@ def describe_trainings(summaries: Mapping[str, Summary | None]) -> Result:
     known = {name: summary for name, summary in summaries.items() if summary}
     verdicts, blocks, same = [], list[Block](), dict[str, list[str]]()
     if known:
-        blocks.append(results_table("Trainings", known, "run"))
+        blocks.append(results_table("", known, "run"))
     for name, summary in summaries.items():
         if summary is None:
             blocks.append(f"{name}: no epoch is finished yet")

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from app.records.caveats import dataset_title
 from app.records.files import read_json
 from app.report.pair_outcomes import outcome_sentences, verdict_sentence
-from app.report.plot_style import STYLE, save_figure, set_title
+from app.report.plot_style import STYLE, save_figure
 
 _PANELS = {
     "loss": "loss of each replica",
@@ -68,7 +68,7 @@ def _draw(record: dict) -> Figure:
         axes.set_title(title, fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("step")
-    set_title(figure, _title(record))
+    figure.suptitle(_title(record))
     figure.supxlabel(_notes(record), fontsize=9, color="0.25", ha="left", x=0.01, linespacing=1.4)
     return figure
 
@@ -109,6 +109,7 @@ def _draw_panel(axes: Axes, lines: list[list[tuple[int, float]]], num_steps: int
         )
     axes.axhline(1, color=_BAND, linewidth=1.2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:g}")
     first = 0 if any(step == 0 for points in lines for step, _ in points) else 1
     axes.set_xlim(first - 0.5, num_steps + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
