@@ -5,9 +5,6 @@
 # make zoo     rebuilds bugs that others reported, to see whether each is found and named: five minutes
 # make zoo-optimizers  trains right models with every optimizer of Keras, to see whether one is called
 #              wrong: half an hour
-# make soak    disturbs small trainings of every strategy 200 times, and resumes them: a quarter of an
-#              hour
-# make soak-cluster  kills, freezes and cuts off workers in networks of their own, 100 times: an hour
 # make network-faults  trains in slow, lossy and cut networks: half an hour
 # make bit-flips  flips 1,000 bits in memory and on disk: two minutes
 # make power-loss  cuts the power of a small training at each of its file operations: a quarter of
@@ -24,8 +21,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all mutations zoo zoo-optimizers soak power-loss fuzz lint bench frameworks
-.PHONY: soak-cluster network-faults bit-flips docs recording lock clean
+.PHONY: setup train test test-all mutations zoo zoo-optimizers power-loss fuzz lint bench frameworks
+.PHONY: network-faults bit-flips docs recording lock clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -50,12 +47,6 @@ zoo: $(BIN)/.installed-dev
 
 zoo-optimizers: $(BIN)/.installed-dev
 	$(BIN)/python tests/zoo/optimizers.py $(ARGS)
-
-soak: $(BIN)/.installed-dev
-	$(BIN)/python tests/soak.py $(ARGS)
-
-soak-cluster: $(BIN)/.installed-dev
-	$(BIN)/python tests/soak_cluster.py $(ARGS)
 
 network-faults: $(BIN)/.installed-dev
 	$(BIN)/python tests/network_faults.py $(ARGS)

@@ -20,11 +20,11 @@ sys.path.insert(0, str(ROOT))
 
 from app.records.history import load_summary
 from cluster_run import PORT, ClusterRun
+from idx_files import write_data
 from network import Link, Network, unavailable
-from soak import write_data
-from soak_failures import TIMEOUT_SEC
 
 EPOCHS = 3
+TIMEOUT_SEC = 300
 FLAGS = (
     *("--device=cpu", "--num_devices=1", "--recipe=fast", "--deterministic"),
     *("--allow_unverified_data", "--global_batch_size=50", f"--epochs={EPOCHS}"),

@@ -37,12 +37,15 @@ from app.records.run_directory import (
 )
 from app.report.page import write_report
 from app.runtime.errors import LockstepError
-from app.runtime.fault_points import VARIABLE
 from app.runtime.processes import call_in_child_process
 from app.runtime.run_context import RunContext
 from crash_states import Disk, Operation, Tree, parse_operations, record_operations
-from soak import TRAIN, write_data
+from idx_files import write_data
 
+TRAIN = (
+    *("--device=cpu", "--recipe=fast", "--deterministic", "--allow_unverified_data"),
+    *("--global_batch_size=50", "--checkpoint_every=3", "--steps_per_call=1"),
+)
 EPOCHS, STEPS_PER_EPOCH = 3, 10
 TIMEOUT_SEC = 240
 RUN = "run"
@@ -164,8 +167,6 @@ class Recorder:
         words = [*attempt.command, *attempt.flags, *overwrite]
         command = [sys.executable, str(ROOT / "main.py"), *words]
         environment = {**os.environ, "FASHION_MNIST_DIR": str(self.data_dir)}
-        if attempt.is_terminated:
-            environment[VARIABLE] = "evaluate:1:delay=2"
         run_dir = self.root / RUN
         process = record_operations(
             [*command, f"--out={run_dir}"], self.root, environment, output, attempt.kill_at_sync

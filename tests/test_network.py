@@ -1,4 +1,4 @@
-"""The networks of `make network-faults` and `make soak-cluster`: namespaces with slow links."""
+"""The networks of `make network-faults`: namespaces with slow links."""
 
 import subprocess
 import sys
@@ -7,7 +7,6 @@ import pytest
 
 import network
 import network_faults
-import soak_cluster
 from network import Link, Network
 
 _REASON = network.unavailable()
@@ -71,12 +70,3 @@ def test_a_training_survives_a_lossy_network(tmp_path):
     cluster = network_faults.Cluster(tmp_path)
     seen = network_faults.try_fault(cluster, "loss 1 %")
     assert seen.codes == [0, 0] and seen.line.startswith("test acc")
-
-
-@pytest.mark.slow
-def test_a_cluster_that_is_disturbed_ends_with_the_same_weights(tmp_path):
-    soak = soak_cluster.ClusterSoak(tmp_path, seed=1)
-    for _ in range(2):
-        soak.cycle()
-    soak.finish()
-    assert sum(soak.laps.values()) >= 1
