@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from app.report.pair_outcomes import outcome_sentences
 from app.verification.measurement import Measurement
+from app.verification.pair_outcomes import outcome_sentences
 from app.verification.split import Split
 from app.verification.trace_comparison import PairDifference
 from app.verification.verdict import (

@@ -104,7 +104,7 @@ def test_the_figure_is_one(clean):
     out, _ = clean
     assert count_pixels(out / "verify.png", BLUE) > 500
     assert count_pixels(out / "verify.png", RED) == 0
-    assert "INJECTED" not in (out / "verify.svg").read_text()
+    assert "injected fault" not in (out / "verify.svg").read_text()
 
 
 def test_a_fault_is_caught_named_and_marked(tmp_path, small_program):
@@ -246,16 +246,16 @@ def test_a_refused_fault_leaves_the_training_that_is_there(tmp_path):
     assert load_summary(tmp_path / "run").status == "finished"
 
 
-@pytest.mark.parametrize("fault", ["", "same_shard"])
+@pytest.mark.parametrize("fault", [None, "drop_gradient:replica=1"])
 def test_a_figure_says_which_fault_was_injected(tmp_path, fault):
-    write_verification(tmp_path)
-    record = load(tmp_path) | {"injected_fault": fault}
+    write_verification(tmp_path, fault=fault)
+    record = load(tmp_path)
     measured = record["strategies"]["manual"]["measurements"]
     measured["error"][-1], measured["absolute32"][-1] = 7.0, 1.0
     write_json(tmp_path / "verify.json", record)
     plot_verification(tmp_path)
     figure = (tmp_path / "verify.svg").read_text(encoding="utf-8")
-    assert ("INJECTED FAULT: same_shard" in figure) == bool(fault)
-    assert ("INJECTED" in figure) == bool(fault)
+    assert ("injected fault: drop_gradient:replica=1" in figure) == bool(fault)
+    assert "GENERATED images" in figure
     assert "lenet on " in figure  # Text is found in the figure at all.
-    assert count_pixels(tmp_path / "verify.png", RED) > 100
+    assert count_pixels(tmp_path / "verify.png", RED) > 30

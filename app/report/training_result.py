@@ -73,13 +73,13 @@ def caveats_of(summary: Summary) -> list[str]:
 
 def settings_table(settings: Mapping[str, Mapping[str, object]]) -> Table:
     """Returns a row for each setting of several records, those that differ first, marked."""
-    names = list(dict.fromkeys(name for each in settings.values() for name in each))
+    names = dict.fromkeys(name for each in settings.values() for name in each)
     rows = [[name, *(_shown(each.get(name)) for each in settings.values())] for name in names]
-    differs = [row for row in rows if len(set(row[1:])) > 1]
-    same = [row for row in rows if row not in differs]
-    return Table(
-        "", ["setting", *settings], [*([f"≠ {row[0]}", *row[1:]] for row in differs), *same]
-    )
+    for row in rows:
+        if len(set(row[1:])) > 1:
+            row[0] = f"≠ {row[0]}"
+    rows.sort(key=lambda row: not row[0].startswith("≠"))
+    return Table("", ["setting", *settings], rows)
 
 
 def _shown(value: object) -> str:

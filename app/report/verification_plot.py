@@ -1,18 +1,19 @@
 """Draws the figure of `verify` from `verify.json`."""
 
+import itertools
 import math
 import pathlib
 import textwrap
+from collections.abc import Iterable
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from app.records.caveats import dataset_title
 from app.records.files import read_json
-from app.report.pair_outcomes import outcome_sentences, verdict_sentence
 from app.report.plot_style import STYLE, save_figure
+from app.report.result import Facts, Result, Table
 
 _PANELS = {
     "loss": "loss of each replica",
@@ -29,7 +30,6 @@ _MISMATCH_PANELS = {
     "statistics": "BatchNorm statistics, averaged",
 }
 _FLOOR, _CEILING = 1e-4, 1e8  # Fractions of the tolerance are drawn within these.
-_TITLE_COLUMNS, _NOTE_COLUMNS = 110, 140
 _RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"
 
 Lines = dict[tuple, list[tuple[int, float]]]  # Kind, tensor, replica → step, error / tolerance.
@@ -68,8 +68,9 @@ def _draw(record: dict) -> Figure:
         axes.set_title(title, fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("step")
-    figure.suptitle(_title(record))
-    figure.supxlabel(_notes(record), fontsize=9, color="0.25", ha="left", x=0.01, linespacing=1.4)
+    result = Result.from_record(record["shown"])
+    figure.suptitle(_title(result))
+    figure.supxlabel(_notes(result), fontsize=9, color="0.25", ha="left", x=0.01, linespacing=1.4)
     return figure
 
 
@@ -116,29 +117,25 @@ def _draw_panel(axes: Axes, lines: list[list[tuple[int, float]]], num_steps: int
     axes.grid()
 
 
-def _title(record: dict) -> str:
-    """Returns the injected fault, the verdict and the findings."""
-    lines = [f"INJECTED FAULT: {record['injected_fault']}"] if record["injected_fault"] else []
-    lines.append(verdict_sentence(record))
-    for name, run in record["strategies"].items():
-        lines += [f"{name}: {each['where']}: {each['text']}" for each in run["findings"]]
-    return "\n".join(line for text in lines for line in textwrap.wrap(text, _TITLE_COLUMNS))
+def _title(result: Result) -> str:
+    """Returns the caveats, the verdict and the findings."""
+    lines = [*result.caveats, *(sentence for _, sentence in result.verdicts)]
+    for block in result.blocks:
+        if isinstance(block, Facts):
+            lines.append(f"{block.title}, {': '.join(block.facts.values())}")
+    return _wrapped(lines, 110)
 
 
-def _notes(record: dict) -> str:
-    """Returns the outcome of each pair, the setup, and how to read the figure."""
-    outcomes = [(tuple(pair["strategies"]), pair["outcome"]) for pair in record["pairs"]]
-    num_devices = max(len(run["devices"]) for run in record["strategies"].values())
-    setup = (
-        f"{record['model']} on {dataset_title(record['dataset'])}, recipe {record['recipe']}, batch"
-        f" {record['global_batch_size']}, {num_devices} device{'s' * (num_devices > 1)},"
-        f" {record['precision']}; each step is compared with one device in float64."
-    )
+def _notes(result: Result) -> str:
+    """Returns the lines above the first table, and how to read the figure."""
+    above = itertools.takewhile(lambda block: not isinstance(block, Table), result.blocks)
     legend = (
         "A line for each tensor and replica, values below 1e-4 on the lower edge. Green: what"
         " rounding allows; a sum of two gradients is expected at its upper edge, as it has one"
-        " rounding and one is allowed."
+        " rounding and one is allowed. Each step is compared with one device in float64."
     )
-    pairs = "; ".join(outcome_sentences(outcomes))
-    texts = [pairs, setup, legend]
-    return "\n".join(line for text in texts for line in textwrap.wrap(text, _NOTE_COLUMNS))
+    return _wrapped([*(block for block in above if isinstance(block, str)), legend], 140)
+
+
+def _wrapped(texts: Iterable[str], columns: int) -> str:
+    return "\n".join(line for text in texts for line in textwrap.wrap(text, columns))

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from app.report.pair_outcomes import BY_DESIGN, DIFFERENT, EQUAL, IDENTICAL
 from app.verification.measurement import Measurement
+from app.verification.pair_outcomes import BY_DESIGN, DIFFERENT, EQUAL, IDENTICAL
 from app.verification.split import Split
 from app.verification.straggler import Straggler
 from app.verification.trace import KIND_TITLES

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from app.config import VerifyConfig
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
-from app.report.pair_outcomes import IDENTICAL, outcome_sentences, verdict_sentence
 from app.report.result import BAD, GOOD, Block, Facts, Result, Table
 from app.runtime import console
 from app.verification.measurement import Measurement
+from app.verification.pair_outcomes import IDENTICAL, outcome_sentences, verdict_sentence
 from app.verification.recorded import Recorded
 from app.verification.trace import KIND_TITLES, KINDS
 from app.verification.verdict import PairVerdict, StrategyVerdict
