@@ -5,11 +5,8 @@
 # make zoo     rebuilds bugs that others reported, to see whether each is found and named: five minutes
 # make zoo-optimizers  trains right models with every optimizer of Keras, to see whether one is called
 #              wrong: half an hour
-# make network-faults  trains in slow, lossy and cut networks: half an hour
-# make bit-flips  flips 1,000 bits in memory and on disk: two minutes
-# make power-loss  cuts the power of a small training at each of its file operations: a quarter of
-#              an hour
-# make fuzz    tries damaged input of seven kinds, ten minutes each
+# make campaign  disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others: power,
+#              bits, network, fuzz
 # make lint    checks style, format, types and the layers of imports
 # make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
 #              docs/BENCHMARKS.md: 42 minutes; ARGS=--quick: 4 minutes
@@ -21,8 +18,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all mutations zoo zoo-optimizers power-loss fuzz lint bench frameworks
-.PHONY: network-faults bit-flips docs recording lock clean
+.PHONY: setup train test test-all mutations zoo zoo-optimizers campaign lint bench frameworks
+.PHONY: docs recording lock clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -48,17 +45,8 @@ zoo: $(BIN)/.installed-dev
 zoo-optimizers: $(BIN)/.installed-dev
 	$(BIN)/python tests/zoo/optimizers.py $(ARGS)
 
-network-faults: $(BIN)/.installed-dev
-	$(BIN)/python tests/network_faults.py $(ARGS)
-
-bit-flips: $(BIN)/.installed-dev
-	$(BIN)/python tests/bit_flips.py $(ARGS)
-
-power-loss: $(BIN)/.installed-dev
-	$(BIN)/python tests/power_loss.py $(ARGS)
-
-fuzz: $(BIN)/.installed-dev
-	$(BIN)/python tests/fuzz.py $(ARGS)
+campaign: $(BIN)/.installed-dev
+	$(BIN)/python -m tests.campaigns $(ARGS)
 
 bench: $(BIN)/.installed .venv-bench/.installed
 	$(BIN)/python benchmarks/run.py --output=docs/BENCHMARKS.md $(ARGS)

@@ -15,12 +15,14 @@ from app.records.history import EpochRecord, checked_record, load_history, load_
 from app.records.run_directory import load_run_config
 from app.records.run_metadata import Progress
 from app.report.page import write_report
+from app.runtime import fault_points
 from app.runtime.errors import (
     ConfigError,
     DataError,
     DivergedError,
     OutputError,
 )
+from app.runtime.run_context import RunContext
 from app.training.case_dataset import CaseDataset
 from app.training.epoch_progress import find_accuracy
 from app.training.loop import Training
@@ -28,7 +30,6 @@ from app.training.run_reader import SavedRun
 from app.training.training_definition import check_shards
 from app.verification.run_comparison import compare_weights
 from conftest import CPUS
-from failing_steps import InjectedError, after_step
 from in_process import run_here, run_here_ok
 
 MODEL = """
@@ -263,7 +264,8 @@ def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(write, tmp_path,
     options = {"strategy": strategy, "steps_per_call": 1, "checkpoint_every": 3}
     case = write(text)
     whole = train(case, tmp_path / "whole", **options)
-    with after_step(7), pytest.raises(InjectedError):
+    with RunContext(), pytest.raises(RuntimeError):
+        fault_points.arm({fault_points.VARIABLE: "step:7:raise"})
         train(case, tmp_path / "cut", **options)
     assert [path.name for path in checkpoint_paths(tmp_path / "cut")][
         -1

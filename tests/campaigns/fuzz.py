@@ -1,15 +1,14 @@
-"""Tests the program with endless bad input: `make fuzz`.
+"""Feeds damaged and crafted input to the readers of the program, with Hypothesis.
 
-Each target is a Hypothesis test: damaged or crafted input must be accepted as it is, or rejected
-with one of the program's errors, in a printable line. Everything else is a finding: another
-exception, more than some seconds, a changed file elsewhere, a started process or a pickle.
+Each target must accept its input as it is, or refuse it with one of the program's errors, in a
+printable line. Everything else is a finding: another exception, more than some seconds, a changed
+file elsewhere, a started process or a pickle.
 """
 
-import argparse
-import asyncio
 import collections
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -19,39 +18,33 @@ import signal
 import struct
 import sys
 import tempfile
-import time
 import tracemalloc
 import unittest.mock
 import warnings
 import zipfile
-
-ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from collections.abc import Iterator, Sequence
 
 import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from app.cli import flags
 from app.config import Config
 from app.config.option import options_of
 from app.data.data_sources import SHA256
 from app.data.fashion_mnist import idx_bytes, load_fashion_mnist
-from app.devices import rendezvous
-from app.devices.cluster import Cluster
+from app.devices.cluster import find_cluster
 from app.records import checkpoint as checkpoints
 from app.records.checkpoint import Checkpoint, find_newest_checkpoint
 from app.records.history import EpochRecord
-from app.records.run_directory import changed_settings, open_run_directory
 from app.records.run_metadata import Progress, RunMetadata
 from app.records.script_trace import Rows, load_trace
 from app.runtime.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
-from app.training.resume import classify_changes
-from app.training.run_reader import SavedRun
-from app.verification.script_match import match_variables
+from app.training.case_file import CaseFile
+from in_process import parse_here
 from trace_samples import about, arrays
 
 LIMIT_SEC = 10
+_CLEAR = re.compile(r"--\w|'.*'|^(directories|experiment|report) |TF_CONFIG|case.py")
 _outcomes: collections.Counter = collections.Counter()
 _guarded: str | None = None
 _WRITES = {
@@ -100,7 +93,7 @@ def guarded(folder: pathlib.Path, *expected: type[LockstepError], advice: str = 
     except expected as error:
         assert len(str(error)) < 2000, f"a line of {len(str(error))} characters"
         if isinstance(error, ConfigError):  # It names the flag, or repeats the wrong word.
-            assert re.search(r"--\w|'.*'|report needs|TF_CONFIG", str(error)), f"unclear: {error}"
+            assert _CLEAR.search(str(error)), f"unclear: {error}"
         else:
             assert advice in str(error), f"no advice in {error}"
         _outcomes["refused"] += 1
@@ -174,18 +167,14 @@ def _apply(content: bytes, edit) -> bytes:
     return edit if isinstance(edit, bytes) else _edited(content, edit)
 
 
-def fuzz_idx(edits):
-    """Uncompressed files of the dataset."""
-    _load({name: _apply(c, edits.get(name, [])) for name, c in _FILES.items()}, "")
-
-
-def fuzz_gzip(inner, outer):
-    """Compressed files, damaged before or after compression."""
+def fuzz_idx(inner, outer):
+    """Files of the dataset, damaged before or after compression, or not compressed."""
     contents = {}
     for number, (name, content) in enumerate(_FILES.items()):
         damaged = _apply(content, inner.get(name, [])) if number % 2 else content
         contents[name] = _apply(gzip.compress(damaged, mtime=0), outer.get(name, []))
     _load(contents, ".gz")
+    _load({name: _apply(c, inner.get(name, [])) for name, c in _FILES.items()}, "")
 
 
 _STATE = {"model/kernel": np.ones((2, 3), np.float32), "optimizer/iteration": np.array(7)}
@@ -247,7 +236,9 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
             manifest = _replaced(manifest, place, new, remove)
         if forged and isinstance(manifest, dict):
             with contextlib.suppress(KeyError, TypeError):
-                manifest["files"]["state.safetensors"]["sha256"] = checkpoints._file_sha256(state)
+                manifest["files"]["state.safetensors"]["sha256"] = hashlib.sha256(
+                    state.read_bytes()
+                ).hexdigest()
                 manifest["files"]["state.safetensors"]["size_bytes"] = state.stat().st_size
             manifest.pop("sha256", None)
             manifest["sha256"] = checkpoints._manifest_sha256(manifest)
@@ -258,8 +249,6 @@ def fuzz_manifest(nodes, manifest_edits, state_edits, forged):
             loaded = found.checkpoint
             size = sum(array.nbytes for array in loaded.state.values())
             assert size < state.stat().st_size
-            old, new = loaded.metadata.config, _RUN_METADATA.config
-            classify_changes(changed_settings(old, new, {}), old, new)
 
 
 _NAMES = sorted({o.name for c in Config.commands().values() for o in options_of(c)})
@@ -281,8 +270,6 @@ _WORD = st.one_of(
 
 def fuzz_flags(command, words):
     """Random command lines."""
-    for name in flags.FLAGS:
-        flags.FLAGS[name].unparse()
     output = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -291,37 +278,40 @@ def fuzz_flags(command, words):
         guarded(pathlib.Path(folder), ConfigError),
     ):
         try:
-            config = flags.parse_config(["main.py", *([command] if command else []), *words])
-            json.dumps(config.result_fields())
+            parse_here(*([command] if command else []), *words)
         except SystemExit as end:
             assert end.code == 0 and "usage: " in output.getvalue()
 
 
-def fuzz_config(nodes, edits, link):
-    """`config.json` of a run, as read by `train` and `evaluate`."""
+_CLUSTER = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+
+
+def fuzz_tf_config(nodes, edits):
+    """The variable that defines a cluster."""
+    value = json.loads(json.dumps(_CLUSTER))
+    for place, new, remove in nodes:
+        value = _replaced(value, place, new, remove)
+    content = _edited(json.dumps(value).encode("utf-8", "surrogatepass"), edits)
+    with tempfile.TemporaryDirectory() as name, guarded(pathlib.Path(name), ConfigError):
+        cluster = find_cluster({"TF_CONFIG": content.decode("utf-8", "replace")})
+        assert cluster.addresses[cluster.index]
+
+
+_CASE = b"def model():\n    return None\n\ndef data(size):\n    yield 1\n"
+
+
+def fuzz_case(edits, names):
+    """Case files."""
+    content = _edited(_CASE, edits).replace(b"data", names)
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        fields = Config.of().result_fields()
-        with open_run_directory(folder, fields) as run_directory:
-            run_directory.start(overwrite=False)
-        path = folder / "config.json"
-        value = json.loads(path.read_text())
-        for place, new, remove in nodes:
-            value = _replaced(value, place, new, remove)
-        content = json.dumps(value).encode("utf-8", "surrogatepass")
-        path.write_bytes(_edited(content, edits))
-        if link:
-            path.rename(folder / "other.json")
-            path.symlink_to("other.json")
-        with (
-            guarded(folder, OutputError, CheckpointError),
-            open_run_directory(folder, fields) as run_directory,
-        ):
-            if run_directory.is_started:
-                run_directory.check_same_run()
-                run_directory.start(overwrite=False)
-        with guarded(folder, OutputError, CheckpointError):
-            SavedRun.open(Config.of("evaluate", run=name))
+        path = pathlib.Path(name) / "case.py"
+        path.write_bytes(content)
+        with guarded(path.parent, ConfigError, DataError):
+            try:
+                CaseFile(path, model_fn="model", data_fn="data")
+            except LockstepError as error:
+                assert "case.py" in str(error) and str(error).isprintable()
+                raise
 
 
 _TRACE = about(
@@ -343,14 +333,6 @@ _NPY = st.builds(
     st.sampled_from(["()", "(2,)", "(3, 2)", "(5, 2)", "(0, 9)", "(99999999999,)", "(-1,)", "(x,)",
                      "(0, 999999999999999, 999999999999999)", "(" * 300]),
     st.one_of(st.sampled_from([0, 4, 8, 24, 40, 4000]).map(bytes), st.binary(max_size=40)),
-)  # fmt: skip
-_FIELDS = {8: "<H", 10: "<H", 16: "<I", 20: "<I", 24: "<I", 28: "<H", 30: "<H", 42: "<I"}
-_FIELD_EDITS = st.lists(
-    st.tuples(
-        st.floats(0, 1, exclude_max=True), st.sampled_from(list(_FIELDS)),
-        st.sampled_from([0, 1, 8, 9, 12, 100, 1 << 14, 0xFFFF, 1 << 24, 1 << 31, 0xFFFFFFFF]),
-    ),
-    max_size=2,
 )  # fmt: skip
 
 
@@ -384,15 +366,12 @@ def _read_all(path: pathlib.Path) -> None:
                 assert (dense and [None if a is None else a.shape for a in dense]) == shapes
                 if found is not None and kind in ("before", "after"):
                     assert len(found) == len(trace.variables)
-    matching = match_variables(trace, trace, {})
-    assert all(pair.first == pair.second for pair in matching.pairs)
 
 
-def fuzz_trace(compressed, ranks, nodes, about_edits, members, fields, edits, directory_edits):
+def fuzz_trace(compressed, nodes, about_edits, members, edits):
     """Recordings of scripts: damaged, truncated, or crafted."""
-    description = dict(_TRACE, replicas=[0]) if ranks else _TRACE
-    contents = {name: _npy(array) for name, array in arrays(1, description["replicas"]).items()}
-    value = json.loads(json.dumps(description))
+    contents = {name: _npy(array) for name, array in arrays(1).items()}
+    value = json.loads(json.dumps(_TRACE))
     for place, new, remove in nodes:
         value = _replaced(value, place, new, remove)
     text = _edited(json.dumps(value).encode("utf-8", "surrogatepass"), about_edits)
@@ -401,31 +380,18 @@ def fuzz_trace(compressed, ranks, nodes, about_edits, members, fields, edits, di
         contents.pop(name, None)
         if content is not None:
             contents[name] = content
-    content = bytearray(_archive(contents, compressed))
-    entries = [match.start() for match in re.finditer(rb"PK\x01\x02", content)]
-    for place, field, number in fields:
-        form = _FIELDS[field]
-        number &= 0xFFFF if form == "<H" else 0xFFFFFFFF
-        struct.pack_into(form, content, entries[int(place * len(entries))] + field, number)
-    start = entries[-1]
-    damaged = _edited(bytes(content[:start]), edits) + _edited(
-        bytes(content[start:]), directory_edits
-    )
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        if ranks:
-            other = {n: _npy(array) for n, array in arrays(1, [1]).items()}
-            other["about"] = _npy(np.array(json.dumps(dict(_TRACE, replicas=[1]))))
-            (folder / "two.rank1.npz").write_bytes(_archive(other, compressed))
-        (folder / ("two.rank0.npz" if ranks else "two.npz")).write_bytes(damaged)
+        path = pathlib.Path(name) / "two.npz"
+        # Edits count from the end: there is the directory of the archive.
+        path.write_bytes(_edited(_archive(contents, compressed)[::-1], edits)[::-1])
         open_files = len(os.listdir("/dev/fd"))
         tracemalloc.start()
         try:
-            with guarded(folder, DataError, advice="; "):
+            with guarded(path.parent, DataError, advice="; "):
                 try:
-                    _read_all(folder / "two.npz")
+                    _read_all(path)
                 except DataError as error:
-                    assert str(error).isprintable() and str(error).startswith(f"{folder}{os.sep}")
+                    assert str(error).isprintable() and str(error).startswith(f"{path}")
                     raise
             _, peak_bytes = tracemalloc.get_traced_memory()
             assert peak_bytes < 32 << 20, f"{peak_bytes:,} bytes"
@@ -434,40 +400,12 @@ def fuzz_trace(compressed, ranks, nodes, about_edits, members, fields, edits, di
         assert len(os.listdir("/dev/fd")) == open_files
 
 
-_CLUSTER = Cluster(("127.0.0.1:1", "127.0.0.1:2"), 0, secret="of the cluster, 16 or more")
-
-
-def fuzz_rendezvous(nodes, secret, edits, more):
-    """Processes that do not know the secret of the cluster, or send what no worker sends."""
-    hello = json.dumps({"secret": secret, "index": 1, "settings": {}, **nodes}).encode()
-    sent = _edited(hello + b"\n", edits) + more
-    with tempfile.TemporaryDirectory() as name, guarded(pathlib.Path(name)):
-        admitted = asyncio.run(_admit(sent))
-        assert not admitted or _CLUSTER.secret.encode() in sent
-        if not admitted:
-            _outcomes["refused"] += 1
-            _outcomes["accepted"] -= 1
-
-
-async def _admit(sent: bytes) -> bool:
-    """Returns whether the chief admits a process that sends some bytes and ends."""
-    chief = rendezvous._Chief(_CLUSTER, {}, None)
-    chief._missing, chief._warned = unittest.mock.MagicMock(), {"?"}
-    reader = asyncio.StreamReader(limit=rendezvous._MAX_LINE_BYTES)
-    reader.feed_data(sent)
-    reader.feed_eof()
-    writer = unittest.mock.MagicMock(wait_closed=unittest.mock.AsyncMock())
-    writer.get_extra_info.return_value = None
-    await chief._admit(reader, writer)
-    return chief._missing.discard.called
-
-
 _EDITS = st.lists(_EDIT, max_size=2)
+_SOME_EDITS, _SOME_NODES = st.one_of(st.just([]), _EDITS), st.one_of(st.just([]), _NODES)
 # Target → function and strategies of its arguments.
 TARGETS = {
-    "idx": (fuzz_idx, {"edits": _FILE_EDITS}),
-    "gzip": (fuzz_gzip, {"inner": _FILE_EDITS, "outer": _FILE_EDITS}),
-    "manifest": (
+    "idx": (fuzz_idx, {"inner": _FILE_EDITS, "outer": _FILE_EDITS}),
+    "checkpoint": (
         fuzz_manifest,
         {
             "nodes": _NODES,
@@ -483,23 +421,14 @@ TARGETS = {
             "words": st.lists(_WORD, max_size=5),
         },
     ),
-    "rendezvous": (
-        fuzz_rendezvous,
-        {
-            "nodes": st.dictionaries(st.sampled_from(["secret", "index", "settings"]), _JSON),
-            "secret": st.sampled_from([_CLUSTER.secret, "", "of another"]),
-            "edits": st.one_of(st.just([]), _EDITS),
-            "more": st.sampled_from([b"", b"\2", bytes(1 << 16), b"[" * 100_000]),
-        },
-    ),
-    "config": (fuzz_config, {"nodes": _NODES, "edits": _EDITS, "link": st.booleans()}),
+    "TF_CONFIG": (fuzz_tf_config, {"nodes": _NODES, "edits": _SOME_EDITS}),
+    "case": (fuzz_case, {"edits": _EDITS, "names": st.sampled_from([b"data", b"\xff", b"x y"])}),
     "trace": (
         fuzz_trace,
         {
             "compressed": st.booleans(),
-            "ranks": st.booleans(),
-            "nodes": st.one_of(st.just([]), _NODES),
-            "about_edits": st.one_of(st.just([]), _EDITS),
+            "nodes": _SOME_NODES,
+            "about_edits": _SOME_EDITS,
             "members": st.lists(
                 st.tuples(
                     st.one_of(st.sampled_from(_MEMBER_NAMES), _TEXT),
@@ -507,67 +436,44 @@ TARGETS = {
                 ),
                 max_size=2,
             ),
-            "fields": st.one_of(st.just([]), _FIELD_EDITS),
-            "edits": st.one_of(st.just([]), _EDITS),
-            "directory_edits": st.one_of(st.just([]), _EDITS),
+            "edits": _SOME_EDITS,
         },
     ),
 }
 
 
-def prepare() -> None:
-    """Runs the program's start-up code once."""
-    from absl import app as absl_app  # It defines its own flags.
-
-    assert absl_app
-    if "model" not in flags.FLAGS:
-        flags.define_flags()
-
-
-def run(target: str, *, max_examples: int, seed: int | None = None) -> collections.Counter:
-    """Runs a target on some examples; returns how many were accepted and rejected.
+def fuzz(target: str, *, max_examples: int, seed: int) -> collections.Counter:
+    """Runs a target on some examples; returns how many were accepted and refused.
 
     Raises:
         The smallest input that fails, as reported by Hypothesis.
     """
-    prepare()
     _outcomes.clear()
     function, arguments = TARGETS[target]
 
+    @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=max_examples,
         deadline=None,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
-        derandomize=seed is None,
     )
     @hypothesis.given(st.fixed_dictionaries(arguments))
     def test(inputs):
         function(**inputs)
 
-    if seed is not None:
-        test = hypothesis.seed(seed)(test)
-    test()
+    with unittest.mock.patch.dict(os.environ):
+        test()
     return collections.Counter(_outcomes)
 
 
-def main() -> int:
-    """Fuzzes the given targets for some minutes each; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("targets", nargs="*", default=list(TARGETS))
-    parser.add_argument("--minutes", type=float, default=10)
-    options = parser.parse_args()
-    for target in options.targets:
-        start, total, seed = time.monotonic(), collections.Counter(), 0
-        while time.monotonic() - start < 60 * options.minutes:
-            with unittest.mock.patch.dict(os.environ):
-                total += run(target, max_examples=500, seed=seed)
-            seed += 1
-        minutes = (time.monotonic() - start) / 60
-        told = ", ".join(f"{count:,} {name}" for name, count in sorted(total.items()))
-        print(f"fuzz {target}: {minutes:.1f} min, {total.total():,} inputs ({told})", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run(
+    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
+) -> Iterator[str]:
+    """Fuzzes each target with 500 inputs a cycle; yields what was done."""
+    for cycle in range(cycles):
+        for target in [name for name in TARGETS if name in (only or TARGETS)]:
+            outcomes = fuzz(target, max_examples=500, seed=seed + cycle)
+            counts["inputs"] += outcomes.total()
+            counts["refused inputs"] += outcomes["refused"]
+            yield f"{target}: {dict(outcomes)}"

@@ -1,4 +1,4 @@
-"""Replays recorded file operations, and lists what may be on disk after a power cut.
+"""Records file operations with `strace`, and lists what may be on disk after a power cut.
 
 A file system keeps what was synced. Of everything else it may keep any part: the data of a file not
 at all, in part, or as zeros or other bytes of the right length; creations, renames and removals of
@@ -15,8 +15,7 @@ import os
 import pathlib
 import random
 import re
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _CALLS = (
     *("open", "openat", "creat", "lseek", "write", "writev", "pwrite64", "pwritev"),
@@ -38,9 +37,9 @@ class Operation:
     """A change of a file or a directory below the recorded directory, or a sync.
 
     Attributes:
-        kind: "create", "truncate", "write", "sync", "mkdir", "rename", "exchange" or "remove".
+        kind: "create", "truncate", "write", "sync", "mkdir", "rename" or "remove".
         path: the path below the recorded directory.
-        target: the other path of a rename or an exchange.
+        target: the new path of a rename.
         data: the written bytes.
         number: the offset of a write, -1 for the end of the file; the size of a truncated file.
     """
@@ -52,33 +51,19 @@ class Operation:
     number: int = 0
 
 
-def record_operations(
-    command: Sequence[str],
-    root: pathlib.Path,
-    environment: Mapping[str, str],
-    output: pathlib.Path,
-    kill_at_sync: int = 0,
-) -> subprocess.Popen:
-    """Starts a command whose operations `strace` writes to `output`; see `parse_operations`.
+def strace_command(command: Sequence[str], output: pathlib.Path, kill_at_sync: int) -> list[str]:
+    """Returns the command that records `command` in `output`; see `parse_operations`.
 
     Args:
         command: the command.
-        root: working directory of the command.
-        environment: its environment.
-        output: path of the recording; the streams of the command get the suffix `.txt`.
+        output: path of the recording.
         kill_at_sync: kill the command at this call of `fsync`; 0 for never.
     """
     options = ["-f", "-y", "-xx", "-s", str(1 << 28), "-o", str(output)]
     options += ["-e", f"trace={','.join(_CALLS)}", "-e", "signal=none"]
-    if kill_at_sync:  # Without the filter below, which is faster, but prevents it.
-        options += ["-e", f"inject=fsync:signal=SIGKILL:when={kill_at_sync}"]
-    else:
-        options.append("--seccomp-bpf")
-    with open(output.with_suffix(".txt"), "w", encoding="utf-8") as streams:
-        return subprocess.Popen(
-            ["strace", *options, *command],
-            **{"cwd": root, "env": dict(environment), "stdout": streams, "stderr": streams},
-        )
+    # The filter is faster, but prevents the injection.
+    inject = ["-e", f"inject=fsync:signal=SIGKILL:when={kill_at_sync}"]
+    return ["strace", *options, *(inject if kill_at_sync else ["--seccomp-bpf"]), *command]
 
 
 def parse_operations(recording: pathlib.Path, root: pathlib.Path) -> list[Operation]:
@@ -158,10 +143,9 @@ def _parse_call(
         case "mkdir" | "mkdirat":
             return [Operation("mkdir", name)]
         case "rename" | "renameat" | "renameat2":
-            kind = "exchange" if "RENAME_EXCHANGE" in text else "rename"
-            if names[1] is None:
-                raise ValueError(f"{name} leaves {root}")
-            return [Operation(kind, name, target=names[1])]
+            if names[1] is None or "RENAME_EXCHANGE" in text:
+                raise ValueError(f"{text} of {name} cannot be replayed")
+            return [Operation("rename", name, target=names[1])]
         case "unlink" | "unlinkat" | "rmdir":
             return [Operation("remove", name)]
         case "mmap" if "MAP_SHARED" not in text or "PROT_WRITE" not in text:
@@ -232,13 +216,12 @@ NUM_VARIANTS = 7  # Of one file.
 class _Change:
     """A change of directory entries that is not synced; `number` identifies file or directory."""
 
-    kind: str  # "add", "remove", "rename" or "exchange".
+    kind: str  # "add", "remove" or "rename".
     parent: int
     name: str
     number: int
     to_parent: int = -1
     to_name: str = ""
-    to_number: int = -1
 
 
 _Entries = dict[int, dict[str, int]]
@@ -265,16 +248,6 @@ class Disk:
         self._names: dict[int, tuple[bytes, str]] = {}
         self.contents = contents
 
-    def load(self, tree: Tree, contents: Mapping[str, bytes]) -> None:
-        """Starts from what was on disk after a power cut."""
-        for path, content in tree.items():
-            self.apply(Operation("mkdir" if content is None else "create", path))
-            if content is not None:
-                self.apply(Operation("write", path, data=contents[content]))
-                self.apply(Operation("sync", path))
-        for path in ["", *(path for path, content in tree.items() if content is None)]:
-            self.apply(Operation("sync", path))
-
     def apply(self, operation: Operation) -> None:
         """Applies an operation."""
         parent, name, number = self._find(operation.path)
@@ -296,10 +269,9 @@ class Disk:
                 self._sync_directory(number)
             case "remove":
                 self._change(_Change("remove", parent, name, number))
-            case "rename" | "exchange":
-                self._change(
-                    _Change(operation.kind, parent, name, number, *self._find(operation.target))
-                )
+            case "rename":
+                to_parent, to_name, _ = self._find(operation.target)
+                self._change(_Change("rename", parent, name, number, to_parent, to_name))
 
     def tree(self, path: str = "") -> Tree:
         """Returns what the running program sees below a path."""
@@ -336,7 +308,13 @@ class Disk:
                     raise ValueError(f"{change} cannot be synced")
                 self._pending.remove(change)
 
-    def _tree(self, entries: _Entries, content, number: int = 0, prefix: str = "") -> Tree:
+    def _tree(
+        self,
+        entries: _Entries,
+        content: Callable[[_File], bytes],
+        number: int = 0,
+        prefix: str = "",
+    ) -> Tree:
         tree: Tree = {}
         for name, child in sorted(entries[number].items()):
             if child in self._files:
@@ -382,14 +360,9 @@ def _apply(entries: _Entries, change: _Change) -> bool:
         return True
     target = entries[change.to_parent]
     found = target.get(change.to_name, -1)
-    if change.kind == "exchange":
-        if found != change.to_number:
-            return False
-        source[change.name] = found
-    else:
-        if entries.get(found):  # A directory that is not empty.
-            return False
-        del source[change.name]
+    if entries.get(found):  # A directory that is not empty.
+        return False
+    del source[change.name]
     target[change.to_name] = change.number
     return True
 

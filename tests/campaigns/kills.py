@@ -1,0 +1,238 @@
+"""Disturbs small trainings of each strategy at random moments and resumes them.
+
+Each cycle starts the same command again and disturbs it: a signal, a kill or an error at a file
+operation, a damaged checkpoint, a limit of memory, a second start. Exit code, last line,
+checkpoints and processes are checked each time; a finished training has the weights of an
+undisturbed one.
+"""
+
+import collections
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from .harness import (
+    EPOCHS,
+    MAIN,
+    TRAIN,
+    CampaignError,
+    Program,
+    check,
+    check_intact,
+    check_output,
+    checkpoints,
+    finished_weights,
+    write_data,
+)
+
+STRATEGIES = ("single", "manual", "mirrored", "sharded", "pipeline", "tensor", "multi_worker")
+_CODES = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
+_STALL_SEC = 20
+_DRIVER = str(pathlib.Path(__file__).with_name("driver.py"))
+
+
+class Site:
+    """The directories of one strategy, and its training there.
+
+    Args:
+        folder: folder for all its files.
+        strategy: name of the strategy.
+        data_dir: folder of the images.
+        choices: source of all random choices.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, strategy: str, data_dir: pathlib.Path, choices: random.Random
+    ):
+        count = {"single": [], "multi_worker": ["--num_workers=2"]}
+        devices = count.get(strategy, ["--num_devices=2"])
+        self.words = [f"--strategy={strategy}", *devices, *TRAIN, f"--epochs={EPOCHS}"]
+        self.random, self.strategy, self._folder = choices, strategy, folder
+        self.temporary, self.laps = folder / "temporary", 0
+        self.temporary.mkdir(parents=True)
+        self._environment = {"FASHION_MNIST_DIR": str(data_dir), "TMPDIR": str(self.temporary)}
+        start = time.monotonic()
+        program = self.start()
+        code = program.wait()
+        check(code == 0, f"undisturbed: code {code}\n{program.text()[-3000:]}")
+        self.duration_sec = time.monotonic() - start
+        self.weights = finished_weights(self.run_dir)
+        self.laps = 1
+
+    @property
+    def run_dir(self) -> pathlib.Path:
+        """The current run directory."""
+        return self._folder / f"run {self.laps}"
+
+    def start(self, *words: str, prefix: Sequence[str] = MAIN, name: str = "output") -> Program:
+        """Starts the training in the run directory."""
+        command = [*prefix, *self.words, f"--out={self.run_dir}", *words]
+        return Program(command, self._folder / f"{name}.txt", self._environment)
+
+    def wait_for_moment(self, program: Program) -> None:
+        """Waits until a random moment of the training, or its end."""
+        end = time.monotonic() + self.random.uniform(0, 1.1) * self.duration_sec
+        while time.monotonic() < end and program.process.poll() is None:
+            time.sleep(0.01)
+
+
+Ended = tuple[Program, str, tuple[int, ...]]  # What was done, and the expected exit codes.
+
+
+def _send(site: Site, *numbers: signal.Signals) -> Ended:
+    program = site.start()
+    site.wait_for_moment(program)
+    for number in numbers:
+        if program.process.poll() is None:
+            program.process.send_signal(number)
+        time.sleep(site.random.choice((0, 0.01, 0.3)) * site.random.random())
+    # A signal before the command has started ends the process itself.
+    expected = {0, *(_CODES[n] for n in numbers), *(-n for n in numbers)}
+    return program, " and ".join(n.name for n in numbers), tuple(expected)
+
+
+def _second_signal(site: Site) -> Ended:
+    stop = signal.SIGTERM, signal.SIGINT
+    return _send(site, site.random.choice(stop), site.random.choice(stop))
+
+
+def _failing_disk(site: Site, actions: Sequence[str], expected: tuple[int, ...]) -> Ended:
+    call = site.random.choice(("fsync", "replace", "rename", "mkdir"))
+    fault = f"{call}:{site.random.randint(1, 12)}:{site.random.choice(actions)}"
+    return site.start(prefix=[MAIN[0], _DRIVER, fault]), fault, (0, *expected)
+
+
+def _damaged(site: Site) -> Ended:
+    """Truncates the newest checkpoint, if there is an earlier one."""
+    found, told = checkpoints(site.run_dir), "nothing to damage"
+    if len(found) > 1:
+        path = site.random.choice(sorted(found[-1].iterdir()))
+        os.truncate(path, path.stat().st_size // 2)
+        told = f"damaged {found[-1].name}/{path.name}"
+    return site.start(), told, (0,)
+
+
+def _suspended(site: Site) -> Ended:
+    """Suspends the training, for longer than its stall time-out, too."""
+    program = site.start(f"--stall_timeout_sec={_STALL_SEC}")
+    site.wait_for_moment(program)
+    sec = site.random.choice((0.5, 2, 1.2 * _STALL_SEC))
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        if program.process.poll() is None:
+            os.killpg(program.process.pid, number)
+        time.sleep(sec if number == signal.SIGSTOP else 0)
+    return program, f"SIGSTOP for {sec:g} s", (0,)
+
+
+def _memory_limit(site: Site) -> Ended:
+    mib = site.random.randint(1500, 6000)
+    prefix = ["prlimit", f"--as={mib << 20}", *MAIN]
+    # Without address space, native code may also abort, use a null pointer, or exit by itself.
+    expected = (0, 6, 138, 127, -9, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGALRM)
+    return site.start(prefix=prefix), f"{mib} MiB of address space", expected
+
+
+def _two_at_once(site: Site) -> Ended:
+    """Starts the training twice; one is refused and names the other."""
+    first = site.start()
+    time.sleep(site.random.uniform(0, 0.5))
+    second = site.start(name="second")
+    pids = {first.process.pid, second.process.pid}
+    codes = first.wait(), second.wait()
+    check(0 in codes and set(codes) <= {0, 5}, f"two at once: codes {codes}\n{second.text()}")
+    for program, code in ((first, codes[0]), (second, codes[1])):
+        check_output(program, code)
+        others = pids - {program.process.pid}
+        named = any(f"process {pid};" in program.text() for pid in others)
+        check(code == 0 or named or site.strategy == "multi_worker", program.last_line())
+    return first, f"two at once: codes {codes}", (0, 5)
+
+
+def _killed_worker(site: Site) -> Ended:
+    """Kills a process that the training has started; the starter of workers restarts them."""
+    program = site.start()
+    site.wait_for_moment(program)
+    others = [pid for pid in program.processes() if pid != program.process.pid]
+    if others:
+        victim = site.random.choice(others)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+    return program, f"killed one of {len(others)} processes", (0, 138)
+
+
+KINDS: dict[str, Callable[[Site], Ended]] = {
+    "SIGKILL": lambda site: _send(site, signal.SIGKILL),
+    "SIGTERM": lambda site: _send(site, signal.SIGTERM),
+    "SIGINT": lambda site: _send(site, signal.SIGINT),
+    "second signal": _second_signal,
+    "kill at a file operation": lambda site: _failing_disk(site, ["kill"], (-9,)),
+    "disk full": lambda site: _failing_disk(site, ["ENOSPC"], (8,)),
+    "read-only": lambda site: _failing_disk(site, ["EROFS", "EIO"], (5, 8)),
+    "slow disk": lambda site: _failing_disk(site, ["slow"], ()),
+    "damaged checkpoint": _damaged,
+    "SIGSTOP": _suspended,
+    "memory limit": _memory_limit,
+    "two at once": _two_at_once,
+    "worker killed": _killed_worker,
+}
+_OF_WORKERS = ("SIGKILL", "SIGTERM", "SIGINT", "second signal", "damaged checkpoint")
+_OF_WORKERS += ("worker killed",)
+
+
+def cycle(site: Site, kind: str) -> str:
+    """Starts a training, disturbs it, and checks what it leaves; returns what was done."""
+    before = checkpoints(site.run_dir)
+    program, told, expected = KINDS[kind](site)
+    try:
+        code = program.wait()
+        told = f"{site.strategy}: {told}, exit code {code}"
+        check(code in expected, f"exit code {code}, not one of {expected}")
+        if code >= 0 and code != 127:
+            check_output(program, code)
+        program.check_no_process_is_left()
+        now = checkpoints(site.run_dir)
+        if kind == "damaged checkpoint" and code == 0:
+            before = []
+        check(not before or (now and now[-1].name >= before[-1].name), f"{before[-1:]} is lost")
+        for path in now:
+            if code == 0 or kind != "damaged checkpoint":
+                check_intact(path)
+        if code == 0:
+            check(finished_weights(site.run_dir) == site.weights, "other weights")
+            left = [path.name for path in site.temporary.iterdir()]
+            check(not left, f"left in TMPDIR: {left}")
+            site.laps += 1
+            told += ", finished"
+    except CampaignError as error:
+        raise CampaignError(f"{told}: {error}\n{program.text()[-3000:]}") from error
+    finally:
+        program.kill_all()
+    return told
+
+
+def run(
+    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
+) -> Iterator[str]:
+    """Runs cycles; yields what each one did. `only` names strategies or kinds of faults."""
+    choices, sites = random.Random(seed), {}
+    data_dir = write_data(folder / "data")
+    strategies = [name for name in STRATEGIES if name in only] or STRATEGIES
+    kinds = [kind for kind in KINDS if kind in only] or list(KINDS)
+    for number in range(1, cycles + 1):
+        name = choices.choice(strategies)
+        if name not in sites:
+            sites[name] = Site(folder / name, name, data_dir, random.Random(f"{seed} {name}"))
+        allowed = [kind for kind in kinds if (kind in _OF_WORKERS) or name != "multi_worker"]
+        told = cycle(sites[name], choices.choice(allowed or ["SIGKILL"]))
+        counts["cycles"] += 1
+        counts["finished with the weights of an undisturbed run"] += told.endswith("finished")
+        yield f"cycle {number}: {told}"
+    for name, site in sites.items():
+        program = site.start()
+        check(program.wait() == 0, f"the last run of {name}\n{program.text()[-3000:]}")
+        check(finished_weights(site.run_dir) == site.weights, f"{name}: other weights")
+        counts["finished with the weights of an undisturbed run"] += 1

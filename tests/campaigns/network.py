@@ -1,0 +1,310 @@
+"""Trains with two workers, each in a network namespace of its own, over a network that fails.
+
+Whatever happens, no worker hangs, each ends with one clear line, and after the same command was
+started again the weights are bitwise those of an undisturbed training. Needs root (Linux).
+"""
+
+import collections
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from .harness import (
+    EPOCHS,
+    MAIN,
+    TRAIN,
+    CampaignError,
+    Program,
+    check,
+    check_output,
+    checkpoints,
+    finished_weights,
+    write_data,
+)
+
+PORT, LOST = 2222, 138
+_END_SEC = 90.0  # Within which all workers end when one is lost.
+_NUMBERS = itertools.count()
+_SERVER = """
+import socket, sys
+server, kept = socket.create_server(("0.0.0.0", int(sys.argv[1]))), []
+while True:
+    kept.append(server.accept()[0])
+    kept[-1].sendall(bytes.fromhex(sys.argv[2]))
+"""
+_STRANGER = """
+import os, socket, sys, time
+address, kind, kept = (sys.argv[1], int(sys.argv[2])), sys.argv[3], []
+while True:
+    try:
+        socket.create_connection(address, timeout=1).close()
+        break
+    except OSError:
+        time.sleep(0.01)
+try:
+    for _ in range(10_000 if kind == "connections" else 1):
+        kept = [*kept[-500:], socket.create_connection(address, timeout=5)]
+    if kind == "wrong token":
+        kept[-1].sendall(b'{"secret": "wrong, wrong, wrong", "index": 1, "settings": {}}\\n')
+    for _ in range(1024 if kind == "1 GiB" else 0):
+        kept[-1].sendall(os.urandom(1 << 20))
+except OSError:
+    pass
+"""
+
+
+class Network:
+    """Three hosts in namespaces, joined by a switch in another one; a context manager."""
+
+    def __enter__(self) -> "Network":
+        prefix = f"ls{os.getpid()}-{next(_NUMBERS)}-"
+        self._switch, self._hosts = f"{prefix}s", [f"{prefix}{host}" for host in range(3)]
+        with contextlib.ExitStack() as stack:
+            for name in (self._switch, *self._hosts):
+                _run("ip", "netns", "add", name)
+                stack.callback(_run, "ip", "netns", "del", name)
+            _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+            _run("ip", "-n", self._switch, "link", "set", "br0", "up")
+            for host, name in enumerate(self._hosts):
+                peer = ("type", "veth", "peer", "name", f"p{host}", "netns", self._switch)
+                _run("ip", "link", "add", "eth0", "netns", name, *peer)
+                _run("ip", "-n", self._switch, "link", "set", f"p{host}", "master", "br0", "up")
+                _run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+                _run("ip", "-n", name, "link", "set", "eth0", "up")
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def address(self, host: int) -> str:
+        """Returns the IP address of a host."""
+        return f"10.98.0.{host + 1}"
+
+    def command(self, host: int, *command: str) -> list[str]:
+        """Returns the command that runs `command` on a host."""
+        return ["ip", "netns", "exec", self._hosts[host], *command]
+
+    def limit(self, rate: str) -> None:
+        """Limits what every host receives, for example "10mbit"."""
+        for host in range(3):
+            shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "500ms")
+            _run("tc", "-n", self._switch, "qdisc", "add", "dev", f"p{host}", "root", *shape)
+
+    def isolate(self, host: int, state: str = "down") -> None:
+        """Cuts a host from all others, or joins it again with "up"."""
+        _run("ip", "-n", self._switch, "link", "set", f"p{host}", state)
+
+    def cut(self, sender: int, receiver: int) -> None:
+        """Loses all packets in one direction, by a wrong hardware address."""
+        wrong = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+        name = self._hosts[sender]
+        _run("ip", "-n", name, "neigh", "replace", self.address(receiver), *wrong)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def unavailable() -> str:
+    """Returns why this machine cannot have such a network; empty if it can."""
+    try:
+        with Network():
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"network namespaces need root, ip and tc: {error}"
+
+
+class Cluster:
+    """A training by two workers, and the run directories of its faults.
+
+    Args:
+        folder: folder for all files.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder, self._number, self.weights = folder, 0, ""
+        self._data_dir = write_data(folder / "data")
+        with Network() as network:
+            self.finish(network)
+        self.weights = finished_weights(self.run_dir)
+
+    @property
+    def run_dir(self) -> pathlib.Path:
+        """The run directory of the current fault."""
+        return self._folder / f"run {self._number}"
+
+    def next_run(self) -> None:
+        """Moves on to a new run directory."""
+        self._number += 1
+
+    def start(
+        self, network: Network, *flags: str, only: Sequence[int] = (0, 1), names: str = ""
+    ) -> list[Program]:
+        """Starts workers, each on its host; `names` replaces the address of worker 1."""
+        addresses = [f"{network.address(0)}:{PORT}", f"{names or network.address(1)}:{PORT}"]
+        words = [*MAIN, "--strategy=multi_worker", *TRAIN, "--num_devices=1", *flags]
+        words += [f"--epochs={EPOCHS}", f"--data_dir={self._data_dir}", f"--out={self.run_dir}"]
+        secret, programs = secrets.token_hex(), []
+        for index in only:
+            task = {"type": "worker", "index": index}
+            config = {"cluster": {"worker": addresses}, "task": task}
+            environment = {"TF_CONFIG": json.dumps(config), "LOCKSTEP_SECRET": secret}
+            output = self._folder / f"worker {index}.txt"
+            programs.append(Program(network.command(index, *words), output, environment))
+        return programs
+
+    def finish(self, network: Network) -> None:
+        """Starts the workers again and lets them finish; checks the weights."""
+        self.check_finished(self.start(network))
+
+    def check_finished(self, programs: Sequence[Program]) -> list[int]:
+        """Checks that workers finish with the weights of an undisturbed training."""
+        codes = self.wait(programs, 1200)
+        check(set(codes) == {0}, f"codes {codes}\n{_outputs(programs)}")
+        weights = finished_weights(self.run_dir)
+        check(self.weights in ("", weights), "other weights")
+        return codes
+
+    def wait(self, programs: Sequence[Program], timeout_sec: float) -> list[int]:
+        """Waits for all workers, checks what they have printed; returns their exit codes."""
+        try:
+            codes = [program.wait(timeout_sec) for program in programs]
+            for program, code in zip(programs, codes, strict=True):
+                if code not in (-signal.SIGKILL, 134, -signal.SIGABRT):
+                    check_output(program, code)
+                program.check_no_process_is_left()
+            return codes
+        finally:
+            for program in programs:
+                program.kill_all()
+
+    def wait_for_checkpoint(self, programs: Sequence[Program]) -> None:
+        """Waits until the training has saved its first checkpoint."""
+        end = time.monotonic() + 300
+        while not checkpoints(self.run_dir):
+            running = all(program.process.poll() is None for program in programs)
+            check(running and time.monotonic() < end, f"no checkpoint\n{_outputs(programs)}")
+            time.sleep(0.02)
+
+
+def _outputs(programs: Sequence[Program]) -> str:
+    return "\n".join(program.text()[-2000:] for program in programs)
+
+
+def _slow(cluster: Cluster, rate: str) -> list[int]:
+    with Network() as network:
+        network.limit(rate)
+        return cluster.check_finished(cluster.start(network))
+
+
+def _disturbed(
+    cluster: Cluster,
+    begin: Callable[[Network, list[Program]], object],
+    end: Callable[[Network, list[Program]], object] = lambda network, programs: None,
+    sec: float = 0,
+) -> list[int]:
+    """Disturbs a training after its first checkpoint; if that ends it, resumes it."""
+    with Network() as network:
+        programs = cluster.start(network)
+        cluster.wait_for_checkpoint(programs)
+        begin(network, programs)
+        time.sleep(sec)
+        end(network, programs)
+        codes = cluster.wait(programs, _END_SEC)
+        check({*codes} <= {0, LOST, -signal.SIGKILL, 134, -signal.SIGABRT}, f"codes {codes}")
+    with Network() as network:
+        cluster.finish(network)
+    return codes
+
+
+def _partition(cluster: Cluster, sec: float) -> list[int]:
+    return _disturbed(cluster, lambda n, p: n.isolate(1), lambda n, p: n.isolate(1, "up"), sec)
+
+
+def _signal(number: int) -> Callable[[Network, list[Program]], None]:
+    def send(network: Network, programs: list[Program]) -> None:
+        if programs[1].process.poll() is None:
+            programs[1].process.send_signal(number)
+
+    return send
+
+
+def _frozen(cluster: Cluster, sec: float) -> list[int]:
+    return _disturbed(cluster, _signal(signal.SIGSTOP), _signal(signal.SIGCONT), sec)
+
+
+def _never_met(cluster: Cluster, index: int, name: str = "", answer: bytes | None = None):
+    """Starts one worker whose peer cannot be met; it names the peer."""
+    with Network() as network:
+        server = None
+        if answer is not None:
+            command = network.command(1 - index, sys.executable, "-c", _SERVER, str(PORT))
+            server = subprocess.Popen([*command, answer.hex()])
+        flags = "--start_timeout_sec=12"
+        (program,) = cluster.start(network, flags, only=[index], names=name)
+        try:
+            codes = cluster.wait([program], 120)
+        finally:
+            if server:
+                server.kill()
+                server.wait()
+        named = f"worker {1 - index}" in program.last_line()
+        check(codes == [LOST] and named, f"codes {codes}: {program.last_line()}")
+        cluster.finish(network)
+        return codes
+
+
+def _stranger(cluster: Cluster, kind: str) -> list[int]:
+    """Trains while a process without the secret fills the rendezvous port of the chief."""
+    with Network() as network:
+        words = (sys.executable, "-c", _STRANGER, network.address(0), str(PORT), kind)
+        stranger = subprocess.Popen(network.command(2, *words))
+        try:
+            return cluster.check_finished(cluster.start(network))
+        finally:
+            stranger.kill()
+            stranger.wait()
+
+
+FAULTS: dict[str, Callable[[Cluster], list[int]]] = {
+    "10 Mbit/s": lambda c: _slow(c, "10mbit"),
+    "partition of 5 s": lambda c: _partition(c, 5),
+    "partition of 60 s": lambda c: _partition(c, 60),
+    "nothing from worker 0": lambda c: _disturbed(c, lambda n, p: n.cut(0, 1)),
+    "nothing from worker 1": lambda c: _disturbed(c, lambda n, p: n.cut(1, 0)),
+    "worker killed": lambda c: _disturbed(c, _signal(signal.SIGKILL)),
+    "worker frozen for 5 s": lambda c: _frozen(c, 5),
+    "worker frozen for 60 s": lambda c: _frozen(c, 60),
+    "name does not resolve": lambda c: _never_met(c, 0, "nowhere.invalid"),
+    "port never answers": lambda c: _never_met(c, 1, answer=b""),
+    "port answers garbage": lambda c: _never_met(c, 1, answer=b"\xff\0garbage\n" * 99),
+    "stranger sends 1 GiB": lambda c: _stranger(c, "1 GiB"),
+    "stranger connects 10,000 times": lambda c: _stranger(c, "connections"),
+    "stranger has a wrong token": lambda c: _stranger(c, "wrong token"),
+}
+
+
+def run(
+    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
+) -> Iterator[str]:
+    """Tries the faults in order; yields what each one did."""
+    if reason := unavailable():
+        raise CampaignError(reason)
+    cluster = Cluster(folder)
+    names = [name for name in FAULTS if name in (only or FAULTS)]
+    for name in itertools.islice(itertools.cycle(names), cycles or len(names)):
+        cluster.next_run()
+        start = time.monotonic()
+        codes = FAULTS[name](cluster)
+        counts["faults"] += 1
+        yield f"{name}: exit codes {codes}, same weights, {time.monotonic() - start:.0f} s"
