@@ -17,8 +17,6 @@ from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import PerReplicaTensors
 from strategies.compiled_steps import BatchIterator, CompiledSteps, to_host
 from strategies.gradient_buckets import GradientBuckets
-from strategies.keras_metrics import initial_metric_states, metric_values
-from strategies.keras_objective import KerasObjective
 from strategies.observer import Observer
 from strategies.shard_step import LogitsAndTotals, Statistics
 from strategies.step_totals import StepTotals
@@ -54,7 +52,6 @@ class Strategy(CompiledSteps):
         shard_weights: relative sizes of the replicas' parts, whole numbers; empty for equal parts.
         model_parallel: K, devices per replica.
         label_smoothing: see `strategies.loss.shard_loss`.
-        objective: the objective of a compiled Keras model; batches are then flat tuples of tensors.
 
     Raises:
         ValueError: this strategy cannot run on these devices or has no such algorithm.
@@ -76,7 +73,6 @@ class Strategy(CompiledSteps):
         accumulate_steps: int = 1,
         shard_weights: Sequence[int] = (),
         model_parallel: int = 1,
-        objective: KerasObjective | None = None,
     ):
         self.devices, self.workers = list(devices), workers or Workers()
         self.num_devices, self.devices_per_replica = len(self.devices), model_parallel
@@ -87,7 +83,7 @@ class Strategy(CompiledSteps):
         self._check_numbers(weights)
         self.shard_weights = [weight for weight in weights for _ in range(accumulate_steps)]
         self.syncs_batch_norm, self.jit_compile = batch_norm == "sync", jit_compile
-        self.observer, self.objective = Observer(), objective
+        self.observer = Observer()
         self.algorithm = self.default_all_reduce() if all_reduce == "auto" else all_reduce
         self._label_smoothing = label_smoothing
         bucket_mib = self.default_bucket_mib() if bucket_mib is None else bucket_mib
@@ -158,24 +154,6 @@ class Strategy(CompiledSteps):
             For each replica of this worker, in order, the logits and totals of its examples.
         """
 
-    def evaluate_objective(
-        self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
-    ) -> tuple[StepTotals, list[tf.Tensor]]:
-        """Evaluates one global batch with an objective, without training (traced in a graph).
-
-        Args:
-            iterator: yields global batches.
-            statistics: path of a variable → tensor that replaces the copy's value.
-            metric_states: states of the model's metrics before this batch.
-
-        Returns:
-            The totals of the whole batch, and the states of the metrics after it.
-
-        Raises:
-            NotImplementedError: the strategy trains only the built-in image models.
-        """
-        raise NotImplementedError(f"strategy {self.name} takes no objective")
-
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         """Returns an iterator over `dataset`, which repeats forever, for the compiled steps."""
         return iter(dataset)
@@ -207,19 +185,11 @@ class Strategy(CompiledSteps):
             on_batch: called after each batch; an exception that it raises ends the evaluation.
         """
         iterator, statistics = self.distribute(dataset.repeat()), self._statistics_to_evaluate()
-        totals, objective = StepTotals(0.0, 0, 0), self.objective
-        states = initial_metric_states(self.model) if objective else []
+        totals = StepTotals(0.0, 0, 0)
         for _ in range(int(dataset.cardinality())):
-            if objective:
-                batch_totals, states = self._evaluate_objective(iterator, statistics, states)
-            else:
-                batch_totals = self._evaluate_batch(iterator, statistics)
-            totals = totals.plus(to_host(batch_totals))
+            totals = totals.plus(to_host(self._evaluate_batch(iterator, statistics)))
             on_batch()
-        if objective is None:
-            return self._over_workers(totals)
-        objective.metrics = metric_values(self.model, states)
-        return totals  # With an objective, every worker has the totals of the global batches.
+        return self._over_workers(totals)
 
     def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:
         """Returns the logits of images, in input order; changes no state.
@@ -250,12 +220,6 @@ class Strategy(CompiledSteps):
     def _evaluate_batch(self, iterator: BatchIterator, statistics: Statistics) -> StepTotals:
         shards = self.forward(iterator, statistics)
         return StepTotals.sum([StepTotals.zeros(), *(totals for _, totals in shards)])
-
-    @tf.function(autograph=False)
-    def _evaluate_objective(
-        self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
-    ) -> tuple[StepTotals, list[tf.Tensor]]:
-        return self.evaluate_objective(iterator, statistics, metric_states)
 
     @tf.function(autograph=False)
     def _predict_batch(self, iterator: BatchIterator, statistics: Statistics) -> tf.Tensor:

@@ -27,7 +27,6 @@ from strategies.base import PerReplicaTensors
 from strategies.copies import Variables
 from strategies.replica import Replica
 from strategies.sync_batch_norm import check_synchronizable, synchronized_gradients
-from strategies.whole_batch import evaluate_whole_batch, gather_by_hand, gradients_of_whole_batch
 
 
 def split_batch(
@@ -62,8 +61,6 @@ def gradients_on_each_device(
 ) -> tuple[PerReplicaTensors, list[base.StepTotals]]:
     """Computes for each shard the gradients of sum(losses of the shard) / size of the global batch.
 
-    With an objective, computes the gradients of the loss that it defines for the global batch.
-
     Args:
         strategy: defines the loss.
         replicas: R replicas, each on its device.
@@ -73,8 +70,6 @@ def gradients_on_each_device(
     Returns:
         R lists with one gradient per weight, and R totals.
     """
-    if strategy.objective:
-        return gradients_of_whole_batch(strategy, replicas, shards, batch, gather_by_hand)
     num_global_examples = tf.shape(batch[0])[0]
     if strategy.syncs_batch_norm:  # All replicas call each layer together.
         return synchronized_gradients(strategy, replicas, shards, num_global_examples)
@@ -177,19 +172,6 @@ class ManualStrategy(base.Strategy):
         self, iterator: base.BatchIterator, statistics: base.Statistics
     ) -> list[base.LogitsAndTotals]:  # d2l: evaluate_accuracy_gpu
         return classify_on_each_device(self, self.replicas, next(iterator), statistics)
-
-    def evaluate_objective(
-        self,
-        iterator: base.BatchIterator,
-        statistics: base.Statistics,
-        metric_states: list[tf.Tensor],
-    ) -> tuple[base.StepTotals, list[tf.Tensor]]:
-        batch = next(iterator)
-        shards = split_batch(batch, self.devices, self.replica_weights)
-        return evaluate_whole_batch(
-            self, self.replicas, shards, batch, gather_by_hand,
-            statistics=statistics, metric_states=metric_states,
-        )  # fmt: skip
 
     def copies(self) -> list[Variables]:
         return [self.named_variables(replica.model, replica.optimizer) for replica in self.replicas]

@@ -23,14 +23,8 @@ from strategies.collectives import PerReplicaTensors, add_in_order, weighted_bou
 from strategies.copies import Variables
 from strategies.replica import Replica
 from strategies.tf_private import disable_optimizer_all_reduce, flatten_layers
-from strategies.whole_batch import (
-    evaluate_whole_batch,
-    gather_over_replicas,
-    gradients_of_whole_batch,
-)
 
-Shard = tuple[tf.Tensor, ...]  # Images and labels; with an objective, leaves of any batch.
-Whole = Any  # The size of the global batch; with an objective, all its leaves.
+Shard = tuple[tf.Tensor, ...]  # Images and labels.
 
 # All-reduce algorithm → TensorFlow's implementation. `reduce_to_one` adds in the same order as
 # `manual`, so that both are bitwise identical. `ring` is MirroredStrategy's default on CPUs.
@@ -94,17 +88,16 @@ class MirroredStrategy(Strategy):
 
         `experimental_distribute_dataset` rounds shard sizes up, 4 over 3 as 2, 2, 0, which can
         leave a replica without examples. Here each shard is a dataset element, in replica order,
-        together with the size of its global batch, or with the whole batch for an objective, whose
-        loss depends on all examples.
+        together with the size of its global batch.
         """
 
         def to_shards(*batch: tf.Tensor) -> tf.data.Dataset:
             num_examples = tf.shape(batch[0])[0]
 
-            def to_shard(replica_id: tf.Tensor) -> tuple[Shard, Whole]:
+            def to_shard(replica_id: tf.Tensor) -> tuple[Shard, tf.Tensor]:
                 start, end = weighted_bounds(num_examples, self.replica_weights, replica_id)
                 shard = tuple(tensor[start:end] for tensor in batch)
-                return shard, batch if self.objective else num_examples
+                return shard, num_examples
 
             ids = self._local(self.num_replicas)
             return tf.data.Dataset.range(ids.start, ids.stop, output_type=tf.int32).map(to_shard)
@@ -117,42 +110,15 @@ class MirroredStrategy(Strategy):
         )
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
-        def replica_step(shard: Shard, whole: Whole) -> StepTotals:  # 1. Split by `distribute`.
-            replica = self._replica()
-            gradients, totals = self._replica_gradients(replica, shard, whole)  # 2. Gradients.
+        def replica_step(shard: Shard, num_examples: tf.Tensor) -> StepTotals:
+            replica = self._replica()  # 1. `distribute` has split the batch.
+            gradients, totals = self.local_gradients(replica, shard, num_examples)  # 2. Gradients.
             sums = self._sum_over_replicas(gradients)  # 3. All-reduce (sum).
             self.apply_gradients(replica, sums)  # 4. The same update everywhere.
             return totals
 
         per_replica_totals = self._tf_strategy.run(replica_step, args=next(iterator))
         return StepTotals.sum(self._per_replica(per_replica_totals))
-
-    def _replica_gradients(
-        self, replica: Replica, shard: Shard, whole: Whole
-    ) -> tuple[list[tf.Tensor], StepTotals]:
-        """Computes a replica's part of the gradients and totals of the global batch."""
-        if not self.objective:
-            return self.local_gradients(replica, shard, whole)
-        (gradients,), (totals,) = gradients_of_whole_batch(
-            self, [replica], [shard], whole, self.gather_rows
-        )
-        return gradients, totals
-
-    def evaluate_objective(
-        self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
-    ) -> tuple[StepTotals, list[tf.Tensor]]:
-        def replica_evaluation(shard: Shard, batch: Whole) -> tuple[StepTotals, list[tf.Tensor]]:
-            return evaluate_whole_batch(
-                self, [self._replica()], [shard], batch, self.gather_rows,
-                statistics=statistics, metric_states=metric_states,
-            )  # fmt: skip
-
-        # Every replica has the predictions of all replicas and computes the same totals.
-        return self._per_replica(self._tf_strategy.run(replica_evaluation, args=next(iterator)))[0]
-
-    def gather_rows(self, per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        """Concatenates the rows of all replicas, in replica context; see `Gather`."""
-        return gather_over_replicas(per_replica_tensors)
 
     def _replica(self) -> Replica:
         """Returns the current replica, in replica context."""

@@ -6,7 +6,6 @@ from typing import ClassVar
 import tensorflow as tf
 
 from strategies.mirrored import MirroredStrategy
-from strategies.whole_batch import gather_padded
 
 _WHOLE_MB = 4096.0
 
@@ -36,14 +35,6 @@ class MultiWorkerStrategy(MirroredStrategy):
     def default_bucket_mib(self) -> float:
         """Returns a size that fits all gradients: each collective costs a network round trip."""
         return _WHOLE_MB
-
-    def gather_rows(self, per_replica_tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        """Concatenates the rows of all replicas; see `gather_padded`."""
-        largest = self.objective and self.objective.largest_batch
-        if largest is None:
-            return super().gather_rows(per_replica_tensors)
-        bounds = [self.shard_bounds(largest, shard_id) for shard_id in range(self.num_shards)]
-        return gather_padded(per_replica_tensors, max(int(end - start) for start, end in bounds))
 
     def _sum_packed(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums buckets with one collective per bucket, in replica context."""

@@ -23,24 +23,6 @@ class Shard(NamedTuple):
     num_global_examples: tf.Tensor
 
 
-class Predicted(NamedTuple):
-    """Holds the predictions and losses of a replica for a compiled Keras model.
-
-    Attributes:
-        examples: leaves `(n_r, ...)` of inputs, targets and weights.
-        predictions: leaves `(n_r, ...)`; empty for a model with its own training step.
-        masks: Keras masks of the predictions; None for a prediction without one.
-        loss: scalar, the replica's part of the loss; None for a model with its own training step.
-        regular: scalar, the part of `loss` from `model.losses`; None like `loss`.
-    """
-
-    examples: Sequence[tf.Tensor]
-    predictions: Sequence[tf.Tensor]
-    masks: Sequence[tf.Tensor | None]
-    loss: tf.Tensor | None
-    regular: tf.Tensor | None
-
-
 class Observer:
     """Defines the hooks of a training step; the default methods change nothing.
 
@@ -60,30 +42,6 @@ class Observer:
             shard: the examples of the shard.
             loss: scalar, the shard's part of the mean loss of the global batch.
             gradients: gradients of `loss`, one per trainable variable, before the all-reduce.
-        """
-        return gradients
-
-    def on_predictions(self, replica_id: int | tf.Tensor, predicted: Predicted) -> None:
-        """Observes a replica's examples, predictions and loss, with a compiled Keras model.
-
-        Called for each replica while the step is traced, on its device.
-
-        Args:
-            replica_id: an int, or an int scalar tensor.
-            predicted: examples, predictions and loss of the replica.
-        """
-        return
-
-    def on_gradients(
-        self, replica_id: int | tf.Tensor, gradients: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Returns the gradients of a compiled Keras model to sum over the replicas.
-
-        Called for each replica while the step is traced, on its device.
-
-        Args:
-            replica_id: an int, or an int scalar tensor.
-            gradients: one gradient per weight that has one, before the all-reduce.
         """
         return gradients
 

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from strategies.collectives import weighted_bounds
 from strategies.copies import Copies, Variables
-from strategies.keras_objective import KerasObjective
 from strategies.layer_calls import with_values
 from strategies.loss import differentiate, differentiate_scaled, shard_loss, unscaled
 from strategies.loss_scale import loss_scale_of
@@ -29,8 +28,6 @@ class ShardStep(Copies):
             several shards in sequence.
         shards_per_replica: number of shards of each replica.
         shard_weights: relative sizes of all shards.
-        objective: objective of a compiled Keras model, which replaces `loss`; None for the built-in
-            image models.
     """
 
     replicas: Sequence[Replica] = ()
@@ -38,7 +35,6 @@ class ShardStep(Copies):
     shards_per_replica: int
     shard_weights: list[int]
     jit_compile: bool
-    objective: KerasObjective | None
     _label_smoothing: float
 
     @property
@@ -70,8 +66,6 @@ class ShardStep(Copies):
     ) -> tuple[keras.Model, keras.optimizers.Optimizer]:
         """Builds a model and its optimizer with all variables, on the current device."""
         model, optimizer = model_fn(), optimizer_fn()
-        if self.objective:
-            self.objective.prepare(model)
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
         return model, optimizer
@@ -189,9 +183,7 @@ class ShardStep(Copies):
 
     def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
         """Updates the weights of a replica with the gradients summed over all shards."""
-        model, objective = replica.model, self.objective
-        weights = objective.weights(model) if objective else model.trainable_variables
-        replica.optimizer.apply(summed_gradients, weights)
+        replica.optimizer.apply(summed_gradients, replica.model.trainable_variables)
         self.observer.on_update(replica.replica_id, summed_gradients)
 
     def classify(

@@ -16,7 +16,6 @@ from strategies.base import (
 )
 from strategies.copies import Variables
 from strategies.replica import Replica
-from strategies.whole_batch import evaluate_whole_batch, gather_by_hand, gradients_of_whole_batch
 
 
 class SingleStrategy(Strategy):
@@ -41,23 +40,9 @@ class SingleStrategy(Strategy):
     def train_step(self, iterator: BatchIterator) -> StepTotals:
         batch = next(iterator)
         with tf.device(self.devices[0]):
-            if self.objective:
-                (gradients,), (totals,) = gradients_of_whole_batch(
-                    self, self.replicas, [batch], batch, gather_by_hand
-                )
-            else:
-                gradients, totals = self.local_gradients(self.replicas[0], batch, tf.size(batch[1]))
+            gradients, totals = self.local_gradients(self.replicas[0], batch, tf.size(batch[1]))
             self.apply_gradients(self.replicas[0], gradients)
         return totals
-
-    def evaluate_objective(
-        self, iterator: BatchIterator, statistics: Statistics, metric_states: list[tf.Tensor]
-    ) -> tuple[StepTotals, list[tf.Tensor]]:
-        batch = next(iterator)
-        return evaluate_whole_batch(
-            self, self.replicas, [batch], batch, gather_by_hand,
-            statistics=statistics, metric_states=metric_states,
-        )  # fmt: skip
 
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
         images, labels = next(iterator)

@@ -3,7 +3,7 @@
 A private API may change with any release. Each one is used only here, in a function that documents
 why no public API is sufficient; `tests/test_tf_private.py` has a test for each, whose message names
 the missing API. Imports for training on several machines are inside functions, so that a change
-there affects nothing else. `keras_private.py` has the APIs for compiled models.
+there affects nothing else.
 """
 
 from collections.abc import Sequence
@@ -255,14 +255,3 @@ def disable_op_determinism() -> None:
     from tensorflow.python.framework import config
 
     private(config, "disable_op_determinism")()
-
-
-def local_replica_id() -> int:
-    """Returns the current replica's index on this worker; 0 outside of a replica context.
-
-    Distributed variables have one copy per local replica; the public id counts all workers.
-    """
-    context = tf.distribute.get_replica_context()
-    if context is None:
-        return 0
-    return int(tf.get_static_value(private(context, "_replica_id")))

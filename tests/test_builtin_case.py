@@ -21,9 +21,7 @@ def _few_images(monkeypatch):
 
 def load(name: str) -> CaseFile:
     config: Config = VerifyConfig(case=name)
-    return CaseFile(
-        config.case_path, model_fn=config.case_model_fn, data_fn="data", distribute_fn="distribute"
-    )
+    return CaseFile(config.case_path, config.case_function)
 
 
 @pytest.mark.parametrize("name", ["lenet", "resnet18", "lenet:d2l", "resnet18:d2l"])

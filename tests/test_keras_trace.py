@@ -11,7 +11,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from objective_samples import X, Y, compiled, dense, start
 
 from conftest import CPUS, ROOT, program_environment
 from in_process import run_here
@@ -532,24 +531,3 @@ def test_the_example_records_clipping_before_the_all_reduce(tmp_path, monkeypatc
         for name, strategy in record["strategies"].items()
     }
     assert found["one.npz"] == set() and "clipped_before_the_sum" in found["two.npz"]
-
-
-# --- Strategies of this project ------------------------------------------------------------------
-
-
-def test_a_strategy_is_recorded_in_the_same_format(tmp_path):
-    def build():
-        return compiled(dense(), optimizer=optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1))
-
-    start("manual", build, (X, Y)).record([0, 2]).save(tmp_path / "manual.npz")
-    about, arrays = read(tmp_path / "manual.npz")
-    assert about["order"] == "reduce, clip" and about["whole_loss"]
-    assert about["steps"] == [0, 2] and about["replicas"] == [0, 1]
-    assert about["optimizer"]["class"] == "SGD" and about["optimizer"]["momentum"] == 0.9
-    rates = [groups[0]["learning_rate"] for groups in about["settings"]]
-    assert rates == pytest.approx([0.05, 0.05])
-    sums, clipped = (
-        np.sqrt(sum(np.sum(arrays[f"2/{kind}/0/{i}"] ** 2) for i in range(4)))
-        for kind in ("sums", "clipped")
-    )
-    assert clipped == pytest.approx(min(sums, 0.1), rel=1e-5)

@@ -247,15 +247,7 @@ def recorded_steps(verified, steps_per_epoch, num_steps):
     return found
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"case": "case.py"}, "--verify_every has no part in --case"),
-    ],
-)
-def test_what_cannot_be_verified_is_refused_if_it_is_asked_for(options, reason):
-    with pytest.raises(ConfigError, match=reason):
-        TrainConfig(verify_every=5, **options)
+def test_a_reaction_to_a_mismatch_needs_verified_steps():
     with pytest.raises(ConfigError, match="--on_mismatch=warn has no effect"):
         TrainConfig(verify_every=0, on_mismatch="warn")
 

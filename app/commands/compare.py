@@ -40,7 +40,7 @@ def run(config: CompareConfig) -> list[Summary]:
         LockstepError: a training did not finish; the program exits with its exit code.
     """
     interpreters = find_interpreters([n for n in config.strategies if n in FRAMEWORKS])
-    path = named_path(config.out or default_out("compare", config.model_label(config.model)))
+    path = named_path(config.out or default_out("compare", config.model))
     fields = {
         **config.result_fields(),
         "strategy": ",".join(config.strategies),

@@ -28,8 +28,8 @@ from app.training.resume import classify_changes
 
 if TYPE_CHECKING:
     # Importing these modules imports TensorFlow.
+    from app.data.dataset import ImageDataset
     from app.training.loop import Training
-    from app.training.training_data import TrainingData
 
 
 def run(config: TrainConfig) -> Summary | None:
@@ -43,7 +43,7 @@ def run(config: TrainConfig) -> Summary | None:
     if cluster and not cluster.is_chief:
         _assist(config)
         return None
-    path = named_path(config.out or default_out(config.strategy, config.model_label(config.model)))
+    path = named_path(config.out or default_out(config.strategy, config.model))
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
         console.set_overwriting(config.overwrite)
@@ -65,7 +65,7 @@ def _run_local_workers(config: TrainConfig) -> Summary:
     """Starts the workers of a training on this machine; worker 0 prints and saves everything."""
     from app.devices.local_workers import train_with_local_workers
 
-    path = named_path(config.out or default_out(config.strategy, config.model_label(config.model)))
+    path = named_path(config.out or default_out(config.strategy, config.model))
     console.set_run_directory(path)
     console.set_overwriting(config.overwrite)
     num_workers = config.num_workers or WorkerOptions.num_workers
@@ -209,30 +209,25 @@ def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
             prepared.workers.broadcast(what)
 
 
-def _load_data(config: TrainConfig, prepared: device_setup.Devices) -> "TrainingData":
-    from app.training.training_definition import check_shards, load_training_data
+def _load_data(config: TrainConfig, prepared: device_setup.Devices) -> "ImageDataset":
+    from app.training.training_spec import load_data
 
-    dataset = load_training_data(config)
-    check_shards(config, len(prepared.names), dataset)
+    dataset = load_data(config)
+    config.check_shards(len(prepared.names), dataset.num_train_examples)
     return dataset
 
 
 def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Training") -> None:
-    dataset, is_case = training.dataset, config.case is not None
-    model = training.strategy.model.name if is_case else config.model
-    noun = "example" if is_case else "image"
+    dataset = training.dataset
     console.say(
-        f"{config.strategy}: {model} on {dataset.name},"
-        f" {dataset.num_train_examples:,} training {noun}s"
+        f"{config.strategy}: {config.model} on {dataset.name},"
+        f" {dataset.num_train_examples:,} training images"
     )
-    recipe = "" if is_case else f" recipe {config.recipe},"
     console.say(
         f"{console.count(config.epochs, 'epoch')} of"
-        f" {console.count(training.steps_per_epoch, 'step')},{recipe} batch"
+        f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.recipe}, batch"
         f" {config.global_batch_size}, learning rate {training.learning_rate:g}"
     )
-    if dataset.evaluates_training_data:
-        console.say("the case has no test_data(): the training data are evaluated")
     num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
     shown = "replicas on" if num_replicas == num_devices else split

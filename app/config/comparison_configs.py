@@ -7,9 +7,7 @@ from app.config import constraints, split_constraints
 from app.config.base_config import Config
 from app.config.case_options import (
     CaseOptions,
-    TrainedCaseOptions,
     check_no_case,
-    check_trained_case,
     check_verified_case,
 )
 from app.config.distribution_options import ComparedStrategiesOptions, WorkerOptions
@@ -20,7 +18,7 @@ from app.config.framework_options import (
     check_frameworks,
 )
 from app.config.names import (
-    CASE_STRATEGIES_BY_DEFAULT,
+    CASE_STRATEGIES,
     COMPARED_BY_DEFAULT,
     KERAS_FIT,
     MULTI_WORKER,
@@ -42,9 +40,7 @@ from app.runtime.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareConfig(
-    ComparedStrategiesOptions, TrainingOptions, TrainedCaseOptions, SavingOptions, Config
-):
+class CompareConfig(ComparedStrategiesOptions, TrainingOptions, SavingOptions, Config):
     """The options of `compare`."""
 
     command: ClassVar[str] = "compare"
@@ -52,7 +48,6 @@ class CompareConfig(
     examples: ClassVar[tuple[str, ...]] = (
         "--recipe=fast --epochs=1",
         "--strategies=single,manual --num_gpus=2",
-        "--case=examples/case_fit.py --num_devices=2 --epochs=2",
         "--strategies=single,torch_ddp,jax_pmap --epochs=1",
     )
 
@@ -66,16 +61,11 @@ class CompareConfig(
 
     def check(self) -> None:
         """Checks combinations of options."""
-        check_trained_case(self, "--strategies", self.strategies)
         _check_compared(self)
         if len(self.strategies) < 2:
             raise ConfigError(
                 f"--strategies must name at least two, got {','.join(self.strategies)}"
             )
-
-    def result_fields(self) -> dict[str, Any]:
-        """Returns the fields that affect the results, without paths and display."""
-        return self.with_case(super().result_fields())
 
     def for_training(self, strategy: str, **options: Any) -> TrainConfig:
         """Returns the configuration of the training with one of the strategies.
@@ -121,7 +111,7 @@ class VerifyConfig(
 
     def __post_init__(self) -> None:
         if self.strategies == ():
-            default = CASE_STRATEGIES_BY_DEFAULT if self.case else COMPARED_BY_DEFAULT
+            default = CASE_STRATEGIES if self.case else COMPARED_BY_DEFAULT
             object.__setattr__(self, "strategies", default)
         super().__post_init__()
 
@@ -134,7 +124,7 @@ class VerifyConfig(
         if self.case is not None:
             check_verified_case(self)
             return
-        check_no_case(self, CaseOptions)
+        check_no_case(self)
         _check_compared(self)
         flag = f"--inject={self.inject}"
         constraints.check_fault(self.fault, flag, self.own_strategies, self._num_faulty)

@@ -6,9 +6,7 @@ from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
 MULTI_WORKER = "multi_worker"
 SINGLE = "single"
 KERAS_FIT = "keras_fit"  # `model.fit` of a case with MirroredStrategy.
-TRAINED_CASE_STRATEGIES = (SINGLE, "manual", "mirrored", MULTI_WORKER)
-CASE_STRATEGIES = (*TRAINED_CASE_STRATEGIES, KERAS_FIT)  # For `verify`.
-CASE_STRATEGIES_BY_DEFAULT = (SINGLE, KERAS_FIT)
+CASE_STRATEGIES = (SINGLE, KERAS_FIT)  # Of `verify --case`: `fit` on one device and on several.
 MODEL_NAMES = tuple(MODELS)
 STRATEGY_NAMES = tuple(STRATEGIES)
 ONE_MACHINE_STRATEGIES = tuple(name for name in STRATEGIES if name != MULTI_WORKER)

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from app.config import constraints, split_constraints, split_numbers
 from app.config.base_config import Config
-from app.config.case_options import TrainedCaseOptions, check_trained_case
 from app.config.distribution_options import (
     AllReduceOptions,
     BatchOptions,
@@ -66,7 +65,6 @@ class TrainingOptions(
 class TrainConfig(
     StrategyOptions,
     TrainingOptions,
-    TrainedCaseOptions,
     SavingOptions,
     ResumeOptions,
     InjectOptions,
@@ -100,7 +98,6 @@ class TrainConfig(
         "--strategy=multi_worker --num_workers=2 --device=cpu --epochs=1",
         "--strategy=pipeline --num_devices=2 --micro_batches=8",
         "--strategy=sharded --num_devices=2 --shard=gradients",
-        "--case=examples/case_fit.py --num_devices=2 --epochs=3",
     )
 
     @property
@@ -114,7 +111,6 @@ class TrainConfig(
     def check(self) -> None:
         """Checks combinations of options."""
         names = (self.strategy,)
-        check_trained_case(self, "--strategy", names)
         constraints.check_devices(self)
         constraints.check_single("--strategy", names, self.num_devices or self.num_gpus)
         constraints.check_workers(
@@ -154,19 +150,11 @@ class TrainConfig(
         Raises:
             ConfigError: they cannot.
         """
-        if self.verify_every and (reason := self.why_not_verified()):
-            raise ConfigError(f"--verify_every={self.verify_every}: {reason}; leave the flag out")
         if self.verify_every == 0 and self.on_mismatch != "stop":
             raise ConfigError(
                 f"--on_mismatch={self.on_mismatch} has no effect with --verify_every=0, which"
                 " verifies no step; leave one of them out"
             )
-
-    def why_not_verified(self) -> str:
-        """Returns why steps of this training cannot be verified while it runs; "" if they can."""
-        if self.case is not None:
-            return "steps of a case cannot be verified while it is trained; use verify --case"
-        return ""
 
     def check_shards(self, num_devices: int | None, num_train_examples: int | None = None) -> None:
         """Checks the split over devices, and that no shard of a batch is empty.
@@ -174,7 +162,7 @@ class TrainConfig(
         Args:
             num_devices: devices of all workers; None if it depends on the machine or the cluster.
             num_train_examples: training examples of the dataset; None for the number from the
-                options, or for a case, one batch.
+                options.
 
         Raises:
             ConfigError: numbers do not fit together, a shard would be empty, or an epoch would have
@@ -186,8 +174,6 @@ class TrainConfig(
         number = num_devices or len(self.shard_weights) or self.model_parallel or 1
         split = self.strategy, self, number
         of_options = self.num_train_examples or NUM_TRAIN_EXAMPLES
-        if self.case is not None:
-            of_options = self.global_batch_size
         split_constraints.check_parts(*split, self.global_batch_size)
         split_constraints.check_full_batch(*split, self.global_batch_size)
         constraints.check_shards(
@@ -201,7 +187,7 @@ class TrainConfig(
 
     def result_fields(self) -> dict[str, Any]:
         """Returns the fields that affect the result of the training, without paths and display."""
-        return self.with_case(super().result_fields() | self.inject_field())
+        return super().result_fields() | self.inject_field()
 
 
 def num_faulty(strategy: str, options: SplitOptions, num_devices: int, fault: Fault) -> int:

@@ -58,11 +58,6 @@ class ImageDataset:
         """Number of test images."""
         return len(self.test_images)
 
-    @property
-    def evaluates_training_data(self) -> bool:
-        """False: there are separate test images."""
-        return False
-
     def sha256(self) -> str:
         """Returns a hash of all images and labels, in order."""
         return _sha256(self.train_images, self.train_labels, self.test_images, self.test_labels)

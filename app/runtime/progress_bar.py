@@ -51,7 +51,6 @@ class TrainingProgress:
         steps_per_epoch: steps per epoch.
         first_step: number of steps before this run resumed.
         shown: False to show nothing, because another worker does.
-        is_case: whether there are examples instead of images, and no accuracy of steps.
     """
 
     def __init__(
@@ -61,10 +60,8 @@ class TrainingProgress:
         first_step: int = 0,
         *,
         shown: bool = True,
-        is_case: bool = False,
     ):
         self._epochs, self._steps_per_epoch, self._shown = epochs, steps_per_epoch, shown
-        self._is_case, self._unit = is_case, "examples/s" if is_case else "images/s"
         self._total, self._is_estimated = epochs * steps_per_epoch, False
         self._bar = create_bar(shown=shown)
         self._bar.add_task("", total=self._total, completed=first_step, status="compiling")
@@ -80,10 +77,9 @@ class TrainingProgress:
     def step(self, step: int, totals: "StepTotals", images_per_sec: float) -> None:
         """Shows a step; `totals` are those of the epoch so far."""
         epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
-        accuracy = "" if self._is_case else f"  accuracy {totals.accuracy:.3f}"
         status = (
-            f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}{accuracy}"
-            f"  {images_per_sec:,.0f} {self._unit}"
+            f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}"
+            f"  accuracy {totals.accuracy:.3f}  {images_per_sec:,.0f} images/s"
         )
         self._bar.update(self._task.id, completed=step, status=status)
         left_sec = self._task.time_remaining
@@ -103,8 +99,9 @@ class TrainingProgress:
         """Prints the line of a finished epoch (an `EpochRecord`), above the bar."""
         line = (
             f"epoch {record.epoch:>{len(str(self._epochs))}}/{self._epochs}"
-            f"  loss {record.train_loss:.4f}  {_results(record)}  {record.epoch_sec:.2f} s"
-            f"  {record.images_per_sec:,.0f} {self._unit}"
+            f"  loss {record.train_loss:.4f}  train {record.train_accuracy:.4f}"
+            f"  test {record.test_accuracy:.4f}  {record.epoch_sec:.2f} s"
+            f"  {record.images_per_sec:,.0f} images/s"
         )
         if not self._bar.disable:
             console.log(line)
@@ -112,14 +109,6 @@ class TrainingProgress:
         elif self._shown:
             console.say(line)
             self._last_line = time.monotonic()
-
-
-def _results(record: Any) -> str:
-    """Returns the accuracies of an epoch; for a case, test loss and metrics."""
-    if record.train_accuracy is not None and record.test_accuracy is not None:
-        return f"train {record.train_accuracy:.4f}  test {record.test_accuracy:.4f}"
-    metrics = [f"{name} {value:.4f}" for name, value in record.test_metrics.items()]
-    return "  ".join([f"test loss {record.test_loss:.4f}", *metrics])
 
 
 class StepProgress:

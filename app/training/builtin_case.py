@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from app.data.dataset import ImageDataset
 from app.data.dataset_loader import load_dataset
-from app.data.input_pipeline import eval_dataset, num_steps_per_epoch, train_dataset
+from app.data.input_pipeline import num_steps_per_epoch, train_dataset
 from app.runtime import console
 from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE, Recipe, find_recipe
 from models import load_model_builder
@@ -71,11 +71,6 @@ class BuiltInCase:
             flip=find_recipe("fast", self._name).flip,
         )
         return batches.take(self._num_steps(global_batch_size))
-
-    def data_to_evaluate(self, global_batch_size: int) -> tf.data.Dataset:
-        """Returns the test set, each example once."""
-        images, labels = self.dataset.test_images, self.dataset.test_labels
-        return eval_dataset(images, labels, global_batch_size=global_batch_size)
 
     def _num_steps(self, global_batch_size: int) -> int:
         return num_steps_per_epoch(len(self.dataset.train_images), global_batch_size, "keep")

@@ -4,8 +4,6 @@ import pathlib
 import re
 import traceback
 
-import tensorflow as tf
-
 from app.runtime.errors import reason_of
 
 _IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
@@ -30,17 +28,6 @@ def describe_error(error: BaseException, path: pathlib.Path, what: str) -> str:
         what: moment of the error, for example "in model()".
     """
     return f"{_place(error, path)} {what}: {type(error).__name__}: {_reason(error)}"
-
-
-def comes_from_case(error: BaseException, path: pathlib.Path) -> bool:
-    """Returns whether an error comes from the code of a case, or from Keras code that it uses.
-
-    Includes errors of TensorFlow while it runs a graph, such as labels out of range.
-    """
-    if isinstance(error, tf.errors.OpError) or _own_lines(error, path):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return any("keras" in pathlib.Path(frame.filename).parts for frame in frames)
 
 
 def is_installed(file: str) -> bool:

@@ -11,10 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from app.config.case_options import DEFAULT_FUNCTIONS
 from app.runtime.errors import ConfigError, DeviceError, LockstepError
 from app.training.case_errors import describe_error, is_installed
-from strategies.batch_structure import is_none
 
 
 class CaseFile:
@@ -24,41 +22,22 @@ class CaseFile:
     the same names are removed from `sys.modules` while code of the case runs.
 
     Args:
-        path: the file.
+        path: the file. `data(global_batch_size)` in it returns the dataset, and the optional
+            `distribute(strategy, global_batch_size)` the argument of `fit` under a strategy.
         model_fn: name of the function that returns the compiled model.
-        data_fn: name of the function that returns the dataset for a global batch size.
-        distribute_fn: name of the optional function that returns the argument of `fit` under a
-            strategy.
-        test_data_fn: name of the function that returns the test dataset; optional if it has the
-            default name.
-
-    Attributes:
-        path: the resolved path of the file.
-        data_label: name of the dataset in records: file and function.
 
     Raises:
-        ConfigError: the file cannot be imported, or has no `model_fn` or `data_fn`.
+        ConfigError: the file cannot be imported, or a function is missing.
     """
 
-    def __init__(
-        self,
-        path: pathlib.Path,
-        *,
-        model_fn: str,
-        data_fn: str,
-        distribute_fn: str = DEFAULT_FUNCTIONS["distribute_fn"],
-        test_data_fn: str = DEFAULT_FUNCTIONS["test_data_fn"],
-    ):
-        self.path, self.data_label = path.resolve(), f"{path.name}:{data_fn}"
+    def __init__(self, path: pathlib.Path, model_fn: str = "model"):
+        self._path = path.resolve()
         self._own_modules: dict[str, types.ModuleType] = {}
         with self._running("while it was imported"):
             self._module = self._import()
-        self._model_fn = self._function(model_fn, "--model_fn")
-        self._data_fn = self._function(data_fn, "--data_fn")
-        self._distribute_fn = getattr(self._module, distribute_fn, None)
-        self._test_data_fn = getattr(self._module, test_data_fn, None)
-        if self._test_data_fn is None and test_data_fn != DEFAULT_FUNCTIONS["test_data_fn"]:
-            self._function(test_data_fn, "--test_data_fn")  # Raises an error because it is missing.
+        self._model_fn = self._function(model_fn)
+        self._data_fn = self._function("data")
+        self._distribute_fn = getattr(self._module, "distribute", None)
 
     def build_model(self) -> keras.Model:
         """Builds the model.
@@ -82,26 +61,13 @@ class CaseFile:
         Raises:
             ConfigError: the function fails, or does not return a `tf.data.Dataset`.
         """
-        return self._create(self._data_fn, global_batch_size)
-
-    def create_test_data(self, global_batch_size: int) -> tf.data.Dataset | None:
-        """Creates the test dataset; returns None if the case does not define it.
-
-        Raises:
-            ConfigError: the function fails, or does not return a `tf.data.Dataset`.
-        """
-        if self._test_data_fn is None:
-            return None
-        return self._create(self._test_data_fn, global_batch_size)
-
-    def _create(self, function: Callable, global_batch_size: int) -> tf.data.Dataset:
-        dataset = self._call(function, global_batch_size)
+        dataset = self._call(self._data_fn, global_batch_size)
         if not isinstance(dataset, tf.data.Dataset):
             raise ConfigError(
-                f"{self._where(function)} must return a tf.data.Dataset, got"
+                f"{self._where(self._data_fn)} must return a tf.data.Dataset, got"
                 f" {type(dataset).__name__}"
             )
-        _check_dense(dataset, self._where(function))
+        _check_dense(dataset, self._where(self._data_fn))
         return dataset
 
     def distribute(self, strategy: tf.distribute.Strategy, global_batch_size: int) -> Any:
@@ -109,16 +75,6 @@ class CaseFile:
         if self._distribute_fn is None:
             return None
         return self._call(self._distribute_fn, strategy, global_batch_size)
-
-    @contextlib.contextmanager
-    def importable(self) -> Iterator[None]:
-        """Makes modules of the case's folder importable for imports inside its functions."""
-        folder = str(self.path.parent)
-        sys.path.append(folder)
-        try:
-            yield
-        finally:
-            sys.path.remove(folder)
 
     def run(self, function: Callable[[], Any], what: str) -> Any:
         """Calls a function that runs code of the case, such as layers and losses."""
@@ -129,24 +85,24 @@ class CaseFile:
         with self._running(f"in {function.__name__}()"):
             return function(*arguments)
 
-    def _function(self, name: str, flag: str) -> Callable:
+    def _function(self, name: str) -> Callable:
         function = getattr(self._module, name, None)
         if not callable(function):
             names = [n for n, v in vars(self._module).items() if isinstance(v, types.FunctionType)]
             raise ConfigError(
-                f"{self.path.name} has no function {name}, it has"
-                f" {', '.join(names) or 'none'}; define {name}, or pass another name with {flag}"
+                f"{self._path.name} has no function {name}, it has"
+                f" {', '.join(names) or 'none'}; define {name}"
             )
         return function
 
     def _where(self, function: Callable) -> str:
         code = getattr(function, "__code__", None)
         line = f":{code.co_firstlineno}" if code else ""
-        return f"{self.path.name}{line}: {getattr(function, '__name__', function)}()"
+        return f"{self._path.name}{line}: {getattr(function, '__name__', function)}()"
 
     def _import(self) -> types.ModuleType:
-        name = self.path.stem
-        spec = importlib.util.spec_from_file_location(name, self.path)
+        name = self._path.stem
+        spec = importlib.util.spec_from_file_location(name, self._path)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
@@ -163,21 +119,21 @@ class CaseFile:
                 raise
             except (MemoryError, tf.errors.ResourceExhaustedError) as error:
                 raise DeviceError(
-                    f"{self.path.name}: out of memory {what}; use a smaller --global_batch_size or"
+                    f"{self._path.name}: out of memory {what}; use a smaller --global_batch_size or"
                     " fewer --steps"
                 ) from error
             except Exception as error:
-                raise ConfigError(describe_error(error, self.path, what)) from error
+                raise ConfigError(describe_error(error, self._path, what)) from error
             except SystemExit as error:
                 raise ConfigError(
-                    f"{self.path.name} {what}: the file ends the process; move the code of the"
+                    f"{self._path.name} {what}: the file ends the process; move the code of the"
                     ' script below `if __name__ == "__main__":`'
                 ) from error
 
     @contextlib.contextmanager
     def _own_imports(self) -> Iterator[None]:
         """Hides modules that have the name of a file or folder next to the case."""
-        folder = self.path.parent
+        folder = self._path.parent
         names = {entry.stem for entry in folder.glob("*.py")}
         names |= {entry.name for entry in folder.iterdir() if entry.is_dir()}
         aside = {
@@ -199,6 +155,11 @@ class CaseFile:
                 if name in aside:
                     del sys.modules[name]
             sys.modules.update(aside)
+
+
+def is_none(spec: tf.TypeSpec) -> bool:
+    """Returns whether a spec stands for None; TensorFlow has no public name for its type."""
+    return type(spec).__name__ == "NoneTensorSpec"
 
 
 def _check_dense(dataset: tf.data.Dataset, where: str) -> None:

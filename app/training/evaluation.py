@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from app.training.training_data import TrainingData
+from app.data.dataset import ImageDataset
 from strategies.base import StepTotals, Strategy
 
 
 def evaluate(
-    strategy: Strategy, dataset: TrainingData, on_batch: Callable[[], None] = lambda: None
+    strategy: Strategy, dataset: ImageDataset, on_batch: Callable[[], None] = lambda: None
 ) -> StepTotals:
     """Returns the totals over the whole test set, each example counted once.
 

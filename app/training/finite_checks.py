@@ -27,32 +27,27 @@ def check_finite_loss(
     if not math.isfinite(totals.loss_sum):
         name = _first_not_finite(strategy.state())
         cause = f"{name} is not finite" if name else "all weights are finite"
-        objective = strategy.objective
-        if objective and objective.has_own_train_step and not name:
-            cause += '; a train_step must return its loss as {"loss": loss}'
-        raise _error(f"{description} {totals.loss}, {cause}", where, saved_step, bool(objective))
+        raise _error(f"{description} {totals.loss}, {cause}", where, saved_step)
 
 
-def check_finite_state(state: State, where: str, saved_step: int, *, is_case: bool = False) -> None:
+def check_finite_state(state: State, where: str, saved_step: int) -> None:
     """Checks the weights and the optimizer state before they are saved.
 
     Args:
         state: arrays by name.
         where: step and learning rate, for the message.
         saved_step: step of the last checkpoint; 0 without one.
-        is_case: whether the learning rate is defined by a case.
 
     Raises:
         DivergedError: an array holds a number that is not finite.
     """
     if name := _first_not_finite(state):
-        raise _error(f"{name} is not finite", where, saved_step, is_case)
+        raise _error(f"{name} is not finite", where, saved_step)
 
 
-def _error(problem: str, where: str, saved_step: int, is_case: bool) -> DivergedError:
-    smaller = "learning rate in the file of the case" if is_case else "--learning_rate"
+def _error(problem: str, where: str, saved_step: int) -> DivergedError:
     kept = f"; the checkpoint of step {saved_step} is kept" if saved_step else ""
-    return DivergedError(f"{problem} at {where}; use a smaller {smaller}{kept}")
+    return DivergedError(f"{problem} at {where}; use a smaller --learning_rate{kept}")
 
 
 def _first_not_finite(state: State) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from app.config import TrainConfig
+from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.records.history import Summary
 from app.runtime import signals
@@ -23,8 +24,7 @@ from app.training.fault_injection import inject_fault
 from app.training.optimizers import last_learning_rate
 from app.training.resume import Resumed
 from app.training.run_writer import RunWriter, summary_template
-from app.training.training_data import TrainingData
-from app.training.training_definition import define_training
+from app.training.training_spec import TrainingSpec
 from app.training.training_state import TrainingState
 from app.training.verified_steps import CreateVerifier, VerifiedSteps, create_no_verifier
 from app.training.worker_sync import check_same_data, synchronize, wait_for_all
@@ -61,7 +61,7 @@ class Training:
         self,
         config: TrainConfig,
         devices: Devices,
-        dataset: TrainingData,
+        dataset: ImageDataset,
         run_dir: pathlib.Path | None,
         on_progress: Callable[[], None] = lambda: None,
         create_verifier: CreateVerifier = create_no_verifier,
@@ -70,7 +70,7 @@ class Training:
         self._run_dir, self._on_progress = run_dir, on_progress
         self._workers = devices.workers or Workers()
         check_same_data(self._workers, dataset)
-        self._spec = define_training(config, dataset)
+        self._spec = TrainingSpec(config, dataset)
         self.steps_per_epoch = self._spec.steps_per_epoch
         self.strategy = self._spec.build_strategy(devices)
         self.learning_rate = self._spec.learning_rate
@@ -153,7 +153,6 @@ class Training:
             self.steps_per_epoch,
             self._state.progress.step,
             shown=self._workers.is_chief,
-            is_case=self._config.case is not None,
         )
         if self.is_finished:
             return  # The previous attempt was interrupted after its last checkpoint.
@@ -218,7 +217,6 @@ class Training:
             evaluation_sec=evaluation_sec,
             learning_rate=last_learning_rate(self.strategy.optimizer),
             injected_fault=str(self._config.fault or ""),
-            test_metrics=self._spec.metrics(),
         )
         self.save()
         self._bar.epoch(self._state.progress.history[-1])

@@ -52,11 +52,6 @@ class SavedRun:
                 f"--run={run_dir} is a verification, which has no weights; give the directory of a"
                 " training"
             )
-        if run_config.get("case"):
-            raise OutputError(
-                f"--run={run_dir} is a training of a case, whose model is code that"
-                f" {config.command} does not run; run the training command again to see its result"
-            )
         if "," in str(run_config.get("strategy")):
             first = str(run_config["strategy"]).split(",")[0]
             raise OutputError(

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Sequence
 
 from app.config import TrainConfig
+from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.records.checkpoint import Checkpoint, save_checkpoint
 from app.records.event_file import EventFile
@@ -21,7 +22,6 @@ from app.records.run_metadata import Progress, RunMetadata
 from app.report import accuracy_plot
 from app.runtime import console
 from app.training.resume import Resumed
-from app.training.training_data import TrainingData
 from strategies.base import StepTotals, Strategy
 
 
@@ -74,11 +74,10 @@ class RunWriter:
         """
         scalars = {
             "steps/loss": totals.loss,
+            "steps/accuracy": totals.accuracy,
             "steps/images_per_sec": images_per_sec,
             "steps/learning_rate": learning_rate,
         }
-        if not self._summary.case:  # The correct predictions of a case's step are not counted.
-            scalars["steps/accuracy"] = totals.accuracy
         counts = progress.verified_counts()
         if counts["verified_steps"]:
             scalars |= {f"steps/{name}": count for name, count in counts.items()}
@@ -142,7 +141,6 @@ def _scalars(record: EpochRecord) -> dict[str, float]:
         "epochs/images_per_sec": record.images_per_sec,
         "time/training_sec": record.epoch_sec,
         "time/evaluation_sec": record.evaluation_sec,
-        **{f"metrics/test_{name}": value for name, value in record.test_metrics.items()},
     }
     return {name: value for name, value in scalars.items() if value is not None}
 
@@ -150,13 +148,12 @@ def _scalars(record: EpochRecord) -> dict[str, float]:
 def summary_template(
     config: TrainConfig,
     devices: Devices,
-    dataset: TrainingData,
+    dataset: ImageDataset,
     strategy: Strategy,
     metadata: RunMetadata,
 ) -> Summary:
     """Returns a summary with all values that do not change during a run, without results."""
     results = {field.name: 0.0 for field in dataclasses.fields(Summary) if field.type is float}
-    is_case = config.case is not None
     return Summary(
         **{
             **results,
@@ -172,14 +169,14 @@ def summary_template(
             "simulated_devices": devices.simulated,
             "intra_op_threads": devices.intra_op_threads,
             "all_reduce": strategy.algorithm,
-            "model": strategy.model.name if is_case else config.model,
+            "model": config.model,
             "num_parameters": strategy.model.count_params(),
             "dataset": metadata.dataset,
             "dataset_sha256": metadata.dataset_sha256,
-            "recipe": "" if is_case else config.recipe,
+            "recipe": config.recipe,
             "global_batch_size": config.global_batch_size,
             "learning_rate": metadata.learning_rate,
-            "precision": strategy.model.dtype_policy.name if is_case else config.precision,
+            "precision": config.precision,
             "jit_compile": config.jit_compile,
             "seed": config.seed,
             "epochs": config.epochs,
@@ -189,7 +186,5 @@ def summary_template(
             "weights_sha256": "",
             "versions": metadata.versions,
             "injected_fault": str(config.fault or ""),
-            "case": config.case_path.name if is_case else "",
-            "evaluates_training_data": dataset.evaluates_training_data,
         }
     )

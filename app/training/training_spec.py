@@ -73,9 +73,6 @@ class TrainingSpec:
         """Creates the guard that compares the memory of a step with the free memory."""
         return MemoryGuard(strategy, self.config, devices, max(self.batch_sizes()))
 
-    def metrics(self) -> None:
-        """Returns None: correct predictions are counted, and a recipe has no other metrics."""
-
     def metadata(self, strategy: Strategy) -> RunMetadata:
         """Returns the metadata of every checkpoint of this training."""
         return RunMetadata(

@@ -177,12 +177,7 @@ class TrainingState:
         if self.progress.epoch_step:  # The state of the first copy is saved for all copies.
             check_replica_divergence(self._strategy)
         state, own = self._strategy.state(), self._strategy.per_shard_statistics()
-        check_finite_state(
-            state,
-            self._where(),
-            self.checkpoints.saved_step,
-            is_case=self._config.case is not None,
-        )
+        check_finite_state(state, self._where(), self.checkpoints.saved_step)
         now = time.monotonic()
         total_sec = self.progress.total_sec + now - self._start
         self.progress = dataclasses.replace(self.progress, total_sec=total_sec)

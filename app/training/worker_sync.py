@@ -6,14 +6,14 @@ All workers call every function in the same order. Without a cluster, each retur
 import dataclasses
 import json
 
+from app.data.dataset import ImageDataset
 from app.records.run_metadata import Progress
 from app.runtime import signals
 from app.runtime.errors import DataError
-from app.training.training_data import TrainingData
 from strategies.workers import Workers
 
 
-def check_same_data(workers: Workers, dataset: TrainingData) -> None:
+def check_same_data(workers: Workers, dataset: ImageDataset) -> None:
     """Checks that every worker has loaded the same data.
 
     Raises:

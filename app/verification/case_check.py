@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from app.config import VerifyConfig
-from app.config.names import KERAS_FIT
 from app.devices.device_setup import Devices
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError
@@ -17,7 +16,7 @@ from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData, Phase
 from app.verification.case_record import EVALUATION
 from app.verification.case_result import CaseResult
-from app.verification.case_training import FitTraining, RecordedTraining, StrategyTraining
+from app.verification.case_training import CaseTraining
 from recorders.keras_comparison import (
     BY_DESIGN,
     CLEAN,
@@ -46,31 +45,21 @@ def verify_with(
         traces: directory for the traces, if they are kept.
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    case = CaseFile(
-        config.case_path,
-        model_fn=config.case_model_fn,
-        data_fn=config.data_fn,
-        distribute_fn=config.distribute_fn,
-    )
+    case = CaseFile(config.case_path, config.case_function)
     data = CaseData(case, config.global_batch_size, config.steps)
-    training: RecordedTraining
-    if strategy == KERAS_FIT:
-        training = FitTraining(case, data, config, devices)
-    else:
-        training = StrategyTraining(case, data, config, devices, strategy)
+    training = CaseTraining(case, data, config, devices, strategy)
     check = CaseCheck(case, data, config, training)
     reports: list[tuple[dict[int, str], Report]] = []
     for number, (phase, recording, report) in enumerate(check.phases(), start=1):
         reports.append((dict(zip(phase.wanted, phase.names, strict=True)), report))
-        if config.keep_traces and training.is_compared:
+        if config.keep_traces:
             folder = traces / strategy
             path = folder / f"{number}-{phase.place}.npz"
             with io_errors_as(path):
                 folder.mkdir(parents=True, exist_ok=True)
                 recording.save(str(path))
         send(("step", sum(len(names) for names, _ in reports)))
-    if "evaluation" in config.at:
-        reports.append(({0: EVALUATION}, check.evaluation()))
+    reports.append(({0: EVALUATION}, check.evaluation()))
     stages: dict[str, str] = {}
     for stage in STAGES:
         found = {report.status(stage) for _, report in reports if stage in report.checked}
@@ -84,7 +73,7 @@ def verify_with(
         stages=stages,
         checks=STAGES,
         findings=_merged(reports),
-        tolerance=reports[0][1].tolerance if reports else "",
+        tolerance=reports[0][1].tolerance,
         model=check.model_name,
         versions=versions(),
     )
@@ -96,12 +85,12 @@ class CaseCheck:
     Args:
         case: builds the model.
         data: the dataset of the case.
-        config: places, seed and batch size.
+        config: seed and batch size.
         training: the training to compare.
     """
 
     def __init__(
-        self, case: CaseFile, data: CaseData, config: VerifyConfig, training: RecordedTraining
+        self, case: CaseFile, data: CaseData, config: VerifyConfig, training: CaseTraining
     ):
         self._case, self._data, self._config, self._training = case, data, config, training
 
@@ -112,15 +101,13 @@ class CaseCheck:
 
     def phases(self) -> Iterator[tuple[Phase, Recording, Report]]:
         """Yields each phase of the training with its recording and report."""
-        training, places = self._training, self._config.at
+        training = self._training
         state_bytes = sum(int(v.value.shape.num_elements()) * 4 for v in training.variables)
         per_step = 4 * max(1, state_bytes) * training.num_replicas
-        splits_itself = training.splits_itself
-        phases = (
-            self._data.whole_training(places)
-            if splits_itself
-            else self._data.phases(places, per_step)
-        )
+        if training.splits_itself:
+            phases = self._data.whole_training()
+        else:
+            phases = self._data.phases(per_step)
         training.check_possible()
         for phase in phases:
             changed = training.resume() if phase.resumes else []
@@ -138,9 +125,6 @@ class CaseCheck:
             yield phase, recording, report
 
     def _report(self, phase: Phase, recording: Recording) -> Report:
-        if not self._training.is_compared:
-            return Report(0, self._training.num_replicas, [], [], "")
-
         def check() -> Report:
             batches = phase.batches_of(recording)
             return compare(recording, self._training.build_unbuilt, batches=batches)
@@ -151,8 +135,6 @@ class CaseCheck:
         """Compares loss and metrics of an evaluation with those of one device."""
         dataset = self._data.to_evaluate()
         logs, states = self._training.evaluate(dataset)
-        if not self._training.is_compared:
-            return Report(0, self._training.num_replicas, [], [], "")
         one = self._training.build()
         findings = self._case.run(
             lambda: compare_evaluation(logs, one, states, self._data.to_evaluate()),

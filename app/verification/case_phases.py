@@ -8,16 +8,14 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from app.runtime.errors import DataError
-from app.training.case_dataset import check_shapes
-from app.training.case_file import CaseFile
+from app.training.case_file import CaseFile, is_none
 from recorders.lockstep_keras import Recording, leaves, plain_copy
-from strategies.keras_objective import KerasObjective
 
 Batch = list[np.ndarray]  # Leaves of inputs, targets and sample weights.
 
@@ -33,7 +31,7 @@ class Phase:
     """A part of a training.
 
     Attributes:
-        place: one of `app.config.case_options.PLACES`.
+        place: "first", "last_batch", "second_epoch" or "resume".
         dataset: the argument of `fit`; None for the data that the case distributes.
         epochs: number of epochs to train.
         wanted: numbers of the steps to check, from 0.
@@ -93,7 +91,7 @@ class CaseData:
         if not first:
             raise DataError("data() has no batch; return a data set with at least one batch")
         for number, batch in enumerate(first, start=1):
-            check_shapes([leaf.shape for leaf in batch], f"data(): batch {number}")
+            _check_shapes([leaf.shape for leaf in batch], f"data(): batch {number}")
         _check_same(first, again)
         self._first, self._num_first, self.first_size = first, len(first), len(first[0][0])
         self.num_batches = self._count()
@@ -102,33 +100,31 @@ class CaseData:
         """Returns a newly created dataset."""
         return self._case.create_data(self._size)
 
-    def phases(self, places: Sequence[str], bytes_of_a_step: int) -> list[Phase]:
+    def phases(self, bytes_of_a_step: int) -> list[Phase]:
         """Returns the phases in the order of a training.
 
         Args:
-            places: the places to check.
             bytes_of_a_step: size of one recorded step; limits the number of steps of a phase.
         """
         phases = []
         chunk = max(1, _CHUNK_BYTES // bytes_of_a_step)
-        for start in range(0, self._num_first if "first" in places else 0, chunk):
+        for start in range(0, self._num_first, chunk):
             size = min(chunk, self._num_first - start)
             names = [f"step {start + i + 1}" for i in range(size)]
             phases.append(self._piece("first", _Slice(start, size), names))
-        if (last := self._last(places)) is not None:
+        if (last := self._last()) is not None:
             # After a full batch: `fit` fails if the first batch does not divide evenly.
             piece = self._piece("last_batch", _Slice(last, 1), [""])
             dataset = _Slice(last - 1, 2).of(self.dataset())
             phases.append(dataclasses.replace(piece, dataset=dataset, wanted=[1]))
-        if "second_epoch" in places and self.num_batches is not None:
+        if self.num_batches is not None:
             piece = self._piece("second_epoch", _Slice(0, 1), [_SECOND_EPOCH], first_pass=2)
             phases.append(dataclasses.replace(piece, epochs=2, wanted=[1]))
-        if "resume" in places:
-            piece = self._piece("resume", _Slice(0, 1), [_RESUMED])
-            phases.append(dataclasses.replace(piece, resumes=True))
+        piece = self._piece("resume", _Slice(0, 1), [_RESUMED])
+        phases.append(dataclasses.replace(piece, resumes=True))
         return [_with_sizes(phase) for phase in phases]
 
-    def whole_training(self, places: Sequence[str]) -> list[Phase]:
+    def whole_training(self) -> list[Phase]:
         """Returns one phase of two epochs, for a case that distributes its data."""
         numbers: list[int] = []
         names: list[str] = []
@@ -142,15 +138,12 @@ class CaseData:
             for batches, more in zip(passes, drawn, strict=True):
                 batches.extend(more)
 
-        if "first" in places:
-            look_at(_Slice(0, self._num_first), [f"step {i + 1}" for i in range(self._num_first)])
-        if (last := self._last(places)) is not None:
+        look_at(_Slice(0, self._num_first), [f"step {i + 1}" for i in range(self._num_first)])
+        if (last := self._last()) is not None:
             (batch,) = self._draw(_Slice(last, 1).of(self.dataset()))
             look_at(_Slice(last, 1), [_name_last(batch)])
-        if "second_epoch" in places and self.num_batches is not None:
+        if self.num_batches is not None:
             look_at(_Slice(0, 1), [_SECOND_EPOCH], epoch=2)
-        if not numbers:
-            return []
         epochs = 2 if names[-1] == _SECOND_EPOCH else 1
         return [Phase("first", None, epochs, numbers, passes, names)]
 
@@ -175,9 +168,9 @@ class CaseData:
         dataset = slice_.of(self.dataset())
         return [self._draw(dataset) for _ in range(number)]
 
-    def _last(self, places: Sequence[str]) -> int | None:
+    def _last(self) -> int | None:
         """Returns the number of the last batch, from 0; None if the first steps include it."""
-        if "last_batch" not in places or self.num_batches is None:
+        if self.num_batches is None:
             return None
         return self.num_batches - 1 if self.num_batches > self._num_first else None
 
@@ -201,12 +194,31 @@ class CaseData:
     def to_evaluate(self) -> tf.data.Dataset:
         """Returns the first batches and the last batch, in a fixed order."""
         batches = list(self._first)
-        if (last := self._last(["last_batch"])) is not None:
+        if (last := self._last()) is not None:
             batches += self._draw(_Slice(last, 1).of(self.dataset()))
         joined = [tf.constant(np.concatenate(parts)) for parts in zip(*batches, strict=True)]
         dataset = tf.data.Dataset.from_tensor_slices(tuple(joined)).batch(self.first_size)
-        objective = KerasObjective(self.dataset().element_spec)
-        return dataset.map(lambda *leaves: objective.nest(leaves))
+        spec = self.dataset().element_spec
+
+        def nest(*leaves: tf.Tensor) -> Any:
+            values = iter(leaves)
+            flat = [None if is_none(leaf) else next(values) for leaf in tf.nest.flatten(spec)]
+            return tf.nest.pack_sequence_as(spec, flat)
+
+        return dataset.map(nest)
+
+
+def _check_shapes(shapes: Sequence[tuple[int, ...]], where: str) -> None:
+    """Checks that all parts of a batch have equally many examples.
+
+    Raises:
+        DataError: they do not.
+    """
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
+        raise DataError(
+            f"{where} has parts of shapes {', '.join(map(str, shapes))}, which do not begin with"
+            " one number of examples; call batch(global_batch_size)"
+        )
 
 
 def _with_sizes(phase: Phase) -> Phase:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from app.config import VerifyConfig
-from app.config.names import KERAS_FIT, MULTI_WORKER
+from app.config.names import KERAS_FIT
 from app.devices import device_setup
-from app.devices.local_workers import split_resources
-from app.devices.worker_group import WorkerGroup
 from app.records.files import publish, temporary_path, write_json
 from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
@@ -18,7 +16,7 @@ from app.report.page import REPORT_FILE, write_report
 from app.report.training_result import devices_text
 from app.runtime import console
 from app.runtime.errors import MismatchError
-from app.runtime.processes import Channel, call_in_child_process
+from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification.case_output import describe_case
 from app.verification.case_record import FAULT, verdict
@@ -41,15 +39,12 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
     fields = {
         "command": "verify",
         "case": str(config.case_path.resolve()),
-        "model_fn": config.case_model_fn,
-        "data_fn": config.data_fn,
-        "distribute_fn": config.distribute_fn,
+        "function": config.case_function,
         "strategy": ",".join(config.strategies),
         "num_replicas": config.num_devices_of_all_workers,
         "global_batch_size": config.global_batch_size,
         "seed": config.seed,
         "steps": config.steps,
-        "at": list(config.at),
     }
     with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
         # Earlier results stay in the directory until the new ones are complete.
@@ -69,33 +64,14 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
 
 def _verify_each(config: VerifyConfig, traces: pathlib.Path) -> dict[str, CaseResult]:
     """Verifies a case with each strategy; writes recordings to `traces` if they are kept."""
-    num_steps = config.steps * ("first" in config.at)
-    num_steps += len({*config.at} - {"first", "evaluation"})
     results = {}
-    with StepProgress(num_steps) as progress:
+    with StepProgress(config.steps + 3) as progress:  # Last batch, second epoch, resume.
         for strategy in config.strategies:
             progress.start(f"verifying {strategy}")
-            if strategy == MULTI_WORKER:
-                results[strategy] = _verify_on_workers(progress.message, config, traces)
-            else:
-                results[strategy] = call_in_child_process(
-                    _verify_with, config, strategy, traces, on_message=progress.message
-                )
+            results[strategy] = call_in_child_process(
+                _verify_with, config, strategy, traces, on_message=progress.message
+            )
     return results
-
-
-def _verify_on_workers(send: Send, config: VerifyConfig, traces: pathlib.Path) -> CaseResult:
-    """Verifies a case with several processes; the first one compares."""
-    training = config.for_training(MULTI_WORKER, inject=None)
-    shares = split_resources(config.num_workers, training)
-    with WorkerGroup(shares, _verify_as_worker, config, traces) as group:
-        while (message := group.receive())[0] == "message":
-            send(message[1])
-    return message[1][0]
-
-
-def _verify_as_worker(channel: Channel, config: VerifyConfig, traces: pathlib.Path) -> CaseResult:
-    return _verify_with(channel.send, config, MULTI_WORKER, traces)
 
 
 def _verify_with(

@@ -29,13 +29,13 @@ _STRAGGLER_STEPS = 8  # Number of last recorded steps in all of which a straggle
 
 
 def create_step_verifier(
-    config: TrainConfig, spec: Any, strategy: Strategy
+    config: TrainConfig, spec: TrainingSpec, strategy: Strategy
 ) -> "StepVerifier | None":
     """Creates the verifier of steps; None if no step is to be verified or can be.
 
     Args:
         config: options of the training.
-        spec: specification of the training; a `TrainingSpec` if steps can be verified.
+        spec: specification of the training.
         strategy: a built strategy; its observer may inject a fault.
 
     Raises:
@@ -43,19 +43,17 @@ def create_step_verifier(
     """
     if config.verify_every == 0:
         return None
-    reason = config.why_not_verified()
-    if not reason:
-        try:
-            check_repeatable(strategy.model)
-        except ConfigError as error:
-            reason = error.problem
-    if not reason:
-        return StepVerifier(config, spec, strategy)
-    if config.verify_every:
-        raise ConfigError(f"--verify_every={config.verify_every}: {reason}; leave the flag out")
-    if strategy.workers.is_chief:
-        console.say(f"No step is verified: {reason}")
-    return None
+    try:
+        check_repeatable(strategy.model)
+    except ConfigError as error:
+        if config.verify_every:
+            raise ConfigError(
+                f"--verify_every={config.verify_every}: {error.problem}; leave the flag out"
+            ) from error
+        if strategy.workers.is_chief:
+            console.say(f"No step is verified: {error.problem}")
+        return None
+    return StepVerifier(config, spec, strategy)
 
 
 class StepVerifier:

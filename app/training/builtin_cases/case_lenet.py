@@ -4,10 +4,10 @@ import keras
 
 from app.training.builtin_case import BuiltInCase
 
-__all__ = ["d2l", "data", "model", "test_data"]
+__all__ = ["d2l", "data", "model"]
 
 _case = BuiltInCase("lenet")
-data, test_data = _case.data, _case.data_to_evaluate
+data = _case.data
 
 
 def model() -> keras.Model:
