@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.performance.comparison import all_comparisons, compare, setup_caveats
+from app.performance.comparison import all_comparisons, compare
 from performance_samples import make_sample
 
 
@@ -35,7 +35,6 @@ def test_from_few_rounds_there_is_no_verdict():
     few = make_sample(step_secs=(1.0, 1.0)), make_sample("mirrored", step_secs=(2.0, 2.0))
     comparison = compare("strategy", *few)
     assert comparison.verdict == "refused" and "fewer than 5 rounds" in comparison.caveats[0]
-    assert "fewer than 5 rounds" in setup_caveats(few)[0]
 
 
 def test_another_all_reduce_is_marked_but_one_device_has_none():
@@ -74,10 +73,3 @@ def test_every_comparison_that_the_cases_allow_is_made_once():
         ("strategy", "mirrored × 2", "manual × 2, ", None),
         ("precision", "mirrored × 2", "mirrored × 2", None),
     ]
-
-
-def test_what_concerns_everything_is_said_once():
-    lines = setup_caveats([make_sample(num_devices=2, simulated=True, dataset="synthetic")] * 2)
-    assert len(lines) == 2
-    assert "share 2 cores" in lines[0] and "generated" in lines[1]
-    assert setup_caveats([make_sample()]) == []

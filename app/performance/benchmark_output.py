@@ -12,7 +12,7 @@ from app.config.names import MULTI_WORKER, SINGLE
 from app.performance import interval
 from app.performance.breakdown import Breakdown
 from app.performance.case import Case, Sample, split_names
-from app.performance.comparison import Comparison, setup_caveats
+from app.performance.comparison import MIN_ROUNDS, Comparison
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 from app.records.files import write_json
 from app.report.result import Block, Result, Table
@@ -118,7 +118,9 @@ def _describe(
     facts = samples[0].facts
     caveats = [DATASET_CAVEATS[facts.dataset]] if facts.dataset in DATASET_CAVEATS else []
     caveats += [TIMING_CAVEAT] if any(s.facts.simulated_devices for s in samples) else []
-    return Result([], [*blocks, *setup_caveats(samples), *said], caveats)
+    if len(samples[0].blocks) < MIN_ROUNDS:
+        caveats.append(f"fewer than {MIN_ROUNDS} rounds: the intervals are too narrow")
+    return Result([], [*blocks, *said], caveats)
 
 
 def plot_benchmark(

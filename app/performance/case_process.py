@@ -24,8 +24,8 @@ BLOCK_SEC = 2.0  # Long enough to average out the scheduler's time slices.
 def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
     """Times blocks until it receives None.
 
-    Sends `Facts`; then "ready" with the number of steps per block and its peak memory. Then, for
-    each number of steps that it receives, sends a `Block`; for None, ends.
+    Sends `Facts`; then "ready" with the number of steps per block. Then, for each number of steps
+    that it receives, sends a `Block`; for None, ends.
 
     Returns:
         Its peak memory in bytes, and its traffic if the case counts it.
@@ -55,7 +55,7 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
     strategy.train_steps(iterator, _WARM_UP_STEPS)
     step_sec = _time_block(strategy, iterator, _WARM_UP_STEPS).step_sec
     num_steps = max(1, round(BLOCK_SEC / step_sec))
-    channel.send(("ready", (num_steps, peak_memory_bytes(strategy.local_devices))))
+    channel.send(("ready", num_steps))
     while num_steps := channel.receive():
         channel.send(("block", _time_block(strategy, iterator, num_steps)))
     # Deleting an iterator of MirroredStrategy can take 30 s; it is kept until the process ends.

@@ -125,27 +125,3 @@ def _marks(first: Sample, second: Sample, axis: str) -> Iterator[str]:
         yield f"another all-reduce: {a.all_reduce} and {b.all_reduce}"
     if axis == "precision" and a.tensor_float_32:
         yield "float32 products are rounded to TF32"
-
-
-def setup_caveats(samples: Sequence[Sample]) -> list[str]:
-    """Returns the caveats that concern all measurements."""
-    facts = [s.facts for s in samples]
-    lines = []
-    if len(samples[0].blocks) < MIN_ROUNDS:
-        lines.append(
-            f"fewer than {MIN_ROUNDS} rounds: intervals hold the truth less often than they say;"
-            " use more --repeats"
-        )
-    traced = [s.case.name for s in samples if any(block.tracings for block in s.blocks)]
-    if traced:
-        lines.append(f"traced while it was timed, so its times are not valid: {'; '.join(traced)}")
-    if any(f.simulated_devices for f in facts):
-        lines.append(
-            f"simulated devices: logical devices share {max(f.cores for f in facts)} cores, so"
-            " times say nothing of scaling, only what a strategy costs"
-        )
-    if any(f.tensor_float_32 for f in facts):
-        lines.append("TF32 is on: float32 products round their inputs to 10 bits")
-    if any(f.dataset == "synthetic" for f in facts):
-        lines.append("generated images: the speed is that of real ones, accuracy is not measured")
-    return lines

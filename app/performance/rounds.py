@@ -4,12 +4,10 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from app.devices.free_memory import available_bytes
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
 from app.performance.case import Block, Case, Facts, Sample
 from app.performance.case_process import sample
-from app.runtime.errors import DeviceError
 from app.runtime.processes import ChildProcess
 from app.runtime.progress_bar import StepProgress
 
@@ -30,14 +28,13 @@ def measure(cases: Sequence[Case], *, repeats: int, progress: StepProgress) -> l
 
     Raises:
         LockstepError: a case cannot be trained; nothing was measured.
-        DeviceError: there is too little memory for the processes.
+        DeviceError: a process was killed, as the kernel does when memory runs out.
     """
     with contextlib.ExitStack() as stack:
         samplers: list[_Sampler] = []
         for number, case in enumerate(cases, start=1):
             progress.start(f"preparing {number} of {len(cases)}: {case.name}")
             samplers.append(_Sampler(stack, progress, case))
-            _check_memory(len(cases) - number, max(s.peak_bytes for s in samplers))
         progress.start("measuring", repeats * len(cases))
         done = 0
         for round_number in range(repeats):
@@ -57,7 +54,7 @@ class _Sampler:
         stack.enter_context(self._process)
         self._blocks: list[Block] = []
         self._facts: Facts = self._message("facts")
-        self._num_steps, self.peak_bytes = self._message("ready")
+        self._num_steps: int = self._message("ready")
 
     def _message(self, kind: str) -> Any:
         """Returns the next message of a kind; shows earlier ones to the user."""
@@ -86,18 +83,3 @@ def _create_process(case: Case) -> ChildProcess | WorkerGroup:
         resources = split_resources(case.num_workers, case.config, num_cores=case.cores)
         return WorkerGroup(resources, sample, case)
     return ChildProcess(sample, case)
-
-
-def _check_memory(num_missing: int, largest_bytes: int) -> None:
-    """Raises an error if the next process would not fit into the memory.
-
-    Assumes that it needs as much as the largest existing process, and half as much again to work
-    with.
-    """
-    available, needed = available_bytes(), 3 * largest_bytes // 2
-    if num_missing and available is not None and available < needed:
-        missing = "1 more process" if num_missing == 1 else f"{num_missing} more processes"
-        raise DeviceError(
-            f"{available / 2**20:,.0f} MiB of memory are free for {missing}, but each needs"
-            f" {needed / 2**20:,.0f} MiB; measure fewer cases at once"
-        )

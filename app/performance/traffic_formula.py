@@ -6,14 +6,13 @@ S is the size of all gradients, R the number of replicas, T the number of device
 import math
 from collections.abc import Sequence
 
-import keras
 import tensorflow as tf
 
 from app.performance.traffic_count import UnknownTrafficError
 from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.base import Strategy
 from strategies.channel_parts import SplitCall
-from strategies.layer_calls import LayerCall, LayerCalls
+from strategies.layer_calls import LayerCall
 from strategies.pipeline import PipelineStrategy
 from strategies.sharded import ShardedStrategy
 from strategies.tensor import TensorStrategy
@@ -44,7 +43,8 @@ def terms_of(strategy: Strategy, num_examples: int) -> list[Term]:
     if isinstance(strategy, TensorStrategy):
         sent = [_tensor_term(strategy.rows[0].calls, num_examples)]
         return sent + _all_reduce("of each part", size, num_replicas)
-    calls = LayerCalls.of(model).calls if strategy.syncs_batch_norm else []
+    if strategy.syncs_batch_norm:
+        raise UnknownTrafficError("there is no formula for synchronised BatchNorm")
     if isinstance(strategy, ShardedStrategy):
         once = (num_replicas - 1) * size
         sent = [("all-gather of the weights", "(R − 1) S", once)]
@@ -52,21 +52,18 @@ def terms_of(strategy: Strategy, num_examples: int) -> list[Term]:
             sent.append(("reduce-scatter of the gradients", "(R − 1) S", once))
         else:
             sent += _all_reduce("reduce_to_one", size, num_replicas)
-        return sent + _batch_norm_terms(calls, num_replicas)
+        return sent
     if strategy.name not in ALL_REDUCE_ALGORITHMS and strategy.num_devices > 1:
         raise UnknownTrafficError(f"there is no formula for the strategy {strategy.name}")
     if num_replicas == 1 or strategy.algorithm == "none":
         return []
-    if calls and strategy.name == "mirrored":
-        raise UnknownTrafficError("Keras computes BatchNorm over all replicas, in its own way")
     if strategy.algorithm not in _OWN_ALGORITHMS:
         raise UnknownTrafficError(
             f"what the all-reduce {strategy.algorithm} sends is TensorFlow's choice"
         )
     weights = [tf.TensorSpec(v.shape, v.dtype) for v in model.trainable_variables]
     size = strategy.gradient_buckets(weights).size_bytes
-    sent = _all_reduce(strategy.algorithm, size, num_replicas)
-    return sent + _batch_norm_terms(calls, num_replicas)
+    return _all_reduce(strategy.algorithm, size, num_replicas)
 
 
 def activation_bytes(call: LayerCall) -> int:
@@ -101,23 +98,6 @@ def _tensor_term(calls: Sequence[SplitCall], num_examples: int) -> Term:
         per_image += sent * (2 if trained[number] else 1)
     formula = "2 · images · (T − 1) · bytes of each gathered tensor"
     return "all-gather of activations, and their gradients", formula, num_examples * per_image
-
-
-def _batch_norm_terms(calls: Sequence[LayerCall], num_replicas: int) -> list[Term]:
-    """Returns the traffic of synchronised BatchNorm: count, mean and squares of each channel.
-
-    Args:
-        calls: layer calls; empty if each shard is normalised separately.
-        num_replicas: R.
-    """
-    trained, size = _trained(calls), 0
-    for call in calls:
-        if isinstance(call.layer, keras.layers.BatchNormalization) and call.layer.trainable:
-            has_gradient = any(trained.get(i, False) for i in call.inputs)
-            size += (2 if has_gradient else 1) * 3 * 4 * call.layer.moving_mean.shape[0]
-    sent = num_replicas * (num_replicas - 1) * size
-    name, formula = "BatchNorm statistics, and back", "R (R − 1) · 24 bytes a channel"
-    return [(name, formula, sent)] if sent else []
 
 
 def _trained(calls: Sequence[LayerCall]) -> dict[int, bool]:
