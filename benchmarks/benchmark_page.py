@@ -6,51 +6,26 @@ from typing import Any
 from app.performance import interval
 from programs import FOLDER
 
-TARGET_ACCURACY = 0.84
-LONG_STEPS = 10_000
 FIGURE = "benchmarks.png"
-_QUICK = (
-    "**A quick run**: short blocks and few rounds, so the intervals are wide; `make bench` without"
-    " `--quick` is the complete one."
-)
 
 
 def render(results: dict[str, Any]) -> str:
     """Returns the results as Markdown.
 
     Args:
-        results: "date", "processor", "cores", "versions"; "parts", name → measurements; if
-            measured, "accuracy" and "memory"; "quick".
+        results: "date", "processor", "cores", "versions"; "parts", name → measurements.
     """
     parts = results["parts"]
     lines = [
         (FOLDER / "preamble.md").read_text(encoding="utf-8"),
-        *[_QUICK, ""] * results.get("quick", False),
         f"{results['date']}, {results['processor']}, {results['cores']} cores, no GPU;"
         f" {', '.join(f'{name} {version}' for name, version in results['versions'].items())}.",
         "",
     ]
-    if parts:
-        lines += [f"![images per second of each program]({FIGURE})", ""]
+    lines += [f"![images per second of each program]({FIGURE})", ""]
     lines += ["## Summary", "", *summary(results), "", *_settings(parts)]
     for part in parts.values():
         lines += [f"## {part['title']}", "", *_render_part(part), ""]
-    if "accuracy" in results:
-        lines += [f"## Time to a test accuracy of {TARGET_ACCURACY}, LeNet", ""]
-        lines += ["| | seconds | epochs | reached |", "| --- | --- | --- | --- |"]
-        for name, runs in results["accuracy"].items():
-            secs = ", ".join(f"{run['sec']:.1f}" for run in runs)
-            last = runs[-1]
-            lines.append(f"| {name} | {secs} | {last['epochs']} | {last['accuracy']:.4f} |")
-        lines.append("")
-    if "memory" in results:
-        grown = results["memory"]["after_bytes"] - results["memory"]["before_bytes"]
-        lines += [
-            "## Memory", "",
-            f"{LONG_STEPS:,} steps of LeNet, manual × 2: resident memory grew by"
-            f" {grown / 2**20:.1f} MiB, from {results['memory']['before_bytes'] / 2**20:,.0f} MiB.",
-            "",
-        ]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -106,35 +81,14 @@ def _render_part(part: dict[str, Any]) -> list[str]:
     programs = part["programs"]
     tested = any("accuracy" in result for result in programs.values())
     lines = [
-        "| program | images/s | 95 % interval | of the peak |" + " sec/epoch | accuracy |" * tested,
-        "| --- | --- | --- | --- |" + " --- | --- |" * tested,
+        "| program | images/s | 95 % interval |" + (" sec/epoch | accuracy |" if tested else ""),
+        "| --- | --- | --- |" + (" --- | --- |" if tested else ""),
     ]
     for name, result in programs.items():
-        if name.startswith("peak"):
-            continue
         rate = interval.combine(lambda sec: 1 / sec, result["secs"])
-        line = (
-            f"| {name} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} |"
-            f" {_share_of_peak(programs, result)} |"
-        )
+        line = f"| {name} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} |"
         if tested:
             epoch_sec = interval.median(result["secs"]).value * result["images"][0]
             line += f" {epoch_sec:.2f} | {result['accuracy']:.4f} |"
         lines.append(line)
-    for name, result in programs.items():
-        if name.startswith("peak"):
-            rate = 1 / interval.median(result["secs"]).value / 1e9
-            lines += ["", f"{name.capitalize()}: matrix products at {rate:,.0f} GFLOP/s."]
     return lines
-
-
-def _share_of_peak(programs: dict[str, Any], result: dict[str, Any]) -> str:
-    peak = f"peak, {result['precision']}"
-    if peak not in programs or "flops_per_example" not in result:
-        return "–"
-    share = interval.combine(
-        lambda ours, limit, flops=result["flops_per_example"]: flops * limit / ours,
-        result["secs"],
-        programs[peak]["secs"],
-    )
-    return f"{share.value:.2f} ({share.low:.2f}–{share.high:.2f})"

@@ -10,7 +10,6 @@ for seconds with idle processors, which would be measured.
 """
 
 import os
-import time
 
 import protocol
 
@@ -175,25 +174,6 @@ class D2lTrainer:
                 num_correct += int(tf.reduce_sum(tf.cast(right, tf.int32)))
         return num_correct / len(self._job.data.test_labels)
 
-    def train_until(self, accuracy: float, max_epochs: int) -> dict:
-        """Trains, testing after every epoch, up to a test accuracy or for `max_epochs`.
-
-        Returns:
-            Seconds of training and testing, epochs, the last accuracy, and whether the target was
-            reached.
-        """
-        start = time.perf_counter()
-        reached, num_epochs = 0.0, 0
-        while reached < accuracy and num_epochs < max_epochs:
-            self.train_steps(len(self._job.epoch_slices))
-            reached, num_epochs = self.evaluate(), num_epochs + 1
-        return {
-            "sec": time.perf_counter() - start,
-            "epochs": num_epochs,
-            "accuracy": reached,
-            "reached": reached >= accuracy,
-        }
-
     def _epochs(self):
         while True:
             yield from self._train_data
@@ -210,17 +190,14 @@ class D2lTrainer:
 
 
 def main(job: protocol.BenchmarkJob) -> None:
-    """Warms up, discards the results, and serves requests, including `train_until`."""
+    """Warms up, discards the results, and serves requests."""
     trainer = D2lTrainer(job)
     trainer.train_steps(protocol.NUM_WARMUP_STEPS)
     trainer.evaluate()
     trainer.restart()
     protocol.serve(
         protocol.describe(job, "eager, one tape for each device", tensorflow=tf.__version__),
-        {
-            **protocol.training_handlers(trainer.train_steps, trainer.evaluate),
-            "train_until": trainer.train_until,
-        },
+        protocol.training_handlers(trainer.train_steps, trainer.evaluate),
     )
 
 

@@ -14,20 +14,21 @@ does
 - With 2 replicas TensorFlow rejects `steps_per_execution` above 1. On one device, 10 steps per call
   save a tenth of a step of LeNet (`--num_devices=1 --steps_per_execution=10`); both are compared.
   The steps of a block must be a multiple of it.
-- XLA is off: under the strategy it fails, and on one device LeNet takes 1.8 times as long
-  (`--num_devices=1 --jit_compile`; processor time, the variants in turn on a busy machine).
+- XLA is off: under the strategy it fails, and on one device LeNet takes 1.8 times as long.
 """
 
 import argparse
 import os
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 import protocol
 
 
 def check_flags(flags: argparse.Namespace) -> str | None:
     """Returns the error in a combination of flags, or None."""
-    if flags.jit_compile and flags.num_devices > 1:
-        return "--jit_compile: XLA fails under MirroredStrategy here; use --num_devices=1 with it"
     if flags.steps_per_execution > 1 and flags.num_devices > 1:
         return "--steps_per_execution: MirroredStrategy refuses it; use --num_devices=1 with it"
     return None
@@ -36,7 +37,6 @@ def check_flags(flags: argparse.Namespace) -> str | None:
 if __name__ == "__main__":
     FLAGS = {
         **protocol.PRECISION_FLAG,
-        "jit_compile": {"action": "store_true"},
         "steps_per_execution": {"type": int, "default": 1},
     }
     JOB = protocol.open_job(["lenet", "resnet18"], flags=FLAGS, check=check_flags)
@@ -49,7 +49,8 @@ import threading
 
 import keras
 import tensorflow as tf
-from keras import layers
+
+from models import load_model_builder
 
 
 def create_strategy(num_devices: int):
@@ -69,52 +70,6 @@ def create_strategy(num_devices: int):
         cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices
     )
     return tf.distribute.MirroredStrategy([f"/CPU:{i}" for i in range(num_devices)])
-
-
-def build_lenet() -> keras.Model:
-    """Builds LeNet for float images."""
-    return keras.Sequential(
-        [
-            keras.Input((28, 28, 1)),
-            layers.Conv2D(20, 3, activation="relu"),
-            layers.AveragePooling2D(2),
-            layers.Conv2D(50, 5, activation="relu"),
-            layers.AveragePooling2D(2),
-            layers.Flatten(),
-            layers.Dense(128, activation="relu"),
-            layers.Dense(10, dtype="float32"),
-        ],
-        name="lenet",
-    )
-
-
-def build_resnet18() -> keras.Model:
-    """Builds ResNet-18 for float images: a 3 × 3 stem, no pooling before the end."""
-    images = keras.Input((28, 28, 1))
-    x = layers.Conv2D(64, 3, padding="same")(images)
-    x = layers.ReLU()(_batch_norm()(x))
-    for stage, width in enumerate((64, 128, 256, 512)):
-        for block in range(2):
-            x = _residual_block(x, width, strides=2 if stage > 0 and block == 0 else 1)
-    x = layers.GlobalAveragePooling2D()(x)
-    return keras.Model(images, layers.Dense(10, dtype="float32")(x), name="resnet18")
-
-
-def _residual_block(x, width, strides):
-    y = layers.Conv2D(width, 3, strides=strides, padding="same")(x)
-    y = layers.ReLU()(_batch_norm()(y))
-    y = layers.Conv2D(width, 3, padding="same")(y)
-    y = _batch_norm()(y)
-    if strides > 1:
-        x = layers.Conv2D(width, 1, strides=strides, padding="same")(x)
-    return layers.ReLU()(layers.Add()([x, y]))
-
-
-def _batch_norm():
-    return layers.BatchNormalization(momentum=0.9, epsilon=1e-5)
-
-
-BUILDERS = {"lenet": build_lenet, "resnet18": build_resnet18}
 
 
 class Turns(keras.callbacks.Callback):
@@ -167,12 +122,13 @@ class KerasTrainer:
         if job.options["precision"] == "bfloat16":
             keras.config.set_dtype_policy("mixed_bfloat16")
         with strategy.scope() if strategy else contextlib.nullcontext():
-            self._model = BUILDERS[job.model]()
+            build = load_model_builder(job.model)
+            self._model = build(image_shape=(28, 28, 1), num_classes=10)
             self._model.compile(
                 optimizer=keras.optimizers.SGD(job.learning_rate),
                 loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
                 metrics=["accuracy"],
-                jit_compile=job.options["jit_compile"],
+                jit_compile=False,
                 steps_per_execution=job.options["steps_per_execution"],
             )
         protocol.check_num_parameters(
@@ -273,8 +229,7 @@ def main(job: protocol.BenchmarkJob) -> None:
         protocol.describe(
             job,
             ("MirroredStrategy" if job.num_devices > 1 else "one device with all cores")
-            + f", steps_per_execution {job.options['steps_per_execution']}"
-            + ", jit_compile" * job.options["jit_compile"],
+            + f", steps_per_execution {job.options['steps_per_execution']}",
             tensorflow=tf.__version__,
             keras=keras.__version__,
         ),

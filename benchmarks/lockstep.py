@@ -2,7 +2,6 @@
 
 import argparse
 import pathlib
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +40,6 @@ def main() -> None:
     from app.runtime.versions import versions
     from app.training.evaluation import evaluate
     from app.training.training_spec import TrainingSpec, load_data
-    from strategies.flops import training_flops_per_example
 
     dataset = load_data(config)
     spec = TrainingSpec(config, dataset)
@@ -63,17 +61,12 @@ def main() -> None:
         accuracy = evaluate(strategy, dataset).accuracy
         return {"accuracy": accuracy, "sec": time.perf_counter() - start}
 
-    def memory() -> dict:
-        resident_pages = pathlib.Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-        return {"resident_bytes": int(resident_pages) * resource.getpagesize()}
-
     serve(
         {
             "versions": versions(),
             "num_parameters": strategy.model.count_params(),
-            "flops_per_example": training_flops_per_example(strategy.model),
         },
-        {"steps": steps, "evaluate": test, "memory": memory},
+        {"steps": steps, "evaluate": test},
     )
 
 

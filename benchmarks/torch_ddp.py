@@ -4,27 +4,15 @@
 
 - Weights have the layout `channels_last`, too.
 - Gradients are views of the communication buckets, which saves a copy.
-- `--compile` uses `torch.compile`, which needs a C++ compiler. On a CPU, LeNet takes as long or
-  slightly longer with it, in both precisions, so that it is off.
+- `torch.compile` is off: on a CPU, LeNet takes as long or slightly longer with it.
 """
-
-import argparse
-import shutil
 
 import protocol
 from peer_recipe import RECIPE_FLAG, check_recipe
 
-
-def check_flags(flags: argparse.Namespace) -> str | None:
-    """Returns the error in a combination of flags, or None."""
-    if flags.compile and not shutil.which("g++"):
-        return "--compile: there is no g++ on this machine; install it, or leave the flag out"
-    return check_recipe(flags)
-
-
 if __name__ == "__main__":
-    FLAGS = {**RECIPE_FLAG, **protocol.PRECISION_FLAG, "compile": {"action": "store_true"}}
-    JOB = protocol.open_job(["lenet", "resnet18"], flags=FLAGS, check=check_flags)
+    FLAGS = {**RECIPE_FLAG, **protocol.PRECISION_FLAG}
+    JOB = protocol.open_job(["lenet", "resnet18"], flags=FLAGS, check=check_recipe)
 
 import torch
 import torch.distributed as dist
@@ -89,9 +77,6 @@ class DdpTrainer(TorchTrainer):
             self._replica = nn.parallel.DistributedDataParallel(
                 self._model, gradient_as_bucket_view=True
             )
-        if job.options["compile"]:
-            self.settings += ", torch.compile"
-            self._replica = torch.compile(self._replica, dynamic=False)
 
     def evaluate(self) -> float:
         """Evaluates as `TorchTrainer`, with the first process' BatchNorm averages everywhere."""
