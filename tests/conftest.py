@@ -74,7 +74,6 @@ _ONLY_IN_TEST_ALL = re.compile(
         |test_a_run_cut_off_while_it_saves_can_be_finished\[.*(after_rename|mid_file|before_manifest)
         |test_a_signal_in_the_evaluation
     )
-    |test_report\.py::test_no_sideways_scroll
     |test_model_checks\.py::test_manual_and_mirrored_train_unnamed_layers_bit_for_bit
     |test_local_workers\.py::test_(a_killed_worker|the_death_of_the_starter)
     |test_api\.py::test_an_interruption_saves
