@@ -30,6 +30,7 @@ from app.runtime.errors import (
     Terminated,
 )
 from app.runtime.run_context import RunContext
+from app.training import loop as training_loop
 from app.training.evaluation import evaluate
 from app.training.loop import Training
 from app.verification.run_comparison import compare_weights
@@ -170,11 +171,9 @@ def test_manual_and_mirrored_end_with_the_same_weights(dataset, tmp_path, whole_
 
 
 def test_steps_per_call_do_not_change_the_result(dataset, tmp_path, monkeypatch):
-    from app.training import call_length
-
     results = []
     for call_sec in (0.0, 1e9):  # One step a call; all that is left of the epoch after the first.
-        monkeypatch.setattr(call_length, "_CALL_SEC", call_sec)
+        monkeypatch.setattr(training_loop, "_CALL_SEC", call_sec)
         results.append(train(dataset, tmp_path / str(call_sec), epochs=1))
     assert results[0].weights_sha256 == results[1].weights_sha256
     assert results[0].train_loss == results[1].train_loss

@@ -13,10 +13,6 @@ DATASET_CAVEATS = {
     "unverified": "UNVERIFIED images: these are not the accuracies of Fashion-MNIST",
 }
 TIMING_CAVEAT = "simulated devices: timing is not scaling"
-TRAINING_DATA_CAVEAT = (
-    "evaluated on the TRAINING data: the case has no test_data(), so test values say nothing of new"
-    " examples"
-)
 _CHANCE = 0.15  # Ten classes: the accuracy of guessing is 0.1.
 
 
@@ -40,9 +36,8 @@ def caveats(config: TrainConfig | CompareConfig, summary: Summary) -> list[str]:
             f"--num_gpus={config.num_gpus}, but no GPU: these are logical CPU devices, and their"
             " times say nothing of GPUs"
         )
-    lines += [TRAINING_DATA_CAVEAT] * summary.evaluates_training_data
     accuracy = summary.test_accuracy
-    if not summary.case and accuracy is not None and accuracy < _CHANCE:
+    if accuracy is not None and accuracy < _CHANCE:
         lines.append(
             f"test accuracy {accuracy:.4f} is hardly better than guessing: nothing has"
             " been learned yet; use more --epochs, or another --learning_rate or --recipe"

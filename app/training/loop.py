@@ -16,7 +16,6 @@ from app.runtime.errors import MismatchError, Terminated
 from app.runtime.fault_points import fault_point
 from app.runtime.progress_bar import TrainingProgress
 from app.training.all_reduce_self_test import run_all_reduce_self_test
-from app.training.call_length import num_steps_of_call
 from app.training.data_faults import inject_data_fault
 from app.training.epoch_progress import after_epoch, epoch_totals
 from app.training.evaluation import evaluate
@@ -26,10 +25,17 @@ from app.training.resume import Resumed
 from app.training.run_writer import RunWriter, summary_template
 from app.training.training_spec import TrainingSpec
 from app.training.training_state import TrainingState
-from app.training.verified_steps import CreateVerifier, VerifiedSteps, create_no_verifier
+from app.training.verified_steps import CreateVerifier, VerifiedSteps
 from app.training.worker_sync import check_same_data, synchronize, wait_for_all
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
+
+# The number of steps of a compiled call grows until it takes this long, so that the bar is updated
+# and the host is mostly idle.
+_CALL_SEC = 0.5
+# After each call the workers synchronise, which takes several round trips through the network. Over
+# a slow one calls last this many times as long, but no longer than the limit: a signal waits.
+_RATIO, _LONGEST_CALL_SEC = 10, 5.0
 
 
 class Training:
@@ -64,7 +70,7 @@ class Training:
         dataset: ImageDataset,
         run_dir: pathlib.Path | None,
         on_progress: Callable[[], None] = lambda: None,
-        create_verifier: CreateVerifier = create_no_verifier,
+        create_verifier: CreateVerifier | None = None,
     ) -> None:
         self._config, self._devices, self.dataset = config, devices, dataset
         self._run_dir, self._on_progress = run_dir, on_progress
@@ -84,7 +90,7 @@ class Training:
                 batch_sizes=self._spec.batch_sizes(),
                 num_steps=self._spec.num_steps,
             )
-        verifier = create_verifier(config, self._spec, self.strategy)
+        verifier = create_verifier and create_verifier(config, self._spec, self.strategy)
         self._verified = VerifiedSteps(config, verifier, run_dir, self.steps_per_epoch)
         self._metadata = self._spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
@@ -281,9 +287,9 @@ class Training:
 
     def _num_steps_of_next_call(self) -> int:
         """Returns the number of steps of the next compiled call."""
-        num_steps = self._config.steps_per_call or num_steps_of_call(
-            self._step_sec, self._shortest_network_sec
-        )
+        longest_sec = min(_RATIO * self._shortest_network_sec, _LONGEST_CALL_SEC)
+        fitting = max(1, int(max(_CALL_SEC, longest_sec) / self._step_sec))
+        num_steps = self._config.steps_per_call or fitting
         schedules = self._state.checkpoints, self._verified
         return min(num_steps, *(s.num_steps_before_next(self._state.progress) for s in schedules))
 

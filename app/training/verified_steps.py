@@ -67,10 +67,6 @@ class StepVerifier(Protocol):
 CreateVerifier = Callable[[TrainConfig, Any, Strategy], StepVerifier | None]
 
 
-def create_no_verifier(config: TrainConfig, spec: Any, strategy: Strategy) -> None:
-    """Returns None, so that no step is verified."""
-
-
 class VerifiedSteps:
     """Chooses the steps to verify, and stops the training, or warns, at a mismatch.
 
