@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 import keras
 import pytest
@@ -236,3 +237,22 @@ def test_settings_of_one_command_do_not_reach_the_next():
     finally:
         device_setup.keep_order_of_summation()
         keras.config.set_image_data_format("channels_last")
+
+
+@pytest.mark.e2e
+def test_a_signal_while_tensorflow_is_imported_has_its_line(tmp_path):
+    """Standard error is redirected meanwhile."""
+    (tmp_path / "tensorflow.py").write_text(
+        f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "main.py", "--dataset=synthetic", f"--out={tmp_path}/run"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=program_environment(PYTHONPATH=str(tmp_path)),
+    )  # fmt: skip
+    while not (tmp_path / "begun").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.terminate()
+    errors = process.communicate(timeout=30)[1]
+    assert process.returncode == 143
+    assert errors.splitlines()[-1].startswith("terminated; no state is saved yet")

@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import logging
 import os
+import signal
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from app.devices.tensorflow_settings import (
     restore_logging_at_end,
     settle_keras,
 )
-from app.runtime import console, run_context
+from app.runtime import console, run_context, signals
 from app.runtime.errors import DeviceError, reason_of
 
 if TYPE_CHECKING:
@@ -160,8 +161,14 @@ def _import_quietly(verbosity: int) -> Any:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     restore_logging_at_end()
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
-    with tempfile.TemporaryFile() as held_back:
-        saved = os.dup(2)
+    context, saved = run_context.current(), os.dup(2)
+
+    def leave() -> None:  # With its line on the real standard error.
+        os.dup2(saved, 2)
+        is_interrupt = context is not None and context.requested_signal == signal.SIGINT
+        console.leave(console.report_interruption(is_interrupt))
+
+    with tempfile.TemporaryFile() as held_back, signals.deferred(leave):
         os.dup2(held_back.fileno(), 2)
         try:
             import tensorflow

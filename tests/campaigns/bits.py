@@ -85,7 +85,10 @@ class Memory:
             {name: variable.numpy() for name, variable in copy.items()}
             for copy in self._strategy.copies()
         ]
-        expected = getattr(self, f"_flip_{kind}")()
+        if kind in ("weights", "optimizer"):
+            expected, undo = self._flip_variable(kind), None
+        else:
+            expected, undo = self._flip_example(kind == "labels")
         try:
             found = self._train_step()
         except tf.errors.OpError as error:
@@ -95,8 +98,8 @@ class Memory:
         for copy, values in zip(self._strategy.copies(), before, strict=True):
             for name, variable in copy.items():
                 variable.assign(values[name])
-        if self._undo:
-            self._undo()
+        if undo:
+            undo()
             for _ in range(PREFETCHED):  # They may have the changed example.
                 next(self._iterator)
                 self._step += 1
@@ -115,9 +118,8 @@ class Memory:
     def _compare_replicas(self) -> str:
         return _said(lambda: check_replica_divergence(self._strategy))
 
-    _undo: Callable[[], None] | None = None
-
-    def _flip_variable(self, prefix: str) -> str:
+    def _flip_variable(self, kind: str) -> str:
+        prefix = "model/" if kind == "weights" else "optimizer/"
         replica = self._random.randrange(REPLICAS)
         copy = self._strategy.copies()[replica]
         names = [
@@ -132,19 +134,7 @@ class Memory:
         copy[name].assign(value)
         return name.partition("/")[2]
 
-    def _flip_weights(self) -> str:
-        return self._flip_variable("model/")
-
-    def _flip_optimizer(self) -> str:
-        return self._flip_variable("optimizer/")
-
-    def _flip_images(self) -> str:
-        return self._flip_example(0)
-
-    def _flip_labels(self) -> str:
-        return self._flip_example(1)
-
-    def _flip_example(self, part: int) -> str:
+    def _flip_example(self, part: int) -> tuple[str, Callable[[], None]]:
         """Flips a bit of the copy that is trained on, or of the one that it is compared with."""
         data = self._spec.dataset
         tensor = np.asarray(memoryview(self._spec._examples[part]))  # Not a copy, as `numpy()` is.
@@ -158,13 +148,7 @@ class Memory:
             byte.value ^= 1 << bit
 
         flip()
-
-        def undo() -> None:
-            flip()
-            self._undo = None
-
-        self._undo = undo
-        return f"example {offset // (size // len(own))}"
+        return f"example {offset // (size // len(own))}", flip
 
 
 def _said(check: Callable[[], object]) -> str:

@@ -1,13 +1,12 @@
 """Records file operations with `strace`, and lists what may be on disk after a power cut.
 
 A file system keeps what was synced. Of everything else it may keep any part: the data of a file not
-at all, in part, or as zeros or other bytes of the right length; creations, renames and removals of
-a directory none, all, or some of them, also in another order.
+at all, in part, or as zeros of the right length; creations, renames and removals of a directory
+none, all, or some of them.
 
 Reference: CrashMonkey (OSDI 2018), ALICE (OSDI 2014).
 """
 
-import collections
 import dataclasses
 import hashlib
 import itertools
@@ -15,21 +14,20 @@ import os
 import pathlib
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 _CALLS = (
     *("open", "openat", "creat", "lseek", "write", "writev", "pwrite64", "pwritev"),
     *("truncate", "ftruncate", "fallocate", "fsync", "fdatasync", "mkdir", "mkdirat", "rename"),
     *("renameat", "renameat2", "unlink", "unlinkat", "rmdir", "link", "linkat", "symlink"),
-    *("symlinkat", "copy_file_range", "sendfile", "mmap", "clone", "clone3", "fork", "vfork"),
+    *("symlinkat", "copy_file_range", "sendfile", "mmap"),
 )
 _HEX = r"(?:\\x[0-9a-f]{2})*"
-_LINE = re.compile(r"(\d+) +(\w+)\((.*)\) += (-?\d+)(?:<.*>)?$")
+_LINE = re.compile(r"\d+ +(\w+)\((.*)\) += (\d+)(?:<.*>)?$")
 _UNFINISHED = " <unfinished ...>"
-_RESUMED = re.compile(r"(\d+) +<\.\.\. (\w+) resumed>(.*)$")
+_RESUMED = re.compile(r"(\d+) +<\.\.\. \w+ resumed>(.*)$")
 _WORD = re.compile(rf'<({_HEX})>(?:\(deleted\))?|"({_HEX})"')
 _MOST_CHANGES_IN_ALL_SUBSETS = 5
-_PAGE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,24 +70,8 @@ def parse_operations(recording: pathlib.Path, root: pathlib.Path) -> list[Operat
     Raises:
         ValueError: a call that this module does not replay.
     """
-    calls = [call for call in _finished_calls(recording) if int(call[3]) >= 0]
-    process_of = {  # Of a thread.
-        result: thread
-        for thread, call, text, result in calls
-        if call.startswith("clone") and "CLONE_THREAD" in text
-    }
     operations: list[Operation] = []
-    # Process → descriptor → offset; -1 for the end.
-    positions: dict[str, dict[int, int]] = collections.defaultdict(dict)
-    for process, call, text, result in calls:
-        while process in process_of:
-            process = process_of[process]
-        operations += _parse_call(call, text, int(result), root, positions[process])
-    return operations
-
-
-def _finished_calls(recording: pathlib.Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yields thread, name, arguments and result of each call, in the order of their ends."""
+    offsets: dict[str, int] = {}  # Of a file that is open once; -1 for the end.
     begun: dict[str, str] = {}
     with open(recording, encoding="ascii") as lines:
         for line in map(str.rstrip, lines):
@@ -97,70 +79,53 @@ def _finished_calls(recording: pathlib.Path) -> Iterator[tuple[str, str, str, st
                 begun[line.split()[0]] = line.removesuffix(_UNFINISHED)
                 continue
             if resumed := _RESUMED.match(line):
-                line = begun.pop(resumed[1]) + resumed[3]
-            if match := _LINE.match(line):
-                yield match[1], match[2], match[3], match[4]
+                line = begun.pop(resumed[1]) + resumed[2]
+            if match := _LINE.match(line):  # It did not fail.
+                operations += _parse_call(match[1], match[2], int(match[3]), root, offsets)
+    return operations
 
 
 def _parse_call(
-    call: str, text: str, result: int, root: pathlib.Path, positions: dict[int, int]
+    call: str, text: str, result: int, root: pathlib.Path, offsets: dict[str, int]
 ) -> list[Operation]:
-    if call in ("clone", "clone3", "fork", "vfork"):
+    found = _WORD.finditer(text)
+    words = [bytes.fromhex((m[1] or m[2] or "").replace("\\x", "")) for m in found]
+    paths = [os.fsdecode(word) for word in words[:4]]
+    if call in ("openat", "renameat", "renameat2", "mkdirat", "unlinkat"):
+        paths = [os.path.join(*paths[i : i + 2]) for i in range(0, len(paths), 2)]
+    name = _below(paths[0], root) if paths else None
+    if name is None:
         return []
-    words = [
-        bytes.fromhex((match[1] or match[2] or "").replace("\\x", ""))
-        for match in _WORD.finditer(text)
-    ]
-    if call in ("open", "openat", "creat"):
-        positions[result] = -1 if "O_APPEND" in text else 0
-        path = os.path.join(*map(os.fsdecode, words))
-        return _parse_open(path, text, root)
-    names = [_below(os.fsdecode(word), root) for word in words[:1]]
-    if call in ("rename", "renameat", "renameat2", "mkdirat", "unlinkat"):
-        paths = list(map(os.fsdecode, words))
-        if call != "rename":
-            paths = [os.path.join(*paths[i : i + 2]) for i in range(0, len(paths), 2)]
-        names = [_below(path, root) for path in paths]
-    if not names or names[0] is None:
-        return []
-    name, descriptor = names[0], text.partition("<")[0]
+    last = int(number[0]) if (number := re.search(r"\d+$", text)) else 0
     match call:
+        case "open" | "openat" | "creat":
+            offsets[name] = -1 if "O_APPEND" in text else 0
+            made = [Operation("create", name)] if "O_CREAT" in text else []
+            return [*made, *([Operation("truncate", name)] if "O_TRUNC" in text else [])]
         case "lseek":
-            if positions.get(int(descriptor), 0) >= 0:
-                positions[int(descriptor)] = result
+            offsets[name] = result if offsets.get(name, 0) >= 0 else -1
             return []
         case "write" | "writev":
-            offset = positions.get(int(descriptor), 0)
-            positions[int(descriptor)] = offset + result if offset >= 0 else -1
+            offset = offsets.get(name, 0)
+            offsets[name] = offset + result if offset >= 0 else -1
             return [Operation("write", name, data=b"".join(words[1:])[:result], number=offset)]
         case "pwrite64":
-            offset = int(text.rpartition(",")[2])
-            return [Operation("write", name, data=words[1][:result], number=offset)]
+            return [Operation("write", name, data=words[1][:result], number=last)]
         case "ftruncate" | "truncate":
-            return [Operation("truncate", name, number=int(text.rpartition(",")[2]))]
+            return [Operation("truncate", name, number=last)]
         case "fsync" | "fdatasync":
             return [Operation("sync", name)]
         case "mkdir" | "mkdirat":
             return [Operation("mkdir", name)]
-        case "rename" | "renameat" | "renameat2":
-            if names[1] is None or "RENAME_EXCHANGE" in text:
-                raise ValueError(f"{text} of {name} cannot be replayed")
-            return [Operation("rename", name, target=names[1])]
+        case "rename" | "renameat" | "renameat2" if "RENAME_EXCHANGE" not in text:
+            target = _below(paths[1], root)
+            if target is not None:
+                return [Operation("rename", name, target=target)]
         case "unlink" | "unlinkat" | "rmdir":
             return [Operation("remove", name)]
         case "mmap" if "MAP_SHARED" not in text or "PROT_WRITE" not in text:
             return []
     raise ValueError(f"{call} of {name} cannot be replayed")
-
-
-def _parse_open(path: str, text: str, root: pathlib.Path) -> list[Operation]:
-    name = _below(path, root)
-    operations = []
-    if name is not None and "O_CREAT" in text:
-        operations.append(Operation("create", name))
-    if name is not None and "O_TRUNC" in text:
-        operations.append(Operation("truncate", name))
-    return operations
 
 
 def _below(path: str, root: pathlib.Path) -> str | None:
@@ -176,57 +141,21 @@ class _File:
 
     def __init__(self) -> None:
         self.synced = self.current = b""
-        self._variants: list[bytes] | None = None
-
-    def change(self, content: bytes) -> None:
-        self.current, self._variants = content, None
-
-    def sync(self) -> None:
-        self.synced, self._variants = self.current, None
 
     def variants(self) -> list[bytes]:
         """Returns what the file may contain after a power cut; the current content is last."""
-        if self._variants is None:
-            self._variants = [self.synced]
-            if self.synced != self.current:
-                self._variants = [*self._damaged(), self.synced, self.current]
-        return self._variants
-
-    def _damaged(self) -> list[bytes]:
         old, new = self.synced, self.current
-        same = len(old)
-        while old[:same] != new[:same]:
-            same //= 2
-        size, half = len(new) - same, (len(new) - same) // 2
-        garbage = random.Random(size).randbytes(size)
-        first = min(half, _PAGE_BYTES - same % _PAGE_BYTES)
-        return [
-            new[:same] + bytes(size),
-            new[:same] + garbage,
-            new[: same + half],
-            new[: same + half] + bytes(size - half),
-            new[:same] + bytes(first) + new[same + first :],
-        ]
+        if old == new:
+            return [new]
+        size, half = len(new) - len(old), (len(old) + len(new)) // 2
+        return [old, new[: len(old)] + bytes(max(0, size)), new[:half], new]
 
 
-NUM_VARIANTS = 7  # Of one file.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Change:
-    """A change of directory entries that is not synced; `number` identifies file or directory."""
-
-    kind: str  # "add", "remove" or "rename".
-    parent: int
-    name: str
-    number: int
-    to_parent: int = -1
-    to_name: str = ""
-
-
-_Entries = dict[int, dict[str, int]]
 # Path → SHA-256 of the content; None for a directory.
 Tree = dict[str, str | None]
+_Entries = dict[int, dict[str, int]]
+# Kind ("add", "remove" or "rename"), directory, name, file; new directory and name of a rename.
+_Change = tuple[str, int, str, int, int, str]
 
 
 class Disk:
@@ -234,9 +163,6 @@ class Disk:
 
     Args:
         contents: gets the content of everything in a tree that is returned, by SHA-256.
-
-    Attributes:
-        contents: see above.
     """
 
     def __init__(self, contents: dict[str, bytes]) -> None:
@@ -244,8 +170,7 @@ class Disk:
         self._entries: _Entries = {0: {}}
         self._synced: _Entries = {0: {}}
         self._pending: list[_Change] = []
-        self._numbers = itertools.count(1)
-        self._names: dict[int, tuple[bytes, str]] = {}
+        self._hashes: dict[bytes, str] = {}
         self.contents = contents
 
     def apply(self, operation: Operation) -> None:
@@ -253,41 +178,40 @@ class Disk:
         parent, name, number = self._find(operation.path)
         match operation.kind:
             case "create" | "mkdir" if number < 0:
-                number = next(self._numbers)
+                number = len(self._files) + len(self._entries)
                 if operation.kind == "create":
                     self._files[number] = _File()
                 else:
                     self._entries[number], self._synced[number] = {}, {}
-                self._change(_Change("add", parent, name, number))
-            case "create":
-                pass
+                self._change(("add", parent, name, number, -1, ""))
             case "write" | "truncate" if number >= 0:  # Not of a file that was removed.
-                self._files[number].change(_changed(self._files[number].current, operation))
+                file = self._files[number]
+                file.current = _changed(file.current, operation)
             case "sync" if number in self._files:
-                self._files[number].sync()
+                self._files[number].synced = self._files[number].current
             case "sync" if number >= 0:
-                self._sync_directory(number)
+                for change in [c for c in self._pending if number in (c[1], c[4])]:
+                    _apply(self._synced, change)
+                    self._pending.remove(change)
             case "remove":
-                self._change(_Change("remove", parent, name, number))
+                self._change(("remove", parent, name, number, -1, ""))
             case "rename":
-                to_parent, to_name, _ = self._find(operation.target)
-                self._change(_Change("rename", parent, name, number, to_parent, to_name))
+                self._change(("rename", parent, name, number, *self._find(operation.target)[:2]))
 
     def tree(self, path: str = "") -> Tree:
         """Returns what the running program sees below a path."""
         number = self._find(path)[2]
         if number in self._files:
-            return {"": self._identity(self._files[number].current)}
-        return self._tree(self._entries, lambda file: file.current, number)
+            return {"": self._hash(self._files[number].current)}
+        return self._tree(self._entries, -1, number)
 
-    def states(self, chooser: random.Random) -> Iterator[Tree]:
+    def states(self, choices: random.Random) -> Iterator[Tree]:
         """Yields what may be on disk after a power cut; equal trees may be yielded repeatedly."""
-        for chosen in _subsets(len(self._pending), chooser):
+        for chosen in _subsets(len(self._pending), choices):
             entries = {number: dict(names) for number, names in self._synced.items()}
             if all(_apply(entries, self._pending[i]) for i in chosen):
-                for variant in range(NUM_VARIANTS):
-                    yield self._tree(entries, lambda f, v=variant: _nth(f.variants(), v))
-                yield self._tree(entries, lambda f: chooser.choice(f.variants()))
+                for variant in range(4):
+                    yield self._tree(entries, variant)
 
     def _find(self, path: str) -> tuple[int, str, int]:
         """Returns the number of the directory, the name in it, and the number of the entry."""
@@ -301,40 +225,23 @@ class Disk:
             raise ValueError(f"{change} cannot be replayed")
         self._pending.append(change)
 
-    def _sync_directory(self, number: int) -> None:
-        for change in list(self._pending):
-            if number in (change.parent, change.to_parent):
-                if not _apply(self._synced, change):
-                    raise ValueError(f"{change} cannot be synced")
-                self._pending.remove(change)
-
-    def _tree(
-        self,
-        entries: _Entries,
-        content: Callable[[_File], bytes],
-        number: int = 0,
-        prefix: str = "",
-    ) -> Tree:
+    def _tree(self, entries: _Entries, variant: int, number: int = 0, prefix: str = "") -> Tree:
+        """Returns the tree below a directory; `variant` chooses the content of changed files."""
         tree: Tree = {}
         for name, child in sorted(entries[number].items()):
             if child in self._files:
-                tree[prefix + name] = self._identity(content(self._files[child]))
+                variants = self._files[child].variants()
+                tree[prefix + name] = self._hash(variants[min(variant, len(variants) - 1)])
             else:
                 tree[prefix + name] = None
-                tree |= self._tree(entries, content, child, f"{prefix}{name}/")
+                tree |= self._tree(entries, variant, child, f"{prefix}{name}/")
         return tree
 
-    def _identity(self, content: bytes) -> str:
-        known = self._names.get(id(content))
-        if known is None or known[0] is not content:
-            known = content, hashlib.sha256(content).hexdigest()
-            self._names[id(content)] = known
-            self.contents[known[1]] = content
-        return known[1]
-
-
-def _nth(variants: list[bytes], index: int) -> bytes:
-    return variants[min(index, len(variants) - 1)]
+    def _hash(self, content: bytes) -> str:
+        if content not in self._hashes:
+            self._hashes[content] = hashlib.sha256(content).hexdigest()
+            self.contents[self._hashes[content]] = content
+        return self._hashes[content]
 
 
 def _changed(content: bytes, operation: Operation) -> bytes:
@@ -347,27 +254,21 @@ def _changed(content: bytes, operation: Operation) -> bytes:
 
 def _apply(entries: _Entries, change: _Change) -> bool:
     """Applies a change to directory entries; returns False if they do not permit it."""
-    source = entries[change.parent]
-    if change.kind == "add":
-        if change.name in source:
+    kind, parent, name, number, to_parent, to_name = change
+    source = entries[parent]
+    if kind == "add":
+        return source.setdefault(name, number) == number
+    if source.get(name) != number:
+        return False
+    if kind == "rename":
+        if entries.get(entries[to_parent].get(to_name, -1)):  # A directory that is not empty.
             return False
-        source[change.name] = change.number
-        return True
-    if source.get(change.name) != change.number:
-        return False
-    if change.kind == "remove":
-        del source[change.name]
-        return True
-    target = entries[change.to_parent]
-    found = target.get(change.to_name, -1)
-    if entries.get(found):  # A directory that is not empty.
-        return False
-    del source[change.name]
-    target[change.to_name] = change.number
+        entries[to_parent][to_name] = number
+    del source[name]
     return True
 
 
-def _subsets(count: int, chooser: random.Random) -> set[tuple[int, ...]]:
+def _subsets(count: int, choices: random.Random) -> set[tuple[int, ...]]:
     """Returns which of the pending changes are on disk: all subsets, or the likely ones."""
     indices = range(count)
     if count <= _MOST_CHANGES_IN_ALL_SUBSETS:
@@ -375,5 +276,4 @@ def _subsets(count: int, chooser: random.Random) -> set[tuple[int, ...]]:
         return set(itertools.chain.from_iterable(sizes))
     subsets = {tuple(indices[:size]) for size in range(count + 1)}
     subsets |= {tuple(i for i in indices if i != left_out) for left_out in indices}
-    subsets |= {(i,) for i in indices}
-    return subsets | {tuple(i for i in indices if chooser.random() < 0.5) for _ in range(8)}
+    return subsets | {tuple(i for i in indices if choices.random() < 0.5) for _ in range(8)}

@@ -220,7 +220,7 @@ def run(
     """Runs cycles; yields what each one did. `only` names strategies or kinds of faults."""
     choices, sites = random.Random(seed), {}
     data_dir = write_data(folder / "data")
-    strategies = [name for name in STRATEGIES if name in only] or STRATEGIES
+    strategies = [s for s in STRATEGIES if s.replace("_", " ") in only] or STRATEGIES
     kinds = [kind for kind in KINDS if kind in only] or list(KINDS)
     for number in range(1, cycles + 1):
         name = choices.choice(strategies)
