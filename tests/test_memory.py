@@ -29,6 +29,8 @@ def test_a_batch_beyond_all_memory_is_refused_and_the_line_names_its_shards(monk
     with pytest.raises(DeviceError, match=r"=64, which is 32 images on each of 2 replicas") as told:
         guard(strategy, monkeypatch, least - 1).check()
     assert "0.0 are free; use --global_batch_size=32 or less" in str(told.value)
+    with pytest.raises(DeviceError, match="use --global_batch_size=14 or less"):
+        guard(strategy, monkeypatch, least // 4 - 1).check()
     accumulating = create("manual", 2, accumulate_steps=4)
     guard(accumulating, monkeypatch, least // 4).check()
     with pytest.raises(DeviceError):

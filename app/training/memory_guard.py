@@ -41,8 +41,9 @@ class MemoryGuard:
         """
         least, free = self._least_bytes(), available_bytes()
         if self._on_cpu and free is not None and least > free:
-            gib = 2**30
-            raise self._error(f"needs at least {least / gib:.1f} GiB, {free / gib:.1f} are free")
+            gib, fits = 2**30, self._global_batch_size * free // least
+            reason = f"needs at least {least / gib:.1f} GiB, {free / gib:.1f} are free"
+            raise self._error(reason, at_most=fits)
 
     @contextlib.contextmanager
     def naming_errors(self, is_within_epoch: Callable[[], bool]) -> Iterator[None]:
@@ -72,9 +73,9 @@ class MemoryGuard:
         num_shards = strategy.num_replicas * strategy.shards_per_replica
         return self._global_batch_size * num_local * per_image // num_shards
 
-    def _error(self, reason: str) -> DeviceError:
+    def _error(self, reason: str, at_most: float = math.inf) -> DeviceError:
         size, num = self._global_batch_size, self._strategy.num_replicas
-        half = size // 2 // num * num
+        half = int(min(size // 2, at_most)) // num * num
         advice = (
             f"use --global_batch_size={half} or less"
             if half
