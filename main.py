@@ -29,7 +29,7 @@ except ModuleNotFoundError:  # TensorFlow, which requires absl, is not installed
 
 from app.cli import flags
 from app.config import Config, TrainConfig
-from app.runtime import console, errors, fault_points, signals
+from app.runtime import console, errors, signals
 from app.runtime.run_context import RunContext
 
 
@@ -55,9 +55,6 @@ def main(config: Config) -> int:
 def run(config: Config) -> int:
     """Runs the command within the current context; prints errors and returns the exit code."""
     try:
-        fault = fault_points.arm(os.environ)
-        if fault:
-            console.warn(f"{fault_points.VARIABLE}={fault}: this run is made to fail")
         importlib.import_module(f"app.commands.{config.command}").run(config)
         return 0
     except errors.LockstepError as error:

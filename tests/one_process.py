@@ -21,6 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import main
 from app.config import Config
+from failing_steps import after_step
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _STEP_OF_SIGNAL = 3
@@ -68,21 +69,8 @@ def run(config):
 @contextlib.contextmanager
 def interrupted():
     """Sends this process SIGINT after some steps of a training."""
-    from app.training import loop
-
-    passed, original = [], loop.fault_point
-
-    def pass_point(point):
-        original(point)
-        passed.append(point)
-        if passed.count("step") == _STEP_OF_SIGNAL and point == "step":
-            os.kill(os.getpid(), signal.SIGINT)
-
-    loop.fault_point = pass_point
-    try:
+    with after_step(_STEP_OF_SIGNAL, lambda: os.kill(os.getpid(), signal.SIGINT)):
         yield
-    finally:
-        loop.fault_point = original
 
 
 def commands(out, num_examples):

@@ -19,7 +19,6 @@ from app.records.event_file import event_files
 from app.records.files import write_file
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
-from app.runtime import fault_points
 from app.runtime.errors import (
     CheckpointError,
     DeviceError,
@@ -29,12 +28,13 @@ from app.runtime.errors import (
     ReplicaDivergenceError,
     Terminated,
 )
-from app.runtime.run_context import RunContext
+from app.runtime.progress_bar import TrainingProgress
 from app.training import loop as training_loop
 from app.training.evaluation import evaluate
 from app.training.loop import Training
 from app.verification.run_comparison import compare_weights
 from conftest import CPUS
+from failing_steps import InjectedError, after_call, after_step
 from models import MODELS
 from strategies import STRATEGIES
 
@@ -80,10 +80,9 @@ def train(dataset, run_dir, **options):
     return make(dataset, run_dir, **options).run()
 
 
-def train_until(dataset, run_dir, fault, error=RuntimeError, **options):
-    """Trains until a fault point ends it."""
-    with RunContext(), pytest.raises(error):
-        fault_points.arm({fault_points.VARIABLE: fault})
+def train_until(dataset, run_dir, failing, **options):
+    """Trains until it fails."""
+    with failing, pytest.raises(InjectedError):
         train(dataset, run_dir, **options)
 
 
@@ -127,7 +126,7 @@ def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(dataset, tmp_pat
     options = {"strategy": strategy, "steps_per_call": 1}
     whole = train(dataset, tmp_path / "whole", **options)
     options |= {"checkpoint_every": 4}
-    train_until(dataset, tmp_path / "cut", "step:13:raise", **options)
+    train_until(dataset, tmp_path / "cut", after_step(13), **options)
     assert load_summary(tmp_path / "cut").status == "running"
     assert find_newest_checkpoint(tmp_path / "cut").checkpoint.progress.epoch_step == 2
     resumed = train(dataset, tmp_path / "cut", **options)
@@ -142,7 +141,7 @@ def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(dataset, tmp_pat
 def test_another_strategy_goes_on_from_mid_epoch(dataset, tmp_path, capsys):
     whole = train(dataset, tmp_path / "whole", strategy="manual")
     options = {"checkpoint_every": 4, "steps_per_call": 2}
-    train_until(dataset, tmp_path / "cut", "step:6:raise", strategy="manual", **options)
+    train_until(dataset, tmp_path / "cut", after_step(6), strategy="manual", **options)
     resumed = train(dataset, tmp_path / "cut", strategy="mirrored", **options)
     assert "strategy manual → mirrored: global batch 64 and" in capsys.readouterr().out
     assert resumed.weights_sha256 == whole.weights_sha256
@@ -156,7 +155,7 @@ def test_batch_norm_statistics_go_on_bit_for_bit(dataset, tmp_path, strategy, mo
     options = {"strategy": strategy, "epochs": 1, "steps_per_call": 1}
     whole = train(dataset, tmp_path / "whole", **options)
     options |= {"checkpoint_every": 3}
-    train_until(dataset, tmp_path / "cut", "step:4:raise", **options)
+    train_until(dataset, tmp_path / "cut", after_step(4), **options)
     own = find_newest_checkpoint(tmp_path / "cut").checkpoint.per_shard_statistics
     assert len(own) == 2 and not np.array_equal(own[0][0], own[1][0])
     assert train(dataset, tmp_path / "cut", **options).weights_sha256 == whole.weights_sha256
@@ -361,7 +360,7 @@ def test_a_history_without_checkpoints_is_no_new_start(dataset, tmp_path):
 
 
 def test_going_on_with_other_replicas_says_so(dataset, tmp_path, capsys):
-    train_until(dataset, tmp_path, "epoch:1:raise", strategy="single")
+    train_until(dataset, tmp_path, after_call(TrainingProgress, "epoch"), strategy="single")
     assert train(dataset, tmp_path).status == "finished"
     assert (
         "strategy single → manual; shards of a batch 1 → 2: global batch 64"
@@ -472,7 +471,7 @@ def test_another_model_that_fits_is_another_training(dataset, tmp_path, monkeypa
 
 
 def test_other_versions_are_told(dataset, tmp_path, monkeypatch, capsys):
-    train_until(dataset, tmp_path, "epoch:1:raise")
+    train_until(dataset, tmp_path, after_call(TrainingProgress, "epoch"))
     monkeypatch.setattr("app.training.training_spec.versions", lambda: {"tensorflow": "9.9"})
     make(dataset, tmp_path)
     assert "tensorflow 2" in (told := capsys.readouterr().out) and "→ 9.9" in told

@@ -15,9 +15,7 @@ from app.records.checkpoint import find_newest_checkpoint
 from app.records.files import write_file
 from app.records.history import Summary, load_history, load_summary
 from app.records.run_metadata import Progress
-from app.runtime import fault_points
 from app.runtime.errors import ConfigError, MismatchError
-from app.runtime.run_context import RunContext
 from app.training.loop import Training
 from app.training.training_spec import TrainingSpec
 from app.training.verified_steps import MISMATCH_DIRECTORY, VerifiedSteps
@@ -29,6 +27,7 @@ from app.verification.step_verifier import StepVerifier, create_step_verifier
 from app.verification.trace import Trace
 from app.verification.trace_gather import gather_trace
 from conftest import CPUS
+from failing_steps import InjectedError, after_step
 from models import MODELS
 from strategies import STRATEGIES
 from strategies.manual import ManualStrategy
@@ -200,8 +199,7 @@ def test_a_warning_lets_the_training_go_on(dataset, tmp_path, capsys):
 
 def test_a_resumed_training_verifies_the_same_steps(dataset, tmp_path):
     options = {"verify_every": 3, "epochs": 2, "checkpoint_every": 1}
-    with RunContext(), pytest.raises(RuntimeError):
-        fault_points.arm({fault_points.VARIABLE: "step:7:raise"})
+    with after_step(7), pytest.raises(InjectedError):
         train(dataset, tmp_path / "cut", **options)
     cut = train(dataset, tmp_path / "cut", **options)
     whole = train(dataset, tmp_path / "whole", **options)

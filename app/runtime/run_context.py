@@ -35,7 +35,6 @@ class RunContext:
         forward_warning: called with each warning instead of printing it; None to print it.
         requested_signal: first signal that asked the command to stop; None without one.
         on_first_signal: called at the first signal; None if it ends the process at once.
-        pass_fault_point: called with the name of each fault point; None if no fault is armed.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,6 @@ class RunContext:
         self.forward_warning: Callable[[str], None] | None = None
         self.requested_signal: signal.Signals | None = None
         self.on_first_signal: Callable[[], object] | None = None
-        self.pass_fault_point: Callable[[str], None] | None = None
         self._temporary: TemporaryDirectory | None = None
         self._kept: list[object] = []
         self._at_end = contextlib.ExitStack()

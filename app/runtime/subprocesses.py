@@ -103,17 +103,6 @@ def train_in_child_process(words: Sequence[str], run_dir: pathlib.Path) -> int:
     return child.exit_code or 0
 
 
-def is_running(pid: int) -> bool:
-    """Returns whether there is a process with this id on this machine."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # Of another user.
-        return True
-    return True
-
-
 def limit_cores(cores: Sequence[int]) -> None:
     """Limits this process to some processor cores, if the system can; empty for no limit."""
     if cores and hasattr(os, "sched_setaffinity"):

@@ -13,7 +13,6 @@ from app.devices.device_setup import Devices
 from app.records.history import Summary
 from app.runtime import signals
 from app.runtime.errors import MismatchError, Terminated
-from app.runtime.fault_points import fault_point
 from app.runtime.progress_bar import TrainingProgress
 from app.training.all_reduce_self_test import run_all_reduce_self_test
 from app.training.data_faults import inject_data_fault
@@ -168,7 +167,6 @@ class Training:
             start = time.monotonic()
             self._verified.compile(self.strategy, self._iterator)
             self._compile_sec = time.monotonic() - start
-        fault_point("compile")
 
     def step(self, num_steps: int) -> StepTotals:
         """Trains some steps in one compiled call, and adds them to the progress of the epoch.
@@ -186,7 +184,6 @@ class Training:
         )
         self._step_sec = call_sec / num_steps
         self._state.add_steps(num_steps, totals, call_sec=call_sec)
-        fault_point("step")
         self._state.check_finite(totals, "training loss")
         images_per_sec = totals.examples / call_sec
         self._bar.step(
@@ -226,7 +223,6 @@ class Training:
         )
         self.save()
         self._bar.epoch(self._state.progress.history[-1])
-        fault_point("epoch")
 
     def save(self) -> None:
         """Saves the state of the training, unless the last checkpoint has it."""
@@ -310,5 +306,4 @@ class Training:
         return synchronize(self._workers, *numbers)
 
     def _after_test_batch(self) -> None:
-        fault_point("evaluate")
         self._synchronize()
