@@ -3,7 +3,7 @@
     .venv/bin/python main.py verify --case=examples/case_train_step.py --num_devices=2
 
 Under a strategy, such a loss must be divided by the number of replicas, because Keras sums
-gradients. `corrected` divides it: `--model_fn=corrected`.
+gradients. `corrected` divides it: `--case=examples/case_train_step.py:corrected`.
 """
 
 import keras

@@ -3,7 +3,7 @@
     .venv/bin/python main.py verify --case=examples/case_two_inputs.py --num_devices=2
 
 `reduction="mean_with_sample_weight"` divides by the weights of a replica's own examples. With the
-default reduction, `--model_fn=corrected`, replicas and one device train alike.
+default reduction, `--case=…:corrected`, replicas and one device train alike.
 """
 
 import keras
