@@ -170,6 +170,14 @@ def test_a_port_in_use_is_named(tmp_path):
     assert f"error: port {port} of 127.0.0.1:{port}: Address already in use" in result.stderr
 
 
+def test_compare_in_a_cluster_is_refused():
+    result = run_main(
+        *("compare", "--strategies=manual,multi_worker"), env=tf_config({"worker": ["a:1"]})
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: compare starts the workers on this machine, but")
+
+
 def test_a_missing_worker_is_named_until_the_time_is_up(tmp_path):
     ports = free_ports(3)
     result = run_main(

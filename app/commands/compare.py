@@ -39,6 +39,11 @@ def run(config: CompareConfig) -> list[Summary]:
     Raises:
         LockstepError: a training did not finish; the program exits with its exit code.
     """
+    if config.has_workers and is_in_cluster():
+        raise ConfigError(
+            "compare starts the workers on this machine, but the environment defines a cluster;"
+            " unset TF_CONFIG, or run it outside of srun"
+        )
     interpreters = find_interpreters([n for n in config.strategies if n in FRAMEWORKS])
     path = named_path(config.out or default_out("compare", config.model))
     fields = {
@@ -101,11 +106,6 @@ def _train_with_frameworks(
 def _words_for(config: CompareConfig, strategy: str) -> list[str]:
     """Returns command and flags of the training of one strategy."""
     flags = config.for_training(strategy).flags_for(TrainConfig)
-    if strategy == "multi_worker" and is_in_cluster():
-        raise ConfigError(
-            "compare starts the workers on this machine, but the environment defines a cluster;"
-            " unset TF_CONFIG, or start it outside of srun"
-        )
     return ["train", *flags]
 
 

@@ -7,18 +7,16 @@ own call waits for a missing worker without a message, and ignores SIGTERM.
 
 import asyncio
 import contextlib
-import faulthandler
 import hmac
 import json
 import re
-import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from app.config import TrainConfig
 from app.devices.cluster import SECRET_VARIABLE, Cluster, host_and_port
-from app.runtime import console, signals
+from app.runtime import console, signals, watchdog
 from app.runtime.errors import ConfigError, PeerLostError, reason_of
 from app.runtime.versions import versions
 from strategies.collective_cluster import ClusterWorkers
@@ -53,7 +51,16 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: TrainConfig) ->
     meet(cluster, _settings(config, local_devices), config.start_timeout_sec)
     auto = config.all_reduce == "auto"
     all_reduce = default_all_reduce(local_devices) if auto else config.all_reduce
-    with naming_lost_peers(cluster), _ended_after(config.start_timeout_sec):
+
+    def report_loss() -> None:  # TensorFlow's call would wait.
+        console.report_error(
+            PeerLostError(
+                f"--start_timeout_sec={config.start_timeout_sec}: a worker came and was lost; run"
+                " the same command again"
+            )
+        )
+
+    with naming_lost_peers(cluster), watchdog.watch(config.start_timeout_sec, report_loss):
         workers = ClusterWorkers(cluster.addresses, cluster.index, local_devices, all_reduce)
     signals.reinstall()
     return workers
@@ -223,23 +230,6 @@ def _settings(config: TrainConfig, local_devices: Sequence[str]) -> dict:
     kind = "GPU" if "GPU" in local_devices[0] else "CPU"
     own = {f"version of {name}": version for name, version in versions().items()}
     return json.loads(json.dumps({**flags, "devices": f"{len(local_devices)} {kind}", **own}))
-
-
-@contextlib.contextmanager
-def _ended_after(timeout_sec: float) -> Iterator[None]:
-    """Lets the kernel end this process, with code 142, if TensorFlow's call takes too long.
-
-    If a worker is lost after it came, the call waits and holds Python's lock: no Python code runs.
-    """
-    faulthandler.dump_traceback_later(timeout_sec)
-    previous = signal.signal(signal.SIGALRM, signal.SIG_DFL) or signal.SIG_DFL
-    signal.setitimer(signal.ITIMER_REAL, timeout_sec + 1)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def watch(timeout_sec: float, on_stall: Callable[[], None]) -> Iterator[Callable
     def count_idle_seconds() -> None:
         nonlocal idle_sec
         last, context = time.monotonic(), run_context.current()
-        with contextlib.closing(_KernelTimer(timeout_sec)) as kernel_timer:
+        with contextlib.closing(kernel_timer):
             while not ended.wait(_PERIOD_SEC):
                 kernel_timer.restart(context.log_file if context else None)
                 now = time.monotonic()
@@ -57,6 +57,8 @@ def watch(timeout_sec: float, on_stall: Callable[[], None]) -> Iterator[Callable
                     run_context.start_thread(on_stall).join(_REPORT_SEC)
                     console.leave(StalledError.exit_code)
 
+    kernel_timer = _KernelTimer(timeout_sec)
+    kernel_timer.restart(None)  # At once: the block may let no other thread run.
     thread = run_context.start_thread(count_idle_seconds, name="watchdog")
     try:
         yield on_progress
