@@ -48,7 +48,7 @@ MUST_BE_NOTICED = (*IN_MEMORY, "checkpoint", "manifest", "trace")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What has to be named, what was said of a flip, and whether it has no effect."""
+    """The name that must be said, the words about a flip, and whether it has no effect."""
 
     what: str
     found: str
