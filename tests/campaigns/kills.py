@@ -133,7 +133,8 @@ def _memory_limit(site: Site) -> Ended:
     prefix = ["prlimit", f"--as={mib << 20}", *MAIN]
     # Without address space, native code may also abort, use a null pointer, or exit by itself.
     expected = (0, 6, 138, 127, -9, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGALRM)
-    return site.start(prefix=prefix), f"{mib} MiB of address space", expected
+    program = site.start(f"--stall_timeout_sec={_STALL_SEC}", prefix=prefix)  # It may also wait.
+    return program, f"{mib} MiB of address space", expected
 
 
 def _two_at_once(site: Site) -> Ended:
