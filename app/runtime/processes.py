@@ -189,7 +189,9 @@ def _hiding_main_module() -> Iterator[None]:
 def _start_server() -> None:
     """Starts the process that imports TensorFlow, without what TensorFlow then prints."""
     forkserver.set_forkserver_preload(["tensorflow", "keras"])
-    saved = os.dup(2)
+    variable = "TF_CPP_MIN_LOG_LEVEL"  # Read once, when TensorFlow is imported.
+    level, saved = os.environ.get(variable), os.dup(2)
+    os.environ.setdefault(variable, "3")
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
@@ -197,6 +199,8 @@ def _start_server() -> None:
     finally:
         os.dup2(saved, 2)
         os.close(saved)
+        if level is None:
+            del os.environ[variable]
 
 
 def _death(exit_code: int) -> BaseException:
