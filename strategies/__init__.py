@@ -21,19 +21,19 @@ STRATEGIES: dict[str, str] = {
     "tensor": "strategies.tensor:TensorStrategy",
 }
 
-# Name of a strategy → the options that not every strategy has.
+_ALL_REDUCE = ("all_reduce", "communication_dtype")
+_DATA_PARALLEL = ("batch_norm", "accumulate_steps", "shard_weights", "jit_compile")
+# Name of a strategy → the options that not every strategy has. XLA cannot compile strategies whose
+# devices exchange tensors within a forward pass.
 STRATEGY_OPTIONS: dict[str, tuple[str, ...]] = {
-    "single": ("accumulate_steps",),
-    "manual": ("batch_norm", "accumulate_steps", "shard_weights"),
-    "mirrored": ("batch_norm", "accumulate_steps", "shard_weights"),
-    "multi_worker": ("batch_norm", "accumulate_steps", "shard_weights"),
-    "sharded": ("batch_norm", "accumulate_steps", "shard_weights", "shard"),
+    "single": ("accumulate_steps", "jit_compile"),
+    "manual": (*_DATA_PARALLEL, *_ALL_REDUCE),
+    "mirrored": (*_DATA_PARALLEL, *_ALL_REDUCE),
+    "multi_worker": (*_DATA_PARALLEL, *_ALL_REDUCE),
+    "sharded": (*_DATA_PARALLEL, "shard"),
     "pipeline": ("model_parallel", "micro_batches", "schedule", "recompute", "pipeline_cuts"),
     "tensor": ("model_parallel",),
 }
-
-# Strategies that XLA cannot compile: their devices exchange tensors within a forward pass.
-WITHOUT_JIT_COMPILE = ("pipeline", "tensor")
 
 # Name of a strategy → its all-reduce algorithms. A strategy that is not listed accepts only "auto".
 ALL_REDUCE_ALGORITHMS: dict[str, tuple[str, ...]] = {

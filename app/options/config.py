@@ -1,0 +1,234 @@
+"""Defines the config object of a command: its options, nested by group."""
+
+import dataclasses
+from typing import Any
+
+from app.options import names, rules, table
+from app.options.names import MULTI_WORKER, SINGLE
+from app.options.option import Option, did_you_mean, shown_flag
+from app.options.split_numbers import OPTIONS_OF_SOME, has_option
+from app.runtime.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of one command, nested by group; create it with `Config.of`.
+
+    Options that the command does not have are at their defaults.
+    """
+
+    command: str
+    training: table.Training
+    data: table.Data
+    distribution: table.Distribution
+    cluster: table.Cluster
+    output: table.Output
+    verification: table.Verification
+    benchmark: table.Benchmark
+    evaluation: table.Evaluation
+    words: table.Words
+
+    @staticmethod
+    def of(command: str = "train", **options: Any) -> "Config":
+        """Returns the config that the command line would create from these options.
+
+        Args:
+            command: name of the command.
+            **options: named like the flags; `experiment` and `directories` for the words after
+                `demo` and `report`.
+
+        Raises:
+            ConfigError: the command or an option does not exist, a value is invalid, or two options
+                contradict each other.
+        """
+        check_command(command)
+        rows = table.options_of(command)
+        for name in options:
+            if name not in rows:
+                raise ConfigError(unknown_option(name, command))
+        values = {name: rows[name].parse(value) for name, value in options.items()}
+        for row in rows.values():
+            if row.required and row.name not in values:
+                raise ConfigError(f"{row.flag} is required; write {row.flag}={row.placeholder}")
+        if values.get("case") and "strategies" not in values:
+            values["strategies"] = names.CASE_STRATEGIES
+        return _create(command, rows, values)
+
+    def for_training(self, strategy: str, **options: Any) -> "Config":
+        """Returns the config of a training with one strategy and this command's options.
+
+        Options that the strategy does not have, and lists of values to try, are at their defaults.
+        `single` has one device with all cores; a framework gets the config of `single`.
+
+        Args:
+            strategy: strategy of the training.
+            **options: values that replace the command's.
+        """
+        strategy = SINGLE if strategy in names.FRAMEWORKS else strategy
+        dtype = table.options_of("verify")["communication_dtype"]
+        rows = table.options_of("train") | {dtype.name: dtype}
+        values = {
+            name: self.value(row)
+            for name, row in table.options_of(self.command).items()
+            if name in rows and rows[name].group == row.group
+        }
+        values |= self._devices_beside_workers(strategy)
+        values |= {name: rows[name].parse(value) for name, value in options.items()}
+        without = {name for name in OPTIONS_OF_SOME if not has_option(strategy, name)}
+        if strategy == SINGLE:
+            without |= {"num_devices", "num_gpus"}
+        values = {name: value for name, value in values.items() if name not in without}
+        return _create("train", rows, {**values, "strategy": strategy})
+
+    def replace(self, **options: Any) -> "Config":
+        """Returns the config with other values of some options.
+
+        Raises:
+            ConfigError: two options contradict each other.
+        """
+        rows = {row.name: row for row in reversed(table.TABLE)} | table.options_of(self.command)
+        changed: dict[str, Any] = {}
+        for name, value in options.items():
+            group = changed.get(rows[name].group, getattr(self, rows[name].group))
+            changed[rows[name].group] = dataclasses.replace(group, **{name: value})
+        config = dataclasses.replace(self, **changed)
+        rules.check(config)
+        return config
+
+    def on_one_machine(self) -> "Config":
+        """Returns a single-process training on as many devices as the strategies use.
+
+        Prefers a strategy with an all-reduce, whose dtype determines the tolerance.
+        """
+        parallel = [name for name in self.own_strategies if name not in (SINGLE, MULTI_WORKER)]
+        parallel.sort(key=lambda name: not has_option(name, "all_reduce"))
+        if self.has_workers and not (parallel and has_option(parallel[0], "all_reduce")):
+            return self.for_training("manual", inject=None, all_reduce="auto")
+        return self.for_training((*parallel, SINGLE)[0], inject=None)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """All strategies that the command uses."""
+        one = "strategies" not in table.options_of(self.command)
+        return (self.distribution.strategy,) if one else self.distribution.strategies
+
+    @property
+    def own_strategies(self) -> tuple[str, ...]:
+        """The strategies of this project, without frameworks."""
+        return tuple(name for name in self.strategies if name not in names.FRAMEWORKS)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether a strategy uses several processes."""
+        return MULTI_WORKER in self.strategies
+
+    @property
+    def num_devices_asked(self) -> int | None:
+        """The number of devices of each worker; None if it depends on the machine."""
+        default = names.DEFAULT_LOGICAL_CPUS if self.distribution.device == "cpu" else None
+        if self.strategies == (SINGLE,) and self.command != "benchmark":
+            default = 1
+        elif self.has_workers:
+            default = 1 if self.distribution.device == "cpu" or self.is_comparison else None
+        return self.distribution.num_devices or self.distribution.num_gpus or default
+
+    @property
+    def num_devices_of_all_workers(self) -> int | None:
+        """The total number of devices; None if it depends on the machine or the cluster."""
+        asked = self.num_devices_asked
+        if not self.has_workers or asked is None:
+            return asked
+        return asked * self.cluster.num_workers if self.cluster.num_workers else None
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether the command compares strategies on equally many devices."""
+        return self.command in ("compare", "verify")
+
+    @property
+    def faulty_strategy(self) -> str | None:
+        """The strategy that gets the fault of `--inject`; None without a fault."""
+        return rules.faulty_strategy(self) if self.verification.fault else None
+
+    def value(self, option: Option) -> Any:
+        """Returns the value of an option."""
+        return getattr(getattr(self, option.group), option.name)
+
+    def changed(self, command: str | None = None) -> dict[str, Any]:
+        """Returns name → value of the options that are not at their default, in order.
+
+        Args:
+            command: only options of this command, too, and compared with its defaults.
+        """
+        rows = table.options_of(command or self.command)
+        own = table.options_of(self.command)
+        values = {name: self.value(row) for name, row in own.items() if name in rows}
+        return {name: value for name, value in values.items() if value != rows[name].default}
+
+    def flags(self, command: str | None = None) -> list[str]:
+        """Returns the flags of an equivalent command line, without `--out`.
+
+        Args:
+            command: another command, whose options are taken.
+        """
+        return [shown_flag(*item) for item in self.changed(command).items() if item[0] != "out"]
+
+    def result_fields(self) -> dict[str, Any]:
+        """Returns the options that affect the result of a training, without paths and display."""
+        rows = table.options_of(self.command).values()
+        fields = {row.name: self.value(row) for row in rows if row.affects_result}
+        if "inject" in table.options_of(self.command):
+            fault = self.verification.fault
+            fields["inject"] = fault.spec if fault else None
+        # Lists, as read back from a file.
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
+
+    def _devices_beside_workers(self, strategy: str) -> dict[str, Any]:
+        """Returns the device options of a compared strategy that differ from the flags.
+
+        Beside `multi_worker`, the other strategies have as many devices on one machine as its
+        workers have in total.
+        """
+        if not (self.is_comparison and strategy == MULTI_WORKER):
+            values: dict[str, Any] = {"num_workers": None}
+        else:
+            values = {"num_workers": self.cluster.num_workers}
+        if not (self.is_comparison and self.has_workers) or strategy == SINGLE:
+            return values
+        own = strategy == MULTI_WORKER
+        number = self.num_devices_asked if own else self.num_devices_of_all_workers
+        name = "num_gpus" if self.distribution.num_gpus else "num_devices"
+        return {**values, name: number, "num_devices": number}
+
+
+def _create(command: str, rows: dict[str, Option], values: dict[str, Any]) -> Config:
+    """Returns the checked config of a command with these values; other options are defaults."""
+    groups: dict[str, dict[str, Any]] = {name: {} for name in table.GROUPS}
+    for name, row in rows.items():
+        groups[row.group][name] = values.get(name, row.default)
+    nested = {name: table.GROUPS[name](**fields) for name, fields in groups.items()}
+    config = Config(command=command, **nested)
+    rules.check(config)
+    return config
+
+
+def check_command(name: str) -> None:
+    """Checks that there is such a command.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in table.COMMANDS:
+        known = table.COMMANDS
+        raise ConfigError(
+            f"{name!r} is not a command; use one of {', '.join(known)}{did_you_mean(name, known)}"
+        )
+
+
+def unknown_option(name: str, command: str) -> str:
+    """Returns the error message for an option that a command does not have."""
+    owners = [other for other in table.COMMANDS if name in table.options_of(other)]
+    if owners:
+        return f"--{name} is not an option of {command}, only of {', '.join(owners)}"
+    known = table.options_of(command)
+    return f"--{name} is not an option of {command}{did_you_mean(name, known, '--')}"
