@@ -11,7 +11,7 @@
 # make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
 #              docs/BENCHMARKS.md: 42 minutes; ARGS=--quick: 4 minutes
 # make frameworks  installs PyTorch and JAX apart, for the programs in frameworks/: some minutes
-# make docs    writes docs/options.md from the options in app/config
+# make docs    writes docs/options.md from the table in app/options
 # make recording  records the commands of the README into docs/recording.svg: a minute
 # make setup   makes .venv with everything that the program needs
 # make lock    writes requirements.lock from requirements.txt
@@ -80,7 +80,7 @@ recording: $(BIN)/.installed
 	$(BIN)/python docs/recording.py
 
 docs: $(BIN)/.installed
-	$(BIN)/python -m app.cli.option_page
+	$(BIN)/python -m app.options.help_text
 
 clean:
 	rm -rf .venv .venv-bench .pytest_cache .ruff_cache .mypy_cache

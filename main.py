@@ -27,8 +27,7 @@ except ModuleNotFoundError:  # TensorFlow, which requires absl, is not installed
     )
     sys.exit(2)
 
-from app.cli import flags
-from app.config import Config, TrainConfig
+from app.options import Config, flags
 from app.runtime import console, errors, signals
 from app.runtime.run_context import RunContext
 
@@ -45,7 +44,7 @@ def main(config: Config) -> int:
     """Runs the command and returns its exit code; restores the state of the process."""
     with RunContext(), signals.handled():
         exit_code = run(config)
-        if isinstance(config, TrainConfig) and config.has_workers:
+        if config.command == "train" and config.has_workers:
             # Shutting down TensorFlow's cluster can take 30 s, and waits for workers that have
             # ended.
             console.leave(exit_code)
@@ -85,5 +84,4 @@ if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # For terminals that lack a character such as "—".
-    flags.define_flags()
     absl_app.run(run_program, flags_parser=parse)

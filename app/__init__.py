@@ -4,8 +4,8 @@ As a library: `from app import Config, run`; see `docs/library.md`.
 """
 
 from app.api import run
-from app.config import Config, TrainConfig
+from app.options import Config
 from app.runtime.errors import LockstepError
 
 __version__ = "0.1.0"
-__all__ = ["Config", "LockstepError", "TrainConfig", "__version__", "run"]
+__all__ = ["Config", "LockstepError", "__version__", "run"]

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 from typing import Any
 
-from app.config import Config
+from app.options import Config
 from app.runtime import signals
 from app.runtime.errors import LockstepError, Terminated
 from app.runtime.processes import Channel, ChildProcess

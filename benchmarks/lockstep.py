@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from app.config import TrainConfig
 from app.devices import device_setup
+from app.options import Config
 from protocol import claim_stdout, serve
 
 
-def parse_config(arguments: Sequence[str]) -> TrainConfig:
+def parse_config(arguments: Sequence[str]) -> Config:
     """Returns the training for the flags of a benchmark program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="lenet")
@@ -28,7 +28,7 @@ def parse_config(arguments: Sequence[str]) -> TrainConfig:
     options = vars(parser.parse_args(arguments))
     if options["strategy"] == "single":
         del options["num_devices"]
-    return TrainConfig(dataset="fashion_mnist", device="cpu", **options)
+    return Config.of("train", dataset="fashion_mnist", device="cpu", **options)
 
 
 def main() -> None:

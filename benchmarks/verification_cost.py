@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from app.config import TrainConfig
-from app.config.names import VERIFY_EVERY
 from app.devices import device_setup
+from app.options import Config
+from app.options.names import VERIFY_EVERY
 from app.performance import interval
 
 
@@ -47,7 +47,7 @@ def main(
     precision: str = "float32",
 ) -> None:
     """Times the steps in turn and prints what verification adds to an epoch."""
-    config = TrainConfig(
+    config = Config.of("train",
         model=model, global_batch_size=int(global_batch_size), device="cpu", recipe="fast",
         num_devices=int(num_replicas), precision=precision,
     )  # fmt: skip

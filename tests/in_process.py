@@ -18,9 +18,8 @@ from concurrent.futures import Future
 import pytest
 import tensorflow as tf
 
-from app.cli import flags
 from app.commands import compare
-from app.config import Config
+from app.options import Config, flags
 from app.performance import case_process, rounds
 from app.runtime import processes
 from app.runtime.processes import Channel
@@ -30,7 +29,6 @@ from app.verification import strategy_processes
 
 def parse_here(*arguments) -> Config:
     """Returns the config of a command line; raises its errors."""
-    _forget_flags()
     return flags.parse_config(["main.py", *arguments])
 
 
@@ -45,7 +43,6 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
         for name, value in (env or {}).items():
             patch.setenv(name, value)
         patch.setattr(sys, "argv", argv)
-        _forget_flags()
         try:
             code = main.main(main.parse(argv))
         except SystemExit as end:
@@ -161,10 +158,3 @@ def _import_main() -> types.ModuleType:
         return importlib.import_module("main")
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-def _forget_flags() -> None:
-    """Resets the flags for another command line."""
-    if "strategy" not in flags.FLAGS:
-        flags.define_flags()
-    flags.FLAGS.unparse_flags()

@@ -20,7 +20,7 @@ import threading
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import main
-from app.config import Config
+from app.options import Config
 from failing_steps import after_step
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -77,10 +77,10 @@ def commands(out, num_examples):
     """Yields (name, config, whether a signal interrupts it)."""
     training = {
         "device": "cpu", "num_devices": 2, "num_train_examples": num_examples, "epochs": 2,
-        "global_batch_size": 20, "steps_per_call": 1, "allow_unverified_data": True,
+        "global_batch_size": 20, "allow_unverified_data": True,
     }  # fmt: skip
     several = {**training, "strategies": ("single", "manual"), "epochs": 1}
-    verified = {name: several[name] for name in several if name not in ("epochs", "steps_per_call")}
+    verified = {name: several[name] for name in several if name != "epochs"}
     yield (
         "first",
         Config.of(
@@ -116,7 +116,7 @@ def run_all(out, num_examples):
         with interrupted() if has_signal else contextlib.nullcontext():
             exit_code, printed = run(config)
         after = state_of_process()
-        log = pathlib.Path(config.out) / "log.txt"
+        log = pathlib.Path(config.output.out) / "log.txt"
         results[name] = {
             "exit_code": exit_code,
             "printed": printed,
@@ -127,7 +127,7 @@ def run_all(out, num_examples):
             f"== exit code {exit_code}, left in the process: {results[name]['left'] or 'nothing'}"
         )
     for name, config, _ in commands(out, num_examples):
-        log = pathlib.Path(config.out) / "log.txt"
+        log = pathlib.Path(config.output.out) / "log.txt"
         results[name]["log at the end"] = log.read_text(encoding="utf-8") if log.exists() else ""
     return results
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from app.config import Config
+from app.options import Config
 from app.performance.case import Block, Case, Facts, Sample
 
 FACTS = Facts(

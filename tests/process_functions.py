@@ -97,9 +97,7 @@ class Stubborn:
 def train(send, argv, output, data_dir):
     """Runs a training whose output is written to a file; returns its exit code."""
     import main
-    from app.cli import flags
 
-    flags.define_flags()
     with open(output, "w", encoding="utf-8") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

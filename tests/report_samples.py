@@ -1,7 +1,7 @@
 """Records for tests of reports, as written by every command, without training."""
 
 from app.commands.compare import describe
-from app.config import Config
+from app.options import Config
 from app.performance.benchmark_output import write_benchmark
 from app.performance.comparison import all_comparisons
 from app.records.files import write_json

@@ -21,7 +21,7 @@ from in_process import ThreadAsProcess, run_here, threads_as_processes
 
 
 def test_a_command_has_the_defaults_that_it_has_on_the_command_line():
-    benchmark = Config.of("benchmark", global_batch_size=(1024,))
+    benchmark = Config.of("benchmark", global_batch_size=(1024,)).benchmark
     assert (benchmark.repeats, benchmark.global_batch_size) == (10, (1024,))
 
 
@@ -77,7 +77,11 @@ def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path):
     config = Config.of("evaluate", run=str(tmp_path / "nowhere"))
     with pytest.raises(OutputError, match="nowhere") as refusal:
         run(config)
-    assert refusal.value.exit_code == 5 == run_here("evaluate", f"--run={config.run}").returncode
+    assert (
+        refusal.value.exit_code
+        == 5
+        == run_here("evaluate", f"--run={config.evaluation.run}").returncode
+    )
 
 
 @pytest.mark.e2e

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.config import Config, VerifyConfig
 from app.data.synthetic import generate_synthetic
+from app.options import Config
 from app.runtime.errors import ConfigError
 from app.training import builtin_case
 from app.training.case_file import CaseFile
@@ -20,8 +20,8 @@ def _few_images(monkeypatch):
 
 
 def load(name: str) -> CaseFile:
-    config: Config = VerifyConfig(case=name)
-    return CaseFile(config.case_path, config.case_function)
+    config: Config = Config.of("verify", case=name)
+    return CaseFile(config.verification.case_path, config.verification.case_function)
 
 
 @pytest.mark.parametrize("name", ["lenet", "resnet18", "lenet:d2l", "resnet18:d2l"])
@@ -53,9 +53,9 @@ def test_an_epoch_has_each_example_once():
 
 def test_file_of_the_same_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert VerifyConfig(case="lenet").case_path.parent.name == "builtin_cases"
+    assert Config.of("verify", case="lenet").verification.case_path.parent.name == "builtin_cases"
     with pytest.raises(ConfigError, match=r"there is no file vgg; name a Python file, or lenet"):
-        VerifyConfig(case="vgg")
+        Config.of("verify", case="vgg")
     (tmp_path / "lenet").touch()
     with pytest.raises(ConfigError, match=r"must be a Python file"):
-        VerifyConfig(case="lenet")
+        Config.of("verify", case="lenet")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.config import Config
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.runtime.errors import ConfigError, DataError
 from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData
@@ -63,14 +63,14 @@ def load(path):
 
 def test_a_case_runs_on_one_device_and_under_fit(write):
     config = Config.of("verify", case=str(write(MODEL + DATA)))
-    assert config.strategies == ("single", "keras_fit")
+    assert config.distribution.strategies == ("single", "keras_fit")
     assert Config.of("verify").strategies == ("single", "manual", "mirrored")
 
 
 def test_a_case_may_name_its_model(write):
     path = write(MODEL + DATA)
     config = Config.of("verify", case=f"{path}:other")
-    assert config.case_path == path and config.case_function == "other"
+    assert config.verification.case_path == path and config.verification.case_function == "other"
 
 
 @pytest.mark.parametrize(

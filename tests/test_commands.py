@@ -12,9 +12,9 @@ import tempfile
 import numpy as np
 import pytest
 
-from app.config import TrainConfig, split_numbers
-from app.config.names import COMPARED_BY_DEFAULT, ONE_MACHINE_STRATEGIES
 from app.data.synthetic import generate_synthetic
+from app.options import Config, split_numbers
+from app.options.names import COMPARED_BY_DEFAULT, ONE_MACHINE_STRATEGIES
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.event_file import event_files
 from app.records.history import load_summary
@@ -72,12 +72,12 @@ def check_run(run_dir, output, strategy):
     """Checks what a training has printed and left."""
     summary = load_summary(run_dir)
     assert summary.status == "finished" and summary.strategy == strategy
-    config = TrainConfig(strategy=strategy)
+    config = Config.of("train", strategy=strategy)
     num_devices = 1 if strategy == "single" else 2
     assert len(summary.devices) == num_devices
     counts = summary.num_replicas, summary.num_shards, summary.num_copies
     functions = split_numbers.num_replicas, split_numbers.num_shards, split_numbers.num_copies
-    assert counts == tuple(f(strategy, config, num_devices) for f in functions)
+    assert counts == tuple(f(strategy, config.distribution, num_devices) for f in functions)
     assert output.stdout.splitlines()[-1] == summary.last_line()
     # TensorFlow's own messages are held back; what is not Fashion-MNIST is told, twice.
     told = output.stderr.splitlines()

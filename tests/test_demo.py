@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from app.commands import demo
-from app.config import Config
 from app.devices import device_setup
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.runtime.errors import ConfigError
 from app.training.training_spec import TrainingSpec, load_data
 from conftest import CPUS
@@ -78,7 +78,9 @@ def test_split_batch_shows_why_the_count_is_global(show):
 
 
 def test_a_step_is_gradients_their_sum_and_one_update(small_lenet, small_data):
-    config = Config.of("demo", data_dir=str(small_data), allow_unverified_data=True).for_training()
+    config = Config.of("demo", data_dir=str(small_data), allow_unverified_data=True).for_training(
+        "manual"
+    )
     spec = TrainingSpec(config, load_data(config))
     strategy = spec.build_strategy(Devices(CPUS[:3], simulated=True))
     batch = next(strategy.distribute(spec.batches()))

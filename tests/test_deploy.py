@@ -242,4 +242,4 @@ COMMANDS = [
 def test_commands_have_flags_that_exist(command):
     words = shlex.split(command)
     config = parse_here(*words[words.index("main.py") + 1 :])
-    assert config.strategy == "multi_worker"
+    assert config.distribution.strategy == "multi_worker"

@@ -12,8 +12,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from app.config import Config
 from app.devices import device_setup, gpus
+from app.options import Config
 from app.runtime.errors import DeviceError
 from app.runtime.run_context import RunContext
 from conftest import CPUS, ROOT, program_environment
@@ -24,7 +24,7 @@ from strategies import tf_private
 SCRIPT = """
 import json, resource
 from app.devices import device_setup
-from app.config import Config
+from app.options import Config
 made = device_setup.set_up(Config.of(device="cpu"))
 import tensorflow as tf
 import numpy as np
@@ -184,7 +184,7 @@ def test_a_user_s_keras_settings_do_not_leak_in(tmp_path):
         '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
     )
     script = (
-        "from app.devices import device_setup; from app.config import Config\n"
+        "from app.devices import device_setup; from app.options import Config\n"
         "device_setup.set_up(Config.of()); import keras\n"
         "print(keras.backend.backend(), keras.config.floatx(), keras.config.image_data_format())\n"
     )

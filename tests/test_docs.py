@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from app.config.fault import FAULTS
+from app.options.fault import FAULTS
 from conftest import ROOT, copy_program, program_environment
 
 DOCS = ROOT / "docs"
@@ -23,13 +23,10 @@ PROGRAM = r"^(?:\w+=\S+ |taskset -c 0 )*(?:\.venv/bin/)?python main\.py ?(.*)$"
 # Parses each command line of a JSON list; prints a refusal, or null, for each.
 PARSER = """
 import contextlib, io, json, shlex, sys
-from absl import logging  # It defines --verbosity.
 from app.runtime import errors
-from app.cli import flags
-flags.define_flags()
+from app.options import flags
 refusals = []
 for line in json.load(sys.stdin):
-    flags.FLAGS.unparse_flags()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             flags.parse_config(["main.py", *shlex.split(line)])

@@ -10,11 +10,11 @@ import pytest
 
 import process_functions
 from app.commands import doctor
-from app.config import Config
 from app.data.data_sources import DOWNLOAD_URL
 from app.doctor import machine, tensorflow_check
 from app.doctor.machine import ERROR, NOTE, OK, WARNING, Check, check_data, check_output
 from app.doctor.tensorflow_check import TensorFlowCheck, check_tensorflow
+from app.options import Config
 from app.runtime.errors import DataError, DeviceError, LockstepError
 from conftest import run_main, run_ok
 from in_process import parse_here, run_here

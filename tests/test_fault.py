@@ -2,8 +2,8 @@
 
 import pytest
 
-from app.config import Config
-from app.config.fault import FAULTS, Fault
+from app.options import Config
+from app.options.fault import FAULTS, Fault
 from app.runtime.errors import ConfigError
 
 
@@ -83,13 +83,10 @@ def test_refusals_name_what_is_required(text, named):
         {"all_reduce": "tree", "strategy": "mirrored"},
         {"all_reduce": "nccl", "strategy": "mirrored", "device": "cpu"},
         {"all_reduce": "tree", "strategy": "single"},
-        {"bucket_mib": 1.0, "strategy": "single"},
-        {"bucket_mib": -1.0},
-        {"bucket_mib": float("nan")},
-        {"communication_dtype": "float16"},
-        {"communication_dtype": "bfloat16", "strategy": "single"},
+        {"communication_dtype": "bfloat16"},
+        {"command": "verify", "communication_dtype": "float16"},
+        {"command": "verify", "communication_dtype": "bfloat16", "strategies": ("single",)},
         {"precision": "bfloat16"},
-        {"steps_per_call": 0},
     ],
 )
 def test_what_cannot_happen_is_refused(options):
@@ -117,12 +114,12 @@ def test_what_cannot_happen_is_refused(options):
         {"command": "verify", "all_reduce": "hierarchical", "strategies": ("single", "mirrored")},
         {"command": "verify", "strategies": ("mirrored",), "num_devices": 3},
         {"command": "verify", "all_reduce": "ring"},
-        {"bucket_mib": 25.0, "communication_dtype": "bfloat16", "strategy": "mirrored"},
+        {"command": "verify", "communication_dtype": "bfloat16", "strategies": ("mirrored",)},
     ],
 )
 def test_what_can_happen_is_not(options):
     config = Config.of(**options)
-    assert (config.fault is not None) == ("inject" in options)
+    assert (config.verification.fault is not None) == ("inject" in options)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from app.config.framework_options import FRAMEWORKS
+from app.options.names import FRAMEWORKS
 from app.records.history import load_history, load_required_summary
 from conftest import ROOT
 from in_process import run_here, run_here_ok

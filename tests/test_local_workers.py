@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from app.config import Config
 from app.devices import local_workers
 from app.devices.local_workers import Resources, find_culprit, free_ports, split_resources
+from app.options import Config
 from app.records.history import load_summary
 from app.runtime.errors import DeviceError
 from app.runtime.shown_command import shown_python
@@ -35,7 +35,7 @@ def flags(small_data, out):
     return [
         *("--dataset=fashion_mnist", f"--data_dir={small_data}", "--allow_unverified_data"),
         *("--num_train_examples=400", "--global_batch_size=20", "--epochs=2", "--recipe=fast"),
-        *("--device=cpu", "--deterministic", "--checkpoint_every=5", "--steps_per_call=1"),
+        *("--device=cpu", "--deterministic", "--checkpoint_every=5"),
         f"--out={out}",
     ]
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from app.config import Config
 from app.devices import free_memory
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.runtime.errors import DeviceError, DiskFullError, is_out_of_memory, out_of_memory
 from app.training.memory_guard import MemoryGuard
 from conftest import ROOT

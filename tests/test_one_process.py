@@ -67,7 +67,7 @@ def test_the_second_training_is_that_of_a_fresh_process(results, place, small_da
     """The first one had another precision, and was deterministic."""
     fresh = run_ok(
         "--device=cpu", "--num_devices=2", "--num_train_examples=200", "--epochs=2",
-        "--global_batch_size=20", "--steps_per_call=1", "--allow_unverified_data",
+        "--global_batch_size=20", "--allow_unverified_data",
         f"--out={place}/fresh", env={"FASHION_MNIST_DIR": str(small_data)},
     )  # fmt: skip
     summaries = {

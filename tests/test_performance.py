@@ -7,7 +7,7 @@ import re
 import matplotlib
 import pytest
 
-from app.config import Config
+from app.options import Config
 from app.performance.benchmark_output import create_cases, plot_benchmark, write_benchmark
 from app.performance.breakdown import break_down, cases_without
 from app.performance.case import split_names
@@ -48,14 +48,17 @@ def test_cases_are_all_combinations_and_single_has_one_device():
     )
     cases = create_cases(config)
     assert len(cases) == 6 and len({p.name for p in cases}) == 6
-    assert {p.config.all_reduce for p in cases if p.config.num_devices_of_all_workers == 2} == {
-        "ring"
-    }
+    assert {
+        p.config.distribution.all_reduce for p in cases if p.config.num_devices_of_all_workers == 2
+    } == {"ring"}
     config = Config.of(
         "benchmark", strategies=("single", "manual", "pipeline"), num_devices=(2, 4),
         model_parallel=2, micro_batches=8,
     )  # fmt: skip
-    cases = [(c.name.partition(",")[0], c.config.micro_batches) for c in create_cases(config)]
+    cases = [
+        (c.name.partition(",")[0], c.config.distribution.micro_batches)
+        for c in create_cases(config)
+    ]
     assert cases == [
         ("single × 1", 4), ("manual × 2", 4), ("manual × 4", 4),
         ("pipeline × 2", 8), ("pipeline × 4", 8),
@@ -136,7 +139,7 @@ def test_parts_are_differences_of_medians():
     (case,) = create_cases(config)
     without = cases_without(case, config)
     assert list(without) == ["compute", "input", "all-reduce"]
-    assert without["compute"].config.global_batch_size == 128
+    assert without["compute"].config.training.global_batch_size == 128
     samples = {
         "compute": dataclasses.replace(make_sample(step_secs=[4.0] * 5), case=without["compute"]),
         "input": make_sample(step_secs=[9.0] * 5),
@@ -158,13 +161,13 @@ def test_parts_are_differences_of_medians():
     [
         (["benchmark", "--breakdown", "--num_devices=1"], "needs a strategy on several devices"),
         (["benchmark", "--strategies=single", "--num_devices=4"], "runs on one device"),
-        (["benchmark", "--num_devices=1,x"], "whole numbers separated by commas"),
+        (["benchmark", "--num_devices=1,x"], "whole numbers between 1 and 64"),
         (["benchmark", "--num_devices=2,2"], "must name each value once, got 2,2"),
-        (["benchmark", "--num_devices=0"], "between 1 and 64, got 0"),
+        (["benchmark", "--num_devices=0"], "between 1 and 64, separated by commas, got 0"),
         (["benchmark", "--precision=half"], "must be one of float32"),
         (["benchmark", "--model=vgg"], "must be one of lenet"),
         (["benchmark", "--repeats=1"], "between 2 and"),
-        (["train", "--num_devices=1,2"], "must be a whole number, got '1,2'"),
+        (["train", "--num_devices=1,2"], "between 1 and 64, got 1,2"),
         (["train", "--repeats=3"], "not an option of train, only of benchmark"),
         (["benchmark", "--epochs=3"], "not an option of benchmark, only of train"),
     ],

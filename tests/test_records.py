@@ -11,7 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from app.config.framework_options import FRAMEWORKS
+from app.options.names import FRAMEWORKS
 from app.records import files
 from app.records import history as histories
 from app.records.files import publish, read_json, write_atomically, write_json

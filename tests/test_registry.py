@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from app.config import names
+from app.options import names
 from conftest import CPUS, ROOT
 from models import MODELS, load_model_builder
 from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES, load_strategy_class
@@ -17,7 +17,7 @@ from strategies.mirrored import CROSS_DEVICE_OPS
 
 def test_importing_the_tables_imports_neither_tensorflow_nor_keras():
     program = (
-        "import sys, models, strategies, app.config;"
+        "import sys, models, strategies, app.options;"
         "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
     )
     result = subprocess.run(

@@ -175,7 +175,7 @@ def test_one_directory_or_several_from_elsewhere_without_tensorflow(tmp_path):
         result = run_here_ok("report", tmp_path / "a")
         assert result.stdout == f"saved {tmp_path}/a/report.html\n"
     code = (
-        "import sys; from app.config import Config; from app.commands.report import run;"
+        "import sys; from app.options import Config; from app.commands.report import run;"
         "run(Config.of('report', directories=tuple(sys.argv[1:])));"
         "assert not {'tensorflow', 'keras', 'matplotlib.pyplot'} & set(sys.modules)"
     )

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from test_trace_checker import CAUSES, Case, reference
 
-from app.config.fault import FAULTS, Fault
+from app.options.fault import FAULTS, Fault
 from app.runtime.errors import ConfigError
 from app.verification.measurement import relative_error
 from app.verification.split import Split

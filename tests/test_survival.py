@@ -20,7 +20,7 @@ from in_process import run_here
 
 TRAIN = [
     *("--device=cpu", "--num_devices=2", "--allow_unverified_data", "--num_train_examples=200"),
-    *("--global_batch_size=20", "--epochs=2", "--steps_per_call=1", "--checkpoint_every=2"),
+    *("--global_batch_size=20", "--epochs=2", "--checkpoint_every=2"),
     "--deterministic",
 ]
 COMPARE = ["compare", "--strategies=manual,mirrored", *TRAIN]

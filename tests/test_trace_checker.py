@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.config.fault import Fault
 from app.data.input_pipeline import train_dataset
+from app.options.fault import Fault
 from app.runtime.errors import ConfigError
 from app.training.data_faults import inject_data_fault
 from app.training.fault_injection import inject_fault

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from app.config import Config
-from app.config.split_numbers import num_shards
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
+from app.options import Config
+from app.options.split_numbers import num_shards
 from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
 from app.records.event_file import event_files
 from app.records.files import write_file
@@ -62,7 +62,23 @@ def whole_lenet():
     """For tests that need the real network and figure."""
 
 
-def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
+class CallLength:
+    """Fixes the number of steps of a compiled call, which otherwise depends on their duration."""
+
+    steps = None
+
+
+@pytest.fixture(autouse=True)
+def _call_length(monkeypatch):
+    in_time = Training._num_steps_in_time
+    monkeypatch.setattr(CallLength, "steps", None)
+    monkeypatch.setattr(
+        Training, "_num_steps_in_time", lambda self: CallLength.steps or in_time(self)
+    )
+
+
+def make(dataset, run_dir, *, strategy="manual", num_replicas=2, steps_per_call=None, **options):
+    CallLength.steps = steps_per_call
     config = Config.of(
         **{"strategy": strategy, "global_batch_size": 64, "recipe": "fast", "epochs": 3, **options}
     )
@@ -72,7 +88,7 @@ def make(dataset, run_dir, *, strategy="manual", num_replicas=2, **options):
     loop = Training(config, devices, dataset, run_dir)
     loop.start(from_scratch=False)
     assert loop.strategy.num_devices == num_replicas
-    assert loop.strategy.num_shards == num_shards(strategy, config, num_replicas)
+    assert loop.strategy.num_shards == num_shards(strategy, config.distribution, num_replicas)
     return loop
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from app.config import TrainConfig
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.records.checkpoint import Checkpoint
 from app.records.history import EpochRecord, load_summary
 from app.records.run_metadata import Progress
@@ -27,7 +27,7 @@ def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
     dataset = generate_synthetic(num_train=300, num_test=70)
-    config = TrainConfig(strategy="manual", global_batch_size=64, recipe="fast", epochs=1)
+    config = Config.of("train", strategy="manual", global_batch_size=64, recipe="fast", epochs=1)
     training = Training(config, Devices(CPUS[:2], simulated=True), dataset, None)
     training.start(from_scratch=False)
     training.assist()
@@ -82,7 +82,7 @@ def test_the_order_of_examples_follows_from_the_seed():
     dataset = generate_synthetic(num_train=300, num_test=70)
 
     def first_batch(own_seed, **options):
-        config = TrainConfig(global_batch_size=64, recipe="d2l", seed=own_seed)
+        config = Config.of("train", global_batch_size=64, recipe="d2l", seed=own_seed)
         return next(TrainingSpec(config, dataset).batches(**options).as_numpy_iterator())[0]
 
     np.testing.assert_array_equal(first_batch(1), first_batch(2, seed=1))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.config import Config, TrainConfig
 from app.data.input_pipeline import train_batch, train_dataset
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.files import write_file
 from app.records.history import Summary, load_history, load_summary
@@ -57,8 +57,10 @@ def use(monkeypatch, builder):
 
 
 def make(dataset, run_dir, *, num_devices=2, **options):
-    config = TrainConfig(**{"global_batch_size": 64, "recipe": "fast", "epochs": 2, **options})
-    num_devices = 1 if config.strategy == "single" else num_devices
+    config = Config.of(
+        "train", **{"global_batch_size": 64, "recipe": "fast", "epochs": 2, **options}
+    )
+    num_devices = 1 if config.distribution.strategy == "single" else num_devices
     devices = Devices(CPUS[:num_devices], simulated=num_devices > 1)
     run_dir.mkdir(exist_ok=True)
     loop = Training(config, devices, dataset, run_dir, lambda: None, create_step_verifier)
@@ -213,13 +215,13 @@ def test_the_default_verifies_the_first_step_and_the_ends_of_epochs(dataset, tmp
 
 
 def test_the_steps_follow_from_their_numbers(dataset):
-    verified = VerifiedSteps(TrainConfig(verify_every=10), FakeVerifier(), None, 25)
+    verified = VerifiedSteps(Config.of("train", verify_every=10), FakeVerifier(), None, 25)
     assert recorded_steps(verified, 25, 90) == [1, 10, 20, 25, 30, 40, 50, 60, 70, 80, 90]
-    verified = VerifiedSteps(TrainConfig(), FakeVerifier(), None, 235)
+    verified = VerifiedSteps(Config.of(), FakeVerifier(), None, 235)
     assert recorded_steps(verified, 235, 1200) == [1, 235, 470, 705, 940, 1175]
-    verified = VerifiedSteps(TrainConfig(), FakeVerifier(), None, 938)
+    verified = VerifiedSteps(Config.of(), FakeVerifier(), None, 938)
     assert recorded_steps(verified, 938, 1900) == [1, 500, 938, 1438, 1876]
-    verified = VerifiedSteps(TrainConfig(), FakeVerifier(), None, 80)
+    verified = VerifiedSteps(Config.of(), FakeVerifier(), None, 80)
     assert recorded_steps(verified, 80, 700) == [1, 80, 240, 400, 640]
 
 
@@ -247,7 +249,7 @@ def recorded_steps(verified, steps_per_epoch, num_steps):
 
 def test_a_reaction_to_a_mismatch_needs_verified_steps():
     with pytest.raises(ConfigError, match="--on_mismatch=warn has no effect"):
-        TrainConfig(verify_every=0, on_mismatch="warn")
+        Config.of("train", verify_every=0, on_mismatch="warn")
 
 
 def test_random_layers_are_not_verified(dataset, tmp_path, monkeypatch, capsys):

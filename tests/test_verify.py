@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from app.commands import verify
-from app.config import Config
+from app.options import Config
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.files import write_json
 from app.records.history import load_history, load_summary
@@ -146,12 +146,12 @@ def test_batch_norm_makes_single_work_shard_by_shard():
     config = Config.of("verify", num_devices=2, strategies=("single", "mirrored"))
     plain, child, _ = verify._recording(config, "single", {"mirrored": recorded()})
     assert plain is tasks.record
-    assert (child.strategy, child.num_devices) == ("single", None)
+    assert (child.distribution.strategy, child.distribution.num_devices) == ("single", None)
     others = {"mirrored": recorded(has_batch_norm=True)}
     by_shards, child, more = verify._recording(config, "single", others)
     assert by_shards is tasks.record_on_one_device and more == ((1, 1),)
-    assert (child.strategy, child.num_devices) == ("mirrored", 2)
-    faulty = dataclasses.replace(config, inject="scale_gradient:strategy=single")
+    assert (child.distribution.strategy, child.distribution.num_devices) == ("mirrored", 2)
+    faulty = config.replace(inject="scale_gradient:strategy=single")
     with pytest.raises(ConfigError, match="cannot be injected into single"):
         verify._recording(faulty, "single", others)
 

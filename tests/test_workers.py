@@ -1,16 +1,15 @@
 """What workers say to each other, and that their parts of a batch are disjoint and complete."""
 
-import dataclasses
 import time
 
 import numpy as np
 import pytest
 
-from app.config import Config
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices import device_setup
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
+from app.options import Config
 from app.runtime.errors import ConfigError
 from strategies.workers import Workers
 
@@ -194,7 +193,7 @@ def differ(channel, config):
     import os
 
     learning_rate = 0.1 if '"index": 0' in os.environ["TF_CONFIG"] else 0.2
-    device_setup.set_up(dataclasses.replace(config, learning_rate=learning_rate))
+    device_setup.set_up(config.replace(learning_rate=learning_rate))
 
 
 @pytest.mark.e2e

@@ -1,6 +1,6 @@
 """`benchmark`: times strategies, device counts, batch sizes and precisions in turn."""
 
-from app.config import BenchmarkConfig
+from app.options import Config
 from app.performance.benchmark_output import (
     BENCHMARK_FILE,
     create_cases,
@@ -18,33 +18,36 @@ from app.runtime import console
 from app.runtime.progress_bar import StepProgress
 
 
-def run(config: BenchmarkConfig) -> None:
+def run(config: Config) -> None:
     """Measures every case, prints tables and caveats, and saves them with two figures."""
     cases = create_cases(config)
-    path = named_path(config.out or default_out("benchmark", *config.model))
+    path = named_path(config.output.out or default_out("benchmark", *config.benchmark.model))
     with open_command_directory(
-        path, {**_fields(config), "command": "benchmark"}, overwrite=config.overwrite
+        path, {**_fields(config), "command": "benchmark"}, overwrite=config.output.overwrite
     ) as run_directory:
         _benchmark(config, cases, run_directory)
 
 
-def _benchmark(config: BenchmarkConfig, cases: list[Case], run_directory: RunDirectory) -> None:
-    without = {case: cases_without(case, config) for case in cases} if config.breakdown else {}
+def _benchmark(config: Config, cases: list[Case], run_directory: RunDirectory) -> None:
+    without = (
+        {case: cases_without(case, config) for case in cases} if config.benchmark.breakdown else {}
+    )
     extra = [each for parts in without.values() for each in parts.values()]
     measured = list(dict.fromkeys([*cases, *extra]))
     console.say(
-        f"{console.count(len(measured), 'case')} in {console.count(config.repeats, 'round')}, each"
+        f"{console.count(len(measured), 'case')} in"
+        f" {console.count(config.benchmark.repeats, 'round')}, each"
         " case in a process of its own"
     )
     with StepProgress(1) as progress:
-        samples = measure(measured, repeats=config.repeats, progress=progress)
+        samples = measure(measured, repeats=config.benchmark.repeats, progress=progress)
     sample_of = dict(zip(measured, samples, strict=True))
     breakdowns = [
         break_down(sample_of[case], {name: sample_of[each] for name, each in parts.items()})
         for case, parts in without.items()
     ]
     comparisons = all_comparisons(samples)
-    run_directory.start(overwrite=config.overwrite)
+    run_directory.start(overwrite=config.output.overwrite)
     out_dir = run_directory.path
     write_benchmark(out_dir, config, samples, comparisons, breakdowns).print()
     plot_benchmark(out_dir, samples, comparisons)
@@ -53,6 +56,11 @@ def _benchmark(config: BenchmarkConfig, cases: list[Case], run_directory: RunDir
     console.say(f"saved in {out_dir}: {', '.join(files)}")
 
 
-def _fields(config: BenchmarkConfig) -> dict:
-    names = ("strategies", "num_devices", "repeats", "breakdown")
-    return {**config.result_fields(), **{name: getattr(config, name) for name in names}}
+def _fields(config: Config) -> dict:
+    return {
+        **config.result_fields(),
+        "strategies": config.distribution.strategies,
+        "num_devices": config.benchmark.num_devices,
+        "repeats": config.benchmark.repeats,
+        "breakdown": config.benchmark.breakdown,
+    }

@@ -4,9 +4,9 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from app.config import CompareConfig, TrainConfig, VerifyConfig
-from app.config.framework_options import FRAMEWORKS
 from app.devices.cluster import is_in_cluster
+from app.options import Config
+from app.options.names import FRAMEWORKS
 from app.records.caveats import caveats
 from app.records.files import write_json
 from app.records.history import Summary, load_required_summary
@@ -31,7 +31,7 @@ from app.verification.run_comparison import (
 )
 
 
-def run(config: CompareConfig) -> list[Summary]:
+def run(config: Config) -> list[Summary]:
     """Trains each strategy in a separate process, then prints the table and the verdict.
 
     Returns one summary per strategy, in order.
@@ -44,15 +44,15 @@ def run(config: CompareConfig) -> list[Summary]:
             "compare starts the workers on this machine, but the environment defines a cluster;"
             " unset TF_CONFIG, or run it outside of srun"
         )
-    interpreters = find_interpreters([n for n in config.strategies if n in FRAMEWORKS])
-    path = named_path(config.out or default_out("compare", config.model))
+    interpreters = find_interpreters([n for n in config.distribution.strategies if n in FRAMEWORKS])
+    path = named_path(config.output.out or default_out("compare", config.training.model))
     fields = {
         **config.result_fields(),
-        "strategy": ",".join(config.strategies),
+        "strategy": ",".join(config.distribution.strategies),
         "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
     }
-    with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
-        run_directory.start(overwrite=config.overwrite)
+    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
+        run_directory.start(overwrite=config.output.overwrite)
         # `single` last: an impossible number of replicas is reported at once.
         own = sorted(config.own_strategies, key=lambda name: name == "single")
         console.say(f"training with {', '.join([*own, *interpreters])}, one after another")
@@ -69,7 +69,9 @@ def run(config: CompareConfig) -> list[Summary]:
                 )
         if interpreters:
             _train_with_frameworks(config, interpreters, path)
-        return _report(config, path, [path / strategy for strategy in config.strategies])
+        return _report(
+            config, path, [path / strategy for strategy in config.distribution.strategies]
+        )
 
 
 def _announce(strategy: str, path: pathlib.Path) -> None:
@@ -87,7 +89,7 @@ def _announce(strategy: str, path: pathlib.Path) -> None:
 
 
 def _train_with_frameworks(
-    config: CompareConfig, interpreters: Mapping[str, str], path: pathlib.Path
+    config: Config, interpreters: Mapping[str, str], path: pathlib.Path
 ) -> None:
     """Trains with frameworks, from equal weights and with the same order of examples."""
     with TemporaryDirectory() as folder:
@@ -103,15 +105,13 @@ def _train_with_frameworks(
             train_with_framework(name, python, config, files, own_run, path / name)
 
 
-def _words_for(config: CompareConfig, strategy: str) -> list[str]:
+def _words_for(config: Config, strategy: str) -> list[str]:
     """Returns command and flags of the training of one strategy."""
-    flags = config.for_training(strategy).flags_for(TrainConfig)
+    flags = config.for_training(strategy).flags()
     return ["train", *flags]
 
 
-def _report(
-    config: CompareConfig, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]
-) -> list[Summary]:
+def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> list[Summary]:
     """Prints the table and the comparison of the weights; saves both, and a figure of all runs."""
     from app.report.accuracy_plot import FILES, plot_accuracy
 
@@ -136,7 +136,7 @@ def _report(
 
 
 def describe(
-    config: CompareConfig, summaries: Sequence[Summary], verdicts: Sequence[PairVerdict]
+    config: Config, summaries: Sequence[Summary], verdicts: Sequence[PairVerdict]
 ) -> Result:
     """Describes the comparison of the weights, and the results in a table."""
     sentence, *lines = verdict_lines(verdicts)
@@ -164,6 +164,6 @@ def describe(
     )
 
 
-def _verify_words(config: CompareConfig) -> list[str]:
+def _verify_words(config: Config) -> list[str]:
     """Returns command and flags of the verification of the strategies that were compared."""
-    return ["verify", *config.flags_for(VerifyConfig)]
+    return ["verify", *config.flags()]

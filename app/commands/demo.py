@@ -1,15 +1,14 @@
 """`demo`: runs the three small experiments of "Dive into Deep Learning"."""
 
-import dataclasses
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.config import DemoConfig
 from app.devices import device_setup
 from app.devices.device_setup import Devices
+from app.options import Config, rules
 from app.records.caveats import TIMING_CAVEAT
 from app.runtime import console
 from app.runtime.shown_command import shown_command
@@ -27,49 +26,53 @@ _NUM_ROWS, _NUM_COLUMNS = 4, 5  # The batch that d2l splits.
 _TENSOR, _SHOWN = "logits/bias", 4  # Numbers shown, of ten.
 
 
-def run(config: DemoConfig) -> None:
+def run(config: Config) -> None:
     """Runs one experiment, or lists all.
 
     Raises:
         DeviceError: GPUs are required and there are too few.
     """
-    if not config.experiment:
+    if not config.words.experiment:
         for name, text in _TEXTS.items():
             console.say(f"  {name:<13} {text}")
         console.say(f"Start with: {shown_command(['demo', 'allreduce'])}")
         return
     devices = _set_up(config)
-    if config.experiment == "allreduce":
+    if config.words.experiment == "allreduce":
         _show_all_reduce(config, devices)
-    elif config.experiment == "split_batch":
+    elif config.words.experiment == "split_batch":
         _show_split_batch(devices)
     else:
         _show_replicas(config, devices)
 
 
-def _set_up(config: DemoConfig) -> Devices:
+def _set_up(config: Config) -> Devices:
     """Sets up the requested devices; by default two (three to split a batch), GPUs if enough."""
-    num_devices = 3 if config.experiment == "split_batch" else 2
-    if not (config.num_devices or config.num_gpus):
-        if config.device == "auto" and device_setup.count_gpus(config) < num_devices:
-            config = dataclasses.replace(config, device="cpu")
-        if config.device == "cpu":
-            config = dataclasses.replace(config, num_devices=num_devices)
-    devices = device_setup.set_up(config.for_training())
-    _say(_TEXTS[config.experiment or ""].capitalize() + ".")
+    num_devices = 3 if config.words.experiment == "split_batch" else 2
+    if not (config.distribution.num_devices or config.distribution.num_gpus):
+        if config.distribution.device == "auto" and device_setup.count_gpus(config) < num_devices:
+            config = config.replace(device="cpu")
+        if config.distribution.device == "cpu":
+            config = config.replace(num_devices=num_devices)
+    devices = device_setup.set_up(config.for_training("manual"))
+    _say(_TEXTS[config.words.experiment or ""].capitalize() + ".")
     simulated = f" ({TIMING_CAVEAT})" if devices.simulated else ""
     count = console.count(len(devices.names), "device")
     console.say(f"{count}: {', '.join(devices.names)}{simulated}\n")
     return devices
 
 
-def _show_all_reduce(config: DemoConfig, devices: Devices) -> None:
+def _show_all_reduce(config: Config, devices: Devices) -> None:
     """Sums the two small tensors of d2l with every algorithm."""
     from strategies.collectives import ALL_REDUCE_FUNCTIONS
     from strategies.manual import all_reduce
 
     functions = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
-    algorithm = "reduce_to_one" if config.all_reduce == "auto" else config.all_reduce
+    algorithm = (
+        "reduce_to_one"
+        if config.distribution.all_reduce == "auto"
+        else config.distribution.all_reduce
+    )
     before = tensors_to_add(devices.names)
     after = functions[algorithm](before, devices.names)
     _print_table(
@@ -145,14 +148,14 @@ def split(names: Sequence[str]) -> list["tf.Tensor"]:
     return [shard for (shard,) in split_batch([batch], names)]
 
 
-def _show_replicas(config: DemoConfig, devices: Devices) -> None:
+def _show_replicas(config: Config, devices: Devices) -> None:
     """Runs the first step of d2l's training and prints what each device holds."""
     from app.data.dataset import CLASS_NAMES
     from app.training.training_spec import TrainingSpec, load_data
 
-    training = config.for_training(num_devices=None, num_gpus=None)
+    training = config.for_training("manual", num_devices=None, num_gpus=None)
     dataset = load_data(training)
-    training.check_shards(len(devices.names), len(dataset.train_images))
+    rules.check_shards(training, len(devices.names), len(dataset.train_images))
     spec = TrainingSpec(training, dataset)
     strategy = spec.build_strategy(devices)
     moments = observe_step(strategy, next(strategy.distribute(spec.batches())))
@@ -162,7 +165,7 @@ def _show_replicas(config: DemoConfig, devices: Devices) -> None:
         for name, array in zip(devices.names, per_replica, strict=True):
             rows.append([moment, name, _numbers(array[:_SHOWN], 6), agree])
     _print_table(
-        f"the first step, batch {training.global_batch_size}, learning rate"
+        f"the first step, batch {training.training.global_batch_size}, learning rate"
         f" {spec.learning_rate:g}; {', '.join(CLASS_NAMES[:_SHOWN])}",
         ["moment", "on", _TENSOR, "devices agree?"],
         rows,

@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Sequence
 
-from app.config import DoctorConfig
 from app.doctor.machine import (
     Check,
     check_data,
@@ -13,11 +12,12 @@ from app.doctor.machine import (
     install_all,
 )
 from app.doctor.tensorflow_check import TensorFlowCheck, check_tensorflow
+from app.options import Config
 from app.runtime import console
 from app.runtime.shown_command import shown_command
 
 
-def run(config: DoctorConfig) -> None:
+def run(config: Config) -> None:
     """Makes every check, prints each as soon as it is done, and prints the command to run.
 
     Raises:
@@ -39,7 +39,7 @@ def run(config: DoctorConfig) -> None:
             raise check.error
 
 
-def what_to_run(config: DoctorConfig, found: TensorFlowCheck, *, has_data: bool, out: Check) -> str:
+def what_to_run(config: Config, found: TensorFlowCheck, *, has_data: bool, out: Check) -> str:
     """Returns a training that works as printed, of about a minute on a CPU.
 
     Args:
@@ -48,28 +48,28 @@ def what_to_run(config: DoctorConfig, found: TensorFlowCheck, *, has_data: bool,
         has_data: whether the data of `config` is usable.
         out: the check of the output directory.
     """
-    asked = config.num_devices or config.num_gpus
+    asked = config.distribution.num_devices or config.distribution.num_gpus
     on_gpus = bool(found.devices) and "GPU" in found.devices[0]
     words = [f"--strategy={found.working[0]}" if found.working else "--strategy=single"]
     if found.working and on_gpus:
         words.append(f"--num_gpus={len(found.devices)}")
     elif found.working and asked:
         words.append(f"--num_devices={asked}")
-    if not found.devices or config.device == "cpu":  # Requested GPUs may be missing.
+    if not found.devices or config.distribution.device == "cpu":  # Requested GPUs may be missing.
         words.append("--device=cpu")
-    if found.working and config.all_reduce != "auto":
-        words.append(f"--all_reduce={config.all_reduce}")
+    if found.working and config.distribution.all_reduce != "auto":
+        words.append(f"--all_reduce={config.distribution.all_reduce}")
     words += ["--recipe=fast", f"--epochs={10 if on_gpus else 1}"]
     if not has_data:
         words.append("--dataset=synthetic")
     else:
-        words += [f"--data_dir={config.data_dir}"] if config.data_dir else []
-        words += ["--allow_unverified_data"] if config.allow_unverified_data else []
-        words += [f"--dataset={config.dataset}"] if config.dataset != "auto" else []
+        words += [f"--data_dir={config.data.data_dir}"] if config.data.data_dir else []
+        words += ["--allow_unverified_data"] if config.data.allow_unverified_data else []
+        words += [f"--dataset={config.data.dataset}"] if config.data.dataset != "auto" else []
     if out.error:
         words.append(f"--out={tempfile.gettempdir()}/lockstep-first")
-    elif config.out:
-        words.append(f"--out={config.out}")
+    elif config.output.out:
+        words.append(f"--out={config.output.out}")
     return shown_command(words)
 
 

@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from app.config import EvaluateConfig
 from app.data.dataset import CLASS_NAMES
 from app.data.image_files import load_image_files
 from app.devices import device_setup
+from app.options import Config
 from app.records.caveats import DATASET_CAVEATS
 from app.runtime import console
 from app.training.run_reader import SavedRun
 
 
-def run(config: EvaluateConfig) -> float | np.ndarray:
+def run(config: Config) -> float | np.ndarray:
     """Evaluates a run.
 
     Returns:
@@ -19,7 +19,7 @@ def run(config: EvaluateConfig) -> float | np.ndarray:
         `(N, num_classes)` of the images.
     """
     saved = SavedRun.open(config)
-    if config.images:
+    if config.evaluation.images:
         return _classify(config, saved)
     prepared = device_setup.set_up(saved.config)
     dataset = saved.load_dataset()
@@ -29,7 +29,7 @@ def run(config: EvaluateConfig) -> float | np.ndarray:
     totals = evaluate(strategy, dataset)
     step = saved.checkpoint.progress.step
     console.say(
-        f"{saved.config.model} of {config.run}, step {step}, on {dataset.name}:"
+        f"{saved.config.training.model} of {config.evaluation.run}, step {step}, on {dataset.name}:"
         f" {totals.correct:,} of {totals.examples:,} right, test loss {totals.loss:.4f}"
     )
     if dataset.name in DATASET_CAVEATS:
@@ -38,9 +38,9 @@ def run(config: EvaluateConfig) -> float | np.ndarray:
     return totals.accuracy
 
 
-def _classify(config: EvaluateConfig, saved: SavedRun) -> np.ndarray:
+def _classify(config: Config, saved: SavedRun) -> np.ndarray:
     """Prints the class and its probability of each image, in the given order."""
-    names, images = load_image_files(config.images)
+    names, images = load_image_files(config.evaluation.images)
     prepared = device_setup.set_up(saved.config)
     from app.training.evaluation import softmax
 
@@ -50,6 +50,7 @@ def _classify(config: EvaluateConfig, saved: SavedRun) -> np.ndarray:
         [name, CLASS_NAMES[np.argmax(p)], f"{np.max(p):.4f}"]
         for name, p in zip(names, probabilities, strict=True)
     ]
-    title = f"{saved.config.model} of {config.run}, {strategy.name} on {strategy.devices}"
+    title = f"{saved.config.training.model} of {config.evaluation.run},"
+    f" {strategy.name} on {strategy.devices}"
     console.print_table(title, ["image", "class", "probability"], rows)
     return probabilities

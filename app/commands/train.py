@@ -6,10 +6,10 @@ import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 
-from app.config import TrainConfig
-from app.config.distribution_options import WorkerOptions
 from app.devices import device_setup
 from app.devices.cluster import Cluster, find_cluster, is_in_cluster
+from app.options import Config, rules
+from app.options.names import DEFAULT_LOCAL_WORKERS
 from app.records.caveats import caveats, injected_fault_caveat
 from app.records.checkpoint import checkpoint_paths, load_manifest
 from app.records.history import Summary, load_required_summary, load_summary
@@ -32,27 +32,31 @@ if TYPE_CHECKING:
     from app.training.loop import Training
 
 
-def run(config: TrainConfig) -> Summary | None:
+def run(config: Config) -> Summary | None:
     """Trains, resumes a training, or prints the result of a finished one, and returns the summary.
 
     In a cluster, only the chief writes files and returns a summary.
     """
-    if config.strategy == "multi_worker" and not is_in_cluster():
+    if config.distribution.strategy == "multi_worker" and not is_in_cluster():
         return _run_local_workers(config)
-    cluster = _find_cluster(config) if config.strategy == "multi_worker" else None
+    cluster = _find_cluster(config) if config.distribution.strategy == "multi_worker" else None
     if cluster and not cluster.is_chief:
         _assist(config)
         return None
-    path = named_path(config.out or default_out(config.strategy, config.model))
+    path = named_path(
+        config.output.out or default_out(config.distribution.strategy, config.training.model)
+    )
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
-        console.set_overwriting(config.overwrite)
+        console.set_overwriting(config.output.overwrite)
         summary = _find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
             remove_stale_directories(pathlib.Path(tempfile.gettempdir()))  # Of a killed attempt.
             _warn_of_fault(config)
-            if config.strategy == "multi_worker":  # The other workers wait for the chief.
+            if (
+                config.distribution.strategy == "multi_worker"
+            ):  # The other workers wait for the chief.
                 _announce_to_others(device_setup.set_up(config), _FINISHED)
         else:
             summary = _train(config, run_directory)
@@ -61,19 +65,21 @@ def run(config: TrainConfig) -> Summary | None:
     return summary
 
 
-def _run_local_workers(config: TrainConfig) -> Summary:
+def _run_local_workers(config: Config) -> Summary:
     """Starts the workers of a training on this machine; worker 0 prints and saves everything."""
     from app.devices.local_workers import train_with_local_workers
 
-    path = named_path(config.out or default_out(config.strategy, config.model))
+    path = named_path(
+        config.output.out or default_out(config.distribution.strategy, config.training.model)
+    )
     console.set_run_directory(path)
-    console.set_overwriting(config.overwrite)
-    num_workers = config.num_workers or WorkerOptions.num_workers
+    console.set_overwriting(config.output.overwrite)
+    num_workers = config.cluster.num_workers or DEFAULT_LOCAL_WORKERS
     train_with_local_workers(config, num_workers, path)
     return load_required_summary(path)
 
 
-def _find_cluster(config: TrainConfig) -> Cluster:
+def _find_cluster(config: Config) -> Cluster:
     """Reads the cluster of the environment.
 
     Raises:
@@ -81,16 +87,16 @@ def _find_cluster(config: TrainConfig) -> Cluster:
     """
     cluster = find_cluster()
     found = len(cluster.addresses)
-    if config.num_workers not in (None, found):
+    if config.cluster.num_workers not in (None, found):
         raise ConfigError(
-            f"--num_workers={config.num_workers}, but {cluster.source} defines a cluster of"
+            f"--num_workers={config.cluster.num_workers}, but {cluster.source} defines a cluster of"
             f" {found}; leave the flag out,"
             " or unset the variable to start the workers on this machine"
         )
     return cluster
 
 
-def print_result(config: TrainConfig, summary: Summary) -> None:
+def print_result(config: Config, summary: Summary) -> None:
     """Prints the caveats of a training and its last lines."""
     for caveat in caveats(config, summary):
         console.warn(caveat)
@@ -98,13 +104,13 @@ def print_result(config: TrainConfig, summary: Summary) -> None:
         console.say(line)
 
 
-def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | None:
+def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
     """Returns the result of a finished run in the directory; None if there is still to train.
 
     Raises:
         CheckpointError: the run in the directory has another configuration.
     """
-    if config.overwrite or not run_directory.is_started:
+    if config.output.overwrite or not run_directory.is_started:
         return None
     path = run_directory.path
     changed = run_directory.changes()
@@ -116,13 +122,13 @@ def _find_result(config: TrainConfig, run_directory: RunDirectory) -> Summary | 
     except OutputError as error:  # The summary is rebuilt from the checkpoint.
         console.warn(error.problem)
         return None
-    if summary is None or summary.status != "finished" or summary.epochs != config.epochs:
+    if summary is None or summary.status != "finished" or summary.epochs != config.training.epochs:
         return None
     if not _is_of_newest_checkpoint(summary, path):
         console.warn(f"{path}: the summary is not that of the newest checkpoint; it is rewritten")
         return None
     asked, found = config.num_devices_of_all_workers, len(summary.devices)
-    if config.strategy == "multi_worker" and config.num_devices_asked:
+    if config.distribution.strategy == "multi_worker" and config.num_devices_asked:
         asked = config.num_devices_asked * len(find_cluster(os.environ).addresses)
     others = [f"devices {found} → {asked}"] * (asked not in (None, found))
     if others or changed:
@@ -143,14 +149,14 @@ def _is_of_newest_checkpoint(summary: Summary, path: pathlib.Path) -> bool:
     return True
 
 
-def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
+def _train(config: Config, run_directory: RunDirectory) -> Summary:
     prepared = device_setup.set_up(config)
     _announce_to_others(prepared, _TRAIN)
     dataset = _load_data(config, prepared)
     path = run_directory.path
     with (
         watchdog.watch(
-            config.stall_timeout_sec, lambda: _report_stall(config, path)
+            config.output.stall_timeout_sec, lambda: _report_stall(config, path)
         ) as on_progress,
         _naming_lost_peers(prepared),
     ):
@@ -158,8 +164,8 @@ def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
         from app.verification.step_verifier import create_step_verifier
 
         training = Training(config, prepared, dataset, path, on_progress, create_step_verifier)
-        training.start(from_scratch=config.overwrite)
-        run_directory.start(overwrite=config.overwrite)  # All checks have passed.
+        training.start(from_scratch=config.output.overwrite)
+        run_directory.start(overwrite=config.output.overwrite)  # All checks have passed.
         console.set_overwriting(False)
         _announce(config, prepared, training)
         return training.run()
@@ -169,7 +175,7 @@ def _train(config: TrainConfig, run_directory: RunDirectory) -> Summary:
 _TRAIN, _FINISHED = b"train", b"finished"
 
 
-def _assist(config: TrainConfig) -> None:
+def _assist(config: Config) -> None:
     """Trains as a worker other than the chief."""
     console.be_part()
     prepared = device_setup.set_up(config)
@@ -182,13 +188,13 @@ def _assist(config: TrainConfig) -> None:
             return
         dataset = _load_data(config, prepared)
         with watchdog.watch(
-            config.stall_timeout_sec, lambda: _report_stall_of_worker(config)
+            config.output.stall_timeout_sec, lambda: _report_stall_of_worker(config)
         ) as on_progress:
             from app.training.loop import Training
             from app.verification.step_verifier import create_step_verifier
 
             training = Training(config, prepared, dataset, None, on_progress, create_step_verifier)
-            training.start(from_scratch=config.overwrite)
+            training.start(from_scratch=config.output.overwrite)
             console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
             training.assist()
     console.say(f"worker {workers.index}: done")
@@ -209,24 +215,25 @@ def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
             prepared.workers.broadcast(what)
 
 
-def _load_data(config: TrainConfig, prepared: device_setup.Devices) -> "ImageDataset":
+def _load_data(config: Config, prepared: device_setup.Devices) -> "ImageDataset":
     from app.training.training_spec import load_data
 
     dataset = load_data(config)
-    config.check_shards(len(prepared.names), dataset.num_train_examples)
+    rules.check_shards(config, len(prepared.names), dataset.num_train_examples)
     return dataset
 
 
-def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Training") -> None:
+def _announce(config: Config, prepared: device_setup.Devices, training: "Training") -> None:
     dataset = training.dataset
     console.say(
-        f"{config.strategy}: {config.model} on {dataset.name},"
+        f"{config.distribution.strategy}: {config.training.model} on {dataset.name},"
         f" {dataset.num_train_examples:,} training images"
     )
     console.say(
-        f"{console.count(config.epochs, 'epoch')} of"
-        f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.recipe}, batch"
-        f" {config.global_batch_size}, learning rate {training.learning_rate:g}"
+        f"{console.count(config.training.epochs, 'epoch')} of"
+        f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.training.recipe},"
+        " batch"
+        f" {config.training.global_batch_size}, learning rate {training.learning_rate:g}"
     )
     num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
@@ -237,26 +244,26 @@ def _announce(config: TrainConfig, prepared: device_setup.Devices, training: "Tr
         console.say("simulated devices: they share one processor, timing is not scaling")
 
 
-def _warn_of_fault(config: TrainConfig) -> None:
-    if config.fault:
-        console.warn(injected_fault_caveat(str(config.fault)))
+def _warn_of_fault(config: Config) -> None:
+    if config.verification.fault:
+        console.warn(injected_fault_caveat(str(config.verification.fault)))
 
 
-def _report_stall(config: TrainConfig, path: pathlib.Path) -> None:
+def _report_stall(config: Config, path: pathlib.Path) -> None:
     """Reports a stalled training; the watchdog calls it before it ends the process."""
     error = _stalled(config, f"to resume --out={path}", f"in {LOG_FILE} there")
     console.report_error(error)  # Print first: the log file's disk may be the cause.
     watchdog.dump_stacks(path / LOG_FILE)
 
 
-def _report_stall_of_worker(config: TrainConfig) -> None:
+def _report_stall_of_worker(config: Config) -> None:
     """Reports a stalled worker, which has no run directory."""
     watchdog.dump_stacks(None)
     console.report_error(_stalled(config, "on every worker", "above"))
 
 
-def _stalled(config: TrainConfig, where: str, stacks: str) -> StalledError:
+def _stalled(config: Config, where: str, stacks: str) -> StalledError:
     return StalledError(
-        f"no progress for {config.stall_timeout_sec} s (--stall_timeout_sec); run the same"
+        f"no progress for {config.output.stall_timeout_sec} s (--stall_timeout_sec); run the same"
         f" command again {where}; the stacks of all threads are {stacks}"
     )

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Callable
 from typing import NamedTuple
 
-from app.config import TrainConfig, VerifyConfig
-from app.config.framework_options import FRAMEWORKS
+from app.options import Config
+from app.options.names import FRAMEWORKS
 from app.records.files import io_errors_as, publish, temporary_path
 from app.records.run_directory import RunDirectory, open_command_directory
 from app.records.run_naming import default_out, named_path
@@ -50,7 +50,7 @@ class Comparison(NamedTuple):
 Comparisons = dict[tuple[str, str], Comparison]  # For each pair of strategies.
 
 
-def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
+def run(config: Config) -> list[PairVerdict] | dict[str, CaseResult]:
     """Records each strategy in a separate process, checks every step and reports the verdicts.
 
     Returns a `PairVerdict` for each pair of strategies; for a case, strategy → `CaseResult`.
@@ -58,20 +58,20 @@ def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
     Raises:
         MismatchError: a step differs from the reference, or a replica is a straggler.
     """
-    if config.traces:
+    if config.verification.traces:
         return verify_traces(config)
-    if config.case is not None:
+    if config.verification.case is not None:
         return verify_case(config)
-    interpreters = find_interpreters([n for n in config.strategies if n in FRAMEWORKS])
-    path = named_path(config.out or default_out("verify", config.model))
+    interpreters = find_interpreters([n for n in config.distribution.strategies if n in FRAMEWORKS])
+    path = named_path(config.output.out or default_out("verify", config.training.model))
     fields = {
         "command": "verify",
         **config.result_fields(),
-        "strategy": ",".join(config.strategies),
+        "strategy": ",".join(config.distribution.strategies),
         "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
-        "steps": config.steps,
+        "steps": config.verification.steps,
     }
-    with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
+    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
         # The directory stays unchanged until there is a result to write.
         traces = temporary_path(path / "traces")
         try:
@@ -84,15 +84,17 @@ def run(config: VerifyConfig) -> list[PairVerdict] | dict[str, CaseResult]:
 
 
 def _verify(
-    config: VerifyConfig,
+    config: Config,
     run_directory: RunDirectory,
     traces: pathlib.Path,
     frameworks: FrameworkRecorder,
 ) -> list[PairVerdict]:
-    progress = StepProgress(config.steps)
+    progress = StepProgress(config.verification.steps)
     with progress, StrategyProcesses(config, traces, progress) as processes:
         recorded = _record(config, traces, processes, frameworks, progress)
-        if "single" in config.strategies:  # While the other strategies are compared and checked.
+        if (
+            "single" in config.distribution.strategies
+        ):  # While the other strategies are compared and checked.
             processes.record("single", *_recording(config, "single", recorded))
         comparisons = _compare(config, recorded, traces, {})
         _check_distinct(recorded, comparisons, processes)
@@ -100,11 +102,11 @@ def _verify(
         comparisons = _compare(config, recorded, traces, comparisons)
         stands_for = _check_distinct(recorded, comparisons, processes)
         checked = processes.checked()
-    recorded = {name: recorded[name] for name in config.strategies}
+    recorded = {name: recorded[name] for name in config.distribution.strategies}
     verdict_of = _verdicts(recorded, stands_for, checked)
-    run_directory.start(overwrite=config.overwrite)
+    run_directory.start(overwrite=config.output.overwrite)
     run_directory.remove("traces")
-    if config.keep_traces:
+    if config.verification.keep_traces:
         publish(traces, run_directory.path / "traces")
     pair_verdicts = [
         PairVerdict.of(
@@ -113,14 +115,14 @@ def _verify(
             comparisons[pair].differences,
             by_design=comparisons[pair].by_design,
         )
-        for pair in itertools.combinations(config.strategies, 2)
+        for pair in itertools.combinations(config.distribution.strategies, 2)
     ]
     _report(config, run_directory.path, recorded, verdict_of, pair_verdicts)
     return pair_verdicts
 
 
 def _record(
-    config: VerifyConfig,
+    config: Config,
     traces: pathlib.Path,
     processes: StrategyProcesses,
     frameworks: FrameworkRecorder,
@@ -128,7 +130,7 @@ def _record(
 ) -> dict[str, Recorded]:
     """Records every strategy except `single`, which depends on the others."""
     recorded: dict[str, Recorded] = {}
-    for name in config.strategies:
+    for name in config.distribution.strategies:
         if name in FRAMEWORKS:
             recorded |= processes.recorded()  # Running both would slow down the recording.
             progress.start(f"recording {name}")
@@ -138,7 +140,11 @@ def _record(
             _, child, _ = _recording(config, name, recorded)
             progress.start(f"recording {name}")
             recorded[name] = tasks.record_on_workers(
-                progress.message, child, config.steps, traces / name, config.num_workers
+                progress.message,
+                child,
+                config.verification.steps,
+                traces / name,
+                config.cluster.num_workers or 1,
             )
         elif name != "single":
             processes.record(name, *_recording(config, name, recorded))
@@ -147,8 +153,8 @@ def _record(
 
 
 def _recording(
-    config: VerifyConfig, name: str, recorded: dict[str, Recorded]
-) -> tuple[Callable[..., Recorded], TrainConfig, tuple[tuple[int, ...], ...]]:
+    config: Config, name: str, recorded: dict[str, Recorded]
+) -> tuple[Callable[..., Recorded], Config, tuple[tuple[int, ...], ...]]:
     """Returns the function that records a strategy, its configuration, and further arguments.
 
     `single` comes last. With BatchNorm, the number of shards is part of the training: `single` is
@@ -156,19 +162,20 @@ def _recording(
     --batch_norm=sync, and if all other strategies have one shard, it is ordinary training.
     """
     has_fault = name == config.faulty_strategy
-    inject = config.inject if has_fault else None
+    inject = config.verification.inject if has_fault else None
     shard_weights = [
         tuple(run.shard_weights)
         for other, run in recorded.items()
         if run.has_batch_norm
         and run.num_shards > 1
-        and config.for_training(other, inject=None).batch_norm == "average"
+        and config.for_training(other, inject=None).distribution.batch_norm == "average"
     ]
     if name == "single" and shard_weights:
         if has_fault:
-            parallel = next(other for other in config.strategies if other != "single")
+            parallel = next(other for other in config.distribution.strategies if other != "single")
             raise ConfigError(
-                f"--inject={config.inject}: faults cannot be injected into single with BatchNorm,"
+                f"--inject={config.verification.inject}: faults cannot be injected into single"
+                " with BatchNorm,"
                 f" which the reference trains; use strategy={parallel}"
             )
         return tasks.record_on_one_device, config.on_one_machine(), (shard_weights[0],)
@@ -176,14 +183,14 @@ def _recording(
 
 
 def _compare(
-    config: VerifyConfig,
+    config: Config,
     recorded: dict[str, Recorded],
     traces: pathlib.Path,
     known: Comparisons,
 ) -> Comparisons:
     """Returns `known` extended by all other pairs of recorded strategies."""
     comparisons = dict(known)
-    for pair in itertools.combinations(config.strategies, 2):
+    for pair in itertools.combinations(config.distribution.strategies, 2):
         if pair in known or not recorded.keys() >= set(pair):
             continue
         first, second = (Trace(traces / name) for name in pair)
@@ -241,7 +248,7 @@ def _verdicts(
 
 
 def _report(
-    config: VerifyConfig,
+    config: Config,
     path: pathlib.Path,
     recorded: dict[str, Recorded],
     verdict_of: dict[str, StrategyVerdict],
@@ -255,7 +262,7 @@ def _report(
     result.print()
     plot_verification(path)
     write_report([path], path / REPORT_FILE)
-    kept = ", traces" if config.keep_traces else ""
+    kept = ", traces" if config.verification.keep_traces else ""
     console.say(f"saved in {path}: verify.json, verify.png, verify.svg, {REPORT_FILE}{kept}")
     console.say(f"open {path / REPORT_FILE} for the verdict and all differences on one page")
     for name, verdict in verdict_of.items():

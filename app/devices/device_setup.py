@@ -9,9 +9,6 @@ import signal
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from app.config import TrainConfig
-from app.config.names import DEFAULT_LOGICAL_CPUS
-from app.config.run_options import VerbosityOptions
 from app.devices.cluster import Cluster, find_cluster
 from app.devices.gpus import why_no_gpu
 from app.devices.tensorflow_settings import (
@@ -20,6 +17,8 @@ from app.devices.tensorflow_settings import (
     restore_logging_at_end,
     settle_keras,
 )
+from app.options import Config
+from app.options.names import DEFAULT_LOGICAL_CPUS
 from app.runtime import console, run_context, signals
 from app.runtime.errors import DeviceError, reason_of
 
@@ -48,7 +47,7 @@ class Devices:
     cluster: Cluster | None = None
 
 
-def set_up(config: TrainConfig) -> Devices:
+def set_up(config: Config) -> Devices:
     """Chooses and prepares the devices for `config`; must be the first use of TensorFlow.
 
     GPUs get memory growth, so that two programs can share one. A CPU is split into logical devices
@@ -62,25 +61,29 @@ def set_up(config: TrainConfig) -> Devices:
         DeviceError: GPUs are required and there are too few.
         PeerLostError: a worker was lost while connecting.
     """
-    cluster = find_cluster(os.environ) if config.strategy == "multi_worker" else None
+    cluster = find_cluster(os.environ) if config.distribution.strategy == "multi_worker" else None
     keep_freed_memory()
     if os.environ.pop("TF_CONFIG", None) and not cluster:
-        console.warn(f"TF_CONFIG is set, but {config.strategy} runs on one machine: not used")
-    tf = import_tensorflow(config.verbosity)
+        console.warn(
+            f"TF_CONFIG is set, but {config.distribution.strategy} runs on one machine: not used"
+        )
+    tf = import_tensorflow(config.output.verbosity)
     restore_at_end()
     settle_keras()
-    gpus = tf.config.list_physical_devices("GPU") if config.device != "cpu" else []
+    gpus = tf.config.list_physical_devices("GPU") if config.distribution.device != "cpu" else []
     wanted = config.num_devices_asked
     _check_gpus(config, gpus, wanted)
-    if config.num_gpus and not gpus:
+    if config.distribution.num_gpus and not gpus:
         console.warn(
-            f"--num_gpus={config.num_gpus}, but this machine has no GPU that TensorFlow can use:"
-            f" {console.count(config.num_gpus, 'replica')} on logical CPU devices instead"
+            f"--num_gpus={config.distribution.num_gpus}, but this machine has no GPU that"
+            " TensorFlow can use:"
+            f" {console.count(config.distribution.num_gpus, 'replica')} on logical CPU devices"
+            " instead"
         )
     default = len(gpus) or (1 if cluster else DEFAULT_LOGICAL_CPUS)
     devices = _prepare(gpus[: wanted or default], wanted or default, cluster)
     keep_order_of_summation()
-    if config.deterministic:
+    if config.training.deterministic:
         tf.config.experimental.enable_op_determinism()
     return _of_all_workers(devices, cluster, config) if cluster else devices
 
@@ -117,9 +120,9 @@ def _take_devices(kind: str, num_devices: int) -> Devices:
     )
 
 
-def count_gpus(config: VerbosityOptions) -> int:
+def count_gpus(config: Config) -> int:
     """Returns how many GPUs TensorFlow finds; can be called before `set_up` and changes nothing."""
-    return len(import_tensorflow(config.verbosity).config.list_physical_devices("GPU"))
+    return len(import_tensorflow(config.output.verbosity).config.list_physical_devices("GPU"))
 
 
 def num_cores() -> int:
@@ -182,9 +185,9 @@ def _import_quietly(verbosity: int) -> Any:
     return tensorflow
 
 
-def _check_gpus(config: TrainConfig, gpus: list, wanted: int | None) -> None:
+def _check_gpus(config: Config, gpus: list, wanted: int | None) -> None:
     """Raises an error for GPUs that are not there; without GPUs, only for `--device=gpu`."""
-    if config.device == "gpu" and not gpus:
+    if config.distribution.device == "gpu" and not gpus:
         raise DeviceError(
             f"--device=gpu: TensorFlow sees no GPU ({why_no_gpu()}); use --device=cpu"
             f" --num_devices={wanted or DEFAULT_LOGICAL_CPUS}"
@@ -224,7 +227,7 @@ def keep_freed_memory() -> None:
             libc.mallopt(number, value)
 
 
-def _of_all_workers(local: Devices, cluster: Cluster, config: TrainConfig) -> Devices:
+def _of_all_workers(local: Devices, cluster: Cluster, config: Config) -> Devices:
     """Joins the cluster and returns the devices of all workers, each with as many as this one."""
     from app.devices.rendezvous import join
 

@@ -9,10 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from app.config import TrainConfig
-from app.config.distribution_options import DeviceOptions
 from app.devices.cluster import Cluster
 from app.devices.gpus import query_driver
+from app.options import Config
 from app.runtime import console, signals
 from app.runtime.errors import DeviceError, LockstepError, PeerLostError, Terminated
 from app.runtime.run_context import PART_VARIABLE
@@ -41,7 +40,7 @@ class Resources(NamedTuple):
     gpus: str | None
 
 
-def train_with_local_workers(config: TrainConfig, num_workers: int, path: pathlib.Path) -> None:
+def train_with_local_workers(config: Config, num_workers: int, path: pathlib.Path) -> None:
     """Trains with `num_workers` processes of this program, and restarts all if one fails.
 
     Args:
@@ -52,14 +51,14 @@ def train_with_local_workers(config: TrainConfig, num_workers: int, path: pathli
     Raises:
         DeviceError: there are fewer GPUs than the workers need.
         LockstepError: a worker failed with an error that a retry cannot fix.
-        PeerLostError: workers failed more than `config.max_restarts` times.
+        PeerLostError: workers failed more than `config.cluster.max_restarts` times.
     """
     shares = split_resources(num_workers, config)
     console.say(
         f"{console.count(num_workers, 'worker')} on this machine,"
         f" {console.count(len(shares[0].cores), 'core')} each"
     )
-    words = ["train", *config.flags_for(TrainConfig), f"--out={path}"]
+    words = ["train", *config.flags(), f"--out={path}"]
     number = 0
     while True:
         ports, before = free_ports(num_workers), _state_of(path)
@@ -79,14 +78,16 @@ def train_with_local_workers(config: TrainConfig, num_workers: int, path: pathli
             )
         number += 1
         failed = f"worker {index} ended with code {code}"
-        if number > config.max_restarts:
+        if number > config.cluster.max_restarts:
             raise PeerLostError(
-                f"{failed}, after {console.count(config.max_restarts, 'restart')} (--max_restarts);"
+                f"{failed}, after {console.count(config.cluster.max_restarts, 'restart')}"
+                " (--max_restarts);"
                 " fix the error above and run the same command again to resume"
             )
         pause_sec = min(2.0 ** (number - 1), _LONGEST_PAUSE_SEC)
         console.warn(
-            f"{failed}: restart {number} of {config.max_restarts} of all workers in {pause_sec:g} s"
+            f"{failed}: restart {number} of {config.cluster.max_restarts} of all workers in"
+            f" {pause_sec:g} s"
         )
         time.sleep(pause_sec)
 
@@ -171,7 +172,7 @@ def _state_of(path: pathlib.Path) -> tuple[int, int] | None:
 
 
 def split_resources(
-    num_workers: int, options: DeviceOptions, *, num_cores: int | None = None
+    num_workers: int, options: Config, *, num_cores: int | None = None
 ) -> list[Resources]:
     """Returns the resources of each worker: separate cores if there are enough, and GPUs.
 
@@ -186,7 +187,7 @@ def split_resources(
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
     size = max(1, len(cores) // num_workers)
     starts = [index * size % len(cores) for index in range(num_workers)]
-    gpus = [] if options.device == "cpu" else _visible_gpus()
+    gpus = [] if options.distribution.device == "cpu" else _visible_gpus()
     each = options.num_devices_asked or max(1, len(gpus) // num_workers)
     if gpus and each * num_workers > len(gpus):
         raise DeviceError(

@@ -14,8 +14,8 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from app.config import TrainConfig
 from app.devices.cluster import SECRET_VARIABLE, Cluster, host_and_port
+from app.options import Config
 from app.runtime import console, signals, watchdog
 from app.runtime.errors import ConfigError, PeerLostError, reason_of
 from app.runtime.versions import versions
@@ -38,29 +38,30 @@ _OWN = (
 )
 
 
-def join(cluster: Cluster, local_devices: Sequence[str], config: TrainConfig) -> ClusterWorkers:
+def join(cluster: Cluster, local_devices: Sequence[str], config: Config) -> ClusterWorkers:
     """Connects this worker with the others; call it before TensorFlow runs any operation.
 
     Raises:
         ConfigError: the port is in use, or workers have different settings or secrets.
-        PeerLostError: a worker did not come within `config.start_timeout_sec`, or was lost.
+        PeerLostError: a worker did not come within `--start_timeout_sec`, or was lost.
     """
     if cluster.is_chief:
         count = console.count(len(cluster.addresses), "worker")
         console.say(f"cluster of {count} from {cluster.source}: {', '.join(cluster.addresses)}")
-    meet(cluster, _settings(config, local_devices), config.start_timeout_sec)
-    auto = config.all_reduce == "auto"
-    all_reduce = default_all_reduce(local_devices) if auto else config.all_reduce
+    meet(cluster, _settings(config, local_devices), config.cluster.start_timeout_sec)
+    auto = config.distribution.all_reduce == "auto"
+    all_reduce = default_all_reduce(local_devices) if auto else config.distribution.all_reduce
 
     def report_loss() -> None:  # TensorFlow's call would wait.
         console.report_error(
             PeerLostError(
-                f"--start_timeout_sec={config.start_timeout_sec}: a worker came and was lost; run"
+                f"--start_timeout_sec={config.cluster.start_timeout_sec}: a worker came and was"
+                " lost; run"
                 " the same command again"
             )
         )
 
-    with naming_lost_peers(cluster), watchdog.watch(config.start_timeout_sec, report_loss):
+    with naming_lost_peers(cluster), watchdog.watch(config.cluster.start_timeout_sec, report_loss):
         workers = ClusterWorkers(cluster.addresses, cluster.index, local_devices, all_reduce)
     signals.reinstall()
     return workers
@@ -224,9 +225,9 @@ async def _send(writer: asyncio.StreamWriter, answer: dict) -> None:
             await writer.wait_closed()
 
 
-def _settings(config: TrainConfig, local_devices: Sequence[str]) -> dict:
+def _settings(config: Config, local_devices: Sequence[str]) -> dict:
     """Returns the settings that must be equal on all workers, as they come out of JSON."""
-    flags = {f"--{name}": value for name, value in vars(config).items() if name not in _OWN}
+    flags = {f"--{name}": value for name, value in config.values().items() if name not in _OWN}
     kind = "GPU" if "GPU" in local_devices[0] else "CPU"
     own = {f"version of {name}": version for name, version in versions().items()}
     return json.loads(json.dumps({**flags, "devices": f"{len(local_devices)} {kind}", **own}))

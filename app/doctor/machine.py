@@ -10,7 +10,6 @@ import sys
 import tempfile
 import textwrap
 
-from app.config import DoctorConfig
 from app.data.data_sources import (
     DOWNLOAD_URL,
     HOW_TO_GET,
@@ -23,6 +22,7 @@ from app.data.data_sources import (
 from app.data.fashion_mnist import load_fashion_mnist
 from app.devices.device_setup import num_cores
 from app.devices.free_memory import available_bytes
+from app.options import Config
 from app.records.run_directory import check_not_foreign
 from app.records.run_naming import named_path
 from app.runtime.errors import (
@@ -120,14 +120,14 @@ def check_processor() -> Check:
     return Check("processor", shown)
 
 
-def check_data(config: DoctorConfig) -> Check:
+def check_data(config: Config) -> Check:
     """Finds the images of `--dataset` and verifies them as a training does; downloads nothing."""
-    if config.dataset == "synthetic":
+    if config.data.dataset == "synthetic":
         return Check("Fashion-MNIST", "not needed: --dataset=synthetic generates images", NOTE)
     try:
         return _check_source(config)
     except DataMissingError as error:
-        if config.data_dir or config.dataset == "fashion_mnist":
+        if config.data.data_dir or config.data.dataset == "fashion_mnist":
             return Check.of_error("Fashion-MNIST", error)
         value = f"{error.problem}: a training uses GENERATED images in its place"
         return Check("Fashion-MNIST", value, WARNING, error.advice)
@@ -135,8 +135,8 @@ def check_data(config: DoctorConfig) -> Check:
         return Check.of_error("Fashion-MNIST", error)
 
 
-def _check_source(config: DoctorConfig) -> Check:
-    source = find_data_source(config.data_dir)
+def _check_source(config: Config) -> Check:
+    source = find_data_source(config.data.data_dir)
     shown = f"{source.folder} ({source.named_by})"
     if source.kind == TO_DOWNLOAD:
         try:
@@ -150,20 +150,22 @@ def _check_source(config: DoctorConfig) -> Check:
         return Check("Fashion-MNIST", value)
     if source.kind == PREPARED:
         return Check("Fashion-MNIST", f"{shown}: prepared by TFDS; a training verifies it", NOTE)
-    dataset = load_fashion_mnist(config.data_dir, allow_unverified=config.allow_unverified_data)
+    dataset = load_fashion_mnist(
+        config.data.data_dir, allow_unverified=config.data.allow_unverified_data
+    )
     if dataset.name == "unverified":
         value = f"{shown}: UNVERIFIED images, as --allow_unverified_data asks"
         return Check("Fashion-MNIST", value, WARNING, "accuracies are not those of Fashion-MNIST")
     return Check("Fashion-MNIST", f"{shown}: the four files, SHA-256 verified")
 
 
-def check_output(config: DoctorConfig) -> Check:
+def check_output(config: Config) -> Check:
     """Checks that a run's directory can be created, and its disk's space; leaves no file."""
-    name = config.out or "runs"
+    name = config.output.out or "runs"
     try:
         path = named_path(name).absolute()
         existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
-        if config.out and path.is_dir():
+        if config.output.out and path.is_dir():
             check_not_foreign(path)
         # Permissions do not show that a file system is read-only.
         with tempfile.TemporaryFile(dir=existing) as file:

@@ -9,11 +9,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from app.config import DoctorConfig
-from app.config.training_configs import training_config
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices.gpus import gpu_obstacles, query_driver
 from app.doctor.machine import NOTE, OK, WARNING, Check
+from app.options import Config
 from app.runtime import console
 from app.runtime.errors import DeviceError, LockstepError, reason_of
 from app.runtime.processes import call_in_child_process
@@ -44,7 +43,7 @@ class TensorFlowCheck:
 
 
 def check_tensorflow(
-    config: DoctorConfig, function: Callable[[Send, DoctorConfig], None] | None = None
+    config: Config, function: Callable[[Send, Config], None] | None = None
 ) -> TensorFlowCheck:
     """Checks everything up to the first step that hangs or crashes.
 
@@ -80,7 +79,7 @@ def check_tensorflow(
     return found
 
 
-def examine(send: Send, config: DoctorConfig) -> None:
+def examine(send: Send, config: Config) -> None:
     """Runs in the process; sends each attribute of `TensorFlowCheck` as soon as it is known."""
     os.environ.pop("TF_CONFIG", None)
     console.forward_warnings(lambda text: send(("checks", Check("devices", text, WARNING))))
@@ -90,34 +89,34 @@ def examine(send: Send, config: DoctorConfig) -> None:
     from app.devices import device_setup
 
     send(("stage", "TensorFlow"))
-    tf = device_setup.import_tensorflow(config.verbosity)
+    tf = device_setup.import_tensorflow(config.output.verbosity)
     build = tf.sysconfig.get_build_info()
     cuda = f"CUDA {build.get('cuda_version')} and cuDNN {build.get('cudnn_version')}"
     built = f"built for {cuda}" if build.get("is_cuda_build") else "built without CUDA"
     send(("has_tensorflow", True))
     send(("checks", Check("TensorFlow", f"{tf.__version__}, {built}")))
     send(("stage", "devices"))
-    if gpus and config.device != "cpu" and not tf.config.list_physical_devices("GPU"):
+    if gpus and config.distribution.device != "cpu" and not tf.config.list_physical_devices("GPU"):
         for cause, advice in gpu_obstacles():
             send(("checks", Check("GPUs", cause, WARNING, advice)))
-    prepared = device_setup.set_up(training_config(config, "manual", all_reduce="auto"))
+    prepared = device_setup.set_up(config.for_training("manual", all_reduce="auto"))
     simulated = ", simulated: timing is not scaling" if prepared.simulated else ""
     send(("checks", Check("devices", ", ".join(prepared.names) + simulated)))
     send(("devices", prepared.names))
-    for name in config.strategies:
+    for name in config.distribution.strategies:
         if name != "single" and len(prepared.names) > 1:
             send(("stage", name))
             _test_all_reduce(send, config, prepared, name)
 
 
-def _test_all_reduce(send: Send, config: DoctorConfig, prepared: Any, name: str) -> None:
+def _test_all_reduce(send: Send, config: Config, prepared: Any, name: str) -> None:
     """Builds LeNet on the devices and all-reduces known numbers, as a training does."""
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.strategy_builder import build_strategy
 
     try:
         strategy = build_strategy(
-            training_config(config, name), prepared,
+            config.for_training(name), prepared,
             image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, learning_rate=0.1, num_steps=1,
         )  # fmt: skip
         run_all_reduce_self_test(strategy)

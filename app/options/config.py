@@ -154,6 +154,10 @@ class Config:
         """Returns the value of an option."""
         return getattr(getattr(self, option.group), option.name)
 
+    def values(self) -> dict[str, Any]:
+        """Returns name → value of the options of the command."""
+        return {name: self.value(row) for name, row in table.options_of(self.command).items()}
+
     def changed(self, command: str | None = None) -> dict[str, Any]:
         """Returns name → value of the options that are not at their default, in order.
 
@@ -161,8 +165,7 @@ class Config:
             command: only options of this command, too, and compared with its defaults.
         """
         rows = table.options_of(command or self.command)
-        own = table.options_of(self.command)
-        values = {name: self.value(row) for name, row in own.items() if name in rows}
+        values = {name: value for name, value in self.values().items() if name in rows}
         return {name: value for name, value in values.items() if value != rows[name].default}
 
     def flags(self, command: str | None = None) -> list[str]:

@@ -258,12 +258,12 @@ class Verification:
 class Benchmark:
     """What is measured: every combination of the lists."""
 
-    breakdown: bool = option(False,
-        "Show where the time of a step goes, by leaving one part out at a time, and count the bytes"
-        " between devices.", ("benchmark",))
     repeats: int = option(10,
         "Number of rounds; each round times every case once.", ("benchmark",), metavar="N", low=2,
         high=10_000)
+    breakdown: bool = option(False,
+        "Show where the time of a step goes, by leaving one part out at a time, and count the bytes"
+        " between devices.", ("benchmark",))
     model: tuple[str, ...] = option(("lenet",),
         "Networks.", ("benchmark",), **_MANY, choices=names.MODEL_NAMES)
     num_devices: tuple[int, ...] = option((1, 2),
@@ -339,7 +339,7 @@ COMMANDS = {
     "benchmark": Command(
         "measures throughput over strategies, devices and batch sizes", "benchmark", (
         "--num_devices=1,2,4 --repeats=20",
-        "--breakdown --strategies=manual,pipeline --num_devices=4")),
+        "--breakdown --strategies=manual --num_devices=2")),
     "report": Command("writes a page about runs", "output", (
         "runs/first runs/second --out=report.html",)),
     "doctor": Command(

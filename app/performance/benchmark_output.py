@@ -7,8 +7,8 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 
-from app.config import BenchmarkConfig
-from app.config.names import MULTI_WORKER, SINGLE
+from app.options import Config
+from app.options.names import MULTI_WORKER, SINGLE
 from app.performance import interval
 from app.performance.breakdown import Breakdown
 from app.performance.case import Case, Sample, split_names
@@ -21,7 +21,7 @@ from app.runtime import console
 BENCHMARK_FILE = "benchmark.json"
 
 
-def create_cases(config: BenchmarkConfig) -> list[Case]:
+def create_cases(config: Config) -> list[Case]:
     """Returns a case for each combination; `single` has only one device.
 
     With `--breakdown`, only those on several devices.
@@ -31,15 +31,15 @@ def create_cases(config: BenchmarkConfig) -> list[Case]:
     """
     cases = []
     for model, precision, size, strategy, count in itertools.product(
-        config.model,
-        config.precision,
-        config.global_batch_size,
-        config.strategies,
-        config.num_devices,
+        config.benchmark.model,
+        config.benchmark.precision,
+        config.benchmark.global_batch_size,
+        config.distribution.strategies,
+        config.benchmark.num_devices,
     ):
-        if strategy == SINGLE and count != config.num_devices[0]:
+        if strategy == SINGLE and count != config.benchmark.num_devices[0]:
             continue
-        if config.breakdown and (strategy == SINGLE or count == 1):
+        if config.benchmark.breakdown and (strategy == SINGLE or count == 1):
             continue
         has_workers = strategy == MULTI_WORKER
         training = config.for_training(
@@ -51,13 +51,13 @@ def create_cases(config: BenchmarkConfig) -> list[Case]:
             last_batch="drop",  # Every step has the same size.
         )
         num_workers = count if has_workers else 1
-        cases.append(Case(training, num_workers, counts_traffic=config.breakdown))
+        cases.append(Case(training, num_workers, counts_traffic=config.benchmark.breakdown))
     return cases
 
 
 def write_benchmark(
     out_dir: pathlib.Path,
-    config: BenchmarkConfig,
+    config: Config,
     samples: Sequence[Sample],
     comparisons: Sequence[Comparison],
     breakdowns: Sequence[Breakdown] = (),
@@ -83,9 +83,9 @@ def _case_record(s: Sample) -> dict:
     config = s.case.config
     return {
         "name": s.case.name,
-        "strategy": config.strategy,
-        "model": config.model,
-        "precision": config.precision,
+        "strategy": config.distribution.strategy,
+        "model": config.training.model,
+        "precision": config.training.precision,
         "num_devices": s.facts.num_devices,
         **dataclasses.asdict(s.facts),
         "images_per_sec": dataclasses.asdict(interval.median(s.rates)),

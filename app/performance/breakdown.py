@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from app.config import BenchmarkConfig
-from app.config.split_numbers import has_option
 from app.devices.device_setup import num_cores
+from app.options import Config
+from app.options.split_numbers import has_option
 from app.performance import interval
 from app.performance.case import Case, Sample
 from app.performance.interval import Interval
@@ -68,7 +68,7 @@ class Breakdown:
         return blocks + (self.traffic.describe(name) if self.traffic else [])
 
 
-def cases_without(case: Case, config: BenchmarkConfig) -> dict[str, Case]:
+def cases_without(case: Case, config: Config) -> dict[str, Case]:
     """Returns part of a step → the case that measures a step without this part.
 
     "compute" is one device alone: with the shard of one replica and its share of the cores if
@@ -80,13 +80,13 @@ def cases_without(case: Case, config: BenchmarkConfig) -> dict[str, Case]:
     """
     training = case.config
     number = training.num_devices_asked or 1
-    splits_batch_only = has_option(training.strategy, "all_reduce")
-    shard = -(-training.global_batch_size // number)
+    splits_batch_only = has_option(training.distribution.strategy, "all_reduce")
+    shard = -(-training.training.global_batch_size // number)
     alone = config.for_training(
         "single",
-        model=training.model,
-        precision=training.precision,
-        global_batch_size=shard if splits_batch_only else training.global_batch_size,
+        model=training.training.model,
+        precision=training.training.precision,
+        global_batch_size=shard if splits_batch_only else training.training.global_batch_size,
         last_batch="drop",
     )
     cores = max(1, num_cores() // number) if splits_batch_only else None

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from app.config import TrainConfig
+from app.options import Config
 from app.performance.traffic import Traffic
 
 _BETWEEN = ", "
@@ -22,7 +22,7 @@ class Case:
         counts_traffic: count the bytes that a step sends, after the last round.
     """
 
-    config: TrainConfig
+    config: Config
     num_workers: int = 1
     no_sync: bool = False
     reads_input: bool = True
@@ -42,10 +42,10 @@ class Case:
         if config.has_workers:
             number = self.num_workers * (number or 1)
         parts = [
-            f"{config.strategy} × {number or 'all'}",
-            config.model,
-            f"batch {config.global_batch_size}",
-            config.precision,
+            f"{config.distribution.strategy} × {number or 'all'}",
+            config.training.model,
+            f"batch {config.training.global_batch_size}",
+            config.training.precision,
         ]
         parts += ["without all-reduce"] if self.no_sync else []
         parts += [] if self.reads_input else ["without input"]

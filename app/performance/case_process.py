@@ -5,6 +5,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from app.devices import device_setup
+from app.options import rules
 from app.performance.case import Block, Case, Facts
 from app.performance.peak_memory import peak_memory_bytes, reset_peak
 from app.performance.traffic import Traffic, traffic_of
@@ -40,7 +41,7 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
     from app.training.training_spec import TrainingSpec, load_data
 
     dataset = load_data(case.config)
-    case.config.check_shards(len(prepared.names), len(dataset.train_images))
+    rules.check_shards(case.config, len(prepared.names), len(dataset.train_images))
     spec = TrainingSpec(case.config, dataset)
     strategy = spec.build_strategy(prepared, all_reduce="none" if case.no_sync else None)
     run_all_reduce_self_test(strategy)
@@ -99,7 +100,7 @@ def _facts(
         cores=device_setup.num_cores(),
         intra_op_threads=prepared.intra_op_threads,
         dataset=spec.dataset.name,
-        global_batch_size=spec.config.global_batch_size,
+        global_batch_size=spec.config.training.global_batch_size,
         jit_compile=strategy.jit_compile,
         all_reduce=strategy.algorithm,
         tensor_float_32="GPU" in strategy.devices[0]

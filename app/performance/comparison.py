@@ -67,7 +67,7 @@ def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
     def key(s: Sample) -> tuple:
         batch = s.facts.global_batch_size
         batch_key = batch / s.facts.num_devices if axis == "weak scaling" else batch
-        return s.case.config.model, s.case.config.precision, batch_key
+        return s.case.config.training.model, s.case.config.training.precision, batch_key
 
     for s in samples:
         bases = [
@@ -75,12 +75,16 @@ def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
             for base in samples
             if key(base) == key(s)
             and base.facts.num_devices < s.facts.num_devices
-            and base.case.config.strategy in ("single", s.case.config.strategy)
+            and base.case.config.distribution.strategy
+            in ("single", s.case.config.distribution.strategy)
         ]
         if bases:
             base = min(
                 bases,
-                key=lambda b: (b.facts.num_devices, b.case.config.strategy != "single"),
+                key=lambda b: (
+                    b.facts.num_devices,
+                    b.case.config.distribution.strategy != "single",
+                ),
             )
             # Simulated devices share the cores that a single one has alone.
             ratio = s.facts.num_devices / base.facts.num_devices
@@ -92,8 +96,8 @@ def _with_first(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
     first: dict[tuple, Sample] = {}
     for s in samples:
         config = s.case.config
-        other = config.precision if axis == "strategy" else config.strategy
-        key = other, config.model, s.facts.num_devices, s.facts.global_batch_size
+        other = config.training.precision if axis == "strategy" else config.distribution.strategy
+        key = other, config.training.model, s.facts.num_devices, s.facts.global_batch_size
         if key in first:
             yield compare(axis, s, first[key])
         first.setdefault(key, s)

@@ -1,6 +1,6 @@
 """Defines titles of datasets, and the caveats that every output shows with a result."""
 
-from app.config import CompareConfig, TrainConfig
+from app.options import Config
 from app.records.history import Summary
 
 DATASET_TITLES = {
@@ -16,24 +16,25 @@ TIMING_CAVEAT = "simulated devices: timing is not scaling"
 _CHANCE = 0.15  # Ten classes: the accuracy of guessing is 0.1.
 
 
-def caveats(config: TrainConfig | CompareConfig, summary: Summary) -> list[str]:
+def caveats(config: Config | Config, summary: Summary) -> list[str]:
     """Returns a line for each way in which a result differs from the command's intent.
 
     Omits a fault that the command injects, because the command warns of it when it starts.
     """
-    announced = not isinstance(config, CompareConfig) and config.fault is not None
+    announced = not isinstance(config, Config) and config.verification.fault is not None
     lines = []
     if summary.injected_fault and not announced:
         lines.append(injected_fault_caveat(summary.injected_fault))
     if summary.changes:
         lines.append(f"changed on the way: {'; '.join(summary.changes)}")
-    if config.dataset == "auto" and summary.dataset == "synthetic":
+    if config.data.dataset == "auto" and summary.dataset == "synthetic":
         lines.append(DATASET_CAVEATS["synthetic"])
     if summary.dataset == "unverified":
         lines.append(DATASET_CAVEATS["unverified"])
-    if config.num_gpus and "CPU" in summary.devices[0]:
+    if config.distribution.num_gpus and "CPU" in summary.devices[0]:
         lines.append(
-            f"--num_gpus={config.num_gpus}, but no GPU: these are logical CPU devices, and their"
+            f"--num_gpus={config.distribution.num_gpus}, but no GPU: these are logical CPU"
+            " devices, and their"
             " times say nothing of GPUs"
         )
     accuracy = summary.test_accuracy

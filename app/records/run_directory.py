@@ -10,7 +10,6 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 
-from app.config.split_options import recorded_value
 from app.records.event_file import event_files
 from app.records.files import (
     discard,
@@ -53,7 +52,7 @@ def changed_settings(old: dict, new: dict, used: Mapping[str, object]) -> dict[s
     """
     changes = {}
     for name in {**old, **new}:
-        before = recorded_value(old, name) if name in new else old[name]
+        before = old.get(name)
         if before != new.get(name):
             shown = used.get(name) if before is None else before
             changes[name] = f"{name} {_shown(shown)} → {_shown(new.get(name))}"

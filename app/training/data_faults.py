@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from app.config.fault import Fault
+from app.options.fault import Fault
 from strategies.base import Strategy
 
 Batch = tuple[tf.Tensor, tf.Tensor]  # Images and labels.

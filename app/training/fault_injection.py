@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from app.config.fault import Fault
+from app.options.fault import Fault
 from app.runtime.errors import ConfigError
 from strategies.base import Strategy
 from strategies.collectives import shard_bounds
@@ -230,7 +230,7 @@ def _check_can_happen(fault: Fault, strategy: Strategy, batch_sizes: Collection[
         "micro-batches": strategy.shards_per_replica,
         "devices of a replica": strategy.devices_per_replica,
     }
-    fault.check(strategy.name, numbers[fault.counts])
+    fault.check(strategy.name, numbers[fault.kind.counts])
     if fault.name == "mean_of_means" and not any(
         len(set(_shard_sizes(strategy, n))) > 1 for n in batch_sizes
     ):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from app.config import TrainConfig
 from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.records.history import Summary
 from app.runtime import signals
 from app.runtime.errors import MismatchError, Terminated
@@ -64,7 +64,7 @@ class Training:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Config,
         devices: Devices,
         dataset: ImageDataset,
         run_dir: pathlib.Path | None,
@@ -82,9 +82,9 @@ class Training:
         self._guard = self._spec.create_guard(self.strategy, devices)
         self._guard.check()
         run_all_reduce_self_test(self.strategy)
-        if config.fault:
+        if config.verification.fault:
             self._faulty_observer = inject_fault(
-                config.fault,
+                config.verification.fault,
                 self.strategy,
                 batch_sizes=self._spec.batch_sizes(),
                 num_steps=self._spec.num_steps,
@@ -116,7 +116,7 @@ class Training:
     @property
     def is_finished(self) -> bool:
         """Whether all epochs are trained, evaluated and saved."""
-        return self._state.progress.epoch == self._config.epochs
+        return self._state.progress.epoch == self._config.training.epochs
 
     def run(self) -> Summary:
         """Trains the remaining steps; returns the summary, which has been written.
@@ -148,13 +148,13 @@ class Training:
         if self._run_dir:
             spec = self._config, self._devices, self.dataset, self.strategy, self._metadata
             self._writer = RunWriter(self._run_dir, summary_template(*spec))
-        if self._config.fault:
+        if self._config.verification.fault:
             self._faulty_observer.begin()
         resumed, self._resumed = self._resumed, None  # Frees its arrays.
         if self._writer:
             self._writer.begin(resumed)
         self._bar = TrainingProgress(
-            self._config.epochs,
+            self._config.training.epochs,
             self.steps_per_epoch,
             self._state.progress.step,
             shown=self._workers.is_chief,
@@ -219,7 +219,7 @@ class Training:
             test,
             evaluation_sec=evaluation_sec,
             learning_rate=last_learning_rate(self.strategy.optimizer),
-            injected_fault=str(self._config.fault or ""),
+            injected_fault=str(self._config.verification.fault or ""),
         )
         self.save()
         self._bar.epoch(self._state.progress.history[-1])
@@ -283,11 +283,14 @@ class Training:
 
     def _num_steps_of_next_call(self) -> int:
         """Returns the number of steps of the next compiled call."""
-        longest_sec = min(_RATIO * self._shortest_network_sec, _LONGEST_CALL_SEC)
-        fitting = max(1, int(max(_CALL_SEC, longest_sec) / self._step_sec))
-        num_steps = self._config.steps_per_call or fitting
         schedules = self._state.checkpoints, self._verified
-        return min(num_steps, *(s.num_steps_before_next(self._state.progress) for s in schedules))
+        limits = [s.num_steps_before_next(self._state.progress) for s in schedules]
+        return min(self._num_steps_in_time(), *limits)
+
+    def _num_steps_in_time(self) -> int:
+        """Returns the number of steps that take as long as a call should."""
+        longest_sec = min(_RATIO * self._shortest_network_sec, _LONGEST_CALL_SEC)
+        return max(1, int(max(_CALL_SEC, longest_sec) / self._step_sec))
 
     def _batches(self) -> tf.data.Dataset:
         """Returns the training dataset from the next step on, with any injected data fault."""
@@ -295,7 +298,7 @@ class Training:
         def batches(seed: int) -> tf.data.Dataset:
             return self._spec.batches(seed=seed, start_step=self._state.progress.step)
 
-        seed, fault = self._config.seed, self._config.fault
+        seed, fault = self._config.training.seed, self._config.verification.fault
         if fault:
             return inject_data_fault(fault, batches, self.strategy, seed=seed)
         return batches(seed)

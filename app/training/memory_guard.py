@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from app.config import TrainConfig
 from app.devices.device_setup import Devices
 from app.devices.free_memory import available_bytes
+from app.options import Config
 from app.runtime import console
 from app.runtime.errors import DeviceError, is_out_of_memory
 from strategies.base import Strategy
@@ -26,10 +26,10 @@ class MemoryGuard:
     """
 
     def __init__(
-        self, strategy: Strategy, config: TrainConfig, devices: Devices, global_batch_size: int
+        self, strategy: Strategy, config: Config, devices: Devices, global_batch_size: int
     ) -> None:
         self._strategy, self._global_batch_size = strategy, global_batch_size
-        self._on_cpu = "CPU" in devices.names[0] and not config.recompute
+        self._on_cpu = "CPU" in devices.names[0] and not config.distribution.recompute
 
     def check(self) -> None:
         """Rejects a batch that certainly does not fit into main memory.

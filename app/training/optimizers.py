@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from app.config import TrainConfig
+from app.options import Config
 from strategies.loss_scale import are_finite, replaced_by_nan
 from strategies.tf_private import learning_rate_schedule, optimizer_variable_index
 
@@ -14,9 +14,9 @@ from strategies.tf_private import learning_rate_schedule, optimizer_variable_ind
 INITIAL_LOSS_SCALE = 2.0**15
 
 
-def initial_loss_scale(config: TrainConfig) -> float | None:
+def initial_loss_scale(config: Config) -> float | None:
     """Returns the loss scale of the first step; None without loss scaling."""
-    return INITIAL_LOSS_SCALE if config.precision == "mixed_float16" else None
+    return INITIAL_LOSS_SCALE if config.training.precision == "mixed_float16" else None
 
 
 class FusedSGD(keras.optimizers.SGD):

@@ -5,9 +5,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from app.config import TrainConfig
-from app.config.option import options_of
-from app.config.split_options import SplitOptions
+from app.options import Config
+from app.options.split_numbers import OPTIONS_OF_SOME
 from app.records.checkpoint import Checkpoint, CheckpointSearchResult, find_newest_checkpoint
 from app.records.history import HISTORY_FILE
 from app.records.run_directory import changed_settings, other_settings_error
@@ -17,8 +16,7 @@ from app.runtime.errors import CheckpointError
 
 # Options that change how the steps are computed, but not the result except for rounding.
 _HOW = {
-    *("strategy", "all_reduce", "bucket_mib", "deterministic", "jit_compile"),
-    *(each.name for each in options_of(SplitOptions)),
+    *({"strategy", "deterministic", *OPTIONS_OF_SOME} - {"batch_norm", "communication_dtype"}),
     *("python", "tensorflow", "keras", "numpy"),  # Their versions.
 }
 
@@ -107,7 +105,7 @@ class Resumed:
             )
 
 
-def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata) -> Resumed | None:
+def find_state(run_dir: pathlib.Path, config: Config, metadata: RunMetadata) -> Resumed | None:
     """Finds the state from which a training resumes; None if nothing was saved.
 
     Finds changes without rejecting them; see `Changes.check`.
@@ -132,9 +130,10 @@ def find_state(run_dir: pathlib.Path, config: TrainConfig, metadata: RunMetadata
     old, new = _identity(saved.metadata), _identity(metadata)
     changes = classify_changes(changed_settings(old, new, {}), old, new)
     begun = saved.progress.epoch + (saved.progress.epoch_step > 0)
-    if begun > config.epochs:
+    if begun > config.training.epochs:
         raise CheckpointError(
-            f"--epochs={config.epochs}: epoch {begun} has already started; use --epochs={begun}"
+            f"--epochs={config.training.epochs}: epoch {begun} has already started; use"
+            f" --epochs={begun}"
             " or more, or another directory"
         )
     noted = [f"step {saved.progress.step}: {line}" for line in [*changes.how, *changes.more_epochs]]

@@ -4,11 +4,10 @@ import dataclasses
 import pathlib
 from typing import TYPE_CHECKING
 
-from app.config import EvaluateConfig, TrainConfig
-from app.config.training_configs import training_config
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES, ImageDataset
 from app.data.dataset_loader import load_dataset
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.records.caveats import injected_fault_caveat
 from app.records.checkpoint import Checkpoint, find_newest_checkpoint
 from app.records.run_directory import load_run_config
@@ -33,19 +32,19 @@ class SavedRun:
         run_dir: the directory of the run.
     """
 
-    config: TrainConfig
+    config: Config
     checkpoint: Checkpoint
     run_dir: pathlib.Path
 
     @classmethod
-    def open(cls, config: EvaluateConfig) -> "SavedRun":
-        """Opens the run that `config.run` names.
+    def open(cls, config: Config) -> "SavedRun":
+        """Opens the run that `config.evaluation.run` names.
 
         Raises:
             OutputError: the run does not exist.
             CheckpointError: it has no usable checkpoint.
         """
-        run_dir = named_path(config.run)
+        run_dir = named_path(config.evaluation.run)
         run_config = load_run_config(run_dir)
         if run_config.get("command") == "verify":
             raise OutputError(
@@ -70,7 +69,9 @@ class SavedRun:
             console.warn(injected_fault_caveat(str(trained["inject"])))
         try:
             kept = {name: trained[name] for name in _KEPT}
-            return cls(training_config(config, config.strategy, **kept), found.checkpoint, run_dir)
+            return cls(
+                config.for_training(config.distribution.strategy, **kept), found.checkpoint, run_dir
+            )
         except (ConfigError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{found.path}: not a training of this program ({error}); choose another run"
@@ -85,15 +86,16 @@ class SavedRun:
         """
         metadata = self.checkpoint.metadata
         name = metadata.dataset
-        if name == "synthetic" and self.config.data_dir:
+        if name == "synthetic" and self.config.data.data_dir:
             raise ConfigError(
-                f"--data_dir={self.config.data_dir} has no effect on a run with generated images;"
+                f"--data_dir={self.config.data.data_dir} has no effect on a run with generated"
+                " images;"
                 " leave the flag out"
             )
         dataset = load_dataset(
             name,
-            data_dir=self.config.data_dir,
-            allow_unverified=self.config.allow_unverified_data,
+            data_dir=self.config.data.data_dir,
+            allow_unverified=self.config.data.allow_unverified_data,
             warn=console.warn,
         )
         if dataset.sha256_of_test_part() != metadata.test_part_sha256:

@@ -4,9 +4,9 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from app.config import TrainConfig
 from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.records.checkpoint import Checkpoint, save_checkpoint
 from app.records.event_file import EventFile
 from app.records.files import discard, io_errors_as, remove
@@ -146,7 +146,7 @@ def _scalars(record: EpochRecord) -> dict[str, float]:
 
 
 def summary_template(
-    config: TrainConfig,
+    config: Config,
     devices: Devices,
     dataset: ImageDataset,
     strategy: Strategy,
@@ -169,22 +169,22 @@ def summary_template(
             "simulated_devices": devices.simulated,
             "intra_op_threads": devices.intra_op_threads,
             "all_reduce": strategy.algorithm,
-            "model": config.model,
+            "model": config.training.model,
             "num_parameters": strategy.model.count_params(),
             "dataset": metadata.dataset,
             "dataset_sha256": metadata.dataset_sha256,
-            "recipe": config.recipe,
-            "global_batch_size": config.global_batch_size,
+            "recipe": config.training.recipe,
+            "global_batch_size": config.training.global_batch_size,
             "learning_rate": metadata.learning_rate,
-            "precision": config.precision,
-            "jit_compile": config.jit_compile,
-            "seed": config.seed,
-            "epochs": config.epochs,
+            "precision": config.training.precision,
+            "jit_compile": config.training.jit_compile,
+            "seed": config.training.seed,
+            "epochs": config.training.epochs,
             "steps": 0,
             "num_train_examples": dataset.num_train_examples,
             "num_test_examples": dataset.num_test_examples,
             "weights_sha256": "",
             "versions": metadata.versions,
-            "injected_fault": str(config.fault or ""),
+            "injected_fault": str(config.verification.fault or ""),
         }
     )

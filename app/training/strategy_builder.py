@@ -4,9 +4,9 @@ from typing import Any
 
 import keras
 
-from app.config import TrainConfig
-from app.config.split_numbers import has_option
 from app.devices.device_setup import Devices
+from app.options import Config
+from app.options.split_numbers import has_option
 from app.records.checkpoint import Checkpoint
 from app.runtime.errors import CheckpointError, ConfigError
 from app.training.optimizers import initial_loss_scale
@@ -17,7 +17,7 @@ from strategies.base import ModelFn, OptimizerFn, Strategy
 
 
 def build_strategy(
-    config: TrainConfig,
+    config: Config,
     devices: Devices,
     *,
     image_shape: tuple[int, int, int],
@@ -41,38 +41,42 @@ def build_strategy(
         ConfigError: the strategy has no such all-reduce on these devices, cannot split the model,
             the model has no BatchNorm to synchronise, or it does not fit the dataset.
     """
-    recipe = find_recipe(config.recipe, config.model)
+    recipe = find_recipe(config.training.recipe, config.training.model)
     strategy = create_strategy(
         config,
         devices,
         all_reduce=all_reduce,
         label_smoothing=recipe.label_smoothing,
     )
-    keras.config.set_dtype_policy(config.precision)
-    looks_inside = has_option(config.strategy, "model_parallel") or config.batch_norm == "sync"
+    keras.config.set_dtype_policy(config.training.precision)
+    looks_inside = (
+        has_option(config.distribution.strategy, "model_parallel")
+        or config.distribution.batch_norm == "sync"
+    )
     build = _build_or_refuse if looks_inside else type(strategy).build
     build(
         strategy,
         lambda: recipe.build_model(
-            load_model_builder(config.model),
+            load_model_builder(config.training.model),
             image_shape=image_shape,
             num_classes=num_classes,
-            seed=config.seed,
+            seed=config.training.seed,
         ),
         lambda: recipe.create_optimizer(
             learning_rate, num_steps, loss_scale=initial_loss_scale(config)
         ),
     )
-    if config.batch_norm == "sync" and not strategy.statistics_names:
+    if config.distribution.batch_norm == "sync" and not strategy.statistics_names:
         raise ConfigError(
-            f"--batch_norm=sync needs a model with BatchNorm, got --model={config.model}; leave the"
+            "--batch_norm=sync needs a model with BatchNorm, got"
+            f" --model={config.training.model}; leave the"
             " flag out"
         )
     return strategy
 
 
 def create_strategy(
-    config: TrainConfig, devices: Devices, *, all_reduce: str | None = None, **options: Any
+    config: Config, devices: Devices, *, all_reduce: str | None = None, **options: Any
 ) -> Strategy:
     """Creates the strategy of `config`, without building a model.
 
@@ -85,9 +89,9 @@ def create_strategy(
     Raises:
         ConfigError: the strategy cannot run on these devices.
     """
-    own_options = _own_options(config, all_reduce or config.all_reduce)
+    own_options = _own_options(config, all_reduce or config.distribution.all_reduce)
     try:
-        return load_strategy_class(config.strategy)(
+        return load_strategy_class(config.distribution.strategy)(
             devices.names, workers=devices.workers, **options, **own_options
         )
     except ValueError as error:
@@ -95,16 +99,16 @@ def create_strategy(
         raise ConfigError(f"{error}{advice}") from error
 
 
-def _own_options(config: TrainConfig, all_reduce: str) -> dict[str, Any]:
+def _own_options(config: Config, all_reduce: str) -> dict[str, Any]:
     """Returns the options that only some strategies have."""
-    options = {name: getattr(config, name) for name in STRATEGY_OPTIONS.get(config.strategy, ())}
-    if has_option(config.strategy, "jit_compile"):
-        options["jit_compile"] = config.jit_compile
-    if has_option(config.strategy, "all_reduce"):
-        dtype = config.communication_dtype
-        options |= {"all_reduce": all_reduce, "bucket_mib": config.bucket_mib}
-        options["communication_dtype"] = None if dtype == "float32" else dtype
-    return options
+    dtype = config.distribution.communication_dtype
+    options = {
+        **vars(config.distribution),
+        "jit_compile": config.training.jit_compile,
+        "all_reduce": all_reduce,
+        "communication_dtype": None if dtype == "float32" else dtype,
+    }
+    return {name: options[name] for name in STRATEGY_OPTIONS.get(config.distribution.strategy, ())}
 
 
 def _build_or_refuse(strategy: Strategy, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:

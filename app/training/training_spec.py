@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from app.config import TrainConfig
 from app.data.dataset import ImageDataset
 from app.data.input_pipeline import (
     find_changed,
@@ -14,6 +13,7 @@ from app.data.input_pipeline import (
     train_dataset,
 )
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.records.run_metadata import RunMetadata
 from app.runtime.errors import MismatchError
 from app.runtime.versions import versions
@@ -39,17 +39,17 @@ class TrainingSpec:
         learning_rate: peak learning rate.
     """
 
-    def __init__(self, config: TrainConfig, dataset: ImageDataset):
+    def __init__(self, config: Config, dataset: ImageDataset):
         self.config, self.dataset = config, dataset
         self.steps_per_epoch = num_steps_per_epoch(
-            len(dataset.train_images), config.global_batch_size, config.last_batch
+            len(dataset.train_images), config.training.global_batch_size, config.training.last_batch
         )
-        self.num_steps = config.epochs * self.steps_per_epoch
+        self.num_steps = config.training.epochs * self.steps_per_epoch
         self._examples: tuple[tf.Tensor, tf.Tensor] | None = None  # Copies that are trained on.
         self._test_part_sha256 = dataset.sha256_of_test_part()
-        self._recipe = find_recipe(config.recipe, config.model)
-        self.learning_rate = config.learning_rate or self._recipe.learning_rate(
-            global_batch_size=config.global_batch_size, num_steps=self.num_steps
+        self._recipe = find_recipe(config.training.recipe, config.training.model)
+        self.learning_rate = config.training.learning_rate or self._recipe.learning_rate(
+            global_batch_size=config.training.global_batch_size, num_steps=self.num_steps
         )
 
     def build_strategy(self, devices: Devices, *, all_reduce: str | None = None) -> Strategy:
@@ -110,10 +110,10 @@ class TrainingSpec:
             ConfigError: the model does not fit the dataset.
         """
         return self._recipe.build_model(
-            load_model_builder(self.config.model),
+            load_model_builder(self.config.training.model),
             image_shape=self.dataset.image_shape,
             num_classes=self.dataset.num_classes,
-            seed=self.config.seed,
+            seed=self.config.training.seed,
         )
 
     def create_optimizer(self) -> keras.optimizers.Optimizer:
@@ -128,9 +128,9 @@ class TrainingSpec:
             self._examples = keep_in_memory(self.dataset.train_images, self.dataset.train_labels)
         return train_dataset(
             *self._examples,
-            seed=self.config.seed if seed is None else seed,
-            global_batch_size=self.config.global_batch_size,
-            last_batch=self.config.last_batch,
+            seed=self.config.training.seed if seed is None else seed,
+            global_batch_size=self.config.training.global_batch_size,
+            last_batch=self.config.training.last_batch,
             start_step=start_step,
             flip=self.flips,
         )
@@ -160,15 +160,15 @@ class TrainingSpec:
         return train_batch(
             self.dataset.train_images,
             self.dataset.train_labels,
-            seed=self.config.seed,
-            global_batch_size=self.config.global_batch_size,
-            last_batch=self.config.last_batch,
+            seed=self.config.training.seed,
+            global_batch_size=self.config.training.global_batch_size,
+            last_batch=self.config.training.last_batch,
             step=step,
             flip=self.flips,
         )
 
     def batch_sizes(self) -> set[int]:
         """Returns the sizes of batches: the global batch size and that of a short last batch."""
-        size, num_examples = self.config.global_batch_size, len(self.dataset.train_images)
-        rest = num_examples % size if self.config.last_batch == "keep" else 0
+        size, num_examples = self.config.training.global_batch_size, len(self.dataset.train_images)
+        rest = num_examples % size if self.config.training.last_batch == "keep" else 0
         return {size for size in (min(size, num_examples), rest) if size}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.config import TrainConfig
+from app.options import Config
 from app.records.checkpoint import Checkpoint, weights_sha256
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
@@ -37,10 +37,12 @@ class TrainingState:
         checkpoints: the last checkpoint, and when the next one is due.
     """
 
-    def __init__(self, config: TrainConfig, strategy: Strategy, metadata: RunMetadata) -> None:
+    def __init__(self, config: Config, strategy: Strategy, metadata: RunMetadata) -> None:
         self._config, self._strategy, self._metadata = config, strategy, metadata
         self.progress, self._start = Progress(), time.monotonic()
-        self.checkpoints = CheckpointSchedule(config.checkpoint_every, metadata.steps_per_epoch)
+        self.checkpoints = CheckpointSchedule(
+            config.output.checkpoint_every, metadata.steps_per_epoch
+        )
 
     def restore(self, run_dir: pathlib.Path, *, has_schedule: bool) -> Resumed | None:
         """Restores the newest valid checkpoint of a run; returns None without one.

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from app.config import TrainConfig
-from app.config.names import VERIFY_EVERY
+from app.options import Config
+from app.options.names import VERIFY_EVERY
 from app.records.files import discard, write_atomically
 from app.records.run_metadata import Progress
 from app.runtime import console
@@ -64,7 +64,7 @@ class StepVerifier(Protocol):
         """Writes the trace of the recorded step to a directory."""
 
 
-CreateVerifier = Callable[[TrainConfig, Any, Strategy], StepVerifier | None]
+CreateVerifier = Callable[[Config, Any, Strategy], StepVerifier | None]
 
 
 class VerifiedSteps:
@@ -84,14 +84,14 @@ class VerifiedSteps:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Config,
         verifier: StepVerifier | None,
         run_dir: pathlib.Path | None,
         steps_per_epoch: int,
     ) -> None:
         self._config, self._verifier, self._run_dir = config, verifier, run_dir
         self._steps_per_epoch = steps_per_epoch
-        self._every = config.verify_every
+        self._every = config.verification.verify_every
         self._last_right, self._keeps_trace, self._is_slow_reported = 0, True, False
         self._step_sec = self._counted_sec = 0.0  # A usual step; the first one, if recorded.
 
@@ -187,7 +187,7 @@ class VerifiedSteps:
             text += f"; the last verified step without a mismatch is {self._last_right}"
         trace = self._keep_trace().encode()
         text += state.workers.broadcast(trace).decode()  # The chief stores it.
-        if self._config.on_mismatch == "warn":
+        if self._config.verification.on_mismatch == "warn":
             console.warn(text)
             return
         counted = state.progress  # Rolling back does not undo the mismatch.

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from app.config import VerifyConfig
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
@@ -33,7 +33,7 @@ Send = Callable[[tuple], None]
 
 
 def verify_with(
-    send: Send, config: VerifyConfig, devices: Devices, strategy: str, traces: pathlib.Path
+    send: Send, config: Config, devices: Devices, strategy: str, traces: pathlib.Path
 ) -> CaseResult:
     """Trains the steps of a case with one strategy and compares each step with one device.
 
@@ -45,14 +45,14 @@ def verify_with(
         traces: directory for the traces, if they are kept.
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    case = CaseFile(config.case_path, config.case_function)
-    data = CaseData(case, config.global_batch_size, config.steps)
+    case = CaseFile(config.verification.case_path, config.verification.case_function)
+    data = CaseData(case, config.training.global_batch_size, config.verification.steps)
     training = CaseTraining(case, data, config, devices, strategy)
     check = CaseCheck(case, data, config, training)
     reports: list[tuple[dict[int, str], Report]] = []
     for number, (phase, recording, report) in enumerate(check.phases(), start=1):
         reports.append((dict(zip(phase.wanted, phase.names, strict=True)), report))
-        if config.keep_traces:
+        if config.verification.keep_traces:
             folder = traces / strategy
             path = folder / f"{number}-{phase.place}.npz"
             with io_errors_as(path):
@@ -66,7 +66,7 @@ def verify_with(
         if found:
             stages[stage] = max(found, key=[CLEAN, BY_DESIGN, FAULT].index)
     return CaseResult(
-        reference=f"training that {config.case_path.name} defines on one device",
+        reference=f"training that {config.verification.case_path.name} defines on one device",
         devices=devices.names,
         simulated_devices=devices.simulated and len(devices.names) > 1,
         steps=[name for names, _ in reports for name in names.values()],
@@ -89,9 +89,7 @@ class CaseCheck:
         training: the training to compare.
     """
 
-    def __init__(
-        self, case: CaseFile, data: CaseData, config: VerifyConfig, training: CaseTraining
-    ):
+    def __init__(self, case: CaseFile, data: CaseData, config: Config, training: CaseTraining):
         self._case, self._data, self._config, self._training = case, data, config, training
 
     @property
@@ -114,7 +112,8 @@ class CaseCheck:
             recording = training.record(phase)
             if not recording.steps:
                 raise ConfigError(
-                    f"--case={self._config.case}: fit did not reach {phase.names[0]}; return the"
+                    f"--case={self._config.verification.case}: fit did not reach"
+                    f" {phase.names[0]}; return the"
                     " same number of batches from data() and distribute()"
                 )
             report = self._report(phase, recording)

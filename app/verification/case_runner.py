@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from app.config import VerifyConfig
-from app.config.names import KERAS_FIT
 from app.devices import device_setup
+from app.options import Config
+from app.options.names import KERAS_FIT
 from app.records.files import publish, temporary_path, write_json
 from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
@@ -25,7 +25,7 @@ from app.verification.case_result import CaseResult
 Send = Callable[[tuple], None]
 
 
-def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
+def verify_case(config: Config) -> dict[str, CaseResult]:
     """Verifies a case with each strategy in a separate process, and reports the findings.
 
     Returns:
@@ -35,38 +35,42 @@ def verify_case(config: VerifyConfig) -> dict[str, CaseResult]:
         ConfigError, DataError: the case cannot be verified.
         MismatchError: a stage has a fault.
     """
-    path = named_path(config.out or default_out("verify", config.case_path.stem))
+    path = named_path(
+        config.output.out or default_out("verify", config.verification.case_path.stem)
+    )
     fields = {
         "command": "verify",
-        "case": str(config.case_path.resolve()),
-        "function": config.case_function,
-        "strategy": ",".join(config.strategies),
+        "case": str(config.verification.case_path.resolve()),
+        "function": config.verification.case_function,
+        "strategy": ",".join(config.distribution.strategies),
         "num_replicas": config.num_devices_of_all_workers,
-        "global_batch_size": config.global_batch_size,
-        "seed": config.seed,
-        "steps": config.steps,
+        "global_batch_size": config.training.global_batch_size,
+        "seed": config.training.seed,
+        "steps": config.verification.steps,
     }
-    with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
+    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
         # Earlier results stay in the directory until the new ones are complete.
         traces = temporary_path(path / "traces")
         try:
             results = _verify_each(config, traces)
-            run_directory.start(overwrite=config.overwrite)
+            run_directory.start(overwrite=config.output.overwrite)
             run_directory.remove("traces")
-            if config.keep_traces:
+            if config.verification.keep_traces:
                 publish(traces, path / "traces")
         finally:
             shutil.rmtree(traces, ignore_errors=True)
         record = _record(config, results)
-        report_case(path, record, also="traces" if config.keep_traces else "")
+        report_case(path, record, also="traces" if config.verification.keep_traces else "")
     return results
 
 
-def _verify_each(config: VerifyConfig, traces: pathlib.Path) -> dict[str, CaseResult]:
+def _verify_each(config: Config, traces: pathlib.Path) -> dict[str, CaseResult]:
     """Verifies a case with each strategy; writes recordings to `traces` if they are kept."""
     results = {}
-    with StepProgress(config.steps + 3) as progress:  # Last batch, second epoch, resume.
-        for strategy in config.strategies:
+    with StepProgress(
+        config.verification.steps + 3
+    ) as progress:  # Last batch, second epoch, resume.
+        for strategy in config.distribution.strategies:
             progress.start(f"verifying {strategy}")
             results[strategy] = call_in_child_process(
                 _verify_with, config, strategy, traces, on_message=progress.message
@@ -74,9 +78,7 @@ def _verify_each(config: VerifyConfig, traces: pathlib.Path) -> dict[str, CaseRe
     return results
 
 
-def _verify_with(
-    send: Send, config: VerifyConfig, strategy: str, traces: pathlib.Path
-) -> CaseResult:
+def _verify_with(send: Send, config: Config, strategy: str, traces: pathlib.Path) -> CaseResult:
     """Verifies a case with one strategy; runs in a child process."""
     console.forward_warnings(lambda text: send(("warning", text)))
     on_devices = "mirrored" if strategy == KERAS_FIT else strategy
@@ -86,13 +88,13 @@ def _verify_with(
     return verify_with(send, config, devices, strategy, traces)
 
 
-def _record(config: VerifyConfig, results: dict[str, CaseResult]) -> dict[str, Any]:
+def _record(config: Config, results: dict[str, CaseResult]) -> dict[str, Any]:
     return {
         "command": "verify",
-        "case": str(config.case_path),
+        "case": str(config.verification.case_path),
         "model": next(iter(results.values())).model,
-        "global_batch_size": config.global_batch_size,
-        "seed": config.seed,
+        "global_batch_size": config.training.global_batch_size,
+        "seed": config.training.seed,
         "setup": {"model": _setup(config, results)},
         "comparison": "Each stage of each step, compared with one device that starts from the same"
         " state",
@@ -100,11 +102,11 @@ def _record(config: VerifyConfig, results: dict[str, CaseResult]) -> dict[str, A
     }
 
 
-def _setup(config: VerifyConfig, results: Mapping[str, CaseResult]) -> str:
+def _setup(config: Config, results: Mapping[str, CaseResult]) -> str:
     """Returns a description of the training and its devices."""
     largest = max(results.values(), key=lambda result: len(result.devices))
     devices = devices_text(largest.devices, largest.simulated_devices)
-    size, seed = config.global_batch_size, config.seed
+    size, seed = config.training.global_batch_size, config.training.seed
     return f"{largest.model}, batch {size}, seed {seed}, {devices}, TF32 off"
 
 

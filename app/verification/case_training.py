@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from app.config import VerifyConfig
-from app.config.names import KERAS_FIT
 from app.devices.device_setup import Devices
+from app.options import Config
+from app.options.names import KERAS_FIT
 from app.runtime.errors import ConfigError
 from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData, Phase
@@ -38,7 +38,7 @@ class CaseTraining:
     """
 
     def __init__(
-        self, case: CaseFile, data: CaseData, config: VerifyConfig, devices: Devices, strategy: str
+        self, case: CaseFile, data: CaseData, config: Config, devices: Devices, strategy: str
     ):
         self._case, self._data, self._config = case, data, config
         self._strategy = tf.distribute.get_strategy()
@@ -56,7 +56,7 @@ class CaseTraining:
     def build_unbuilt(self) -> keras.Model:
         """Builds the model with the same initial weights and the same names in each call."""
         reset_layer_numbers()
-        keras.utils.set_random_seed(self._config.seed)
+        keras.utils.set_random_seed(self._config.training.seed)
         return self._case.build_model()
 
     def build(self, scope: contextlib.AbstractContextManager | None = None) -> keras.Model:
@@ -82,14 +82,16 @@ class CaseTraining:
         if self._data.first_size % self.num_replicas and not self.splits_itself:
             size = max(1, self._data.first_size // self.num_replicas) * self.num_replicas
             raise ConfigError(
-                f"--case={self._config.case}: the first batch has {self._data.first_size} examples,"
+                f"--case={self._config.verification.case}: the first batch has"
+                f" {self._data.first_size} examples,"
                 f" which {self.num_replicas} replicas do not divide: Keras' fit fails (keras issue"
                 f" 19246); use --global_batch_size={size}"
             )
         accumulates = getattr(self.model.optimizer, "gradient_accumulation_steps", None)
         if self.num_replicas > 1 and accumulates:
             raise ConfigError(
-                f"--case={self._config.case}: gradient_accumulation_steps={accumulates} of the"
+                f"--case={self._config.verification.case}:"
+                f" gradient_accumulation_steps={accumulates} of the"
                 " optimizer fails under MirroredStrategy (keras issue 20582); remove it, or use"
                 " --strategies=single"
             )
@@ -98,14 +100,14 @@ class CaseTraining:
         """Returns the distributed data of the case; None if Keras distributes the dataset."""
         if self.num_replicas == 1:
             return None
-        return self._case.distribute(self._strategy, self._config.global_batch_size)
+        return self._case.distribute(self._strategy, self._config.training.global_batch_size)
 
     def record(self, phase: Phase) -> Recording:
         """Records `fit` on the dataset of a phase."""
         try:
             recorder = Recorder(self.model, steps=phase.wanted)
         except ValueError as error:
-            raise ConfigError(f"--case={self._config.case}: {error}") from error
+            raise ConfigError(f"--case={self._config.verification.case}: {error}") from error
 
         def fit() -> None:
             dataset = phase.dataset or self._distributed()

@@ -99,7 +99,7 @@ class Reference:
             spec.build_model,
             spec.create_optimizer,
             dtype,
-            precision=spec.config.precision if dtype == "float32" else None,
+            precision=spec.config.training.precision if dtype == "float32" else None,
             label_smoothing=spec.label_smoothing,
             **options,
         )

@@ -171,8 +171,8 @@ class StepChecker:
             config = self._spec.config
             self._measuring = TraceChecker.of(
                 self._spec,
-                syncs_batch_norm=config.batch_norm == "sync",
-                communication_dtype=config.communication_dtype,
+                syncs_batch_norm=config.distribution.batch_norm == "sync",
+                communication_dtype=config.distribution.communication_dtype,
                 reference32=self._reference32,
             )
         return self._measuring

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from app.config import TrainConfig
+from app.options import Config
 from app.runtime import console
 from app.runtime.errors import ConfigError
 from app.training.training_spec import TrainingSpec
@@ -29,7 +29,7 @@ _STRAGGLER_STEPS = 8  # Number of last recorded steps in all of which a straggle
 
 
 def create_step_verifier(
-    config: TrainConfig, spec: TrainingSpec, strategy: Strategy
+    config: Config, spec: TrainingSpec, strategy: Strategy
 ) -> "StepVerifier | None":
     """Creates the verifier of steps; None if no step is to be verified or can be.
 
@@ -41,14 +41,15 @@ def create_step_verifier(
     Raises:
         ConfigError: `--verify_every` is set, but the steps cannot be verified.
     """
-    if config.verify_every == 0:
+    if config.verification.verify_every == 0:
         return None
     try:
         check_repeatable(strategy.model)
     except ConfigError as error:
-        if config.verify_every:
+        if config.verification.verify_every:
             raise ConfigError(
-                f"--verify_every={config.verify_every}: {error.problem}; leave the flag out"
+                f"--verify_every={config.verification.verify_every}: {error.problem}; leave the"
+                " flag out"
             ) from error
         if strategy.workers.is_chief:
             console.say(f"No step is verified: {error.problem}")
@@ -68,7 +69,7 @@ class StepVerifier:
         strategy: a built strategy; its observer may inject a fault.
     """
 
-    def __init__(self, config: TrainConfig, spec: TrainingSpec, strategy: Strategy):
+    def __init__(self, config: Config, spec: TrainingSpec, strategy: Strategy):
         self._config, self._spec, self._strategy = config, spec, strategy
         self._recorder = StepRecorder(strategy, strategy.observer)
         self._split = Split.of(strategy)  # As configured: a fault may change the actual split.
@@ -124,7 +125,7 @@ class StepVerifier:
                 state = self._state_before(trace)
         self._trace = trace
         text = json.loads(workers.broadcast(json.dumps(text).encode()))
-        if self._config.verify_every == 1:  # Otherwise `keep_state` is called in time.
+        if self._config.verification.verify_every == 1:  # Otherwise `keep_state` is called in time.
             before = self._trace.first_step - 1
             names = self._trace.tensors(before, "weights")
             self._older = before, {t: self._trace.read(before, "weights", 0, t) for t in names}

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from app.config.fault import MIN_STRAGGLER_STEPS
+from app.options.fault import MIN_STRAGGLER_STEPS
 
 # Seconds, and seconds of processor time, from the start of a step until a replica sent its
 # gradients.

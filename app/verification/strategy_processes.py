@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
-from app.config import TrainConfig, VerifyConfig
 from app.data.dataset import ImageDataset
 from app.devices.gpus import has_device_file
+from app.options import Config
 from app.runtime import console
 from app.runtime.processes import ChildProcess, call_function, call_in_child_process
 from app.runtime.progress_bar import StepProgress
@@ -29,7 +29,7 @@ class StrategyProcesses:
         progress: shows the steps of all processes together.
     """
 
-    def __init__(self, config: VerifyConfig, traces: pathlib.Path, progress: StepProgress):
+    def __init__(self, config: Config, traces: pathlib.Path, progress: StepProgress):
         self._config, self._traces, self._progress = config, traces, progress
         self._num_steps = self._num_done = 0  # Of all processes.
         self._recordings: dict[str, Future] = {}
@@ -37,7 +37,7 @@ class StrategyProcesses:
         self._lock = threading.Lock()
         # Two processes use the cores while one of them traces a graph. On GPUs each process needs
         # all of the memory, and undisturbed times to detect stragglers.
-        uses_gpus = config.device != "cpu" and has_device_file()
+        uses_gpus = config.distribution.device != "cpu" and has_device_file()
         self._threads = ThreadPoolExecutor(1 if uses_gpus else 2)
         self._processes = contextlib.ExitStack()  # Those that still run, on an error.
 
@@ -57,12 +57,17 @@ class StrategyProcesses:
         self,
         name: str,
         function: Callable[..., Recorded],
-        child: TrainConfig,
+        child: Config,
         more: tuple[Any, ...],
     ) -> None:
         """Starts to record a strategy: `function(send, child, num_steps, path, *more)`."""
         self._recordings[name] = self._start(
-            f"recording {name}", function, child, self._config.steps, self._traces / name, *more
+            f"recording {name}",
+            function,
+            child,
+            self._config.verification.steps,
+            self._traces / name,
+            *more,
         )
 
     def recorded(self) -> dict[str, Recorded]:
@@ -74,7 +79,7 @@ class StrategyProcesses:
         if name in self._checks:
             return
         config = self._config
-        dtype = config.for_training(name, inject=None).communication_dtype
+        dtype = config.for_training(name, inject=None).distribution.communication_dtype
         self._checks[name] = self._start(
             f"checking every step of {name}",
             tasks.check,
@@ -90,7 +95,7 @@ class StrategyProcesses:
 
     def _start(self, what: str, function: Callable[..., Any], *arguments: Any) -> Future:
         with self._lock:
-            self._num_steps += self._config.steps
+            self._num_steps += self._config.verification.steps
             self._progress.start(what, self._num_steps)
             self._progress.message(("step", self._num_done))
         run = contextvars.copy_context().run
@@ -122,7 +127,7 @@ def _with_dataset(
     return function(send, *arguments, dataset=dataset)
 
 
-def _load(send: Send, config: TrainConfig) -> ImageDataset:
+def _load(send: Send, config: Config) -> ImageDataset:
     from app.training.data_loading import load_data
 
     console.forward_warnings(lambda text: send(("warning", text)))

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from app.config import TrainConfig
 from app.devices import device_setup
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
+from app.options import Config, rules
 from app.records.files import io_errors_as, remove
 from app.runtime import console
 from app.runtime.errors import DiskFullError
@@ -38,7 +38,7 @@ Send = Callable[[tuple], None]
 
 
 def record_on_workers(
-    send: Send, config: TrainConfig, num_steps: int, path: pathlib.Path, num_workers: int
+    send: Send, config: Config, num_steps: int, path: pathlib.Path, num_workers: int
 ) -> Recorded:
     """Trains `num_steps` steps with `num_workers` processes and writes one trace to `path`.
 
@@ -66,7 +66,7 @@ def record_on_workers(
 
 
 def _record_as_worker(
-    channel: Channel, config: TrainConfig, num_steps: int, path: pathlib.Path
+    channel: Channel, config: Config, num_steps: int, path: pathlib.Path
 ) -> Recorded:
     return record(channel.send, config, num_steps, path)
 
@@ -77,13 +77,13 @@ def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
 
 def record(
     send: Send,
-    config: TrainConfig,
+    config: Config,
     num_steps: int,
     path: pathlib.Path,
     *,
     dataset: "ImageDataset | None" = None,
 ) -> Recorded:
-    """Trains `num_steps` steps with `config.strategy` and writes their trace to `path`.
+    """Trains `num_steps` steps with the strategy of `config` and writes their trace to `path`.
 
     Args:
         send: called with progress messages.
@@ -104,13 +104,16 @@ def record(
     split = Split.of(strategy)  # As configured: a fault may change the actual split.
     run_all_reduce_self_test(strategy)
     batches, observer = spec.batches(), None
-    if config.fault:
+    if config.verification.fault:
         observer = inject_fault(
-            config.fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=num_steps
+            config.verification.fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=num_steps
         )
         observer.begin()
         batches = inject_data_fault(
-            config.fault, lambda seed: spec.batches(seed=seed), strategy, seed=config.seed
+            config.verification.fault,
+            lambda seed: spec.batches(seed=seed),
+            strategy,
+            seed=config.training.seed,
         )
     _check_space(strategy, num_steps, path)
     recorder, iterator = Recorder(strategy, observer), strategy.distribute(batches)
@@ -134,7 +137,7 @@ def record(
 
 def record_on_one_device(
     send: Send,
-    config: TrainConfig,
+    config: Config,
     num_steps: int,
     path: pathlib.Path,
     shard_weights: tuple[int, ...],
@@ -167,7 +170,7 @@ def record_on_one_device(
 
 def check(
     send: Send,
-    config: TrainConfig,
+    config: Config,
     path: pathlib.Path,
     syncs_batch_norm: bool,
     communication_dtype: str,
@@ -233,7 +236,7 @@ def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> No
 
 
 def set_up(
-    send: Send, config: TrainConfig, dataset: "ImageDataset | None"
+    send: Send, config: Config, dataset: "ImageDataset | None"
 ) -> "tuple[device_setup.Devices, TrainingSpec]":
     """Sets up TensorFlow and loads the data; sends warnings to the parent."""
     console.forward_warnings(lambda text: send(("warning", text)))
@@ -244,7 +247,7 @@ def set_up(
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
     dataset = dataset or load_data(config)
-    config.check_shards(len(devices.names), len(dataset.train_images))
+    rules.check_shards(config, len(devices.names), len(dataset.train_images))
     return devices, TrainingSpec(config, dataset)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.config import VerifyConfig
+from app.options import Config
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
 from app.report.result import BAD, GOOD, Block, Facts, Result, Table
@@ -21,7 +21,7 @@ _AT_BOUND = 0.995  # Of what is allowed.
 
 def write_record(
     path: pathlib.Path,
-    config: VerifyConfig,
+    config: Config,
     recorded: Mapping[str, Recorded],
     verdict_of: Mapping[str, StrategyVerdict],
     pair_verdicts: Sequence[PairVerdict],
@@ -30,18 +30,18 @@ def write_record(
     first = next(iter(recorded.values()))
     record = {
         "command": "verify",
-        "injected_fault": str(config.fault or ""),
-        "model": config.model,
-        "recipe": config.recipe,
-        "global_batch_size": config.global_batch_size,
+        "injected_fault": str(config.verification.fault or ""),
+        "model": config.training.model,
+        "recipe": config.training.recipe,
+        "global_batch_size": config.training.global_batch_size,
         "learning_rate": first.learning_rate,
-        "seed": config.seed,
-        "steps": config.steps,
-        "batch_norm": config.batch_norm,
+        "seed": config.training.seed,
+        "steps": config.verification.steps,
+        "batch_norm": config.distribution.batch_norm,
         "dataset": first.dataset,
         "dataset_sha256": first.dataset_sha256,
         "num_train_examples": first.num_train_examples,
-        "precision": config.precision,
+        "precision": config.training.precision,
         "tf32": False,
         "versions": first.versions,
         "kinds": KINDS,
@@ -95,7 +95,7 @@ def _as_table(rows: Sequence) -> dict[str, list]:
 
 def _describe(
     record: Mapping,
-    config: VerifyConfig,
+    config: Config,
     recorded: Mapping[str, Recorded],
     verdict_of: Mapping[str, StrategyVerdict],
     pair_verdicts: Sequence[PairVerdict],
@@ -111,7 +111,8 @@ def _describe(
     if pair_verdicts:
         blocks += [
             Table(
-                f"Side by side: how far apart after {console.count(config.steps, 'step')}",
+                "Side by side: how far apart after"
+                f" {console.count(config.verification.steps, 'step')}",
                 ["pair", "verdict", "apart by", "relative", "in"],
                 [_pair_row(pair) for pair in pair_verdicts],
             ),
@@ -143,22 +144,26 @@ def _describe(
     return Result(verdicts, blocks, _caveats(config, next(iter(recorded.values()))))
 
 
-def _caveats(config: VerifyConfig, first: Recorded) -> list[str]:
-    caveats = [injected_fault_caveat(str(config.fault))] if config.fault else []
+def _caveats(config: Config, first: Recorded) -> list[str]:
+    caveats = (
+        [injected_fault_caveat(str(config.verification.fault))] if config.verification.fault else []
+    )
     if first.dataset in DATASET_CAVEATS:
         caveats.append(DATASET_CAVEATS[first.dataset])
     return caveats
 
 
-def _setup(config: VerifyConfig, recorded: Mapping[str, Recorded]) -> list[str]:
+def _setup(config: Config, recorded: Mapping[str, Recorded]) -> list[str]:
     """Returns the settings of the training."""
     first = next(iter(recorded.values()))
     num_devices = max(len(run.devices) for run in recorded.values())
     lines = [
-        f"{config.model} on {first.dataset}, recipe {config.recipe}, batch"
-        f" {config.global_batch_size}, learning rate {first.learning_rate:g}, seed {config.seed};"
-        f" {console.count(config.steps, 'step')} on {console.count(num_devices, 'device')};"
-        f" {config.precision}, TF32 off"
+        f"{config.training.model} on {first.dataset}, recipe {config.training.recipe}, batch"
+        f" {config.training.global_batch_size}, learning rate {first.learning_rate:g}, seed"
+        f" {config.training.seed};"
+        f" {console.count(config.verification.steps, 'step')} on"
+        f" {console.count(num_devices, 'device')};"
+        f" {config.training.precision}, TF32 off"
     ]
     for name, run in recorded.items():
         a_shard_each = run.num_shards == run.num_replicas == len(run.devices)
@@ -200,15 +205,16 @@ def _normalised(run: Recorded) -> str:
 
 
 def _conclusions(
-    config: VerifyConfig,
+    config: Config,
     verdict_of: Mapping[str, StrategyVerdict],
     pair_verdicts: Sequence[PairVerdict],
 ) -> list[str]:
     """Returns the outcome of each pair, and whether an injected fault was not found."""
     lines = outcome_sentences([(pair.strategies, pair.outcome) for pair in pair_verdicts])
-    if config.fault and all(verdict.passed for verdict in verdict_of.values()):
+    if config.verification.fault and all(verdict.passed for verdict in verdict_of.values()):
         lines.append(
-            f"the injected fault was not found: {config.fault} makes too little difference here"
+            f"the injected fault was not found: {config.verification.fault} makes too little"
+            " difference here"
         )
     return lines
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from app.config import Config
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
+from app.options import Config
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.records.run_directory import load_run_config

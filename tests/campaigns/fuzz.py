@@ -27,11 +27,11 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from app.config import Config
-from app.config.option import options_of
 from app.data.data_sources import SHA256
 from app.data.fashion_mnist import idx_bytes, load_fashion_mnist
 from app.devices.cluster import find_cluster
+from app.options import Config
+from app.options.table import COMMANDS, TABLE
 from app.records import checkpoint as checkpoints
 from app.records.checkpoint import Checkpoint, find_newest_checkpoint
 from app.records.history import EpochRecord
@@ -226,7 +226,7 @@ def fuzz_checkpoint(nodes, manifest_edits, state_edits, forged):
             assert size < state.stat().st_size
 
 
-_NAMES = sorted({o.name for c in Config.commands().values() for o in options_of(c)})
+_NAMES = sorted({row.name for row in TABLE})
 _VALUE = st.one_of(
     st.text(max_size=6),
     st.integers(-3, 70).map(str),
@@ -338,7 +338,7 @@ TARGETS = {
     "idx": (fuzz_idx, {"inner": _FILE_EDITS, "outer": _FILE_EDITS}),
     "checkpoint": (fuzz_checkpoint, {"nodes": _NODES, "manifest_edits": _EDITS,
                                      "state_edits": _EDITS, "forged": st.booleans()}),
-    "flags": (fuzz_flags, {"command": st.sampled_from([*Config.commands(), "nonsense", ""]),
+    "flags": (fuzz_flags, {"command": st.sampled_from([*COMMANDS, "nonsense", ""]),
                            "words": st.lists(_WORD, max_size=5)}),
     "TF_CONFIG": (fuzz_tf_config, {"nodes": _NODES, "edits": _SOME_EDITS}),
     "case": (fuzz_case, {"edits": _EDITS, "names": st.sampled_from([b"data", b"\xff", b"x y"])}),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from app.config import TrainConfig
+from app.options import Config
 from app.verification.recorded import Recorded
 from app.verification.split import Split
 
@@ -34,7 +34,7 @@ class TrainingFiles:
 
 
 def write_training_files(
-    send: Callable[[tuple], None], config: TrainConfig, num_steps: int | None, folder: pathlib.Path
+    send: Callable[[tuple], None], config: Config, num_steps: int | None, folder: pathlib.Path
 ) -> TrainingFiles:
     """Writes initial weights, images and orders of a training to `folder`.
 
@@ -50,9 +50,14 @@ def write_training_files(
     from app.data.input_pipeline import epoch_order  # Imports TensorFlow.
 
     model = spec.build_model()
-    num_epochs = config.epochs if num_steps is None else -(-num_steps // spec.steps_per_epoch)
+    num_epochs = (
+        config.training.epochs if num_steps is None else -(-num_steps // spec.steps_per_epoch)
+    )
     dataset = spec.dataset
-    order = [epoch_order(dataset.num_train_examples, config.seed, e)[0] for e in range(num_epochs)]
+    order = [
+        epoch_order(dataset.num_train_examples, config.training.seed, e)[0]
+        for e in range(num_epochs)
+    ]
     start, batches = folder / START_FILE, folder / BATCHES_FILE
     np.savez(start, **{v.path: v.numpy() for v in model.variables if v.dtype == "float32"})
     np.savez(

@@ -1,17 +1,45 @@
 """Runs the program of a framework with a Python interpreter that has the framework."""
 
 import collections
+import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from subprocess import PIPE
 
-from app.config import TrainConfig
-from app.config.framework_options import FRAMEWORKS, Framework
+from app.options import Config
 from app.runtime.errors import ConfigError, DeviceError
 from app.runtime.run_context import start_thread
 from app.runtime.subprocesses import Subprocess, child_environment, output_of
 
+
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """Describes a training by a program in `frameworks/`.
+
+    Attributes:
+        title: name of the framework.
+        package: the Python package that the program needs.
+        program: file name of the program.
+        flags: flags that select the kind of training.
+        flag_of_replicas: flag for the number of replicas.
+        syncs_batch_norm: whether BatchNorm normalises over the whole batch.
+    """
+
+    title: str
+    package: str
+    program: str
+    flags: tuple[str, ...]
+    flag_of_replicas: str
+    syncs_batch_norm: bool = False
+
+
+_JAX = ("JAX", "jax", "jax_lenet.py")
+FRAMEWORKS = {
+    "torch_ddp": Framework("PyTorch", "torch", "torch_lenet.py", (), "processes"),
+    "jax_jit": Framework(*_JAX, ("--mode=jit",), "num_devices", syncs_batch_norm=True),
+    "jax_pmap": Framework(*_JAX, ("--mode=pmap",), "num_devices"),
+}
 _ROOT = pathlib.Path(__file__).parents[3]
 _ENVIRONMENT = _ROOT / ".venv-bench"  # Created by `make frameworks`.
 _IMPORT_TIMEOUT_SEC = 120.0
@@ -49,7 +77,7 @@ def _find_interpreter(name: str, framework: Framework) -> str:
 def run_program(
     name: str,
     python: str,
-    config: TrainConfig,
+    config: Config,
     learning_rate: float,
     files: Mapping[str, pathlib.Path],
     *flags: str,
@@ -74,9 +102,9 @@ def run_program(
     framework = FRAMEWORKS[name]
     command = [
         *(python, str(_ROOT / "frameworks" / framework.program), *framework.flags),
-        *(f"--model={config.model}", f"--{framework.flag_of_replicas}={num_replicas}"),
-        f"--global_batch_size={config.global_batch_size}",
-        *(f"--learning_rate={learning_rate!r}", f"--last_batch={config.last_batch}"),
+        *(f"--model={config.training.model}", f"--{framework.flag_of_replicas}={num_replicas}"),
+        f"--global_batch_size={config.training.global_batch_size}",
+        *(f"--learning_rate={learning_rate!r}", f"--last_batch={config.training.last_batch}"),
         *(f"--{flag}={path}" for flag, path in files.items()),
         *flags,
     ]

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from app.config import TrainConfig, VerifyConfig
-from app.config.framework_options import FRAMEWORKS, num_framework_replicas
+from app.options import Config
+from app.options.rules import num_framework_replicas
 from app.records.files import io_errors_as
 from app.records.script_trace import ScriptTrace, load_trace
 from app.runtime.processes import call_in_child_process
 from app.verification.frameworks.framework_files import TrainingFiles, write_training_files
-from app.verification.frameworks.framework_program import run_program
+from app.verification.frameworks.framework_program import FRAMEWORKS, run_program
 from app.verification.frameworks.framework_trace import convert_trace
 from app.verification.frameworks.image_labels import ImageLabels
 from app.verification.recorded import Recorded
@@ -34,7 +34,7 @@ class FrameworkRecorder:
         folder: folder for temporary files of the recording.
     """
 
-    def __init__(self, config: VerifyConfig, interpreters: Mapping[str, str], folder: pathlib.Path):
+    def __init__(self, config: Config, interpreters: Mapping[str, str], folder: pathlib.Path):
         self._config, self._interpreters, self._folder = config, interpreters, folder
         self._files: TrainingFiles | None = None
 
@@ -57,7 +57,7 @@ class FrameworkRecorder:
             self._files = call_in_child_process(
                 write_training_files,
                 config,
-                self._config.steps,
+                self._config.verification.steps,
                 self._folder,
                 on_message=on_message,
             )
@@ -65,7 +65,7 @@ class FrameworkRecorder:
             name,
             self._interpreters[name],
             config,
-            self._config.steps,
+            self._config.verification.steps,
             self._files,
             path,
             num_replicas=num_framework_replicas(self._config),
@@ -84,7 +84,7 @@ class FrameworkRecorder:
 def _record(
     name: str,
     python: str,
-    config: TrainConfig,
+    config: Config,
     num_steps: int,
     files: TrainingFiles,
     path: pathlib.Path,
@@ -113,7 +113,7 @@ def _record(
         names = list(start)
     with np.load(files.batches) as arrays:
         images, labels, order = arrays["images"], arrays["labels"], arrays["order"]
-    size, per_epoch = config.global_batch_size, files.steps_per_epoch
+    size, per_epoch = config.training.global_batch_size, files.steps_per_epoch
     rows = [epoch[s * size : (s + 1) * size] for epoch in order for s in range(per_epoch)]
     batches = ((images[batch], labels[batch]) for batch in rows[:num_steps])
     sizes = convert_trace(script, names, batches, ImageLabels(images, labels), path)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from app.config import CompareConfig
-from app.config.framework_options import FRAMEWORKS, num_framework_replicas
+from app.options import Config
+from app.options.rules import num_framework_replicas
 from app.records.checkpoint import (
     Checkpoint,
     find_newest_checkpoint,
@@ -34,7 +34,7 @@ from app.records.run_metadata import Progress
 from app.runtime import console
 from app.runtime.errors import DataError, reason_of
 from app.verification.frameworks.framework_files import TrainingFiles
-from app.verification.frameworks.framework_program import run_program
+from app.verification.frameworks.framework_program import FRAMEWORKS, run_program
 
 _FINISHED = "finished"
 
@@ -42,7 +42,7 @@ _FINISHED = "finished"
 def train_with_framework(
     name: str,
     python: str,
-    config: CompareConfig,
+    config: Config,
     files: TrainingFiles,
     own_run: pathlib.Path,
     run_dir: pathlib.Path,
@@ -63,10 +63,10 @@ def train_with_framework(
     """
     fields = {**load_run_config(own_run), "strategy": name}
     with open_run_directory(run_dir, fields) as run_directory:
-        if not config.overwrite:
+        if not config.output.overwrite:
             run_directory.check_same_run()
             summary = load_summary(run_dir)
-            if summary and summary.status == _FINISHED and summary.epochs == config.epochs:
+            if summary and summary.status == _FINISHED and summary.epochs == config.training.epochs:
                 console.say(f"{run_dir} is already finished; this is its result")
                 console.say(summary.last_line())
                 return
@@ -84,7 +84,7 @@ def train_with_framework(
                 "batches": files.batches,
                 **written,
             },
-            f"--epochs={config.epochs}",
+            f"--epochs={config.training.epochs}",
             num_replicas=num_framework_replicas(config),
             on_line=console.say,
         )

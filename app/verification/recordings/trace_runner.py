@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from app.config import VerifyConfig
+from app.options import Config
 from app.records.run_directory import open_command_directory
 from app.records.run_naming import default_out, named_path
 from app.records.script_trace import ScriptTrace, load_trace
@@ -24,7 +24,7 @@ from app.verification.recordings.trace_verification import (
 )
 
 
-def verify_traces(config: VerifyConfig) -> dict[str, CaseResult]:
+def verify_traces(config: Config) -> dict[str, CaseResult]:
     """Verifies each recording on its own, and all further ones against the first.
 
     Returns:
@@ -34,17 +34,19 @@ def verify_traces(config: VerifyConfig) -> dict[str, CaseResult]:
         DataError: a recording is damaged, or has nothing in common with the first.
         MismatchError: a recording has a fault.
     """
-    traces, permuted = _load(config.traces)
-    path = named_path(config.out or default_out("verify", pathlib.Path(traces[-1].name).stem))
+    traces, permuted = _load(config.verification.traces)
+    path = named_path(
+        config.output.out or default_out("verify", pathlib.Path(traces[-1].name).stem)
+    )
     fields = {
         "command": "verify",
-        "traces": [str(pathlib.Path(name).resolve()) for name in config.traces],
-        "name_map": list(config.name_map),
-        "tolerance": config.tolerance,
+        "traces": [str(pathlib.Path(name).resolve()) for name in config.verification.traces],
+        "name_map": list(config.verification.name_map),
+        "tolerance": config.verification.tolerance,
     }
-    with open_command_directory(path, fields, overwrite=config.overwrite) as run_directory:
+    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
         results = _verify(config, traces, permuted)
-        run_directory.start(overwrite=config.overwrite)
+        run_directory.start(overwrite=config.output.overwrite)
         report_case(path, _record(traces, results))
     return results
 
@@ -65,21 +67,21 @@ def _load(names: Sequence[str]) -> tuple[list[ScriptTrace], ScriptTrace | None]:
 
 
 def _verify(
-    config: VerifyConfig, traces: Sequence[ScriptTrace], permuted: ScriptTrace | None
+    config: Config, traces: Sequence[ScriptTrace], permuted: ScriptTrace | None
 ) -> dict[str, CaseResult]:
     first, *others = traces
     names = _short_names(traces)
     with StepProgress(sum(len(trace.steps) for trace in traces)) as progress:
         progress.start("reading recordings")
-        tolerance = given_tolerance(config.tolerance)
-        if permuted is not None and config.tolerance is None:
-            tolerance = computed_tolerance(first, permuted, config.names)
+        tolerance = given_tolerance(config.verification.tolerance)
+        if permuted is not None and config.verification.tolerance is None:
+            tolerance = computed_tolerance(first, permuted, config.verification.names)
         alone = "that of float32 sums and updates"
         results = {names[0]: _result(verify_alone(first), "", tolerance.text if others else alone)}
         for name, other in zip(names[1:], others, strict=True):
             progress.start(f"comparing {name}")
             allowed = between_frameworks(tolerance, first, other)
-            report = verify_against(first, other, config.names, allowed)
+            report = verify_against(first, other, config.verification.names, allowed)
             results[name] = _result(report, f"training of {names[0]}", allowed.text)
     return results
 
