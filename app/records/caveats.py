@@ -21,7 +21,7 @@ def caveats(config: Config | Config, summary: Summary) -> list[str]:
 
     Omits a fault that the command injects, because the command warns of it when it starts.
     """
-    announced = not isinstance(config, Config) and config.verification.fault is not None
+    announced = config.verification.fault is not None
     lines = []
     if summary.injected_fault and not announced:
         lines.append(injected_fault_caveat(summary.injected_fault))
