@@ -56,7 +56,8 @@ def test_allreduce_shows_before_and_after_on_each_device(show):
     for name in ALL_REDUCE_ALGORITHMS["manual"]:
         assert f"{name} every device has [[3. 3.]]" in output
     assert "simulated devices: timing is not scaling" in output
-    assert (show.asked[0].device, show.asked[0].num_devices) == ("cpu", 2)  # With one GPU here.
+    asked = show.asked[0].distribution
+    assert (asked.device, asked.num_devices) == ("cpu", 2)  # With one GPU here.
 
 
 def test_the_d2l_batch_is_split_into_rows():
