@@ -1,20 +1,18 @@
-# make train   trains LeNet by hand on two devices; ARGS="--flag=value …" is passed on
-# make test    runs the tests, but for the slowest: some minutes
-# make test-all  runs all of them: the notebook and the README's own commands, too
-# make mutations  makes one bug after another, to see whether the tests notice
-# make zoo     rebuilds bugs that others reported, to see whether each is found and named: five minutes
-# make zoo-optimizers  trains right models with every optimizer of Keras, to see whether one is called
-#              wrong: half an hour
-# make campaign  disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others: power,
-#              bits, network, fuzz
-# make lint    checks style, format, types and the layers of imports
-# make bench   compares it with PyTorch, JAX and others, which it installs apart, and writes
-#              docs/BENCHMARKS.md: 42 minutes; ARGS=--quick: 4 minutes
-# make frameworks  installs PyTorch and JAX apart, for the programs in frameworks/: some minutes
-# make docs    writes docs/options.md from the table in app/options
-# make recording  records the commands of the README into docs/recording.svg: a minute
-# make setup   makes .venv with everything that the program needs
-# make lock    writes requirements.lock from requirements.txt
+# make setup           creates .venv with the packages of requirements.lock
+# make train           trains LeNet by hand on two devices; ARGS="--flag=value …" is passed on
+# make test            runs the tests but the slowest; make test-all runs all of them
+# make lint            checks style, format, types and the layers of imports
+# make docs            writes docs/options.md from the table of options
+# make campaign        disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others:
+#                      power, bits, network, fuzz
+# make mutations       inserts bugs one at a time and lists which test detects each
+# make zoo             runs bugs that others reported, and lists whether each is found and named
+# make zoo-optimizers  trains correct models with every optimizer of Keras; a finding is a false alarm
+# make frameworks      installs PyTorch and JAX into .venv-bench, for the programs in frameworks/
+# make bench           compares speed with PyTorch, JAX and Keras, and writes docs/BENCHMARKS.md
+# make recording       runs the commands of the README and writes docs/recording.svg
+# make lock            writes requirements.lock from requirements.txt
+# make clean           removes .venv, .venv-bench and caches
 PYTHON ?= python3
 BIN := .venv/bin
 

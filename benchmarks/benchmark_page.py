@@ -1,4 +1,4 @@
-"""Renders the results of `run.py` as Markdown: a summary, the settings, and a table per part."""
+"""Renders the results of `run.py` as Markdown: a summary, and a table per part."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ def render(results: dict[str, Any]) -> str:
         "",
     ]
     lines += [f"![images per second of each program]({FIGURE})", ""]
-    lines += ["## Summary", "", *summary(results), "", *_settings(parts)]
+    lines += ["## Summary", "", *summary(results), ""]
     for part in parts.values():
         lines += [f"## {part['title']}", "", *_render_part(part), ""]
     return "\n".join(lines)
@@ -63,18 +63,6 @@ def _against_best(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 if r["peer"] == peer and r["precision"] in precisions
             ]
             yield name, min(candidates, key=lambda n: interval.median(programs[n]["secs"]).value)
-
-
-def _settings(parts: dict[str, Any]) -> list[str]:
-    rows = {
-        f"| {name} | {result['settings']} |": None
-        for part in parts.values()
-        for name, result in part["programs"].items()
-        if result.get("settings")
-    }
-    if not rows:
-        return []
-    return ["| peer | settings |", "| --- | --- |", *rows, ""]
 
 
 def _render_part(part: dict[str, Any]) -> list[str]:

@@ -51,7 +51,6 @@ WORDS = {
 }
 # File → words that are part of what it shows: a name that a record or another program has.
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "CHANGELOG.md": ("bucket_mb",),  # An old name.
     "tests/test_doctor.py": ("nobody",),  # No user of that name.
 }
 

@@ -33,7 +33,7 @@ def start():
 
 
 def connect(address):
-    """Connects as soon as somebody listens."""
+    """Connects as soon as there is a listener."""
     deadline = time.monotonic() + 10
     while True:
         with contextlib.suppress(ConnectionRefusedError):
