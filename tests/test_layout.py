@@ -8,7 +8,7 @@ PACKAGES = ("app", "models", "recorders", "strategies")
 SOURCES = [
     path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))
 ] + [ROOT / "main.py"]  # fmt: skip
-FIELDS = ("test_accuracy", "test_loss", "test_metrics")  # Of a record.
+FIELDS = ("test_accuracy", "test_loss")  # Of a record.
 
 
 def test_flags_are_read_in_one_place():

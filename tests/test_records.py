@@ -34,7 +34,6 @@ def make_summary(**changes):
         "devices": ["/device:CPU:0", "/device:CPU:1"], "model": "lenet", "dataset": "synthetic",
         "num_train_examples": 1000, "global_batch_size": 256, "learning_rate": 0.2, "epochs": 4,
         "test_accuracy": 0.8449, "best_test_accuracy": 0.5, "epoch_sec": 2.54, "recipe": "d2l",
-        "case": "",
     }  # fmt: skip
     return Summary(**{**values, **changes})
 

@@ -3,9 +3,8 @@
 import dataclasses
 import json
 import pathlib
-import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.records.files import read_json, read_text, write_file, write_json
@@ -29,17 +28,16 @@ class EpochRecord:
         epoch: from 1.
         step: optimizer steps since the start of the run.
         train_loss: mean over the examples of the epoch, with the weights before each step.
-        train_accuracy: fraction over the same examples; None for a case.
+        train_accuracy: fraction over the same examples.
         test_loss: mean over the whole test set after the epoch.
-        test_accuracy: fraction of the test set; None for a case without such a metric.
+        test_accuracy: fraction of the test set.
         epoch_sec: seconds of training, without tracing and evaluation.
         images_per_sec: training images over `epoch_sec`.
         statistics_apart: largest difference between the BatchNorm statistics of two replicas,
             before averaging; the trained weights are bitwise identical on all replicas.
         injected_fault: the injected fault; "" without one.
-        learning_rate: learning rate of the last step; 0 in records of older versions.
-        evaluation_sec: seconds of the evaluation on the test set; 0 in records of older versions.
-        test_metrics: for a case, name → value of its metrics over the whole test set.
+        learning_rate: learning rate of the last step.
+        evaluation_sec: seconds of the evaluation on the test set.
         verified_steps: steps of the epoch that were recorded and checked (`--verify_every`).
         mismatches: number of verified steps with a mismatch.
         verification_sec: seconds of recording and checking, not included in `epoch_sec`.
@@ -49,16 +47,15 @@ class EpochRecord:
     epoch: int
     step: int
     train_loss: float
-    train_accuracy: float | None
+    train_accuracy: float
     test_loss: float
-    test_accuracy: float | None
+    test_accuracy: float
     epoch_sec: float
     images_per_sec: float
     statistics_apart: float = 0.0
     injected_fault: str = ""
     learning_rate: float = 0.0
     evaluation_sec: float = 0.0
-    test_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     verified_steps: int = 0
     mismatches: int = 0
     verification_sec: float = 0.0
@@ -74,10 +71,6 @@ class Summary:
     order: equal hashes mean equal final weights, but not equal steps. Sums are split over the
     threads of an operation, so that another `intra_op_threads` changes the last bits; 0 is
     TensorFlow's default. `changes` lists changed flags of a resumed run.
-
-    For a case, `case` is the name of its file, `test_metrics` are the metrics of its last epoch,
-    and `evaluates_training_data` is whether it is evaluated on the training data. Accuracies are
-    None if the case has no such metric.
 
     `verified_steps` were recorded and checked during the training; `mismatches` of them differed
     from the reference.
@@ -109,8 +102,8 @@ class Summary:
     num_test_examples: int
     train_loss: float
     test_loss: float
-    test_accuracy: float | None
-    best_test_accuracy: float | None
+    test_accuracy: float
+    best_test_accuracy: float
     epoch_sec: float
     images_per_sec: float
     compile_sec: float
@@ -119,9 +112,6 @@ class Summary:
     versions: dict[str, str]
     injected_fault: str = ""
     changes: list[str] = dataclasses.field(default_factory=list)
-    case: str = ""
-    test_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    evaluates_training_data: bool = False
     verified_steps: int = 0
     mismatches: int = 0
 
@@ -138,10 +128,8 @@ class Summary:
 
     def last_line(self) -> str:
         """Returns d2l's last line of a training."""
-        found = f"test loss: {self.test_loss:.4f}"
-        if self.test_accuracy is not None:
-            found = f"test acc: {self.test_accuracy:.2f}"
-        return f"{found}, {self.epoch_sec:.1f} sec/epoch on {self.devices}"
+        accuracy, seconds = self.test_accuracy, self.epoch_sec
+        return f"test acc: {accuracy:.2f}, {seconds:.1f} sec/epoch on {self.devices}"
 
 
 def write_history(run_dir: pathlib.Path, history: list[EpochRecord]) -> None:
@@ -205,26 +193,15 @@ def checked_record(record_class: type[Record], values: Mapping[str, Any]) -> Rec
     record = record_class(**values)
     for field in dataclasses.fields(record):
         value: Any = getattr(record, field.name)
-        if not isinstance(getattr(record, field.name), _kinds(field.type)):
+        if not isinstance(value, _kinds(field.type)):
             raise TypeError(f"{field.name} is {value!r:.80}")
-        items: Iterable[Any] = value.values() if field.type == dict[str, float] else ()
-        for item in items:
-            if not isinstance(item, int | float):
-                raise TypeError(f"{field.name} has {item!r:.80}")
-            _check_length(field.name, item)
-        _check_length(field.name, value)
+        if isinstance(value, int) and abs(value) > _LARGEST:  # JSON integers have no limit.
+            raise TypeError(f"{field.name} is too large")
     return record
-
-
-def _check_length(name: str, value: Any) -> None:
-    if isinstance(value, int) and abs(value) > _LARGEST:  # A JSON integer can be arbitrarily long.
-        raise TypeError(f"{name} is too large")
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:
     """Returns the allowed classes of a field."""
-    if isinstance(annotation, types.UnionType):
-        return tuple(kind for each in typing.get_args(annotation) for kind in _kinds(each))
     return (int, float) if annotation is float else (typing.get_origin(annotation) or annotation,)
 
 

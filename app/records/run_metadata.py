@@ -117,14 +117,12 @@ class Progress:
     def results(self) -> dict[str, Any]:
         """Returns the fields of the summary that follow from the finished epochs."""
         last = self.history[-1]
-        accuracies = [r.test_accuracy for r in self.history if r.test_accuracy is not None]
         return {
             "steps": last.step,
             "train_loss": last.train_loss,
             "test_loss": last.test_loss,
             "test_accuracy": last.test_accuracy,
-            "best_test_accuracy": max(accuracies, default=None),
-            "test_metrics": last.test_metrics,
+            "best_test_accuracy": max(record.test_accuracy for record in self.history),
             "epoch_sec": statistics.median(record.epoch_sec for record in self.history),
             "images_per_sec": statistics.median(record.images_per_sec for record in self.history),
             "weights_sha256": last.weights_sha256,

@@ -1,6 +1,5 @@
 """Draws the accuracy of one or several runs over the epochs."""
 
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -54,7 +53,6 @@ def draw_accuracy(runs: Mapping[str, Run]) -> Figure:
     for field, look in (("test", _TEST), ("train", _TRAIN)):
         for index, (name, (_, history)) in enumerate(runs.items()):
             values = [getattr(record, f"{field}_accuracy") for record in history]
-            values = [math.nan if value is None else value for value in values]
             if len(runs) == 1:
                 panels.setdefault("accuracy", []).append(_Curve(field, look, values))
             else:

@@ -28,7 +28,7 @@ def results_table(title: str, summaries: Mapping[str, Summary], first: str = "st
         [
             name,
             f"{len(s.devices)} simulated" if s.simulated_devices else str(len(s.devices)),
-            "–" if s.test_accuracy is None else f"{s.test_accuracy:.4f}",
+            f"{s.test_accuracy:.4f}",
             f"{s.epoch_sec:.2f}",
             f"{s.images_per_sec:,.0f}",
             f"{single.epoch_sec / s.epoch_sec:.2f}x" if single else "–",

@@ -133,7 +133,7 @@ def _remove_all(run_dir: pathlib.Path, names: Sequence[str]) -> None:
 
 def _scalars(record: EpochRecord) -> dict[str, float]:
     """Returns the scalars of an epoch for TensorBoard."""
-    scalars = {
+    return {
         "epochs/train_loss": record.train_loss,
         "epochs/test_loss": record.test_loss,
         "epochs/train_accuracy": record.train_accuracy,
@@ -142,7 +142,6 @@ def _scalars(record: EpochRecord) -> dict[str, float]:
         "time/training_sec": record.epoch_sec,
         "time/evaluation_sec": record.evaluation_sec,
     }
-    return {name: value for name, value in scalars.items() if value is not None}
 
 
 def summary_template(
@@ -157,8 +156,6 @@ def summary_template(
     return Summary(
         **{
             **results,
-            "test_accuracy": None,
-            "best_test_accuracy": None,
             "status": "running",
             "command": config.command,
             "strategy": strategy.name,

@@ -193,7 +193,7 @@ class _Run:
             train_loss=last.train_loss,
             test_loss=last.test_loss,
             test_accuracy=last.test_accuracy,
-            best_test_accuracy=max(each.test_accuracy or 0.0 for each in self._history),
+            best_test_accuracy=max(each.test_accuracy for each in self._history),
             epoch_sec=statistics.median(each.epoch_sec for each in self._history),
             images_per_sec=statistics.median(each.images_per_sec for each in self._history),
             compile_sec=0.0,
