@@ -3,7 +3,7 @@
 from app.commands.compare import describe
 from app.options import Config
 from app.performance.benchmark_output import write_benchmark
-from app.performance.comparison import all_comparisons
+from app.performance.case_comparison import all_comparisons
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
 from app.verification.case_output import describe_case

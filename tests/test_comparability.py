@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.performance.comparison import all_comparisons, compare
+from app.performance.case_comparison import all_comparisons, compare
 from performance_samples import make_sample
 
 

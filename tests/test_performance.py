@@ -11,7 +11,7 @@ from app.options import Config
 from app.performance.benchmark_output import create_cases, plot_benchmark, write_benchmark
 from app.performance.breakdown import break_down, cases_without
 from app.performance.case import split_names
-from app.performance.comparison import all_comparisons
+from app.performance.case_comparison import all_comparisons
 from app.runtime.errors import ConfigError
 from conftest import run_ok
 from in_process import run_here, run_here_ok

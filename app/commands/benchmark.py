@@ -9,7 +9,7 @@ from app.performance.benchmark_output import (
 )
 from app.performance.breakdown import break_down, cases_without
 from app.performance.case import Case
-from app.performance.comparison import all_comparisons
+from app.performance.case_comparison import all_comparisons
 from app.performance.rounds import measure
 from app.records.run_directory import RunDirectory, open_command_directory
 from app.records.run_naming import default_out, named_path

@@ -12,7 +12,7 @@ from app.options.names import MULTI_WORKER, SINGLE
 from app.performance import interval
 from app.performance.breakdown import Breakdown
 from app.performance.case import Case, Sample, split_names
-from app.performance.comparison import MIN_ROUNDS, Comparison
+from app.performance.case_comparison import MIN_ROUNDS, Comparison
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 from app.records.files import write_json
 from app.report.result import Block, Result, Table
