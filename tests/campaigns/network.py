@@ -163,12 +163,9 @@ class Cluster:
             programs.append(Program(network.command(index, *words), output, environment))
         return programs
 
-    def finish(self, network: Network) -> None:
-        """Starts the workers again and lets them finish; checks the weights."""
-        self.check_finished(self.start(network))
-
-    def check_finished(self, programs: Sequence[Program]) -> list[int]:
-        """Checks that workers finish with the weights of an undisturbed training."""
+    def finish(self, network: Network) -> list[int]:
+        """Starts the workers and lets them finish; checks the weights."""
+        programs = self.start(network)
         codes = self.wait(programs, 1200)
         check(set(codes) == {0}, f"codes {codes}\n{_outputs(programs)}")
         weights = finished_weights(self.run_dir)
@@ -204,7 +201,7 @@ def _outputs(programs: Sequence[Program]) -> str:
 def _slow(cluster: Cluster, rate: str) -> list[int]:
     with Network() as network:
         network.limit(rate)
-        return cluster.check_finished(cluster.start(network))
+        return cluster.finish(network)
 
 
 def _disturbed(
@@ -270,7 +267,7 @@ def _stranger(cluster: Cluster, kind: str) -> list[int]:
         words = (sys.executable, "-c", _STRANGER, network.address(0), str(PORT), kind)
         stranger = subprocess.Popen(network.command(2, *words))
         try:
-            return cluster.check_finished(cluster.start(network))
+            return cluster.finish(network)
         finally:
             stranger.kill()
             stranger.wait()
@@ -289,7 +286,7 @@ FAULTS: dict[str, Callable[[Cluster], list[int]]] = {
     "port never answers": lambda c: _never_met(c, 1, answer=b""),
     "port answers garbage": lambda c: _never_met(c, 1, answer=b"\xff\0garbage\n" * 99),
     "stranger sends 1 GiB": lambda c: _stranger(c, "1 GiB"),
-    "stranger connects 10,000 times": lambda c: _stranger(c, "connections"),
+    "stranger connects 10000 times": lambda c: _stranger(c, "connections"),
     "stranger has a wrong token": lambda c: _stranger(c, "wrong token"),
 }
 
