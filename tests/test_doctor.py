@@ -1,6 +1,5 @@
 """Tests `doctor`: each check on a simulated machine, and the command on the actual one."""
 
-import dataclasses
 import importlib.metadata
 import os
 import pathlib
@@ -37,7 +36,7 @@ def places(tmp_path, monkeypatch):
 
 
 def config(**options):
-    return dataclasses.replace(CONFIG, **options)
+    return Config.of("doctor", strategies=("manual", "mirrored"), **options)
 
 
 def test_packages_are_compared_with_their_pins(tmp_path, monkeypatch):

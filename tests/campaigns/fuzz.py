@@ -201,7 +201,15 @@ def fuzz_checkpoint(nodes, manifest_edits, state_edits, forged):
     """Checkpoints that are damaged, or crafted with valid hashes."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        progress = Progress(step=17, epoch_step=7, history=[_RECORD], changes=["seed 0 → 1"])
+        progress = Progress(
+            17,
+            epoch_step=7,
+            loss_sum=1.5,
+            correct=3,
+            examples=350,
+            epoch_sec=0.5,
+            history=[_RECORD],
+        )
         own = [[np.float32([1, 2])], [np.float32([3, 4])]]
         checkpoints.save_checkpoint(folder, Checkpoint(_RUN_METADATA, progress, _STATE, own))
         path = folder / "checkpoints" / "step-00000017-epoch-0001"
@@ -283,7 +291,7 @@ def fuzz_case(edits, names):
         path.write_bytes(content)
         with guarded(path.parent, ConfigError, DataError):
             try:
-                CaseFile(path, model_fn="model", data_fn="data")
+                CaseFile(path)
             except LockstepError as error:
                 assert "case.py" in str(error) and str(error).isprintable()
                 raise
