@@ -253,10 +253,9 @@ def test_every_fault_has_its_pitfall():
         assert re.search(rf"--inject={fault}\b", commands), fault
 
 
-def test_every_pitfall_is_in_the_index():
+def test_every_pitfall_has_a_number_a_cause_and_a_fix():
     text = (DOCS / "pitfalls.md").read_text(encoding="utf-8")
     numbers = [int(number) for number in re.findall(r"^## (\d+)\.", text, re.M)]
     assert numbers == list(range(1, len(numbers) + 1))
-    assert re.findall(r"^\| (\d+) \| \[", text, re.M) == [str(number) for number in numbers]
     entries = re.split(r"^## ", text, flags=re.M)[1:]
     assert all("**Cause.**" in entry and "**Fix.**" in entry for entry in entries)
