@@ -71,7 +71,7 @@ def parse_operations(recording: pathlib.Path, root: pathlib.Path) -> list[Operat
         ValueError: a call that this module does not replay.
     """
     operations: list[Operation] = []
-    offsets: dict[str, int] = {}  # Of a file that is open once; -1 for the end.
+    offsets: dict[tuple[str, str], int] = {}  # By descriptor and path; -1 for the end.
     begun: dict[str, str] = {}
     with open(recording, encoding="ascii") as lines:
         for line in map(str.rstrip, lines):
@@ -86,7 +86,7 @@ def parse_operations(recording: pathlib.Path, root: pathlib.Path) -> list[Operat
 
 
 def _parse_call(
-    call: str, text: str, result: int, root: pathlib.Path, offsets: dict[str, int]
+    call: str, text: str, result: int, root: pathlib.Path, offsets: dict[tuple[str, str], int]
 ) -> list[Operation]:
     found = _WORD.finditer(text)
     words = [bytes.fromhex((m[1] or m[2] or "").replace("\\x", "")) for m in found]
@@ -97,17 +97,18 @@ def _parse_call(
     if name is None:
         return []
     last = int(number[0]) if (number := re.search(r"\d+$", text)) else 0
+    opened = (text.partition("<")[0], name)
     match call:
         case "open" | "openat" | "creat":
-            offsets[name] = -1 if "O_APPEND" in text else 0
+            offsets[str(result), name] = -1 if "O_APPEND" in text else 0
             made = [Operation("create", name)] if "O_CREAT" in text else []
             return [*made, *([Operation("truncate", name)] if "O_TRUNC" in text else [])]
         case "lseek":
-            offsets[name] = result if offsets.get(name, 0) >= 0 else -1
+            offsets[opened] = result if offsets.get(opened, 0) >= 0 else -1
             return []
         case "write" | "writev":
-            offset = offsets.get(name, 0)
-            offsets[name] = offset + result if offset >= 0 else -1
+            offset = offsets.get(opened, 0)
+            offsets[opened] = offset + result if offset >= 0 else -1
             return [Operation("write", name, data=b"".join(words[1:])[:result], number=offset)]
         case "pwrite64":
             return [Operation("write", name, data=words[1][:result], number=last)]
