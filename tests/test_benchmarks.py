@@ -153,7 +153,8 @@ def test_lockstep_as_a_program_takes_the_flags_of_every_part(part):
             f"programs = bench_parts.all_parts()[{part!r}].programs\n"
             "programs = [p for p in programs if p.file == 'lockstep.py']\n"
             "configs = [lockstep.parse_config([*p.flags, '--data_dir=x']) for p in programs]\n"
-            "print(json.dumps([(p.flags, c.strategy) for p, c in zip(programs, configs)]))"
+            "names = [config.distribution.strategy for config in configs]\n"
+            "print(json.dumps([(p.flags, name) for p, name in zip(programs, names)]))"
         )
     )
     assert found
