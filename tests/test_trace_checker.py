@@ -16,8 +16,7 @@ import tensorflow as tf
 from app.data.input_pipeline import train_dataset
 from app.options.fault import Fault
 from app.runtime.errors import ConfigError
-from app.training.data_faults import inject_data_fault
-from app.training.fault_injection import inject_fault
+from app.training.fault_injection import inject_data_fault, inject_fault
 from app.training.optimizers import ScaledSGD
 from app.verification.diagnosis import explain
 from app.verification.measurement import first_mismatch

@@ -1,5 +1,7 @@
 """The parts of the training loop: workers without a directory, writers, checkpoint schedule."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -12,15 +14,15 @@ from app.records.run_metadata import Progress
 from app.runtime.errors import DivergedError
 from app.training.checkpoint_schedule import CheckpointSchedule
 from app.training.epoch_progress import after_epoch
-from app.training.finite_checks import check_finite_state
 from app.training.loop import Training
 from app.training.run_writer import RunWriter
 from app.training.training_spec import TrainingSpec
+from app.training.training_state import TrainingState
 from conftest import CPUS
 from models import MODELS
 from strategies.step_totals import StepTotals
 from test_checkpoint import RUN_METADATA
-from test_records import make_summary
+from test_records import make_history, make_summary
 
 
 def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, monkeypatch):
@@ -58,11 +60,16 @@ def test_a_schedule_knows_what_is_saved():
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_one_number_that_is_not_finite_is_found(number):
     state = {"model/a": np.zeros(3, np.float32), "model/b": np.float32([1, number, 2])}
+    strategy = types.SimpleNamespace(state=lambda: state, per_shard_statistics=lambda: [])
+    training = TrainingState(Config.of("train"), strategy, RUN_METADATA)
+    training.checkpoints.mark_saved(Progress(step=2))
+    training.progress = Progress(step=3, history=make_history(1))
     with pytest.raises(
-        DivergedError, match=r"^model/b is not finite at step 3.* the checkpoint of step 2 is kept"
+        DivergedError, match=r"^model/b is not finite at step 3 .* the checkpoint of step 2 is kept"
     ):
-        check_finite_state(state, "step 3", saved_step=2)
-    check_finite_state({"model/a": state["model/a"]}, "step 3", saved_step=2)
+        training.save(None, compile_sec=0.0)
+    del state["model/b"]
+    assert training.save(None, compile_sec=0.0)
 
 
 def test_a_finished_epoch_tells_of_training_and_test_apart():

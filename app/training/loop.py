@@ -15,10 +15,9 @@ from app.runtime import signals
 from app.runtime.errors import MismatchError, Terminated
 from app.runtime.progress_bar import TrainingProgress
 from app.training.all_reduce_self_test import run_all_reduce_self_test
-from app.training.data_faults import inject_data_fault
 from app.training.epoch_progress import after_epoch, epoch_totals
 from app.training.evaluation import evaluate
-from app.training.fault_injection import inject_fault
+from app.training.fault_injection import inject_data_fault, inject_fault
 from app.training.optimizers import last_learning_rate
 from app.training.resume import Resumed
 from app.training.run_writer import RunWriter, summary_template

@@ -1,6 +1,7 @@
 """Restores, broadcasts, checks and saves the state of a training."""
 
 import dataclasses
+import math
 import pathlib
 import time
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ from app.options import Config
 from app.records.checkpoint import Checkpoint, weights_sha256
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
+from app.runtime.errors import DivergedError
 from app.training.checkpoint_schedule import CheckpointSchedule
 from app.training.epoch_progress import after_steps
-from app.training.finite_checks import check_finite_loss, check_finite_state
 from app.training.replica_divergence import check_replica_divergence
 from app.training.resume import Resumed, find_state
 from app.training.run_writer import RunWriter
@@ -139,9 +140,10 @@ class TrainingState:
         Raises:
             DivergedError: it is not finite.
         """
-        check_finite_loss(
-            totals, description, self._strategy, self._where(), self.checkpoints.saved_step
-        )
+        if not math.isfinite(totals.loss_sum):
+            name = _first_not_finite(self._strategy.state())
+            cause = f"{name} is not finite" if name else "all weights are finite"
+            raise self._diverged(f"{description} {totals.loss}, {cause}")
 
     def check_replica_divergence(self, *, shown: bool) -> None:
         """Checks that the copies of the weights are equal; records the difference of statistics.
@@ -179,7 +181,8 @@ class TrainingState:
         if self.progress.epoch_step:  # The state of the first copy is saved for all copies.
             check_replica_divergence(self._strategy)
         state, own = self._strategy.state(), self._strategy.per_shard_statistics()
-        check_finite_state(state, self._where(), self.checkpoints.saved_step)
+        if name := _first_not_finite(state):
+            raise self._diverged(f"{name} is not finite")
         now = time.monotonic()
         total_sec = self.progress.total_sec + now - self._start
         self.progress = dataclasses.replace(self.progress, total_sec=total_sec)
@@ -198,5 +201,16 @@ class TrainingState:
         last = dataclasses.replace(last, weights_sha256=sha256)
         self.progress = dataclasses.replace(self.progress, history=[*earlier, last])
 
-    def _where(self) -> str:
-        return f"step {self.progress.step} with learning rate {self._metadata.learning_rate:g}"
+    def _diverged(self, problem: str) -> DivergedError:
+        saved, rate = self.checkpoints.saved_step, self._metadata.learning_rate
+        kept = f"; the checkpoint of step {saved} is kept" if saved else ""
+        return DivergedError(
+            f"{problem} at step {self.progress.step} with learning rate {rate:g}; use a smaller"
+            f" --learning_rate{kept}"
+        )
+
+
+def _first_not_finite(state: State) -> str | None:
+    """Returns the name of the first array that holds a number that is not finite."""
+    names = (name for name, array in state.items() if not np.all(np.isfinite(array)))
+    return next(names, None)

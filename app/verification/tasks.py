@@ -96,8 +96,7 @@ def record(
     if devices.workers:
         path = _worker_path(path, devices.workers.index)
     from app.training.all_reduce_self_test import run_all_reduce_self_test
-    from app.training.data_faults import inject_data_fault
-    from app.training.fault_injection import inject_fault
+    from app.training.fault_injection import inject_data_fault, inject_fault
     from app.verification.recorder import Recorder
 
     strategy = spec.build_strategy(devices)
