@@ -36,6 +36,7 @@ lint: $(BIN)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+	$(BIN)/python tests/plain_language.py
 
 zoo: $(BIN)/.installed-dev
 	$(BIN)/python tests/zoo/run.py $(ARGS)

@@ -16,39 +16,31 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 _DOCUMENTS = ("*.md", "docs/*.md", "docs/*.ipynb", "Makefile", "deploy/*")
 _CODE = ("main.py", "app", "models", "strategies", "recorders", "frameworks", "benchmarks")
 _CODE_TOO = ("examples", "docs/recording.py", "tests")
-_OWN_FILES = ("tests/plain_language.py", "tests/test_plain_language.py")
+_OWN_FILES = ("tests/plain_language.py",)
 
 # What is not written, as a regular expression → what is written instead.
 WORDS = {
     r"the book('s)?\b": '"Dive into Deep Learning" (d2l)',
-    r"\bwhoever\b": "anyone, or the name of the role",
-    r"\bin silence\b": "silently",
+    r"\bwhoever\b": "anyone, or the name of the role", r"\bin silence\b": "silently",
     r"\bnobody\b|\bsomebody\b": "the name of the process, user or part",
-    r"\bwitness(es)?\b": "observer (hook)",
-    r"\bspoil(s|ed|ing)?\b": "inject a fault",
-    r"\bfault lab\b": "fault injection",
-    r"\bonlooker|\blook(s)? on\b": "observer",
-    r"\bmend(s|ed|ing)?\b": "fix",
-    r"\b(is|are|was|were) cut off\b": "is interrupted, or truncated",
+    r"\bwitness(es)?\b": "observer (hook)", r"\bspoil(s|ed|ing)?\b": "inject a fault",
+    r"\bfault lab\b": "fault injection", r"\bonlooker|\blook(s)? on\b": "observer",
+    r"\bmend(s|ed|ing)?\b": "fix", r"\b(is|are|was|were) cut off\b": "is interrupted, or truncated",
     r"\bstart(s|ed|ing)? anew\b|\bbeg(an|in|ins|un) anew\b": "start from scratch",
     r"\bmade? anew\b|\bmakes? \w+ anew\b": "write again",
     r"\bgoes on\b|\bgo on\b|\bwent on\b|\bgoing on\b": "resumes, continues, or is running",
     r"\bgoes back\b|\bgo back\b": "rolls back",
-    r"\bheld against\b|\bheld up\b": "compared with, delayed",
-    r"\bfalse step\b": "first mismatch",
-    r"\bthe same bits\b": "bitwise identical",
-    r"\banother rate\b": "a different learning rate",
-    r"\bstraggler time\b": "straggler",
-    r"\bset(s)? aside\b": "quarantine",
+    r"\bheld against\b|\bheld up\b": "compared with, delayed", r"\bfalse step\b": "first mismatch",
+    r"\bthe same bits\b": "bitwise identical", r"\banother rate\b": "a different learning rate",
+    r"\bstraggler time\b": "straggler", r"\bset(s)? aside\b": "quarantine",
     r"\btold of\b": "reported, or known",
     r"\bwants an explanation\b": "should be bitwise identical",
     r"\b(gradients|weights|sums) (are|is) exchanged\b": "all-reduced",
     r"\bexchange dtype\b": "communication dtype",
     r"\bsum_on_one\b|\ball_to_all\b|\bbucket_mb\b": "reduce_to_one, direct, bucket_mib",
     r"— [^;.\n]*\b(is|are) required;": "what is wrong; what to do",
-    r"\bhas to be\b|\bhave to be\b": "must be",
-    r"\bgot into it\b": "contains",
-}
+    r"\bhas to be\b|\bhave to be\b": "must be", r"\bgot into it\b": "contains",
+}  # fmt: skip
 # File → words that are part of what it shows: a name that a record or another program has.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "tests/test_doctor.py": ("nobody",),  # No user of that name.

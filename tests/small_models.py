@@ -1,6 +1,9 @@
 """Models that train in milliseconds, and strategies that have built them."""
 
+import functools
+
 import keras
+import tensorflow as tf
 
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from conftest import CPUS
@@ -97,4 +100,15 @@ def create(name, num_replicas, build=small_network, optimizer_fn=None, **options
     strategy = load_strategy_class(name)(CPUS[:num_replicas], **options)
     assert strategy.num_devices == num_replicas
     strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
+    return strategy
+
+
+@functools.cache
+def mirrored(num):
+    strategy = tf.distribute.MirroredStrategy(
+        CPUS[:num],
+        # Collectives keep the group of devices of the first strategy of a process.
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+    assert strategy.num_replicas_in_sync == num
     return strategy

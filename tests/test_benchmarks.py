@@ -289,11 +289,3 @@ def test_a_run_of_one_part_writes_the_page_once_the_others_are_there(tmp_path):
     page.unlink()
     in_benchmarks(f"{PRETENDED}\nrun.main({[*flags, '--only=resnet18']!r})")
     assert page.exists()
-
-
-def test_make_bench_names_the_page():
-    printed = subprocess.run(
-        ["make", "--dry-run", "--always-make", "bench"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    ).stdout  # fmt: skip
-    assert "benchmarks/run.py --output=docs/BENCHMARKS.md" in printed

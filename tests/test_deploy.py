@@ -112,10 +112,8 @@ def test_final_exit_codes_fail_the_job_and_others_do_not():
     rules = JOB["podFailurePolicy"]["rules"]
     (rule,) = (rule for rule in rules if rule["action"] == "FailJob")
     assert rule["onExitCodes"] == {
-        "containerName": WORKER["name"],
-        "operator": "In",
-        "values": final_codes(),
-    }
+        "containerName": WORKER["name"], "operator": "In", "values": final_codes(),
+    }  # fmt: skip
     assert POD["restartPolicy"] == "Never"
 
 

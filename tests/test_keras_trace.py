@@ -12,28 +12,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from conftest import CPUS, ROOT, program_environment
+from conftest import ROOT, program_environment
 from in_process import run_here
 from recorders import lockstep_keras
 from recorders.keras_comparison import compare
 from recorders.lockstep_keras import Recorder, Recording, Sparse, record
+from small_models import mirrored
 
 layers, optimizers = keras.layers, keras.optimizers
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(48, 8, 8, 1)).astype(np.float32)
 CLASSES = RANDOM.integers(0, 3, 48)
 WEIGHTS = RANDOM.uniform(0.5, 1.5, 48).astype(np.float32)
-
-
-@functools.cache
-def mirrored(num):
-    strategy = tf.distribute.MirroredStrategy(
-        CPUS[:num],
-        # Collectives keep the group of devices of the first strategy of a process.
-        cross_device_ops=tf.distribute.ReductionToOneDevice(),
-    )
-    assert strategy.num_replicas_in_sync == num
-    return strategy
 
 
 def decaying():
@@ -269,10 +259,8 @@ def test_a_replay_from_another_start_is_bitwise_identical(one, tmp_path):
     assert about["replayed"] == str(path) and not differing(first, second)
     _, third = recorded(tmp_path / "three.npz", seed=5)
     assert differing(first, third, "/before/0/0") == [
-        "1/before/0/0",
-        "2/before/0/0",
-        "3/before/0/0",
-    ]
+        "1/before/0/0", "2/before/0/0", "3/before/0/0",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("num", [1, 3])

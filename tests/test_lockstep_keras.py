@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from conftest import CPUS
 from recorders import keras_comparison
 from recorders.keras_comparison import BY_DESIGN, FAULT, compare
 from recorders.keras_comparison.context import StepContext
@@ -19,6 +18,7 @@ from recorders.keras_comparison.distances import distance, relative_distance
 from recorders.keras_comparison.expected_step import compute_expected
 from recorders.keras_comparison.reference_model import OneDevice
 from recorders.lockstep_keras import Recorder, Recording
+from small_models import mirrored
 
 layers, losses, optimizers = keras.layers, keras.losses, keras.optimizers
 RANDOM = np.random.default_rng(0)
@@ -120,109 +120,86 @@ def plain():
 
 # Name: builder, data, expected findings as (stage, status, cause).
 MODELS = {
-    "plain": (plain, (X, Y), []),
-    "sample weights": (plain, (X, Y, WEIGHTS), []),
+    "plain": (plain, (X, Y), []), "sample weights": (plain, (X, Y, WEIGHTS), []),
     "l2": (lambda: compiled(dense(kernel_regularizer="l2")), (X, Y), []),
     "activity": (lambda: compiled(dense(activity_regularizer="l2")), (X, Y), []),
     "sum": (
         lambda: compiled(dense(), losses.MeanSquaredError(reduction="sum"), optimizers.SGD(1e-3)),
-        (X, Y),
-        [],
+        (X, Y), [],
     ),
     "ema": (lambda: compiled(dense(), optimizer=optimizers.Adam(0.01, use_ema=True)), (X, Y), []),
     "two heads": (
         lambda: compiled(two_heads(), {"u": "mse", "v": "mae"}),
-        ({"a": X, "b": X[::-1].copy()}, {"u": Y, "v": Y}),
-        [],
+        ({"a": X, "b": X[::-1].copy()}, {"u": Y, "v": Y}), [],
     ),
     "embedding": (lambda: compiled(lstm()), (TOKENS, Y), []),
-    "attention": (
-        lambda: compiled(attention(), optimizer=optimizers.AdamW(0.01)),
-        (TOKENS, Y),
-        [],
-    ),
+    "attention": (lambda: compiled(attention(), optimizer=optimizers.AdamW(0.01)), (TOKENS, Y), []),
     "convolution": (lambda: compiled(convolution(), cross_entropy()), (IMAGES, CLASSES), []),
     "own step": (lambda: compiled(OwnStep()), (X, Y), []),
     "unused weights": (lambda: compiled(unused()), (X, Y), []),
     "float16": (lambda: in_dtype("mixed_float16", plain), (X, Y), []),
     "bfloat16": (
         lambda: in_dtype("mixed_bfloat16", lambda: compiled(convolution(), cross_entropy())),
-        (IMAGES, CLASSES),
-        [],
+        (IMAGES, CLASSES), [],
     ),
     "weights in bfloat16": (
         lambda: in_dtype("bfloat16", lambda: compiled(attention(), optimizer=optimizers.Muon(0.1))),
-        (TOKENS, Y),
-        [],
+        (TOKENS, Y), [],
     ),
     "synchronized BatchNorm": (
         lambda: compiled(
-            convolution(layers.BatchNormalization(synchronized=True)), cross_entropy()
+            convolution(layers.BatchNormalization(synchronized=True)), cross_entropy(),
         ),
-        (IMAGES, CLASSES),
-        [],
+        (IMAGES, CLASSES), [],
     ),
     "BatchNorm": (
         lambda: compiled(convolution(layers.BatchNormalization()), cross_entropy()),
-        (IMAGES, CLASSES),
-        [("forward", BY_DESIGN, "local_statistics")],
+        (IMAGES, CLASSES), [("forward", BY_DESIGN, "local_statistics")],
     ),
     "dropout": (
-        lambda: compiled(dense(layers.Dropout(0.5))),
-        (X, Y),
+        lambda: compiled(dense(layers.Dropout(0.5))), (X, Y),
         [("random numbers", FAULT, "same_random_numbers")],
     ),
     "noise": (
-        lambda: compiled(dense(layers.GaussianNoise(0.5))),
-        (X, Y),
+        lambda: compiled(dense(layers.GaussianNoise(0.5))), (X, Y),
         [("random numbers", FAULT, "same_random_numbers")],
     ),
     "clipnorm": (
-        lambda: compiled(dense(), optimizer=optimizers.SGD(0.1, clipnorm=0.1)),
-        (X, Y),
+        lambda: compiled(dense(), optimizer=optimizers.SGD(0.1, clipnorm=0.1)), (X, Y),
         [("clipping", FAULT, "clipped_before_the_sum")],
     ),
     "global_clipnorm": (
-        lambda: compiled(dense(), optimizer=optimizers.Adam(0.1, global_clipnorm=0.1)),
-        (X, Y),
+        lambda: compiled(dense(), optimizer=optimizers.Adam(0.1, global_clipnorm=0.1)), (X, Y),
         [("clipping", FAULT, "clipped_before_the_sum")],
     ),
     "clipvalue": (
-        lambda: compiled(dense(), optimizer=optimizers.SGD(0.1, clipvalue=0.01)),
-        (X, Y),
+        lambda: compiled(dense(), optimizer=optimizers.SGD(0.1, clipvalue=0.01)), (X, Y),
         [("clipping", FAULT, "clipped_before_the_sum")],
     ),
     "clipping that clips nothing": (
-        lambda: compiled(dense(), optimizer=optimizers.SGD(0.1, global_clipnorm=1e9)),
-        (X, Y),
-        [],
+        lambda: compiled(dense(), optimizer=optimizers.SGD(0.1, global_clipnorm=1e9)), (X, Y), [],
     ),
     "scalar loss": (
-        lambda: compiled(dense(), scalar_loss),
-        (X, Y),
+        lambda: compiled(dense(), scalar_loss), (X, Y),
         [("loss", FAULT, "scalar_loss_not_divided")],
     ),
     "weighted mean": (
         lambda: compiled(dense(), losses.MeanSquaredError(reduction="mean_with_sample_weight")),
-        (X, Y, WEIGHTS),
-        [("loss", FAULT, "weighted_mean_of_means")],
+        (X, Y, WEIGHTS), [("loss", FAULT, "weighted_mean_of_means")],
     ),
     "masked sequence": (
         lambda: compiled(lstm(mask_zero=True, return_sequences=True)),
-        (TOKENS, np.repeat(Y[:, None], 7, 1)),
-        [("loss", FAULT, "weighted_mean_of_means")],
+        (TOKENS, np.repeat(Y[:, None], 7, 1)), [("loss", FAULT, "weighted_mean_of_means")],
     ),
     "own step, scalar loss": (
-        lambda: compiled(OwnStep(is_divided=False)),
-        (X, Y),
+        lambda: compiled(OwnStep(is_divided=False)), (X, Y),
         [("gradients", FAULT, "scalar_loss_not_divided")],
     ),
     "contrastive loss": (
-        lambda: compiled(dense(), contrastive_loss),
-        (X, Y),
+        lambda: compiled(dense(), contrastive_loss), (X, Y),
         [("loss", BY_DESIGN, "not_a_sum_over_examples")],
     ),
-}
+}  # fmt: skip
 QUICK = {"plain", "BatchNorm", "dropout", "clipnorm", "scalar loss", "own step", "float16"}
 
 
@@ -235,17 +212,6 @@ def unused():
 
 
 # --- Running them --------------------------------------------------------------------------------
-
-
-@functools.cache
-def mirrored(num):
-    strategy = tf.distribute.MirroredStrategy(
-        CPUS[:num],
-        # Collectives keep the group of devices of the first strategy of a process.
-        cross_device_ops=tf.distribute.ReductionToOneDevice(),
-    )
-    assert strategy.num_replicas_in_sync == num
-    return strategy
 
 
 def batches_of(data, size=12, steps=3):
@@ -503,9 +469,8 @@ def test_a_sum_of_the_step_before():
     _, recorder = record(plain, (X, Y), inject=stale_sums)
     report = compare(recorder, plain())
     assert [(f.stage, f.cause, f.steps) for f in report.findings] == [
-        ("all-reduce", "lost_replica", (0,)),
-        ("all-reduce", "stale_gradient", (1, 2)),
-    ]
+        ("all-reduce", "lost_replica", (0,)), ("all-reduce", "stale_gradient", (1, 2)),
+    ]  # fmt: skip
 
 
 def test_labels_shifted_on_one_replica():
@@ -639,10 +604,9 @@ class Changes(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize(
-    "variable",
-    [lambda m: m.trainable_variables[0], lambda m: m.optimizer.variables[2]],
+    "variable", [lambda m: m.trainable_variables[0], lambda m: m.optimizer.variables[2]],
     ids=["weight", "state"],
-)
+)  # fmt: skip
 def test_one_bit_changed_between_steps(variable):
     model, recorder = record(momentum, (X, Y), callbacks=[Changes(variable, 1, 0)])
     finding = only(compare(recorder, momentum()), "start", "changed_on_its_own")
@@ -730,9 +694,8 @@ def test_two_faults_at_once_are_both_named():
 
     _, recorder = record(build, (X, Y), inject=inject)
     assert found(compare(recorder, build())) == [
-        ("loss", FAULT, "scalar_loss_not_divided"),
-        ("all-reduce", FAULT, "lost_replica"),
-    ]
+        ("loss", FAULT, "scalar_loss_not_divided"), ("all-reduce", FAULT, "lost_replica"),
+    ]  # fmt: skip
 
 
 def test_a_fault_behind_a_difference_by_design():

@@ -1,7 +1,6 @@
 """The terminal recording of the README: made of real lines, and up to date."""
 
 import importlib.util
-import re
 import xml.etree.ElementTree
 
 import pytest
@@ -24,19 +23,6 @@ def test_lines_are_shown_as_they_are():
     line = recording.Line("<b>&\"'  two  spaces", "bad")
     svg = recording.render([("first", [line]), ("second", [])])
     assert _texts(svg) == ["$ first", line.text, "$ second"]
-
-
-def test_every_line_has_its_time_within_the_loop():
-    lines = [recording.Line(str(number)) for number in range(20)]
-    svg = recording.render([("a", lines), ("b", lines)])
-    frames = re.findall(r"@keyframes (\S+) \{ 0%, ([\d.]+)%.* ([\d.]+)%, 100%", svg)
-    assert len(frames) == 42 == len({name for name, *_ in frames})
-    assert all(0 <= float(begin) < float(end) <= 100 for _, begin, end in frames)
-
-
-def test_many_lines_are_shortened_and_the_last_ones_kept():
-    shortened = recording._shortened([recording.Line(str(n)) for n in range(30)], 10)
-    assert [line.text for line in shortened] == [*"0123456", "…", "28", "29"]
 
 
 def test_a_command_that_fails_is_not_recorded(tmp_path):

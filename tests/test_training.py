@@ -452,11 +452,9 @@ def test_records_are_written_from_the_checkpoint(dataset, tmp_path):
 
 
 CHANGED = {
-    "seed": {"seed": 5},
-    "global_batch_size": {"global_batch_size": 30},
-    "learning_rate": {"learning_rate": 0.03125},
-    "recipe": {"recipe": "d2l"},
-}
+    "seed": {"seed": 5}, "global_batch_size": {"global_batch_size": 30},
+    "learning_rate": {"learning_rate": 0.03125}, "recipe": {"recipe": "d2l"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGED)
