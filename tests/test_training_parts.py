@@ -13,11 +13,10 @@ from app.records.history import EpochRecord, load_summary
 from app.records.run_metadata import Progress
 from app.runtime.errors import DivergedError
 from app.training.checkpoint_schedule import CheckpointSchedule
-from app.training.epoch_progress import after_epoch
 from app.training.loop import Training
 from app.training.run_writer import RunWriter
 from app.training.training_spec import TrainingSpec
-from app.training.training_state import TrainingState
+from app.training.training_state import TrainingState, after_epoch
 from conftest import CPUS
 from models import MODELS
 from strategies.step_totals import StepTotals

@@ -15,14 +15,13 @@ from app.runtime import signals
 from app.runtime.errors import MismatchError, Terminated
 from app.runtime.progress_bar import TrainingProgress
 from app.training.all_reduce_self_test import run_all_reduce_self_test
-from app.training.epoch_progress import after_epoch, epoch_totals
 from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_data_fault, inject_fault
 from app.training.optimizers import last_learning_rate
 from app.training.resume import Resumed
 from app.training.run_writer import RunWriter, summary_template
 from app.training.training_spec import TrainingSpec
-from app.training.training_state import TrainingState
+from app.training.training_state import TrainingState, after_epoch, epoch_totals
 from app.training.verified_steps import CreateVerifier, VerifiedSteps
 from app.training.worker_sync import check_same_data, synchronize, wait_for_all
 from strategies.step_totals import StepTotals

@@ -1,6 +1,7 @@
 """Restores, broadcasts, checks and saves the state of a training."""
 
 import dataclasses
+import json
 import math
 import pathlib
 import time
@@ -10,16 +11,15 @@ import numpy as np
 
 from app.options import Config
 from app.records.checkpoint import Checkpoint, weights_sha256
+from app.records.history import EpochRecord
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
 from app.runtime.errors import DivergedError
 from app.training.checkpoint_schedule import CheckpointSchedule
-from app.training.epoch_progress import after_steps
 from app.training.replica_divergence import check_replica_divergence
 from app.training.resume import Resumed, find_state
 from app.training.run_writer import RunWriter
 from app.training.strategy_builder import restore
-from app.training.worker_sync import broadcast_progress
 from strategies.base import StepTotals, Strategy
 from strategies.copies import State
 from strategies.workers import Workers
@@ -69,8 +69,8 @@ class TrainingState:
 
     def broadcast(self, workers: Workers, resumed: Resumed | None) -> None:
         """Broadcasts the chief's state, restored from a checkpoint or not, to every worker."""
-        steps_per_epoch = self._metadata.steps_per_epoch
-        self.progress = broadcast_progress(workers, self.progress, steps_per_epoch)
+        text = workers.broadcast(json.dumps(dataclasses.asdict(self.progress)).encode())
+        self.progress = Progress.parse(json.loads(text), self._metadata.steps_per_epoch)
         self.checkpoints.mark_saved(self.progress)
         self._strategy.broadcast_state()
         own = resumed.checkpoint.per_shard_statistics if resumed else []
@@ -83,7 +83,14 @@ class TrainingState:
 
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:
         """Adds the steps of a compiled call to the progress."""
-        self.progress = after_steps(self.progress, num_steps, totals, call_sec=call_sec)
+        progress = self.progress
+        self.progress = dataclasses.replace(
+            progress,
+            step=progress.step + num_steps,
+            epoch_step=progress.epoch_step + num_steps,
+            **epoch_totals(progress).plus(totals)._asdict(),
+            epoch_sec=progress.epoch_sec + call_sec,
+        )
 
     def add_verification(self, sec: float, *, verified: int = 0, wrong: int = 0) -> None:
         """Adds the verification of a step to the progress of the epoch.
@@ -208,6 +215,54 @@ class TrainingState:
             f"{problem} at step {self.progress.step} with learning rate {rate:g}; use a smaller"
             f" --learning_rate{kept}"
         )
+
+
+def epoch_totals(progress: Progress) -> StepTotals:
+    """Returns the sums over the current epoch."""
+    return StepTotals(progress.loss_sum, progress.correct, progress.examples)
+
+
+def after_epoch(
+    progress: Progress,
+    test: StepTotals,
+    *,
+    evaluation_sec: float,
+    learning_rate: float,
+    injected_fault: str,
+) -> Progress:
+    """Returns the progress with the current epoch appended to its history.
+
+    Args:
+        progress: progress after the last step of the epoch.
+        test: totals over the test set.
+        evaluation_sec: seconds of the evaluation on the test set.
+        learning_rate: learning rate of the last step.
+        injected_fault: the injected fault; "" without one.
+    """
+    train = epoch_totals(progress)
+    record = EpochRecord(
+        epoch=progress.epoch + 1,
+        step=progress.step,
+        train_loss=train.loss,
+        train_accuracy=train.accuracy,
+        test_loss=test.loss,
+        test_accuracy=test.accuracy,
+        epoch_sec=progress.epoch_sec,
+        images_per_sec=train.examples / progress.epoch_sec,
+        statistics_apart=progress.statistics_apart,
+        injected_fault=injected_fault,
+        learning_rate=learning_rate,
+        evaluation_sec=evaluation_sec,
+        verified_steps=progress.verified_steps,
+        mismatches=progress.mismatches,
+        verification_sec=progress.verification_sec,
+    )
+    return Progress(
+        step=progress.step,
+        total_sec=progress.total_sec,
+        history=[*progress.history, record],
+        changes=progress.changes,
+    )
 
 
 def _first_not_finite(state: State) -> str | None:

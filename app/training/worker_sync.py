@@ -1,13 +1,9 @@
-"""Synchronises the workers of a training between steps: data, progress, signals.
+"""Synchronises the workers of a training between steps: data, signals.
 
 All workers call every function in the same order. Without a cluster, each returns immediately.
 """
 
-import dataclasses
-import json
-
 from app.data.dataset import ImageDataset
-from app.records.run_metadata import Progress
 from app.runtime import signals
 from app.runtime.errors import DataError
 from strategies.workers import Workers
@@ -26,12 +22,6 @@ def check_same_data(workers: Workers, dataset: ImageDataset) -> None:
                 f"worker {workers.index} has data {dataset.name} with SHA-256 {digest[:12]}…, but"
                 f" worker {index} has {other.decode()[:12]}…; use the same files on every worker"
             )
-
-
-def broadcast_progress(workers: Workers, progress: Progress, steps_per_epoch: int) -> Progress:
-    """Returns the chief's progress on every worker; only the chief reads checkpoints."""
-    text = workers.broadcast(json.dumps(dataclasses.asdict(progress)).encode())
-    return Progress.parse(json.loads(text), steps_per_epoch)
 
 
 def synchronize(workers: Workers, *numbers: float) -> list[float]:
