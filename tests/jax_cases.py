@@ -51,9 +51,11 @@ def shard_map_step(num_devices, rate=0.5, traces=None):
 
     @partial(jax.jit, donate_argnums=(0, 1))
     @partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("d"), P("d"), P()),
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(), P("d"), P("d"), P()),
         out_specs=(P(), P(), P()),
-    )  # fmt: skip
+    )
     def step(params, velocity, x, y, key):
         if traces is not None:
             traces.append(x.shape)
@@ -147,9 +149,12 @@ def case_shard_map(directory):
     x, y = batch(0)
     lowered = steps[1].lower(init(), init(), x, y, jax.random.key(0)).as_text()
     return {
-        "plain": plain, "unrecorded": unrecorded, "retraced": traces[0] != traces[1],
-        "recorded": record(directory, "two.npz", steps[1]), "has_callback": "callback" in lowered,
-    }  # fmt: skip
+        "plain": plain,
+        "unrecorded": unrecorded,
+        "retraced": traces[0] != traces[1],
+        "recorded": record(directory, "two.npz", steps[1]),
+        "has_callback": "callback" in lowered,
+    }
 
 
 def write_torch_trace(directory):

@@ -118,10 +118,11 @@ def run_all(out, num_examples):
         after = state_of_process()
         log = pathlib.Path(config.output.out) / "log.txt"
         results[name] = {
-            "exit_code": exit_code, "printed": printed,
+            "exit_code": exit_code,
+            "printed": printed,
             "log": log.read_text(encoding="utf-8") if log.exists() else "",
             "left": {key: (before[key], after[key]) for key in after if after[key] != before[key]},
-        }  # fmt: skip
+        }
         print(
             f"== exit code {exit_code}, left in the process: {results[name]['left'] or 'nothing'}"
         )

@@ -74,12 +74,15 @@ def write_verification(path, *, fault=None):
     split = Split(2, 2, 2)
     strategy_verdicts = {
         "manual": StrategyVerdict(
-            "manual", measured(0.25, 1e-9) + [false] * bool(fault), false if fault else None,
-            Diagnosis("lost_gradient", "the sum is without replica 1") if fault else None, None,
+            "manual",
+            measured(0.25, 1e-9) + [false] * bool(fault),
+            false if fault else None,
+            Diagnosis("lost_gradient", "the sum is without replica 1") if fault else None,
+            None,
             split,
         ),
         "mirrored": StrategyVerdict("mirrored", measured(0.5, 0.0), None, None, None, split),
-    }  # fmt: skip
+    }
     counts = len(CPUS), len(CPUS), len(CPUS)
     run = Recorded(
         *(CPUS, *counts, False, [1, 1], True, "synthetic", "cc" * 32, 0.2, 100),

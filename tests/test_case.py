@@ -78,7 +78,10 @@ def test_a_case_may_name_its_model(write):
     [
         ({"recipe": "fast"}, "--recipe has no part in --case"),
         ({"inject": "same_shard"}, "--inject has no part in --case"),
-        ({"strategies": ("manual",)}, "--strategies=manual does not run a case; use --strategies="),
+        (
+            {"strategies": ("manual",)},
+            "--strategies=manual does not run a case; use --strategies=",
+        ),
         ({"case": "/nonexistent/case.py"}, "there is no file /nonexistent/case.py"),
         ({"case": __file__.replace(".py", ".txt")}, "there is no file"),
     ],
@@ -183,8 +186,12 @@ def test_the_places_of_a_data_set_with_a_short_last_batch(write):
     data = case_data(write, "return data(n)")
     phases = data.phases(10**9)
     assert [phase.place for phase in phases] == [
-        "first", "first", "last_batch", "second_epoch", "resume",
-    ]  # fmt: skip
+        "first",
+        "first",
+        "last_batch",
+        "second_epoch",
+        "resume",
+    ]
     assert [name for phase in phases for name in phase.names] == [
         "step 1", "step 2", "the last batch of an epoch (2 examples)",
         "the first step of the second epoch", "the step after a save and resume",
@@ -370,9 +377,10 @@ def test_kept_recordings_are_those_of_the_last_run(write, tmp_path):
         ("case_train_step.py", {"scalar_loss_not_divided"}, 9),
         ("case_train_step.py:corrected", set(), 0),
         ("case_two_inputs.py", {"weighted_mean_of_means", "other_evaluation"}, 9),
-        ("case_two_inputs.py:corrected", set(), 0), ("case_minimal.py", set(), 0),
+        ("case_two_inputs.py:corrected", set(), 0),
+        ("case_minimal.py", set(), 0),
     ],
-)  # fmt: skip
+)
 def test_the_examples(tmp_path, file, causes, code):
     result, record = verify(tmp_path / "run", f"--case={EXAMPLES}/{file}", "--num_devices=2")
     assert result.returncode == code, result.stdout + result.stderr
@@ -385,15 +393,22 @@ def test_the_examples(tmp_path, file, causes, code):
 @pytest.mark.parametrize(
     "text, arguments, code, line",
     [
-        (MODEL + "\nraise ValueError('no')\n" + DATA, (), 2, "my_case.py:9: while it was imported"),
         (
-            MODEL + DATA, ("--num_devices=3", "--global_batch_size=4"), 2,
+            MODEL + "\nraise ValueError('no')\n" + DATA,
+            (),
+            2,
+            "my_case.py:9: while it was imported",
+        ),
+        (
+            MODEL + DATA,
+            ("--num_devices=3", "--global_batch_size=4"),
+            2,
             "use --global_batch_size=3",
         ),
         (MODEL.replace("(3,)", "(5,)") + DATA, (), 2, "while the model was called"),
         (MODEL + DATA.replace(".batch(", ".take(0).batch("), (), 3, "data() has no batch"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(write, tmp_path, text, arguments, code, line):
     case = write(text)
     arguments = (f"--case={case}", *(arguments or ("--num_devices=2", "--global_batch_size=4")))
@@ -450,20 +465,22 @@ def data(global_batch_size):
     [
         (
             OWN_STEP.format(divided="loss / tf.where(tf.shape(x)[0] < 5, 1.0, replicas)"),
-            "scalar_loss_not_divided", "the last batch of an epoch (4 examples)",
+            "scalar_loss_not_divided",
+            "the last batch of an epoch (4 examples)",
         ),
         (
             OWN_STEP.format(divided="loss / (1.0 if self.is_resumed() else replicas)"),
-            "scalar_loss_not_divided", "the step after a save and resume",
+            "scalar_loss_not_divided",
+            "the step after a save and resume",
         ),
         (
-            OWN_STEP.format(
-                divided="loss / replicas"
-            ) + "\ndef distribute(strategy, size):\n    return data(size).cache()\n",
-            "other_examples", "the first step of the second epoch",
+            OWN_STEP.format(divided="loss / replicas")
+            + "\ndef distribute(strategy, size):\n    return data(size).cache()\n",
+            "other_examples",
+            "the first step of the second epoch",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_fault_of_one_place_is_found_by_the_default_command(write, tmp_path, text, cause, step):
     case = write(text)
     result, record = verify(

@@ -67,9 +67,11 @@ def test_findings_say_where_why_and_what_to_do():
     fault, by_design = explanations({"keras_fit": case_run(LOCAL, CLIPPED)})
     assert (fault.status, fault.title) == ("fault", "keras_fit, fault: clipped before the sum")
     assert fault.facts == {
-        "where": "clipping, every step; dense/kernel, dense/bias", "why": CLIPPED["text"],
-        "remedy": CLIPPED["remedy"], "difference": "up to 0.47, relative; rounding allows 1e-05",
-    }  # fmt: skip
+        "where": "clipping, every step; dense/kernel, dense/bias",
+        "why": CLIPPED["text"],
+        "remedy": CLIPPED["remedy"],
+        "difference": "up to 0.47, relative; rounding allows 1e-05",
+    }
     assert by_design.facts["where"] == (
         "forward, step 2; replicas 0, 1; bn_0, bn_1, bn_2 and 12 more"
     )

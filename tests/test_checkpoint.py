@@ -17,7 +17,11 @@ from safetensors.numpy import save as file_bytes
 from app.records import arrays as array_files
 from app.records import checkpoint as checkpoints
 from app.records.arrays import read_arrays, write_arrays
-from app.records.checkpoint import Checkpoint, find_newest_checkpoint, save_checkpoint
+from app.records.checkpoint import (
+    Checkpoint,
+    find_newest_checkpoint,
+    save_checkpoint,
+)
 from app.records.files import open_regular
 from app.records.history import EpochRecord
 from app.records.run_metadata import Progress, RunMetadata
@@ -25,8 +29,9 @@ from app.runtime.errors import CheckpointError, DiskFullError, OutputError
 
 STATE = {
     "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "model/conv/bias": np.float32(0.5) * np.ones(3, np.float32), "optimizer/iteration": np.array(7),
-}  # fmt: skip
+    "model/conv/bias": np.float32(0.5) * np.ones(3, np.float32),
+    "optimizer/iteration": np.array(7),
+}
 STATISTICS = [[np.float32([1, 2])], [np.float32([3, 4])]]
 RUN_METADATA = RunMetadata(
     {"model": "lenet"}, 0.1, 10, "synthetic", "ab", "cd", 2, 2, 2, {"python": "3"}

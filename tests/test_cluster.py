@@ -33,8 +33,10 @@ def test_a_chief_comes_first():
     ("text", "named"),
     [
         ("not json", "the value is not json, not a JSON object"),
-        ("[" * 100_000, "not a JSON object"), ("[1]", "is [1], not a JSON object"),
-        ('{"task": {}}', "cluster is null"), ('{"cluster": {"worker": ["a:1"]}}', "task is null"),
+        ("[" * 100_000, "not a JSON object"),
+        ("[1]", "is [1], not a JSON object"),
+        ('{"task": {}}', "cluster is null"),
+        ('{"cluster": {"worker": ["a:1"]}}', "task is null"),
         ('{"cluster": {"ps": ["a:1"]}, "task": {}}', 'a job of cluster is ["ps"]'),
         ('{"cluster": {"worker": []}, "task": {}}', "cluster.worker is []"),
         ('{"cluster": {"worker": "a:1"}, "task": {}}', "cluster.worker is a:1"),
@@ -45,7 +47,7 @@ def test_a_chief_comes_first():
         ('{"cluster": {"worker": ["a:1", "a:1"]}, "task": {}}', "addresses that differ"),
         ('{"cluster": {"chief": ["a:1", "b:1"]}, "task": {}}', "cluster.chief is"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_key_is_named(text, named):
     with pytest.raises(ConfigError) as refused:
         find_cluster({"TF_CONFIG": text})
@@ -57,11 +59,14 @@ def test_a_bad_key_is_named(text, named):
 @pytest.mark.parametrize(
     ("kind", "index", "named"),
     [
-        ("worker", 2, "task.index is 2, not 0 to 1"), ("worker", -1, "task.index is -1"),
-        ("worker", True, "task.index is true"), ("worker", "0", "task.index is 0"),
-        ("ps", 0, "task.type is ps, not worker"), (["worker"], 0, "task.type is"),
+        ("worker", 2, "task.index is 2, not 0 to 1"),
+        ("worker", -1, "task.index is -1"),
+        ("worker", True, "task.index is true"),
+        ("worker", "0", "task.index is 0"),
+        ("ps", 0, "task.type is ps, not worker"),
+        (["worker"], 0, "task.type is"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_task_is_named(kind, index, named):
     with pytest.raises(ConfigError) as refused:
         find_cluster(tf_config({"worker": ["a:1", "b:1"]}, kind, index))
@@ -98,11 +103,16 @@ def test_slurm_tasks_find_their_own_addresses(slurm):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"SLURM_PROCID": "x"}, {"SLURM_JOB_ID": "x"}, {"SLURM_STEP_NUM_TASKS": "4"},
-        {"SLURM_STEP_NODELIST": "gpu[x]"}, {"SLURM_STEP_TASKS_PER_NODE": "many"},
-        {"SLURM_STEP_TASKS_PER_NODE": None}, {"SLURM_LOCALID": "2"}, {"SLURMD_NODENAME": None},
+        {"SLURM_PROCID": "x"},
+        {"SLURM_JOB_ID": "x"},
+        {"SLURM_STEP_NUM_TASKS": "4"},
+        {"SLURM_STEP_NODELIST": "gpu[x]"},
+        {"SLURM_STEP_TASKS_PER_NODE": "many"},
+        {"SLURM_STEP_TASKS_PER_NODE": None},
+        {"SLURM_LOCALID": "2"},
+        {"SLURMD_NODENAME": None},
     ],
-)  # fmt: skip
+)
 def test_slurm_variables_that_do_not_fit_are_refused(slurm, changes):
     with pytest.raises(ConfigError, match=r"SLURM's variables: .*; start the workers with srun"):
         slurm(**changes)

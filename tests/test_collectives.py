@@ -112,11 +112,12 @@ def test_all_reduce_leaves_its_input_alone():
 @pytest.mark.parametrize(
     ("per_replica_tensors", "match"),
     [
-        ([], "0 lists of tensors for 2 devices"), ([[tf.constant(1.0)]], "1 lists"),
+        ([], "0 lists of tensors for 2 devices"),
+        ([[tf.constant(1.0)]], "1 lists"),
         ([[tf.constant(1.0)], []], "shorter"),
         ([[tf.constant(1.0)], [tf.constant([1.0, 2.0])]], "shape"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("algorithm", NAMES)
 def test_tensors_that_cannot_be_summed_are_refused(per_replica_tensors, match, algorithm):
     buckets = GradientBuckets([tf.constant(1.0)])

@@ -55,10 +55,14 @@ def test_verdicts():
 
 def test_every_comparison_that_the_cases_allow_is_made_once():
     cases = [
-        make_sample("single"), make_sample("manual", 1), make_sample("manual", 2),
-        make_sample("manual", 4), make_sample("manual", 2, global_batch_size=512),
-        make_sample("mirrored", 2), make_sample("mirrored", 2, precision="mixed_bfloat16"),
-    ]  # fmt: skip
+        make_sample("single"),
+        make_sample("manual", 1),
+        make_sample("manual", 2),
+        make_sample("manual", 4),
+        make_sample("manual", 2, global_batch_size=512),
+        make_sample("mirrored", 2),
+        make_sample("mirrored", 2, precision="mixed_bfloat16"),
+    ]
     found = [(c.axis, c.case[:12], c.base[:12], c.ideal) for c in all_comparisons(cases)]
     assert found == [
         ("strong scaling", "manual × 2, ", "single × 1, ", 2),

@@ -64,10 +64,11 @@ def test_hash_sees_images_labels_and_order():
     variants = [
         dataclasses.replace(dataset, train_labels=changed),
         dataclasses.replace(
-            dataset, train_images=dataset.train_images[::-1],
+            dataset,
+            train_images=dataset.train_images[::-1],
             train_labels=dataset.train_labels[::-1],
         ),
-    ]  # fmt: skip
+    ]
     assert len({dataset.sha256(), *(variant.sha256() for variant in variants)}) == 3
 
 

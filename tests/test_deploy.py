@@ -112,8 +112,10 @@ def test_final_exit_codes_fail_the_job_and_others_do_not():
     rules = JOB["podFailurePolicy"]["rules"]
     (rule,) = (rule for rule in rules if rule["action"] == "FailJob")
     assert rule["onExitCodes"] == {
-        "containerName": WORKER["name"], "operator": "In", "values": final_codes(),
-    }  # fmt: skip
+        "containerName": WORKER["name"],
+        "operator": "In",
+        "values": final_codes(),
+    }
     assert POD["restartPolicy"] == "Never"
 
 

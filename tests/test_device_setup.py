@@ -209,12 +209,16 @@ def test_a_process_that_has_its_devices_already_gives_those():
 def test_settings_of_one_command_do_not_reach_the_next():
     def settings():
         return (
-            keras.config.floatx(), keras.config.image_data_format(),
-            keras.config.dtype_policy().name, tf.config.optimizer.get_experimental_options(),
+            keras.config.floatx(),
+            keras.config.image_data_format(),
+            keras.config.dtype_policy().name,
+            tf.config.optimizer.get_experimental_options(),
             tf.config.experimental.tensor_float_32_execution_enabled(),
-            tf_private.is_op_determinism_enabled(), logging.getLogger("tensorflow").level,
-            dict(os.environ), tempfile.gettempdir(),
-        )  # fmt: skip
+            tf_private.is_op_determinism_enabled(),
+            logging.getLogger("tensorflow").level,
+            dict(os.environ),
+            tempfile.gettempdir(),
+        )
 
     rewrites = {"arithmetic_optimization": True}
     tf.config.optimizer.set_experimental_options(rewrites)

@@ -170,12 +170,13 @@ def assert_parses(line):
 @pytest.mark.parametrize(
     ("options", "found", "code"),
     [
-        ({}, BOTH, 0), ({"data_dir": "/none", "out": f"{__file__}/run"}, BOTH, 3),
+        ({}, BOTH, 0),
+        ({"data_dir": "/none", "out": f"{__file__}/run"}, BOTH, 3),
         ({"out": f"{__file__}/run"}, BOTH, 5),
         ({}, TensorFlowCheck([Check.of_error("devices", DeviceError("a; c"))], True), 6),
         ({}, TensorFlowCheck([Check.of_error("TensorFlow", DataError("a; c"))]), 3),
     ],
-)  # fmt: skip
+)
 def test_all_is_printed_and_the_first_error_ends_it(
     capsys, monkeypatch, tmp_path, options, found, code
 ):

@@ -65,13 +65,16 @@ def damage_middle(content):
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (truncate, "truncated or damaged"), (flip_crc, "CRC"), (damage_middle, "damaged"),
+        (truncate, "truncated or damaged"),
+        (flip_crc, "CRC"),
+        (damage_middle, "damaged"),
         (lambda content: b"<!DOCTYPE html><html>not found</html>", "a web page"),
-        (lambda content: b"", "nothing"), (lambda content: gzip.compress(b""), "nothing"),
+        (lambda content: b"", "nothing"),
+        (lambda content: gzip.compress(b""), "nothing"),
         (lambda content: gzip.compress(b"\x00\x00\x08"), "000008"),
         (lambda content: gzip.compress(b"\x00\x00\x0d\x03" + bytes(40)), "00000d03"),
     ],
-)  # fmt: skip
+)
 def test_damaged_files_are_refused(folder, change, found):
     path = folder / f"{TRAIN_IMAGES}.gz"
     path.write_bytes(change(path.read_bytes()))

@@ -93,8 +93,9 @@ def test_all_systems_are_one_training(tmp_path, model):
     assert result.returncode == 0, result.stdout + result.stderr
     record = json.loads((tmp_path / "v" / "verify.json").read_text())
     assert len(record["pairs"]) == 6
-    assert {
-        pair["outcome"] for pair in record["pairs"]
-    } <= {"bit-identical", "equal within rounding"}  # fmt: skip
+    assert {pair["outcome"] for pair in record["pairs"]} <= {
+        "bit-identical",
+        "equal within rounding",
+    }
     measured = record["strategies"]["torch_ddp"]["measurements"]["kind"]
     assert {"examples", "loss", "gradients", "sums", "weights"} <= {*measured}

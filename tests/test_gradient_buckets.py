@@ -7,9 +7,12 @@ import tensorflow as tf
 from strategies.gradient_buckets import GradientBuckets
 
 TENSORS = [
-    tf.reshape(tf.range(6.0), (2, 3)), tf.constant([7, 8], tf.int64), tf.constant(9.0),
-    tf.zeros([0]), tf.range(10.0, 14.0),
-]  # fmt: skip
+    tf.reshape(tf.range(6.0), (2, 3)),
+    tf.constant([7, 8], tf.int64),
+    tf.constant(9.0),
+    tf.zeros([0]),
+    tf.range(10.0, 14.0),
+]
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1, 20, 1000])
@@ -25,9 +28,11 @@ def test_buckets_fill_from_the_last_tensor_on_and_hold_one_dtype():
     assert GradientBuckets(TENSORS, bucket_bytes=20).buckets == [[4, 3, 2], [1], [0]]
     assert GradientBuckets(TENSORS, bucket_bytes=1000).buckets == [[4, 3, 2, 0], [1]]
     assert GradientBuckets(TENSORS).buckets == [[4], [3], [2], [1], [0]]
-    assert [
-        b.shape[0] for b in GradientBuckets(TENSORS, bucket_bytes=20).pack(TENSORS)
-    ] == [5, 2, 6]  # fmt: skip
+    assert [b.shape[0] for b in GradientBuckets(TENSORS, bucket_bytes=20).pack(TENSORS)] == [
+        5,
+        2,
+        6,
+    ]
 
 
 def test_reduced_precision_halves_the_bytes_and_the_digits():

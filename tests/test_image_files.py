@@ -34,11 +34,14 @@ def test_png_and_npy_come_in_order_with_names(tmp_path, pixels):
 @pytest.mark.parametrize(
     "array",
     [
-        np.zeros((28, 28), np.float32), np.zeros((28, 29), np.uint8),
-        np.zeros((0, 28, 28), np.uint8), np.zeros((2, 28, 28, 3), np.uint8),
-        np.zeros((2, 2, 28, 28), np.uint8), np.zeros(784, np.uint8),
+        np.zeros((28, 28), np.float32),
+        np.zeros((28, 29), np.uint8),
+        np.zeros((0, 28, 28), np.uint8),
+        np.zeros((2, 28, 28, 3), np.uint8),
+        np.zeros((2, 2, 28, 28), np.uint8),
+        np.zeros(784, np.uint8),
     ],
-)  # fmt: skip
+)
 def test_other_arrays_are_refused_with_type_and_shape(tmp_path, array):
     np.save(tmp_path / "x.npy", array)
     with pytest.raises(DataError, match=f"{array.dtype} {' x '.join(map(str, array.shape))}"):

@@ -81,12 +81,18 @@ def test_a_shard_map_step_is_recorded_on_each_device_without_a_change(tmp_path):
         "seed"
     ]
     assert about["variables"][4] == {
-        "name": "opt_state/a/kernel", "kind": "optimizer state", "layout": "IO", "of": "a/kernel",
+        "name": "opt_state/a/kernel",
+        "kind": "optimizer state",
+        "layout": "IO",
+        "of": "a/kernel",
         "slot": "momentum",
-    }  # fmt: skip
+    }
     assert about["optimizer"] == {
-        "class": "SGD", "framework": "jax", "learning_rate": 0.1, "momentum": 0.9,
-    }  # fmt: skip
+        "class": "SGD",
+        "framework": "jax",
+        "learning_rate": 0.1,
+        "momentum": 0.9,
+    }
     assert about["settings"][0] == [
         {"learning_rate": 0.1, "momentum": 0.9, "weights": about["gradients"]}
     ]

@@ -102,9 +102,10 @@ def test_a_container_s_limit_counts_and_its_cached_files_do_not(monkeypatch):
     """Files of a control group as Linux has them."""
     files = {
         "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nSwapFree: 0 kB\n",
-        "/sys/fs/cgroup/memory.max": "5000000\n", "/sys/fs/cgroup/memory.current": "4000000\n",
+        "/sys/fs/cgroup/memory.max": "5000000\n",
+        "/sys/fs/cgroup/memory.current": "4000000\n",
         "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 300000\nactive_file 200000\n",
-    }  # fmt: skip
+    }
 
     def read(path):
         if path not in files:

@@ -128,11 +128,12 @@ def dense(**options):
 @pytest.mark.parametrize(
     "network",
     [
-        dense(kernel_regularizer="l2"), dense(bias_regularizer="l1"),
+        dense(kernel_regularizer="l2"),
+        dense(bias_regularizer="l1"),
         dense(activity_regularizer="l2"),
         with_layer(lambda initializer: TwoLayers(initializer, adds_loss=True, name="penalised")),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_adds_losses_is_refused(network):
     with pytest.raises(ConfigError, match="model adding: layer penalised adds a loss") as refusal:
         build(network)

@@ -142,8 +142,9 @@ def test_parts_are_differences_of_medians():
     assert without["compute"].config.training.global_batch_size == 128
     samples = {
         "compute": dataclasses.replace(make_sample(step_secs=[4.0] * 5), case=without["compute"]),
-        "input": make_sample(step_secs=[9.0] * 5), "all-reduce": make_sample(step_secs=[7.0] * 5),
-    }  # fmt: skip
+        "input": make_sample(step_secs=[9.0] * 5),
+        "all-reduce": make_sample(step_secs=[7.0] * 5),
+    }
     parts = break_down(make_sample(num_devices=2, step_secs=[10.0] * 5), samples).parts
     found = {part.name: part.sec.value for part in parts}
     assert found == {"compute": 4.0, "all-reduce": 3.0, "input": 1.0, "everything else": 2.0}

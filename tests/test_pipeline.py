@@ -48,8 +48,10 @@ def names_of_cuts(model):
 def network_with_dropout():
     network = deep_network()
     layers = [
-        *network.layers[:-1], keras.layers.Dropout(0.5, seed=3, name="drop"), network.layers[-1],
-    ]  # fmt: skip
+        *network.layers[:-1],
+        keras.layers.Dropout(0.5, seed=3, name="drop"),
+        network.layers[-1],
+    ]
     return keras.Sequential([keras.Input(network.input_shape[1:], dtype="uint8"), *layers])
 
 

@@ -10,10 +10,13 @@ from strategies.base import StepTotals
 @pytest.mark.parametrize(
     "seconds, text",
     [
-        (0.4, "0 s"), (99, "99 s"), (100, "2 min"), (3 * 3600 + 300, "3 h 05 min"),
+        (0.4, "0 s"),
+        (99, "99 s"),
+        (100, "2 min"),
+        (3 * 3600 + 300, "3 h 05 min"),
         (52 * 3600, "2 d 4 h"),
     ],
-)  # fmt: skip
+)
 def test_a_duration_has_one_or_two_units(seconds, text):
     assert duration_text(seconds) == text
 

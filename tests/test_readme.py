@@ -36,9 +36,10 @@ def test_make_targets_lead_to_the_program(line):
         [*shlex.split(line), "--dry-run"], capture_output=True, text=True, cwd=ROOT, check=True
     )
     starts = {
-        "train": ".venv/bin/python main.py", "test": '.venv/bin/python -m pytest -m "not slow"',
+        "train": ".venv/bin/python main.py",
+        "test": '.venv/bin/python -m pytest -m "not slow"',
         "test-all": ".venv/bin/python -m pytest",
-    }  # fmt: skip
+    }
     expected = starts.get(line.split()[1], ".venv/bin/ruff check .")
     last = [command for command in result.stdout.splitlines() if command.startswith(expected)]
     assert len(last) == 1

@@ -64,9 +64,10 @@ def test_a_strategy_has_the_algorithms_of_the_table(name):
     [
         ("models.nowhere:build", "No module named 'models.nowhere'"),
         ("models.lenet:build_nothing", "no attribute 'build_nothing'"),
-        ("models lenet", "invalid format"), ("models.lenet", "must be"),
+        ("models lenet", "invalid format"),
+        ("models.lenet", "must be"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_entry_is_named(monkeypatch, target, reason):
     monkeypatch.setitem(MODELS, "lenet", target)
     with pytest.raises(ImportError) as refusal:

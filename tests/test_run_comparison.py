@@ -9,7 +9,10 @@ from app.records.run_metadata import Progress
 from app.report.training_result import results_table
 from app.runtime.errors import DataError
 from app.verification.difference import WeightDifference
-from app.verification.run_comparison import compare_weights, verdict_lines
+from app.verification.run_comparison import (
+    compare_weights,
+    verdict_lines,
+)
 from test_checkpoint import RUN_METADATA, STATE
 from test_records import make_summary
 

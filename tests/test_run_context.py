@@ -57,8 +57,9 @@ def test_each_command_has_a_log_of_its_own(tmp_path, capsys):
     for name in ("first", "second"):
         lines = (tmp_path / name).read_text().splitlines()
         assert [line.split(maxsplit=2)[2] for line in lines] == [
-            f"INFO a line of {name}", f"WARNING a warning of {name}",
-        ]  # fmt: skip
+            f"INFO a line of {name}",
+            f"WARNING a warning of {name}",
+        ]
     assert capsys.readouterr().out.splitlines()[-1] == "outside"
 
 
@@ -101,10 +102,12 @@ def test_threads_have_the_context_of_the_command():
 @pytest.mark.parametrize(
     ("number", "raised"),
     [
-        (signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated),
-        (signals.STOP_REQUEST, Terminated), (signal.SIGHUP, Terminated),
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, Terminated),
+        (signals.STOP_REQUEST, Terminated),
+        (signal.SIGHUP, Terminated),
     ],
-)  # fmt: skip
+)
 def test_a_deferred_signal_is_that_of_one_command(number, raised):
     numbers = (signal.SIGINT, signal.SIGTERM, signals.STOP_REQUEST, signal.SIGHUP)
     before = [signal.getsignal(n) for n in numbers], threading.enumerate()
@@ -121,7 +124,8 @@ def test_a_deferred_signal_is_that_of_one_command(number, raised):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signals.STOP_REQUEST, 143)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signals.STOP_REQUEST, 143)],
 )
 def test_elsewhere_a_signal_ends_the_process_also_in_native_code(number, code):
     script = (

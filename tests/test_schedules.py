@@ -78,8 +78,10 @@ def test_one_by_one_on_paper():
         return f"{'F' if task.is_forward else 'B'}{task.micro_batch}"
 
     assert [" ".join(map(short, SCHEDULES["1f1b"](k, 3, 4))) for k in range(3)] == [
-        "F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]  # fmt: skip
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
     assert " ".join(map(short, gpipe(1, 3, 2))) == "F0 F1 B0 B1"
 
 

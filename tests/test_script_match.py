@@ -381,11 +381,12 @@ def test_a_wrong_map_is_refused(trace, names, wrong):
 @pytest.mark.parametrize(
     ("own", "other"),
     [
-        (("momentum",), ("momentum_buffer",)), (("momentum",), ("trace",)),
+        (("momentum",), ("momentum_buffer",)),
+        (("momentum",), ("trace",)),
         (("momentum", "velocity", "velocity_hat"), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
         (("m", "v"), ("mu", "nu")),
     ],
-)  # fmt: skip
+)
 def test_optimizer_state_follows_its_weight(trace, own, other):
     kernel = values((4, 3))
     slots = {slot: values((4, 3), seed) for seed, slot in enumerate(own)}

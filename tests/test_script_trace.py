@@ -252,17 +252,22 @@ def test_a_replica_in_two_files_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"steps": [0, 235]}, {"num_replicas": 3}, {"framework": "keras"}, {"reduction": "sum"},
-        {"order": "clip, reduce"}, {"replayed": "one.npz"},
+        {"steps": [0, 235]},
+        {"num_replicas": 3},
+        {"framework": "keras"},
+        {"reduction": "sum"},
+        {"order": "clip, reduce"},
+        {"replayed": "one.npz"},
         {
             "variables": [
-                trace_samples.VARIABLES[0] | {"layout": "OI"}, *trace_samples.VARIABLES[1:],
+                trace_samples.VARIABLES[0] | {"layout": "OI"},
+                *trace_samples.VARIABLES[1:],
             ]
         },
         {"gradients": list(trace_samples.WEIGHTS)[::-1]},
     ],
     ids=lambda changes: next(iter(changes)),
-)  # fmt: skip
+)
 def test_files_of_different_recordings_are_refused(tmp_path, changes):
     path = write_ranks(tmp_path)
     members = {
@@ -478,10 +483,11 @@ def test_more_than_the_memory_is_not_read(tmp_path, monkeypatch):
         (np.zeros(2, ">f4"), "has dtype '>f4', which no trace has"),
         (np.zeros(2, "<c8"), "has dtype '<c8'"),
         (np.zeros(2, "V2"), "has dtype '|V2', which no trace has; record numbers"),
-        (np.zeros(2, "U3"), "has dtype '<U3'"), (np.zeros(2, "<M8[s]"), "has dtype '<M8[s]'"),
+        (np.zeros(2, "U3"), "has dtype '<U3'"),
+        (np.zeros(2, "<M8[s]"), "has dtype '<M8[s]'"),
         (np.zeros(2, np.longdouble), "has dtype '<f16'"),
     ],
-)  # fmt: skip
+)
 def test_other_dtypes_are_refused(tmp_path, array, wrong):
     path = write_trace(tmp_path / "two.npz", members=arrays() | {"1/data/0/0": array})
     assert f"the member '1/data/0/0.npy' {wrong}" in refusal(path)
@@ -494,9 +500,10 @@ def test_other_dtypes_are_refused(tmp_path, array, wrong):
         "{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }\n",
         "{'descr': '<f4', 'fortran_order': 1, 'shape': (2,), }\n",
         "{'shape': (2,), 'descr': '<f4', 'fortran_order': False, }\n",
-        "{'descr': '<f4', 'fortran_order': False, 'shape': " + "(" * 300 + "\n", "",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': " + "(" * 300 + "\n",
+        "",
     ],
-)  # fmt: skip
+)
 def test_headers_are_not_evaluated(tmp_path, header):
     content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(8)
     path = write_trace(tmp_path / "two.npz")
@@ -507,12 +514,13 @@ def test_headers_are_not_evaluated(tmp_path, header):
 @pytest.mark.parametrize(
     ("shape", "wrong"),
     [
-        ("(3,)", "has 98 of 102 bytes"), ("(1000000000000,)", "has 98 of 4,000,000,000,090 bytes"),
+        ("(3,)", "has 98 of 102 bytes"),
+        ("(1000000000000,)", "has 98 of 4,000,000,000,090 bytes"),
         ("(999999999999, 999999999999)", "has an impossible shape"),
         ("(0, 999999999999, 999999999999)", "has an impossible shape"),
         (f"({'1, ' * 40})", "has an impossible shape"),
     ],
-)  # fmt: skip
+)
 def test_shapes_that_do_not_fit_are_refused(tmp_path, shape, wrong):
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n".ljust(80)
     header = header.replace("\n", "").rstrip() + "\n"

@@ -369,12 +369,13 @@ def test_the_place_of_weight_decay_is_named(found):
 @pytest.mark.parametrize(
     ("setting", "values", "cause"),
     [
-        ("beta_1", (0.9, 0.8), "other_beta_1"), ("beta_2", (0.999, 0.99), "other_beta_2"),
+        ("beta_1", (0.9, 0.8), "other_beta_1"),
+        ("beta_2", (0.999, 0.99), "other_beta_2"),
         ("epsilon", (1e-7, 1e-4), "other_epsilon"),
         ("learning_rate", (0.01, 0.02), "other_learning_rate"),
         ("weight_decay", (0.0, 0.1), "other_weight_decay"),
     ],
-)  # fmt: skip
+)
 def test_other_settings_of_adam_are_named(found, setting, values, cause):
     adamw = {"optimizer": "Adam", "about": ADAMW}
     one = Script(settings={setting: values[0]}, **adamw)
@@ -728,16 +729,22 @@ KERAS_NORM = {"name": "bn", "class": "BatchNormalization", "epsilon": 1e-3}
         ([TORCH_CONV], [PADDED, KERAS_CONV], ["unexplained_gradient"]),
         ([TORCH_CONV], [KERAS_CONV], ["other_padding"]),
         (
-            [TORCH_PADDED, {**TORCH_CONV, "padding": [0, 0]}], [{**KERAS_CONV, "padding": "same"}],
+            [TORCH_PADDED, {**TORCH_CONV, "padding": [0, 0]}],
+            [{**KERAS_CONV, "padding": "same"}],
             ["unexplained_gradient"],
         ),
-        ([TORCH_CONV, TORCH_NORM], [PADDED, KERAS_CONV, KERAS_NORM], ["other_batch_norm_epsilon"]),
         (
-            [TORCH_CONV, TORCH_NORM], [{**KERAS_CONV, "padding": "same"}, KERAS_NORM],
+            [TORCH_CONV, TORCH_NORM],
+            [PADDED, KERAS_CONV, KERAS_NORM],
+            ["other_batch_norm_epsilon"],
+        ),
+        (
+            [TORCH_CONV, TORCH_NORM],
+            [{**KERAS_CONV, "padding": "same"}, KERAS_NORM],
             ["other_padding", "other_batch_norm_epsilon"],
         ),
     ],
-)  # fmt: skip
+)
 def test_padding_before_a_convolution_is_its_padding(found, first, second, causes):
     one = Script(about=layers(*first))
     two = Script(replay=one, about=layers(*second), gradient=noisy)
@@ -749,7 +756,9 @@ def test_a_setting_without_effect_on_the_next_batch_norm_is_no_cause(found):
     norm = {"name": "bn", "class": "BatchNorm2d", "momentum": 0.1, "weights": ["norm/moving_mean"]}
     one = Script(about=layers(TORCH_CONV, norm, {**TORCH_NORM, "name": "last"}))
     two = Script(
-        replay=one, about=layers(KERAS_CONV, norm, {**TORCH_NORM, "epsilon": 1e-3}), gradient=noisy
+        replay=one,
+        about=layers(KERAS_CONV, norm, {**TORCH_NORM, "epsilon": 1e-3}),
+        gradient=noisy,
     )
     assert found(two, one) == [("gradients", "other_batch_norm_epsilon")]
 

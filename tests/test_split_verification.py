@@ -20,14 +20,20 @@ from strategies import load_strategy_class
 SPLITS = {
     "pipeline": ("pipeline", 2, {"micro_batches": 4}),
     "pipeline 2 × 2": ("pipeline", 4, {"micro_batches": 2, "model_parallel": 2}),
-    "tensor": ("tensor", 3, {}), "tensor 2 × 2": ("tensor", 4, {"model_parallel": 2}),
-    "sharded": ("sharded", 3, {}), "sharded state": ("sharded", 3, {"shard": "optimizer"}),
+    "tensor": ("tensor", 3, {}),
+    "tensor 2 × 2": ("tensor", 4, {"model_parallel": 2}),
+    "sharded": ("sharded", 3, {}),
+    "sharded state": ("sharded", 3, {"shard": "optimizer"}),
     "accumulation": ("single", 1, {"accumulate_steps": 4}),
     "accumulation 2 × 2": ("manual", 2, {"accumulate_steps": 2}),
     "mirrored accumulation": ("mirrored", 2, {"accumulate_steps": 2}),
     "weighted": ("manual", 2, {"shard_weights": (3, 1)}),
-}  # fmt: skip
-SYNCED = {"manual": ("manual", 2), "mirrored": ("mirrored", 3), "sharded": ("sharded", 2)}
+}
+SYNCED = {
+    "manual": ("manual", 2),
+    "mirrored": ("mirrored", 3),
+    "sharded": ("sharded", 2),
+}
 
 
 def create(split):
@@ -80,10 +86,11 @@ def test_synchronized_batch_norm_holds(images, tmp_path, name):
 @pytest.mark.parametrize(
     ("split", "other"),
     [
-        ("pipeline", ("manual", 4, {})), ("sharded", ("manual", 3, {})),
+        ("pipeline", ("manual", 4, {})),
+        ("sharded", ("manual", 3, {})),
         ("pipeline 2 × 2", ("manual", 4, {})),
     ],
-)  # fmt: skip
+)
 def test_shards_that_are_the_same_are_bit_identical(images, tmp_path, split, other):
     case = Case(images, small_resnet)
     name, num_devices, options = other
@@ -114,7 +121,8 @@ NEW_CAUSES = [
     ("divided_twice", "accumulation", "4 is the number of micro-batches"),
     ("divided_twice", "accumulation 2 × 2", "2 is the number of micro-batches"),
     ("divided_twice", "pipeline", "4 is the number of micro-batches"),
-    ("stale_stage", "pipeline", "stage 1"), ("stale_stage:stage=0", "pipeline", "stage 0"),
+    ("stale_stage", "pipeline", "stage 1"),
+    ("stale_stage:stage=0", "pipeline", "stage 0"),
     ("stale_stage", "pipeline 2 × 2", "stage 1"),
     ("forgotten_backward_sum", "tensor", "each of 3 devices"),
     ("forgotten_backward_sum", "tensor 2 × 2", "each of 2 devices"),
@@ -122,7 +130,7 @@ NEW_CAUSES = [
     ("repeated_bias", "tensor 2 × 2", "added 2 times"),
     ("wrong_shard", "sharded", "device 0 and device 1"),
     ("wrong_shard", "sharded state", "device 0 and device 1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fault", "split", "said"), NEW_CAUSES)
@@ -137,8 +145,10 @@ def test_faults_are_caught_and_named(images, tmp_path, fault, split, said, build
     late = fault.name in ("stale_stage", "repeated_bias")  # Until biases, or weights, have moved.
     assert verdict.first_mismatch.step == (2 if late else 1)
     assert verdict.first_mismatch.kind == {
-        "lost_micro_batch": "sums", "divided_twice": "sums", "forgotten_backward_sum": "gradients",
-    }.get(fault.name, "updates" if split == "sharded state" else "loss")  # fmt: skip
+        "lost_micro_batch": "sums",
+        "divided_twice": "sums",
+        "forgotten_backward_sum": "gradients",
+    }.get(fault.name, "updates" if split == "sharded state" else "loss")
 
 
 @pytest.mark.parametrize("name", SYNCED)
@@ -155,7 +165,8 @@ def test_statistics_of_one_s_own_shard_are_named(images, tmp_path, name):
 @pytest.mark.parametrize(
     ("fault", "split", "said"),
     [
-        ("scale_gradient", "tensor", "2 times"), ("scale_gradient", "pipeline", "2 times"),
+        ("scale_gradient", "tensor", "2 times"),
+        ("scale_gradient", "pipeline", "2 times"),
         ("scale_gradient", "accumulation", "2 times"),
         ("drop_gradient", "pipeline 2 × 2", "gradient of replica 1"),
         ("drop_gradient", "tensor 2 × 2", "gradient of replica 1"),
@@ -174,7 +185,7 @@ def test_statistics_of_one_s_own_shard_are_named(images, tmp_path, name):
         ("perturb_weight", "pipeline 2 × 2", "replica 1"),
         ("bf16_all_reduce", "pipeline", "bfloat16"),
     ],
-)  # fmt: skip
+)
 def test_faults_of_data_parallelism_are_named_in_other_splits(images, tmp_path, fault, split, said):
     case = Case(images, small_network)
     trace, _ = case.record(create(split), tmp_path / "t", fault=Fault.parse(fault))
@@ -263,12 +274,14 @@ def test_a_forgotten_sum_spares_the_last_layer(images, build):
 @pytest.mark.parametrize(
     ("split", "shards", "said"),
     [
-        (Split(2, 2, 2), [1], "replica 1"), (Split(2, 2, 2), [0, 1], "every replica"),
-        (Split(1, 1, 1), [0], "the one replica"), (Split(1, 4, 1), [2], "micro-batch 2"),
+        (Split(2, 2, 2), [1], "replica 1"),
+        (Split(2, 2, 2), [0, 1], "every replica"),
+        (Split(1, 1, 1), [0], "the one replica"),
+        (Split(1, 4, 1), [2], "micro-batch 2"),
         (Split(1, 4, 1), [0, 1, 2, 3], "every micro-batch"),
         (Split(2, 4, 2), [1, 2], "micro-batch 1 of replica 0, micro-batch 0 of replica 1"),
         (Split(3, 3, 3, syncs_batch_norm=True), [0], "every replica"),
     ],
-)  # fmt: skip
+)
 def test_shards_have_names(split, shards, said):
     assert split.name_items("gradients", shards) == said

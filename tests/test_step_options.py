@@ -20,9 +20,13 @@ from test_strategies import ROUNDING, assert_close, assert_same_bits, walk
 
 BFLOAT16, FLOAT16 = 2.0**-8, 2.0**-11
 ALL_REDUCES = [
-    ("manual", "reduce_to_one", 0.001), ("manual", "ring", 0.001), ("manual", "tree", 0.0),
-    ("manual", "direct", 0.0), ("mirrored", "reduce_to_one", 0.001), ("mirrored", "ring", 0.0),
-]  # fmt: skip
+    ("manual", "reduce_to_one", 0.001),
+    ("manual", "ring", 0.001),
+    ("manual", "tree", 0.0),
+    ("manual", "direct", 0.0),
+    ("mirrored", "reduce_to_one", 0.001),
+    ("mirrored", "ring", 0.0),
+]
 
 
 def build(strategy="manual", **options):

@@ -69,10 +69,12 @@ def assert_close(first, second, tolerance=ROUNDING):
     ("num_replicas", "global_batch_size"),
     [
         pytest.param(
-            r, n, marks=[pytest.mark.slow] if (r, n) in ((1, 15), (4, 20), (4, 17)) else [],
-        ) for r in (1, 2, 3, 4) for n in (20, 15, 17)
+            r, n, marks=[pytest.mark.slow] if (r, n) in ((1, 15), (4, 20), (4, 17)) else []
+        )
+        for r in (1, 2, 3, 4)
+        for n in (20, 15, 17)
     ],
-)  # fmt: skip
+)
 def test_parity_step_by_step(images, num_replicas, global_batch_size):
     single_losses, single_states = walk(
         create("single", 1), images, global_batch_size=global_batch_size
@@ -252,11 +254,13 @@ def test_prediction_keeps_the_order(images, name, num_images):
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        pytest.param(
-            n, m, marks=[pytest.mark.slow] if (n, m) != ("manual", "resnet18") else [],
-        ) if m.startswith("resnet") else (n, m) for n in PARALLEL for m in MODELS
+        pytest.param(n, m, marks=[pytest.mark.slow] if (n, m) != ("manual", "resnet18") else [])
+        if m.startswith("resnet")
+        else (n, m)
+        for n in PARALLEL
+        for m in MODELS
     ],
-)  # fmt: skip
+)
 def test_fewer_images_than_replicas(images, name, model):
     """Empty shards, with the fused kernels of the real models."""
 
@@ -379,9 +383,10 @@ def test_tensors_are_summed_on_their_replica_s_device(monkeypatch, name):
         lambda tensors: [devices.append(t.device) or t for t in tensors],
     )
     strategy.all_reduce([[tf.constant(1.0)], [tf.constant(2.0)]])
-    assert [
-        device.rpartition("/")[2] for device in sorted(devices)
-    ] == ["device:CPU:0", "device:CPU:1"]  # fmt: skip
+    assert [device.rpartition("/")[2] for device in sorted(devices)] == [
+        "device:CPU:0",
+        "device:CPU:1",
+    ]
 
 
 def test_mirrored_sums_gradients_without_a_gradient_of_the_sums(images):

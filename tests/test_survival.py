@@ -106,8 +106,9 @@ def test_a_second_signal_leaves_at_once(tmp_path, small_program):
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert end(process, timeout=5) == (
-        143, "a second SIGTERM: exiting now; the last checkpoint is kept",
-    )  # fmt: skip
+        143,
+        "a second SIGTERM: exiting now; the last checkpoint is kept",
+    )
     (path,) = checkpoint_paths(tmp_path / "run")
     assert path.name == "step-00000002-epoch-0000"
 

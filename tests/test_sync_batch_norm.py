@@ -25,10 +25,14 @@ def one_device():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("manual", {}), ("manual", {"shard_weights": (5, 2, 1)}), ("mirrored", {}),
-        ("multi_worker", {}), ("sharded", {}), ("sharded", {"shard": "optimizer"}),
+        ("manual", {}),
+        ("manual", {"shard_weights": (5, 2, 1)}),
+        ("mirrored", {}),
+        ("multi_worker", {}),
+        ("sharded", {}),
+        ("sharded", {"shard": "optimizer"}),
     ],
-)  # fmt: skip
+)
 def test_replicas_are_one_device(one_device, name, options):
     """17 over 3 are 6, 6, 5, or 11, 4, 2: a mean of means would be another training."""
     images, losses, states = one_device
@@ -78,7 +82,11 @@ def test_moments_of_parts_are_those_of_the_whole(offset):
     moments = [
         tf.constant(
             np.stack(
-                [np.full(3, len(part)), part.mean(0), np.square(part - part.mean(0)).sum(0)]
+                [
+                    np.full(3, len(part)),
+                    part.mean(0),
+                    np.square(part - part.mean(0)).sum(0),
+                ]
             ).astype(np.float32)
         )
         for part in (x[:11], x[11:15], x[15:])

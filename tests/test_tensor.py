@@ -122,7 +122,8 @@ def network(*layers):
 @pytest.mark.parametrize(
     "layers",
     [
-        [keras.layers.LayerNormalization(name="odd")], [keras.layers.Dropout(0.5, name="odd")],
+        [keras.layers.LayerNormalization(name="odd")],
+        [keras.layers.Dropout(0.5, name="odd")],
         [keras.layers.Conv2D(4, 3), keras.layers.Conv2D(4, 3, groups=2, name="odd")],
         [keras.layers.Conv2D(4, 3), keras.layers.BatchNormalization(axis=1, name="odd")],
         [keras.layers.Flatten(), keras.layers.BatchNormalization(name="odd")],
@@ -130,7 +131,7 @@ def network(*layers):
         [keras.layers.Conv2D(4, 3), keras.layers.Activation("softmax", name="odd")],
     ],
     ids=["norm", "dropout", "groups", "axis", "whole", "softmax", "softmax layer"],
-)  # fmt: skip
+)
 def test_layers_that_cannot_be_split_are_refused(layers):
     with pytest.raises(ValueError, match=r"layer odd .*cannot be split"):
         create("tensor", 2, lambda: network(*layers))
@@ -158,8 +159,9 @@ def test_every_variable_is_on_the_device_of_its_part():
         for d, optimizer in enumerate(row.optimizers):
             own = [
                 *row.variables(d, trainable=True).values(),
-                *row.variables(d, trainable=False).values(), *optimizer.variables,
-            ]  # fmt: skip
+                *row.variables(d, trainable=False).values(),
+                *optimizer.variables,
+            ]
             assert devices_of_variables(own) == {CPUS[2 * r + d]}
 
 

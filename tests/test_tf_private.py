@@ -136,9 +136,10 @@ def test_free_values():
     assert [value() for value in values] == [None, None], (
         "keras Variable._value is not what holds its memory"
     )
-    assert [
-        (v.path, tuple(v.shape)) for v in layer.variables
-    ] == [("dense/kernel", (3, 2)), ("dense/bias", (2,))]  # fmt: skip
+    assert [(v.path, tuple(v.shape)) for v in layer.variables] == [
+        ("dense/kernel", (3, 2)),
+        ("dense/bias", (2,)),
+    ]
     assert layer.count_params() == 8
     with pytest.raises(AttributeError, match=r"dense/kernel has no value of its own \(numpy\)"):
         layer.kernel.numpy()
@@ -182,9 +183,10 @@ def test_collective_key_base_keeps_strategies_of_different_sizes_apart():
             "configure_coordination_service",
             {"service_type", "service_leader", "heartbeat_timeout_in_ms", "coordinated_jobs"},
         ),
-        ("set_config_key_value", {"key", "value"}), ("get_config_key_value", {"key"}),
+        ("set_config_key_value", {"key", "value"}),
+        ("get_config_key_value", {"key"}),
     ],
-)  # fmt: skip
+)
 def test_eager_context(method, arguments):
     """What they do takes several processes: `test_workers.py` runs them."""
     context = tf_private._context()

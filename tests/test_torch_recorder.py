@@ -26,11 +26,15 @@ PYTHON = os.environ.get("LOCKSTEP_TORCH_PYTHON") or (
 needs_torch = pytest.mark.skipif(not PYTHON, reason="needs PyTorch (LOCKSTEP_TORCH_PYTHON)")
 
 KERAS_VARIABLES = {
-    "conv/kernel": ("weight", "HWIO", (3, 3, 1, 4)), "conv/bias": ("weight", "", (4,)),
-    "bn/gamma": ("weight", "", (4,)), "bn/beta": ("weight", "", (4,)),
-    "dense/kernel": ("weight", "IO", (64, 5)), "dense/bias": ("weight", "", (5,)),
-    "bn/moving_mean": ("statistic", "", (4,)), "bn/moving_variance": ("statistic", "", (4,)),
-}  # fmt: skip
+    "conv/kernel": ("weight", "HWIO", (3, 3, 1, 4)),
+    "conv/bias": ("weight", "", (4,)),
+    "bn/gamma": ("weight", "", (4,)),
+    "bn/beta": ("weight", "", (4,)),
+    "dense/kernel": ("weight", "IO", (64, 5)),
+    "dense/bias": ("weight", "", (5,)),
+    "bn/moving_mean": ("statistic", "", (4,)),
+    "bn/moving_variance": ("statistic", "", (4,)),
+}
 
 
 class Trace:

@@ -107,9 +107,10 @@ def case(images):
     [
         *((n, small_network) for n in (1, 2, 3)),
         pytest.param(4, deep_network, marks=pytest.mark.slow),
-        pytest.param(1, small_resnet, marks=pytest.mark.slow), (3, small_resnet),
+        pytest.param(1, small_resnet, marks=pytest.mark.slow),
+        (3, small_resnet),
     ],
-)  # fmt: skip
+)
 def test_clean_trainings_hold(images, tmp_path, num_replicas, build):
     case, strategy_verdicts, traces = Case(images, build), {}, {}
     for name in STRATEGIES:
@@ -178,11 +179,15 @@ def test_every_kind_is_measured(images, tmp_path):
 
 # Faults of data parallelism; those of other splits are in test_split_verification.py.
 CAUSES = {
-    "drop_gradient": "lost_gradient", "scale_gradient": "scaled_gradient",
-    "mean_of_means": "mean_of_means", "same_shard": "repeated_shard",
-    "shuffle_order": "other_order", "perturb_weight": "changed_outside_update",
-    "local_batch_norm": "local_batch_norm", "bf16_all_reduce": "reduced_precision",
-}  # fmt: skip
+    "drop_gradient": "lost_gradient",
+    "scale_gradient": "scaled_gradient",
+    "mean_of_means": "mean_of_means",
+    "same_shard": "repeated_shard",
+    "shuffle_order": "other_order",
+    "perturb_weight": "changed_outside_update",
+    "local_batch_norm": "local_batch_norm",
+    "bf16_all_reduce": "reduced_precision",
+}
 
 
 @pytest.mark.parametrize(
@@ -320,11 +325,14 @@ def plain_sgd():
 @pytest.mark.parametrize(
     ("strategy", "cause"),
     [
-        (NoAllReduce, "lost_gradient"), (CountsTwice, "repeated_gradient"),
-        (TakesMeans, "scaled_gradient"), (Half, "reduced_precision"), (Clips, "unexplained"),
+        (NoAllReduce, "lost_gradient"),
+        (CountsTwice, "repeated_gradient"),
+        (TakesMeans, "scaled_gradient"),
+        (Half, "reduced_precision"),
+        (Clips, "unexplained"),
         (AppliesTwice, "scaled_update"),
     ],
-)  # fmt: skip
+)
 def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
     case = Case(images, optimizer_fn=plain_sgd)
     trace, _ = case.record(strategy(CPUS[:2]), tmp_path / "t")
@@ -336,24 +344,26 @@ def test_one_s_own_strategy_is_diagnosed(images, tmp_path, strategy, cause):
     [
         (
             lambda shard, gradients: [
-                g * tf.cast(
-                    shard.num_global_examples / tf.size(shard.labels), g.dtype,
-                ) for g in gradients
+                g * tf.cast(shard.num_global_examples / tf.size(shard.labels), g.dtype)
+                for g in gradients
             ],
-            "scaled_gradient", "divided by the 8 and 7 examples of a shard",
+            "scaled_gradient",
+            "divided by the 8 and 7 examples of a shard",
         ),
         (lambda shard, gradients: [g * 15.0 for g in gradients], "scaled_gradient", "not divided"),
         (lambda shard, gradients: [g * 1.3 for g in gradients], "scaled_gradient", "1.3 times"),
         (
             lambda shard, gradients: [tf.cast(tf.cast(g, tf.bfloat16), g.dtype) for g in gradients],
-            "reduced_precision", "bfloat16",
+            "reduced_precision",
+            "bfloat16",
         ),
         (
-            lambda shard, gradients: [tf.square(g) for g in gradients], "unexplained",
+            lambda shard, gradients: [tf.square(g) for g in gradients],
+            "unexplained",
             "no known cause",
         ),
     ],
-)  # fmt: skip
+)
 def test_wrong_gradients_are_diagnosed(case, tmp_path, change, cause, said):
     strategy_verdict = case.check(misreport(case, tmp_path / "t", change))
     assert strategy_verdict.first_mismatch.kind == "gradients"
@@ -517,12 +527,14 @@ def test_one_device_shard_by_shard_is_the_training_of_two(images, tmp_path):
     assert effect_of_shards(reference, *batches[0], one, [1, 1]) > 0.01
     two, _ = case.record(ManualStrategy(CPUS[:2]), tmp_path / "two")
     strategy_verdicts = case.check(one, "single"), case.check(two, "manual")
-    assert [
-        strategy_verdict.first_mismatch for strategy_verdict in strategy_verdicts
-    ] == [None, None]  # fmt: skip
-    assert PairVerdict.of(
-        *strategy_verdicts, compare_traces(one, two),
-    ).outcome in (IDENTICAL, EQUAL)  # fmt: skip
+    assert [strategy_verdict.first_mismatch for strategy_verdict in strategy_verdicts] == [
+        None,
+        None,
+    ]
+    assert PairVerdict.of(*strategy_verdicts, compare_traces(one, two)).outcome in (
+        IDENTICAL,
+        EQUAL,
+    )
     whole, _ = case.record(load_strategy_class("single")(CPUS[:1]), tmp_path / "whole")
     apart = [d.relative for d in compare_traces(whole, two) if (d.step, d.kind) == (1, "sums")]
     assert max(apart) > 0.01

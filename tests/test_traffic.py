@@ -28,18 +28,27 @@ def both(strategy, num_examples):
 @pytest.mark.parametrize(
     ("name", "num_devices", "options"),
     [
-        ("single", 1, {}), ("manual", 3, {}), ("manual", 3, {"all_reduce": "ring"}),
-        ("manual", 4, {"all_reduce": "tree"}), ("manual", 3, {"all_reduce": "tree"}),
+        ("single", 1, {}),
+        ("manual", 3, {}),
+        ("manual", 3, {"all_reduce": "ring"}),
+        ("manual", 4, {"all_reduce": "tree"}),
+        ("manual", 3, {"all_reduce": "tree"}),
         ("manual", 3, {"all_reduce": "direct", "bucket_mib": 0.001}),
         ("manual", 2, {"accumulate_steps": 2, "shard_weights": (3, 1)}),
-        ("manual", 2, {"communication_dtype": "bfloat16"}), ("manual", 2, {"jit_compile": True}),
-        ("mirrored", 3, {}), ("sharded", 3, {"shard": "weights"}),
-        ("sharded", 3, {"shard": "gradients"}), ("sharded", 3, {"shard": "optimizer"}),
-        ("pipeline", 2, {}), ("pipeline", 2, {"recompute": True, "schedule": "gpipe"}),
-        ("pipeline", 4, {"model_parallel": 2, "micro_batches": 2}), ("tensor", 2, {}),
-        ("tensor", 3, {}), ("tensor", 4, {"model_parallel": 2}),
+        ("manual", 2, {"communication_dtype": "bfloat16"}),
+        ("manual", 2, {"jit_compile": True}),
+        ("mirrored", 3, {}),
+        ("sharded", 3, {"shard": "weights"}),
+        ("sharded", 3, {"shard": "gradients"}),
+        ("sharded", 3, {"shard": "optimizer"}),
+        ("pipeline", 2, {}),
+        ("pipeline", 2, {"recompute": True, "schedule": "gpipe"}),
+        ("pipeline", 4, {"model_parallel": 2, "micro_batches": 2}),
+        ("tensor", 2, {}),
+        ("tensor", 3, {}),
+        ("tensor", 4, {"model_parallel": 2}),
     ],
-)  # fmt: skip
+)
 def test_what_is_counted_is_what_the_formula_says(name, num_devices, options):
     counted, by_formula = both(create(name, num_devices, **options), 11)
     assert counted == by_formula
@@ -47,7 +56,8 @@ def test_what_is_counted_is_what_the_formula_says(name, num_devices, options):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("manual", {}), ("pipeline", {}), ("tensor", {}), ("mirrored", {})]
+    ("name", "options"),
+    [("manual", {}), ("pipeline", {}), ("tensor", {}), ("mirrored", {})],
 )
 def test_so_it_is_with_batch_norm_and_shortcuts(name, options):
     counted, by_formula = both(create(name, 2, small_resnet, **options), 7)

@@ -452,9 +452,11 @@ def test_records_are_written_from_the_checkpoint(dataset, tmp_path):
 
 
 CHANGED = {
-    "seed": {"seed": 5}, "global_batch_size": {"global_batch_size": 30},
-    "learning_rate": {"learning_rate": 0.03125}, "recipe": {"recipe": "d2l"},
-}  # fmt: skip
+    "seed": {"seed": 5},
+    "global_batch_size": {"global_batch_size": 30},
+    "learning_rate": {"learning_rate": 0.03125},
+    "recipe": {"recipe": "d2l"},
+}
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -31,11 +31,13 @@ def verdict_of(name, mismatch):
 @pytest.mark.parametrize(
     ("first", "second", "difference", "outcome"),
     [
-        (None, None, APART, EQUAL), (WRONG, None, APART, DIFFERENT),
-        (None, WRONG, APART, DIFFERENT), (WRONG, WRONG, APART, DIFFERENT),
+        (None, None, APART, EQUAL),
+        (WRONG, None, APART, DIFFERENT),
+        (None, WRONG, APART, DIFFERENT),
+        (WRONG, WRONG, APART, DIFFERENT),
         (None, None, SAME, IDENTICAL),
     ],
-)  # fmt: skip
+)
 def test_one_wrong_training_makes_a_pair_different(first, second, difference, outcome):
     verdicts = verdict_of("manual", first), verdict_of("mirrored", second)
     assert PairVerdict.of(*verdicts, [difference]).outcome == outcome
@@ -44,20 +46,24 @@ def test_one_wrong_training_makes_a_pair_different(first, second, difference, ou
 def test_few_pairs_have_a_sentence_each():
     outcomes = [(("a", "b"), IDENTICAL), (("a", "c"), DIFFERENT), (("b", "c"), DIFFERENT)]
     assert outcome_sentences(outcomes) == [
-        "a and b: bit-identical", "a and c: different", "b and c: different",
-    ]  # fmt: skip
+        "a and b: bit-identical",
+        "a and c: different",
+        "b and c: different",
+    ]
 
 
 def test_many_pairs_are_said_in_groups():
     pairs = [*itertools.combinations("abcd", 2)]
     outcomes = [(pair, IDENTICAL if pair == ("b", "c") else EQUAL) for pair in pairs]
     assert outcome_sentences(outcomes) == [
-        "a, b, c and d: equal within rounding", "b and c: bit-identical",
-    ]  # fmt: skip
+        "a, b, c and d: equal within rounding",
+        "b and c: bit-identical",
+    ]
     assert outcome_sentences([(pair, IDENTICAL) for pair in pairs]) == [
         "a, b, c and d: bit-identical"
     ]
     outcomes = [(pair, DIFFERENT if "d" in pair else EQUAL) for pair in pairs]
     assert outcome_sentences(outcomes) == [
-        "a, b and c: equal within rounding", "a, b and c – d: different",
-    ]  # fmt: skip
+        "a, b and c: equal within rounding",
+        "a, b and c – d: different",
+    ]

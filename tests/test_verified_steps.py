@@ -86,14 +86,17 @@ def finding_of(dataset, run_dir, **options):
 
 
 SPLITS = {
-    "micro-batches": {"accumulate_steps": 2}, "three": {"num_devices": 3},
-    "sync": {"batch_norm": "sync"}, "bfloat16": {"precision": "mixed_bfloat16"},
+    "micro-batches": {"accumulate_steps": 2},
+    "three": {"num_devices": 3},
+    "sync": {"batch_norm": "sync"},
+    "bfloat16": {"precision": "mixed_bfloat16"},
     "float16": {"precision": "mixed_float16"},
     "bfloat16 all-reduce": {"communication_dtype": "bfloat16"},
-    "ring": {"all_reduce": "ring", "num_devices": 4}, "xla": {"jit_compile": True},
+    "ring": {"all_reduce": "ring", "num_devices": 4},
+    "xla": {"jit_compile": True},
     "optimizer": {"strategy": "sharded", "shard": "optimizer"},
     "no smoothing": {"recipe": "d2l", "learning_rate": 0.01},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", [{"strategy": s} for s in STRATEGIES] + list(SPLITS.values()))

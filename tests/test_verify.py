@@ -87,8 +87,9 @@ def test_the_record_holds_every_number(clean):
     outcomes = {tuple(pair["strategies"]): pair["outcome"] for pair in record["pairs"]}
     assert outcomes == {
         ("single", "manual"): "equal within rounding",
-        ("single", "mirrored"): "equal within rounding", ("manual", "mirrored"): "bit-identical",
-    }  # fmt: skip
+        ("single", "mirrored"): "equal within rounding",
+        ("manual", "mirrored"): "bit-identical",
+    }
     measured = record["strategies"]["manual"]["measurements"]
     assert len({len(column) for column in measured.values()}) == 1
     assert set(measured["step"]) == set(range(9))

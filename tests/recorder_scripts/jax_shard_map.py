@@ -55,10 +55,12 @@ def loss_fn(params, x, y, weights):
 
 @partial(jax.jit, donate_argnums=(0, 1))
 @partial(
-    jax.shard_map, mesh=jax.sharding.Mesh(jax.devices()[:NUM_DEVICES], ("data",)),
-    in_specs=(P(), P(), P("data"), P("data"), P("data")), out_specs=(P(), P(), P()),
+    jax.shard_map,
+    mesh=jax.sharding.Mesh(jax.devices()[:NUM_DEVICES], ("data",)),
+    in_specs=(P(), P(), P("data"), P("data"), P("data")),
+    out_specs=(P(), P(), P()),
     check_vma=False,
-)  # fmt: skip
+)
 def train_step(params, velocity, x, y, weights):
     loss, grads = jax.value_and_grad(loss_fn)(params, x, y, weights)
     grads = jax.lax.psum(grads, "data")

@@ -56,11 +56,15 @@ DIFFERENCES = {
     ),
     "biased_variance": PortCase(),
     "weight_decay": PortCase(
-        (DECAY,), (DECAY, "--default=weight_decay"), (("update", "weight_decay_placement"),)
+        (DECAY,),
+        (DECAY, "--default=weight_decay"),
+        (("update", "weight_decay_placement"),),
     ),
     "nesterov": PortCase(keras=("--default=nesterov",), faults=(("update", "other_nesterov"),)),
     "velocity": PortCase(
-        (SCHEDULE,), (SCHEDULE,), by_design=(("update", "learning_rate_in_velocity"), UNBIASED)
+        (SCHEDULE,),
+        (SCHEDULE,),
+        by_design=(("update", "learning_rate_in_velocity"), UNBIASED),
     ),
     "drop_last": PortCase(
         keras=("--drop_remainder",), faults=(("examples", "last_batch_dropped"),)

@@ -67,8 +67,9 @@ def message(function, *args, **options):
 def case_format():
     model = network(dropout=0.3)
     groups = [
-        {"params": [*model[0].parameters()]}, {"params": [*model[1:].parameters()], "lr": 0.5},
-    ]  # fmt: skip
+        {"params": [*model[0].parameters()]},
+        {"params": [*model[1:].parameters()], "lr": 0.5},
+    ]
     optimizer = torch.optim.AdamW(groups, 0.01, betas=(0.8, 0.99), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with lockstep_torch.record("format.npz", model, optimizer, steps=[0, 2]):

@@ -20,10 +20,11 @@ ALSO = (("forward", "local_statistics", "by design"),)
 
 def normalised(synchronized: bool) -> keras.Model:
     layers = [
-        keras.Input((6,)), keras.layers.Dense(8),
+        keras.Input((6,)),
+        keras.layers.Dense(8),
         keras.layers.BatchNormalization(momentum=0.5, synchronized=synchronized),
         keras.layers.Dense(2),
-    ]  # fmt: skip
+    ]
     network = keras.Sequential(layers, name="network")
     network.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
     return network

@@ -80,14 +80,20 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
 }  # fmt: skip
 OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
-    "adam": lambda: optimizers.Adam(0.01), "adamw": lambda: optimizers.AdamW(0.01),
-    "rmsprop": lambda: optimizers.RMSprop(0.01), "adagrad": lambda: optimizers.Adagrad(0.05),
-    "adadelta": lambda: optimizers.Adadelta(0.1), "adamax": lambda: optimizers.Adamax(0.01),
-    "nadam": lambda: optimizers.Nadam(0.01), "adafactor": lambda: optimizers.Adafactor(0.01),
-    "lion": lambda: optimizers.Lion(0.001), "lamb": lambda: optimizers.Lamb(0.01),
-    "ftrl": lambda: optimizers.Ftrl(0.05), "muon": lambda: optimizers.Muon(0.01),
+    "adam": lambda: optimizers.Adam(0.01),
+    "adamw": lambda: optimizers.AdamW(0.01),
+    "rmsprop": lambda: optimizers.RMSprop(0.01),
+    "adagrad": lambda: optimizers.Adagrad(0.05),
+    "adadelta": lambda: optimizers.Adadelta(0.1),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "nadam": lambda: optimizers.Nadam(0.01),
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+    "lion": lambda: optimizers.Lion(0.001),
+    "lamb": lambda: optimizers.Lamb(0.01),
+    "ftrl": lambda: optimizers.Ftrl(0.05),
+    "muon": lambda: optimizers.Muon(0.01),
     "schedule_free_adamw": lambda: optimizers.ScheduleFreeAdamW(0.01),
-}  # fmt: skip
+}
 
 
 def data(model: str, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -37,9 +37,11 @@ def dense_layers(*between: keras.layers.Layer, **options: object) -> list:
         options: of the first dense layer.
     """
     return [
-        keras.Input((6,)), keras.layers.Dense(8, activation="tanh", name="hidden", **options),
-        *between, keras.layers.Dense(2, name="out"),
-    ]  # fmt: skip
+        keras.Input((6,)),
+        keras.layers.Dense(8, activation="tanh", name="hidden", **options),
+        *between,
+        keras.layers.Dense(2, name="out"),
+    ]
 
 
 def compiled_dense(
