@@ -1,6 +1,6 @@
 """Trains with two workers that Ray starts and restarts; see docs/cluster.md.
 
-    pip install -r requirements.txt "ray[train]==2.60.0"
+    pip install -r requirements.txt "ray[default,train]==2.60.0"
     python examples/ray_train.py --recipe=fast --epochs=1
 
 Ray's `TensorflowTrainer` starts a process for each worker and sets TF_CONFIG in it; each runs the
