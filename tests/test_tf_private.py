@@ -14,7 +14,7 @@ from small_models import small_network
 from strategies import tf_private
 from strategies.collective_cluster import CollectiveStrategy
 
-PRIVATE_FILES = {ROOT / "strategies" / f"{name}_private.py" for name in ("tf", "keras")}
+PRIVATE_FILES = {ROOT / "strategies" / "tf_private.py"}
 # Modules of TensorFlow and Keras that are not public, and underscore attributes that they own.
 PRIVATE = re.compile(
     r"tensorflow\.(python|compiler|core|tsl)\b|keras\.src\b|"
