@@ -91,7 +91,6 @@ SPLITS = {
     "sync": {"batch_norm": "sync"},
     "bfloat16": {"precision": "mixed_bfloat16"},
     "float16": {"precision": "mixed_float16"},
-    "bfloat16 all-reduce": {"communication_dtype": "bfloat16"},
     "ring": {"all_reduce": "ring", "num_devices": 4},
     "xla": {"jit_compile": True},
     "optimizer": {"strategy": "sharded", "shard": "optimizer"},
