@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from app.options.names import FRAMEWORKS
 from app.records.history import load_history, load_required_summary
+from app.verification.frameworks.framework_program import FRAMEWORKS
 from conftest import ROOT
 from in_process import run_here, run_here_ok
 

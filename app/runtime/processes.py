@@ -52,8 +52,8 @@ class ChildProcess:
         *arguments: further arguments.
         environment: variables in addition to those of this process.
         death_signal: signal that the process gets if this one ends without having ended it.
-        has_tensorflow: whether to fork a server process that has imported TensorFlow, which takes
-            seconds. It runs no operations, whose threads a fork would not have.
+        has_tensorflow: whether to fork the process of `start_tensorflow_server`, as importing
+            TensorFlow takes seconds. It runs no operations, whose threads a fork would not have.
     """
 
     def __init__(
@@ -69,8 +69,6 @@ class ChildProcess:
         self._has_tensorflow, self._has_result = has_tensorflow, False
 
     def __enter__(self) -> Self:
-        if self._has_tensorflow:
-            _start_server()
         environment = {**os.environ, "TMPDIR": tempfile.gettempdir(), **self._environment}
         self._connection, theirs = multiprocessing.Pipe()
         with theirs, _hiding_main_module():
@@ -186,8 +184,12 @@ def _hiding_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _start_server() -> None:
-    """Starts the process that imports TensorFlow, without what TensorFlow then prints."""
+def start_tensorflow_server() -> None:
+    """Starts the process that imports TensorFlow for children with `has_tensorflow`.
+
+    Call it before other threads start: it redirects the standard error of this process meanwhile,
+    because importing TensorFlow prints.
+    """
     forkserver.set_forkserver_preload(["tensorflow", "keras"])
     variable = "TF_CPP_MIN_LOG_LEVEL"  # Read once, when TensorFlow is imported.
     level, saved = os.environ.get(variable), os.dup(2)

@@ -13,7 +13,12 @@ from app.data.dataset import ImageDataset
 from app.devices.gpus import has_device_file
 from app.options import Config
 from app.runtime import console
-from app.runtime.processes import ChildProcess, call_function, call_in_child_process
+from app.runtime.processes import (
+    ChildProcess,
+    call_function,
+    call_in_child_process,
+    start_tensorflow_server,
+)
 from app.runtime.progress_bar import StepProgress
 from app.verification import tasks
 from app.verification.recorded import Checked, Recorded
@@ -42,6 +47,7 @@ class StrategyProcesses:
         self._processes = contextlib.ExitStack()  # Those that still run, on an error.
 
     def __enter__(self) -> Self:
+        start_tensorflow_server()  # Before the threads that use it.
         # In a separate process, because some sources need TensorFlow.
         self._dataset = call_in_child_process(
             _load, self._config.on_one_machine(), on_message=self._progress.message
