@@ -43,7 +43,10 @@ def test_each_command_ends_as_in_a_process_of_its_own(results):
 
 
 def test_a_command_leaves_nothing_in_the_process(results):
-    assert {name: result["left"] for name, result in results.items() if result["left"]} == {}
+    left = {name: result["left"] for name, result in results.items() if result["left"]}
+    # `verify` keeps the server that has imported TensorFlow, for the next one in this process.
+    server = left.pop("verified", {})
+    assert server.keys() <= {"children", "threads", "temporary files"} and left == {}
 
 
 def test_temporary_files_are_gone(results, place):
@@ -60,7 +63,9 @@ def test_each_log_has_the_lines_of_its_own_command_alone(results):
         lines = results[name]["log"].splitlines()
         messages = [re.sub(r"^\S+ \S+ (INFO|WARNING) ", "", line) for line in lines]
         assert len(lines) > 6
-        assert messages == [line.removeprefix("WARNING: ") for line in results[name]["printed"]]
+        printed = [line.removeprefix("WARNING: ") for line in results[name]["printed"]]
+        saved = [line for line in messages if line.startswith("Saved checkpoint step-")]
+        assert saved and [line for line in messages if line not in saved] == printed
 
 
 def test_the_second_training_is_that_of_a_fresh_process(results, place, small_data):
