@@ -32,6 +32,24 @@ from app.runtime.run_context import RunContext
 Result = TypeVar("Result")
 
 _GRACE_SEC = 5.0
+_STARTING = threading.Lock()  # Starting a process changes `sys.modules` meanwhile.
+
+
+class _Stream(NamedTuple):
+    """A file descriptor that a child process gets when its arguments are pickled."""
+
+    descriptor: int
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        """Returns how the child gets its own copy of the descriptor, a number there."""
+        return _detach, (DupFd(self.descriptor),)
+
+
+def _detach(descriptor: Any) -> int:
+    return descriptor.detach()
+
+
+_STREAMS = _Stream(1), _Stream(2)
 
 
 class Channel(NamedTuple):
@@ -74,7 +92,7 @@ class ChildProcess:
         with theirs, _hiding_main_module():
             self._process = (ForkServerProcess if self._has_tensorflow else SpawnProcess)(
                 target=_run,
-                args=(theirs, DupFd(1), DupFd(2), self._death_signal, environment, *self._call),
+                args=(theirs, *_STREAMS, self._death_signal, environment, *self._call),
             )
             self._process.start()
         return self
@@ -176,12 +194,13 @@ def call_function(channel: Channel, function: Callable[..., Result], *arguments:
 @contextlib.contextmanager
 def _hiding_main_module() -> Iterator[None]:
     """Keeps `multiprocessing` from running the user's script in the child process, too."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _STARTING:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def start_tensorflow_server() -> None:
@@ -229,8 +248,8 @@ def _death(exit_code: int) -> BaseException:
 
 def _run(
     connection: Connection,
-    stdout: Any,
-    stderr: Any,
+    stdout: int,
+    stderr: int,
     death_signal: signal.Signals,
     environment: Mapping[str, str],
     function: Callable[..., Any],
@@ -240,8 +259,8 @@ def _run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets the signal, too, and acts on it.
     signal.signal(signal.SIGTERM, lambda *_: console.leave(TERMINATED_EXIT_CODE))
     threading.Thread(target=_end_with_parent, args=(death_signal,), daemon=True).start()
-    for number, stream in ((1, stdout), (2, stderr)):  # The server's may be others.
-        os.dup2(stream.detach(), number)
+    os.dup2(stdout, 1)  # Those of the server may be others.
+    os.dup2(stderr, 2)
     os.environ.clear()
     os.environ.update(environment)
     with RunContext() as context, contextlib.suppress(BrokenPipeError, ConnectionResetError):

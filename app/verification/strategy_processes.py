@@ -40,6 +40,8 @@ class StrategyProcesses:
         self._recordings: dict[str, Future] = {}
         self._checks: dict[str, Future] = {}
         self._lock = threading.Lock()
+        # The messages of the process that imports TensorFlow cannot be shown.
+        self._has_server = config.output.verbosity < 0
         # Two processes use the cores while one of them traces a graph. On GPUs each process needs
         # all of the memory, and undisturbed times to detect stragglers.
         uses_gpus = config.distribution.device != "cpu" and has_device_file()
@@ -47,7 +49,8 @@ class StrategyProcesses:
         self._processes = contextlib.ExitStack()  # Those that still run, on an error.
 
     def __enter__(self) -> Self:
-        start_tensorflow_server()  # Before the threads that use it.
+        if self._has_server:
+            start_tensorflow_server()  # Before the threads that use it.
         # In a separate process, because some sources need TensorFlow.
         self._dataset = call_in_child_process(
             _load, self._config.on_one_machine(), on_message=self._progress.message
@@ -110,7 +113,12 @@ class StrategyProcesses:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs in a thread, which waits for its process."""
         process = ChildProcess(
-            call_function, _with_dataset, function, self._dataset, arguments, has_tensorflow=True
+            call_function,
+            _with_dataset,
+            function,
+            self._dataset,
+            arguments,
+            has_tensorflow=self._has_server,
         )
         with process:
             self._processes.callback(process.signal, signal.SIGKILL)
