@@ -17,7 +17,7 @@ from app.devices import local_workers
 from app.devices.local_workers import Resources, find_culprit, free_ports, split_resources
 from app.options import Config
 from app.records.history import load_summary
-from app.runtime.errors import DeviceError
+from app.runtime.errors import DeviceError, PeerLostError
 from app.runtime.shown_command import shown_python
 from conftest import program_environment
 from in_process import run_here_ok
@@ -212,3 +212,14 @@ def test_another_port_is_chosen_if_one_was_taken(monkeypatch, tmp_path):
     monkeypatch.setattr(local_workers, "_is_free", lambda port: port != 1)
     local_workers.train_with_local_workers(CONFIG, 2, tmp_path)
     assert attempts == [("127.0.0.1:1", "127.0.0.1:5"), ("127.0.0.1:2", "127.0.0.1:5")]
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_workers_are_restarted_as_often_as_asked(monkeypatch, tmp_path, max_restarts):
+    starts = []
+    monkeypatch.setattr(local_workers, "_run_all", lambda *_: starts.append(1) or (1, 137))
+    monkeypatch.setattr(local_workers.time, "sleep", lambda sec: None)
+    config = Config.of("train", strategy="multi_worker", max_restarts=max_restarts)
+    with pytest.raises(PeerLostError, match=rf"worker 1 .* 137, after {max_restarts} restarts"):
+        local_workers.train_with_local_workers(config, 2, tmp_path)
+    assert len(starts) == max_restarts + 1

@@ -318,3 +318,10 @@ class TestPlots:
         for name in names:
             assert f"{name}: 66.7%" in svg
         assert "Fashion-MNIST" in svg and "GENERATED" not in svg
+
+
+def test_a_number_without_limit_is_refused(tmp_path):
+    values = dataclasses.asdict(make_summary()) | {"steps": 10**400}
+    (tmp_path / "summary.json").write_text(json.dumps(values))
+    with pytest.raises(OutputError, match="steps is too large"):
+        histories.load_summary(tmp_path)

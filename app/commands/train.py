@@ -21,7 +21,7 @@ from app.records.run_directory import (
     open_run_directory,
 )
 from app.records.run_naming import default_out, named_path
-from app.runtime import console, watchdog
+from app.runtime import console, run_context, watchdog
 from app.runtime.errors import CheckpointError, ConfigError, OutputError, StalledError
 from app.runtime.temporary_directories import remove_stale_directories
 from app.training.resume import classify_changes
@@ -176,7 +176,11 @@ _TRAIN, _FINISHED = b"train", b"finished"
 
 
 def _assist(config: Config) -> None:
-    """Trains as a worker other than the chief."""
+    """Trains as a worker other than the chief.
+
+    On the terminal of local workers, the last line is the chief's.
+    """
+    shares_terminal = run_context.required().is_part
     console.be_part()
     prepared = device_setup.set_up(config)
     from strategies.workers import Workers
@@ -184,7 +188,8 @@ def _assist(config: Config) -> None:
     workers = prepared.workers or Workers()
     with _naming_lost_peers(prepared):
         if workers.broadcast() == _FINISHED:
-            console.say("the training is finished already")
+            if not shares_terminal:
+                console.say("the training is finished already")
             return
         dataset = _load_data(config, prepared)
         with watchdog.watch(
@@ -197,7 +202,8 @@ def _assist(config: Config) -> None:
             training.start(from_scratch=config.output.overwrite)
             console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
             training.assist()
-    console.say(f"worker {workers.index}: done")
+    if not shares_terminal:
+        console.say(f"worker {workers.index}: done")
 
 
 def _naming_lost_peers(prepared: device_setup.Devices) -> contextlib.AbstractContextManager[None]:
