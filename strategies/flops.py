@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a model, to compare its speed with the device's peak."""
+"""Counts the floating-point operations of layers, to balance the stages of a pipeline."""
 
 from collections.abc import Iterator
 
@@ -15,18 +15,11 @@ def product_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
             yield layer
 
 
-def training_flops_per_example(model: keras.Model) -> float:
-    """Returns the multiplications and additions of a training step per example.
-
-    Counts only convolutions and matrix products, as is usual. The gradients by weights and by input
-    each cost as much as the forward pass; the first layer needs no gradient by its input.
-    """
-    products = [forward_flops(layer) for layer in product_layers(model)]
-    return 3 * sum(products) - products[0] if products else 0.0
-
-
 def forward_flops(layer: keras.layers.Layer) -> float:
-    """Returns the operations of a layer's forward pass per example; 0 for other layers."""
+    """Returns the multiplications and additions of a layer's forward pass per example.
+
+    Counts only convolutions and matrix products, as is usual; other layers are 0.
+    """
     if not isinstance(layer, keras.layers.Conv2D | keras.layers.Dense):
         return 0.0
     positions = np.prod(layer.output.shape[1:-1])  # 1 for a dense layer.

@@ -193,6 +193,7 @@ def test_evaluate_classifies_files_in_their_order(runs, tmp_path):
     np.save(tmp_path / "two.npy", np.zeros((2, 28, 28), np.uint8))
     files = f"--images={tmp_path}/two.npy"
     output = run_here_ok("evaluate", f"--run={folder}/manual", files, "--strategy=mirrored").stdout
+    assert output.startswith(f"lenet of {folder}/manual, mirrored on ['/device:CPU:0'")
     rows = [line.split() for line in output.splitlines() if "two.npy[" in line]
     assert [row[0] for row in rows] == [f"{tmp_path}/two.npy[{i}]" for i in (0, 1)]
     assert rows[0][1:] == rows[1][1:] and 0.1 <= float(rows[0][-1]) <= 1

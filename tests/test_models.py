@@ -11,7 +11,7 @@ from dense_network import build_dense_network
 from models import MODELS, load_model_builder
 from models.resnet import build_resnet
 from small_models import build_network
-from strategies.flops import training_flops_per_example
+from strategies.flops import forward_flops, product_layers
 
 TRAINABLE = {"lenet": 129_068, "resnet9": 648_234, "resnet18": 11_175_818}
 
@@ -80,6 +80,11 @@ def test_resnet18_keeps_the_image_size_in_the_stem_and_halves_it_thrice():
     assert all(layer.use_bias for layer in model.layers if isinstance(layer, keras.layers.Conv2D))
 
 
+def test_flops_of_lenet():
+    flops = sum(map(forward_flops, product_layers(build_network("lenet"))))
+    assert flops == 2 * (121_680 + 2_025_000 + 102_400 + 1_280)
+
+
 def test_resnet9_has_nine_layers_of_weights_and_halves_the_image_thrice():
     model = build_network("resnet9")
     weighted = [x for x in model.layers if isinstance(x, keras.layers.Conv2D | keras.layers.Dense)]
@@ -87,7 +92,8 @@ def test_resnet9_has_nine_layers_of_weights_and_halves_the_image_thrice():
     assert model.get_layer("stem_norm").output.shape == (None, 14, 14, 32)
     assert model.get_layer("stage1_block2_conv").output.shape == (None, 7, 7, 96)
     assert model.get_layer("stage2_block2_conv").output.shape == (None, 3, 3, 128)
-    assert training_flops_per_example(model) == pytest.approx(6 * 30.9e6, rel=0.02)
+    flops = sum(map(forward_flops, product_layers(model)))
+    assert flops == pytest.approx(2 * 30.9e6, rel=0.02)
 
 
 def test_small_resnets_come_from_the_same_function():

@@ -16,12 +16,9 @@ from app.runtime.errors import ConfigError
 from conftest import run_ok
 from in_process import run_here, run_here_ok
 from performance_samples import make_sample
-from small_models import build_network
-from strategies.flops import training_flops_per_example
 
 # Of the layers' shapes: conv1 26·26·9·20, conv2 9·9·25·20·50, then 800·128 and 128·10; twice each
 # for a multiplication and an addition, three passes, and no gradient of the images.
-LENET_FLOPS = 2 * (2 * 121_680 + 3 * (2_025_000 + 102_400 + 1_280))
 
 
 # How a command is run, and how large its model is: inside this process a dense layer.
@@ -32,10 +29,6 @@ in_each_way = pytest.mark.parametrize(
         pytest.param(run_ok, 129_068, marks=pytest.mark.slow, id="processes"),
     ],
 )
-
-
-def test_flops_of_lenet():
-    assert training_flops_per_example(build_network("lenet")) == LENET_FLOPS
 
 
 def test_cases_are_all_combinations_and_single_has_one_device():

@@ -50,7 +50,6 @@ def _classify(config: Config, saved: SavedRun) -> np.ndarray:
         [name, CLASS_NAMES[np.argmax(p)], f"{np.max(p):.4f}"]
         for name, p in zip(names, probabilities, strict=True)
     ]
-    title = f"{saved.config.training.model} of {config.evaluation.run},"
-    f" {strategy.name} on {strategy.devices}"
-    console.print_table(title, ["image", "class", "probability"], rows)
+    title = f"{saved.config.training.model} of {config.evaluation.run}, {strategy.name} on"
+    console.print_table(f"{title} {strategy.devices}", ["image", "class", "probability"], rows)
     return probabilities
