@@ -32,7 +32,7 @@ from app.runtime.run_context import RunContext
 Result = TypeVar("Result")
 
 _GRACE_SEC = 5.0
-_STARTING = threading.Lock()  # Starting a process changes `sys.modules` meanwhile.
+_SYS_MODULES_LOCK = threading.Lock()
 
 
 class _Stream(NamedTuple):
@@ -194,7 +194,7 @@ def call_function(channel: Channel, function: Callable[..., Result], *arguments:
 @contextlib.contextmanager
 def _hiding_main_module() -> Iterator[None]:
     """Keeps `multiprocessing` from running the user's script in the child process, too."""
-    with _STARTING:
+    with _SYS_MODULES_LOCK:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
