@@ -1,5 +1,10 @@
-"""Creates four logical CPU devices before TensorFlow starts, and defines common fixtures."""
+"""Creates four logical CPU devices before TensorFlow starts, and defines common fixtures.
 
+The process that distributes the tests to the workers of pytest-xdist imports no TensorFlow.
+"""
+
+import collections
+import gc
 import os
 import pathlib
 import re
@@ -8,33 +13,18 @@ import signal
 import subprocess
 import sys
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from app.data.data_sources import SHA256
-from app.data.fashion_mnist import idx_bytes
-from app.data.synthetic import generate_synthetic
-from app.devices.device_setup import keep_order_of_summation
-from models import MODELS
-
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # A shell lets background jobs inherit that these are ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_LOGICAL_CPUS = 4
+MAX_GRAPHS_OF_A_TEST = 150
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
-
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
-)
-keep_order_of_summation()
-tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
 # Corner cases whose neighbours are in `make test`, and tests in separate processes whose subject
@@ -87,6 +77,26 @@ _ONLY_IN_TEST_ALL = re.compile(
 )
 
 
+def runs_tests(config) -> bool:
+    """Returns whether this process runs tests, and not only distributes them."""
+    return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+
+
+def pytest_configure(config):
+    if not runs_tests(config):
+        return
+    import tensorflow as tf
+
+    from app.devices.device_setup import keep_order_of_summation
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
+    )
+    keep_order_of_summation()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+
+
 @pytest.hookimpl(tryfirst=True)  # Before `-m` selects tests.
 def pytest_collection_modifyitems(items):
     for item in items:
@@ -96,9 +106,89 @@ def pytest_collection_modifyitems(items):
             item.add_marker("unit")
 
 
+def pytest_collection_finish():
+    """Exempts what has been imported from the garbage collections that follow."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeds():
+    import keras
+
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _released_graphs():
+    """Releases the graphs that a test has traced, which TensorFlow would keep: 3 MB each."""
+    yield
+    from strategies.tf_private import release_graphs
+
+    release_graphs()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collected_garbage():
+    yield
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _graph_optimizer(request):
+    """Turns TensorFlow's optimizer of graphs off, which takes a third of the first call.
+
+    Tests of bitwise equality, marked with `parity`, run the graphs that users run.
+    """
+    import tensorflow as tf
+
+    is_off = request.node.get_closest_marker("parity") is None
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": is_off})
+
+
+@pytest.fixture(autouse=True, scope="session")
+def traced_graphs(pytestconfig):
+    """The names of the functions traced to graphs so far, which takes most of a test's time."""
+    from tensorflow.python.framework import func_graph
+
+    names, trace = [], func_graph.func_graph_from_py_func
+
+    def count(name, *arguments, **options):
+        names.append(name)
+        return trace(name, *arguments, **options)
+
+    func_graph.func_graph_from_py_func = count
+    yield names
+    func_graph.func_graph_from_py_func = trace
+    _workeroutput(pytestconfig)["traced_graphs"] = len(names)
+
+
+@pytest.fixture(autouse=True)
+def _few_graphs(traced_graphs):
+    """Fails a test that traces more than a training, its evaluation and a reference need."""
+    before = len(traced_graphs)
+    yield
+    names = collections.Counter(traced_graphs[before:])
+    assert names.total() <= MAX_GRAPHS_OF_A_TEST, f"traced too often: {names.most_common(5)}"
+
+
+def _workeroutput(config) -> dict:
+    """Returns what a worker of pytest-xdist hands over at its end; without workers, the same."""
+    if not hasattr(config, "workeroutput"):
+        config.workeroutput = {}
+    return config.workeroutput
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    output, handed = _workeroutput(node.config), getattr(node, "workeroutput", {})
+    number = handed.get("traced_graphs", 0)
+    output["traced_graphs"] = output.get("traced_graphs", 0) + number
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    number = _workeroutput(config).get("traced_graphs", 0)
+    terminalreporter.write_line(f"{number:,} graphs traced")
 
 
 @pytest.fixture
@@ -112,6 +202,10 @@ def images():
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory):
     """A folder with generated images in the four files of Fashion-MNIST: 1,000 and 200."""
+    from app.data.data_sources import SHA256
+    from app.data.fashion_mnist import idx_bytes
+    from app.data.synthetic import generate_synthetic
+
     folder = tmp_path_factory.mktemp("small data")
     dataset = generate_synthetic(num_train=1000, num_test=200)
     arrays = dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels
@@ -131,12 +225,16 @@ def copy_program(folder: pathlib.Path) -> None:
 @pytest.fixture
 def small_lenet(monkeypatch):
     """Trains a dense layer instead of LeNet in this process; LeNet takes half of the time."""
+    from models import MODELS
+
     monkeypatch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
 
 
 @pytest.fixture
 def no_gpu(monkeypatch):
     """A machine without GPUs, also if this one has GPUs."""
+    import tensorflow as tf
+
     listed = tf.config.list_physical_devices
     monkeypatch.setattr(
         tf.config, "list_physical_devices", lambda kind=None: [] if kind == "GPU" else listed(kind)
