@@ -3,8 +3,11 @@
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
+import math
 import os
+import random
 import resource
 import struct
 import tracemalloc
@@ -90,53 +93,60 @@ def test_the_newest_three_by_step_and_epoch_are_kept(tmp_path):
 
 def test_temporary_ones_and_others_are_not_seen(tmp_path):
     path = save(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000009-epoch-0000").symlink_to("nowhere")
+    assert find_newest_checkpoint(tmp_path).path == path
+    (tmp_path / "checkpoints" / "step-00000009-epoch-0000").unlink()
     path.rename(path.with_name(f".{path.name}.99.tmp"))
     (tmp_path / "checkpoints" / "step-9").mkdir()
     (tmp_path / "checkpoints" / "my notes").mkdir()
     assert find_newest_checkpoint(tmp_path) is None
 
 
-def damage_file(path, damage):
+def damage(path, kind):
     content = path.read_bytes()
-    middle = len(content) // 2
-    if damage == "remove":
-        path.unlink()
-    elif damage == "pipe":
-        path.unlink()
+    path.unlink()
+    if kind == "pipe":
         os.mkfifo(path)
-    elif damage == "link":
-        path.rename(path.with_name("elsewhere"))
+    elif kind == "link":
+        path.with_name("elsewhere").write_bytes(content)
         path.symlink_to("elsewhere")
-    else:
-        path.write_bytes(
-            {
-                "truncate": content[:middle],
-                "alter": content[:middle] + b"7" + content[middle + 1 :],
-                "empty": b"",
-            }[damage]
-        )
+    elif kind != "remove":
+        middle = len(content) // 2
+        changed = {"truncate": b"", "alter": b"7" + content[middle + 1 :]}[kind]
+        path.write_bytes(content[:middle] + changed)
 
 
-@pytest.mark.parametrize("file", ["state.safetensors", "MANIFEST.json"])
-@pytest.mark.parametrize("damage", ["remove", "truncate", "alter", "empty", "pipe", "link"])
-def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, file, damage):
+DAMAGES = itertools.product(
+    ["remove", "truncate", "alter", "pipe", "link"], ["state.safetensors", "MANIFEST.json"]
+)
+
+
+@pytest.mark.parametrize(("kind", "file"), DAMAGES)
+def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, file, kind):
     good, bad = save(tmp_path, 5), save(tmp_path, 8)
-    damage_file(bad / file, damage)
+    damage(bad / file, kind)
     found = find_newest_checkpoint(tmp_path)
     assert found.path == good and [path for path, _ in found.damaged] == [bad]
     assert str(good) in found.warning() and str(bad) in found.warning()
-    damage_file(good / file, damage)
-    with pytest.raises(
-        CheckpointError, match=r"step-00000008\S+: does not verify .*, as all 2 here do"
-    ):
+    damage(good / file, kind)
+    told = r"step-00000008\S+: does not verify .*, as all 2 here do"
+    with pytest.raises(CheckpointError, match=told):
         find_newest_checkpoint(tmp_path)
 
 
-def test_a_digit_of_the_manifest_does_not_change_unseen(tmp_path):
-    path = save(tmp_path) / "MANIFEST.json"
-    path.write_text(path.read_text().replace('"loss_sum": 0.0', '"loss_sum": 1.0'))
-    with pytest.raises(CheckpointError, match="another SHA-256"):
-        find_newest_checkpoint(tmp_path)
+def test_no_bit_of_a_file_changes_unseen(tmp_path):
+    path = save(tmp_path)
+    choose = random.Random(0)
+    for file in path.iterdir():
+        content = file.read_bytes()
+        for position in choose.sample(range(len(content)), 40):
+            bit = 1 << choose.randrange(8)
+            changed = bytes([content[position] ^ bit])
+            file.write_bytes(content[:position] + changed + content[position + 1 :])
+            with pytest.raises(CheckpointError):
+                find_newest_checkpoint(tmp_path)
+        file.write_bytes(content)
+    assert find_newest_checkpoint(tmp_path).path == path
 
 
 def forge(path, change, content=None):
@@ -171,95 +181,57 @@ def with_header(**changes):
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
     header[KERNEL].update(changes)
-    return with_text(json.dumps(header), content[8 + size :])
-
-
-def with_text(header, content=b""):
-    return struct.pack("<Q", len(header)) + header.encode() + content
-
-
-def without(name):
-    return {other: array for other, array in ARRAYS.items() if other != name}
+    changed = json.dumps(header).encode()
+    return struct.pack("<Q", len(changed)) + changed + content[8 + size :]
 
 
 def set_counts(counts):
     return lambda manifest: manifest.update(per_shard_statistics=counts)
 
 
-def as_it_is(manifest):
-    pass
+def set_progress(**values):
+    return lambda manifest: manifest["progress"].update(values)
 
 
-# What was made up → how the manifest is changed, the file of arrays, why it is refused.
-CRAFTED = {
-    "pickled": (as_it_is, b"cos\nsystem\n(S'true'\ntR.", "header too large"),
-    "objects": (as_it_is, with_header(dtype="O"), "unknown variant `O`"),
-    "a dtype that NumPy has not": (
-        as_it_is, with_header(dtype="BF16", shape=[12]), "kernel has dtype BF16",
-    ),
-    "huge": (as_it_is, with_header(shape=HUGE), "invalid shape, data type, or offset"),
-    "beyond the file": (
-        as_it_is, with_header(shape=HUGE, data_offsets=[0, 4 << 50]), "Error while deserializing",
-    ),
-    "beyond all numbers": (as_it_is, with_header(shape=[1 << 40] * 8), "overflow"),
-    "negative": (as_it_is, with_header(shape=[-1, 3]), "invalid value"),
-    "offsets that overlap": (as_it_is, with_header(data_offsets=[8, 32]), "invalid offset"),
-    "another shape": (as_it_is, with_header(shape=[3, 3]), "invalid shape, data type, or offset"),
-    "another dtype": (as_it_is, with_header(dtype="F64"), "invalid shape, data type, or offset"),
-    "more dimensions than NumPy has": (as_it_is, with_header(shape=[6] + [1] * 90), "dimension"),
-    "a header of another length": (as_it_is, struct.pack("<Q", 1 << 60), "header too large"),
-    "a header that is nested": (as_it_is, with_text("[" * 99_999), "invalid JSON"),
-    "more than the arrays": (as_it_is, file_of(ARRAYS) + b"7", "not fully covered"),
-    "no such file": (as_it_is, b"PK nothing" * 100, "header too large"),
-    "an order of others": (
-        as_it_is, file_of(ARRAYS, '["../x"]'), "does not name each of its arrays once",
-    ),
-    "one of the order twice": (
-        as_it_is, file_of(ARRAYS, json.dumps([*ARRAYS, KERNEL])), "does not name each",
-    ),
-    "an order that is none": (as_it_is, file_of(ARRAYS, "7"), "not iterable"),
-    "an order that is nested": (as_it_is, file_of(ARRAYS, "[" * 99_999), "recursion"),
-    "one replica too many": (set_counts([1, 1, 1]), None, "statistics/2/0' is missing"),
-    "one replica too few": (set_counts([1]), None, "statistics/1/0 belongs to no replica"),
-    "a replica without its own": (
-        as_it_is, file_of(without("statistics/1/0")), "statistics/1/0' is missing",
-    ),
-    "more than there can be": (set_counts([1 << 60]), None, "statistics/0/1' is missing"),
-    "counts that are none": (set_counts(["1"]), None, "cannot be interpreted as an integer"),
+# What was made up → the file of arrays, why it is refused.
+CRAFTED_FILES = {
+    "pickled": (b"cos\nsystem\n(S'true'\ntR.", "header too large"),
+    "objects": (with_header(dtype="O"), "unknown variant `O`"),
+    "a dtype that NumPy has not": (with_header(dtype="BF16", shape=[12]), "kernel has dtype BF16"),
+    "huge": (with_header(shape=HUGE), "invalid shape, data type, or offset"),
+    "an order of others": (file_of(ARRAYS, '["../x"]'), "does not name each of its arrays once"),
+    "an order that is nested": (file_of(ARRAYS, "[" * 99_999), "recursion"),
+}
+# What was made up → how the manifest is changed, why it is refused.
+CRAFTED_MANIFESTS = {
+    "one replica too many": (set_counts([1, 1, 1]), "statistics/2/0' is missing"),
+    "one replica too few": (set_counts([1]), "statistics/1/0 belongs to no replica"),
+    "more replicas than there are": (set_counts([[]] * 4097), "4097 replicas"),
     "another file": (
-        lambda m: m["files"].update({"../x": m["files"].pop("state.safetensors")}), None,
+        lambda m: m["files"].update({"../x": m["files"].pop("state.safetensors")}),
         "'state.safetensors'",
     ),
-    "another step": (lambda m: m["progress"].update(step=8), None, "says step 8"),
-    "a step that is none": (lambda m: m["progress"].update(step="7"), None, "step is '7'"),
-    "no history": (lambda m: m["progress"].update(history=[1]), None, "must be a mapping"),
-    "sums over nothing": (lambda m: m["progress"].update(examples=0), None, "over 0 examples"),
-    "a sum that is none": (
-        lambda m: m["progress"].update(loss_sum=float("nan")), None, "are no finite numbers",
-    ),
-    "a number beyond all": (
-        lambda m: m["progress"].update(total_sec=10**400), None, "too large",
-    ),
+    "another step": (set_progress(step=8), "says step 8"),
+    "a step that is none": (set_progress(step="7"), "step is '7'"),
+    "sums over nothing": (set_progress(examples=0), "over 0 examples"),
+    "time that runs back": (set_progress(total_sec=-1.0), "are no finite numbers"),
+    "a sum that is none": (set_progress(loss_sum=math.nan), "are no finite numbers"),
+    "a number beyond all": (set_progress(total_sec=10**400), "too large"),
     "an epoch of another number": (
-        lambda m: m["progress"].update(history=[dataclasses.asdict(record(2, step=3))]), None,
-        "do not follow one another",
+        set_progress(history=[dataclasses.asdict(record(2, step=3))]), "do not follow one another",
     ),
     "steps that shrink": (
-        lambda m: m["progress"].update(history=[dataclasses.asdict(record(1, step=8))]), None,
-        "steps do not rise",
+        set_progress(history=[dataclasses.asdict(record(1, step=8))]), "steps do not rise",
     ),
-    "more replicas than there are": (
-        lambda m: m.update(per_shard_statistics=[[]] * 5000), None, "5000 replicas",
-    ),
-    "beyond the epoch": (lambda m: m["metadata"].update(steps_per_epoch=3), None, "of the epoch 7"),
-    "another version": (lambda m: m.update(format_version=5), None, "format version 5"),
-    "a list": (lambda m: m.update(metadata=[]), None, "must be a mapping"),
+    "beyond the epoch": (lambda m: m["metadata"].update(steps_per_epoch=6), "of the epoch 7"),
+    "another version": (lambda m: m.update(format_version=5), "format version 5"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CRAFTED)
+@pytest.mark.parametrize("case", [*CRAFTED_FILES, *CRAFTED_MANIFESTS])
 def test_crafted_ones_are_refused_before_anything_is_allocated(tmp_path, case):
-    change, content, reason = CRAFTED[case]
+    content, reason = CRAFTED_FILES.get(case, (None, ""))
+    change, reason = CRAFTED_MANIFESTS.get(case, (lambda manifest: None, reason))
     forge(save(tmp_path), change, content)
     tracemalloc.start()
     try:
@@ -281,12 +253,6 @@ def test_an_error_that_may_pass_is_no_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "read_json", fail)
     with pytest.raises(OutputError, match=r"cannot be read \(Too many open files"):
         find_newest_checkpoint(tmp_path)
-
-
-def test_a_link_that_leads_nowhere_is_damage(tmp_path):
-    good = save(tmp_path, 5)
-    (tmp_path / "checkpoints" / "step-00000009-epoch-0000").symlink_to("nowhere")
-    assert find_newest_checkpoint(tmp_path).path == good
 
 
 def test_links_lead_nowhere(tmp_path):
@@ -345,20 +311,6 @@ def test_a_disk_that_is_full_within_the_file_is_told_as_such(tmp_path, monkeypat
     with pytest.raises(DiskFullError, match=r"No space left .* [\d,]+ bytes needed"):
         save(tmp_path, 3)
     assert names(tmp_path) == ["step-00000001-epoch-0000"]
-
-
-def test_a_checkpoint_of_the_format_before_is_refused_in_a_line(tmp_path):
-    path = save(tmp_path)
-    path = path.rename(path.with_name("step-00000007"))
-    manifest = json.loads((path / "MANIFEST.json").read_text())
-    manifest["format_version"] = 3
-    (path / "MANIFEST.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError) as refusal:
-        find_newest_checkpoint(tmp_path)
-    assert str(refusal.value) == (
-        f"{path}: does not verify (format version 3, which another version of this program wrote;"
-        " this one reads 4); train in another directory, or use --overwrite"
-    )
 
 
 def test_the_hash_is_of_the_model_in_order():
