@@ -15,7 +15,7 @@ from app.verification.frameworks.image_labels import ImageLabels
 from app.verification.recorder import Recorder
 from app.verification.trace import Trace
 from conftest import CPUS
-from small_models import seeded, small_resnet
+from small_models import deep_norm_network, seeded
 from strategies.manual import ManualStrategy
 
 NUM_STEPS, SIZE = 2, 16
@@ -37,7 +37,7 @@ class Recording:
     """A trace of a strategy, in the form in which a recorder of PyTorch writes it."""
 
     def __init__(self, trace, batches):
-        self.trace, self.members = trace, {}
+        self.trace, self.members, self.about = trace, {}, {}
         weights, statistics = trace.tensors(0, "weights"), trace.tensors(0, "own statistics")
         layouts = {4: "OIHW", 2: "OI"}
         self.variables = [
@@ -80,31 +80,51 @@ class Recording:
         about |= {"variables": self.variables, "settings": [groups] * NUM_STEPS}
         about |= {"gradients": [torch_name(n) for n in self.trace.tensors(0, "weights")]}
         about |= {"reduction": "mean", "data_layout": "NCHW", "optimizer": {"class": "SGD"}}
-        np.savez(path, about=np.array(json.dumps(about)), **self.members)
+        np.savez(path, about=np.array(json.dumps(about | self.about)), **self.members)
         return load_trace(path)
 
 
-@pytest.fixture
-def recorded(images, tmp_path):
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
     """A trace of two steps of a model with BatchNorm on two replicas, and their batches."""
-    path = tmp_path / "manual"
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (40, 28, 28, 1), dtype=np.uint8)
+    labels = (np.arange(40) % 10).astype(np.uint8)
+    path = tmp_path_factory.mktemp("strategy") / "manual"
     strategy = ManualStrategy(CPUS[:2])
-    strategy.build(seeded(small_resnet), lambda: keras.optimizers.SGD(0.1))
-    everything = ImageLabels(*images)
-    dataset = train_dataset(*images, seed=3, global_batch_size=SIZE)
+    strategy.build(seeded(deep_norm_network), lambda: keras.optimizers.SGD(0.1))
+    dataset = train_dataset(images, labels, seed=3, global_batch_size=SIZE)
     Recorder(strategy).record(strategy.distribute(dataset), num_steps=NUM_STEPS, path=path)
-    return Trace(path), list(dataset.take(NUM_STEPS).as_numpy_iterator()), everything
+    batches = list(dataset.take(NUM_STEPS).as_numpy_iterator())
+    # The order of an epoch, which other frameworks get, is that of the batches.
+    order = epoch_order(40, 3, 0)[0].numpy()[: NUM_STEPS * SIZE]
+    np.testing.assert_array_equal(np.concatenate([batch[1] for batch in batches]), labels[order])
+    return Trace(path), batches, ImageLabels(images, labels)
 
 
-def names_of(trace):
-    return [*trace.tensors(0, "weights"), *trace.tensors(0, "own statistics")]
-
-
-def test_every_array_is_that_of_the_strategy(recorded, tmp_path):
+@pytest.fixture
+def convert(recorded, tmp_path):
+    """Converts a recording after a change of it; returns the sizes of the shards, and the trace."""
     trace, batches, labels = recorded
-    script = Recording(trace, batches).write(tmp_path / "torch.npz")
-    sizes = convert_trace(script, names_of(trace), batches, labels, tmp_path / "converted")
-    converted = Trace(tmp_path / "converted")
+    names = [*trace.tensors(0, "weights"), *trace.tensors(0, "own statistics")]
+
+    def converted(change=lambda recording: None):
+        recording = Recording(trace, batches)
+        change(recording)
+        script = recording.write(tmp_path / "torch.npz")
+        path = tmp_path / "converted"
+        return convert_trace(script, names, batches, labels, path), Trace(path)
+
+    return converted
+
+
+def without(recording, kind):
+    recording.members = {k: v for k, v in recording.members.items() if f"/{kind}/" not in k}
+
+
+def test_every_array_is_that_of_the_strategy(recorded, convert):
+    trace = recorded[0]
+    sizes, converted = convert()
     assert sizes == [8, 8]
     assert converted.split == trace.split
     for step in range(NUM_STEPS + 1):
@@ -119,16 +139,16 @@ def test_every_array_is_that_of_the_strategy(recorded, tmp_path):
                     np.testing.assert_array_equal(a, b, err_msg=f"{step} {kind} {name}")
 
 
-def test_examples_are_known_by_their_images(recorded, tmp_path):
-    trace, batches, labels = recorded
-    recording = Recording(trace, batches)
-    recording.members["1/data/0/0"] = recording.members["1/data/1/0"]  # Twice in the batch.
-    recording.members["1/data/1/0"] = recording.members["2/data/1/0"]  # Of another batch.
-    recording.members["2/data/0/0"] = 1 - recording.members["2/data/0/0"]  # Of no image.
-    convert_trace(
-        *(recording.write(tmp_path / "t.npz"), names_of(trace), batches, labels, tmp_path / "c")
-    )
-    converted = Trace(tmp_path / "c")
+def test_examples_are_known_by_their_images(recorded, convert):
+    trace = recorded[0]
+
+    def change(recording):
+        members = recording.members
+        members["1/data/0/0"] = members["1/data/1/0"]  # Twice in the batch.
+        members["1/data/1/0"] = members["2/data/1/0"]  # Of another batch.
+        members["2/data/0/0"] = 1 - members["2/data/0/0"]  # Of no image.
+
+    _, converted = convert(change)
     for (step, replica), (own_step, own_replica) in {(1, 0): (1, 1), (1, 1): (2, 1)}.items():
         found = converted.read(step, "examples", replica, "examples")
         own = trace.read(own_step, "examples", own_replica, "examples")
@@ -139,54 +159,69 @@ def test_examples_are_known_by_their_images(recorded, tmp_path):
     assert not known & set(converted.read(2, "examples", 0, "examples").tolist())
 
 
-def test_without_an_all_reduce_a_replica_applies_its_own_gradients(recorded, tmp_path):
-    trace, batches, labels = recorded
-    recording = Recording(trace, batches)
-    for name in [name for name in recording.members if "/sums/" in name]:
-        del recording.members[name]
-        raw = recording.members[name.replace("/sums/", "/raw/")]
-        recording.members[name.replace("/sums/", "/clipped/")] = raw
-    convert_trace(
-        *(recording.write(tmp_path / "t.npz"), names_of(trace), batches, labels, tmp_path / "c")
-    )
-    converted = Trace(tmp_path / "c")
-    for name in trace.tensors(1, "sums"):
-        own = trace.read(1, "gradients", 1, name)
+def test_without_an_all_reduce_a_replica_applies_its_own_gradients(recorded, convert):
+    def change(recording):
+        for name in [name for name in recording.members if "/raw/" in name]:
+            recording.members[name.replace("raw", "clipped")] = recording.members[name]
+        without(recording, "sums")
+
+    _, converted = convert(change)
+    for name in recorded[0].tensors(1, "sums"):
+        own = recorded[0].read(1, "gradients", 1, name)
         np.testing.assert_array_equal(converted.read(1, "sums", 1, name), 2 * own)
 
 
-def test_weights_that_change_between_steps_are_refused(recorded, tmp_path):
-    trace, batches, labels = recorded
-    recording = Recording(trace, batches)
+def test_without_gradients_of_each_replica_the_batch_is_one_shard(recorded, convert):
+    """As in a recording of `jax.jit` with shardings."""
+    trace = recorded[0]
+    sizes, converted = convert(lambda recording: without(recording, "raw"))
+    assert sizes == [16] and converted.split.num_replicas == 1
+    both = [trace.read(1, "examples", replica, "examples") for replica in (0, 1)]
+    np.testing.assert_array_equal(
+        converted.read(1, "examples", 0, "examples"), np.concatenate(both)
+    )
+    for name in trace.tensors(1, "sums"):
+        expected = trace.read(1, "sums", 0, name)
+        np.testing.assert_array_equal(converted.read(1, "gradients", 0, name), expected)
+
+
+def moved(recording):
     recording.members["2/before/1/0"] = recording.members["2/before/1/0"] + np.float32(1)
-    script = recording.write(tmp_path / "t.npz")
-    with pytest.raises(DataError, match="of replica 1 changes before step 1"):
-        convert_trace(script, names_of(trace), batches, labels, tmp_path / "c")
+
+
+def renamed(recording):
+    recording.variables[0]["name"] = "other"
+    weights = [v["name"] for v in recording.variables if v["kind"] == "weight"]
+    recording.about.update(gradients=weights, settings=[[]] * NUM_STEPS)
+
+
+def not_bytes(recording):
+    recording.members["1/data/0/0"] = recording.members["1/data/0/0"] / 2
+
+
+def two_rates(recording):
+    recording.about["settings"] = [[{"learning_rate": 0.1}, {"learning_rate": 0.2}]] * NUM_STEPS
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [("sums", "has no 'clipped' of replica 0 in step 0"), ("before", "'before'")],
+    ("change", "message"),
+    [
+        (lambda recording: without(recording, "sums"), "no 'clipped' of replica 0 in step 0"),
+        (lambda recording: without(recording, "before"), "'before'"),
+        (moved, "of replica 1 changes before step 1"),
+        (lambda recording: recording.about.update(steps=[0, 2]), "do not follow each other"),
+        (renamed, "has no variable deep_norm/conv/kernel"),
+        (not_bytes, "images that are not bytes divided by 255"),
+        (two_rates, "has 2 learning rates"),
+    ],
 )
-def test_what_was_not_recorded_is_named(recorded, tmp_path, kind, message):
-    trace, batches, labels = recorded
-    recording = Recording(trace, batches)
-    recording.members = {k: v for k, v in recording.members.items() if f"/{kind}/" not in k}
-    script = recording.write(tmp_path / "t.npz")
+def test_what_cannot_be_converted_is_refused(convert, change, message):
     with pytest.raises(DataError, match=message):
-        convert_trace(script, names_of(trace), batches, labels, tmp_path / "c")
-
-
-def test_the_order_of_an_epoch_is_that_of_the_batches(images):
-    order = epoch_order(len(images[0]), 3, 1)[0].numpy()
-    batches = train_dataset(*images, seed=3, global_batch_size=SIZE, start_step=3)
-    found = np.concatenate([labels for _, labels in batches.take(3).as_numpy_iterator()])
-    np.testing.assert_array_equal(found, images[1][order])
+        convert(change)
 
 
 def test_a_recording_says_what_is_wrong_with_it(recorded, tmp_path):
-    trace, batches, _ = recorded
-    recording = Recording(trace, batches)
+    recording = Recording(*recorded[:2])
     clean = recording.write(tmp_path / "clean.npz")
     assert [found.cause for found in findings_of(clean)] == []
     other = findings_of(recording.write(tmp_path / "other.npz", momentum=0.9))

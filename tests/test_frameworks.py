@@ -1,4 +1,4 @@
-"""LeNet and ResNet-18 in PyTorch and JAX; most tests need interpreters that have them."""
+"""LeNet and ResNet-18 in PyTorch and JAX, where interpreters have them; their options and files."""
 
 import dataclasses
 import importlib
@@ -17,6 +17,7 @@ from conftest import ROOT
 from models.lenet import build_lenet
 from models.resnet import build_resnet18
 from recorders import lockstep_keras
+from trace_samples import about, write_trace
 
 PROGRAMS = {
     "torch": ("LOCKSTEP_TORCH_PYTHON", ["torch_lenet.py", "--processes=2"]),
@@ -26,12 +27,21 @@ PROGRAMS = {
 LEARNING_RATE = 0.2
 
 
+def of_programs(*names):
+    """Marks a test of programs, of which those without an interpreter are skipped."""
+    found = []
+    for name in names:
+        variable = PROGRAMS[name][0]
+        reason = f"{variable} names no interpreter"
+        skip = pytest.mark.skipif(not os.environ.get(variable), reason=reason)
+        found.append(pytest.param(name, marks=[pytest.mark.slow, skip]))
+    return pytest.mark.parametrize("name", found)
+
+
 def run(name, *options):
-    """Runs a program and returns the lines that it prints; skips the test without interpreter."""
+    """Runs a program and returns the lines that it prints."""
     variable, program = PROGRAMS[name]
-    if not (python := os.environ.get(variable)):
-        pytest.skip(f"{variable} names no interpreter")
-    command = [python, str(ROOT / "frameworks" / program[0]), *program[1:], *options]
+    command = [os.environ[variable], str(ROOT / "frameworks" / program[0]), *program[1:], *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
@@ -83,8 +93,9 @@ def lenet(tmp_path_factory):
     return Training(*files, folder / "keras.npz", weights, epochs)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@of_programs(*PROGRAMS)
 def test_the_same_training_from_given_weights_and_batches(lenet, tmp_path, name):
+    """Then the same LeNet from each recorded state."""
     files = {kind: tmp_path / f"o.{kind}" for kind in ("json", "npz")} | {"w": tmp_path / "w.npz"}
     options = [f"--start={lenet.start}", f"--batches={lenet.batches}", "--global_batch_size=16"]
     options += [f"--learning_rate={LEARNING_RATE}", "--epochs=2", f"--weights={files['w']}"]
@@ -106,16 +117,10 @@ def test_the_same_training_from_given_weights_and_batches(lenet, tmp_path, name)
     report = verify_against(first, other, {}, given_tolerance(None))
     assert report.findings == []
     assert report.stages["examples"] == report.stages["gradients"] == "clean"
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_same_lenet_from_each_recorded_state(lenet, tmp_path, name):
-    run(name, "--recorded_steps=2", f"--replay={lenet.trace}", f"--trace={tmp_path / 'o.npz'}")
-    first, other = load_trace(lenet.trace), load_trace(tmp_path / "o.npz")
-    report = verify_against(first, other, {}, given_tolerance(None))
+    run(name, "--recorded_steps=2", f"--replay={lenet.trace}", f"--trace={files['npz']}")
+    report = verify_against(first, load_trace(files["npz"]), {}, given_tolerance(None))
     assert report.findings == [] and report.skipped == ()
     assert report.stages["gradients"] == report.stages["update"] == "clean"
-    assert other.num_replicas == 2
 
 
 @pytest.fixture(scope="module")
@@ -152,34 +157,10 @@ def resnet(tmp_path_factory):
         for variable, gradient in zip(own[0].trainable_variables, total, strict=True):
             final[variable.path] = final[variable.path] - LEARNING_RATE * gradient.numpy()
         expected[num_replicas] = final
-    expected["statistics"] = moved_statistics(replicas, start, images)
     return Training(str(folder / "start.npz"), str(folder / "batches.npz"), None, expected, [])
 
 
-def moved_statistics(replicas, start, images):
-    """Returns the mean of the replicas' statistics after two batches of 4, with equal weights."""
-    for replica in replicas:
-        for variable in replica.variables:
-            variable.assign(start[variable.path])
-    for batch in np.split(np.arange(8)[::-1], 2):
-        for replica, rows in zip(replicas, np.split(batch, 2), strict=True):
-            replica(images[rows] / np.float32(255), training=True)
-    pairs = zip(*(replica.variables for replica in replicas), strict=True)
-    return {a.path: (a.numpy() + b.numpy()) / 2 for a, b in pairs}
-
-
-@pytest.mark.parametrize("name", ["torch", "pmap"])
-def test_each_replica_keeps_its_statistics(resnet, tmp_path, name):
-    options = ["--model=resnet18", f"--start={resnet.start}", f"--batches={resnet.batches}"]
-    options += ["--global_batch_size=4", "--learning_rate=0", "--num_steps=2"]
-    assert run(name, *options, f"--weights={tmp_path / 'w.npz'}") == ["step 1", "step 2"]
-    start, final = dict(np.load(resnet.start)), dict(np.load(tmp_path / "w.npz"))
-    for variable, value in resnet.weights["statistics"].items():
-        error, change = np.linalg.norm(final[variable] - value), value - start[variable]
-        assert error <= 1e-4 * np.linalg.norm(change), variable
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
+@of_programs(*PROGRAMS)
 def test_the_same_step_of_resnet18(resnet, tmp_path, name):
     options = ["--model=resnet18", f"--start={resnet.start}", f"--batches={resnet.batches}"]
     options += ["--global_batch_size=8", f"--learning_rate={LEARNING_RATE}", "--num_steps=1"]
@@ -197,29 +178,93 @@ def test_the_same_step_of_resnet18(resnet, tmp_path, name):
         assert error < tolerance * np.linalg.norm(change), variable
 
 
+# --- Options and files ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Weights, batches and recordings, written with NumPy."""
+    folder, generator = tmp_path_factory.mktemp("files"), np.random.default_rng(0)
+    images = generator.integers(0, 256, (60, 28, 28, 1)).astype(np.uint8)
+    labels = generator.integers(0, 10, 60)
+    order = np.stack([generator.permutation(40) for _ in range(2)])
+    arrays = {"images": images[:40], "labels": labels[:40], "order": order}
+    arrays |= {"test_images": images[40:], "test_labels": labels[40:]}
+    changed = {
+        "batches": {}, "floats": {"images": arrays["images"] / 255}, "rows": {"order": order + 1},
+        "classes": {"labels": labels[:40] + 5},
+    }  # fmt: skip
+    for name, change in changed.items():
+        np.savez(folder / f"{name}.npz", **arrays | change)
+    np.savez(folder / "start.npz", **WEIGHTS)
+    np.savez(folder / "shape.npz", **WEIGHTS | {"conv1/bias": np.zeros(5)})
+    np.savez(folder / "more.npz", **WEIGHTS, other=np.zeros(5))
+    names = ("conv1.weight", "norm.running_mean")
+    description = about(variables=[{"name": n, "kind": "weight"} for n in names], steps=[0, 1])
+    description |= {"gradients": [], "settings": [[]] * 2}
+    data = {"two": [16, 16], "sizes": [16, 8], "unlabelled": [0, 0]}
+    for name, sizes in data.items():
+        members = {}
+        for position, size in enumerate(sizes, start=1):
+            for r in (0, 1):
+                members[f"{position}/data/{r}/0"] = images[r : max(size, 2) : 2]
+                if size:
+                    members[f"{position}/data/{r}/1"] = labels[r:size:2]
+        write_trace(folder / f"{name}.npz", description, members)
+    np.savez(folder / "two.rank0.npz", x=np.ones(1))
+    (folder / "damaged.npz").write_bytes((folder / "two.npz").read_bytes()[:-40])
+    return folder
+
+
+WEIGHTS = {"conv1/kernel": np.zeros((3, 3, 1, 2)), "conv1/bias": np.zeros(2)}
+
+
 @pytest.fixture
-def training_files(monkeypatch):
+def parse(monkeypatch, files):
+    """Returns the module, and what its parser makes of options, in the folder of the files."""
     monkeypatch.syspath_prepend(ROOT / "frameworks")
-    return importlib.import_module("training_files")
+    monkeypatch.chdir(files)
+    module = importlib.import_module("training_files")
+
+    def parsed(*options):
+        monkeypatch.setattr("sys.argv", ["program", *options])
+        return module.Parser("Trains.").parse()
+
+    return module, parsed
 
 
-def parse(module, monkeypatch, *options):
-    monkeypatch.setattr("sys.argv", ["program", *options])
-    return module.Parser("Trains.").parse()
-
-
-def test_a_short_last_batch_is_kept_or_dropped(lenet, training_files, monkeypatch):
-    common = [f"--batches={lenet.batches}", "--global_batch_size=16", "--epochs=2"]
-    arrays = np.load(lenet.batches)
+def test_a_short_last_batch_is_kept_or_dropped(parse):
+    module, parsed = parse
+    common = ["--batches=batches.npz", "--global_batch_size=16", "--epochs=2"]
+    arrays = np.load("batches.npz")
     for last_batch, expected in (("keep", [16, 16, 8]), ("drop", [16, 16])):
-        options = parse(training_files, monkeypatch, *common, f"--last_batch={last_batch}")
-        data = training_files.load_data(options)
-        batches = [*training_files.batches_of(options, data, 1)]
+        options = parsed(*common, f"--last_batch={last_batch}")
+        data = module.load_data(options)
+        batches = [*module.batches_of(options, data, 1)]
         assert [len(labels) for _, labels in batches] == expected
+        assert module.batch_sizes(options, data) == set(expected)
         rows = arrays["order"][1][: sum(expected)]
         for part, name in ((0, "images"), (1, "labels")):
             joined = np.concatenate([batch[part] for batch in batches])
             np.testing.assert_array_equal(joined, arrays[name][rows])
+
+
+def test_batches_and_names_are_those_of_the_recording_that_is_replayed(parse):
+    module, parsed = parse
+    options = parsed("--replay=two.npz", "--trace=o.npz", "--recorded_steps=2")
+    data = module.load_data(options)
+    assert (options.global_batch_size, options.num_steps, options.learning_rate) == (16, 2, 0.2)
+    for images, labels in module.batches_of(options, data, 0):
+        rows = [*range(0, 16, 2), *range(1, 16, 2)]
+        np.testing.assert_array_equal(images, np.load("batches.npz")["images"][rows])
+        np.testing.assert_array_equal(labels, np.load("batches.npz")["labels"][rows])
+    names = module.names_in_replay("two.npz", "jax", ["conv1/kernel", "norm/moving_mean", "a/bias"])
+    assert names == {"conv1/kernel": "conv1.weight", "state/norm/moving_mean": "norm.running_mean"}
+    start = module.load_start("start.npz", WEIGHTS)
+    assert start.keys() == WEIGHTS.keys() and start["conv1/bias"].dtype == np.float32
+
+
+REPLAY = ["--trace=o.npz", "--recorded_steps=1"]
 
 
 @pytest.mark.parametrize(
@@ -228,37 +273,37 @@ def test_a_short_last_batch_is_kept_or_dropped(lenet, training_files, monkeypatc
         (["--epochs=0"], "--epochs: must be a whole number from 1, got 0"),
         (["--trace=o.npz"], "--trace and --recorded_steps: one is missing"),
         (["--replay=one.npz"], "--replay: needs --trace"),
+        (["--replay=two.npz", "--num_steps=2", *REPLAY], "--num_steps: cannot be used with the"),
         (["--num_steps=2", "--results=r.json"], "--results: has whole epochs"),
         (["--weights=missing/w.npz"], "--weights=missing/w.npz: must be a .npz file in a folder"),
         (["--batches=missing.npz"], "--batches=missing.npz: no such file"),
-        (["--batches=BATCHES", "--epochs=3"], "--epochs=3: "),
-        (["--batches=BATCHES", "--num_steps=2"], "--num_steps=2: there are 1 steps"),
-        (
-            ["--batches=BATCHES", "--global_batch_size=41", "--last_batch=drop"],
-            "an epoch has fewer",
-        ),
-        (["--batches=START"], "has no images"),
-        (["--batches=BATCHES", "--start=BATCHES"], "has no conv1/kernel"),
+        (["--batches=damaged.npz"], "--batches=damaged.npz: cannot be read as .npz"),
+        (["--batches=batches.npz", "--epochs=3"], "--epochs=3: "),
+        (["--batches=batches.npz", "--num_steps=2"], "--num_steps=2: there are 1 steps"),
+        (["--batches=batches.npz", "--trace=o.npz", "--recorded_steps=2"], "the training has 1 st"),
+        (["--batches=batches.npz", "--global_batch_size=41", "--last_batch=drop"], "has fewer"),
+        (["--batches=start.npz"], "has no images"),
+        (["--batches=floats.npz"], "images are float64 (40, 28, 28, 1), not uint8"),
+        (["--batches=rows.npz"], "order must be (epochs, n), with rows of 40 images"),
+        (["--batches=classes.npz"], "labels must be 40 numbers from 0 to 9"),
+        (["--batches=batches.npz", "--start=two.npz"], "has no conv1/kernel"),
         (["--start=missing.npz"], "--start=missing.npz: no such file"),
-        (["--replay=START", "--trace=o.npz", "--recorded_steps=1"], "is not a recording"),
-        (
-            [
-                *("--replay=TRACE", "--batches=BATCHES", "--global_batch_size=10"),
-                *("--trace=o.npz", "--recorded_steps=3"),
-            ],
-            "has no step 2",
-        ),
+        (["--start=shape.npz"], "conv1/bias is (5,), not (2,)"),
+        (["--start=more.npz"], "has other, which is not in the model"),
+        (["--replay=start.npz", *REPLAY], "is not a recording"),
+        (["--replay=unlabelled.npz", *REPLAY], "has no images and labels of step 1"),
+        (["--replay=sizes.npz", "--trace=o.npz", "--recorded_steps=2"], "have different sizes"),
+        (["--replay=two.npz", "--batches=batches.npz", "--global_batch_size=10", "--trace=o.npz",
+          "--recorded_steps=3"], "has no step 2"),
     ],
-)
-def test_an_error_is_one_line(lenet, training_files, monkeypatch, capsys, options, message):
-    files = {"BATCHES": lenet.batches, "START": lenet.start, "TRACE": str(lenet.trace)}
-    for name, path in files.items():
-        options = [option.replace(name, path) for option in options]
+)  # fmt: skip
+def test_an_error_is_one_line(parse, capsys, options, message):
+    module, parsed = parse
     with pytest.raises(SystemExit) as error:
-        parsed = parse(training_files, monkeypatch, *options)
-        if parsed.batches or parsed.replay:
-            training_files.load_data(parsed)
-        training_files.load_start(parsed.start, lenet.weights)
+        given = parsed(*options)
+        if given.batches or given.replay:
+            module.load_data(given)
+        module.load_start(given.start, WEIGHTS)
     assert error.value.code == 2
     output = capsys.readouterr()
     assert message in output.err and output.err.startswith("error: ")
