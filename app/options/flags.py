@@ -39,9 +39,10 @@ def parse_config(argv: list[str]) -> Config:
     check_command(command)
     values = define_flags(command)
     _, *words = _parse(values, argv, command)
+    words = words[1:] if words[:1] == [command] else words  # The command may be left out.
     given = {name: values[name].value for name in options_of(command) if name in values}
     given = {name: value for name, value in given.items() if values[name].present}
-    return Config.of(command, **given, **_given_words(command, words[1:]))
+    return Config.of(command, **given, **_given_words(command, words))
 
 
 def define_flags(command: str) -> flags.FlagValues:
@@ -108,7 +109,7 @@ def _parse(values: flags.FlagValues, argv: list[str], command: str) -> list[str]
         nearest = did_you_mean(name, known, "--") or "; see --help"
         raise ConfigError(f"--{name} is not a flag{nearest}") from error
     except (flags.Error, ValueError, KeyError) as error:
-        raise ConfigError(f"{error}; see --help") from error
+        raise ConfigError(f"{str(error).removeprefix('ERROR:: ')}; see --help") from error
 
 
 def _given_words(command: str, words: list[str]) -> dict[str, Any]:

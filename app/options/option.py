@@ -91,7 +91,8 @@ class Option:
         if value is None and self.optional:
             return None
         if value == "" or (self.is_list and not value and self.default):
-            raise ConfigError(f"{self.flag} has no value; write {self.flag}={self.placeholder}")
+            shown = f"{self.flag}={self.placeholder or 'true'}"
+            raise ConfigError(f"{self.flag} has no value; write {shown}")
         if not self.is_list:
             return self._parse(value, value)
         items = value.split(",") if isinstance(value, str) else value

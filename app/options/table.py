@@ -224,7 +224,7 @@ class Verification:
         "Verify every N-th step while the training runs, and also the first step and the last one"
         " of the first epoch: compare the step with the same step on one device. 0 turns it off."
         f" Default: the first step, the last step of each epoch and every {names.VERIFY_EVERY}th of"
-        " a long epoch, where steps can be verified.", ("train",),
+        " a long epoch, where steps can be verified.", ("train",), metavar="N", low=0,
         high=1_000_000_000)
     on_mismatch: str = option("stop",
         "When a verified step does not match: stop with exit code 9, or warn.", ("train",),
