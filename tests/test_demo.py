@@ -7,10 +7,8 @@ from app.commands import demo
 from app.devices import device_setup
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.runtime.errors import ConfigError
 from app.training.training_spec import TrainingSpec, load_data
 from conftest import CPUS
-from in_process import parse_here
 from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import ALL_REDUCE_FUNCTIONS
 from strategies.manual import all_reduce
@@ -103,19 +101,3 @@ def test_replicate_shows_each_moment_on_each_device(show, small_data):
 def test_without_a_name_the_experiments_are_listed(show):
     output = show(None)
     assert all(name in output for name in ("allreduce", "split_batch", "replicate"))
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["alreduce"], "did you mean allreduce?"),
-        (["train"], "must be one of allreduce, split_batch, replicate"),
-        (["allreduce", "--num_gpus=1"], "needs at least 2 devices, got 1"),
-        (["split_batch", "--all_reduce=ring"], "not an option of demo split_batch"),
-        (["replicate", "--epochs=1"], "--epochs is not an option of demo"),
-    ],
-)
-def test_what_an_experiment_does_not_take_is_refused(words, told):
-    with pytest.raises(ConfigError) as error:
-        parse_here("demo", *words)
-    assert told in str(error.value)

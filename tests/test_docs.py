@@ -1,6 +1,12 @@
-"""The pages: what they tell a reader to do, done in a copy of the program; what they quote."""
+"""The pages: each command that they show is run, as written or on small data; what they quote.
+
+Commands for workers, frameworks and recordings are run by `test_local_workers`,
+`test_framework_strategies` and `test_port_check`; those that install software, or need GPUs, are
+only parsed.
+"""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -8,10 +14,18 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
+import nbclient
+import nbformat
+import numpy as np
 import pytest
+from PIL import Image
 
 from app.options.fault import FAULTS
+from app.options.table import COMMANDS, options_of
 from conftest import ROOT, copy_program, program_environment
+from in_process import run_here
+from models import MODELS
+from strategies.tf_private import release_graphs
 
 DOCS = ROOT / "docs"
 OF_ROOT = ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")
@@ -37,6 +51,14 @@ for line in json.load(sys.stdin):
         refusals.append(None)
 json.dump(refusals, sys.stdout)
 """
+
+# What is left out on small data: other tests run it.
+ELSEWHERE = ("multi_worker", "torch_ddp", "--traces", "--case", "gpu", "verify --model=mlp")
+SMALL = {"=5000": "=1000", "step=1000": "step=10", "256,512,1024": "64,128", "--repeats=5": ""}
+EXIT_CODES = {"--num_train_examples=1026": 2, "=hierarchical": 6, "=1e30": 7, "--inject": 9}
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NOTEBOOK = DOCS / "tour.ipynb"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
@@ -217,20 +239,61 @@ def test_images_are_there_and_told_in_words(page):
             assert "prefers-color-scheme: dark" in root.find("svg:style", space).text
 
 
-@each_page
-def test_commands_are_ones(page, copy):
+def program_lines(text):
+    """Returns the arguments of each command line of the program, in order."""
+    return [found[1] for line in sh_lines(text) if (found := re.match(PROGRAM, line))]
+
+
+def test_commands_are_ones(copy):
     """What is refused at once must be shown with that refusal."""
-    text = page.read_text(encoding="utf-8")
-    lines = [found[1] for line in sh_lines(text) if (found := re.match(PROGRAM, line))]
+    lines = [(page, line) for page in PAGES for line in program_lines(page.read_text("utf-8"))]
     result = subprocess.run(
-        [sys.executable, "-c", PARSER], input=json.dumps(lines),
+        [sys.executable, "-c", PARSER], input=json.dumps([line for _, line in lines]),
         capture_output=True, text=True, cwd=copy, check=True,
     )  # fmt: skip
-    refusals = json.loads(result.stdout)
-    for line, refusal in zip(lines, refusals, strict=True):
+    for (page, line), refusal in zip(lines, json.loads(result.stdout), strict=True):
         if refusal:
-            shown = text.partition(line)[2].partition("**")[0]
+            shown = page.read_text("utf-8").partition(line)[2].partition("**")[0]
             assert f"error: {squeeze(refusal)}" == squeeze(shown.partition("```")[2]), line
+
+
+@pytest.fixture(scope="module")
+def exit_codes(request, tmp_path_factory, small_data):
+    """Runs the commands of a page in order, on few images and with small networks."""
+    folder, codes = tmp_path_factory.mktemp("page"), {}
+    Image.fromarray(np.zeros((28, 28), np.uint8)).save(folder / "shoe.png")
+    np.save(folder / "bags.npy", np.zeros((2, 28, 28), np.uint8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("FASHION_MNIST_DIR", str(small_data))
+        patch.setitem(MODELS, "lenet", "dense_network:build_three_dense_layers")
+        patch.setitem(MODELS, "resnet18", "dense_network:build_conv_norm_network")
+        for line in program_lines((DOCS / f"{request.param}.md").read_text("utf-8")):
+            if any(part in line for part in ELSEWHERE):
+                continue
+            changed = line
+            for old, new in SMALL.items():
+                changed = changed.replace(old, new)
+            words = shlex.split(changed)
+            command = words[0] if words and words[0] in COMMANDS else "train"
+            words += ["--allow_unverified_data"] * ("allow_unverified_data" in options_of(command))
+            words += ["--repeats=2"] * (command == "benchmark")
+            if "--images" in line:
+                words.remove("--allow_unverified_data")
+            codes[line] = run_here(*words)
+            release_graphs()
+    return codes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "exit_codes", ["pitfalls", "speed", "survival", "three_ways", "tour", "verify"], indirect=True
+)
+def test_the_commands_of_a_page_end_as_it_says(exit_codes):
+    assert exit_codes
+    for line, result in exit_codes.items():
+        expected = next((code for part, code in EXIT_CODES.items() if part in line), 0)
+        assert result.returncode == expected, (line, result.stdout, result.stderr)
 
 
 @each_page
@@ -259,3 +322,89 @@ def test_every_pitfall_has_a_number_a_cause_and_a_fix():
     assert numbers == list(range(1, len(numbers) + 1))
     entries = re.split(r"^## ", text, flags=re.M)[1:]
     assert all("**Cause.**" in entry and "**Fix.**" in entry for entry in entries)
+
+
+def test_the_readme_has_commands_of_make_and_of_the_program():
+    make = [line for line in sh_lines(README) if line.startswith("make ")]
+    assert len(make) + len(program_lines(README)) == len(sh_lines(README))
+    expected = {
+        "make train": ".venv/bin/python main.py",
+        "make test": '.venv/bin/python -m pytest -m "not slow"',
+        "make test-all": ".venv/bin/python -m pytest",
+        "make lint": ".venv/bin/ruff check .",
+    }
+    assert expected.keys() == {line.partition(" ARGS")[0] for line in make}
+    for line in make:  # A dry run: `make test` would run itself.
+        result = subprocess.run(
+            [*shlex.split(line), "--dry-run"], capture_output=True, text=True, cwd=ROOT, check=True
+        )
+        start, _, arguments = line.partition(" ARGS=")
+        (last,) = [each for each in result.stdout.splitlines() if each.startswith(expected[start])]
+        assert last.endswith(arguments.strip('"'))
+
+
+@pytest.mark.slow
+def test_the_readme_s_commands_run_one_after_another(tmp_path):
+    copy_program(tmp_path)
+    for line in program_lines(README):
+        result = subprocess.run(
+            [sys.executable, "main.py", *shlex.split(line)],
+            capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, line + result.stdout + result.stderr
+        if " --steps=5 " in line:
+            assert "manual and mirrored: bit-identical" in result.stdout
+        if line.startswith("evaluate"):
+            log = (tmp_path / "runs" / "start" / "log.txt").read_text()
+            assert result.stdout.split("test acc: ")[1][:6] in log
+    assert (tmp_path / "runs" / "start" / "report.html").exists()
+
+
+def test_the_recording_shows_commands_of_the_readme_and_what_they_print_today():
+    root = ElementTree.parse(DOCS / "recording.svg")
+    texts = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    commands = [text.removeprefix("$ ") for text in texts if text.startswith("$ ")]
+    assert commands and all(command in README for command in commands)
+    for line in (
+        "The same training: 5 steps of manual and mirrored match one device",
+        "Not the same training: manual does not match (lost gradient, first at step 1).",
+        "why    the sum does not contain the gradient of replica 1",
+        "# exit code 9 after",
+    ):
+        assert any(line in text for text in texts), line
+
+
+def texts_of(notebook):
+    """Returns what each cell of code has printed and returned."""
+    return [
+        "".join(
+            output.get("text", "") or "\n" + output.get("data", {}).get("text/plain", "")
+            for output in cell.outputs
+        )
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_shows_what_it_says():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    shown = texts_of(notebook)
+    # Under pytest a kernel leaves out what processes of its own print.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}
+    ).execute(env=environment)  # Raises where a cell fails.
+    seen = texts_of(notebook)
+    for told in (
+        "[[3. 3.]]",
+        "'bit-identical'",
+        "exit code 9: manual does not match: lost gradient",
+        "\nTrue",
+        "(8, True)",
+    ):
+        assert any(told in text for text in shown), f"{told} in the file"
+        assert any(told in text for text in seen), told
+    by_hand, mirrored = next(text for text in seen if text.startswith("manual 0.")).splitlines()
+    assert by_hand.split()[1:] == mirrored.split()[1:]
+    assert not any(word in text for text in shown for word in ("WARNING: All log", "Traceback"))

@@ -15,52 +15,48 @@ import app
 from app.options import Config
 from app.options.help_text import help_text, version_text
 from app.options.table import COMMANDS, options_of
+from app.runtime.errors import ConfigError
 from conftest import ROOT, copy_program, run_main
 from in_process import parse_here, run_here
 
 
-def refuse(*arguments):
-    """Parses the command line, asserts exit code 2 and returns the one line of the refusal."""
-    result = run_here(*arguments)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
-    return lines[0]
+def test_what_a_user_wrote_is_quoted_in_one_line():
+    result = run_here("--model=a\nb")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1 and r"got 'a\nb'" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--num_devices=0"], "--num_devices must be a whole number between 1 and 64, got 0"),
-        (["--global_batch_size=1", "--num_devices=2"], "the number of replicas, 2, got 1"),
-        (["--model=resnet19"], "--model must be one of lenet, resnet9, resnet18, got"),
-        (["--epochs=many"], "--epochs must be a whole number between 1 and 100000, got many"),
-        (["--jit_compile=maybe"], "--jit_compile must be true or false, got 'maybe'"),
-        (["--modle=lenet"], "--modle is not a flag; did you mean --model?"),
-        (["--batchsize=2"], "did you mean --batch_size?"),
-        (["help", "verfy"], "did you mean verify?"),
-        (["bnchmark", "--help"], "did you mean benchmark?"),
-        (["report"], "report needs the directory of a run"),
-        (["demo", "allreduce", "twice"], "demo takes one EXPERIMENT, got 'allreduce twice'"),
-        (["trian"], "did you mean train?"),
-        (["train", "twice"], "'twice'"),
-        (["evaluate", "--run=x", "--epochs=3"], "not an option of evaluate, only of train, "),
-        (["compare", "--strategy=manual"], "--strategy is not an option of compare"),
-        (["benchmark", "--num_devices=1,x"], "separated by commas, got 1,x"),
-        (["--num_devices=1,2"], "--num_devices must be a whole number between 1 and 64, got 1,2"),
-        (["--out="], "--out has no value"),
-        (["--model=a\nb"], r"got 'a\nb'"),
-        (["--lr=1e39"], "--learning_rate"),
-        (["--lr=nan"], "--learning_rate must be a number above 0"),
-        (["--shard_weights=3,x"], "--shard_weights must be whole numbers between 1 and 1000"),
-        (["--schedule=zero"], "--schedule must be one of gpipe, 1f1b, got 'zero'"),
-        (["--strategy=pipeline", "--micro_batches=0"], "between 1 and 1024, got 0"),
-        (["--verbosity=7"], "--verbosity must be a whole number between -1 and 1, got 7"),
-    ],
-)
-def test_one_line_and_code_2(arguments, told):
-    assert told in refuse(*arguments)
+def test_flags_are_parsed_as_the_tests_of_absl_expect(tmp_path):
+    """Cases of absl's own `flags_test.py`, with flags of `train`."""
+    file = tmp_path / "flags"
+    file.write_text("# A comment.\n--epochs=3\n\n--noverwrite\n-seed=4\n//--seed=9\n")
+    # fmt: off
+    for words, expected in {
+        "--epochs=2": {"epochs": 2}, "--epochs 2": {"epochs": 2},
+        "-epochs=2": {"epochs": 2}, "-epochs 2": {"epochs": 2}, "--epochs=0x10": {"epochs": 16},
+        "--lr=1e-1": {"learning_rate": 0.1}, "--epochs=2 --epochs=5": {"epochs": 5},
+        "--overwrite": {"overwrite": True}, "-overwrite": {"overwrite": True},
+        "--nooverwrite": {"overwrite": False}, "--overwrite --nooverwrite": {"overwrite": False},
+        "--overwrite=TRUE": {"overwrite": True}, "--overwrite=t": {"overwrite": True},
+        "--overwrite=1": {"overwrite": True}, "--overwrite=False": {"overwrite": False},
+        "--overwrite=f": {"overwrite": False}, "--overwrite=0": {"overwrite": False},
+        "--out=--epochs=2": {"out": "--epochs=2"}, "--out=a=b": {"out": "a=b"},
+        "--undefok=xyz,no_such --xyz --no_such=3 --epochs=2": {"epochs": 2},
+        "--undefok=xyz --noxyz --seed=2": {"seed": 2}, "--epochs=2 --": {"epochs": 2},
+    }.items():
+        assert parse_here(*words.split()) == Config.of(**expected), words
+    refused = (
+        "--epochs", "--overwrite=y", "--overwrite=", "--overwrite false", "--noepochs=2",
+        "--epoch=2", "--Epochs=2", "---epochs=2", "--xyz --undefok=abc", "--epochs=2.0",
+        "--epochs=2 -- x", "-- --epochs=2", "-",
+    )
+    # fmt: on
+    for words in refused:
+        with pytest.raises(ConfigError):
+            parse_here(*words.split())
+    file.write_text(file.read_text().replace("--noverwrite", "--nooverwrite"))
+    parsed = parse_here(f"--flagfile={file}", "--seed=5")
+    assert parsed == Config.of(epochs=3, seed=5)
 
 
 def test_help_after_a_command_is_of_that_command():

@@ -14,11 +14,9 @@ from app.options.rules import check_shards, num_framework_replicas
 from app.options.table import COMMANDS, TABLE, Distribution, options_of
 from app.runtime.errors import ConfigError
 from app.training.recipes import RECIPES
+from in_process import parse_here
 from strategies import STRATEGIES, STRATEGY_OPTIONS
 from strategies.collectives import shard_sizes
-
-_COUNTS = "--counts must be whole numbers between 1 and 9, separated by commas, got "
-_WORKERS = {"strategy": "multi_worker", "device": "cpu"}
 
 
 def test_recipes_are_those_of_the_option():
@@ -31,6 +29,9 @@ def test_every_option_has_a_help_text_and_a_default_that_is_allowed(command):
     for each in options_of(command).values():
         assert each.help.endswith(".")
         assert each.required or each.default == () or each.parse(each.default) == each.default
+        assert each.placeholder or each.kind is bool
+        if each.kind in (int, float):
+            assert each.high is not None and (each.low, each.above) != (None, None)
 
 
 def test_the_table_of_options_in_the_docs_is_that_of_the_program():
@@ -48,270 +49,89 @@ class _Small:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "given", "parsed"),
     [
-        ("size", 0, "--size must be a whole number between 1 and 9, got 0"),
-        ("size", "10", "--size must be a whole number between 1 and 9, got 10"),
-        ("size", "x", "--size must be a whole number between 1 and 9, got x"),
-        ("size", 2.5, "--size must be a whole number between 1 and 9, got 2.5"),
-        ("size", True, "--size must be a whole number between 1 and 9, got True"),
-        ("size", None, "--size must be a whole number between 1 and 9, got None"),
-        ("size", "1\n", None),
-        ("rate", 0, "--rate must be a number above 0, at most 5, got 0"),
-        ("rate", float("nan"), "--rate must be a number above 0, at most 5, got nan"),
-        ("rate", "", "--rate has no value; write --rate=X"),
-        ("kind", "c", "--kind must be one of a, b, got 'c'"),
-        (
-            "counts",
-            (1, 0),
-            "--counts must be whole numbers between 1 and 9, separated by commas, got 1,0",
-        ),
-        ("counts", "1,1", "--counts must name each value once, got 1,1"),
-        ("counts", 3, _COUNTS + "3"),
-        ("counts", (), "--counts has no value; write --counts=N,M"),
-        ("is_on", "maybe", "--is_on must be true or false, got 'maybe'"),
+        ("size", "1\n", 1), ("size", 9, 9), ("rate", "5", 5.0), ("rate", None, None),
+        ("kind", "b", "b"), ("counts", "3,1", (3, 1)), ("counts", [9], (9,)), ("is_on", "f", False),
     ],
-)
-def test_a_value_is_checked_by_type_choices_and_bounds(name, value, message):
+)  # fmt: skip
+def test_values_of_programs_and_of_the_command_line(name, given, parsed):
     (row,) = [each for each in rows_of("small", _Small) if each.name == name]
-    if message is None:
-        assert row.parse(value) == 1
-        return
-    with pytest.raises(ConfigError) as refusal:
-        row.parse(value)
-    assert str(refusal.value) == message
+    assert row.parse(given) == parsed
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "named"),
-    [
-        ("trian", {}, "did you mean train?"),
-        ("train", {"epochs": "x"}, "--epochs must be a whole number between 1 and 100000, got x"),
-        ("train", {"lr": 1}, "--lr is not an option of train"),
-        ("evaluate", {"run": "x", "epochs": 2}, "--epochs is not an option of evaluate, only of"),
-        ("doctor", {"strategies": ("multi_worker",)}, "got 'multi_worker'"),
-        (
-            "doctor",
-            {"strategies": ("single",), "all_reduce": "ring"},
-            "--all_reduce=ring needs the strategy manual",
-        ),
-        ("evaluate", {"run": "x", "strategy": "multi_worker"}, "got 'multi_worker'"),
-        ("train", {"model": "resnet17"}, "got 'resnet17'; did you mean resnet18?"),
-        ("train", {"strategy": "both"}, "--strategy must be one of single, manual, mirrored"),
-        ("train", {"dataset": "mnist"}, "got 'mnist'"),
-        ("train", {"recipe": "slow"}, "--recipe"),
-        ("train", {"device": "tpu"}, "got 'tpu'"),
-        ("train", {"all_reduce": "magic"}, "got 'magic'"),
-        ("train", {"strategy": "mirrored", "all_reduce": "tree"}, "--all_reduce=tree is not avail"),
-        ("train", {"all_reduce": "nccl"}, "only in mirrored and multi_worker"),
-        ("train", {"last_batch": "pad"}, "got 'pad'"),
-        ("train", {"batch_norm": "global"}, "got 'global'"),
-        (
-            "train",
-            {"num_devices": 0},
-            "a whole number between 1 and 64, got 0",
-        ),
-        ("train", {"num_devices": -2}, "got -2"),
-        ("train", {"num_devices": 65}, "got 65"),
-        ("train", {"num_gpus": 0}, "--num_gpus must be a whole number between 1 and 64, got 0"),
-        ("train", {"num_gpus": 2, "device": "cpu"}, "--num_gpus=2 contradicts --device=cpu"),
-        ("train", {"num_gpus": 2, "num_devices": 3}, "--num_gpus=2 contradicts --num_devices=3"),
-        ("train", {"strategy": "single", "num_devices": 2}, "--strategy=single runs on one device"),
-        (
-            "train",
-            {"strategy": "single", "all_reduce": "ring"},
-            "ring needs the strategy",
-        ),
-        (
-            "train",
-            {"start_timeout_sec": 3},
-            "--start_timeout_sec=3 needs the strategy multi_worker",
-        ),
-        ("compare", {"num_workers": 3}, "--num_workers=3 needs the strategy multi_worker"),
-        (
-            "train",
-            {"global_batch_size": 0},
-            "number between 1 and 60000",
-        ),
-        ("train", {"global_batch_size": 1, "num_devices": 2}, "number of replicas, 2, got 1"),
-        ("train", {"device": "cpu", "global_batch_size": 1}, "number of replicas, 2, got 1"),
-        (
-            "train",
-            {"learning_rate": 0.0},
-            "a number above 0, at most 3.4e+38, got 0.0",
-        ),
-        ("train", {"learning_rate": -1.0}, "got -1.0"),
-        ("train", {"learning_rate": float("nan")}, "got nan"),
-        ("train", {"learning_rate": float("inf")}, "got inf"),
-        ("train", {"epochs": 0}, "got 0"),
-        ("train", {"seed": -1}, "--seed must be a whole number between 0 and 4294967295, got -1"),
-        ("train", {"seed": 2**32}, "got 4294967296"),
-        ("train", {"num_train_examples": 60_001}, "--num_train_examples"),
-        (
-            "train",
-            {"num_train_examples": 1001, "num_devices": 2, "global_batch_size": 100},
-            "leaves 1 of 1001",
-        ),
-        ("train", {"num_train_examples": 50, "last_batch": "drop"}, "--last_batch=drop leaves no"),
-        ("train", {"dataset": "synthetic", "data_dir": "/x"}, "--data_dir means nothing with"),
-        ("train", {"dataset": "synthetic", "allow_unverified_data": True}, "--allow_unverified"),
-        ("train", {"inject": "drop_gradient:strategy=mirrored"}, "names the strategy mirrored"),
-        ("evaluate", {"run": "r", "images": ("a.png",), "data_dir": "/x"}, "with --images"),
-        ("train", {"verbosity": 7}, "--verbosity must be a whole number between -1 and 1, got 7"),
-        ("evaluate", {}, "--run is required"),
-        ("report", {"strategy": "manual"}, "--strategy is not an option of report, only of"),
-        ("train", {"strategy": "multi_worker", "max_restarts": -1}, "--max_restarts"),
-        (
-            "train",
-            {"strategy": "multi_worker", "num_workers": 4, "device": "cpu", "global_batch_size": 3},
-            "number of replicas, 4, got 3",
-        ),
-        (
-            "train",
-            {
-                "strategy": "multi_worker",
-                "num_workers": 2,
-                "device": "cpu",
-                "inject": "drop_gradient:replica=5",
-            },
-            "needs at least 6 replicas, got 2",
-        ),
-        ("compare", {"strategies": ("manual",)}, "--strategies must name at least two, got manual"),
-        ("compare", {"strategies": ("manual", "manual")}, "must name each value once"),
-        ("compare", {"strategies": ("manual", "nccl")}, "got 'nccl'"),
-        ("verify", {"inject": "perturb_weight:step=9", "steps": 3}, "needs --steps=9 or more"),
-        ("verify", {"inject": "slow_replica", "steps": 3}, "needs --steps=5 or more"),
-        (
-            "benchmark",
-            {"repeats": 1},
-            "number between 2 and 10000, got 1",
-        ),
-        ("benchmark", {"strategies": ("single",), "num_devices": (2,)}, "runs on one device"),
-        ("benchmark", {"model": ("lenet", "lenet")}, "--model must name each value once"),
-        (
-            "train",
-            {"shard": "gradients"},
-            "--shard=gradients needs the strategy sharded, got manual",
-        ),
-        ("train", {"recompute": True}, "--recompute needs the strategy pipeline, got manual"),
-        (
-            "train",
-            {"strategy": "tensor", "pipeline_cuts": ("pool1", "pool2")},
-            "--pipeline_cuts=pool1,pool2 needs the strategy pipeline, got tensor; leave",
-        ),
-        (
-            "train",
-            {"strategy": "single", "batch_norm": "sync"},
-            "--batch_norm=sync needs the strategy manual, mirrored, multi_worker or sharded, got",
-        ),
-        (
-            "train",
-            {"strategy": "pipeline", "accumulate_steps": 2},
-            "--accumulate_steps=2 needs the",
-        ),
-        ("train", {"strategy": "tensor", "jit_compile": True}, "--jit_compile needs the strategy"),
-        ("train", {"strategy": "sharded", "all_reduce": "ring"}, "--all_reduce=ring needs the"),
-        (
-            "train",
-            {"strategy": "multi_worker", "schedule": "gpipe"},
-            "--schedule=gpipe needs the strategy pipeline, got multi_",
-        ),
-        (
-            "verify",
-            {"model_parallel": 2},
-            "--model_parallel=2 needs the strategy pipeline or tensor",
-        ),
-        ("benchmark", {"shard": "optimizer"}, "got single, manual, mirrored; leave the flag out"),
-        (
-            "train",
-            {"strategy": "pipeline", "num_devices": 4, "model_parallel": 3},
-            "--model_parallel=3 must divide the number of devices, 4; use 1, 2 or 4, or"
-            " --num_devices=6",
-        ),
-        (
-            "verify",
-            {"strategies": ("manual", "tensor"), "num_devices": 2, "model_parallel": 4},
-            "--model_parallel=4 must divide the number of devices, 2; use 1 or 2, or",
-        ),
-        (
-            "train",
-            {"num_devices": 3, "shard_weights": (3, 1)},
-            "--shard_weights=3,1 must have a weight for each replica, 3, got 2",
-        ),
-        (
-            "train",
-            {
-                "strategy": "multi_worker",
-                "num_workers": 3,
-                "device": "cpu",
-                "shard_weights": (3, 1),
-            },
-            "--shard_weights=3,1 must have a weight for each replica, 3, got 2",
-        ),
-        (
-            "train",
-            {"shard_weights": (3, 0)},
-            "--shard_weights must be whole numbers between 1 and 1000",
-        ),
-        (
-            "train",
-            {"num_devices": 2, "shard_weights": (3, 1), "global_batch_size": 3},
-            "--shard_weights=3,1 leaves a shard of --global_batch_size=3 without examples; use"
-            " --global_batch_size=4 or more",
-        ),
-        (
-            "train",
-            {
-                **{"num_devices": 2, "shard_weights": (3, 1), "global_batch_size": 4},
-                **{"num_train_examples": 7},
-            },
-            "leaves 3 of 7 training examples for the last batch, too few for --shard_weights=3,1",
-        ),
-        (
-            "train",
-            {"strategy": "pipeline", "micro_batches": 512},
-            "--micro_batches=512 must be at most --global_batch_size=256",
-        ),
-        (
-            "train",
-            {
-                **{"strategy": "pipeline", "num_devices": 4, "model_parallel": 2},
-                **{"micro_batches": 200},
-            },
-            "--micro_batches=200 must be at most 128, the share of each of 2 replicas in"
-            " --global_batch_size=256",
-        ),
-        (
-            "train",
-            {"strategy": "single", "accumulate_steps": 8, "global_batch_size": 7},
-            "--accumulate_steps=8 must be at most --global_batch_size=7",
-        ),
-        (
-            "train",
-            {
-                **{"num_devices": 2, "accumulate_steps": 4, "global_batch_size": 100},
-                **{"num_train_examples": 1007},
-            },
-            "leaves 7 of 1007 training examples for the last batch, too few for 8 shards",
-        ),
-        (
-            "train",
-            {"batch_norm": "sync", "accumulate_steps": 2},
-            "--batch_norm=sync needs the whole batch at once, got --accumulate_steps=2",
-        ),
-        (
-            "compare",
-            {"batch_norm": "sync", "jit_compile": True},
-            "cannot compile --batch_norm=sync",
-        ),
-        ("report", {}, "report needs the directory of a run"),
-        ("demo", {"all_reduce": "nccl"}, "--all_reduce must be one of auto, reduce_to_one"),
-    ],
+    ("name", "values"),
+    {
+        "size": (0, "10", "x", 2.5, True, None, "", [1]),
+        "rate": (0, 5.1, float("nan"), float("-inf"), "", "x"),
+        "kind": ("c", "", None, ["a"]),
+        "counts": ((1, 0), "1,1", 3, (), "1,,2", (1, 10), ["x"]),
+        "is_on": ("maybe", 2, None, ""),
+    }.items(),
 )
-def test_refuses_and_names_the_value(command, options, named):
-    with pytest.raises(ConfigError) as refusal:
+def test_a_value_of_another_type_or_out_of_bounds_is_refused(name, values):
+    (row,) = [each for each in rows_of("small", _Small) if each.name == name]
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^--{name} (must|has no value)"):
+            row.parse(value)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("trian", {}), ("train", {"lr": 1}), ("evaluate", {"run": "x", "epochs": 2}),
+        ("train", {"num_devices": -2}), ("train", {"learning_rate": float("inf")}),
+        ("train", {"strategy": "single", "num_devices": 2}), ("evaluate", {}), ("report", {}),
+    ],
+)  # fmt: skip
+def test_a_program_is_refused_as_the_command_line_is(command, options):
+    """`messages.txt` has the refusals of the command line."""
+    with pytest.raises(ConfigError):
         Config.of(command, **options)
-    assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+# Each option of each command at another value than its default.
+ACCEPTED = """
+train --model=resnet9 --recipe=fast --epochs=2 --global_batch_size=64 --learning_rate=0.5 --seed=7
+  --last_batch=drop --precision=mixed_bfloat16 --jit_compile --deterministic
+  --dataset=fashion_mnist --num_train_examples=640 --data_dir=d --allow_unverified_data
+  --strategy=sharded --device=cpu --num_devices=2 --accumulate_steps=2 --shard_weights=3,1
+  --shard=optimizer --out=o --overwrite --checkpoint_every=9 --stall_timeout_sec=0 --verbosity=0
+  --inject=wrong_shard --verify_every=3 --on_mismatch=warn
+train --strategy=pipeline --num_gpus=4 --model_parallel=2 --micro_batches=8 --schedule=gpipe
+  --recompute --pipeline_cuts=a,b
+train --strategy=multi_worker --num_workers=3 --max_restarts=0 --start_timeout_sec=9
+  --all_reduce=ring --batch_norm=sync --model=resnet18
+compare --strategies=manual,multi_worker --num_workers=3 --checkpoint_every=9 --epochs=1
+  --stall_timeout_sec=9
+verify --strategies=manual,mirrored --communication_dtype=bfloat16 --steps=9 --keep_traces
+  --inject=slow_replica:replica=1,ms=9
+verify --case=resnet18 --strategies=single --steps=2
+verify --traces=a.npz,b.npz --name_map=x=y --tolerance=0.5
+evaluate --run=r --strategy=tensor --num_devices=3 --images=a.png,b.npy
+benchmark --repeats=2 --model=lenet,resnet9 --num_devices=1,4 --global_batch_size=64,128
+  --precision=mixed_float16
+benchmark --breakdown --strategies=manual --num_devices=4
+report a b --out=x.html
+doctor --strategies=manual --all_reduce=tree --out=o
+demo allreduce --all_reduce=direct --num_devices=3
+"""
+
+
+def test_each_option_is_accepted_and_can_be_written_again():
+    used = set()
+    for line in ACCEPTED.replace("\n  ", " ").split("\n")[1:-1]:
+        command, *words = line.split()
+        config = parse_here(command, *words)
+        given = {word.partition("=")[0].removeprefix("--") for word in words if word[:2] == "--"}
+        is_word = {name for name, row in options_of(command).items() if row.is_word}
+        assert config.changed().keys() - is_word == given, line
+        kept = [word for word in words if word[:2] != "--" or word.startswith("--out=")]
+        flags = [each for each in config.flags() if each[2:].partition("=")[0] not in is_word]
+        assert parse_here(command, *kept, *flags) == config, line
+        used |= config.changed().keys()
+    assert used == {row.name for row in TABLE}
 
 
 def check(num_devices, size, num_examples, last_batch="keep"):
@@ -381,11 +201,6 @@ def test_results_depend_on_what_is_marked_so():
 def test_lists_are_recorded_as_they_come_back_from_a_file():
     fields = Config.of(num_devices=2, shard_weights=(3, 3)).result_fields()
     assert json.loads(json.dumps(fields)) == fields and fields["shard_weights"] == [3, 3]
-
-
-def test_a_list_is_written_on_the_command_line_as_it_is_read():
-    config = Config.of("train", strategy="pipeline", pipeline_cuts=("a", "b"), recompute=True)
-    assert set(config.flags()) == {*("--strategy=pipeline", "--recompute", "--pipeline_cuts=a,b")}
 
 
 def test_an_option_goes_to_the_strategies_that_have_it_and_to_no_other():
@@ -462,27 +277,6 @@ def test_no_shard_is_empty_from_the_fewest_examples_on_and_one_is_below(weights,
     fewest = split_numbers.fewest_examples("manual", split, len(weights))
     assert has_empty_shard(fewest - 1)
     assert not any(has_empty_shard(n) for n in range(fewest, fewest + 20))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strategies": ("torch_ddp",)}, "has no strategy to compare with; add single"),
-        ({"model": "resnet9"}, "--model=resnet9 does not run in torch_ddp; use lenet or resnet18"),
-        ({"recipe": "fast"}, "--recipe=fast does not run in torch_ddp; use --recipe=d2l"),
-        ({"precision": "mixed_bfloat16"}, "use --precision=float32"),
-        ({"batch_norm": "sync"}, "use --batch_norm=average"),
-        ({"jit_compile": True}, "--jit_compile does not run in torch_ddp"),
-        ({"num_gpus": 2}, "torch_ddp runs on CPUs here; use --device=cpu"),
-        ({"global_batch_size": 255}, "255 does not divide over 2 replicas, as jax_pmap requires"),
-        ({"num_train_examples": 999}, "last batch of 231 examples .* use --last_batch=drop"),
-    ],
-)
-@pytest.mark.parametrize("command", ["compare", "verify"])
-def test_what_a_framework_cannot_train_is_refused(command, options, message):
-    names = ("single", "manual", "torch_ddp", "jax_pmap")
-    with pytest.raises(ConfigError, match=message):
-        Config.of(command, **{"strategies": names, **options})
 
 
 def test_frameworks_have_as_many_replicas_as_the_strategies():

@@ -1,5 +1,6 @@
 """The files for contributors: one version, and the same checks in hooks, workflow and make."""
 
+import ast
 import re
 import tomllib
 
@@ -59,3 +60,16 @@ def test_make_targets_of_the_page_exist(name):
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+
+
+def test_frameworks_and_recorders_use_nothing_of_the_program():
+    """They run where it is not installed."""
+    paths = [p for folder in ("frameworks", "recorders") for p in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 3
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            packages = {(name or "").split(".")[0] for name in modules}
+            assert packages.isdisjoint({"app", "models", "recorders", "strategies"}), path
