@@ -22,12 +22,10 @@ def step_graph(strategy, iterator):
     return step.get_concrete_function().graph
 
 
-def devices_of_products(strategy, iterator):
-    """Returns for each kind of product how many of them each device computes in a step."""
+def devices_of_products(graph):
+    """Returns for each kind of product how many of them each device computes in a step's graph."""
     found = collections.defaultdict(collections.Counter)
-    graphs = [step_graph(strategy, iterator)]
-    operations = [op for graph in graphs for op in graph.get_operations()]
-    for operation in operations:
+    for operation in graph.get_operations():
         if operation.type in PRODUCTS:
             found[operation.type][short(operation.device)] += 1
     return {kind: dict(counts) for kind, counts in found.items()}

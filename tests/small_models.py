@@ -47,6 +47,22 @@ def deep_network():
     )
 
 
+def functional_network():
+    """Builds `deep_network` without a prefix in the paths of its layers."""
+    x = images = keras.Input(IMAGE_SHAPE, dtype="uint8")
+    for layer in deep_network().layers:
+        x = type(layer).from_config(layer.get_config())(x)
+    return keras.Model(images, x)
+
+
+def network_with_dropout():
+    """Builds `deep_network` with random numbers, of which each shard draws its own."""
+    layers = deep_network().layers
+    dropout = keras.layers.Dropout(0.5, seed=3, name="drop")
+    images = keras.Input(IMAGE_SHAPE, dtype="uint8")
+    return keras.Sequential([images, *layers[:-1], dropout, layers[-1]])
+
+
 def deep_norm_network():
     """Builds the same depth with BatchNorm, for tests of the split into shards."""
     return keras.Sequential(

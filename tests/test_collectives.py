@@ -1,12 +1,14 @@
-"""Collectives are exact: whole numbers, equality, any number of replicas."""
+"""Collectives are exact: whole numbers, equality, any number of replicas; shards and buckets."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from conftest import CPUS
+from small_models import create
 from strategies import ALL_REDUCE_ALGORITHMS
-from strategies.collectives import ALL_REDUCE_FUNCTIONS, in_buckets, shard_bounds
+from strategies.collectives import ALL_REDUCE_FUNCTIONS, in_buckets, shard_bounds, shard_sizes
+from strategies.gather_scatter import all_gather, reduce_scatter
 from strategies.gradient_buckets import GradientBuckets
 from strategies.manual import all_reduce, split_batch
 
@@ -86,23 +88,6 @@ def test_direct_adds_in_the_order_of_reduce_to_one(num_replicas):
     np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3, 4])
-def test_every_replica_is_counted_once(num_replicas):
-    """Replica i sends 2^i: the digits of the sum say who is missing or counted twice."""
-    devices = CPUS[:num_replicas]
-    per_replica_tensors = on_devices([[np.float32(2**i)] for i in range(num_replicas)], devices)
-    for result in all_reduce(per_replica_tensors, devices):
-        assert result[0].numpy() == 2**num_replicas - 1
-
-
-def test_the_d2l_example():
-    per_replica_tensors = on_devices(
-        [[np.float32([[1, 1]])], [np.float32([[2, 2]])]], devices=CPUS[:2]
-    )
-    for (total,) in all_reduce(per_replica_tensors, CPUS[:2]):
-        np.testing.assert_array_equal(total.numpy(), [[3, 3]])
-
-
 def test_all_reduce_leaves_its_input_alone():
     per_replica_tensors = on_devices([[np.float32(1)], [np.float32(2)]], CPUS[:2])
     all_reduce(per_replica_tensors, CPUS[:2])
@@ -151,3 +136,94 @@ def test_split_batch_keeps_order_and_places_shards(num_replicas):
         np.testing.assert_array_equal(joined, whole.numpy())
     for (numbers, _), device in zip(shards, devices, strict=True):
         assert numbers.device.endswith(device.removeprefix("/"))
+
+
+# Gather and scatter.
+
+
+def whole_numbers(num_devices, shape):
+    """A tensor of each device; all sums of them are exact."""
+    generator, tensors = np.random.default_rng(1), []
+    for device in CPUS[:num_devices]:
+        with tf.device(device):
+            tensors.append(tf.constant(generator.integers(-99, 99, shape), tf.float32))
+    return tensors
+
+
+@pytest.mark.parametrize(("num_devices", "axis"), [(1, 0), (2, 1), (3, 0), (4, 1)])
+def test_a_reduce_scatter_is_a_sum_in_parts(num_devices, axis):
+    devices, tensors = CPUS[:num_devices], whole_numbers(num_devices, (7, 6))
+    sizes = shard_sizes(tensors[0].shape[axis], num_devices)
+    parts = reduce_scatter(tensors, sizes, devices, axis=axis)
+    total = np.sum([t.numpy() for t in tensors], axis=0)
+    for part, expected, device in zip(
+        parts, np.split(total, np.cumsum(sizes)[:-1], axis), devices, strict=True
+    ):
+        np.testing.assert_array_equal(part.numpy(), expected)
+        assert part.device.endswith(device)
+    for whole, device in zip(all_gather(parts, devices, axis=axis), devices, strict=True):
+        np.testing.assert_array_equal(whole.numpy(), total)
+        assert whole.device.endswith(device)
+
+
+def test_a_reduce_scatter_adds_in_the_order_of_the_devices():
+    """(1e8 + −1e8) + 1 is 1, in float32; 1e8 + (−1e8 + 1) is 0."""
+    tensors = [tf.constant([value]) for value in (1e8, -1e8, 1.0)]
+    parts = reduce_scatter(tensors, [1, 0, 0], CPUS[:3])
+    assert [part.numpy().tolist() for part in parts] == [[1.0], [], []]
+
+
+def test_its_all_reduce_is_a_sum_on_every_device():
+    strategy = create("sharded", 3)
+    tensors = [[t, t[0]] for t in whole_numbers(3, (4, 5))]
+    total = np.sum([t.numpy() for t, _ in tensors], axis=0)
+    for r, (matrix, row) in enumerate(strategy.all_reduce(tensors)):
+        np.testing.assert_array_equal(matrix.numpy(), total)
+        np.testing.assert_array_equal(row.numpy(), total[0])
+        assert matrix.device.endswith(CPUS[r])
+
+
+# Buckets of gradients.
+
+
+TENSORS = [
+    tf.reshape(tf.range(6.0), (2, 3)),
+    tf.constant([7, 8], tf.int64),
+    tf.constant(9.0),
+    tf.zeros([0]),
+    tf.range(10.0, 14.0),
+]
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1, 20, 1000])
+def test_everything_comes_out_as_it_went_in(bucket_bytes):
+    gradient_buckets = GradientBuckets(TENSORS, bucket_bytes=bucket_bytes)
+    unpacked = gradient_buckets.unpack(gradient_buckets.pack(TENSORS))
+    for before, after in zip(TENSORS, unpacked, strict=True):
+        assert after.dtype == before.dtype
+        np.testing.assert_array_equal(after, before, strict=True)
+
+
+def test_buckets_fill_from_the_last_tensor_on_and_hold_one_dtype():
+    assert GradientBuckets(TENSORS, bucket_bytes=20).buckets == [[4, 3, 2], [1], [0]]
+    assert GradientBuckets(TENSORS, bucket_bytes=1000).buckets == [[4, 3, 2, 0], [1]]
+    assert GradientBuckets(TENSORS).buckets == [[4], [3], [2], [1], [0]]
+    assert [b.shape[0] for b in GradientBuckets(TENSORS, bucket_bytes=20).pack(TENSORS)] == [
+        5,
+        2,
+        6,
+    ]
+
+
+def test_reduced_precision_halves_the_bytes_and_the_digits():
+    gradient_buckets = GradientBuckets([tf.constant([1.0, 1.001])], dtype="bfloat16")
+    (sent,) = gradient_buckets.pack([tf.constant([1.0, 1.001])])
+    assert sent.dtype == tf.bfloat16
+    (got,) = gradient_buckets.unpack([sent])
+    assert got.dtype == tf.float32
+    np.testing.assert_array_equal(got, [1.0, 1.0])
+
+
+def test_whole_numbers_are_never_reduced():
+    gradient_buckets = GradientBuckets([tf.constant([257], tf.int64)], dtype="bfloat16")
+    assert gradient_buckets.pack([tf.constant([257], tf.int64)])[0].dtype == tf.int64

@@ -1,10 +1,14 @@
-"""The scaling of the loss: exact for the global batch, however it is split."""
+"""The loss: exact for the global batch, however it is split; the loss scale of float16."""
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from app.training.optimizers import ScaledSGD
+from conftest import CPUS
 from strategies.base import StepTotals
 from strategies.loss import differentiate, shard_loss
+from strategies.loss_scale import share_overflow
 
 
 def test_uneven_shards_add_up_to_the_mean_of_the_batch():
@@ -69,3 +73,26 @@ def test_totals_give_mean_and_fraction():
     totals = StepTotals(3.0, 6, 8).plus(StepTotals(1.0, 0, 2))
     assert totals == (4.0, 6, 10)
     assert totals.loss == 0.4 and totals.accuracy == 0.6
+
+
+def test_the_scale_grows_after_steps_without_an_overflow():
+    optimizer = ScaledSGD(0.5, initial_scale=4.0, growth_steps=3)
+    weight = keras.Variable([1.0, 2.0])
+    optimizer.build([weight])
+    scales = []
+    for gradient in (0.0, 0.0, 1.0, np.nan, 0.0, np.inf, -np.inf, np.nan, 0.0):
+        optimizer.apply([tf.constant([gradient, 0.0])], [weight])
+        scales.append(float(optimizer.loss_scale.value))
+    assert scales == [4, 4, 8, 4, 4, 2, 1, 1, 1]  # It is never below 1.
+    assert weight.numpy().tolist() == [0.5, 2.0]
+    assert int(optimizer.finite_steps.value) == 1
+
+
+def test_an_overflow_is_made_known_to_every_device():
+    right = [tf.constant([1.0, -0.0])], [tf.constant([2.0]), tf.zeros([0])]
+    shared = share_overflow(right, CPUS[:2])
+    for device, other in zip(right, shared, strict=True):
+        assert [t.numpy().tobytes() for t in device] == [t.numpy().tobytes() for t in other]
+    for bad in (np.inf, -np.inf, np.nan):
+        for shared in share_overflow([right[0], [tf.constant([bad]), tf.zeros([0])]], CPUS[:2]):
+            assert np.isnan(shared[0].numpy()).all()

@@ -1,106 +1,31 @@
-"""Tensor parallelism: the channels of every layer over devices is one device, within rounding."""
+"""Tensor parallelism: which channels each device computes, its tape, variables in parts."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.input_pipeline import train_dataset
 from conftest import CPUS
 from placement import devices_of_products, devices_of_variables, step_graph
-from small_models import (
-    build_network,
-    create,
-    deep_network,
-    deep_norm_network,
-    momentum_sgd,
-    small_resnet,
-)
+from small_models import build_network, create, deep_network, deep_norm_network
 from strategies.channel_parts import split_calls
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCalls
 from strategies.observer import Observer
 from strategies.split_variable import RepeatedVariable, SplitVariable
-from test_strategies import assert_close, assert_same_bits, walk
-
-OPTIONS = {"global_batch_size": 17, "num_steps": 2}
-
-
-# The same training.
-
-
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
-def test_parts_of_layers_are_one_device(images, num_devices):
-    """Uneven: 5, 9 and 10 channels."""
-    single = walk(create("single", 1, deep_network), images, **OPTIONS)
-    tensor = walk(create("tensor", num_devices, deep_network), images, **OPTIONS)
-    np.testing.assert_allclose(tensor[0], single[0], rtol=1e-6)
-    for state, expected in zip(tensor[1], single[1], strict=True):
-        assert_close(state, expected, 5e-6)  # A gradient is added over the devices.
-    if num_devices == 1:
-        assert_same_bits(tensor[1][-1], single[1][-1])
-
-
-@pytest.mark.parametrize("build", [deep_norm_network, small_resnet])
-def test_batch_norm_sees_the_whole_batch(images, build):
-    """As on one device, without any exchange; it carries the rounding of a sum further."""
-    single = walk(create("single", 1, build), images, **OPTIONS)
-    tensor = walk(create("tensor", 3, build), images, **OPTIONS)
-    np.testing.assert_allclose(tensor[0], single[0], rtol=1e-5)
-    assert_close(tensor[1][-1], single[1][-1], 1e-4)
-
-
-def test_a_model_with_a_prefix_and_optimizer_state(images):
-    """Paths in a sequential model begin with its name; those of layers by themselves do not."""
-    single = walk(create("single", 1, deep_network, momentum_sgd), images, **OPTIONS)
-    tensor = walk(create("tensor", 2, deep_network, momentum_sgd), images, **OPTIONS)
-    assert_close(tensor[1][-1], single[1][-1], 5e-6)
-
-
-def test_optimizer_state_is_in_parts_too(images):
-    single, tensor = (
-        walk(create(name, n, functional_network, momentum_sgd), images, **OPTIONS)[1][-1]
-        for name, n in [("single", 1), ("tensor", 2)]
-    )
-    assert sum("momentum" in name for name in single) == 6
-    assert_close(tensor, single, 5e-6)
-
-
-def functional_network():
-    layers = deep_network().layers
-    x = images = keras.Input((28, 28, 1), dtype="uint8")
-    for layer in layers:
-        x = type(layer).from_config(layer.get_config())(x)
-    return keras.Model(images, x)
-
-
-def test_first_gradients_of_a_part_are_those_of_one_device(images):
-    """The sum in the backward pass of a gather: without it they are 80 to 100 % wrong."""
-    before = create("single", 1, deep_network).state()
-    states = [
-        walk(create(name, n, deep_network), images, global_batch_size=17, num_steps=1)[1][0]
-        for name, n in [("single", 1), ("tensor", 3)]
-    ]
-    for name in [name for name in before if name.startswith("model/")]:
-        expected, found = (state[name] - before[name] for state in states)
-        scale = np.linalg.norm(expected)
-        assert scale > 0 and np.linalg.norm(found - expected) < 1e-5 * scale, name
-
-
-def test_two_rows_of_two_are_two_replicas_but_for_rounding(images):
-    tensor = create("tensor", 4, deep_norm_network, model_parallel=2)
-    assert (tensor.num_replicas, tensor.num_shards, tensor.num_copies) == (2, 2, 2)
-    manual = create("manual", 2, deep_norm_network)
-    losses = walk(tensor, images, **OPTIONS)[0]
-    np.testing.assert_allclose(losses, walk(manual, images, **OPTIONS)[0], rtol=1e-6)
-    assert_close(tensor.state(), manual.state(), 1e-4)
-    first, second = tensor.copy_states()
-    trainable = {f"model/{v.path}" for v in tensor.model.trainable_variables}
-    assert_same_bits({k: first[k] for k in trainable}, {k: second[k] for k in trainable})
-    assert any(not np.array_equal(first[k], second[k]) for k in tensor.statistics_names)
-
+from walks import assert_same_bits, batches, training, walk
 
 # What cannot be split.
+
+
+def test_first_gradients_of_a_part_are_those_of_one_device():
+    """The sum in the backward pass of a gather: without it they are 80 to 100 % wrong."""
+    single, tensor = (walk(training(name, n)).states for name, n in [("single", 1), ("tensor", 3)])
+    assert_same_bits(tensor[0], single[0])
+    for name in [name for name in single[0] if name.startswith("model/")]:
+        expected, found = (states[1][name] - states[0][name] for states in (single, tensor))
+        scale = np.linalg.norm(expected)
+        assert scale > 0 and np.linalg.norm(found - expected) < 1e-5 * scale, name
 
 
 def test_more_devices_than_channels_are_refused():
@@ -165,26 +90,15 @@ def test_every_variable_is_on_the_device_of_its_part():
             assert devices_of_variables(own) == {CPUS[2 * r + d]}
 
 
-def test_a_part_computes_on_its_device(images):
+def test_a_part_is_computed_on_its_device_and_no_more_than_a_part():
     strategy = create("tensor", 3, deep_network)
-    found = devices_of_products(
-        strategy, strategy.distribute(train_dataset(*images, seed=3, global_batch_size=18))
-    )
-    devices = CPUS[:3]
-    assert found["Conv2D"] == dict.fromkeys(devices, 1)
-    assert found["Conv2DBackpropFilter"] == dict.fromkeys(devices, 1)
+    graph = step_graph(strategy, batches(strategy))
+    found, devices = devices_of_products(graph), CPUS[:3]
+    assert found["Conv2D"] == found["Conv2DBackpropFilter"] == dict.fromkeys(devices, 1)
     # Two dense layers: forwards, backwards by input and by weights.
     assert found["MatMul"] == dict.fromkeys(devices, 6)
-
-
-def test_products_are_of_parts(images):
-    """No device computes more than its channels: each multiplies by a part of the weights."""
-    strategy = create("tensor", 2, deep_network)
-    graph = step_graph(
-        strategy, strategy.distribute(train_dataset(*images, seed=3, global_batch_size=18))
-    )
     filters = [op.inputs[1].shape[-1] for op in graph.get_operations() if op.type == "Conv2D"]
-    assert sorted(filters) == [2, 3]
+    assert sorted(filters) == [1, 2, 2]
 
 
 # The tape.
