@@ -102,7 +102,8 @@ class Script:
     weighted: bool = True  # Replicas are weighted by their examples, as is correct.
     update: Callable | None = None
     kinds: Sequence[str] = ("data", "loss", "raw", "sums", "clipped", "before", "after")
-    change: Callable = lambda step, kind, replica, arrays: arrays
+    edit: Callable = lambda script: None  # Changes the arrays of the recording.
+    renamed: dict[str, str] = dataclasses.field(default_factory=dict)  # In the description.
 
     def __post_init__(self):
         given = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
@@ -113,6 +114,7 @@ class Script:
         self.states: dict[int, list[Arrays]] = {}  # Step → the state of each replica before it.
         self.arrays: dict[str, np.ndarray] = {}
         self._train()
+        self.edit(self)
 
     def _start(self) -> Arrays:
         generator = np.random.default_rng(self.seed)
@@ -186,9 +188,8 @@ class Script:
         for replica, arrays in enumerate(per_replica):
             if kind not in self.kinds or (kind == "sums" and self.reduce is None):
                 continue
-            kept = self.change(step, kind, replica, [np.array(a) for a in arrays])
-            for index, array in enumerate(kept):
-                self.arrays[f"{position}/{kind}/{replica}/{index}"] = array
+            for index, array in enumerate(arrays):
+                self.arrays[f"{position}/{kind}/{replica}/{index}"] = np.array(array)
 
     def write(self, path) -> str:
         """Writes the recording; returns its path."""
@@ -220,5 +221,8 @@ class Script:
             "permuted": self.permute, "replayed": "one.npz" if self.replay else None,
             "micro_batches": [1] * len(self.steps), **self.about,
         }  # fmt: skip
-        np.savez(path, **self.arrays, about=np.array(json.dumps(about)))
+        text = json.dumps(about)
+        for old, new in self.renamed.items():
+            text = text.replace(old, new)
+        np.savez(path, **self.arrays, about=np.array(text))
         return str(path)
