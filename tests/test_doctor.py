@@ -14,7 +14,7 @@ from app.doctor import machine, tensorflow_check
 from app.doctor.machine import ERROR, NOTE, OK, WARNING, Check, check_data, check_output
 from app.doctor.tensorflow_check import TensorFlowCheck, check_tensorflow
 from app.options import Config
-from app.runtime.errors import DataError, DeviceError, LockstepError
+from app.runtime.errors import DataError, DeviceError
 from conftest import run_main, run_ok
 from in_process import parse_here, run_here
 
@@ -120,17 +120,12 @@ def test_an_all_reduce_that_hangs_is_ended(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "told", "code"),
-    [
-        (process_functions.vanish_in_examination, "ended early with exit code 137", 6),
-        (process_functions.fail_in_examination, "devices failed (ZeroDivisionError", 6),
-        (process_functions.refuse_in_examination, "no space", 8),
-    ],
+    ("end", "code"),
+    [("vanish_in_examination", 6), ("fail_in_examination", 6), ("refuse_in_examination", 8)],
 )
-def test_whatever_ends_it_is_told(function, told, code):
-    found = check_tensorflow(CONFIG, function)
-    assert told in found.checks[-1].value and found.checks[-1].error.exit_code == code
-    assert not found.working
+def test_whatever_ends_the_examination_is_a_finding(end, code):
+    found = check_tensorflow(CONFIG, getattr(process_functions, end))
+    assert found.checks[-1].error.exit_code == code and not found.working
 
 
 @pytest.mark.parametrize(
@@ -138,25 +133,22 @@ def test_whatever_ends_it_is_told(function, told, code):
     [
         ({}, BOTH, "--strategy=manual --recipe=fast --epochs=1"),
         (
-            {"device": "cpu", "num_devices": 4, "data_dir": "a b"},
-            BOTH,
+            {"device": "cpu", "num_devices": 4, "data_dir": "a b"}, BOTH,
             "--strategy=manual --num_devices=4 --device=cpu --recipe=fast --epochs=1"
             " '--data_dir=a b'",
         ),
         (
-            {"out": "runs/x", "all_reduce": "ring"},
-            TensorFlowCheck([], True, GPUS, ["mirrored"]),
+            {"out": "runs/x", "all_reduce": "ring"}, TensorFlowCheck([], True, GPUS, ["mirrored"]),
             "--strategy=mirrored --num_gpus=2 --all_reduce=ring --recipe=fast --epochs=10"
             " --out=runs/x",
         ),
         ({}, TensorFlowCheck([], True, GPUS[:1]), "--strategy=single --recipe=fast --epochs=10"),
         (
-            {"device": "gpu", "num_gpus": 3},
-            TensorFlowCheck([], True),
+            {"device": "gpu", "num_gpus": 3}, TensorFlowCheck([], True),
             "--strategy=single --device=cpu --recipe=fast --epochs=1",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_to_run(options, found, words):
     line = doctor.what_to_run(config(**options), found, has_data=True, out=Check("output", ""))
     assert line.partition("main.py ")[2] == words
@@ -177,28 +169,19 @@ def assert_parses(line):
         ({}, TensorFlowCheck([Check.of_error("TensorFlow", DataError("a; c"))]), 3),
     ],
 )
-def test_all_is_printed_and_the_first_error_ends_it(
-    capsys, monkeypatch, tmp_path, options, found, code
-):
+def test_all_is_printed_and_the_first_error_ends_it(monkeypatch, tmp_path, options, found, code):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "check_tensorflow", lambda config: found)
-    ended = 0
-    try:
-        doctor.run(config(**options))
-    except LockstepError as error:
-        ended = error.exit_code
-    printed = capsys.readouterr().out
-    assert ended == code and (ERROR in printed) == (code != 0)
-    *_, title, line = printed.splitlines()
+    result = run_here(
+        "doctor",
+        *config(**options).flags(),
+        *([f"--out={options.get('out')}"] * ("out" in options)),
+    )
+    assert result.returncode == code and (ERROR in result.stdout) == (code != 0)
+    *_, title, line = result.stdout.splitlines()
     assert title == "What to run" and list(tmp_path.iterdir()) == []
     assert ("pip install -r" in line) == (not found.has_tensorflow)
     assert "/none" not in line and __file__ not in line  # What is broken is not advised.
-
-
-def test_lines_are_wrapped_and_aligned():
-    lines = Check("a", "word " * 40, WARNING, "do " * 60).text().splitlines()
-    assert len(lines) > 3 and all(len(line) <= 100 for line in lines)
-    assert lines[0].startswith("  ! a") and lines[0].index("word") == lines[1].index("word")
 
 
 @pytest.mark.e2e

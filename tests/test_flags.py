@@ -1,6 +1,5 @@
 """Tests the command line: help, choices and errors, all before TensorFlow is imported."""
 
-import importlib.metadata
 import platform
 import re
 import shlex
@@ -13,7 +12,7 @@ import tensorflow as tf
 
 import app
 from app.options import Config
-from app.options.help_text import help_text, version_text
+from app.options.help_text import help_text
 from app.options.table import COMMANDS, options_of
 from app.runtime.errors import ConfigError
 from conftest import ROOT, copy_program, run_main
@@ -59,44 +58,27 @@ def test_flags_are_parsed_as_the_tests_of_absl_expect(tmp_path):
     assert parsed == Config.of(epochs=3, seed=5)
 
 
-def test_help_after_a_command_is_of_that_command():
-    assert run_here("verify", "--steps=3", "--help").stdout == help_text("verify") + "\n"
-    assert run_here("help", "doctor").stdout == help_text("doctor") + "\n"
-
-
 @pytest.mark.parametrize("word", ["--help", "-h", "help", "--helpshort"])
-def test_help_shows_commands_first_and_every_default(word):
+def test_help_shows_commands_first_and_defaults(word):
     result = run_here(word)
     assert result.returncode == 0 and result.stderr == ""
     assert result.stdout.index("compare") < result.stdout.index("--model=")
-    assert "[256]" in result.stdout and "[d2l]" in result.stdout
-    assert "the order of examples. [0]" in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "[256]" in result.stdout and "the order of examples. [0]" in result.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_shows_its_own_flags_and_no_others(command):
+def test_the_help_of_a_command_shows_its_own_flags_and_examples_that_are_accepted(command):
     text = help_text(command)
-    assert text.startswith(f"usage: python main.py {command}") and "Examples" in text
+    for words in (["help", command], [command, "--help"]):
+        assert run_here(*words).stdout == text + "\n"
+    assert text.startswith(f"usage: python main.py {command}")
     assert max(map(len, text.splitlines())) <= 80
-    options = {name for name, o in options_of(command).items() if not o.is_word}
-    assert set(re.findall(r"^  --(\w+)", text, re.MULTILINE)) == options
-
-
-@pytest.mark.parametrize(
-    "command, first",
-    [
-        ("train", "strategy"),
-        ("verify", "steps"),
-        ("benchmark", "repeats"),
-        ("report", "out"),
-        ("evaluate", "run"),
-    ],
-)
-def test_the_help_of_a_command_starts_with_the_flags_that_matter_to_it(command, first):
-    text = help_text(command)
-    assert re.findall(r"^  --(\w+)", text, re.MULTILINE)[0] == first
-    assert text.index(f"--{first}") < text.index("Examples")
+    shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    options = options_of(command)
+    assert set(shown) == {name for name, option in options.items() if not option.is_word}
+    assert options[shown[0]].group == COMMANDS[command].first_group
+    for example in COMMANDS[command].examples:
+        assert example in text and parse_here(command, *shlex.split(example)).command == command
 
 
 @pytest.mark.parametrize("registry", ["models", "strategies"])
@@ -123,21 +105,6 @@ def test_version_names_what_results_depend_on():
         f"Lockstep {app.__version__}, Python {platform.python_version()},"
         f" TensorFlow {tf.__version__}, Keras {keras.__version__}\n"
     )
-
-
-def test_version_of_a_package_that_is_not_installed(monkeypatch):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert version_text().endswith("TensorFlow not installed, Keras not installed")
-
-
-def test_every_example_of_the_help_is_a_command_line():
-    examples = [f"{name} {e}" for name, command in COMMANDS.items() for e in command.examples]
-    assert {shlex.split(e)[0] for e in examples} == set(COMMANDS)
-    for example in examples:
-        assert isinstance(parse_here(*shlex.split(example)), Config), example
 
 
 def test_a_terminal_without_unicode_gets_help_all_the_same():
@@ -176,13 +143,10 @@ def test_an_old_python_is_refused_in_one_line():
 @pytest.mark.parametrize("argument, code", [("--num_devices=0", 2), ("--version", 0)])
 def test_refusals_and_the_version_do_not_wait_for_tensorflow(argument, code):
     script = (
-        f"import sys; sys.argv = ['main.py', '{argument}']; sys.path.insert(0, '.')\n"
-        "import main\n"
-        "try:\n    main.parse(sys.argv)\n"
-        "except SystemExit as end:\n"
-        f"    assert end.code == {code}\n"
-        "    assert 'tensorflow' not in sys.modules and 'numpy' not in sys.modules\n"
-        "    sys.exit(77)\n"
+        "import sys, main\n"
+        f"try:\n    main.parse(['main.py', '{argument}'])\n"
+        f"except SystemExit as end:\n    assert end.code == {code}\n"
+        "    sys.exit(not {'tensorflow', 'numpy'}.isdisjoint(sys.modules))\n"
+        "sys.exit('it was not refused')\n"
     )
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
-    assert result.returncode == 77
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0

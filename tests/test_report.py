@@ -20,7 +20,6 @@ from app.report.page import REPORT_FILE, find_records, write_report
 from app.report.result import Result, Table
 from app.runtime.errors import OutputError
 from conftest import ROOT
-from in_process import run_here, run_here_ok
 from report_samples import CLIPPED, case_run, write_case
 
 VOID = {"meta", "link", "br", "img"}
@@ -168,12 +167,9 @@ def test_hostile_names_are_text(tmp_path):
     assert any(row[1:2] == [HOSTILE] for row in page.rows)  # The strategy of the case.
 
 
-def test_one_directory_or_several_from_elsewhere_without_tensorflow(tmp_path):
+def test_several_directories_from_elsewhere_without_tensorflow(tmp_path):
     for name in ("a", "b"):
         report_samples.write_training(tmp_path / name)
-    for _ in range(2):
-        result = run_here_ok("report", tmp_path / "a")
-        assert result.stdout == f"saved {tmp_path}/a/report.html\n"
     code = (
         "import sys; from app.options import Config; from app.commands.report import run;"
         "run(Config.of('report', directories=tuple(sys.argv[1:])));"
@@ -209,27 +205,18 @@ def test_another_file_is_not_replaced(tmp_path, content):
     report_samples.write_training(tmp_path / "run")
     path = tmp_path / "run" / REPORT_FILE
     path.write_text(content)
-    result = run_here("report", tmp_path / "run")
-    assert result.returncode == 5
-    (line,) = result.stderr.splitlines()
-    assert re.match(r"error: .*report\.html exists and is no report .*; .*--out", line)
+    with pytest.raises(OutputError):
+        write_report([tmp_path / "run"], path)
     assert path.read_text() == content
-    report(tmp_path / "run", out=tmp_path / "real.html")
-    (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
-    with pytest.raises(OutputError, match=r"link\.html exists and is no report"):
+
+
+def test_a_report_is_replaced_but_not_what_a_link_leads_to(tmp_path):
+    report_samples.write_training(tmp_path / "run")
+    for _ in range(2):
+        report(tmp_path / "run", out=tmp_path / "real.html")
+    (tmp_path / "link.html").symlink_to("real.html")
+    with pytest.raises(OutputError):
         write_report([tmp_path / "run"], tmp_path / "link.html")
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [("nowhere", "does not exist"), ("file", "not a directory"), ("empty", "not the directory")],
-)
-def test_what_is_no_run_is_refused(tmp_path, name, message):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(OutputError, match=message):
-        write_report([tmp_path / name], tmp_path / REPORT_FILE)
-    assert not (tmp_path / REPORT_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -263,19 +250,18 @@ def test_whatever_a_record_holds_it_is_shown_or_refused(everything, tmp_path, na
     run = tmp_path / "run"
     shutil.copytree(everything / name, run)
     path = run / f"{command}.json"
-    record, out = read_json(path), tmp_path / REPORT_FILE
+    record, outcomes = read_json(path), set()
     places = [each for each in leaves(record) if command == "summary" or each[0] == "shown"]
-    tried = list(itertools.product(places, (None, "x", -1.5, [], {"a": 1})))
-    refused = shown = 0
-    for where, other in random.Random(0).sample(tried, min(len(tried), 25)):
+    tried = itertools.product(places, (None, "x", -1.5, [], {"a": 1}))
+    for where, other in random.Random(0).sample([*tried], 12):
         damaged = at = json.loads(json.dumps(record))
         for key in where[:-1]:
             at = at[key]
         at[where[-1]] = other
         path.write_text(json.dumps(damaged))
         try:
-            write_report([run], out)
-            shown += 1
+            write_report([run], tmp_path / REPORT_FILE)
+            outcomes.add("shown")
         except OutputError:
-            refused += 1
-    assert refused and shown
+            outcomes.add("refused")
+    assert outcomes == {"shown", "refused"}
