@@ -10,8 +10,6 @@ from app.options import Config
 from app.training.training_spec import TrainingSpec, load_data
 from conftest import CPUS
 from strategies import ALL_REDUCE_ALGORITHMS
-from strategies.collectives import ALL_REDUCE_FUNCTIONS
-from strategies.manual import all_reduce
 
 
 @pytest.fixture
@@ -32,20 +30,6 @@ def show(monkeypatch, capsys):
 
     run.asked = asked
     return run
-
-
-@pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS["manual"])
-@pytest.mark.parametrize("num_devices", [2, 3, 4])
-def test_the_d2l_tensors_add_up_on_each_device(algorithm, num_devices):
-    names = CPUS[:num_devices]
-    before = demo.tensors_to_add(names)
-    functions = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
-    after = functions[algorithm](before, names)
-    total = num_devices * (num_devices + 1) / 2
-    for replica_id, name in enumerate(names):
-        assert before[replica_id][0].numpy().tolist() == [[replica_id + 1.0] * 2]
-        assert after[replica_id][0].numpy().tolist() == [[total, total]]
-        assert after[replica_id][0].device.endswith(name)
 
 
 def test_allreduce_shows_before_and_after_on_each_device(show):

@@ -1,4 +1,7 @@
-"""Tests the options: the table, the rules between options, and the config of a command."""
+"""Tests the options: the table, the rules between options, and the config of a command.
+
+`messages.txt` has what is refused, with its message.
+"""
 
 import dataclasses
 import itertools
@@ -6,21 +9,20 @@ import json
 
 import pytest
 
-from app.options import Config, split_numbers
+from app.options import Config, names, split_numbers
 from app.options.help_text import PAGE, option_page
-from app.options.names import RECIPE_NAMES
 from app.options.option import option, rows_of
 from app.options.rules import check_shards, num_framework_replicas
 from app.options.table import COMMANDS, TABLE, Distribution, options_of
 from app.runtime.errors import ConfigError
 from app.training.recipes import RECIPES
+from conftest import CPUS
 from in_process import parse_here
-from strategies import STRATEGIES, STRATEGY_OPTIONS
-from strategies.collectives import shard_sizes
-
-
-def test_recipes_are_those_of_the_option():
-    assert set(RECIPE_NAMES) == set(RECIPES)
+from models import MODELS, load_model_builder
+from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES, STRATEGY_OPTIONS, load_strategy_class
+from strategies.collective_cluster import IMPLEMENTATIONS
+from strategies.collectives import ALL_REDUCE_FUNCTIONS, shard_sizes
+from strategies.mirrored import CROSS_DEVICE_OPS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -134,22 +136,50 @@ def test_each_option_is_accepted_and_can_be_written_again():
     assert used == {row.name for row in TABLE}
 
 
-def check(num_devices, size, num_examples, last_batch="keep"):
-    config = Config.of(global_batch_size=size, last_batch=last_batch)
-    check_shards(config, num_devices, num_examples)
+def test_a_last_batch_that_leaves_a_replica_without_examples_is_refused():
+    """The data set's size and the number of devices are known once the devices are set up."""
+    for size, num_devices, num_examples, last_batch in (
+        (2, 2, 10, "keep"), (100, 3, 1000, "keep"), (7, 4, 16, "drop"), (256, 4, 60_000, "keep")
+    ):  # fmt: skip
+        config = Config.of(global_batch_size=size, last_batch=last_batch)
+        check_shards(config, num_devices, num_examples)
+    with pytest.raises(ConfigError):
+        check_shards(Config.of(global_batch_size=7), 4, 16)
+
+
+def test_the_options_offer_what_the_tables_hold():
+    assert set(names.RECIPE_NAMES) == set(RECIPES)
+    assert tuple(MODELS) == names.MODEL_NAMES
+    assert tuple(STRATEGIES) == names.STRATEGY_NAMES
+    assert {*names.ONE_MACHINE_STRATEGIES, names.MULTI_WORKER} == set(STRATEGIES)
+    assert set(STRATEGY_OPTIONS) == set(STRATEGIES)
+    assert set().union(*STRATEGY_OPTIONS.values()) <= options_of("verify").keys()
+    assert set(names.ALL_REDUCE_NAMES) == set().union(*ALL_REDUCE_ALGORITHMS.values())
+    assert set(ALL_REDUCE_ALGORITHMS) <= set(STRATEGIES)
+    assert ALL_REDUCE_ALGORITHMS["manual"] == ("reduce_to_one", *ALL_REDUCE_FUNCTIONS)
+    assert ALL_REDUCE_ALGORITHMS["mirrored"] == tuple(CROSS_DEVICE_OPS)
+    assert ALL_REDUCE_ALGORITHMS["multi_worker"] == tuple(IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_has_the_name_and_the_algorithms_of_the_tables(name):
+    strategy = load_strategy_class(name)(CPUS[:1])
+    assert strategy.name == name
+    assert strategy.all_reduce_algorithms == ALL_REDUCE_ALGORITHMS.get(name, ())
+    assert strategy.algorithm in (strategy.all_reduce_algorithms or ("none",))
 
 
 @pytest.mark.parametrize(
-    ("num_replicas", "size", "num_examples", "last_batch"),
-    [(2, 2, 10, "keep"), (3, 100, 1000, "keep"), (4, 7, 16, "drop"), (4, 256, 60_000, "keep")],
+    "target", ["models.nowhere:build", "models.lenet:nothing", "models lenet", "models.lenet"]
 )
-def test_accepts_shards_that_all_have_examples(num_replicas, size, num_examples, last_batch):
-    assert check(num_replicas, size, num_examples, last_batch) is None
-
-
-def test_refuses_a_last_batch_that_leaves_a_replica_without_examples():
-    with pytest.raises(ConfigError, match="leaves 2 of 16"):
-        check(4, 7, 16)
+def test_a_wrong_entry_of_a_table_is_named(monkeypatch, target):
+    monkeypatch.setitem(MODELS, "lenet", target)
+    with pytest.raises(ImportError, match=rf'^MODELS\["lenet"\] = "{target}": '):
+        load_model_builder("lenet")
+    target = target.replace("models", "strategies")
+    monkeypatch.setitem(STRATEGIES, "manual", target)
+    with pytest.raises(ImportError, match=rf'^STRATEGIES\["manual"\] = "{target}": '):
+        load_strategy_class("manual")
 
 
 def test_single_runs_on_one_device_whatever_the_machine_has():
@@ -157,21 +187,6 @@ def test_single_runs_on_one_device_whatever_the_machine_has():
     assert Config.of("compare", num_devices=3).num_devices_of_all_workers == 3
     assert Config.of().num_devices_of_all_workers is None
     assert Config.of(device="cpu").num_devices_of_all_workers == 2
-
-
-def test_the_flags_of_a_training_give_the_same_training():
-    config = Config.of("compare", num_devices=3, all_reduce="reduce_to_one", epochs=2, seed=7)
-    training = config.for_training("mirrored")
-    assert training == Config.of(
-        "train", strategy="mirrored", num_devices=3, all_reduce="reduce_to_one", epochs=2, seed=7
-    )
-    assert set(training.flags()) == {
-        *("--strategy=mirrored", "--num_devices=3", "--all_reduce=reduce_to_one"),
-        *("--epochs=2", "--seed=7"),
-    }
-    single = config.for_training("single")
-    assert (single.distribution.num_devices, single.distribution.all_reduce) == (None, "auto")
-    assert single.training.seed == 7
 
 
 def test_lists_and_the_output_directory_stay_with_their_command():
@@ -196,9 +211,6 @@ def test_results_depend_on_what_is_marked_so():
     assert fields["seed"] == 3 and fields["inject"] == "drop_gradient:replica=1"
     assert {"out", "overwrite", "verbosity", "data_dir", "num_devices"}.isdisjoint(fields)
     assert len(fields) == 24
-
-
-def test_lists_are_recorded_as_they_come_back_from_a_file():
     fields = Config.of(num_devices=2, shard_weights=(3, 3)).result_fields()
     assert json.loads(json.dumps(fields)) == fields and fields["shard_weights"] == [3, 3]
 
@@ -231,11 +243,6 @@ def test_an_option_goes_to_the_strategies_that_have_it_and_to_no_other():
         "pipeline": {*model, "micro_batches", "pipeline_cuts"},
         "tensor": model,
     }
-
-
-def test_every_strategy_of_the_table_has_options_that_exist():
-    assert set(STRATEGY_OPTIONS) == set(STRATEGIES)
-    assert set().union(*STRATEGY_OPTIONS.values()) <= options_of("verify").keys()
 
 
 @pytest.mark.parametrize(
@@ -280,9 +287,9 @@ def test_no_shard_is_empty_from_the_fewest_examples_on_and_one_is_below(weights,
 
 
 def test_frameworks_have_as_many_replicas_as_the_strategies():
-    names = ("single", "manual", "torch_ddp")
-    config = Config.of("verify", strategies=names, num_devices=3, accumulate_steps=2)
+    strategies = ("single", "manual", "torch_ddp")
+    config = Config.of("verify", strategies=strategies, num_devices=3, accumulate_steps=2)
     assert num_framework_replicas(config) == 3
-    assert num_framework_replicas(Config.of("verify", strategies=names)) == 2
+    assert num_framework_replicas(Config.of("verify", strategies=strategies)) == 2
     assert config.own_strategies == ("single", "manual")
     assert config.for_training("torch_ddp").distribution.strategy == "single"

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import tomllib
 
 import pytest
 import yaml
@@ -12,12 +11,6 @@ from conftest import ROOT
 
 def load_yaml(name):
     return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
-
-
-def test_the_version_is_defined_in_one_place():
-    content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert content["project"]["dynamic"] == ["version"] and "version" not in content["project"]
-    assert content["tool"]["setuptools"]["dynamic"] == {"version": {"attr": "app.__version__"}}
 
 
 def test_hooks_run_the_tools_of_make_lint_from_the_environment():
