@@ -10,13 +10,16 @@ from app.options import Config
 from app.runtime.errors import ConfigError
 from app.training import builtin_case
 from app.training.case_file import CaseFile
+from models import MODELS
 from strategies.loss import shard_loss
 
 
 @pytest.fixture(autouse=True)
-def _few_images(monkeypatch):
+def _small(monkeypatch):
     dataset = generate_synthetic(num_train=40, num_test=20)
     monkeypatch.setattr(builtin_case, "load_dataset", lambda *_, **__: dataset)
+    for name in ("lenet", "resnet18"):
+        monkeypatch.setitem(MODELS, name, "dense_network:build_conv_norm_network")
 
 
 def load(name: str) -> CaseFile:

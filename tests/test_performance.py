@@ -5,21 +5,19 @@ import json
 import re
 
 import matplotlib
+import numpy as np
 import pytest
 
 from app.options import Config
+from app.performance import interval
 from app.performance.benchmark_output import create_cases, plot_benchmark, write_benchmark
 from app.performance.breakdown import break_down, cases_without
 from app.performance.case import split_names
-from app.performance.case_comparison import all_comparisons
+from app.performance.case_comparison import all_comparisons, compare
 from app.runtime.errors import ConfigError
 from conftest import run_ok
 from in_process import run_here, run_here_ok
 from performance_samples import make_sample
-
-# Of the layers' shapes: conv1 26·26·9·20, conv2 9·9·25·20·50, then 800·128 and 128·10; twice each
-# for a multiplication and an addition, three passes, and no gradient of the images.
-
 
 # How a command is run, and how large its model is: inside this process a dense layer.
 in_each_way = pytest.mark.parametrize(
@@ -111,25 +109,26 @@ def test_a_benchmark_measures_every_case_in_every_round(
 def test_a_breakdown_leaves_one_part_out_at_a_time(small_data, small_lenet, tmp_path):
     out = tmp_path / "bench"
     result = run_here_ok(
-        "benchmark", "--breakdown", "--strategies=single,manual,sharded", "--num_devices=2",
+        "benchmark", "--breakdown", "--strategies=single,manual", "--num_devices=2",
         "--repeats=2", "--global_batch_size=50", f"--out={out}", f"--data_dir={small_data}",
         "--allow_unverified_data",
     )  # fmt: skip
-    manual, sharded = json.loads((out / "benchmark.json").read_text())["breakdowns"]
+    (manual,) = json.loads((out / "benchmark.json").read_text())["breakdowns"]
     names = ["compute", "all-reduce", "input", "everything else"]
     assert [part["name"] for part in manual["parts"]] == names
-    assert [part["name"] for part in sharded["parts"]] == ["compute", "input", "everything else"]
-    for breakdown in (manual, sharded):
-        assert sum(part["share"]["value"] for part in breakdown["parts"]) == pytest.approx(1)
-        by_formula = sum(size for *_, size in breakdown["traffic"]["terms"])
-        assert by_formula == sum(size for *_, size in breakdown["traffic"]["links"]) > 0
+    assert sum(part["share"]["value"] for part in manual["parts"]) == pytest.approx(1)
+    by_formula = sum(size for *_, size in manual["traffic"]["terms"])
+    assert by_formula == sum(size for *_, size in manual["traffic"]["links"]) > 0
     assert "equal; 2 connections, the busiest from device" in result.stdout
     assert "where a step of manual × 2" in (out / "report.html").read_text(encoding="utf-8")
 
 
 def test_parts_are_differences_of_medians():
-    config = Config.of("benchmark", breakdown=True, strategies=("manual",), num_devices=(2,))
-    (case,) = create_cases(config)
+    config = Config.of(
+        "benchmark", breakdown=True, strategies=("manual", "sharded"), num_devices=(2,)
+    )
+    case, sharded = create_cases(config)
+    assert list(cases_without(sharded, config)) == ["compute", "input"]
     without = cases_without(case, config)
     assert list(without) == ["compute", "input", "all-reduce"]
     assert without["compute"].config.training.global_batch_size == 128
@@ -150,22 +149,124 @@ def test_parts_are_differences_of_medians():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("options", "said"),
     [
-        (["benchmark", "--breakdown", "--num_devices=1"], "needs a strategy on several devices"),
-        (["benchmark", "--strategies=single", "--num_devices=4"], "runs on one device"),
-        (["benchmark", "--num_devices=1,x"], "whole numbers between 1 and 64"),
-        (["benchmark", "--num_devices=2,2"], "must name each value once, got 2,2"),
-        (["benchmark", "--num_devices=0"], "between 1 and 64, separated by commas, got 0"),
-        (["benchmark", "--precision=half"], "must be one of float32"),
-        (["benchmark", "--model=vgg"], "must be one of lenet"),
-        (["benchmark", "--repeats=1"], "between 2 and"),
-        (["train", "--num_devices=1,2"], "between 1 and 64, got 1,2"),
-        (["train", "--repeats=3"], "not an option of train, only of benchmark"),
-        (["benchmark", "--epochs=3"], "not an option of benchmark, only of train"),
+        (["--breakdown", "--num_devices=1"], "needs a strategy on several devices"),
+        (["--strategies=single", "--num_devices=4"], "runs on one device"),
+        (["--num_devices=2,2"], "must name each value once, got 2,2"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(arguments, said):
-    result = run_here(*arguments)
+def test_what_cannot_be_measured_is_refused_at_once(options, said):
+    result = run_here("benchmark", *options)
     assert result.returncode == 2
     assert said in result.stderr.splitlines()[-1]
+
+
+# --- Comparisons: unfair ones are refused or marked, and fair ones are not -----------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"jit_compile": True}, "XLA on one side only"),
+        ({"tracings": 1}, "traced 5 times while it was timed"),
+        ({"dataset": "synthetic"}, "other images"),
+    ],
+)
+def test_unfair_comparisons_are_refused(change, text):
+    comparison = compare("strategy", make_sample("mirrored", **change), make_sample())
+    assert comparison.speed_up is None and comparison.verdict == "refused"
+    assert comparison.caveats[0].startswith("refused: ") and text in comparison.caveats[0]
+
+
+def test_shared_processors_and_rounded_float32_are_marked_not_refused():
+    simulated = compare("strong scaling", make_sample(num_devices=2, simulated=True), make_sample())
+    assert "2 share 2 cores" in simulated.caveats[0] and simulated.speed_up is not None
+    tf32 = compare(
+        "precision",
+        make_sample(precision="mixed_bfloat16", tensor_float_32=True),
+        make_sample(tensor_float_32=True),
+    )
+    assert tf32.caveats == ["float32 products are rounded to TF32"] and tf32.speed_up is not None
+
+
+def test_from_few_rounds_there_is_no_verdict():
+    few = make_sample(step_secs=(1.0, 1.0)), make_sample("mirrored", step_secs=(2.0, 2.0))
+    comparison = compare("strategy", *few)
+    assert comparison.verdict == "refused" and "fewer than 5 rounds" in comparison.caveats[0]
+
+
+def test_another_all_reduce_is_marked_but_one_device_has_none():
+    nccl, own = make_sample("mirrored", 2, all_reduce="nccl"), make_sample("manual", 2)
+    assert compare("strategy", nccl, own).caveats == ["another all-reduce: reduce_to_one and nccl"]
+    assert compare("strategy", make_sample("manual"), make_sample(all_reduce="none")).caveats == []
+
+
+def test_a_verdict_needs_a_difference():
+    base = make_sample(step_secs=(1.0, 1.1, 0.9, 1.05, 0.95))
+    same = make_sample("mirrored", step_secs=(1.01, 1.0, 0.98, 1.06, 0.94))
+    faster = make_sample("mirrored", step_secs=(0.5, 0.55, 0.45, 0.52, 0.48))
+    assert compare("strategy", same, base).verdict == "no difference found"
+    found = compare("strategy", faster, base)
+    assert found.verdict == "faster" and found.speed_up.value == pytest.approx(2.0)
+    assert compare("strategy", base, faster).verdict == "slower"
+
+
+def test_every_comparison_that_the_cases_allow_is_made_once():
+    cases = [
+        make_sample("single"),
+        make_sample("manual", 1),
+        make_sample("manual", 2),
+        make_sample("manual", 4),
+        make_sample("manual", 2, global_batch_size=512),
+        make_sample("mirrored", 2),
+        make_sample("mirrored", 2, precision="mixed_bfloat16"),
+    ]
+    found = [(c.axis, c.case[:12], c.base[:12], c.ideal) for c in all_comparisons(cases)]
+    assert found == [
+        ("strong scaling", "manual × 2, ", "single × 1, ", 2),
+        ("strong scaling", "manual × 4, ", "single × 1, ", 4),
+        ("strong scaling", "mirrored × 2", "single × 1, ", 2),
+        ("weak scaling", "manual × 2, ", "single × 1, ", 2),
+        ("strategy", "manual × 1, ", "single × 1, ", None),
+        ("strategy", "mirrored × 2", "manual × 2, ", None),
+        ("precision", "mirrored × 2", "mirrored × 2", None),
+    ]
+
+
+# --- Medians, ratios and their intervals ---------------------------------------------------------
+
+
+def test_a_median_lies_in_its_interval_and_outliers_do_not_move_it():
+    found = interval.median([1.0, 1.1, 0.9, 1.0, 50.0, 1.05, 0.95])
+    assert found.value == 1.0
+    assert found.low <= 1.0 <= found.high < 50
+
+
+def test_noise_that_hits_both_in_the_same_round_cancels():
+    """Without pairing by round these would be far apart."""
+    slow_down = np.random.default_rng(0).uniform(1, 3, 41)
+    paired = interval.ratio(1.02 * slow_down, slow_down)
+    assert paired.value == pytest.approx(1.02)
+    assert paired.high - paired.low < 1e-9
+
+
+def test_independent_noise_leaves_a_difference_open():
+    generator = np.random.default_rng(0)
+    a, b = generator.normal(1, 0.1, 15), generator.normal(1, 0.1, 15)
+    assert interval.ratio(a, b).contains(1.0)
+    assert not interval.ratio(2 * a, b).contains(1.0)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    covered = [
+        interval.ratio(generator.normal(3, 0.3, 21), generator.normal(2, 0.2, 21)).contains(1.5)
+        for _ in range(100)
+    ]
+    assert 0.88 < np.mean(covered) <= 1
+
+
+def test_samples_of_other_rounds_are_refused():
+    with pytest.raises(ValueError, match="rounds"):
+        interval.ratio([1.0, 2.0], [1.0])

@@ -171,8 +171,8 @@ def test_single_has_the_batch_norm_of_the_others(options, others, shards_of_sing
 
 def test_a_training_that_is_not_finite_is_refused(tmp_path):
     result = run_here(
-        "verify", *SMALL, "--steps=3", "--recipe=fast", "--learning_rate=1e30", "--strategies=manual",
-        f"--out={tmp_path}/run",
+        "verify", *SMALL, "--steps=3", "--recipe=fast", "--learning_rate=1e30",
+        "--strategies=manual", f"--out={tmp_path}/run",
     )  # fmt: skip
     assert result.returncode == 7 and "not finite at step" in result.stderr.splitlines()[-1]
 
