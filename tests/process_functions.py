@@ -1,7 +1,6 @@
 """Functions that tests run in separate processes. Does not import TensorFlow."""
 
 import os
-import pathlib
 import signal
 import sys
 import tempfile
@@ -34,12 +33,6 @@ def hang(send):
     time.sleep(3600)
 
 
-def leave_a_file(send):
-    descriptor, path = tempfile.mkstemp()
-    os.close(descriptor)
-    return path
-
-
 def hang_in_all_reduce(send, config):
     send(("has_tensorflow", True))
     send(("devices", ["/device:GPU:0", "/device:GPU:1"]))
@@ -64,16 +57,13 @@ def refuse_in_examination(send, config):
 
 
 def tell_search_path(channel):
-    return sys.path, os.getcwd(), os.environ.get("GIVEN"), tempfile.gettempdir()
+    descriptor, path = tempfile.mkstemp()
+    os.close(descriptor)
+    return sys.path, os.getcwd(), os.environ.get("GIVEN"), path
 
 
 def kill_itself(send):
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def tell_and_wait(channel, path):
-    pathlib.Path(path).write_text(str(os.getpid()))
-    time.sleep(3600)
 
 
 def echo(channel):
@@ -92,15 +82,3 @@ class Stubborn:
 
     def __del__(self):
         time.sleep(3600)
-
-
-def train(send, argv, output, data_dir):
-    """Runs a training whose output is written to a file; returns its exit code."""
-    import main
-
-    with open(output, "w", encoding="utf-8") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    os.environ["FASHION_MNIST_DIR"] = data_dir
-    sys.argv = argv
-    return main.main(main.parse(argv))

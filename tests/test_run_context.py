@@ -1,5 +1,6 @@
-"""Tests the state of a command: visible to its functions, and restored afterwards."""
+"""The state of a command: its log, signals, temporary files, watchdog and bar, and their end."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -11,15 +12,34 @@ import time
 
 import pytest
 
-from app.runtime import console, run_context, signals
+from app.runtime import console, progress_bar, run_context, signals, temporary_directories, watchdog
 from app.runtime.errors import DiskFullError, Terminated
+from app.runtime.progress_bar import TrainingProgress, duration_text
 from app.runtime.run_context import RunContext
+from app.runtime.temporary_directories import TemporaryDirectory, remove_stale_directories
 from conftest import ROOT
+from strategies.base import StepTotals
 
 
-def raise_signal(number):
-    os.kill(os.getpid(), number)
-    time.sleep(1)  # Python's handler runs in here.
+@contextlib.contextmanager
+def python(body):
+    """Runs a script without TensorFlow; yields its process once it has printed "up"."""
+    head = (
+        "import signal, sys, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "from app.runtime import run_context, signals, watchdog\n"
+        "up = lambda *told: print('up', *told, flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", head + body], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("up"), process.stderr.read()
+            yield process, line[3:].strip()
+        finally:
+            process.kill()
 
 
 def test_environment_and_temporary_files_are_as_before(monkeypatch, tmp_path):
@@ -42,36 +62,34 @@ def test_environment_and_temporary_files_are_as_before(monkeypatch, tmp_path):
 
 def test_a_context_without_room_is_left_as_it_was_entered(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(DiskFullError), RunContext() as context:
+    with pytest.raises(DiskFullError, match="set TMPDIR to another"), RunContext() as context:
         context.use_temporary_directory()
     assert tempfile.tempdir == str(tmp_path / "missing") and run_context.current() is None
 
 
-def test_each_command_has_a_log_of_its_own(tmp_path, capsys):
+def test_each_command_has_a_log_and_warnings_of_its_own(tmp_path, capsys):
+    def descriptors():
+        paths = pathlib.Path("/proc/self/fd").iterdir()
+        return [os.readlink(path) for path in paths if path.exists()]
+
+    forwarded = []
     for name in ("first", "second"):
         with RunContext():
+            if name == "first":
+                console.forward_warnings(forwarded.append)
             console.open_log(tmp_path / name)
             console.say(f"a line of {name}")
             console.warn(f"a warning of {name}")
+            assert str(tmp_path / name) in descriptors()
+        assert str(tmp_path / name) not in descriptors()
     console.say("outside")
-    for name in ("first", "second"):
-        lines = (tmp_path / name).read_text().splitlines()
-        assert [line.split(maxsplit=2)[2] for line in lines] == [
-            f"INFO a line of {name}",
-            f"WARNING a warning of {name}",
-        ]
-    assert capsys.readouterr().out.splitlines()[-1] == "outside"
-
-
-def test_a_log_closes_its_file(tmp_path):
-    def descriptors():
-        return sorted(os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir()
-                      if path.exists())  # fmt: skip
-
-    with RunContext():
-        console.open_log(tmp_path / "log.txt")
-        assert str(tmp_path / "log.txt") in descriptors()
-    assert str(tmp_path / "log.txt") not in descriptors()
+    for name, lines in (("first", ["INFO"]), ("second", ["INFO", "WARNING"])):
+        found = [line.split()[2] for line in (tmp_path / name).read_text().splitlines()]
+        assert found[: len(lines)] == lines and name in (tmp_path / name).read_text()
+    assert forwarded == ["a warning of first"]
+    printed = capsys.readouterr()
+    assert printed.err == "WARNING: a warning of second\n"
+    assert printed.out.splitlines()[-1] == "outside"
 
 
 def test_outside_of_a_command_there_is_nothing_to_set():
@@ -81,22 +99,13 @@ def test_outside_of_a_command_there_is_nothing_to_set():
     signals.check()
 
 
-def test_forwarded_warnings_are_those_of_one_command(capsys):
-    warnings = []
-    with RunContext():
-        console.forward_warnings(warnings.append)
-        console.warn("to another process")
-    with RunContext():
-        console.warn("printed")
-    assert warnings == ["to another process"]
-    assert capsys.readouterr().err == "WARNING: printed\n"
-
-
-def test_threads_have_the_context_of_the_command():
+def test_threads_have_the_context_of_the_command_and_its_end_is_in_reverse_order():
+    seen = []
     with RunContext() as context:
-        seen = []
         run_context.start_thread(lambda: seen.append(run_context.current())).join()
-        assert seen == [context]
+        for number in (1, 2):
+            context.at_end(lambda number: seen.append((number, run_context.current())), number)
+    assert seen == [context, (2, context), (1, context)]
 
 
 @pytest.mark.parametrize(
@@ -111,11 +120,16 @@ def test_threads_have_the_context_of_the_command():
 def test_a_deferred_signal_is_that_of_one_command(number, raised):
     numbers = (signal.SIGINT, signal.SIGTERM, signals.STOP_REQUEST, signal.SIGHUP)
     before = [signal.getsignal(n) for n in numbers], threading.enumerate()
-    told = []
-    with RunContext(), signals.handled(), signals.deferred(lambda: told.append(number)):
+    told, is_told = [], threading.Event()
+
+    def tell():
+        told.append(number)
+        is_told.set()
+
+    with RunContext(), signals.handled(), signals.deferred(tell):
         signals.check()
-        raise_signal(number)
-        assert signals.requested() == number and told == [number]
+        os.kill(os.getpid(), number)
+        assert is_told.wait(20) and signals.requested() == number and told == [number]
         with pytest.raises(raised):
             signals.check()
     with RunContext(), signals.handled():
@@ -128,24 +142,30 @@ def test_a_deferred_signal_is_that_of_one_command(number, raised):
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signals.STOP_REQUEST, 143)],
 )
 def test_elsewhere_a_signal_ends_the_process_also_in_native_code(number, code):
-    script = (
-        "import signal; signal.signal(2, signal.SIG_DFL)\n"
-        "from app.runtime import signals; from app.runtime.run_context import RunContext\n"
-        "import ctypes\nwith RunContext(), signals.handled():\n"
-        " print('up', flush=True)\n while True: ctypes.CDLL(None).sleep(60)"
+    body = (
+        "import ctypes\nwith run_context.RunContext(), signals.handled():\n"
+        " up()\n while True: ctypes.CDLL(None).sleep(60)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-    try:
-        assert process.stdout.readline() == "up\n"
+    with python(body) as (process, _):
         process.send_signal(number)
         _, errors = process.communicate(timeout=20)
-    finally:
-        process.kill()
     assert process.returncode == code
     assert errors.splitlines()[-1].endswith("no state is saved yet; run the same command again")
+
+
+def test_a_second_signal_ends_a_command_that_does_not_reach_its_next_check():
+    body = (
+        "with run_context.RunContext(), signals.handled():\n"
+        " with signals.deferred(lambda: print('first', flush=True)):\n"
+        "  up()\n  time.sleep(60)"
+    )
+    with python(body) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "first\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == "a second SIGINT: exiting now; the last checkpoint is kept\n"
 
 
 def test_ignored_signals_stay_ignored():
@@ -153,15 +173,136 @@ def test_ignored_signals_stay_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with RunContext(), signals.handled():
-            raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGINT)
             assert signals.requested() == 0
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_what_is_left_to_do_is_done_backwards_and_within_the_command():
-    seen = []
-    with RunContext() as context:
-        for number in (1, 2):
-            context.at_end(lambda number: seen.append((number, run_context.current())), number)
-    assert seen == [(2, context), (1, context)]
+DIRECTORY = (
+    "from app.runtime.temporary_directories import TemporaryDirectory\n"
+    "directory = TemporaryDirectory()\nopen(f'{directory.name}/generated.so', 'w').close()\n"
+    "up(directory.name)\nsys.stdin.read()"
+)
+
+
+@pytest.fixture
+def own_place(tmp_path, monkeypatch):
+    """A place for temporary directories, old enough to be removed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(temporary_directories, "_MIN_AGE_SEC", 0)
+    return tmp_path
+
+
+def test_the_next_process_removes_what_a_killed_one_has_left_and_no_other(own_place):
+    with python(DIRECTORY) as (process, left):
+        process.send_signal(signal.SIGSTOP)
+        remove_stale_directories(own_place)
+        assert os.listdir(left) == ["generated.so"]
+        process.kill()
+        process.wait(20)
+        assert os.listdir(left) == ["generated.so"]
+        with TemporaryDirectory() as own:
+            assert [str(path) for path in own_place.iterdir()] == [own]
+    assert list(own_place.iterdir()) == []
+
+
+def test_other_directories_links_and_those_of_other_users_stay(own_place, monkeypatch):
+    names = {"lockstep-first", "lockstep-tmp-file", "lockstep-tmp-link", "elsewhere"}
+    (own_place / "lockstep-first").mkdir()  # A run, as `doctor` advises.
+    (own_place / "lockstep-tmp-file").touch()
+    (own_place / "elsewhere").mkdir()
+    (own_place / "lockstep-tmp-link").symlink_to("elsewhere")
+    remove_stale_directories(own_place)
+    assert {path.name for path in own_place.iterdir()} == names
+    (own_place / "lockstep-tmp-other").mkdir()
+    another = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    remove_stale_directories(own_place)
+    assert (own_place / "lockstep-tmp-other").exists()
+
+
+@pytest.mark.parametrize("report", ["print('told', flush=True)", "time.sleep(60)"])
+def test_the_watchdog_ends_a_process_in_which_nothing_moves(report):
+    body = (
+        "watchdog._REPORT_SEC = 0.5\nup()\n"
+        f"with watchdog.watch(1, lambda: {report}):\n time.sleep(60)"
+    )
+    with python(body) as (process, _):
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 138 and output == ("told\n" if "told" in report else "")
+
+
+def test_a_process_that_was_stopped_has_not_stalled():
+    """Stopped for longer than the timer of the kernel."""
+    body = (
+        "with watchdog.watch(2, lambda: None) as on_progress:\n up()\n"
+        " [(time.sleep(0.1), on_progress()) for _ in range(10)]\nsys.exit(0)"
+    )
+    with python(body) as (process, _):
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(20) == 0
+
+
+# Native code that waits for a lock that it has, and holds Python's global lock.
+HANG = """
+import ctypes
+libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+with run_context.RunContext() as context:
+    with watchdog.watch(4, lambda: None):
+        context.log_file = {log_file}
+        time.sleep(1)
+        up()
+        [libc.pthread_mutex_lock(mutex) for _ in range(2)]
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the timer is Linux's")
+@pytest.mark.parametrize("has_log", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_ends_a_process_in_which_no_python_code_can_run(has_log, tmp_path):
+    log = tmp_path / "log.txt"
+    log.touch()
+    with python(HANG.format(log_file=repr(str(log)) if has_log else None)) as (process, _):
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGALRM
+    stacks = log.read_text() if has_log else errors
+    assert 'File "<string>", line 13 in' in stacks and "watchdog.py" in stacks
+    assert not (has_log and errors)
+
+
+def test_zero_watches_nothing():
+    for sec in (0, 9):
+        with watchdog.watch(sec, lambda: None) as on_progress:
+            on_progress()
+            assert ("watchdog" in [t.name for t in threading.enumerate()]) == bool(sec)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (3 * 3600 + 300, "3 h 05 min"),
+     (52 * 3600, "2 d 4 h")],
+)  # fmt: skip
+def test_a_duration_has_one_or_two_units(seconds, text):
+    assert duration_text(seconds) == text
+
+
+def test_a_long_training_prints_its_duration_as_soon_as_it_is_known(monkeypatch, capsys):
+    now = iter(range(0, 10_000, 2))
+    create = progress_bar.create_bar
+
+    def create_bar(**options):
+        bar = create(**options)
+        bar.get_time = lambda: float(next(now))
+        return bar
+
+    monkeypatch.setattr(progress_bar, "create_bar", create_bar)
+    with TrainingProgress(10, 100) as progress:
+        for step in (1, 2, 3):
+            progress.step(step, StepTotals(2.0, 1, 2), 100.0)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("epoch 1/10  loss 1.000  accuracy 0.500  100 images/s  step ")
+    assert line.endswith(" min left")
