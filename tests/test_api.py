@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ def test_a_command_has_the_defaults_that_it_has_on_the_command_line():
 
 def training(small_data, out, **options):
     return Config.of(
-        data_dir=str(small_data), allow_unverified_data=True, recipe="fast", device="cpu",
+        data_dir=str(small_data), allow_unverified_data=True, recipe="d2l", device="cpu",
         num_devices=2, out=str(out), **options,
     )  # fmt: skip
 
@@ -43,68 +42,55 @@ def here(monkeypatch):
         yield
 
 
-@pytest.fixture(scope="module")
-def trained(small_data, small_program, tmp_path_factory):
-    out = tmp_path_factory.mktemp("library") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(small_program)  # For child processes.
-        return out, run(training(small_data, out, epochs=2))
+@pytest.mark.parity
+def test_an_interrupted_call_has_saved_and_goes_on_when_repeated(
+    small_data, small_program, small_lenet, tmp_path, monkeypatch, request
+):
+    """In a process of its own, as a script calls it; the rest in this one."""
+    out = tmp_path / "run"
+    # So many epochs that the signal comes before the last.
+    config = training(small_data, out, epochs=4)
+    is_over = threading.Event()
 
+    def interrupt():
+        while not (out / "history.jsonl").exists() and not is_over.wait(0.02):
+            pass
+        if not is_over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
 
-@pytest.mark.e2e
-def test_it_returns_what_is_on_disk(trained):
-    out, summary = trained
+    thread = threading.Thread(target=interrupt, daemon=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.syspath_prepend(small_program)
+        thread.start()
+        try:
+            run(config)
+        finally:
+            is_over.set()
+            thread.join(20)
+    done = len(load_history(out))
+    assert 0 < done < 4 and load_summary(out).status == "running"
+    request.getfixturevalue("here")
+    summary = run(config)
     assert summary == load_summary(out)
     assert summary.num_replicas == 2 and summary.status == "finished"
+    assert len(load_history(out)) == 4
 
-
-@pytest.mark.e2e
-def test_a_run_is_read_on_another_number_of_devices(trained, small_data, small_lenet, here):
-    out, summary = trained
     config = Config.of("evaluate", run=str(out), strategy="mirrored", device="cpu", num_devices=3,
         data_dir=str(small_data), allow_unverified_data=True,
     )  # fmt: skip
     assert run(config) == summary.test_accuracy
-    images = np.zeros((2, 28, 28), np.uint8)
-    np.save(out / "blank.npy", images)
-    config = Config.of("evaluate", run=str(out), images=(str(out / "blank.npy"),))
-    probabilities = run(config)
+    np.save(out / "blank.npy", np.zeros((2, 28, 28), np.uint8))
+    probabilities = run(Config.of("evaluate", run=str(out), images=(str(out / "blank.npy"),)))
     assert probabilities.shape == (2, 10)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-6)
 
 
-def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path):
+def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path, here):
     config = Config.of("evaluate", run=str(tmp_path / "nowhere"))
     with pytest.raises(OutputError, match="nowhere") as refusal:
         run(config)
-    assert (
-        refusal.value.exit_code
-        == 5
-        == run_here("evaluate", f"--run={config.evaluation.run}").returncode
-    )
-
-
-@pytest.mark.e2e
-def test_an_interruption_saves_and_the_same_call_goes_on(
-    small_data, small_program, tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(small_program)
-    # So many epochs that the signal comes before the last.
-    config = training(small_data, tmp_path / "run", epochs=8)
-
-    def interrupt():
-        while not (tmp_path / "run" / "history.jsonl").exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        run(config)
-    done = len(load_history(tmp_path / "run"))
-    assert 0 < done < 8
-    assert load_summary(tmp_path / "run").status == "running"
-    assert run(config).status == "finished"
-    assert len(load_history(tmp_path / "run")) == 8
+    code = run_here("evaluate", f"--run={config.evaluation.run}").returncode
+    assert refusal.value.exit_code == 5 == code
 
 
 @pytest.mark.slow
@@ -124,7 +110,7 @@ def test_what_the_page_shows_can_be_run(number, tmp_path):
     assert told in result.stdout
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_example_trains_and_verifies(
     small_data, small_lenet, here, tmp_path, monkeypatch, capsys
 ):

@@ -9,6 +9,7 @@ from app.devices.cluster import find_cluster
 from app.devices.local_workers import free_ports
 from app.runtime.errors import ConfigError
 from conftest import run_main
+from in_process import run_here
 
 
 def tf_config(cluster, kind="worker", index=0):
@@ -29,6 +30,10 @@ def test_a_chief_comes_first():
     assert (worker.addresses, worker.index) == (("a:1", "b:1", "c:1"), 2)
 
 
+def worker(cluster='["a:1", "b:1"]', task='{"type": "worker", "index": 0}'):
+    return f'{{"cluster": {{"worker": {cluster}}}, "task": {task}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -38,14 +43,20 @@ def test_a_chief_comes_first():
         ('{"task": {}}', "cluster is null"),
         ('{"cluster": {"worker": ["a:1"]}}', "task is null"),
         ('{"cluster": {"ps": ["a:1"]}, "task": {}}', 'a job of cluster is ["ps"]'),
-        ('{"cluster": {"worker": []}, "task": {}}', "cluster.worker is []"),
-        ('{"cluster": {"worker": "a:1"}, "task": {}}', "cluster.worker is a:1"),
-        ('{"cluster": {"worker": ["a"]}, "task": {}}', "cluster.worker[0] is a, not host:port"),
-        ('{"cluster": {"worker": ["a:1", 7]}, "task": {}}', "cluster.worker[1] is 7"),
-        ('{"cluster": {"worker": ["a:0"]}, "task": {}}', "cluster.worker[0] is a:0"),
-        ('{"cluster": {"worker": ["a:65536"]}, "task": {}}', "cluster.worker[0] is a:65536"),
-        ('{"cluster": {"worker": ["a:1", "a:1"]}, "task": {}}', "addresses that differ"),
         ('{"cluster": {"chief": ["a:1", "b:1"]}, "task": {}}', "cluster.chief is"),
+        (worker("[]"), "cluster.worker is []"),
+        (worker('"a:1"'), "cluster.worker is a:1"),
+        (worker('["a"]'), "cluster.worker[0] is a, not host:port"),
+        (worker('["a:1", 7]'), "cluster.worker[1] is 7"),
+        (worker('["a:0"]'), "cluster.worker[0] is a:0"),
+        (worker('["a:65536"]'), "cluster.worker[0] is a:65536"),
+        (worker('["a:1", "a:1"]'), "addresses that differ"),
+        (worker(task='{"type": "worker", "index": 2}'), "task.index is 2, not 0 to 1"),
+        (worker(task='{"type": "worker", "index": -1}'), "task.index is -1"),
+        (worker(task='{"type": "worker", "index": true}'), "task.index is true"),
+        (worker(task='{"type": "worker", "index": "0"}'), "task.index is 0"),
+        (worker(task='{"type": "ps", "index": 0}'), "task.type is ps, not worker"),
+        (worker(task='{"type": ["worker"], "index": 0}'), "task.type is"),
     ],
 )
 def test_a_bad_key_is_named(text, named):
@@ -54,23 +65,6 @@ def test_a_bad_key_is_named(text, named):
     assert str(refused.value).startswith("TF_CONFIG: ")
     assert named in str(refused.value)
     assert len(str(refused.value)) < 300
-
-
-@pytest.mark.parametrize(
-    ("kind", "index", "named"),
-    [
-        ("worker", 2, "task.index is 2, not 0 to 1"),
-        ("worker", -1, "task.index is -1"),
-        ("worker", True, "task.index is true"),
-        ("worker", "0", "task.index is 0"),
-        ("ps", 0, "task.type is ps, not worker"),
-        (["worker"], 0, "task.type is"),
-    ],
-)
-def test_a_bad_task_is_named(kind, index, named):
-    with pytest.raises(ConfigError) as refused:
-        find_cluster(tf_config({"worker": ["a:1", "b:1"]}, kind, index))
-    assert named in str(refused.value)
 
 
 @pytest.fixture
@@ -143,49 +137,33 @@ def test_a_secret_that_cannot_be_used_is_refused(variable, value, told):
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
+    ("words", "variable", "program"),
     [
-        ({"TF_CONFIG": "{}"}, "TF_CONFIG: cluster is null"),
-        (tf_config({"worker": ["a:1"]}), "--num_workers=2, but TF_CONFIG defines a cluster of 1"),
+        (["train", "--strategy=multi_worker", "--num_workers=2"], {"TF_CONFIG": "{}"}, run_main),
+        (
+            ["train", "--strategy=multi_worker", "--num_workers=2"],
+            tf_config({"worker": ["a:1"]}),
+            run_main,
+        ),
+        (["compare", "--strategies=manual,multi_worker"], tf_config({"worker": ["a:1"]}), run_here),
     ],
 )
-def test_the_program_refuses_at_once(environment, expected):
-    result = run_main(
-        *("train", "--strategy=multi_worker", "--num_workers=2"), env=environment, timeout=20
-    )
-    assert result.returncode == 2
-    assert expected in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_the_program_refuses_at_once(words, variable, program):
+    result = program(*words, env=variable)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "TF_CONFIG" in result.stderr or "compare starts" in result.stderr
 
 
-def test_a_port_in_use_is_named(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        other = free_ports(1)[0]
-        result = run_main(
-            *("train", "--strategy=multi_worker", "--device=cpu", f"--out={tmp_path / 'run'}"),
-            env=tf_config({"worker": [f"127.0.0.1:{port}", f"127.0.0.1:{other}"]}),
-        )
-    assert result.returncode == 2
-    assert f"error: port {port} of 127.0.0.1:{port}: Address already in use" in result.stderr
-
-
-def test_compare_in_a_cluster_is_refused():
-    result = run_main(
-        *("compare", "--strategies=manual,multi_worker"), env=tf_config({"worker": ["a:1"]})
-    )
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: compare starts the workers on this machine, but")
-
-
-def test_a_missing_worker_is_named_until_the_time_is_up(tmp_path):
+@pytest.mark.slow
+def test_a_missing_worker_is_named_until_the_time_is_up_and_a_port_in_use_at_once(tmp_path):
     ports = free_ports(3)
-    result = run_main(
-        *("train", "--strategy=multi_worker", "--device=cpu", f"--out={tmp_path / 'run'}"),
-        "--start_timeout_sec=12",
-        env=tf_config({"worker": [f"127.0.0.1:{port}" for port in ports]}),
-    )
+    words = ["train", "--strategy=multi_worker", "--device=cpu", f"--out={tmp_path / 'run'}"]
+    environment = tf_config({"worker": [f"127.0.0.1:{port}" for port in ports]})
+    result = run_main(*words, "--start_timeout_sec=12", env=environment)
     assert result.returncode == 138
     missing = ", ".join(f"worker {i} (127.0.0.1:{ports[i]})" for i in (1, 2))
     assert f"waiting for {missing}, 10 s of 12 s" in result.stdout
     assert f"error: --start_timeout_sec=12: timed out waiting for {missing}; check" in result.stderr
+    with socket.create_server(("127.0.0.1", ports[0])):
+        result = run_main(*words, env=environment)
+    assert result.returncode == 2 and f"error: port {ports[0]} of 127.0.0.1" in result.stderr

@@ -17,24 +17,21 @@ from app.devices import local_workers
 from app.devices.local_workers import Resources, find_culprit, free_ports, split_resources
 from app.options import Config
 from app.records.history import load_summary
-from app.runtime.errors import DeviceError, PeerLostError
+from app.runtime.errors import DeviceError, LockstepError, PeerLostError
+from app.runtime.run_context import RunContext
 from app.runtime.shown_command import shown_python
 from conftest import program_environment
 from in_process import run_here_ok
+from models import MODELS
 
 _TIMEOUT_SEC = 120
 WORKERS = "--strategy=multi_worker", "--num_workers=2"
 
 
-@pytest.fixture(autouse=True)
-def _small(small_lenet):
-    """Of the processes, `small_program` has a small LeNet, too."""
-
-
 def flags(small_data, out):
     return [
         *("--dataset=fashion_mnist", f"--data_dir={small_data}", "--allow_unverified_data"),
-        *("--num_train_examples=400", "--global_batch_size=20", "--epochs=2", "--recipe=fast"),
+        *("--num_train_examples=400", "--global_batch_size=20", "--epochs=2", "--recipe=d2l"),
         *("--device=cpu", "--deterministic", "--checkpoint_every=5"),
         f"--out={out}",
     ]
@@ -56,18 +53,24 @@ def launched(program, small_data, out, *more):
             launcher.kill()
 
 
-def worker_pids(launcher):
-    """Returns index → process of the workers that are there now."""
+def finish(launcher, code=0):
+    text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
+    assert launcher.returncode == code, text
+    return text
+
+
+def environments(launcher):
+    """Returns process → environment of the workers that are there now, by their indices."""
     listed = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True
     )
-    pids = {}
+    found = {}
     for pid in listed.stdout.split():
         with contextlib.suppress(OSError):
             environment = pathlib.Path(f"/proc/{pid}/environ").read_text()
-            if found := re.search(r"TF_CONFIG=([^\0]*)", environment):
-                pids[json.loads(found[1])["task"]["index"]] = int(pid)
-    return pids
+            if match := re.search(r"TF_CONFIG=([^\0]*)", environment):
+                found[json.loads(match[1])["task"]["index"]] = int(pid), environment
+    return found
 
 
 def wait_until(condition):
@@ -77,6 +80,10 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
+def wait_for_checkpoint(out):
+    wait_until(lambda: (out / "checkpoints" / "step-00000005-epoch-0000").exists())
+
+
 def is_alive(pid):
     with contextlib.suppress(OSError):
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -84,78 +91,69 @@ def is_alive(pid):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(small_program, small_data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("launch") / "run"
+def expected(small_data, tmp_path_factory):
+    """The weights of the same training in this process."""
+    out = tmp_path_factory.mktemp("manual") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
+        run_here_ok("train", "--strategy=manual", "--num_devices=2", *flags(small_data, out))
+    return load_summary(out).weights_sha256
+
+
+@pytest.mark.parity
+def test_a_cluster_is_one_training(expected, small_program, small_data, tmp_path):
+    out = tmp_path / "run"
     with launched(small_program, small_data, out) as launcher:
-        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
-    assert launcher.returncode == 0, text
+        text = finish(launcher)
     assert "worker 1: training" in text
     assert text.splitlines()[-1].startswith("test acc: ") and text.count("test acc: ") == 1
-    return load_summary(out)
-
-
-def test_a_cluster_is_one_training(undisturbed, small_program, small_data, tmp_path):
-    assert undisturbed.num_replicas == 2
-    assert undisturbed.num_test_examples == 200
-    assert undisturbed.steps == 40
-    run_here_ok(
-        *("train", "--strategy=manual", "--num_devices=2"), *flags(small_data, tmp_path / "manual")
-    )
-    assert load_summary(tmp_path / "manual").weights_sha256 == undisturbed.weights_sha256
-
-
-@pytest.mark.parametrize("index", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_killed_worker_costs_a_restart(undisturbed, small_program, small_data, tmp_path, index):
-    out = tmp_path / "run"
-    with launched(small_program, small_data, out) as launcher:
-        wait_until(lambda: (out / "checkpoints" / "step-00000005-epoch-0000").exists())
-        os.kill(worker_pids(launcher)[index], signal.SIGKILL)
-        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
-    assert launcher.returncode == 0, text
-    assert f"worker {index} ended with code 137" in text
-    assert "restart 1 of 3" in text
-    assert load_summary(out).weights_sha256 == undisturbed.weights_sha256
-
-
-def test_the_death_of_the_starter_leaves_nothing(small_program, small_data, tmp_path):
-    out = tmp_path / "run"
-    with launched(small_program, small_data, out) as launcher:
-        wait_until(lambda: (out / "checkpoints" / "step-00000005-epoch-0000").exists())
-        pids = worker_pids(launcher)
-        assert set(pids) == {0, 1}
-        environment = pathlib.Path(f"/proc/{pids[0]}/environ").read_text()
-        ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", environment)]
-        os.kill(pids[1], signal.SIGSTOP)  # One that could not end by itself.
-        launcher.kill()
-        launcher.wait()
-        wait_until(lambda: not any(is_alive(pid) for pid in pids.values()))
-        assert len(ports) == 2 and all(map(local_workers._is_free, ports))
+    summary = load_summary(out)
+    assert (summary.num_replicas, summary.num_test_examples, summary.steps) == (2, 200, 40)
+    assert summary.weights_sha256 == expected
 
 
 @pytest.mark.slow
-def test_a_stop_is_passed_on_and_all_of_them_save(undisturbed, small_program, small_data, tmp_path):
+@pytest.mark.parity
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_killed_worker_costs_a_restart(expected, small_program, small_data, tmp_path, index):
     out = tmp_path / "run"
     with launched(small_program, small_data, out) as launcher:
-        wait_until(lambda: (out / "checkpoints" / "step-00000005-epoch-0000").exists())
+        wait_for_checkpoint(out)
+        os.kill(environments(launcher)[index][0], signal.SIGKILL)
+        text = finish(launcher)
+    assert f"worker {index} ended with code 137" in text
+    assert "restart 1 of 3" in text
+    assert load_summary(out).weights_sha256 == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_a_stop_is_passed_on_and_all_of_them_save(expected, small_program, small_data, tmp_path):
+    out = tmp_path / "run"
+    with launched(small_program, small_data, out) as launcher:
+        wait_for_checkpoint(out)
         launcher.send_signal(signal.SIGTERM)
-        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
-    assert launcher.returncode == 143, text
+        text = finish(launcher, 143)
     assert f"the state is saved; resume with: {shown_python()}" in text
     assert "--num_workers=2" in text.splitlines()[-1]
     with launched(small_program, small_data, out) as launcher:
-        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
-    assert launcher.returncode == 0, text
-    assert "resuming after" in text
-    assert load_summary(out).weights_sha256 == undisturbed.weights_sha256
+        assert "resuming after" in finish(launcher)
+    assert load_summary(out).weights_sha256 == expected
 
 
 @pytest.mark.slow
-def test_what_another_try_does_not_mend_ends_it(small_program, small_data, tmp_path):
-    with launched(small_program, small_data, tmp_path / "run", "--learning_rate=1e30") as launcher:
-        text, _ = launcher.communicate(timeout=_TIMEOUT_SEC)
-    assert launcher.returncode == 7, text
-    assert "restart" not in text
-    assert text.splitlines()[-1].startswith("error: worker ")
+def test_the_death_of_the_starter_leaves_nothing(small_program, small_data, tmp_path):
+    out = tmp_path / "run"
+    with launched(small_program, small_data, out) as launcher:
+        wait_for_checkpoint(out)
+        found = environments(launcher)
+        assert set(found) == {0, 1}
+        ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", found[0][1])]
+        os.kill(found[1][0], signal.SIGSTOP)  # One that could not end by itself.
+        launcher.kill()
+        launcher.wait(_TIMEOUT_SEC)
+        wait_until(lambda: not any(is_alive(pid) for pid, _ in found.values()))
+        assert len(ports) == 2 and all(map(local_workers._is_free, ports))
 
 
 @pytest.mark.parametrize(
@@ -214,12 +212,34 @@ def test_another_port_is_chosen_if_one_was_taken(monkeypatch, tmp_path):
     assert attempts == [("127.0.0.1:1", "127.0.0.1:5"), ("127.0.0.1:2", "127.0.0.1:5")]
 
 
-@pytest.mark.parametrize("max_restarts", [0, 2])
-def test_workers_are_restarted_as_often_as_asked(monkeypatch, tmp_path, max_restarts):
+@pytest.mark.parametrize(
+    ("code", "max_restarts", "error"),
+    [(137, 0, PeerLostError), (137, 2, PeerLostError), (7, 2, LockstepError)],
+)
+def test_workers_are_restarted_as_often_as_asked(monkeypatch, tmp_path, code, max_restarts, error):
+    """What another try does not mend ends it."""
     starts = []
-    monkeypatch.setattr(local_workers, "_run_all", lambda *_: starts.append(1) or (1, 137))
+    monkeypatch.setattr(local_workers, "_run_all", lambda *_: starts.append(1) or (1, code))
     monkeypatch.setattr(local_workers.time, "sleep", lambda sec: None)
     config = Config.of("train", strategy="multi_worker", max_restarts=max_restarts)
-    with pytest.raises(PeerLostError, match=rf"worker 1 .* 137, after {max_restarts} restarts"):
+    with pytest.raises(LockstepError, match=rf"worker 1 .* {code}") as raised:
         local_workers.train_with_local_workers(config, 2, tmp_path)
-    assert len(starts) == max_restarts + 1
+    assert type(raised.value) is error and raised.value.exit_code == (138 if code > 128 else code)
+    assert len(starts) == (max_restarts + 1 if code > 128 else 1)
+
+
+def test_a_restart_does_not_overwrite_what_the_first_start_has_written(monkeypatch, tmp_path):
+    words = []
+
+    def run_all(given, clusters, shares):
+        words.append([word for word in given if "overwrite" in word])
+        if len(words) == 2:
+            (tmp_path / "config.json").write_text("{}")
+        return (0, 0) if len(words) == 3 else (1, 137)
+
+    monkeypatch.setattr(local_workers, "_run_all", run_all)
+    monkeypatch.setattr(local_workers.time, "sleep", lambda sec: None)
+    config = Config.of("train", strategy="multi_worker", overwrite=True)
+    with RunContext():
+        local_workers.train_with_local_workers(config, 2, tmp_path)
+    assert words == [["--overwrite"], ["--overwrite"], []]

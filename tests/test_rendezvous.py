@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -45,7 +44,7 @@ def connect(address):
 @pytest.mark.parametrize("secret", [SECRET, ""])
 def test_workers_meet(start, secret):
     members = clusters(secret, secret, secret)
-    assert [each.result() for each in start(members)] == [None] * 3
+    assert [each.result(30) for each in start(members)] == [None] * 3
 
 
 def test_a_worker_that_comes_again_is_one_worker(start):
@@ -53,23 +52,22 @@ def test_a_worker_that_comes_again_is_one_worker(start):
     (met,) = start([chief])
     (left,) = start([first], timeout_sec=1)  # It does not wait for the second one.
     with pytest.raises(PeerLostError, match="timed out waiting for workers, which worker 0 names"):
-        left.result()
-    time.sleep(0.5)
+        left.result(20)
     (other,) = start([second])
     with pytest.raises(concurrent.futures.TimeoutError):
         met.result(1)
     (again,) = start([first])
-    assert [each.result() for each in (met, again, other)] == [None] * 3
+    assert [each.result(20) for each in (met, again, other)] == [None] * 3
 
 
 def test_all_workers_learn_who_is_missing(start):
     chief, first, second = clusters(SECRET, SECRET, SECRET)
-    for waiting in start([chief], timeout_sec=2) + start([first]):
+    for waiting in start([chief], timeout_sec=1) + start([first]):
         with pytest.raises(PeerLostError, match=f"worker 2 \\({second.addresses[2]}\\)"):
-            waiting.result()
+            waiting.result(30)
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400\r\n\r\n", bytes(1 << 20), b"[1]\n"])
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400\r\n\r\n", b"[1]\n"])
 def test_a_chief_that_does_not_answer_or_answers_garbage_is_named(start, answer):
     chief, worker = clusters(SECRET, SECRET)
     with socket.create_server(host_and_port(chief.addresses[0])) as server:
@@ -81,9 +79,9 @@ def test_a_chief_that_does_not_answer_or_answers_garbage_is_named(start, answer)
                     connection.sendall(answer)
 
         threading.Thread(target=answer_all, daemon=True).start()
-        (waiting,) = start([worker], timeout_sec=2)
-        with pytest.raises(PeerLostError, match="--start_timeout_sec=2: timed out waiting for w"):
-            waiting.result()
+        (waiting,) = start([worker], timeout_sec=1)
+        with pytest.raises(PeerLostError, match="--start_timeout_sec=1: timed out waiting for w"):
+            waiting.result(30)
         server.shutdown(socket.SHUT_RDWR)
 
 
@@ -91,17 +89,17 @@ def test_settings_that_differ_are_named_on_every_worker(start):
     settings = {0: {"--seed": 0, "devices": "1 CPU"}, 1: {"--seed": 1, "devices": "1 CPU"}}
     for met in start(clusters(SECRET, SECRET), settings):
         with pytest.raises(ConfigError, match=r"--seed: worker 0 has 0, worker 1 has 1\)"):
-            met.result()
+            met.result(30)
 
 
 def test_a_worker_with_another_secret_is_refused_at_once(start, capsys):
     chief, *others = clusters(SECRET, SECRET, "another secret of that")
-    met, good, bad = start([chief, *others], timeout_sec=4)
+    met, good, bad = start([chief, *others], timeout_sec=2)
     with pytest.raises(ConfigError, match="LOCKSTEP_SECRET is not that of worker 0"):
         bad.result(3)
     for each in met, good:
         with pytest.raises(PeerLostError, match="worker 2"):
-            each.result()
+            each.result(30)
     assert "dropped a connection from 127.0.0.1: it does not know" in capsys.readouterr().err
 
 
@@ -115,7 +113,7 @@ def test_a_port_in_use_is_named():
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 20), b"[" * 60_000 + b"\n"]
+    "sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 4096, b"[" * 60_000 + b"\n"]
 )
 def test_strangers_delay_nobody(start, capsys, sent):
     members = clusters(SECRET, SECRET, SECRET)
@@ -133,12 +131,12 @@ def test_strangers_delay_nobody(start, capsys, sent):
     floods = [threading.Thread(target=flood) for _ in range(2)]
     for each in floods:
         each.start()
-    time.sleep(1)
-    begin = time.monotonic()
-    for each in (*start(members[1:]), met):
-        assert each.result() is None
-    assert time.monotonic() - begin < 10
-    ended.set()
-    for each in floods:
-        each.join()
+    try:
+        time.sleep(0.5)
+        for each in (*start(members[1:]), met):
+            assert each.result(10) is None
+    finally:
+        ended.set()
+        for each in floods:
+            each.join(20)
     assert capsys.readouterr().err.count("dropped a connection from 127.0.0.1: ") == 1

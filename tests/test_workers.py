@@ -196,7 +196,7 @@ def differ(channel, config):
     device_setup.set_up(config.replace(learning_rate=learning_rate))
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_workers_with_different_flags_are_refused():
     with pytest.raises(ConfigError, match=r"--learning_rate: worker 0 has 0.1, worker 1 has 0.2"):
         run_group(differ, CONFIG)
