@@ -217,7 +217,7 @@ def test_another_port_is_chosen_if_one_was_taken(monkeypatch, tmp_path):
     [(137, 0, PeerLostError), (137, 2, PeerLostError), (7, 2, LockstepError)],
 )
 def test_workers_are_restarted_as_often_as_asked(monkeypatch, tmp_path, code, max_restarts, error):
-    """What another try does not mend ends it."""
+    """What another try does not fix ends it."""
     starts = []
     monkeypatch.setattr(local_workers, "_run_all", lambda *_: starts.append(1) or (1, code))
     monkeypatch.setattr(local_workers.time, "sleep", lambda sec: None)

@@ -85,6 +85,12 @@ def test_a_chief_that_does_not_answer_or_answers_garbage_is_named(start, answer)
         server.shutdown(socket.SHUT_RDWR)
 
 
+def test_a_chief_whose_name_does_not_resolve_is_named(start):
+    (waiting,) = start([Cluster(("nowhere.invalid:2222", "127.0.0.1:2222"), 1)], timeout_sec=1)
+    with pytest.raises(PeerLostError, match=r"worker 0 \(nowhere.invalid:2222\)"):
+        waiting.result(30)
+
+
 def test_settings_that_differ_are_named_on_every_worker(start):
     settings = {0: {"--seed": 0, "devices": "1 CPU"}, 1: {"--seed": 1, "devices": "1 CPU"}}
     for met in start(clusters(SECRET, SECRET), settings):

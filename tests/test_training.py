@@ -1,5 +1,6 @@
 """The outer loop: records, resuming after every kind of interruption, and what ends a run."""
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -22,6 +23,7 @@ from app.records.event_file import event_files
 from app.records.files import write_file
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
+from app.records.run_metadata import Progress
 from app.runtime import signals
 from app.runtime.errors import (
     CheckpointError,
@@ -187,44 +189,109 @@ def test_signals_save_and_each_other_strategy_goes_on(dataset, tmp_path, monkeyp
     assert "strategy manual → mirrored: global batch 64 and" in capsys.readouterr().out
 
 
-def test_a_run_cut_off_at_any_write_can_be_finished(dataset, tmp_path, finished, monkeypatch):
-    """Whenever something has been written or renamed, a power cut leaves what is copied then."""
-    run_dir, cuts = tmp_path / "run", []
-    replace, fsync = os.replace, os.fsync
+class Disk:
+    """What a power cut leaves of a directory at each write, sync and renaming.
 
-    def snapshot():
-        cuts.append(pathlib.Path(shutil.copytree(run_dir, tmp_path / f"cut {len(cuts)}")))
+    A file system keeps what was synced. Of the rest it may keep all, nothing, removals alone, or
+    names of files without their contents.
 
-    def replace_and_copy(source, target):
-        snapshot()
-        replace(source, target)
-        snapshot()
+    Args:
+        run_dir: the directory of a run.
+        out_dir: where the states are written; `states` has their paths.
+    """
 
-    def copy_and_sync(descriptor):
-        snapshot()
-        fsync(descriptor)
+    def __init__(self, run_dir, out_dir):
+        self._run_dir, self._out_dir, self.states = run_dir, out_dir, []
+        self._contents, self._entries, self._opened = {}, {}, contextlib.ExitStack()
 
+    @contextlib.contextmanager
+    def recorded(self):
+        replace, fsync, rmdir = os.replace, os.fsync, os.rmdir
+
+        def record_and_rmdir(*arguments, **options):
+            self._record()
+            rmdir(*arguments, **options)
+
+        def replace_and_record(source, target):
+            self._record()
+            replace(source, target)
+            self._record()
+
+        def record_and_fsync(descriptor):
+            self._record()
+            fsync(descriptor)
+            self._keep(pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            self._record()
+
+        with pytest.MonkeyPatch.context() as patch, self._opened:
+            patch.setattr(os, "replace", replace_and_record)
+            patch.setattr(os, "fsync", record_and_fsync)
+            patch.setattr(os, "rmdir", record_and_rmdir)
+            yield
+
+    def _keep(self, path):
+        """Notes what is on the disk from now on; an open file keeps its number."""
+        self._opened.callback(os.close, os.open(path, os.O_RDONLY))
+        number = path.stat().st_ino
+        if path.is_dir():
+            self._entries[number] = self._now(path)
+        else:
+            self._contents[number] = path.read_bytes()
+
+    def _now(self, path):
+        return {each.name: (each.stat().st_ino, each.is_dir()) for each in path.iterdir()}
+
+    def _record(self):
+        there = {path.stat().st_ino for path in self._run_dir.rglob("*")}
+        known = {child for names in self._entries.values() for child, _ in names.values()}
+        for kept, names_are_kept in ((known, False), (there, False), (there, True)):
+            self.states.append(self._out_dir / f"cut {len(self.states)}")
+            number = self._run_dir.stat().st_ino
+            self._write(number, self._run_dir, kept, names_are_kept, self.states[-1])
+        self.states.append(
+            shutil.copytree(self._run_dir, self._out_dir / f"cut {len(self.states)}")
+        )
+
+    def _write(self, number, path, kept, names_are_kept, target):
+        target.mkdir(parents=True)
+        entries = self._now(path) if names_are_kept else self._entries.get(number, {})
+        for name, (child, is_directory) in entries.items():
+            if is_directory and child in kept:
+                self._write(child, path / name, kept, names_are_kept, target / name)
+            elif child in kept:
+                (target / name).write_bytes(self._contents.get(child, b""))
+
+
+def test_a_run_cut_off_at_any_write_can_be_finished(dataset, tmp_path, finished):
     def start(path, **options):
         with open_run_directory(path, {}) as run_directory:  # Removes what a killed run has left.
             run_directory.start(overwrite=False)
             return train(dataset, path, checkpoint_every=3, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace_and_copy)
-        patch.setattr(os, "fsync", copy_and_sync)
-        start(run_dir)
-    for cut in cuts:
-        found, summary = find_newest_checkpoint(cut), load_summary(cut)
-        if found is None:
-            assert summary is None and load_history(cut) == []
-            continue
-        assert found.damaged == []
-        assert len(load_history(cut)) <= found.checkpoint.progress.epoch
-        assert summary is None or summary.steps <= found.checkpoint.progress.step
-    with_history = next(c for c in cuts if load_history(c) and not load_summary(c))
-    with_half = next(c for c in cuts if checkpoint_paths(c) and [*c.glob("checkpoints/.*.tmp")])
-    assert len(cuts) > 60
-    for cut in (cuts[3], with_half, with_history, cuts[-2]):
+    disk = Disk(tmp_path / "run", tmp_path)
+    (tmp_path / "run").mkdir()
+    with disk.recorded():
+        start(tmp_path / "run")
+    before = len(disk.states)
+    with disk.recorded(), open_run_directory(tmp_path / "run", {"seed": 1}) as run_directory:
+        run_directory.start(overwrite=True)
+    assert before > 200 and len(disk.states) > before + 10
+    for number, cut in enumerate(disk.states):
+        found, summary, epochs = find_newest_checkpoint(cut), load_summary(cut), load_history(cut)
+        progress = found.checkpoint.progress if found else Progress()
+        assert not found or found.damaged == []
+        assert summary is None or summary.steps <= progress.step
+        assert number >= before or len(epochs) <= progress.epoch
+        figure = cut / "accuracy.png"
+        assert not figure.exists() or figure.read_text().startswith("of ")
+    chosen = [
+        next(c for c in disk.states if [*c.glob("checkpoints/.*.tmp/state*")]),
+        next(c for c in disk.states if load_history(c) and not load_summary(c)),
+        disk.states[before // 3],
+        disk.states[before // 2],
+        disk.states[before - 3],
+    ]
+    for cut in chosen:
         resumed = start(cut, steps_per_call=2)
         assert resumed.status == "finished" and load_summary(cut) == resumed
         assert resumed.weights_sha256 == finished[1].weights_sha256

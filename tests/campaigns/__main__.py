@@ -24,8 +24,7 @@ from .harness import CampaignError
 # Campaign → cycles by default, and what one cycle is.
 CAMPAIGNS = {
     "kills": (100, "a training that is disturbed by a signal or a failing disk, and resumed"),
-    "power": (3, "a recorded training, with a power cut after each of its file operations"),
-    "bits": (1000, "a flipped bit in memory or on disk"),
+    "bits": (1000, "a flipped bit in memory"),
     "network": (0, "a training with one network fault (root; 0: each fault once)"),
     "fuzz": (20, "500 damaged inputs of each kind"),
 }

@@ -38,12 +38,11 @@ from app.records.history import EpochRecord
 from app.records.run_metadata import Progress, RunMetadata
 from app.records.script_trace import Rows, load_trace
 from app.runtime.errors import CheckpointError, ConfigError, DataError, LockstepError, OutputError
-from app.training.case_file import CaseFile
 from in_process import parse_here
 from trace_samples import about, arrays
 
 LIMIT_SEC = 10
-_CLEAR = re.compile(r"--\w|'.*'|^(directories|experiment|report) |TF_CONFIG|case.py")
+_CLEAR = re.compile(r"--\w|'.*'|^(directories|experiment|report) |TF_CONFIG")
 _outcomes: collections.Counter = collections.Counter()
 _guarded: str | None = None
 _WRITES = {
@@ -280,23 +279,6 @@ def fuzz_tf_config(nodes, edits):
         assert cluster.addresses[cluster.index]
 
 
-_CASE = b"def model():\n    return None\n\ndef data(size):\n    yield 1\n"
-
-
-def fuzz_case(edits, names):
-    """Case files."""
-    content = _edited(_CASE, edits).replace(b"data", names)
-    with tempfile.TemporaryDirectory() as name:
-        path = pathlib.Path(name) / "case.py"
-        path.write_bytes(content)
-        with guarded(path.parent, ConfigError, DataError):
-            try:
-                CaseFile(path)
-            except LockstepError as error:
-                assert "case.py" in str(error) and str(error).isprintable()
-                raise
-
-
 _TRACE = about(num_replicas=2, steps=[3], settings=about()["settings"][:1], micro_batches=[1])
 _HUGE = np.lib.format.header_data_from_array_1_0(np.zeros(1)) | {"shape": (99999999999,)}
 
@@ -349,7 +331,6 @@ TARGETS = {
     "flags": (fuzz_flags, {"command": st.sampled_from([*COMMANDS, "nonsense", ""]),
                            "words": st.lists(_WORD, max_size=5)}),
     "TF_CONFIG": (fuzz_tf_config, {"nodes": _NODES, "edits": _SOME_EDITS}),
-    "case": (fuzz_case, {"edits": _EDITS, "names": st.sampled_from([b"data", b"\xff", b"x y"])}),
     "trace": (fuzz_trace, {"nodes": _SOME_NODES, "about_edits": _SOME_EDITS, "edits": _SOME_EDITS,
                            "names": st.sets(st.sampled_from([*arrays(1), "about"]), max_size=2),
                            "is_huge": st.booleans()}),

@@ -23,7 +23,7 @@ MAIN = (sys.executable, str(ROOT / "main.py"))
 NUM_TRAIN, NUM_TEST, EPOCHS, BATCH = 500, 200, 3, 50
 STEPS_PER_EPOCH = NUM_TRAIN // BATCH
 TRAIN = (
-    *("--device=cpu", "--recipe=fast", "--deterministic", "--allow_unverified_data"),
+    *("--device=cpu", "--recipe=d2l", "--deterministic", "--allow_unverified_data"),
     *(f"--global_batch_size={BATCH}", "--checkpoint_every=3"),
 )
 TIMEOUT_SEC = 300

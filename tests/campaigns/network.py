@@ -13,7 +13,6 @@ import pathlib
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -33,40 +32,14 @@ from .harness import (
 PORT, LOST = 2222, 138
 _END_SEC = 90.0  # Within which all workers end when one is lost.
 _NUMBERS = itertools.count()
-_SERVER = """
-import socket, sys
-server, kept = socket.create_server(("0.0.0.0", int(sys.argv[1]))), []
-while True:
-    kept.append(server.accept()[0])
-    kept[-1].sendall(bytes.fromhex(sys.argv[2]))
-"""
-_STRANGER = """
-import os, socket, sys, time
-address, kind, kept = (sys.argv[1], int(sys.argv[2])), sys.argv[3], []
-while True:
-    try:
-        socket.create_connection(address, timeout=1).close()
-        break
-    except OSError:
-        time.sleep(0.01)
-try:
-    for _ in range(10_000 if kind == "connections" else 1):
-        kept = [*kept[-500:], socket.create_connection(address, timeout=5)]
-    if kind == "wrong token":
-        kept[-1].sendall(b'{"secret": "wrong, wrong, wrong", "index": 1, "settings": {}}\\n')
-    for _ in range(1024 if kind == "1 GiB" else 0):
-        kept[-1].sendall(os.urandom(1 << 20))
-except OSError:
-    pass
-"""
 
 
 class Network:
-    """Three hosts in namespaces, joined by a switch in another one; a context manager."""
+    """Two hosts in namespaces, joined by a switch in another one; a context manager."""
 
     def __enter__(self) -> "Network":
         prefix = f"ls{os.getpid()}-{next(_NUMBERS)}-"
-        self._switch, self._hosts = f"{prefix}s", [f"{prefix}{host}" for host in range(3)]
+        self._switch, self._hosts = f"{prefix}s", [f"{prefix}{host}" for host in range(2)]
         with contextlib.ExitStack() as stack:
             for name in (self._switch, *self._hosts):
                 _run("ip", "netns", "add", name)
@@ -96,7 +69,7 @@ class Network:
 
     def limit(self, rate: str) -> None:
         """Limits what every host receives, for example "10mbit"."""
-        for host in range(3):
+        for host in range(2):
             shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "500ms")
             _run("tc", "-n", self._switch, "qdisc", "add", "dev", f"p{host}", "root", *shape)
 
@@ -147,15 +120,13 @@ class Cluster:
         """Moves on to a new run directory."""
         self._number += 1
 
-    def start(
-        self, network: Network, *flags: str, only: Sequence[int] = (0, 1), names: str = ""
-    ) -> list[Program]:
-        """Starts workers, each on its host; `names` replaces the address of worker 1."""
-        addresses = [f"{network.address(0)}:{PORT}", f"{names or network.address(1)}:{PORT}"]
-        words = [*MAIN, "--strategy=multi_worker", *TRAIN, "--num_devices=1", *flags]
+    def start(self, network: Network) -> list[Program]:
+        """Starts both workers, each on its host."""
+        addresses = [f"{network.address(index)}:{PORT}" for index in (0, 1)]
+        words = [*MAIN, "--strategy=multi_worker", *TRAIN, "--num_devices=1"]
         words += [f"--epochs={EPOCHS}", f"--data_dir={self._data_dir}", f"--out={self.run_dir}"]
         secret, programs = secrets.token_hex(), []
-        for index in only:
+        for index in (0, 1):
             task = {"type": "worker", "index": index}
             config = {"cluster": {"worker": addresses}, "task": task}
             environment = {"TF_CONFIG": json.dumps(config), "LOCKSTEP_SECRET": secret}
@@ -240,39 +211,6 @@ def _frozen(cluster: Cluster, sec: float) -> list[int]:
     return _disturbed(cluster, _signal(signal.SIGSTOP), _signal(signal.SIGCONT), sec)
 
 
-def _never_met(cluster: Cluster, index: int, name: str = "", answer: bytes | None = None):
-    """Starts one worker whose peer cannot be met; it names the peer."""
-    with Network() as network:
-        server = None
-        if answer is not None:
-            command = network.command(1 - index, sys.executable, "-c", _SERVER, str(PORT))
-            server = subprocess.Popen([*command, answer.hex()])
-        flags = "--start_timeout_sec=12"
-        (program,) = cluster.start(network, flags, only=[index], names=name)
-        try:
-            codes = cluster.wait([program], 120)
-        finally:
-            if server:
-                server.kill()
-                server.wait()
-        named = f"worker {1 - index}" in program.last_line()
-        check(codes == [LOST] and named, f"codes {codes}: {program.last_line()}")
-        cluster.finish(network)
-        return codes
-
-
-def _stranger(cluster: Cluster, kind: str) -> list[int]:
-    """Trains while a process without the secret fills the rendezvous port of the chief."""
-    with Network() as network:
-        words = (sys.executable, "-c", _STRANGER, network.address(0), str(PORT), kind)
-        stranger = subprocess.Popen(network.command(2, *words))
-        try:
-            return cluster.finish(network)
-        finally:
-            stranger.kill()
-            stranger.wait()
-
-
 FAULTS: dict[str, Callable[[Cluster], list[int]]] = {
     "10 Mbit/s": lambda c: _slow(c, "10mbit"),
     "partition of 5 s": lambda c: _partition(c, 5),
@@ -282,12 +220,6 @@ FAULTS: dict[str, Callable[[Cluster], list[int]]] = {
     "worker killed": lambda c: _disturbed(c, _signal(signal.SIGKILL)),
     "worker frozen for 5 s": lambda c: _frozen(c, 5),
     "worker frozen for 60 s": lambda c: _frozen(c, 60),
-    "name does not resolve": lambda c: _never_met(c, 0, "nowhere.invalid"),
-    "port never answers": lambda c: _never_met(c, 1, answer=b""),
-    "port answers garbage": lambda c: _never_met(c, 1, answer=b"\xff\0garbage\n" * 99),
-    "stranger sends 1 GiB": lambda c: _stranger(c, "1 GiB"),
-    "stranger connects 10000 times": lambda c: _stranger(c, "connections"),
-    "stranger has a wrong token": lambda c: _stranger(c, "wrong token"),
 }
 
 
