@@ -7,7 +7,13 @@ import tensorflow as tf
 from conftest import CPUS
 from small_models import create
 from strategies import ALL_REDUCE_ALGORITHMS
-from strategies.collectives import ALL_REDUCE_FUNCTIONS, in_buckets, shard_bounds, shard_sizes
+from strategies.collectives import (
+    ALL_REDUCE_FUNCTIONS,
+    in_buckets,
+    shard_bounds,
+    shard_sizes,
+    weighted_bounds,
+)
 from strategies.gather_scatter import all_gather, reduce_scatter
 from strategies.gradient_buckets import GradientBuckets
 from strategies.manual import all_reduce, split_batch
@@ -32,7 +38,7 @@ def several_devices(num_replicas):
     return [CPUS[r % len(CPUS)] for r in range(num_replicas)]
 
 
-@pytest.mark.parametrize("num_replicas", range(1, 9))
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("algorithm", NAMES)
 def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas):
     devices = several_devices(num_replicas)
@@ -74,16 +80,12 @@ def test_compiled_in_buckets_it_is_the_same_sum(algorithm, num_replicas):
             np.testing.assert_array_equal(total.numpy(), expected, strict=True)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3, 5, 8])
+@pytest.mark.parametrize("num_replicas", [3, 8])
 def test_direct_adds_in_the_order_of_reduce_to_one(num_replicas):
-    devices = several_devices(num_replicas)
-    generator = np.random.default_rng(0)
-    tensors = on_devices(
-        [[generator.normal(size=101).astype(np.float32)] for _ in devices], devices
-    )
+    devices, normal = several_devices(num_replicas), np.random.default_rng(0).normal
+    tensors = on_devices([[normal(size=101).astype(np.float32)] for _ in devices], devices)
     first, second = (
-        ALGORITHMS[algorithm](tensors, devices)[0][0].numpy()
-        for algorithm in ("reduce_to_one", "direct")
+        ALGORITHMS[name](tensors, devices)[0][0] for name in ("reduce_to_one", "direct")
     )
     np.testing.assert_array_equal(first, second)
 
@@ -123,6 +125,24 @@ def test_shards_are_disjoint_complete_and_even(num_replicas, num_examples):
         shard_bounds(tf.constant(num_examples), num_replicas, r) for r in range(num_replicas)
     ]
     assert [(int(start), int(end)) for start, end in tensor_bounds] == bounds
+
+
+@pytest.mark.parametrize("num_examples", [1, 4, 17, 100, 256])
+@pytest.mark.parametrize("weights", [(1,), (1, 1, 1), (3, 1), (1, 3), (2, 3, 5), (1, 1, 1, 7)])
+def test_weighted_shards_are_all_examples_in_order(weights, num_examples):
+    bounds = [weighted_bounds(num_examples, weights, i) for i in range(len(weights))]
+    assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+    assert bounds[-1][1] == num_examples
+    for (start, end), weight in zip(bounds, weights, strict=True):
+        exact = num_examples * weight / sum(weights)
+        assert abs(end - start - exact) <= min(weight, sum(weights) - weight, 2) + 1e-9
+    in_graph = [
+        [int(b) for b in weighted_bounds(tf.constant(num_examples), weights, tf.constant(i))]
+        for i in range(len(weights))
+    ]
+    assert in_graph == [list(b) for b in bounds]
+    if len(set(weights)) == 1:
+        assert bounds == [shard_bounds(num_examples, len(weights), i) for i in range(len(weights))]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])

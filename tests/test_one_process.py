@@ -1,85 +1,70 @@
 """Tests several commands in one process: none sees or keeps the state of another."""
 
-import json
+import logging
 import os
-import re
-import subprocess
-import sys
+import signal
+import tempfile
+import threading
 
 import pytest
 
 from app.records.history import load_summary
-from conftest import ROOT, program_environment, run_ok
+from conftest import run_ok
+from failing_steps import after_step
+from in_process import run_here
 
-pytestmark = pytest.mark.slow  # Most tests of commands run them in one process, one after another.
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("one process")
-
-
-@pytest.fixture(scope="module")
-def results(place, small_data):
-    """Name of each command in `tests/one_process.py` → how it ended and what it left."""
-    (place / "tmp").mkdir()
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "one_process.py"), str(place)],
-        capture_output=True, text=True, check=True, timeout=500,
-        env=program_environment(FASHION_MNIST_DIR=str(small_data), TMPDIR=str(place / "tmp")),
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+TRAINING = (
+    "--device=cpu", "--num_devices=2", "--num_train_examples=200", "--epochs=2",
+    "--global_batch_size=20", "--allow_unverified_data",
+)  # fmt: skip
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-def test_each_command_ends_as_in_a_process_of_its_own(results):
-    codes = {name: result["exit_code"] for name, result in results.items()}
-    assert codes == {
-        "first": 0, "compared": 0, "interrupted": 130, "verified": 0, "second": 0, "resumed": 0,
-        "one device": 0, "three devices": 6,
-    }  # fmt: skip
-    told = results["three devices"]["printed"]
-    assert len(told) == 1 and told[0].startswith("error: 3 CPU devices requested")
-    assert "use a new process" in told[0]
-
-
-def test_a_command_leaves_nothing_in_the_process(results):
-    left = {name: result["left"] for name, result in results.items() if result["left"]}
-    # `verify` keeps the server that has imported TensorFlow, and its socket, until the end.
-    server = left.pop("verified")
-    counts = {what: len(after) for what, (_, after) in server.items()}
-    assert counts == {"children": 2, "temporary files": 1} and left == {}
-
-
-def test_temporary_files_are_gone(results, place):
-    assert os.listdir(place / "tmp") == []
-
-
-def test_each_log_has_the_lines_of_its_own_command_alone(results):
-    for name, result in results.items():
-        if name == "interrupted":  # It is resumed in the same directory.
-            assert results["resumed"]["log"].startswith(result["log"])
-        else:
-            assert result["log at the end"] == result["log"]
-    for name in ("first", "second", "one device"):
-        lines = results[name]["log"].splitlines()
-        messages = [re.sub(r"^\S+ \S+ (INFO|WARNING) ", "", line) for line in lines]
-        assert len(lines) > 6
-        printed = [line.removeprefix("WARNING: ") for line in results[name]["printed"]]
-        saved = [line for line in messages if line.startswith("Saved checkpoint step-")]
-        assert saved and [line for line in messages if line not in saved] == printed
-
-
-def test_the_second_training_is_that_of_a_fresh_process(results, place, small_data):
-    """The first one had another precision, and was deterministic."""
-    fresh = run_ok(
-        "--device=cpu", "--num_devices=2", "--num_train_examples=200", "--epochs=2",
-        "--global_batch_size=20", "--allow_unverified_data",
-        f"--out={place}/fresh", env={"FASHION_MNIST_DIR": str(small_data)},
-    )  # fmt: skip
-    summaries = {
-        name: load_summary(place / name) for name in ("fresh", "first", "second", "interrupted")
+def state_of_process():
+    """Returns all state that a command could leave in the process."""
+    wakeup_fd = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup_fd)
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "signal handlers": [signal.getsignal(number) for number in NUMBERS],
+        "wakeup fd": wakeup_fd,
+        "environment": dict(os.environ),
+        "temporary directory": tempfile.gettempdir(),
+        "log files": [
+            handler.baseFilename
+            for logger in loggers
+            for handler in getattr(logger, "handlers", [])
+            if isinstance(handler, logging.FileHandler)
+        ],
     }
-    hashes = {name: summary.weights_sha256 for name, summary in summaries.items()}
+
+
+@pytest.mark.slow  # Most tests of commands run them in one process, one after another.
+@pytest.mark.usefixtures("small_lenet")
+def test_commands_one_after_another_are_those_of_fresh_processes(
+    tmp_path, small_data, small_program, monkeypatch
+):
+    monkeypatch.setenv("FASHION_MNIST_DIR", str(small_data))
+    logs = {}
+
+    def run(name, *words, code=0):
+        before = state_of_process()
+        result = run_here(*words, *TRAINING, f"--out={tmp_path / name}")
+        assert result.returncode == code, result.stdout + result.stderr
+        after = state_of_process()
+        assert {key for key in after if after[key] != before[key]} == set()
+        logs[name, code] = (tmp_path / name / "log.txt").read_text()
+
+    run("first", "train", "--precision=mixed_bfloat16", "--deterministic")
+    with after_step(3, lambda: os.kill(os.getpid(), signal.SIGINT)):
+        run("interrupted", "train", code=130)
+    run("second", "train")
+    run("interrupted", "train")
+    run_ok(*TRAINING, f"--out={tmp_path}/fresh", program=small_program, env=dict(os.environ))
+    hashes = {name: load_summary(tmp_path / name).weights_sha256
+              for name in ("first", "second", "interrupted", "fresh")}  # fmt: skip
     assert hashes["second"] == hashes["interrupted"] == hashes["fresh"] != hashes["first"]
-    own = [line for line in results["second"]["printed"] if not line.startswith("WARNING: ")]
-    assert fresh.stdout.splitlines()[:4] == own[:4]
+    for (name, code), log in logs.items():  # Each has the lines of its own command alone.
+        now = (tmp_path / name / "log.txt").read_text()
+        assert now.startswith(log) and (now == log) == (code == 0)

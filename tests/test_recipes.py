@@ -13,6 +13,12 @@ from models import load_model_builder
 from strategies.tf_private import learning_rate_schedule
 
 
+def rates_of(schedule, num_steps):
+    """Returns the rate of each step, computed by one function of TensorFlow."""
+    compute = tf.function(lambda steps: tf.map_fn(schedule, steps, fn_output_signature=tf.float32))
+    return compute(tf.range(num_steps + 1)).numpy().tolist()
+
+
 def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
     for model, size, rate in [("lenet", 256, 0.2), ("resnet18", 256, 0.1), ("resnet18", 512, 0.2)]:
         recipe = find_recipe("d2l", model)
@@ -23,13 +29,11 @@ def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
     assert float(optimizer.learning_rate) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "warmup_steps"), [(1, 0), (2, 1), (10, 5), (235, 100), (2350, 470)]
-)
+@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(1, 0), (10, 5), (235, 100), (2350, 470)])
 def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
     optimizer = find_recipe("fast", "lenet").create_optimizer(0.2, num_steps)
     schedule = learning_rate_schedule(optimizer)
-    rates = [float(schedule(step)) for step in range(num_steps + 1)]
+    rates = rates_of(schedule, num_steps)
     peak = int(np.argmax(rates))
     assert peak == warmup_steps
     assert rates[peak] == pytest.approx(0.2)
@@ -75,13 +79,14 @@ def test_beyond_256_the_rate_of_fast_grows_with_the_square_root_of_the_batch(mod
     assert rates == [0.25, 1, pytest.approx(2**0.5), 2, 4]
 
 
-@pytest.mark.parametrize("global_batch_size", [512, 1024, 4096])
-@pytest.mark.parametrize("num_steps", [60, 236, 590, 3000])
+@pytest.mark.parametrize(
+    ("global_batch_size", "num_steps"), [(512, 3000), (1024, 60), (1024, 590), (4096, 236)]
+)
 def test_with_a_large_batch_the_rate_of_fast_rises_no_faster(global_batch_size, num_steps):
     recipe = find_recipe("fast", "lenet")
     peak = recipe.learning_rate(global_batch_size=global_batch_size, num_steps=num_steps)
     schedule = learning_rate_schedule(recipe.create_optimizer(peak, num_steps))
-    rates = [float(schedule(step)) for step in range(num_steps + 1)]
+    rates = rates_of(schedule, num_steps)
     assert max(np.diff(rates)) <= 0.2 / 100 * 1.01
     assert max(rates) == pytest.approx(min(0.2 * (global_batch_size / 256) ** 0.5, num_steps / 1e3))
 

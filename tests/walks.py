@@ -32,10 +32,15 @@ class Training(NamedTuple):
     options: tuple
 
     def __str__(self):
+        """Returns the name of a test case."""
         words = [f"{key}={value}".replace(" ", "") for key, value in self.options]
-        functions = [getattr(f, "__name__", "") for f in (self.network, self.optimizer) if f]
-        policy = [] if self.policy == "float32" else [self.policy]
-        return "-".join([self.strategy, str(self.num_devices), *functions, *policy, *words])
+        if self.policy != "float32":
+            words.insert(0, self.policy)
+        if self.optimizer:
+            optimizer = self.optimizer
+            function = getattr(optimizer, "args", [optimizer])[0]
+            words.insert(0, getattr(function, "__name__", ""))
+        return "-".join([self.strategy, str(self.num_devices), self.network.__name__, *words])
 
 
 def training(
